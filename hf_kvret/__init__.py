@@ -1,0 +1,37 @@
+"""Long-context generation made cheap, inside Hugging Face transformers.
+
+    import hf_kvret
+    model.generate(**inputs, cache_implementation="paris")
+
+Importing registers the methods' names with transformers and touches no device.
+"""
+
+from hf_kvret.block import TokenBlock
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.index import Index
+from hf_kvret.methods.flat import FlatConfig, FlatKVCache
+from hf_kvret.methods.paris import ParisConfig, ParisKVCache
+from hf_kvret.registry import attach, methods, register, restore, unregister
+from hf_kvret.stores import Store
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FlatConfig",
+    "FlatKVCache",
+    "Index",
+    "ParisConfig",
+    "ParisKVCache",
+    "RetrievalCache",
+    "RetrievalConfig",
+    "Store",
+    "TokenBlock",
+    "attach",
+    "methods",
+    "register",
+    "restore",
+    "unregister",
+]
+
+register()

@@ -1,0 +1,132 @@
+"""The registered attention function: the one fork between a retrieval layer and the base."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hf_kvret_kernels.prompt_attention import prompt_attention
+from torch import nn
+
+from hf_kvret.base_attention import attend_with_base, base_name
+from hf_kvret.layer import HANDLE, AttentionCall, RetrievalLayer
+from hf_kvret.masks import base_mask, mask_info, slot_validity
+from hf_kvret.merge import Partial, merge
+
+# What models pass beside the tensors. Those in the second set do not change attention here.
+_UNDERSTOOD = {"softcap", "s_aux", "is_causal", "sliding_window", "output_attentions"}
+_HARMLESS = {
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "position_embeddings",
+    "output_router_logits",
+    "output_hidden_states",
+    "logits_to_keep",
+    "return_dict",
+    "target_dtype",
+    "deterministic",
+    "num_logits_to_keep",
+    "token_type_ids",
+}
+
+# Above this many elements the base is not asked to build a [q, kv] mask or score matrix.
+_DENSE_ELEMENTS = 1 << 24
+
+
+def retrieval_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention for layers whose keys carry a handle; the model's own attention for all others.
+
+    Args:
+        query: ``[B, Hq, Q, Dk]``; key ``[B, Hkv, n, Dk]``; value ``[B, Hkv, n, Dv]``.
+        attention_mask: what ``retrieval_mask`` returned.
+        scaling: factor of the dot products; None means ``Dk ** -0.5``.
+
+    Returns:
+        ``[B, Q, Hq, Dv]`` and None for the weights, as transformers expects.
+
+    Raises:
+        ValueError: a keyword that would change attention and that we do not know.
+    """
+    layer: RetrievalLayer | None = getattr(key, HANDLE, None)
+    base = base_name(module, kwargs)
+    if layer is None:
+        mask = base_mask(attention_mask, base)
+        return attend_with_base(
+            base, module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    _check_keywords(kwargs, dropout)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    new = query.shape[2]
+    total = layer.get_seq_length() + (key.shape[2] if layer.waiting else 0)
+    softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
+    valid = slot_validity(attention_mask, new, total)
+
+    def prompt() -> torch.Tensor:
+        if _base_builds_matrix(base, query, key, attention_mask):
+            part = prompt_attention(
+                query, key, value, scale=scale, causal_offset=0, valid=valid, softcap=softcap
+            )
+            if sink_logits is not None:
+                part = merge([Partial(*part)], sink_logits)
+            return part[0]
+        out, _ = attend_with_base(
+            base,
+            module,
+            query,
+            key,
+            value,
+            base_mask(attention_mask, base),
+            scaling=scaling,
+            dropout=dropout,
+            **kwargs,
+        )
+        return out.transpose(1, 2)
+
+    call = AttentionCall(valid, scale, softcap, sink_logits, prompt)
+    out = layer.attend(query, key, value, call)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _base_builds_matrix(
+    base: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
+) -> bool:
+    """Whether ``base`` would build a mask or scores of ``[q, kv]`` that are large."""
+    info = mask_info(mask)
+    if info is None or not info.causal or base.startswith("flash"):
+        return False
+    batch, heads, new, _ = query.shape
+    if base == "eager":
+        return batch * heads * new * key.shape[2] > _DENSE_ELEMENTS
+    return info.padding is not None and batch * new * key.shape[2] > _DENSE_ELEMENTS
+
+
+def _check_keywords(kwargs: dict[str, Any], dropout: float) -> None:
+    for name, value in kwargs.items():
+        if value is not None and name not in _UNDERSTOOD and name not in _HARMLESS:
+            raise ValueError(
+                f"attention was called with {name}={type(value).__name__}, which a retrieval cache "
+                "does not know how to honour: use this model with its own cache "
+                "(hf_kvret.restore(model)), or report the model"
+            )
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True: a retrieval cache never forms the attention matrix; "
+            "drop the argument or use cache_implementation='dynamic'"
+        )
+    if kwargs.get("sliding_window") is not None:
+        raise ValueError(
+            f"sliding_window={kwargs['sliding_window']} on a layer that the cache holds as full "
+            "attention: config.layer_types and the model disagree; pass the model's own config"
+        )
+    if dropout:
+        raise ValueError(f"dropout={dropout}: put the model in eval mode to use a retrieval cache")

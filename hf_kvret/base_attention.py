@@ -1,0 +1,108 @@
+"""The attention that a model had before it was switched to ours."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+
+OUR_NAMES: set[str] = set()
+
+# Outside the configs, because a field on a config ends up in config.json. Configs are not
+# hashable, so the table goes by identity and forgets an entry when its config dies.
+_bases: dict[int, str] = {}
+
+
+def record_base(config: PreTrainedConfig, name: str) -> None:
+    """Remember that ``config`` used the implementation ``name`` before it was switched."""
+    if id(config) not in _bases:
+        weakref.finalize(config, _bases.pop, id(config), None)
+    _bases[id(config)] = name
+
+
+def recorded_base(config: PreTrainedConfig) -> str | None:
+    """What ``record_base`` noted for ``config``, or None."""
+    return _bases.get(id(config))
+
+
+def forget_base(config: PreTrainedConfig) -> None:
+    """Drop the record of ``config``."""
+    _bases.pop(id(config), None)
+
+
+def base_name(module: nn.Module, keywords: dict[str, Any]) -> str:
+    """The implementation to use for ``module`` wherever ours has nothing to add.
+
+    Without a record (a model loaded with our name): sdpa where the model supports it and the call
+    has neither soft cap nor learned sinks, else eager.
+    """
+    recorded = recorded_base(module.config)
+    if recorded is not None:
+        return recorded
+    plain = keywords.get("softcap") is None and keywords.get("s_aux") is None
+    return "sdpa" if plain and _supports_sdpa(module) else "eager"
+
+
+def attend_with_base(
+    name: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Call the implementation ``name`` as the model itself would have."""
+    if name == "eager":
+        function = getattr(_modeling(module), "eager_attention_forward", None)
+        if function is None:
+            raise RuntimeError(
+                f"{type(module).__module__} has no eager attention: load the model with "
+                "attn_implementation='sdpa'"
+            )
+    else:
+        function = ALL_ATTENTION_FUNCTIONS[name]
+    if name.startswith("flash") or "/" in name:
+        module = _NamedProxy(module, name)
+    return function(module, query, key, value, mask, **kwargs)
+
+
+class _NamedProxy:
+    """``module``, but with a config that names ``name`` as its attention implementation.
+
+    Flash attention looks its kernel up by the name in ``module.config``, where ours stands.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = module
+        self.config = _NamedConfig(module.config, name)
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._module, attribute)
+
+
+class _NamedConfig:
+    def __init__(self, config: PreTrainedConfig, name: str) -> None:
+        self._config = config
+        self._attn_implementation = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._config, attribute)
+
+
+def _modeling(module: nn.Module) -> Any:
+    return sys.modules[type(module).__module__]
+
+
+def _supports_sdpa(module: nn.Module) -> bool:
+    """Whether the modeling file that ``module`` comes from declares support for sdpa."""
+    for value in vars(_modeling(module)).values():
+        if isinstance(value, type) and issubclass(value, PreTrainedModel):
+            if value.__module__ == type(module).__module__:
+                return bool(value._supports_sdpa)
+    return False

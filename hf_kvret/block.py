@@ -1,0 +1,37 @@
+"""TokenBlock: some consecutive tokens of one layer, on their way into store and index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TokenBlock:
+    """Tokens ``start .. start + len(block)`` of every row of the batch.
+
+    Attributes:
+        keys: ``[B, Hkv, n, Dk]`` post-RoPE, as the model passed them to the cache.
+        values: ``[B, Hkv, n, Dv]``.
+        start: cache slot of the first token.
+        valid: ``[B, n]`` bool, False for padding and holes; None when all are valid.
+        queries: ``[B, Hq, q, Dk]``, all queries of the forward pass that brought these tokens,
+            or None when they come out of the window. Their slots end at ``queries_end``.
+        queries_end: slot after the last query; 0 without queries.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    start: int
+    valid: torch.Tensor | None = None
+    queries: torch.Tensor | None = None
+    queries_end: int = 0
+
+    def __len__(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def end(self) -> int:
+        """Slot after the last token."""
+        return self.start + len(self)

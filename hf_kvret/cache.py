@@ -1,0 +1,173 @@
+"""RetrievalCache: a transformers Cache whose full-attention layers retrieve."""
+
+from __future__ import annotations
+
+import copy
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer
+
+from hf_kvret import persistence
+from hf_kvret.compatibility import check_config, model_layers
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.index import Index
+from hf_kvret.layer import RetrievalLayer
+from hf_kvret.reports import MemoryReport, layer_stats, memory_report
+from hf_kvret.stores import StoreChoice
+
+
+class RetrievalCache(Cache):
+    """One layer per model layer: ours where attention is full, the model's own elsewhere.
+
+    Subclasses say which index they use; everything else is here.
+
+        cache = ParisKVCache(config=model.config, top_k=256, store="host")
+        model.generate(**inputs, past_key_values=cache)
+
+    Args:
+        config: the model's configuration.
+        options: a configuration object of the method, for instance ``ParisConfig.paper()``.
+        **changes: single options, by name, on top of ``options`` or of the defaults.
+
+    Raises:
+        ValueError: a model that retrieval can't serve, an unknown option or a bad value.
+    """
+
+    name: ClassVar[str]
+    config_class: ClassVar[type[RetrievalConfig]]
+    options: RetrievalConfig
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        options: RetrievalConfig | None = None,
+        **changes: Any,
+    ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config must be the model's config, got {type(config).__name__}")
+        if options is None:
+            options = self.config_class.from_options(**changes)
+        elif not isinstance(options, self.config_class):
+            raise TypeError(
+                f"{type(self).__name__} takes a {self.config_class.__name__}, got "
+                f"{type(options).__name__}"
+            )
+        else:
+            options = options.replace(**changes) if changes else options
+        check_config(config)
+        layers: list[Any] = model_layers(config)
+        ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        self.options = options
+        self._stores = StoreChoice(options.store, len(ours))
+        for number in ours:
+            make_index = partial(self.make_index, options, number)
+            layers[number] = RetrievalLayer(options, make_index, self._stores.make)
+        super().__init__(layers=layers)
+
+    @classmethod
+    def make_index(cls, options: Any, layer: int) -> Index:
+        """A new, empty index for the model layer number ``layer``."""
+        raise NotImplementedError
+
+    @property
+    def retrieval_layers(self) -> list[RetrievalLayer]:
+        """The layers that retrieve, in the order of the model's."""
+        return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Note new tokens ``[B, Hkv, n, D]`` of one layer; see ``RetrievalLayer.update``.
+
+        Raises:
+            RuntimeError: a layer was updated and its attention never came, so the model does not
+                use the registered attention function.
+        """
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, RetrievalLayer) and layer.waiting:
+                raise RuntimeError(
+                    f"layer {index} was given tokens but its attention was never called: the "
+                    "model does not use hf_kvret's attention, or a forward pass broke off. Call "
+                    f"hf_kvret.attach(model) or model.set_attn_implementation({self.name!r}) "
+                    "before the forward pass (generate does it by itself), and start with a new "
+                    "cache or cache.reset()"
+                )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def memory(self) -> MemoryReport:
+        """Bytes on device and host by part, and what full attention would need."""
+        return memory_report(self.layers, self.retrieval_layers)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the cache was made, forked or reset.
+
+        Returns a dict with ``method``, ``store`` and ``layers``: for each retrieval layer
+        ``layer`` (its number), ``steps`` (selections), ``queries``, ``cold_tokens`` held,
+        ``candidates`` (tokens scored closely) and ``selected`` (rows read by selection), both
+        summed over batch, heads and queries, ``cold_rows`` (rows there were to choose from,
+        summed alike), ``read_ratio = selected / cold_rows``, ``exact_rows`` (rows read by exact
+        attention of long second prompts), ``bytes_fetched``, and with ``track_recall`` the
+        means ``recall_overlap``, ``recall_mass``, ``recall_best_mass`` (see ``Recall``).
+        """
+        layers = [
+            {"layer": number, **layer_stats(layer)}
+            for number, layer in enumerate(self.layers)
+            if isinstance(layer, RetrievalLayer)
+        ]
+        return {"method": self.name, "store": self._stores.name, "layers": layers}
+
+    def fork(self, **changes: Any) -> Self:
+        """An independent copy whose cold part is shared: cheap at any length. Counts start anew.
+
+        ``changes`` are options that leave the held tokens as they are, for instance
+        ``fork(top_k=64, track_recall=True)``; ValueError for others.
+        """
+        persistence.check_changes(changes, {"store"})
+        twin = object.__new__(type(self))
+        twin.options, twin._stores = self.options, self._stores
+        Cache.__init__(twin, layers=[copy.deepcopy(layer) for layer in self.layers])
+        if changes:
+            twin.options = self.options.replace(**changes)
+            for layer in twin.retrieval_layers:
+                layer.set_options(twin.options)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write the filled cache to ``directory``: ``cache.safetensors`` and ``cache.json``."""
+        persistence.save(self, Path(directory))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | os.PathLike[str],
+        config: PreTrainedConfig,
+        device: torch.device | str = "cpu",
+        **changes: Any,
+    ) -> Self:
+        """The cache that ``save_pretrained`` wrote, for the model with ``config``.
+
+        Args:
+            directory: where it was written.
+            config: the model's configuration; another shape than the saved one is refused.
+            device: where the model's queries are.
+            **changes: options to change, for instance ``store="host"``.
+
+        Raises:
+            FileNotFoundError: no cache there.
+            ValueError: a corrupt or truncated file, another method, another model's shape, or a
+                change of an option that the saved index depends on.
+        """
+        return persistence.load(cls, Path(directory), config, torch.device(device), changes)

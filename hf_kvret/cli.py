@@ -1,0 +1,86 @@
+"""The command line: ``hf-kvret demo``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status. A user's mistake prints one line, not a trace."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    transformers_logging.disable_progress_bar()
+    try:
+        return options.run(options)
+    except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
+        print(f"hf-kvret: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-kvret", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    demo = commands.add_parser(
+        "demo",
+        help="ask questions about a long document, with the bundled model",
+        description="Read one long document with the bundled model, ask questions about it, and "
+        "compare full attention with retrieval caches. Needs no network.",
+    )
+    demo.add_argument("--context", type=int, default=16_384, help="document length in tokens")
+    demo.add_argument("--caches", default="full,flat,paris", help="comma-separated names")
+    demo.add_argument("--questions", type=int, default=128, help="needles asked for")
+    demo.add_argument("--top-k", type=_budget, default=256, help="a count, or a share like 0.04")
+    demo.add_argument("--store", default="host", help="where cold rows live: device, host, auto")
+    demo.add_argument("--dtype", choices=_DTYPES, default="float32")
+    demo.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    demo.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG, SVG, PDF)")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _budget(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from hf_kvret.evaluation.bundled import load_bundled_model
+    from hf_kvret.evaluation.demo import DemoSetup, run_demo
+    from hf_kvret.evaluation.tables import demo_bars, demo_table, plot_demo, write_json
+
+    names = [name.strip() for name in options.caches.split(",") if name.strip()]
+    setup = DemoSetup(
+        context=options.context,
+        questions=options.questions,
+        top_k=options.top_k,
+        store=options.store,
+        seed=options.seed,
+    )
+    model = load_bundled_model(_DTYPES[options.dtype], options.device)
+    results = run_demo(model, names, setup)
+    print(f"\n{setup.questions} questions about {setup.context:,} tokens, {options.dtype}, ", end="")
+    print(f"top_k={setup.top_k}, cold rows: {setup.store}\n")
+    print(demo_table(results))
+    print(f"\n{demo_bars(results)}")
+    if options.json:
+        described = dataclasses.asdict(setup) | {"dtype": options.dtype, "device": options.device}
+        write_json(options.json, "demo", described, results)
+        print(f"\nwrote {options.json}")
+    if options.plot:
+        plot_demo(options.plot, results, setup.context)
+        print(f"wrote {options.plot}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

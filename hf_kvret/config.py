@@ -1,0 +1,98 @@
+"""Options that every retrieval cache has, and their validation."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """Sizes of the regions, the budget, and where cold rows live. Lengths are in tokens.
+
+    Attributes:
+        top_k: budget of cold tokens per query and KV head: a count (``int >= 1``) or a share
+            of the cold tokens (``0 < float <= 1``).
+        sink: first valid tokens of each row, always attended, kept on the device.
+        recent: newest tokens, always attended; what a flush leaves in the window.
+        flush: tokens that gather on top of ``recent`` before a flush moves them to the store.
+        dense_below: caches shorter than this retrieve nothing and attend to everything. None
+            means ``max(2000, sink + recent + 2 * top_k)``.
+        max_draft: up to this many queries at once (drafted tokens) each retrieve; more of them
+            (a second prompt) are attended exactly.
+        store: ``"device"``, ``"host"``, or ``"auto"``: the host on accelerators, when the cold
+            rows would take more than a quarter of the free device memory.
+        track_recall: compare every selection with the exact top-k. Reads all keys: for study.
+    """
+
+    top_k: int | float = 1024
+    sink: int = 4
+    recent: int = 256
+    flush: int = 512
+    dense_below: int | None = None
+    max_draft: int = 16
+    store: str = "auto"
+    track_recall: bool = False
+
+    def __post_init__(self) -> None:
+        _check_budget(self.top_k)
+        for name, least in (("sink", 0), ("recent", 1), ("flush", 1), ("max_draft", 1)):
+            _check_length(name, getattr(self, name), least)
+        if self.dense_below is not None:
+            _check_length("dense_below", self.dense_below, 0)
+        if not isinstance(self.track_recall, bool):
+            raise TypeError(f"track_recall must be True or False, got {self.track_recall!r}")
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Self:
+        """The configuration with ``options`` set; an unknown name raises with the nearest one."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ValueError(
+                    f"{cls.__name__} has no option {name!r}: {hint}The options are "
+                    f"{', '.join(known)}"
+                )
+        return cls(**options)
+
+    def replace(self, **options: Any) -> Self:
+        """A copy with ``options`` changed, validated like a new one."""
+        return type(self).from_options(**{**dataclasses.asdict(self), **options})
+
+    def budget(self, cold_len: int) -> int:
+        """Tokens to select among ``cold_len``: at least 1, at most all of them."""
+        if isinstance(self.top_k, float):
+            return max(1, math.ceil(self.top_k * cold_len))
+        return min(self.top_k, cold_len)
+
+    @property
+    def dense_len(self) -> int:
+        """Length below which the cache stays dense, ``dense_below`` or its default."""
+        if self.dense_below is not None:
+            return self.dense_below
+        selected = 2 * self.top_k if isinstance(self.top_k, int) else 0
+        return max(2000, self.sink + self.recent + selected)
+
+
+def _check_budget(top_k: object) -> None:
+    if isinstance(top_k, bool) or not isinstance(top_k, int | float):
+        raise TypeError(f"top_k must be an int (a count) or a float (a share), got {top_k!r}")
+    if isinstance(top_k, int) and top_k < 1:
+        raise ValueError(f"top_k={top_k}: a count must be at least 1")
+    if isinstance(top_k, float) and not 0.0 < top_k <= 1.0:
+        raise ValueError(
+            f"top_k={top_k}: a float is a share of the cold tokens, above 0 and at most 1; "
+            "pass an int for a count"
+        )
+
+
+def _check_length(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int (tokens), got {value!r}")
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")

@@ -1,0 +1,1 @@
+"""Measuring what a cache costs in answers and saves in bytes and time."""

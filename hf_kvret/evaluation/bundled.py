@@ -1,0 +1,27 @@
+"""The small model that ships with the package: it needs no network and answers needle questions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+BUNDLED_MODEL = Path(__file__).parent / "needle_llama"
+
+
+def load_bundled_model(
+    dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """The bundled Llama in eval mode; its model card is ``needle_llama/README.md``.
+
+    Raises:
+        FileNotFoundError: the weights are not in this installation.
+    """
+    if not (BUNDLED_MODEL / "model.safetensors").is_file():
+        raise FileNotFoundError(
+            f"the bundled model is missing from {BUNDLED_MODEL}: install hf_kvret again, or train "
+            "it with examples/train_needle_model.py"
+        )
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=dtype, local_files_only=True)
+    return model.to(device).eval()

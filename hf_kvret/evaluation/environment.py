@@ -1,0 +1,44 @@
+"""Where a number was measured: machine, versions, command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+
+def describe_environment() -> dict[str, Any]:
+    """Command, machine and versions, for the JSON beside every table."""
+    return {
+        "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "versions": {
+            name: _version(name) for name in ("hf-kvret", "torch", "transformers", "triton")
+        },
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,110 @@
+"""Results as text, JSON and pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_kvret.evaluation.demo import DemoResult
+from hf_kvret.evaluation.environment import describe_environment
+
+_BAR = 40
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        return f"| {' | '.join(padded)} |"
+
+    rule = line(["-" * width for width in widths])
+    return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def demo_table(results: Sequence[DemoResult]) -> str:
+    """The demo's results, one row a cache."""
+    header = ("cache", "answers right", "new tokens/s", "prefill s", "device MB", "host MB")
+    header += ("of full K,V on device", "cold rows read", "recall@k", "attention mass")
+    rows = [
+        (
+            row.cache,
+            f"{row.right_ratio:.1%}",
+            f"{row.tokens_per_second:.1f}",
+            f"{row.prefill_seconds:.1f}",
+            f"{row.device_bytes / 1e6:.1f}",
+            f"{row.host_bytes / 1e6:.1f}",
+            f"{row.device_bytes / row.full_bytes:.1%}",
+            f"{row.read_ratio:.2%}",
+            "-" if row.recall is None else f"{row.recall:.3f}",
+            "-" if row.mass is None else f"{row.mass:.3f}",
+        )
+        for row in results
+    ]
+    return markdown_table(header, rows)
+
+
+def demo_bars(results: Sequence[DemoResult]) -> str:
+    """The demo as a picture in text: answers right, and bytes on the device against full."""
+    lines = []
+    for title, shares in (
+        ("answers right", [row.right_ratio for row in results]),
+        ("device bytes, of full K,V", [row.device_bytes / row.full_bytes for row in results]),
+        ("cold rows read", [row.read_ratio for row in results]),
+    ):
+        lines.append(title)
+        for row, share in zip(results, shares, strict=True):
+            filled = min(_BAR, round(share * _BAR))
+            bar = "█" * filled + "·" * (_BAR - filled)
+            lines.append(f"  {row.cache:>8} {bar} {share:.1%}")
+    return "\n".join(lines)
+
+
+def write_json(path: Path, name: str, setup: dict[str, Any], results: Sequence[Any]) -> None:
+    """Write results with the command, machine and versions that made them."""
+    content = {
+        "name": name,
+        "setup": setup,
+        "environment": describe_environment(),
+        "results": [result.to_dict() for result in results],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def plot_demo(path: Path, results: Sequence[DemoResult], context: int) -> None:
+    """Write the demo's picture: answers, device bytes and rows read, a bar for each cache.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing; names the extra that brings it.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "--plot needs matplotlib: pip install 'hf-kvret[plot]'"
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [row.cache for row in results]
+    panels = (
+        ("answers right", [row.right_ratio for row in results]),
+        ("device bytes / full K,V", [row.device_bytes / row.full_bytes for row in results]),
+        ("cold rows read", [row.read_ratio for row in results]),
+    )
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(10, 3.2), layout="constrained")
+    for axis, (title, shares) in zip(axes, panels, strict=True):
+        bars = axis.bar(names, [100 * share for share in shares], color="#4878a8", width=0.6)
+        axis.bar_label(bars, fmt="%.1f%%", padding=2)
+        axis.set_title(title)
+        axis.set_ylim(0, 115)
+        axis.set_yticks([0, 50, 100])
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{context:,} tokens of context")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

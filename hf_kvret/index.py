@@ -1,0 +1,77 @@
+"""The Index contract: which of the cold tokens matter for a query."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Self
+
+import torch
+
+from hf_kvret.block import TokenBlock
+
+
+class Index(ABC):
+    """Finds the few cold tokens that a query attends to. One per retrieval layer.
+
+    Tokens arrive in order and keep their slot number, the number that ``select`` answers with.
+    The life of an index: ``observe`` for each block of the prompt, ``build`` once before the
+    first selection, then ``extend`` for each block that leaves the window. An index keeps its
+    state in preallocated tensors on the device and never synchronizes the host in ``select``.
+    """
+
+    @abstractmethod
+    def observe(self, block: TokenBlock) -> None:
+        """Take in a block of the prompt. ``block.start`` is the number of tokens held so far."""
+
+    def build(self) -> None:
+        """Finish what needs the whole prompt. Called once, with at least one token held."""
+
+    def extend(self, block: TokenBlock) -> None:
+        """Take in a block after ``build``; by default the same as ``observe``."""
+        self.observe(block)
+
+    @abstractmethod
+    def select(
+        self, query: torch.Tensor, budget: int, valid: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """The tokens to attend to, for each query.
+
+        Args:
+            query: ``[B, Hq, Q, Dk]``, post-RoPE; Q > 1 for drafted tokens.
+            budget: how many tokens to select, ``1 <= budget <= n`` with n tokens held.
+            valid: ``[B, n]`` bool; False for padding, holes and sinks: never to be selected.
+            scale: the factor of the dot products before the softmax.
+
+        Returns:
+            ``[B, Hkv, Q, budget]`` or ``[B, Hq, Q, budget]`` int32 slots, each at most once a
+            row, -1 where fewer than ``budget`` tokens are valid. With ``budget == n`` every
+            valid token is selected: stages that prune must let all pass.
+        """
+
+    @abstractmethod
+    def candidates(self, cold_len: int, budget: int) -> int:
+        """How many of ``cold_len`` tokens are scored in full precision or reranked."""
+
+    @abstractmethod
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``rows[b]``; ``rows`` may repeat or omit rows."""
+
+    @abstractmethod
+    def crop(self, cold_len: int) -> None:
+        """Forget all tokens from slot ``cold_len`` on; 0 forgets everything."""
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """An independent copy; big tensors are shared until one side writes."""
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of all tensors, spare capacity included."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors that restore the index, without spare capacity."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Become the index whose ``state_dict`` this is. KeyError names a missing tensor."""

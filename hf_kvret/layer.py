@@ -1,0 +1,318 @@
+"""RetrievalLayer: one layer of a RetrievalCache, between transformers and the regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from hf_kvret_kernels.prompt_attention import prompt_attention
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.index import Index
+from hf_kvret.merge import Partial, merge
+from hf_kvret.recall import Recall, measure_recall
+from hf_kvret.regions import MakeStore, Regions
+
+HANDLE = "hf_kvret_layer"
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one attention call says beside its tensors.
+
+    Attributes:
+        valid: ``[B, T]`` bool over all slots, the new tokens' included; None: all valid.
+        scale: factor of the dot products.
+        softcap: ``c`` of ``c * tanh(score / c)``, or None.
+        sink_logits: ``[Hq]`` learned attention sinks, or None.
+        prompt: the base's full causal attention over the new tokens alone,
+            ``() -> [B, Hq, Q, Dv]``.
+    """
+
+    valid: torch.Tensor | None
+    scale: float
+    softcap: float | None
+    sink_logits: torch.Tensor | None
+    prompt: Callable[[], torch.Tensor]
+
+    def partial(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        valid: torch.Tensor | None,
+        causal_offset: int | None,
+    ) -> Partial:
+        """Attention over some dense tokens; arguments as in ``prompt_attention``."""
+        out, lse = prompt_attention(
+            query,
+            keys,
+            values,
+            scale=self.scale,
+            causal_offset=causal_offset,
+            valid=valid,
+            softcap=self.softcap,
+            out_dtype=torch.float32,
+        )
+        return Partial(out, lse)
+
+
+@dataclass
+class LayerCounters:
+    """Counts since the layer was made. ``selected`` lives on the device until it is read."""
+
+    steps: int = 0
+    queries: int = 0
+    candidates: int = 0
+    cold_rows: int = 0
+    exact_rows: int = 0
+    selected: torch.Tensor | None = None
+    recalls: list[Recall] = field(default_factory=list)
+
+
+class RetrievalLayer(CacheLayerMixin):
+    """Cache of one attention layer: window x index x store.
+
+    ``update`` only notes the new tokens and returns them with a handle to this layer; the
+    registered attention function finds the handle and calls ``attend``, which takes them in.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(
+        self, config: RetrievalConfig, make_index: Callable[[], Index], make_store: MakeStore
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.counters = LayerCounters()
+        self.waiting = False
+        self.regions: Regions | None = None
+        self._make_index = make_index
+        self._make_store = make_store
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make the regions for tokens shaped like these, ``[B, Hkv, *, D]``."""
+        self.regions = Regions(
+            self.config, self._make_index(), self._make_store, key_states, value_states
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Note new tokens ``[B, Hkv, n, D]``; returns them, the keys with a handle to this layer.
+
+        Raises:
+            RuntimeError: gradients are on.
+            ValueError: another batch size, head count, head dim, dtype or device than before.
+        """
+        if key_states.requires_grad or value_states.requires_grad:
+            raise RuntimeError(
+                "a retrieval cache has no gradients: run the model under torch.no_grad() or "
+                "torch.inference_mode(), or train with use_cache=False"
+            )
+        if self.regions is None:
+            self.lazy_initialization(key_states, value_states)
+        else:
+            _check_tokens(self.regions, key_states, value_states)
+        self.waiting = True
+        handle = key_states.detach()
+        setattr(handle, HANDLE, self)
+        return handle, value_states
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return 0 if self.regions is None else self.regions.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask for ``query_length`` new queries covers."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: no limit."""
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; AttributeError before the first update, as transformers expects."""
+        if self.regions is None:
+            raise AttributeError("batch_size")
+        return self.regions.batch_size
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """Attention of ``query [B, Hq, Q, Dk]``, the queries of the Q newest tokens.
+
+        ``key`` and ``value [B, Hkv, Q, D]`` are what ``update`` was given. The first call after an
+        update takes the tokens in; more calls (layers that share their cache) only attend.
+        Returns ``[B, Hq, Q, Dv]`` in the query's dtype.
+        """
+        if self.regions is None:
+            raise RuntimeError("attention came before any update of this layer")
+        new = query.shape[2]
+        first, self.waiting = self.waiting, False
+        past = self.regions.length - (0 if first else new)
+        if past == 0 or new > self.config.max_draft:
+            if first:
+                self.regions.take_prompt(query, key, value, call.valid)
+            if past == 0:
+                return call.prompt()
+            out = self._attend_exactly(self.regions, query, key, value, past, call)
+        else:
+            if first:
+                self.regions.take_step(key, value, call.valid)
+            out = self._attend_selected(self.regions, query, call)
+        return out.to(query.dtype)
+
+    def _attend_selected(
+        self, regions: Regions, query: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """Sink, recent and selected cold tokens, merged."""
+        keys, values = regions.window.tokens()
+        valid = regions.window.validity(call.valid)
+        offset = keys.shape[2] - query.shape[2]
+        parts = [call.partial(query, keys, values, valid, causal_offset=offset)]
+        if regions.store is not None and regions.cold_len:
+            ids = self._select(regions, query, call)
+            parts.append(Partial(*regions.store.attend(query, ids, call.scale, call.softcap)))
+        return merge(parts, call.sink_logits).out
+
+    def _select(self, regions: Regions, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+        index, cold = regions.build(), regions.cold_len
+        budget = self.config.budget(cold)
+        valid = regions.retrievable(call.valid)
+        ids = index.select(query, budget, valid, call.scale)
+        batch, heads, count, _ = ids.shape
+        counters = self.counters
+        counters.steps += 1
+        counters.queries += count
+        counters.candidates += index.candidates(cold, budget) * batch * heads * count
+        counters.cold_rows += cold * batch * heads * count
+        selected = (ids >= 0).sum()
+        counters.selected = selected if counters.selected is None else counters.selected + selected
+        if self.config.track_recall and regions.store is not None:
+            counters.recalls.append(
+                measure_recall(query, ids, regions.store, valid, call.scale, call.softcap)
+            )
+        return ids
+
+    def _attend_exactly(
+        self,
+        regions: Regions,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        past: int,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        """All tokens before slot ``past``, piece by piece, and the new ones, causally."""
+        self.counters.exact_rows += min(past, regions.cold_len) * len(key) * key.shape[1]
+        valid = call.valid
+        new_valid = None if valid is None else valid[:, past:]
+        merged = call.partial(query, key, value, new_valid, causal_offset=0)
+        for start, keys, values in regions.pieces():
+            count = min(keys.shape[2], past - start)
+            if count > 0:
+                old = keys[:, :, :count], values[:, :, :count]
+                old_valid = None if valid is None else valid[:, start : start + count]
+                merged = merge([merged, call.partial(query, *old, old_valid, causal_offset=None)])
+        return merge([merged], call.sink_logits).out
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the newest tokens; pass their count as a negative number (0: none).
+
+        Raises:
+            ValueError: a positive number, or more tokens than held.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): pass the number of tokens to drop as a negative "
+                "number, as in crop(-3)"
+            )
+        if self.regions is None or tokens_to_remove == 0:
+            return
+        if -tokens_to_remove > self.regions.length:
+            raise ValueError(f"crop({tokens_to_remove}): only {self.regions.length} tokens held")
+        self.regions.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``beam_idx[b]``."""
+        if self.regions is not None:
+            self.regions.reorder(beam_idx.to(self.regions.window.keys.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times."""
+        if self.regions is not None:
+            self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows ``indices`` (integers, or a bool mask)."""
+        if self.regions is not None:
+            self.reorder_cache(torch.arange(self.batch_size)[indices.cpu()])
+
+    def reset(self) -> None:
+        """Forget all tokens and counts."""
+        self.regions = None
+        self.is_initialized = self.waiting = False
+        self.counters = LayerCounters()
+
+    def offload(self) -> None:
+        """Nothing: the store decides where rows live."""
+
+    def prefetch(self) -> None:
+        """Nothing: the store decides where rows live."""
+
+    def fork(self) -> Self:
+        """An independent copy that shares the cold part; counts start anew."""
+        if self.waiting:
+            raise RuntimeError("fork() between update and attention: finish the forward pass first")
+        twin = type(self)(self.config, self._make_index, self._make_store)
+        if self.regions is not None:
+            twin.regions, twin.is_initialized = self.regions.fork(), True
+        return twin
+
+    def set_options(self, config: RetrievalConfig) -> None:
+        """Go on with other options, which must fit the tokens held."""
+        self.config = config
+        if self.regions is not None:
+            self.regions.config = config
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors of the regions on the CPU; empty for a layer that holds nothing."""
+        if self.waiting:
+            raise RuntimeError("save between update and attention: finish the forward pass first")
+        return {} if self.regions is None else self.regions.state_dict()
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+        """Become the layer whose ``state_dict`` this is. KeyError names a missing tensor."""
+        self.reset()
+        if state:
+            like = state["window.keys"].to(device), state["window.values"].to(device)
+            self.lazy_initialization(*like)
+            if self.regions is not None:
+                self.regions.load_state_dict(state, device)
+
+
+def _check_tokens(regions: Regions, key: torch.Tensor, value: torch.Tensor) -> None:
+    keys, values = regions.window.keys, regions.window.values
+    if len(keys) != len(key):
+        raise ValueError(
+            f"this cache holds a batch of {len(keys)}, the new tokens are a batch of {len(key)}: "
+            "use a new cache or reset(), or cache.batch_repeat_interleave(n)"
+        )
+    held = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+    given = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+    if held != given:
+        names = "KV heads {}, key dim {}, value dim {}, {}, {}"
+        raise ValueError(
+            f"this cache was filled by another model ({names.format(*held)}); the new tokens have "
+            f"{names.format(*given)}: use a new cache or reset()"
+        )

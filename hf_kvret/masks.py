@@ -1,0 +1,135 @@
+"""One internal form of attention mask: a ``[B, T]`` view that remembers how to become the base's.
+
+The mask function runs once per forward pass and kind of layer, before anyone knows which cache
+a layer will be given. So it returns padding as ``[B, T]`` bool (all True where there is none)
+with a ``MaskInfo`` attached, and the attention function asks for what it needs: padding for a
+retrieval layer, the base implementation's own mask for everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
+
+_INFO = "hf_kvret_mask"
+
+
+@dataclass
+class MaskInfo:
+    """What a carrier tensor remembers.
+
+    Attributes:
+        padding: ``[B, T]`` bool over all slots, or None when nothing is padded.
+        causal: True when the mask is plain causal attention plus padding.
+        arguments: what transformers passed to the mask function.
+    """
+
+    padding: torch.Tensor | None
+    causal: bool
+    arguments: dict[str, Any]
+    _made: dict[str, torch.Tensor | None] = field(default_factory=dict)
+
+    def for_base(self, base: str) -> torch.Tensor | None:
+        """The mask that the implementation ``base`` expects; made once per forward pass."""
+        if base not in self._made:
+            make = ALL_MASK_ATTENTION_FUNCTIONS.get(base)
+            self._made[base] = None if make is None else make(**self.arguments)
+        return self._made[base]
+
+    def newest_row(self) -> torch.Tensor:
+        """``[B, T]`` bool: what the newest query sees under this mask, whatever its kind."""
+        mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
+        return mask[:, 0, -1]
+
+
+def retrieval_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The mask function registered beside our attention function.
+
+    Arguments are those of transformers' own mask functions; ``attention_mask`` is ``[B, T]`` bool
+    or None. Returns ``[B, kv_length]`` bool, always a view, with its ``MaskInfo`` attached.
+    """
+    arguments = dict(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        device=device,
+        **kwargs,
+    )
+    padding = None
+    if attention_mask is not None:
+        padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    carrier = padding
+    if carrier is None or carrier.shape[1] != kv_length:
+        carrier = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, kv_length)
+    # A fresh view: the same padding tensor may carry the masks of several kinds of layer.
+    carrier = carrier.view(carrier.shape)
+    causal = mask_function is causal_mask_function and local_size is None
+    setattr(carrier, _INFO, MaskInfo(padding, causal, arguments))
+    return carrier
+
+
+def mask_info(mask: torch.Tensor | None) -> MaskInfo | None:
+    """What ``retrieval_mask`` attached to ``mask``; None for anybody else's mask."""
+    return getattr(mask, _INFO, None)
+
+
+def base_mask(mask: torch.Tensor | None, base: str) -> torch.Tensor | None:
+    """``mask`` as the implementation ``base`` expects it; a foreign mask is passed on."""
+    info = mask_info(mask)
+    return mask if info is None else info.for_base(base)
+
+
+def slot_validity(mask: torch.Tensor | None, new: int, total: int) -> torch.Tensor | None:
+    """``[B, total]`` bool validity of all slots, from what a retrieval layer was given.
+
+    Args:
+        mask: our carrier, or None (no mask function ran: nothing is padded).
+        new: number of new queries.
+        total: slots held, the new ones included.
+
+    Raises:
+        ValueError: a mask of other form or length, with what to pass instead.
+    """
+    if mask is None:
+        return None
+    info = mask_info(mask)
+    if info is None:
+        raise ValueError(
+            f"attention_mask of shape {tuple(mask.shape)} and dtype {mask.dtype} reached a "
+            "retrieval layer: pass a 2D mask [batch, all tokens so far] (1 = token, 0 = padding); "
+            "custom 4D masks are not supported with a retrieval cache"
+        )
+    if not info.causal and new == 1:
+        return info.newest_row()
+    if not info.causal and total > new:
+        raise ValueError(
+            "this model asks for attention that is not plain causal (image tokens, packed "
+            f"sequences) among {new} new tokens behind {total - new} cached ones: give the whole "
+            "prompt in one forward pass, without drafts"
+        )
+    if info.padding is not None and info.padding.shape[1] != total:
+        raise ValueError(
+            f"attention_mask has {info.padding.shape[1]} columns, the cache holds {total} tokens "
+            "with the new ones: pass one column for every token, past and new"
+        )
+    return info.padding

@@ -1,0 +1,1 @@
+"""The methods, one folder each; a method never imports another."""

@@ -1,0 +1,22 @@
+"""FlatKVCache: exact top-k retrieval."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.methods.flat.config import FlatConfig
+from hf_kvret.methods.flat.index import FlatIndex
+
+
+class FlatKVCache(RetrievalCache):
+    """Attends to the exactly best ``top_k`` cold tokens: what other methods are measured by."""
+
+    name: ClassVar[str] = "flat"
+    config_class: ClassVar[type[RetrievalConfig]] = FlatConfig
+
+    @classmethod
+    def make_index(cls, options: RetrievalConfig, layer: int) -> FlatIndex:
+        """A new, empty index; the same for every layer."""
+        return FlatIndex()

@@ -1,0 +1,83 @@
+"""Options of ParisKV."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+from hf_kvret.config import RetrievalConfig
+
+_PAPER_LEVELS = (0.0420, 0.1266, 0.2129, 0.3023, 0.3968, 0.4990, 0.6148, 0.7604)
+
+
+@dataclass(frozen=True)
+class ParisConfig(RetrievalConfig):
+    """ParisKV's options beside those of every retrieval cache.
+
+    Attributes:
+        subspace_dim: coordinates of a subspace, m (4 or 8).
+        tiers: shares of ``rho`` at which a centroid's points drop by one (section 4.2).
+        schedule: ``(length, beta, rho)`` triples: below that many cold tokens, the share of
+            candidates and the share of keys that a subspace gives points to. The last
+            triple serves all greater lengths.
+        group_reduce: how the query heads of a KV head share a selection: ``"max"`` of their
+            softmax weights, or ``"mean"`` of the queries (the published code).
+        center: subtract the mean key of the prompt before encoding; ranking is unchanged by it.
+        levels: the eight magnitude levels; None computes the Lloyd-Max ones for ``subspace_dim``.
+        seed: of the random signs, the same for all layers and heads.
+    """
+
+    subspace_dim: int = 8
+    tiers: tuple[float, ...] = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
+    schedule: tuple[tuple[float, float, float], ...] = (
+        (5_000, 0.50, 0.50),
+        (10_000, 0.25, 0.30),
+        (30_000, 0.20, 0.25),
+        (math.inf, 0.10, 0.20),
+    )
+    group_reduce: str = "max"
+    center: bool = True
+    levels: tuple[float, ...] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # JSON has no tuples: lists come back from a saved configuration.
+        object.__setattr__(self, "tiers", tuple(self.tiers))
+        object.__setattr__(self, "schedule", tuple(tuple(row) for row in self.schedule))
+        if self.levels is not None:
+            object.__setattr__(self, "levels", tuple(self.levels))
+        if self.subspace_dim not in (4, 8):
+            raise ValueError(f"subspace_dim={self.subspace_dim}: choose 4 or 8")
+        if self.group_reduce not in ("max", "mean"):
+            raise ValueError(f"group_reduce={self.group_reduce!r}: choose 'max' or 'mean'")
+        if self.levels is not None and len(self.levels) != 8:
+            raise ValueError(f"levels needs 8 magnitudes, got {len(self.levels)}")
+        if not self.tiers or not all(0 < tier <= 1 for tier in self.tiers):
+            raise ValueError(f"tiers={self.tiers}: shares above 0 and at most 1")
+        for row in self.schedule:
+            if len(row) != 3 or not (0 < row[1] <= 1 and 0 < row[2] <= 1):
+                raise ValueError(
+                    f"schedule row {row}: (length, beta, rho) with beta and rho above 0 and at "
+                    "most 1"
+                )
+
+    @classmethod
+    def paper(cls, **changes: Any) -> Self:
+        """The published algorithm: k = 100, mean of the group's queries, the authors' levels."""
+        options = {
+            "top_k": 100,
+            "group_reduce": "mean",
+            "center": False,
+            "levels": _PAPER_LEVELS,
+            **changes,
+        }
+        return cls.from_options(**options)
+
+    def ratios(self, cold_len: int) -> tuple[float, float]:
+        """``(beta, rho)`` for that many cold tokens."""
+        for length, beta, rho in self.schedule:
+            if cold_len < length:
+                return beta, rho
+        return self.schedule[-1][1:]

@@ -1,0 +1,200 @@
+"""Saving a filled cache and loading it again, also in another process.
+
+``cache.safetensors`` holds every tensor under ``layers.<number>.<part>``; ``cache.json`` says
+which method and options it belongs to and what the model's cache layers look like. Layers that
+are not ours (sliding, linear) are saved attribute by attribute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedConfig
+
+from hf_kvret.layer import RetrievalLayer
+
+if TYPE_CHECKING:
+    from hf_kvret.cache import RetrievalCache
+
+    CacheType = TypeVar("CacheType", bound=RetrievalCache)
+
+FORMAT_VERSION = 1
+_TENSORS, _DESCRIPTION = "cache.safetensors", "cache.json"
+
+# Options that decide nothing about what is stored, so that a load may change them.
+_FREE_OPTIONS = {"top_k", "store", "track_recall", "max_draft", "flush"}
+
+
+def save(cache: RetrievalCache, directory: Path) -> None:
+    """Write ``cache`` to ``directory``, which is made if needed."""
+    tensors: dict[str, torch.Tensor] = {}
+    layers = []
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, RetrievalLayer):
+            parts, plain = layer.state_dict(), {}
+        else:
+            parts, plain = _split(vars(layer))
+        tensors |= {f"layers.{number}.{name}": tensor for name, tensor in parts.items()}
+        layers.append({"type": type(layer).__name__, "values": plain})
+    description = {
+        "format_version": FORMAT_VERSION,
+        "method": cache.name,
+        "options": dataclasses.asdict(cache.options),
+        "layers": layers,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / _TENSORS)
+    (directory / _DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+
+
+def load(
+    cls: type[CacheType],
+    directory: Path,
+    config: PreTrainedConfig,
+    device: torch.device,
+    changes: dict[str, Any],
+) -> CacheType:
+    """The cache in ``directory`` as a ``cls`` for the model with ``config``; see ``from_pretrained``."""
+    description = _read_description(directory)
+    if description["method"] != cls.name:
+        raise ValueError(
+            f"{directory} holds a {description['method']!r} cache, not {cls.name!r}: load it with "
+            "the class of that method"
+        )
+    check_changes(changes, set())
+    options = cls.config_class.from_options(**description["options"]).replace(**changes)
+    cache = cls(config, options)
+    types = [type(layer).__name__ for layer in cache.layers]
+    saved = [layer["type"] for layer in description["layers"]]
+    if types != saved:
+        raise ValueError(
+            f"{directory} was saved from another model: its cache layers are "
+            f"{_summary(saved)}, this model's are {_summary(types)}"
+        )
+    tensors = _read_tensors(directory)
+    for number, layer in enumerate(cache.layers):
+        prefix = f"layers.{number}."
+        parts = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(prefix)
+        }
+        values = description["layers"][number]["values"]
+        try:
+            if isinstance(layer, RetrievalLayer):
+                _check_heads(directory, number, parts, config)
+                layer.load_state_dict(parts, device)
+            else:
+                vars(layer).update(_join(parts, values, device))
+        except KeyError as missing:
+            raise ValueError(
+                f"{directory / _TENSORS} has no {prefix}{missing.args[0]}: the file is damaged or "
+                "from another version; save the cache again"
+            ) from missing
+    return cache
+
+
+def check_changes(changes: dict[str, Any], fixed: set[str]) -> None:
+    """ValueError unless all ``changes`` are options that leave the held tokens as they are."""
+    free = _FREE_OPTIONS - fixed
+    bound = sorted(set(changes) - free)
+    if bound:
+        raise ValueError(
+            f"{', '.join(bound)}: not an option that a filled cache can change; free to change are "
+            f"{', '.join(sorted(free))}"
+        )
+
+
+def _read_description(directory: Path) -> dict[str, Any]:
+    path = directory / _DESCRIPTION
+    if not path.is_file():
+        raise FileNotFoundError(f"no saved cache in {directory}: {_DESCRIPTION} is missing")
+    try:
+        description = json.loads(path.read_text())
+        version = description["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is corrupt ({error}): save the cache again") from error
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {version}, this hf_kvret reads {FORMAT_VERSION}: save the "
+            "cache again"
+        )
+    return description
+
+
+def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    path = directory / _TENSORS
+    if not path.is_file():
+        raise FileNotFoundError(f"no saved cache in {directory}: {_TENSORS} is missing")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is corrupt or truncated ({error}): save the cache again"
+        ) from error
+
+
+def _check_heads(
+    directory: Path, number: int, parts: dict[str, torch.Tensor], config: PreTrainedConfig
+) -> None:
+    """The saved head count must divide the model's query heads, and the head dim must agree."""
+    if not parts:
+        return
+    text = config.get_text_config(decoder=True)
+    keys = parts["window.keys"]
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if dim != keys.shape[3] or heads != keys.shape[1]:
+        raise ValueError(
+            f"{directory} was saved from another model: layer {number} holds {keys.shape[1]} KV "
+            f"heads of dim {keys.shape[3]}, this model has {heads} of dim {dim}"
+        )
+
+
+def _split(value: Any, prefix: str = "") -> tuple[dict[str, torch.Tensor], Any]:
+    """Tensors by path, and the same structure with ``{"tensor": path}`` in their place."""
+    if isinstance(value, torch.Tensor):
+        return {prefix: value.detach().cpu().contiguous()}, {"tensor": prefix}
+    if isinstance(value, dict):
+        tensors: dict[str, torch.Tensor] = {}
+        items = []
+        for key, item in value.items():
+            found, plain = _split(item, f"{prefix}.{key}" if prefix else str(key))
+            tensors |= found
+            items.append([key, plain])
+        return tensors, {"dict": items}
+    if isinstance(value, list | tuple):
+        found, plain = _split(dict(enumerate(value)), prefix)
+        return found, {"list": [item for _, item in plain["dict"]]}
+    if isinstance(value, torch.dtype | torch.device):
+        return {}, {type(value).__name__: str(value).removeprefix("torch.")}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {}, {"plain": value}
+    raise TypeError(f"cannot save {prefix} of type {type(value).__name__}")
+
+
+def _join(parts: dict[str, torch.Tensor], plain: Any, device: torch.device) -> Any:
+    """The inverse of ``_split``, on ``device``."""
+    ((kind, value),) = plain.items()
+    if kind == "tensor":
+        return parts[value].to(device)
+    if kind == "dict":
+        return {key: _join(parts, item, device) for key, item in value}
+    if kind == "list":
+        return [_join(parts, item, device) for item in value]
+    if kind == "dtype":
+        return getattr(torch, value)
+    if kind == "device":
+        return device
+    return value
+
+
+def _summary(types: list[str]) -> str:
+    return ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types))

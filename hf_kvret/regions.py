@@ -1,0 +1,205 @@
+"""Regions: the tokens of one layer, as they move from the window into index and store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Self
+
+import torch
+
+from hf_kvret.block import TokenBlock
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.index import Index
+from hf_kvret.stores.base import Store
+from hf_kvret.window import Window
+
+MakeStore = Callable[[torch.device, int], Store]
+
+
+class Regions:
+    """Window, index and store of one layer, kept in step.
+
+    Slots ``0 .. cold_len`` are cold: in the store and the index, whether valid or not. The rest is
+    recent. The first valid cold tokens of each row are also in the window, as sinks.
+
+    Args:
+        config: sizes of the regions.
+        index: an empty index.
+        make_store: ``(device, bytes of the first block) -> store``; called at the first flush.
+        keys: any ``[B, Hkv, *, Dk]`` with the dtype and device of the tokens to come.
+        values: the same for values, ``[B, Hkv, *, Dv]``.
+    """
+
+    def __init__(
+        self,
+        config: RetrievalConfig,
+        index: Index,
+        make_store: MakeStore,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        self.config = config
+        self.index = index
+        self.window = Window(config.sink, keys, values)
+        self.store: Store | None = None
+        self._make_store = make_store
+        self._built = False
+        self._retrievable: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.window.end
+
+    @property
+    def cold_len(self) -> int:
+        """Tokens that have left the window."""
+        return 0 if self.store is None else len(self.store)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch."""
+        return len(self.window.sink_slots)
+
+    def take_step(
+        self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:
+        """Flush what is due, then append ``[B, Hkv, n, D]``.
+
+        Dropping tokens of this step never has to undo a flush. ``valid [B, T]`` covers all slots,
+        those of the new tokens included; None: all valid.
+        """
+        window, config = self.window, self.config
+        full = window.length >= config.recent + config.flush
+        if full and window.end >= config.dense_len:
+            self._cool(window.pop(window.length - config.recent, valid))
+        window.append(keys, values)
+
+    def take_prompt(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        valid: torch.Tensor | None,
+    ) -> None:
+        """Take in many tokens at once: all but the newest ``recent`` ones become cold.
+
+        A cache that stays shorter than ``dense_below`` keeps everything in the window. ``queries
+        [B, Hq, n, Dk]`` go to the index; the other arguments are those of ``take_step``.
+        """
+        window, new = self.window, keys.shape[2]
+        end = window.end + new
+        surplus = window.length + new - self.config.recent
+        if end < self.config.dense_len or surplus <= 0:
+            window.append(keys, values)
+            return
+        popped = min(window.length, surplus)
+        if popped:
+            self._cool(window.pop(popped, valid))
+        passed = surplus - popped
+        if passed:
+            start = window.start
+            covered = None if valid is None else valid[:, start : start + passed]
+            through = keys[:, :, :passed], values[:, :, :passed]
+            self._cool(TokenBlock(*through, start, covered, queries, end))
+            window.skip(passed)
+        window.append(keys[:, :, passed:], values[:, :, passed:])
+
+    def build(self) -> Index:
+        """The index, ready to select."""
+        if not self._built:
+            self.index.build()
+            self._built = True
+        return self.index
+
+    def retrievable(self, valid: torch.Tensor | None) -> torch.Tensor:
+        """``[B, cold]`` bool: neither padding, nor a hole, nor a sink. ``valid`` as in ``take_step``."""
+        cold = self.cold_len
+        if self._retrievable is None:
+            slots = self.window.sink_slots
+            marks = torch.ones(len(slots), cold + 1, dtype=torch.bool, device=slots.device)
+            marks.scatter_(1, slots.masked_fill(slots < 0, cold), False)
+            self._retrievable = marks[:, :cold]
+        return self._retrievable if valid is None else self._retrievable & valid[:, :cold]
+
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """All tokens in order, cold and recent: ``(first slot, keys [B, Hkv, n, Dk], values)``."""
+        if self.store is not None:
+            yield from self.store.chunks()
+        yield self.window.start, *self.window.recent()
+
+    def crop(self, count: int) -> None:
+        """Drop the newest ``count`` tokens; a deep crop pulls cold rows back into the window."""
+        deeper = self.window.crop(count)
+        if not deeper or self.store is None:
+            return
+        left = len(self.store) - deeper
+        cold = left - min(left, self.config.recent)
+        device, heads = self.window.keys.device, self.window.keys.shape[1]
+        ids = torch.arange(cold, left, dtype=torch.int32, device=device)
+        ids = ids.expand(self.batch_size, heads, 1, -1).contiguous()
+        keys, values = self.store.gather(ids)
+        self.window.unpop(keys[:, :, 0].to(device), values[:, :, 0].to(device), left)
+        self.store.crop(cold)
+        self.index.crop(cold)
+        self._retrievable = None
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``rows[b]``; rows may repeat or be left out."""
+        self.window.reorder(rows)
+        self.index.reorder(rows)
+        if self.store is not None:
+            self.store.reorder(rows)
+        self._retrievable = None
+
+    def fork(self) -> Self:
+        """An independent copy that shares the cold part."""
+        twin = type(self)(
+            self.config, self.index.fork(), self._make_store, self.window.keys, self.window.values
+        )
+        twin.window = self.window.fork()
+        twin.store = None if self.store is None else self.store.fork()
+        twin._built, twin._retrievable = self._built, self._retrievable
+        return twin
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors of window, index and store on the CPU, under ``window.``, ``index.``, ``store.``."""
+        state = {f"window.{name}": value for name, value in self.window.state_dict().items()}
+        if self.store is not None and self.cold_len:
+            index, store = self.index.state_dict(), self.store.state_dict()
+            state |= {f"index.{name}": value.cpu() for name, value in index.items()}
+            state |= {f"store.{name}": value for name, value in store.items()}
+            state["built"] = torch.tensor(self._built)
+        return state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+        """Become the regions whose ``state_dict`` this is. KeyError names a missing tensor."""
+        self.window = Window.from_state(_part(state, "window."), device)
+        if self.window.start:
+            rows = _part(state, "store.")
+            self.store = self._make_store(device, rows["keys"].nbytes + rows["values"].nbytes)
+            self.store.load_state_dict(rows, device)
+            index = _part(state, "index.")
+            self.index.load_state_dict({name: value.to(device) for name, value in index.items()})
+            self._built = bool(state["built"])
+
+    def _cool(self, block: TokenBlock) -> None:
+        """Move a block into store and index, its first valid tokens also into free sinks."""
+        if self.store is None:
+            size = block.keys.nbytes + block.values.nbytes
+            self.store = self._make_store(block.keys.device, size)
+        self.window.take_sinks(block)
+        self.store.append(block)
+        if self._built:
+            self.index.extend(block)
+        else:
+            self.index.observe(block)
+        self._retrievable = None
+
+
+def _part(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {
+        name.removeprefix(prefix): value
+        for name, value in state.items()
+        if name.startswith(prefix)
+    }

@@ -1,0 +1,176 @@
+"""Names: what transformers knows us by, and which model was switched to us."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from hf_kvret_model_patches import generation
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_kvret.attention import retrieval_attention
+from hf_kvret.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.compatibility import check_model
+from hf_kvret.masks import retrieval_mask
+from hf_kvret.methods.flat import FlatKVCache
+from hf_kvret.methods.paris import ParisKVCache
+
+# The attention name that `generate` switches a model to; a method's own name also makes it the
+# default cache of a model that was loaded with it.
+ATTENTION_NAME = "hf_kvret"
+
+BUILT_IN: tuple[type[RetrievalCache], ...] = (FlatKVCache, ParisKVCache)
+
+_methods: dict[str, type[RetrievalCache]] = {}
+_switched: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+def register(*cache_classes: type[RetrievalCache]) -> None:
+    """Make methods known to transformers, as ``cache_implementation`` and attention names.
+
+    Importing hf_kvret registers its own; call it with a class of yours, or with nothing to
+    register ours again after ``unregister()``. Doing it twice is harmless.
+
+    Raises:
+        ValueError: the name belongs to transformers or to another class.
+    """
+    for cls in cache_classes or BUILT_IN:
+        known = _methods.get(cls.name)
+        taken = cls.name in generation.known_names() and known is None
+        if taken or known not in (None, cls):
+            raise ValueError(f"the name {cls.name!r} is taken: choose another for {cls.__name__}")
+        _methods[cls.name] = cls
+    for name in (ATTENTION_NAME, *_methods):
+        ALL_ATTENTION_FUNCTIONS.register(name, retrieval_attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, retrieval_mask)
+        OUR_NAMES.add(name)
+    generation.apply(tuple(_methods), _prepare_cache)
+
+
+def unregister() -> None:
+    """Undo ``register`` and put every switched model back. Doing it twice is harmless."""
+    for model in list(_switched):
+        restore(model)
+    generation.restore()
+    for name in (ATTENTION_NAME, *_methods):
+        type(ALL_ATTENTION_FUNCTIONS)._global_mapping.pop(name, None)
+        type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping.pop(name, None)
+    OUR_NAMES.clear()
+    _methods.clear()
+
+
+def methods() -> dict[str, type[RetrievalCache]]:
+    """Registered methods by name."""
+    return dict(_methods)
+
+
+def attach(model: PreTrainedModel) -> None:
+    """Switch ``model``'s text attention to ours, as ``generate`` does by itself.
+
+    Needed before calling ``model(...)`` directly with a retrieval cache. Layers without one go on
+    with the attention that the model had; ``restore(model)`` puts it back.
+
+    Raises:
+        ValueError: a model that a retrieval cache cannot serve, with the reason.
+    """
+    check_model(model)
+    text = model.config.get_text_config(decoder=True)
+    _switched.add(model)
+    if text._attn_implementation in OUR_NAMES:
+        return
+    record_base(text, text._attn_implementation)
+    if text is model.config:
+        model.set_attn_implementation(ATTENTION_NAME)
+    else:
+        model.set_attn_implementation({_text_key(model.config, text): ATTENTION_NAME})
+    if text._attn_implementation != ATTENTION_NAME:
+        raise ValueError(
+            f"{type(model).__name__} did not take the attention {ATTENTION_NAME!r}: use "
+            "cache_implementation='dynamic'"
+        )
+
+
+def restore(model: PreTrainedModel) -> None:
+    """Give ``model`` back the attention it had. Harmless on a model that was never switched."""
+    text = model.config.get_text_config(decoder=True)
+    if text._attn_implementation in OUR_NAMES:
+        supports = getattr(model, "_supports_sdpa", False)
+        text._attn_implementation = recorded_base(text) or ("sdpa" if supports else "eager")
+    forget_base(text)
+    _switched.discard(model)
+
+
+def _text_key(config: PreTrainedConfig, text: PreTrainedConfig) -> str:
+    for key in config.sub_configs:
+        if getattr(config, key, None) is text:
+            return key
+    raise ValueError(
+        f"{config.model_type}: its text model's configuration is nested too deep to be switched; "
+        "load the text model alone"
+    )
+
+
+def _prepare_cache(
+    model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any]
+) -> bool:
+    """What ``generate`` asks before it makes a cache; True when the cache is ready.
+
+    Fills ``model_kwargs["past_key_values"]`` where a retrieval cache is asked for by name, and
+    switches the model's attention wherever one is used.
+    """
+    name = generation_config.cache_implementation
+    given = model_kwargs.get("past_key_values")
+    if generation_config.is_assistant:
+        # `generate` hands the main model's name down to a draft model, which keeps its own cache.
+        if name in _methods:
+            generation_config.cache_implementation = generation_config.cache_config = None
+        return False
+    if isinstance(given, RetrievalCache):
+        if name is not None and name != given.name:
+            raise ValueError(
+                f"past_key_values is a {type(given).__name__}, cache_implementation={name!r} asks "
+                "for another cache: pass one of the two"
+            )
+        generation_config.cache_implementation = None
+        _check_request(generation_config, model_kwargs)
+        attach(model)
+        return False
+    if given is not None:
+        if name in _methods:
+            raise ValueError(
+                f"past_key_values is a {type(given).__name__}, cache_implementation={name!r} asks "
+                f"for a {_methods[name].__name__}: pass one of the two"
+            )
+        return False
+    if name is None and generation_config.use_cache is not False:
+        name = model.config.get_text_config(decoder=True)._attn_implementation
+    if name not in _methods:
+        return False
+    if generation_config.use_cache is False:
+        raise ValueError(f"use_cache=False contradicts cache_implementation={name!r}: drop one")
+    _check_request(generation_config, model_kwargs)
+    attach(model)
+    options = generation_config.cache_config or {}
+    if not isinstance(options, dict):
+        raise TypeError(f"cache_config must be a dict of options, got {type(options).__name__}")
+    model_kwargs["past_key_values"] = _methods[name](model.config, **options)
+    return True
+
+
+def _check_request(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Refuse what a retrieval cache cannot do, before the first token."""
+    if generation_config.output_attentions:
+        raise ValueError(
+            "output_attentions=True: a retrieval cache never forms the attention matrix; drop the "
+            "argument or use cache_implementation='dynamic'"
+        )
+    mask = model_kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask[:, -1].all()):
+        raise ValueError(
+            "the prompt is padded on the right: new tokens would follow padding. Pad on the left "
+            "(tokenizer.padding_side = 'left')"
+        )

@@ -1,0 +1,50 @@
+"""Where cold keys and values live, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hf_kvret.stores.base import Store, StoreBytes
+from hf_kvret.stores.memory import DeviceMemory, HostMemory
+from hf_kvret.stores.paged import PagedStore
+
+__all__ = ["STORES", "PagedStore", "Store", "StoreBytes", "StoreChoice"]
+
+STORES: dict[str, Callable[[torch.device], Store]] = {
+    "device": lambda device: PagedStore(DeviceMemory(device)),
+    "host": lambda device: PagedStore(HostMemory(device)),
+}
+
+
+class StoreChoice:
+    """Makes the stores of one cache, all of the kind that was asked for.
+
+    With ``"auto"`` the first layer that needs a store decides for all: the host where the GPU
+    would lose more than a quarter of its free memory, else the device.
+    """
+
+    def __init__(self, name: str, layers: int) -> None:
+        """For a cache with ``layers`` retrieval layers.
+
+        Raises:
+            ValueError: ``name`` is neither ``"auto"`` nor a key of ``STORES``.
+        """
+        if name != "auto" and name not in STORES:
+            raise ValueError(f"store={name!r}: choose one of {', '.join(STORES)}, auto")
+        self.name = None if name == "auto" else name
+        self._layers = layers
+
+    def make(self, device: torch.device, cold_bytes: int) -> Store:
+        """An empty store for queries on ``device``, whose first block takes ``cold_bytes``."""
+        if self.name is None:
+            self.name = self._choose(device, cold_bytes * self._layers)
+        return STORES[self.name](device)
+
+    @staticmethod
+    def _choose(device: torch.device, cold_bytes: int) -> str:
+        if device.type != "cuda":
+            return "device"
+        free, _ = torch.cuda.mem_get_info(device)
+        return "host" if cold_bytes > free // 4 else "device"

@@ -1,0 +1,87 @@
+"""The Store contract: where the keys and values of cold tokens live."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from hf_kvret.block import TokenBlock
+
+
+@dataclass(frozen=True)
+class StoreBytes:
+    """Bytes that a store holds, by the memory they lie in; spare capacity included."""
+
+    device: int = 0
+    host: int = 0
+
+
+class Store(ABC):
+    """Keys and values of one layer's cold tokens, addressed by slot. One per retrieval layer."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Tokens held, the same for every row of the batch."""
+
+    @abstractmethod
+    def append(self, block: TokenBlock) -> None:
+        """Take in ``block``, whose ``start`` is ``len(self)``. May copy asynchronously."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact attention of each query over the tokens that its ids name.
+
+        Args:
+            query: ``[B, Hq, Q, Dk]``.
+            ids: ``[B, Hkv or Hq, Q, k]`` int32 slots, -1 for none.
+            scale: factor of the dot products.
+            softcap: ``c`` of ``c * tanh(score / c)``, or None.
+
+        Returns:
+            ``out [B, Hq, Q, Dv]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the query's
+            device; a query without tokens has out 0 and lse -inf.
+        """
+
+    @abstractmethod
+    def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys ``[B, H, Q, k, Dk]`` and values ``[..., Dv]`` of ``ids [B, H, Q, k]``; -1 gives 0."""
+
+    @abstractmethod
+    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """All tokens in order: ``(first slot, keys [B, Hkv, n, Dk], values [B, Hkv, n, Dv])``."""
+
+    @abstractmethod
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``rows[b]``; rows are not copied."""
+
+    @abstractmethod
+    def crop(self, cold_len: int) -> None:
+        """Forget all tokens from slot ``cold_len`` on."""
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """An independent store that shares every row held so far."""
+
+    @abstractmethod
+    def nbytes(self) -> StoreBytes:
+        """Bytes held. Rows shared with a fork count in both."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """``keys [B, Hkv, n, Dk]`` and ``values [B, Hkv, n, Dv]`` on the CPU; empty when n = 0."""
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+        """Fill an empty store with what ``state_dict`` gave, for queries on ``device``."""
+        if state:
+            keys, values = state["keys"].to(device), state["values"].to(device)
+            self.append(TokenBlock(keys, values, start=0))

@@ -1,0 +1,255 @@
+"""A zoo of tiny random models: every kind of standard attention, in milliseconds, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from hf_kvret.testing.tiny import PAD_TOKEN, TinyModel
+
+VOCAB_SIZE = 128
+"""Vocabulary of every model in the zoo, so that any of them can draft for any other."""
+
+MAX_POSITION = 2048
+"""Positions that every model in the zoo can represent."""
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITION,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": PAD_TOKEN,
+}
+
+
+def _config(model_type: str, **changes: Any) -> Callable[[], PreTrainedConfig]:
+    return lambda: AutoConfig.for_model(model_type, **{**_SMALL, **changes})
+
+
+def _qwen2_vl() -> PreTrainedConfig:
+    text = {
+        **_SMALL,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [2, 3, 3],
+        },
+    }
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 1}
+    # The ids that mark images must lie in the vocabulary; prompts of the suite don't contain them.
+    marks = {
+        "vision_start_token_id": 2,
+        "vision_end_token_id": 3,
+        "image_token_id": 4,
+        "video_token_id": 5,
+    }
+    return AutoConfig.for_model("qwen2_vl", text_config=text, vision_config=vision, **marks)
+
+
+_SLIDE_AND_FULL = {
+    "num_hidden_layers": 3,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+_GPT2 = {
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": MAX_POSITION,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": PAD_TOKEN,
+}
+_QWEN3_NEXT = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_GPT_OSS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+_LFM2 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "full_attention"],
+    "block_multiple_of": 32,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 256,
+}
+
+_ZOO = (
+    TinyModel(
+        "llama", _config("llama", rope_parameters=_LLAMA3_ROPE), (0, 1), "llama3 rope, GQA", seed=4
+    ),
+    TinyModel("qwen2", _config("qwen2"), (0, 1), "biases on q, k, v"),
+    TinyModel("qwen3", _config("qwen3", head_dim=24), (0, 1), "q/k norm, head dim 24", seed=3),
+    TinyModel(
+        "mistral", _config("mistral", sliding_window=None, head_dim=16), (0, 1), "full", seed=4
+    ),
+    TinyModel("phi3", _config("phi3"), (0, 1), "q, k and v in one matrix"),
+    TinyModel(
+        "gemma2",
+        _config("gemma2", head_dim=16, query_pre_attn_scalar=16, **_SLIDE_AND_FULL),
+        (1, 2),
+        "soft cap of 50 on the scores, layers that slide",
+        seed=4,
+    ),
+    TinyModel(
+        "gemma3",
+        _config("gemma3_text", head_dim=16, query_pre_attn_scalar=16, **_SLIDE_AND_FULL),
+        (1, 2),
+        "q/k norm, layers that slide, two kinds of rope",
+        seed=1,
+    ),
+    TinyModel(
+        "gpt_oss",
+        _config("gpt_oss", rope_parameters=_YARN, **_GPT_OSS, **_SLIDE_AND_FULL),
+        (1, 2),
+        "attention sinks, layers that slide, experts",
+        seed=2,
+    ),
+    TinyModel(
+        "gpt_neox",
+        _config(
+            "gpt_neox",
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        ),
+        (0, 1),
+        "rope on a quarter of the head, MHA",
+    ),
+    TinyModel(
+        "gpt2",
+        lambda: AutoConfig.for_model("gpt2", **_GPT2),
+        (0, 1),
+        "learned positions, MHA",
+    ),
+    TinyModel(
+        "cohere", _config("cohere", logit_scale=1.0), (0, 1), "interleaved rope, parallel block"
+    ),
+    TinyModel("glm", _config("glm", head_dim=16), (0, 1), "interleaved rope on half of the head"),
+    TinyModel("olmo2", _config("olmo2"), (0, 1), "norms after attention", seed=1),
+    TinyModel(
+        "exaone4", _config("exaone4", **_SLIDE_AND_FULL), (1, 2), "full layers without rope", seed=2
+    ),
+    TinyModel(
+        "smollm3",
+        _config("smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 1]),
+        (0, 1, 2),
+        "a layer without rope",
+    ),
+    TinyModel(
+        "mixtral",
+        _config("mixtral", num_local_experts=4, num_experts_per_tok=2),
+        (0, 1),
+        "experts",
+    ),
+    TinyModel(
+        "qwen3_next", _config("qwen3_next", **_QWEN3_NEXT), (1, 2), "linear hybrid, gated", seed=5
+    ),
+    TinyModel(
+        "qwen2_vl",
+        _qwen2_vl,
+        (0, 1),
+        "text in three dimensions of positions, composite config",
+        architecture="Qwen2VLForConditionalGeneration",
+    ),
+    TinyModel("lfm2", _config("lfm2", **_LFM2), (1, 2), "convolutions between the layers", seed=4),
+)
+
+MODELS: dict[str, TinyModel] = {model.name: model for model in _ZOO}
+"""Models that a cache with retrieval must serve, by name."""
+
+_T5 = {
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+}
+_BART = {
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+}
+_MLA = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "first_k_dense_replace": 2,
+    "moe_intermediate_size": 32,
+}
+_MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": VOCAB_SIZE}
+
+_REFUSED = (
+    TinyModel("deepseek_v2", _config("deepseek_v2", **_MLA), (0, 1), "latents (MLA)"),
+    TinyModel("falcon", _config("falcon"), (0, 1), "ignores the attention switch"),
+    TinyModel("bloom", _config("bloom", n_head=4), (0, 1), "ignores the attention switch"),
+    TinyModel(
+        "t5",
+        lambda: AutoConfig.for_model("t5", **_T5),
+        (),
+        "encoder and decoder, position bias",
+        architecture="T5ForConditionalGeneration",
+    ),
+    TinyModel(
+        "bart",
+        lambda: AutoConfig.for_model("bart", **_BART),
+        (),
+        "encoder and decoder",
+        architecture="BartForConditionalGeneration",
+    ),
+    TinyModel("mamba", lambda: AutoConfig.for_model("mamba", **_MAMBA), (), "no attention"),
+    TinyModel(
+        "mistral_sliding",
+        _config("mistral", sliding_window=16, head_dim=16),
+        (),
+        "slides in all layers",
+    ),
+)
+
+REFUSED: dict[str, Callable[[], PreTrainedModel]] = {m.name: m.build for m in _REFUSED}
+"""Builders of models that a cache with retrieval can't serve and must refuse, by name."""

@@ -1,0 +1,55 @@
+"""The one patch of transformers: names for ``cache_implementation``.
+
+transformers has no registration for them. It checks the name against a tuple and turns it
+into a cache in ``GenerationMixin._prepare_cache_for_generation``; both are wrapped here, and
+every other name goes the way it always went.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from transformers.generation import configuration_utils
+from transformers.generation.utils import GenerationMixin
+
+_METHOD = "_prepare_cache_for_generation"
+_NAMES = "ALL_CACHE_IMPLEMENTATIONS"
+
+_saved: dict[str, Any] = {}
+
+
+def known_names() -> tuple[str, ...]:
+    """The names that ``cache_implementation`` may have now."""
+    return tuple(getattr(configuration_utils, _NAMES))
+
+
+def apply(names: tuple[str, ...], prepare: Callable[[Any, Any, dict[str, Any]], bool]) -> None:
+    """Accept ``names``, and ask ``prepare`` before transformers makes a cache.
+
+    ``prepare(model, generation_config, model_kwargs)`` returns True when it has put a cache into
+    ``model_kwargs`` and transformers has nothing left to do. Applying again replaces the names
+    and the hook.
+    """
+    restore()
+    original = getattr(GenerationMixin, _METHOD)
+    _saved[_METHOD], _saved[_NAMES] = original, known_names()
+
+    @functools.wraps(original)
+    def prepare_cache(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if prepare(self, generation_config, model_kwargs):
+            return None
+        return original(self, generation_config, model_kwargs, *args, **kwargs)
+
+    setattr(GenerationMixin, _METHOD, prepare_cache)
+    setattr(configuration_utils, _NAMES, (*_saved[_NAMES], *names))
+
+
+def restore() -> None:
+    """Put transformers back as it was. Harmless when nothing was applied."""
+    if _saved:
+        setattr(GenerationMixin, _METHOD, _saved.pop(_METHOD))
+        setattr(configuration_utils, _NAMES, _saved.pop(_NAMES))
