@@ -12,8 +12,8 @@ Three things make recall form quickly and reach far beyond the training lengths:
 * a curriculum: one-token keys in 128 tokens first, two-token keys in 2,048 tokens last, the
   next stage once 97% of the answers are right;
 * a loss on the answers, plus a little language-model loss on everything;
-* random jumps in the position ids between segments (up to 131,072 in all), so that the model
-  sees large distances without long sequences.
+* random jumps in the position ids between segments (up to 131,072 in all, in the later stages),
+  so that the model sees large distances without long sequences.
 """
 
 from __future__ import annotations
@@ -37,36 +37,48 @@ LM_LOSS_WEIGHT = 0.05
 
 @dataclass(frozen=True)
 class Stage:
+    """One step of the curriculum.
+
+    Attributes:
+        length: tokens of a row.
+        needles: needles in its document.
+        key_len: tokens of a key.
+        batch: rows of a batch.
+        asks: how often each needle is asked for.
+        jump: the most that all jumps in a row's positions add up to.
+    """
+
     length: int
     needles: int
     key_len: int
     batch: int
+    asks: int = 1
+    jump: int = 0
 
 
 CURRICULUM = (
+    Stage(64, 3, 1, 24, asks=2),
     Stage(128, 8, 1, 16),
-    Stage(256, 16, 1, 8),
-    Stage(256, 16, 2, 16),
-    Stage(512, 24, 2, 8),
-    Stage(1024, 32, 2, 4),
-    Stage(2048, 32, 2, 2),
+    Stage(256, 16, 2, 8, jump=2_048),
+    Stage(512, 24, 2, 6, jump=16_384),
+    Stage(1024, 32, 2, 4, jump=MAX_POSITION),
+    Stage(2048, 32, 2, 2, jump=MAX_POSITION),
 )
 
 
 def jumping_positions(
-    rng: np.random.Generator, length: int, boundaries: np.ndarray
+    rng: np.random.Generator, length: int, boundaries: np.ndarray, most: int
 ) -> np.ndarray:
-    """Position ids ``[length]`` that jump ahead at some boundaries, ``MAX_POSITION`` at most.
+    """Position ids ``[length]`` that jump ahead at some boundaries, by ``most`` in all.
 
     A quarter of the rows has no jumps. In the others the sum of the jumps is log-uniform, so
     that short and long distances are equally common.
     """
     steps = np.ones(length, dtype=np.int64)
     steps[0] = 0
-    if rng.random() < 0.25:
+    if most == 0 or rng.random() < 0.25:
         return np.cumsum(steps)
-    room = MAX_POSITION - length
-    total = int(np.exp(rng.uniform(0.0, np.log(room))))
+    total = int(np.exp(rng.uniform(0.0, np.log(min(most, MAX_POSITION - length)))))
     chosen = rng.random(len(boundaries)) < rng.uniform(0.1, 1.0)
     if chosen.any():
         share = rng.dirichlet(np.full(int(chosen.sum()), 0.5))
@@ -80,18 +92,20 @@ def make_row(
     """Tokens, position ids and the answer mask (true where a token is part of an answer)."""
     keys, values = language.pairs(rng, stage.needles, stage.key_len)
     turn_len = stage.key_len + 2 + language.value_len
-    body_len = stage.length - stage.needles * turn_len
+    turns_len = stage.needles * stage.asks * turn_len
+    body_len = stage.length - turns_len
     body, starts = language.document(rng, body_len, keys, values)
-    order = rng.permutation(stage.needles)
+    order = np.concatenate([rng.permutation(stage.needles) for _ in range(stage.asks)])
     turns = np.concatenate([language.questions(keys[order]), values[order]], axis=1)
     tokens = np.concatenate([body, turns.reshape(-1)])
     is_answer = np.zeros(stage.length, dtype=bool)
-    answers = is_answer[body_len:].reshape(stage.needles, turn_len)
+    answers = is_answer[body_len:].reshape(-1, turn_len)
     answers[:, -language.value_len :] = True
-    question_starts = body_len + turn_len * np.arange(stage.needles)
+    question_starts = np.arange(body_len, stage.length, turn_len)
     needle_ends = starts + 1 + stage.key_len + language.value_len
     boundaries = np.unique(np.concatenate([starts, needle_ends, question_starts]))
-    positions = jumping_positions(rng, stage.length, boundaries[boundaries < stage.length])
+    boundaries = boundaries[boundaries < stage.length]
+    positions = jumping_positions(rng, stage.length, boundaries, stage.jump)
     return tokens, positions, is_answer
 
 
@@ -140,7 +154,37 @@ def build_model(language: NeedleLanguage) -> LlamaForCausalLM:
         eos_token_id=None,
         initializer_range=0.06,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    start_near_recall(model)
+    return model
+
+
+@torch.no_grad()
+def start_near_recall(model: LlamaForCausalLM) -> None:
+    """Weights from which recall forms several times sooner than from independent noise.
+
+    After "Mimetic initialization of self-attention layers" (Trockman and Kolter, 2023): queries
+    and keys of a group start equal, so that a token attends to tokens like it, and what a head
+    reads it writes back unchanged. All embeddings share a constant part, which is what a head
+    without biases needs to attend by position; the output starts as the embedding.
+    """
+    config = model.config
+    dim, kv_dim = config.head_dim, config.num_key_value_heads * config.head_dim
+    group = config.num_attention_heads // config.num_key_value_heads
+    embedding = model.model.embed_tokens.weight
+    embedding += torch.randn(config.hidden_size) * config.initializer_range
+    model.lm_head.weight.copy_(embedding)
+    for number, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        value = torch.nn.init.orthogonal_(torch.empty(kv_dim, config.hidden_size))
+        attention.v_proj.weight.copy_(value)
+        heads = value.view(-1, dim, config.hidden_size).repeat_interleave(group, dim=0)
+        attention.o_proj.weight.copy_(0.5 * heads.reshape(-1, config.hidden_size).T)
+        if number > 0:
+            key = torch.randn(kv_dim, config.hidden_size) * 0.045
+            attention.k_proj.weight.copy_(key)
+            heads = key.view(-1, dim, config.hidden_size).repeat_interleave(group, dim=0)
+            attention.q_proj.weight.copy_(heads.reshape(-1, config.hidden_size))
 
 
 @torch.no_grad()
@@ -168,7 +212,9 @@ def train(args: argparse.Namespace) -> None:
     rng = np.random.default_rng(args.seed)
     language = NeedleLanguage()
     model = build_model(language)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
     budget = int(args.tokens)
     seen, stage_index, average, started = 0, 0, 0.0, time.time()
     log = []
@@ -179,10 +225,12 @@ def train(args: argparse.Namespace) -> None:
             index = int(rng.integers(2, stage_index)) if revisit else stage_index
             stage = CURRICULUM[index]
             annealing = min(1.0, (budget - seen) / (0.2 * budget))
-            warming = min(1.0, (seen + 1) / 200_000)
+            warming = min(1.0, (seen + 1) / 150_000)
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * annealing * warming
-            loss, right = losses(model, *make_batch(rng, language, stage))
+            batch = make_batch(rng, language, stage)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss, right = losses(model, *batch)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -207,10 +255,10 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="needle-llama", help="folder for weights and config")
-    parser.add_argument("--tokens", type=float, default=22e6, help="training tokens in all")
+    parser.add_argument("--tokens", type=float, default=16e6, help="training tokens in all")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--eval", type=int, nargs="*", default=[4096, 16384, 32768], help="document lengths"
     )

@@ -12,7 +12,7 @@ from hf_kvret.config import RetrievalConfig
 from hf_kvret.index import Index
 from hf_kvret.methods.flat import FlatConfig, FlatKVCache
 from hf_kvret.methods.paris import ParisConfig, ParisKVCache
-from hf_kvret.registry import attach, methods, register, restore, unregister
+from hf_kvret.registry import attach, register, registered_methods, restore, unregister
 from hf_kvret.stores import Store
 
 __version__ = "0.1.0"
@@ -28,8 +28,8 @@ __all__ = [
     "Store",
     "TokenBlock",
     "attach",
-    "methods",
     "register",
+    "registered_methods",
     "restore",
     "unregister",
 ]

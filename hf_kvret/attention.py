@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hf_kvret_kernels.prompt_attention import prompt_attention
 from torch import nn
 
 from hf_kvret.base_attention import attend_with_base, base_name
 from hf_kvret.layer import HANDLE, AttentionCall, RetrievalLayer
 from hf_kvret.masks import base_mask, mask_info, slot_validity
 from hf_kvret.merge import Partial, merge
+from hf_kvret_kernels.prompt_attention import prompt_attention
 
 # What models pass beside the tensors. Those in the second set do not change attention here.
 _UNDERSTOOD = {"softcap", "s_aux", "is_causal", "sliding_window", "output_attentions"}

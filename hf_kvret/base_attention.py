@@ -67,9 +67,9 @@ def attend_with_base(
             )
     else:
         function = ALL_ATTENTION_FUNCTIONS[name]
-    if name.startswith("flash") or "/" in name:
-        module = _NamedProxy(module, name)
-    return function(module, query, key, value, mask, **kwargs)
+    by_name = name.startswith("flash") or "/" in name
+    caller = _NamedProxy(module, name) if by_name else module
+    return function(caller, query, key, value, mask, **kwargs)
 
 
 class _NamedProxy:
@@ -101,8 +101,9 @@ def _modeling(module: nn.Module) -> Any:
 
 def _supports_sdpa(module: nn.Module) -> bool:
     """Whether the modeling file that ``module`` comes from declares support for sdpa."""
+    home = type(module).__module__
     for value in vars(_modeling(module)).values():
-        if isinstance(value, type) and issubclass(value, PreTrainedModel):
-            if value.__module__ == type(module).__module__:
-                return bool(value._supports_sdpa)
+        is_model = isinstance(value, type) and issubclass(value, PreTrainedModel)
+        if is_model and value.__module__ == home:
+            return bool(getattr(value, "_supports_sdpa", False))
     return False

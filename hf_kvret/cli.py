@@ -68,8 +68,10 @@ def _demo(options: argparse.Namespace) -> int:
     )
     model = load_bundled_model(_DTYPES[options.dtype], options.device)
     results = run_demo(model, names, setup)
-    print(f"\n{setup.questions} questions about {setup.context:,} tokens, {options.dtype}, ", end="")
-    print(f"top_k={setup.top_k}, cold rows: {setup.store}\n")
+    print(
+        f"\n{setup.questions} questions about {setup.context:,} tokens, {options.dtype}, "
+        f"top_k={setup.top_k}, store={setup.store}\n"
+    )
     print(demo_table(results))
     print(f"\n{demo_bars(results)}")
     if options.json:

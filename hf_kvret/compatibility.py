@@ -46,9 +46,7 @@ def check_model(model: PreTrainedModel) -> None:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     supports_cache = getattr(model, "_supports_default_dynamic_cache", None)
     if supports_cache is not None and not supports_cache():
-        raise ValueError(
-            f"{name} keeps its own kind of cache: use it without cache_implementation"
-        )
+        raise ValueError(f"{name} keeps its own kind of cache: use it without cache_implementation")
     for part in {type(model), type(decoder)}:
         if issubclass(part, PreTrainedModel) and not part._can_set_attn_implementation():
             raise ValueError(

@@ -34,15 +34,16 @@ class GrowingRows:
 
         ``like`` is any tensor ``[B, H, *, *width]`` with the dtype, device and shape of rows.
         """
-        needed = self.length + count
+        needed, buffer = self.length + count, self._buffer
         writable = self._owned and self.length >= self._promised
-        if self._buffer is None or not writable or needed > self._buffer.shape[2]:
+        if buffer is None or not writable or needed > buffer.shape[2]:
             capacity = needed + max(self.least_step, needed // 16)
             grown = like.new_empty(*like.shape[:2], capacity, *like.shape[3:])
-            if self._buffer is not None:
+            if buffer is not None:
                 grown[:, :, : self.length] = self.rows
             self._adopt(grown)
-        view = self._buffer[:, :, self.length : needed]
+            buffer = grown
+        view = buffer[:, :, self.length : needed]
         self.length = needed
         return view
 

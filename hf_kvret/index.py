@@ -23,7 +23,7 @@ class Index(ABC):
     def observe(self, block: TokenBlock) -> None:
         """Take in a block of the prompt. ``block.start`` is the number of tokens held so far."""
 
-    def build(self) -> None:
+    def build(self) -> None:  # noqa: B027 - most indexes have nothing left to do
         """Finish what needs the whole prompt. Called once, with at least one token held."""
 
     def extend(self, block: TokenBlock) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from hf_kvret_kernels.prompt_attention import prompt_attention
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvret.config import RetrievalConfig
@@ -15,6 +14,7 @@ from hf_kvret.index import Index
 from hf_kvret.merge import Partial, merge
 from hf_kvret.recall import Recall, measure_recall
 from hf_kvret.regions import MakeStore, Regions
+from hf_kvret_kernels.prompt_attention import prompt_attention
 
 HANDLE = "hf_kvret_layer"
 

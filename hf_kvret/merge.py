@@ -32,11 +32,15 @@ def merge(parts: Sequence[Partial], sink_logits: torch.Tensor | None = None) -> 
         ``Partial`` with fp32 ``out``. Where every part is empty, out is 0 and lse -inf.
     """
     lses = torch.stack([part.lse for part in parts])
-    total = torch.logsumexp(lses, dim=0)
     if sink_logits is not None:
-        total = torch.logaddexp(total, sink_logits.float().view(1, -1, 1))
-    safe = total.masked_fill(total == float("-inf"), 0.0)
+        sinks = sink_logits.float().view(1, 1, -1, 1).expand(1, *lses.shape[1:])
+        lses = torch.cat([lses, sinks])
+    peak = lses.amax(dim=0)
+    peak = peak.masked_fill(peak == float("-inf"), 0.0)
+    # Weights relative to the largest: large logits would lose digits in a difference to the sum.
+    weights = (lses - peak).exp()
+    mass = weights.sum(dim=0)
     out = torch.zeros_like(parts[0].out, dtype=torch.float32)
-    for part in parts:
-        out += (part.lse - safe).exp().unsqueeze(-1) * part.out
-    return Partial(out, total)
+    for part, weight in zip(parts, weights, strict=False):
+        out += weight.unsqueeze(-1) * part.out
+    return Partial(out / mass.clamp(min=1.0).unsqueeze(-1), peak + mass.log())

@@ -37,7 +37,8 @@ def save(cache: RetrievalCache, directory: Path) -> None:
     layers = []
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, RetrievalLayer):
-            parts, plain = layer.state_dict(), {}
+            parts: dict[str, torch.Tensor] = layer.state_dict()
+            plain: Any = {}
         else:
             parts, plain = _split(vars(layer))
         tensors |= {f"layers.{number}.{name}": tensor for name, tensor in parts.items()}
@@ -60,7 +61,7 @@ def load(
     device: torch.device,
     changes: dict[str, Any],
 ) -> CacheType:
-    """The cache in ``directory`` as a ``cls`` for the model with ``config``; see ``from_pretrained``."""
+    """The cache in ``directory`` as a ``cls``; arguments as in ``from_pretrained``."""
     description = _read_description(directory)
     if description["method"] != cls.name:
         raise ValueError(

@@ -29,7 +29,7 @@ def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
 def exact_scores(
     query: torch.Tensor, keys: torch.Tensor, scale: float, softcap: float | None = None
 ) -> torch.Tensor:
-    """Attention logits ``[B, Hq, Q, n]`` fp32 of ``query [B, Hq, Q, D]``, ``keys [B, Hkv, n, D]``."""
+    """Attention logits ``[B, Hq, Q, n]`` fp32: ``query [B, Hq, Q, D]``, ``keys [B, Hkv, n, D]``."""
     batch, query_heads, count, dim = query.shape
     heads = keys.shape[1]
     folded = query.float().reshape(batch, heads, query_heads // heads * count, dim)

@@ -113,7 +113,7 @@ class Regions:
         return self.index
 
     def retrievable(self, valid: torch.Tensor | None) -> torch.Tensor:
-        """``[B, cold]`` bool: neither padding, nor a hole, nor a sink. ``valid`` as in ``take_step``."""
+        """``[B, cold]`` bool, False for padding, holes and sinks. ``valid`` as in ``take_step``."""
         cold = self.cold_len
         if self._retrievable is None:
             slots = self.window.sink_slots
@@ -163,7 +163,7 @@ class Regions:
         return twin
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors of window, index and store on the CPU, under ``window.``, ``index.``, ``store.``."""
+        """Tensors on the CPU, named ``window.*``, ``index.*``, ``store.*``, and ``built``."""
         state = {f"window.{name}": value for name, value in self.window.state_dict().items()}
         if self.store is not None and self.cold_len:
             index, store = self.index.state_dict(), self.store.state_dict()
@@ -199,7 +199,5 @@ class Regions:
 
 def _part(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {
-        name.removeprefix(prefix): value
-        for name, value in state.items()
-        if name.startswith(prefix)
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
     }

@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 
 import torch
-from hf_kvret_model_patches import generation
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -18,6 +17,7 @@ from hf_kvret.compatibility import check_model
 from hf_kvret.masks import retrieval_mask
 from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.methods.paris import ParisKVCache
+from hf_kvret_model_patches import generation
 
 # The attention name that `generate` switches a model to; a method's own name also makes it the
 # default cache of a model that was loaded with it.
@@ -63,7 +63,7 @@ def unregister() -> None:
     _methods.clear()
 
 
-def methods() -> dict[str, type[RetrievalCache]]:
+def registered_methods() -> dict[str, type[RetrievalCache]]:
     """Registered methods by name."""
     return dict(_methods)
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.needles import NeedleLanguage
-from hf_kvret.registry import attach, methods
+from hf_kvret.registry import attach, registered_methods
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def run_demo(model: PreTrainedModel, names: list[str], setup: DemoSetup) -> list
 def _cache_maker(name: str, model: PreTrainedModel, setup: DemoSetup) -> Callable[[], Cache]:
     if name == "full":
         return lambda: DynamicCache(config=model.config)
-    known = methods()
+    known = registered_methods()
     if name not in known:
         raise ValueError(f"unknown cache {name!r}: choose among full, {', '.join(known)}")
     return lambda: known[name](config=model.config, top_k=setup.top_k, store=setup.store)

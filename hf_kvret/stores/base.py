@@ -54,7 +54,7 @@ class Store(ABC):
 
     @abstractmethod
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys ``[B, H, Q, k, Dk]`` and values ``[..., Dv]`` of ``ids [B, H, Q, k]``; -1 gives 0."""
+        """Keys ``[B, H, Q, k, Dk]``, values ``[..., Dv]`` of ``ids [B, H, Q, k]``; 0 for -1."""
 
     @abstractmethod
     def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

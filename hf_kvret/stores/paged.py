@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Self
 
 import torch
-from hf_kvret_kernels.gather_attention import gather_attention
-from hf_kvret_kernels.paged import PagedRows
 
 from hf_kvret.block import TokenBlock
 from hf_kvret.stores.base import Store, StoreBytes
 from hf_kvret.stores.memory import HostMemory, PageMemory
+from hf_kvret_kernels.gather_attention import gather_attention
+from hf_kvret_kernels.paged import PagedRows
 
 
 class PagedStore(Store):
@@ -36,6 +36,7 @@ class PagedStore(Store):
         self._tail: torch.Tensor | None = None
         self._key_dim = 0
         self._rows: PagedRows | None = None
+        self._addresses: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.length
@@ -68,7 +69,10 @@ class PagedStore(Store):
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.memory.wait()
-        return gather_attention(query, self._paged_rows(), ids, scale=scale, softcap=softcap)
+        rows = self._paged_rows()
+        result = gather_attention(query, rows, ids, scale=scale, softcap=softcap)
+        self._addresses = rows.page_address
+        return result
 
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.memory.wait()
@@ -119,7 +123,7 @@ class PagedStore(Store):
         if self._table is None:
             raise RuntimeError("the store is empty: append first")
         if self._rows is None:
-            self._rows = PagedRows(self._chunks, self._table, self._key_dim)
+            self._rows = PagedRows(self._chunks, self._table, self._key_dim, self._addresses)
         return self._rows
 
     def _dense(self, first: int, last: int) -> torch.Tensor:
@@ -176,6 +180,7 @@ class PagedStore(Store):
             held = sum(len(chunk) for chunk in self._chunks)
             size = max(pages, held // 8)
             self._chunks = [*self._chunks, self.memory.allocate((size, *shape), dtype)]
+            self._addresses = None
             self._free_pages = size
         chunk = self._chunks[-1]
         start = len(chunk) - self._free_pages

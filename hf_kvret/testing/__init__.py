@@ -1,0 +1,46 @@
+"""For authors of indexes and stores: does a cache of yours give what full attention gives?
+
+from hf_kvret.testing import COVERING_OPTIONS, run_conformance
+
+results = run_conformance(lambda model: MyCache(config=model.config, **COVERING_OPTIONS))
+assert not [result for result in results if result.status == "failed"]
+"""
+
+from hf_kvret.testing.conformance import (
+    COVERING_OPTIONS,
+    LOGIT_TOLERANCE,
+    Case,
+    Result,
+    check,
+    cold_rows_read,
+    conformance_cases,
+    no_proof,
+    reads_cold_rows,
+    run_case,
+    run_conformance,
+)
+from hf_kvret.testing.models import MODELS, REFUSED
+from hf_kvret.testing.modes import MODES, Mode
+from hf_kvret.testing.scenario import Outcome, Scenario
+from hf_kvret.testing.tiny import TinyModel
+
+__all__ = [
+    "COVERING_OPTIONS",
+    "LOGIT_TOLERANCE",
+    "MODELS",
+    "MODES",
+    "REFUSED",
+    "Case",
+    "Mode",
+    "Outcome",
+    "Result",
+    "Scenario",
+    "TinyModel",
+    "check",
+    "cold_rows_read",
+    "conformance_cases",
+    "no_proof",
+    "reads_cold_rows",
+    "run_case",
+    "run_conformance",
+]

@@ -56,6 +56,8 @@ class ParisConfig(RetrievalConfig):
             raise ValueError(f"levels needs 8 magnitudes, got {len(self.levels)}")
         if not self.tiers or not all(0 < tier <= 1 for tier in self.tiers):
             raise ValueError(f"tiers={self.tiers}: shares above 0 and at most 1")
+        if not self.schedule:
+            raise ValueError("schedule is empty: give at least one (length, beta, rho) row")
         for row in self.schedule:
             if len(row) != 3 or not (0 < row[1] <= 1 and 0 < row[2] <= 1):
                 raise ValueError(

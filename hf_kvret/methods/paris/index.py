@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from dataclasses import dataclass
 from typing import Self
 
 import torch
-from hf_kvret_kernels import paris
 
 from hf_kvret.block import TokenBlock
 from hf_kvret.growing import GrowingRows
 from hf_kvret.index import Index
 from hf_kvret.methods.paris.config import ParisConfig
 from hf_kvret.recall import group_relevance
+from hf_kvret_kernels import paris
 
 _PLANES = ("sign", "magnitude", "weight")
+
+
+@dataclass(frozen=True)
+class _Basis:
+    """What keys and queries of one layer are encoded with, fixed by its first block.
+
+    ``signs [P]`` and ``levels [8]`` fp32; ``mean [B, Hkv, D]`` fp32 or None.
+    """
+
+    signs: torch.Tensor
+    levels: torch.Tensor
+    mean: torch.Tensor | None
 
 
 class ParisIndex(Index):
@@ -30,43 +44,41 @@ class ParisIndex(Index):
         self.options = options
         self._planes = {name: GrowingRows() for name in _PLANES}
         self._counts: torch.Tensor | None = None
-        self._mean: torch.Tensor | None = None
-        self._signs: torch.Tensor | None = None
-        self._levels: torch.Tensor | None = None
+        self._basis: _Basis | None = None
 
     def observe(self, block: TokenBlock) -> None:
-        if self._signs is None:
-            self._prepare(block.keys.shape[-1], block.keys.device)
-        if self._mean is None and self.options.center:
-            self._mean = _mean_key(block.keys, block.valid)
-        codes = paris.encode(
-            block.keys, self._signs, self._levels, m=self.options.subspace_dim, mean=self._mean
-        )
+        m = self.options.subspace_dim
+        if self._basis is None:
+            mean = _mean_key(block.keys, block.valid) if self.options.center else None
+            self._basis = self._make_basis(block.keys.shape[-1], block.keys.device, mean)
+        basis = self._basis
+        codes = paris.encode(block.keys, basis.signs, basis.levels, m=m, mean=basis.mean)
+        if block.valid is not None:
+            # No weight marks padding, so that a crop knows whom the counts never held.
+            codes.weight.masked_fill_(~block.valid[:, None, :, None], 0)
         for name, rows in self._planes.items():
             rows.append(getattr(codes, name))
-        counts = paris.count_centroids(
-            codes.sign, m=self.options.subspace_dim, valid=block.valid
-        )
+        counts = paris.count_centroids(codes.sign, m=m, valid=block.valid)
         self._counts = counts if self._counts is None else self._counts + counts
 
     def select(
         self, query: torch.Tensor, budget: int, valid: torch.Tensor, scale: float
     ) -> torch.Tensor:
         options, m = self.options, self.options.subspace_dim
-        codes = self._codes()
+        basis, counts, codes = self._basis, self._counts, self._codes()
+        if basis is None or counts is None:
+            raise RuntimeError("the index is empty: observe a block first")
         batch, heads, held, _ = codes.sign.shape
         grouped = query.float().view(batch, heads, -1, query.shape[2], query.shape[3])
         if options.group_reduce == "mean":
             grouped = grouped.mean(dim=2, keepdim=True)
-        rotated = paris.rotate(grouped.transpose(2, 3), self._signs)
+        rotated = paris.rotate(grouped.transpose(2, 3), basis.signs)
         _, rho = options.ratios(held)
-        bonus = paris.bonus_table(rotated, self._counts, rho=rho, tiers=options.tiers, m=m)
+        bonus = paris.bonus_table(rotated, counts, rho=rho, tiers=options.tiers, m=m)
         points, histogram = paris.collide(codes.sign, bonus, m=m, valid=valid)
         kept = paris.candidates(points, histogram, self.candidates(held, budget))
-        estimates = paris.rerank(rotated, codes, kept, self._levels, m=m) * scale
-        relevance = group_relevance(
-            estimates.transpose(2, 3).flatten(1, 2), heads
-        )
+        estimates = paris.rerank(rotated, codes, kept, basis.levels, m=m) * scale
+        relevance = group_relevance(estimates.transpose(2, 3).flatten(1, 2), heads)
         best = relevance.topk(budget, dim=-1)
         ids = kept.gather(-1, best.indices)
         return ids.masked_fill(best.values == float("-inf"), -1)
@@ -80,35 +92,40 @@ class ParisIndex(Index):
             plane.reorder(rows)
         if self._counts is not None:
             self._counts = self._counts.index_select(0, rows)
-        if self._mean is not None:
-            self._mean = self._mean.index_select(0, rows)
+        if self._basis is not None and self._basis.mean is not None:
+            mean = self._basis.mean.index_select(0, rows)
+            self._basis = dataclasses.replace(self._basis, mean=mean)
 
     def crop(self, cold_len: int) -> None:
-        signs = self._planes["sign"]
-        if cold_len >= signs.length:
+        if self._counts is None or cold_len >= self._planes["sign"].length:
             return
-        dropped = paris.count_centroids(signs.rows[:, :, cold_len:], m=self.options.subspace_dim)
-        self._counts = (self._counts - dropped).clamp(min=0)
+        dropped = self._codes()
+        counted = (dropped.weight[:, 0, cold_len:] != 0).any(dim=-1)
+        self._counts = self._counts - paris.count_centroids(
+            dropped.sign[:, :, cold_len:], m=self.options.subspace_dim, valid=counted
+        )
         for plane in self._planes.values():
             plane.crop(cold_len)
 
     def fork(self) -> Self:
         twin = type(self)(self.options)
         twin._planes = {name: plane.fork() for name, plane in self._planes.items()}
-        twin._counts, twin._mean = self._counts, self._mean
-        twin._signs, twin._levels = self._signs, self._levels
+        twin._counts, twin._basis = self._counts, self._basis
         return twin
 
     def nbytes(self) -> int:
-        tensors = [self._counts, self._mean, self._signs, self._levels]
+        tensors = [self._counts]
+        if self._basis is not None:
+            tensors += [self._basis.signs, self._basis.levels, self._basis.mean]
         small = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         return small + sum(plane.nbytes() for plane in self._planes.values())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         state = {name: plane.rows.contiguous() for name, plane in self._planes.items()}
-        state["counts"] = self._counts
-        if self._mean is not None:
-            state["mean"] = self._mean
+        if self._counts is not None:
+            state["counts"] = self._counts
+        if self._basis is not None and self._basis.mean is not None:
+            state["mean"] = self._basis.mean
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -116,17 +133,18 @@ class ParisIndex(Index):
             self._planes[name] = GrowingRows()
             self._planes[name].append(state[name])
         self._counts = state["counts"]
-        if self.options.center:
-            self._mean = state["mean"]
+        mean = state["mean"] if self.options.center else None
+        # The rotated dimension is all that the basis needs to know of the keys.
+        self._basis = self._make_basis(8 * state["sign"].shape[-1], state["sign"].device, mean)
 
-    def _prepare(self, dim: int, device: torch.device) -> None:
+    def _make_basis(self, dim: int, device: torch.device, mean: torch.Tensor | None) -> _Basis:
         options = self.options
-        padded = max(8, 1 << (dim - 1).bit_length())
-        self._signs = paris.random_signs(padded, options.seed).to(device)
+        signs = paris.random_signs(paris.rotated_dim(dim), options.seed).to(device)
         if options.levels is None:
-            self._levels = paris.magnitude_levels(options.subspace_dim).to(device)
+            levels = paris.magnitude_levels(options.subspace_dim).to(device)
         else:
-            self._levels = torch.tensor(options.levels, dtype=torch.float32, device=device)
+            levels = torch.tensor(options.levels, dtype=torch.float32, device=device)
+        return _Basis(signs, levels, mean)
 
     def _codes(self) -> paris.ParisCodes:
         return paris.ParisCodes(**{name: plane.rows for name, plane in self._planes.items()})

@@ -1,0 +1,239 @@
+"""Conformance: a cache must give what transformers' own cache gives, in every mode of use.
+
+With a budget that covers everything, retrieval is full attention in another order of summation.
+So the text must be the same token for token and the logits equal up to rounding, and cold rows
+must really have been read. The author of an index runs all of it with
+
+    run_conformance(lambda model: MyCache(config=model.config, **COVERING_OPTIONS))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_kvret.registry import attach
+from hf_kvret.testing.models import MODELS
+from hf_kvret.testing.modes import MODES, Mode
+from hf_kvret.testing.scenario import CacheMaker, Outcome
+
+COVERING_OPTIONS: dict[str, Any] = {
+    "top_k": 10**6,
+    "sink": 2,
+    "recent": 8,
+    "flush": 4,
+    "max_draft": 6,
+    "dense_below": 0,
+}
+"""Options with which a budget covers all, and the suite's short prompts have cold rows."""
+
+LOGIT_TOLERANCE = 2e-3
+"""Largest difference of logits. They spread over about 4; two ways to sum attention in fp32
+differ by 1e-5 to 1e-4 of that after the zoo's three layers, a lost token by 0.1 and more."""
+
+
+class Case(NamedTuple):
+    """A model and a mode, by name; ``str(case)`` is an identifier for test runners."""
+
+    model: str
+    mode: str
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.mode}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one case went.
+
+    Attributes:
+        case: model and mode.
+        status: ``"passed"``, ``"failed"`` or ``"skipped"``.
+        detail: the first difference, or why transformers' own cache can't do it.
+    """
+
+    case: Case
+    status: str
+    detail: str = ""
+
+
+def cold_rows_read(cache: Cache) -> int:
+    """Cold rows that `cache` selected and read, over all layers, by its own ``stats()``."""
+    return sum(int(layer["selected"]) for layer in cache.stats()["layers"])
+
+
+def reads_cold_rows(cache: Cache) -> bool:
+    """The default proof that retrieval took part: ``stats()`` counts selected rows."""
+    return cold_rows_read(cache) > 0
+
+
+def no_proof(cache: Cache) -> bool:
+    """In place of a proof, for caches without retrieval."""
+    del cache
+    return True
+
+
+def check(
+    model: PreTrainedModel,
+    mode: Mode,
+    make_cache: CacheMaker,
+    *,
+    baseline: Outcome | None = None,
+    atol: float = LOGIT_TOLERANCE,
+    proof: Callable[[Cache], bool] = reads_cold_rows,
+) -> Outcome:
+    """Run `mode` on `model` with the caches of `make_cache` and compare with the baseline.
+
+    Args:
+        model: a model whose attention serves the caches; for modes with ``mode.direct`` it must
+            have been attached to them.
+        mode: what to do.
+        make_cache: returns a new, empty cache.
+        baseline: what must come out; None runs the reference on the same model first.
+        atol: largest absolute difference of floating point values.
+        proof: tells of a cache that ran whether retrieval took part; true of at least one.
+
+    Returns:
+        What came out.
+
+    Raises:
+        AssertionError: the first difference, with model and mode, or that no cold row was read.
+        ValueError: the mode does not work on the model, see ``mode.supports(model)``.
+    """
+    where = f"{model.config.model_type}, {mode.name}"
+    if baseline is None:
+        reference = mode.reference(model)
+        if isinstance(reference, str):
+            raise ValueError(f"{where} can't be checked: {reference}")
+        baseline = reference
+    outcome = mode.run(model, make_cache)
+    difference = first_difference(outcome, baseline, atol)
+    if difference is not None:
+        raise AssertionError(f"{where}: {difference}")
+    if not any(proof(cache) for cache in outcome.caches):
+        raise AssertionError(
+            f"{where}: no cold row was read, so the agreement proves nothing; shrink the window "
+            "(COVERING_OPTIONS) or see why the cache retrieves nothing"
+        )
+    return outcome
+
+
+def first_difference(outcome: Outcome, baseline: Outcome, atol: float) -> str | None:
+    """The first value that differs, in words; None when all agree.
+
+    Token ids come first: where they differ, the logits after them say nothing.
+    """
+    if outcome.values.keys() != baseline.values.keys():
+        return f"recorded {list(outcome.values)}, expected {list(baseline.values)}"
+    for label in sorted(
+        baseline.values, key=lambda name: baseline.values[name].is_floating_point()
+    ):
+        got, want = outcome.values[label], baseline.values[label]
+        if got.shape != want.shape or got.dtype != want.dtype:
+            return (
+                f"{label} is {got.dtype} {list(got.shape)}, expected {want.dtype} "
+                f"{list(want.shape)}"
+            )
+        if want.is_floating_point():
+            # Equal infinities (forbidden tokens) agree; a NaN never does.
+            close = torch.isclose(got, want, rtol=0.0, atol=atol)
+            kind = f" (tolerance {atol})"
+        else:
+            close, kind = got == want, ""
+        if not bool(close.all()):
+            at = [int(i) for i in (~close).nonzero()[0]]
+            place = tuple(at)
+            return (
+                f"{label} differs first at {at}: got {got[place].item()}, expected "
+                f"{want[place].item()}{kind}; {int((~close).sum())} of {close.numel()} differ"
+            )
+    return None
+
+
+def conformance_cases(
+    models: Iterable[str] | None = None, modes: Iterable[str] | None = None
+) -> Iterator[Case]:
+    """Pairs of model and mode, all by default, those that are refused included.
+
+    For ``pytest.mark.parametrize("case", conformance_cases(), ids=str)``.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    mode_names = _known(modes, MODES, "mode")
+    for model in _known(models, MODELS, "model"):
+        for mode in mode_names:
+            yield Case(model, mode)
+
+
+@cache
+def baseline_of(case: Case) -> Outcome | str:
+    """The reference of `case` on a model of its own, or why there is none; kept for the process."""
+    return MODES[case.mode].reference(MODELS[case.model].build())
+
+
+def run_case(
+    case: Case,
+    make_cache_for: Callable[[PreTrainedModel], Cache],
+    *,
+    prepare: Callable[[PreTrainedModel], None] = attach,
+    atol: float = LOGIT_TOLERANCE,
+    proof: Callable[[Cache], bool] = reads_cold_rows,
+) -> Result:
+    """Run one case on a newly built model.
+
+    Args:
+        case: model and mode.
+        make_cache_for: returns a new, empty cache for a model.
+        prepare: called with the model before modes that call it directly (``mode.direct``);
+            in the others ``generate`` must do by itself what is needed.
+        atol: largest absolute difference of floating point values.
+        proof: see ``check``.
+    """
+    baseline = baseline_of(case)
+    if isinstance(baseline, str):
+        return Result(case, "skipped", baseline)
+    model, mode = MODELS[case.model].build(), MODES[case.mode]
+    if mode.direct:
+        prepare(model)
+    try:
+        check(
+            model, mode, partial(make_cache_for, model), baseline=baseline, atol=atol, proof=proof
+        )
+    except AssertionError as error:
+        return Result(case, "failed", str(error))
+    return Result(case, "passed")
+
+
+def run_conformance(
+    make_cache_for: Callable[[PreTrainedModel], Cache],
+    models: Iterable[str] | None = None,
+    modes: Iterable[str] | None = None,
+    **options: Any,
+) -> list[Result]:
+    """Run every case; one result each, in order.
+
+    Args:
+        make_cache_for: returns a new, empty cache for a model.
+        models: names in ``MODELS``, all by default.
+        modes: names in ``MODES``, all by default.
+        **options: as for ``run_case``.
+
+    Raises:
+        ValueError: an unknown name; and whatever the cache itself raises.
+    """
+    return [run_case(case, make_cache_for, **options) for case in conformance_cases(models, modes)]
+
+
+def _known(names: Iterable[str] | None, known: dict[str, Any], what: str) -> list[str]:
+    chosen = list(known) if names is None else list(names)
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"unknown {what} {name!r}: choose from {', '.join(known)}")
+    return chosen

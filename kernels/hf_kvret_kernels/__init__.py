@@ -1,0 +1,5 @@
+"""Kernels of hf_kvret, one folder per operation; import the operation from its folder.
+
+Each operation has a public wrapper (checks its arguments once, chooses a backend), a readable
+torch version, which is also what runs on a CPU, and a Triton kernel for CUDA devices.
+"""

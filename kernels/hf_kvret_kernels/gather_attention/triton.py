@@ -1,0 +1,195 @@
+"""Attention over chosen rows in Triton: the ids of a query are split over several programs.
+
+A program takes one selection (a batch row, a selecting head, a query) and a piece of its ids,
+follows them through the page table to rows in device or pinned host memory, and attends with all
+query heads that share the selection. A second small kernel merges the pieces.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvret_kernels._triton_shared import (
+    TL_DTYPES,
+    base2_scores,
+    combine_splits,
+    device_limits,
+    dot_dtype,
+    finish_softmax,
+    load_rows,
+    partial_buffers,
+    score_factors,
+    softmax_step,
+)
+from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged_triton import row_pointers
+
+# Programs per multiprocessor to aim at: the loads have a long way, so several must be under way.
+_WAVES = 4
+_MOST_SPLITS = 64
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "count", "split_len"])
+def _attend_kernel(  # type: ignore[no-untyped-def]
+    query,
+    ids_ptr,
+    table,
+    page_address,
+    out,
+    lse,
+    stride_q_b,
+    stride_q_h,
+    stride_q_q,
+    stride_ids_b,
+    stride_ids_h,
+    stride_ids_q,
+    stride_ids_k,
+    stride_table_b,
+    stride_table,
+    heads,
+    queries,
+    count,
+    split_len,
+    inner,
+    outer,
+    G: tl.constexpr,
+    SHARE: tl.constexpr,
+    PAGE_LEN: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ALIGN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    q_index = index % queries
+    h = (index // queries) % heads
+    b = index // (queries * heads)
+
+    group = tl.arange(0, BLOCK_G)
+    key_columns = tl.arange(0, BLOCK_DK)
+    value_columns = tl.arange(0, BLOCK_DV)
+    query_heads = h * G + group
+    q_rows = query + b * stride_q_b + query_heads[:, None] * stride_q_h + q_index * stride_q_q
+    q = load_rows(q_rows + key_columns[None, :], group < G, key_columns, DK, BLOCK_DK, True)
+    ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
+
+    peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
+    first = split * split_len
+    last = tl.minimum(first + split_len, count)
+    for start in range(first, last, BLOCK_K):
+        positions = start + tl.arange(0, BLOCK_K)
+        ids = tl.load(ids_row + positions * stride_ids_k, mask=positions < last, other=-1)
+        wanted = ids >= 0
+        rows = row_pointers(
+            ids,
+            wanted,
+            h // SHARE,
+            table + b * stride_table_b,
+            stride_table,
+            page_address,
+            PAGE_LEN,
+            DK + DV,
+            DTYPE,
+        )
+        rows = tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
+        key = load_rows(rows + key_columns[None, :], wanted, key_columns, DK, BLOCK_DK, True)
+        value = load_rows(
+            rows + DK + value_columns[None, :], wanted, value_columns, DV, BLOCK_DV, True
+        )
+        dots = tl.dot(q.to(DOT_DTYPE), tl.trans(key).to(DOT_DTYPE), input_precision="ieee")
+        scores = base2_scores(dots, inner, outer, SOFTCAP)
+        scores = tl.where(wanted[None, :], scores, float("-inf"))
+        weights, shrink, peak, total = softmax_step(scores, peak, total)
+        weights = weights.to(DTYPE).to(DOT_DTYPE)
+        acc = tl.dot(weights, value.to(DOT_DTYPE), acc * shrink[:, None], input_precision="ieee")
+
+    result, log_total = finish_softmax(acc, peak, total)
+    target = ((b * heads * G + query_heads) * queries + q_index) * tl.num_programs(1) + split
+    tl.store(
+        out + target[:, None] * DV + value_columns[None, :],
+        result,
+        mask=(group < G)[:, None] & (value_columns < DV)[None, :],
+    )
+    tl.store(lse + target, log_total, mask=group < G)
+
+
+def gather_attention(
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``hf_kvret_kernels.gather_attention.gather_attention``.
+
+    ``splits`` is the number of pieces the ids are cut into, None for as many as fill the device.
+    """
+    batch, query_heads, queries, _ = query.shape
+    heads, count = ids.shape[1], ids.shape[3]
+    out = torch.empty(
+        batch, query_heads, queries, rows.value_dim, dtype=torch.float32, device=query.device
+    )
+    lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device)
+    if lse.numel() == 0:
+        return out, lse
+    group = query_heads // heads
+    block_dk = max(16, triton.next_power_of_2(rows.key_dim))
+    block_dv = max(16, triton.next_power_of_2(rows.value_dim))
+    # fp32 has no tensor cores: larger tiles spill registers.
+    block_k = 32 if query.element_size() == 2 or block_dk + block_dv <= 128 else 16
+    programs = batch * heads * queries
+    blocks = max(1, triton.cdiv(count, block_k))
+    if splits is None:
+        processors, _ = device_limits(query.device)
+        splits = max(1, min(_MOST_SPLITS, blocks, _WAVES * processors // programs))
+    split_len = triton.cdiv(blocks, splits) * block_k
+    splits = max(1, triton.cdiv(count, split_len))
+    part_out, part_lse = partial_buffers(out, lse, splits)
+    inner, outer = score_factors(scale, softcap)
+    _attend_kernel[(programs, splits)](
+        query,
+        ids,
+        rows.table,
+        rows.addresses(),
+        part_out,
+        part_lse,
+        *query.stride()[:3],
+        *ids.stride(),
+        *rows.table.stride(),
+        heads,
+        queries,
+        count,
+        split_len,
+        inner,
+        outer,
+        G=group,
+        SHARE=heads // rows.heads,
+        PAGE_LEN=rows.page_len,
+        DK=rows.key_dim,
+        DV=rows.value_dim,
+        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_K=block_k,
+        BLOCK_DK=block_dk,
+        BLOCK_DV=block_dv,
+        ALIGN=rows.alignment_bytes(),
+        SOFTCAP=softcap is not None,
+        DTYPE=TL_DTYPES[rows.dtype],
+        DOT_DTYPE=dot_dtype(rows.dtype),
+        num_warps=4,
+        num_stages=3,
+    )
+    if splits > 1:
+        combine_splits(part_out, part_lse, out, lse)
+    return out, lse

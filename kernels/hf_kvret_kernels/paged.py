@@ -1,0 +1,203 @@
+"""Rows of keys and values in pages, found through a page table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_kvret_kernels._dispatch import choose_backend, interpreted
+
+
+@dataclass(eq=False)
+class PagedRows:
+    """Pages of rows; a row is a key followed by its value.
+
+    Attributes:
+        chunks: ``[pages_i, Hkv, page_len, Dk + Dv]`` each, contiguous, all of one dtype, in device
+            memory or in host memory (pinned where the table is on a CUDA device). Pages are
+            numbered across chunks in order.
+        table: ``[B, max_pages]`` int32; token t of batch row b lies in page
+            ``table[b, t // page_len]``. Entries that no id leads to may be anything.
+        key_dim: Dk.
+        page_address: what ``addresses()`` returned for the same chunks, or None.
+
+    Raises:
+        ValueError: no chunks, chunks or table of another form, or ``key_dim`` not below the width.
+    """
+
+    chunks: list[torch.Tensor]
+    table: torch.Tensor
+    key_dim: int
+    page_address: torch.Tensor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.chunks:
+            raise ValueError("chunks is empty: build PagedRows once there is a page")
+        first = self.chunks[0]
+        for number, chunk in enumerate(self.chunks):
+            if (
+                chunk.ndim != 4
+                or chunk.shape[1:] != first.shape[1:]
+                or chunk.dtype != first.dtype
+                or chunk.device != first.device
+                or not chunk.is_contiguous()
+            ):
+                raise ValueError(
+                    f"chunks[{number}] is {chunk.dtype} {tuple(chunk.shape)} on {chunk.device}: "
+                    "all chunks must be contiguous [pages, Hkv, page_len, Dk + Dv] of one dtype and "
+                    f"device; chunks[0] is {first.dtype} {tuple(first.shape)} on {first.device}"
+                )
+        if self.table.ndim != 2 or self.table.dtype != torch.int32 or not self.table.shape[1]:
+            raise ValueError(
+                f"table is {self.table.dtype} {tuple(self.table.shape)}: pass int32 "
+                "[B, max_pages] with at least one column"
+            )
+        if not 0 < self.key_dim < self.width:
+            raise ValueError(
+                f"key_dim={self.key_dim}: rows are {self.width} wide, so it must lie in 1 .. "
+                f"{self.width - 1}"
+            )
+
+    @property
+    def page_len(self) -> int:
+        """Tokens in a page."""
+        return self.chunks[0].shape[2]
+
+    @property
+    def heads(self) -> int:
+        """Hkv."""
+        return self.chunks[0].shape[1]
+
+    @property
+    def width(self) -> int:
+        """Dk + Dv."""
+        return self.chunks[0].shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        """Dv."""
+        return self.width - self.key_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self.chunks[0].dtype
+
+    def addresses(self) -> torch.Tensor:
+        """Byte address of every page: ``[total_pages]`` int64 on the table's device; cached.
+
+        Nothing keeps the chunks alive but this object: hold it as long as the addresses.
+
+        Raises:
+            ValueError: the table's device cannot read the chunks: host memory that is not pinned,
+                chunks on another GPU, or device memory under Triton's interpreter.
+        """
+        if self.page_address is None:
+            self._check_readable()
+            starts = []
+            for chunk in self.chunks:
+                page_bytes = chunk[0].numel() * chunk.element_size()
+                offsets = torch.arange(len(chunk), dtype=torch.int64, device=self.table.device)
+                starts.append(offsets * page_bytes + chunk.data_ptr())
+            self.page_address = torch.cat(starts)
+        return self.page_address
+
+    def alignment_bytes(self) -> int:
+        """What the address of every key and every value is a multiple of; at most 16."""
+        itemsize = self.chunks[0].element_size()
+        offsets = [self.width * itemsize, self.key_dim * itemsize]
+        return math.gcd(16, *offsets, *(chunk.data_ptr() for chunk in self.chunks))
+
+    def gather(self, ids: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys ``[B, H, Q, K, Dk]`` and values ``[B, H, Q, K, Dv]``; rows of holes are zero.
+
+        Args:
+            ids: ``[B, H, Q, K]`` int32 token numbers on the table's device, -1 for none; H is Hkv
+                or a multiple of it, so that head h reads kv head ``h // (H // Hkv)``.
+            backend: ``"naive"`` needs the chunks on the table's device; ``"triton"`` also reads
+                pinned host memory; ``"auto"`` is Triton for CUDA tensors.
+
+        Returns:
+            Tensors of the chunks' dtype on the table's device (with ``"naive"``, views of one
+            buffer).
+
+        Raises:
+            ValueError: ids of another form, or chunks that the backend cannot read.
+        """
+        self.check_ids(ids)
+        if choose_backend(backend, self.table) == "triton":
+            from hf_kvret_kernels.paged_triton import gather_rows
+
+            return gather_rows(self, ids)
+        rows = self._gather_with_torch(ids)
+        return rows[..., : self.key_dim], rows[..., self.key_dim :]
+
+    def check_ids(self, ids: torch.Tensor) -> None:
+        """Raise ValueError unless ``ids`` is ``[B, H, Q, K]`` int32 beside the table."""
+        if ids.ndim != 4 or ids.dtype != torch.int32:
+            raise ValueError(f"ids is {ids.dtype} {tuple(ids.shape)}: pass int32 [B, H, Q, K]")
+        if ids.shape[0] != self.table.shape[0] or ids.shape[1] % self.heads or not ids.shape[1]:
+            raise ValueError(
+                f"ids has shape {tuple(ids.shape)}: its batch must be {self.table.shape[0]} and "
+                f"its heads {self.heads} or a multiple of it"
+            )
+        if ids.device != self.table.device:
+            raise ValueError(
+                f"ids is on {ids.device}, the page table on {self.table.device}: move one of them"
+            )
+
+    def _gather_with_torch(self, ids: torch.Tensor) -> torch.Tensor:
+        """``[B, H, Q, K, Dk + Dv]``, by index_select into the chunks seen as matrices of rows."""
+        if self.chunks[0].device != ids.device:
+            raise ValueError(
+                f"the rows lie on {self.chunks[0].device}, ids on {ids.device}: use "
+                "backend='triton' with pinned rows, or move the ids"
+            )
+        batch, heads, _, count = ids.shape
+        hole = ids < 0
+        slots = ids.clamp_min(0)
+        columns = (slots // self.page_len).view(batch, -1).long()
+        pages = self.table.gather(1, columns).view(ids.shape).masked_fill_(hole, 0)
+        kv_heads = torch.arange(heads, device=ids.device) // (heads // self.heads)
+        index = pages.long() * self.heads + kv_heads.view(1, -1, 1, 1)
+        index = (index * self.page_len + slots % self.page_len).view(-1)
+        rows = self._select(index)
+        holes = hole.view(-1).nonzero()[:, 0]
+        if len(holes):
+            rows.index_fill_(0, holes, 0.0)
+        return rows.view(*ids.shape[:3], count, self.width)
+
+    def _select(self, index: torch.Tensor) -> torch.Tensor:
+        """Rows ``[N, width]`` with the numbers ``index [N]``, counted across all chunks."""
+        matrices = [chunk.view(-1, self.width) for chunk in self.chunks]
+        if len(matrices) == 1:
+            return matrices[0].index_select(0, index)
+        rows = torch.empty(len(index), self.width, dtype=self.dtype, device=index.device)
+        first = 0
+        for matrix in matrices:
+            inside = ((index >= first) & (index < first + len(matrix))).nonzero()[:, 0]
+            rows.index_copy_(0, inside, matrix.index_select(0, index[inside] - first))
+            first += len(matrix)
+        return rows
+
+    def _check_readable(self) -> None:
+        device, home = self.table.device, self.chunks[0].device
+        if device.type == "cuda" and interpreted():
+            raise ValueError(
+                "TRITON_INTERPRET=1 cannot follow addresses of device memory: unset it, or use "
+                "backend='naive'"
+            )
+        if home == device:
+            return
+        if device.type != "cuda" or home.type != "cpu":
+            raise ValueError(
+                f"the page table is on {device}, the rows on {home}: keep the rows there, or in "
+                "pinned host memory for a CUDA device"
+            )
+        if not all(chunk.is_pinned() for chunk in self.chunks):
+            raise ValueError(
+                f"rows in host memory are not pinned, {device} cannot read them: allocate them "
+                "with pin_memory=True or register them with cudaHostRegister"
+            )

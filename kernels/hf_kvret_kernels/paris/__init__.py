@@ -1,0 +1,37 @@
+"""ParisKV's operations: compact codes of keys, and a two-stage search over them.
+
+A key becomes a *sign plane* (one bit a coordinate), a *magnitude plane* (three bits a
+coordinate) and one *weight* a subspace. Stage 1 reads the sign plane alone: ``bonus_table``,
+``collide``, ``candidates``. Stage 2 estimates inner products from the full codes: ``rerank``.
+
+Paper: ParisKV, sections 4.1 and 4.2. Dimensions: B batch, H kv heads, Q queries at once, G query
+tables of a kv head (1 after a mean over the group, or the group's size), n tokens, D head dim,
+P = next power of two of max(D, 8), m = 4 or 8 coordinates of a subspace, S = P / m subspaces,
+C candidates.
+"""
+
+from hf_kvret_kernels.paris.codes import ParisCodes, rotated_dim
+from hf_kvret_kernels.paris.encoding import decode, encode, random_signs, rotate
+from hf_kvret_kernels.paris.levels import magnitude_levels
+from hf_kvret_kernels.paris.selection import (
+    bonus_table,
+    candidates,
+    collide,
+    count_centroids,
+    rerank,
+)
+
+__all__ = [
+    "ParisCodes",
+    "bonus_table",
+    "candidates",
+    "collide",
+    "count_centroids",
+    "decode",
+    "encode",
+    "magnitude_levels",
+    "random_signs",
+    "rerank",
+    "rotate",
+    "rotated_dim",
+]

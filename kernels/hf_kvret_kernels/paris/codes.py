@@ -1,0 +1,142 @@
+"""How a key's code lies in memory, and the checks that all wrappers share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+SUBSPACE_DIMS = (4, 8)
+LEVELS = 8
+MAX_HEAD_DIM = 256
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EXCLUDED = 255
+
+
+def rotated_dim(head_dim: int) -> int:
+    """P: the length of a rotated vector, the next power of two of ``max(head_dim, 8)``.
+
+    Raises:
+        ValueError: ``head_dim`` outside 1 to 256.
+    """
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head dim {head_dim}: Paris codes exist for 1 to {MAX_HEAD_DIM}")
+    return max(8, 1 << (head_dim - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class ParisCodes:
+    """Codes of ``n`` keys for every batch row and kv head.
+
+    Every plane is token-major: a token's bytes are contiguous and tokens follow each other
+    without gaps, while the strides of batch and heads are free. So planes may be views
+    ``[:, :, :n]`` of buffers with spare capacity.
+
+    Attributes:
+        sign: ``[B, H, n, P // 8]`` uint8. Bit j of byte i is set where rotated coordinate
+            8 i + j is not negative. With m = 8, byte s is subspace s's centroid id; with
+            m = 4 a byte holds two, the lower subspace in the low nibble.
+        magnitude: ``[B, H, n, 3 * P // 8]`` uint8. Bytes 3 i to 3 i + 2 are, lowest first, a
+            word whose bits 3 j to 3 j + 2 number the level of coordinate 8 i + j.
+        weight: ``[B, H, n, S]`` bf16, fp16 or fp32: ``|k| r / alpha`` of eq. 9.
+    """
+
+    sign: torch.Tensor
+    magnitude: torch.Tensor
+    weight: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        heads: int,
+        tokens: int,
+        head_dim: int,
+        *,
+        m: int = 8,
+        weight_dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> ParisCodes:
+        """Uninitialized codes to be written by ``encode(..., out=...)``."""
+        dim = rotated_dim(head_dim)
+        check_subspace_dim(m)
+        if weight_dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"weight_dtype={weight_dtype}: choose one of {WEIGHT_DTYPES}")
+        lead = (batch, heads, tokens)
+        return cls(
+            sign=torch.empty(*lead, dim // 8, dtype=torch.uint8, device=device),
+            magnitude=torch.empty(*lead, 3 * dim // 8, dtype=torch.uint8, device=device),
+            weight=torch.empty(*lead, dim // m, dtype=weight_dtype, device=device),
+        )
+
+    def tokens(self, start: int, end: int) -> ParisCodes:
+        """Views of the codes of tokens ``start`` to ``end``."""
+        return ParisCodes(
+            self.sign[:, :, start:end],
+            self.magnitude[:, :, start:end],
+            self.weight[:, :, start:end],
+        )
+
+    def nbytes(self) -> int:
+        """Bytes of the three planes as they are seen, spare capacity left out."""
+        return sum(getattr(self, field.name).nbytes for field in fields(self))
+
+
+def check_subspace_dim(m: int) -> None:
+    if m not in SUBSPACE_DIMS:
+        raise ValueError(f"m={m}: subspaces have {SUBSPACE_DIMS[0]} or {SUBSPACE_DIMS[1]} dims")
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Raise ValueError naming what of ``tensor`` differs; None in ``shape`` allows any size."""
+    expected = ["any" if size is None else size for size in shape]
+    fits = tensor.dim() == len(shape) and all(
+        size is None or size == actual for size, actual in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}, allowed: {list(dtypes)}; convert it first")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, expected {device}; move it there first")
+
+
+def check_rotated(name: str, dim: int) -> None:
+    if not 8 <= dim <= MAX_HEAD_DIM or dim & (dim - 1):
+        raise ValueError(
+            f"{name} holds vectors of {dim} dims, which is no power of two in 8..{MAX_HEAD_DIM}; "
+            "rotate(x, signs) makes such vectors of any head dim"
+        )
+
+
+def check_rows(name: str, plane: torch.Tensor) -> None:
+    """The token-major layout that the kernels read and write."""
+    width = plane.shape[-1]
+    if plane.shape[2] > 0 and (
+        (width > 1 and plane.stride(3) != 1) or (plane.shape[2] > 1 and plane.stride(2) != width)
+    ):
+        raise ValueError(
+            f"{name} has strides {plane.stride()} for shape {tuple(plane.shape)}; tokens must be "
+            "contiguous (slice whole tokens off a [B, H, capacity, width] buffer)"
+        )
+
+
+def check_codes(codes: ParisCodes, dim: int, m: int, device: torch.device) -> None:
+    lead = tuple(codes.sign.shape[:3])
+    check_tensor("codes.sign", codes.sign, (None, None, None, dim // 8), [torch.uint8], device)
+    check_tensor("codes.magnitude", codes.magnitude, (*lead, 3 * dim // 8), [torch.uint8], device)
+    check_tensor("codes.weight", codes.weight, (*lead, dim // m), WEIGHT_DTYPES, device)
+    for field in fields(codes):
+        check_rows(f"codes.{field.name}", getattr(codes, field.name))
+
+
+def check_valid(valid: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
+    if valid is not None:
+        check_tensor("valid", valid, shape, [torch.bool], device)

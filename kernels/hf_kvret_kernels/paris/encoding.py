@@ -1,0 +1,134 @@
+"""From keys to codes: the shared rotation, encoding and its inverse (ParisKV, section 4.1)."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret_kernels._dispatch import check_no_grad, choose_backend
+from hf_kvret_kernels.paris import naive
+from hf_kvret_kernels.paris.codes import (
+    LEVELS,
+    ParisCodes,
+    check_codes,
+    check_rotated,
+    check_subspace_dim,
+    check_tensor,
+    rotated_dim,
+)
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def random_signs(dim: int, seed: int) -> torch.Tensor:
+    """``[dim]`` fp32 on the CPU, each +1 or -1: the same for a seed on every machine.
+
+    Args:
+        dim: P, see ``rotated_dim``.
+        seed: of a generator of its own; torch's global state is left alone.
+    """
+    check_rotated("signs", dim)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randint(0, 2, (dim,), generator=generator).float() * 2 - 1
+
+
+def rotate(x: torch.Tensor, signs: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+    """``[..., P]`` fp32: ``x`` zero-padded, times ``signs``, Walsh-Hadamard over ``sqrt(P)``.
+
+    The map is orthogonal: inner products and norms of padded vectors stay as they are
+    (section 4.1.1, SRHT). Nothing is normalized. Padding where D is no power of two is ours.
+
+    Args:
+        x: ``[..., D]`` fp32, bf16 or fp16, any strides.
+        signs: ``[P]`` fp32 with P = ``rotated_dim(D)``, on x's device.
+        backend: "auto", "naive" or "triton".
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit, or gradients are asked for.
+    """
+    if x.dim() < 1:
+        raise ValueError("x is a scalar, expected [..., D]")
+    check_no_grad(x=x)
+    check_tensor("x", x, x.shape, _FLOATS, x.device)
+    check_tensor("signs", signs, (rotated_dim(x.shape[-1]),), [torch.float32], x.device)
+    if choose_backend(backend, x) == "naive":
+        return naive.rotate(x, signs)
+    from hf_kvret_kernels.paris import triton_encode
+
+    return triton_encode.rotate(x, signs)
+
+
+def encode(
+    keys: torch.Tensor,
+    signs: torch.Tensor,
+    levels: torch.Tensor,
+    *,
+    m: int = 8,
+    mean: torch.Tensor | None = None,
+    weight_dtype: torch.dtype = torch.bfloat16,
+    out: ParisCodes | None = None,
+    backend: str = "auto",
+) -> ParisCodes:
+    """Codes of ``keys``; ``out`` itself where it is given, then written in place.
+
+    With ``x`` the rotated ``k - mean`` and per subspace ``r = |x_b|``, ``u = x_b / r``,
+    ``v = sign(u) * nearest level of |u|``: the weight is ``r / alpha`` with
+    ``alpha = <v, u>`` (eq. 7 and 9; normalizing the key first and multiplying by its norm
+    afterwards, as the paper writes it, is the same number). Then ``<u, q>`` is estimated by
+    ``<v, q> / alpha`` (eq. 8). A zero key, or a zero subspace, gets weight 0 and no NaN.
+    Subtracting a mean key per head is ours: it shifts all scores of a query by one constant,
+    so the ranking stays, and directions spread out where keys share a large common part.
+
+    Args:
+        keys: ``[B, H, n, D]`` fp32, bf16 or fp16, any strides, n may be 0.
+        signs: ``[P]`` fp32 of ``random_signs``.
+        levels: ``[8]`` fp32 ascending, of ``magnitude_levels(m)``.
+        m: coordinates of a subspace, 4 or 8.
+        mean: ``[B, H, D]`` fp32 to subtract from every key of the head, or None.
+        weight_dtype: dtype of the weights where ``out`` is None.
+        out: views of n tokens to write, laid out as ``ParisCodes`` says.
+        backend: "auto", "naive" or "triton".
+
+    Raises:
+        ValueError: a shape, dtype, device or layout that does not fit, or gradients are asked for.
+    """
+    check_subspace_dim(m)
+    check_no_grad(keys=keys)
+    check_tensor("keys", keys, (None, None, None, None), _FLOATS, keys.device)
+    batch, heads, length, head_dim = keys.shape
+    dim = rotated_dim(head_dim)
+    check_tensor("signs", signs, (dim,), [torch.float32], keys.device)
+    check_tensor("levels", levels, (LEVELS,), [torch.float32], keys.device)
+    if mean is not None:
+        check_tensor("mean", mean, (batch, heads, head_dim), [torch.float32], keys.device)
+    if out is None:
+        out = ParisCodes.empty(
+            batch, heads, length, head_dim, m=m, weight_dtype=weight_dtype, device=keys.device
+        )
+    elif tuple(out.sign.shape[:3]) != (batch, heads, length):
+        raise ValueError(
+            f"out has room for {tuple(out.sign.shape[:3])} keys (B, H, n), there are "
+            f"{(batch, heads, length)}; pass out.tokens(start, start + n)"
+        )
+    check_codes(out, dim, m, keys.device)
+    if choose_backend(backend, keys) == "naive":
+        naive.encode(keys, signs, levels, m, mean, out)
+    else:
+        from hf_kvret_kernels.paris import triton_encode
+
+        triton_encode.encode(keys, signs, levels, m, mean, out)
+    return out
+
+
+def decode(codes: ParisCodes, levels: torch.Tensor, *, m: int = 8) -> torch.Tensor:
+    """``[B, H, n, P]`` fp32: weight times dequantized direction, still rotated.
+
+    ``<decode(codes), rotate(q)>`` is what ``rerank`` estimates ``<k - mean, q>`` by. Plain
+    torch on every device: for inspection and tests, not for the decode step.
+    """
+    check_subspace_dim(m)
+    device = codes.sign.device
+    dim = codes.sign.shape[-1] * 8
+    check_rotated("codes.sign", dim)
+    check_codes(codes, dim, m, device)
+    check_tensor("levels", levels, (LEVELS,), [torch.float32], device)
+    return naive.decode(codes.sign, codes.magnitude, codes.weight, levels, m)

@@ -1,0 +1,205 @@
+"""Plain torch for every op: the meaning of the kernels, and what runs on a CPU.
+
+Rows (batch, head, query) are walked one by one where a whole batch's temporaries would leave
+the processor's caches. Inputs were checked by the wrappers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hf_kvret_kernels.paris.codes import EXCLUDED, LEVELS, ParisCodes
+
+_ENCODE_TOKENS = 512
+SHARE_UNIT = 1_000_000
+
+
+def hadamard(dim: int, device: torch.device) -> torch.Tensor:
+    """``[dim, dim]`` fp32 of +1 and -1: the parity of the bits that row and column share."""
+    matrix = torch.ones(1, 1, device=device)
+    while matrix.shape[0] < dim:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
+def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    dim, head_dim = signs.shape[0], x.shape[-1]
+    # Zero padding meets the matrix's last rows, so leave those out.
+    transform = signs[:head_dim, None] * hadamard(dim, x.device)[:head_dim]
+    return x.float() @ transform * dim**-0.5
+
+
+def encode(
+    keys: torch.Tensor,
+    signs: torch.Tensor,
+    levels: torch.Tensor,
+    m: int,
+    mean: torch.Tensor | None,
+    out: ParisCodes,
+) -> None:
+    boundaries = (levels[1:] + levels[:-1]) / 2
+    shifts = torch.arange(8, dtype=torch.int32, device=keys.device)
+    for start in range(0, keys.shape[2], _ENCODE_TOKENS):
+        end = min(start + _ENCODE_TOKENS, keys.shape[2])
+        part = keys[:, :, start:end].float()
+        if mean is not None:
+            part = part - mean.unsqueeze(2)
+        x = rotate(part, signs)
+        x_b = x.unflatten(-1, (-1, m))
+        r = x_b.square().sum(-1).sqrt()
+        u = x_b.abs() * (1 / torch.where(r > 0, r, 1.0)).unsqueeze(-1)
+        # Seven comparisons take a fifth of bucketize's time.
+        level_ids = torch.zeros_like(u, dtype=torch.uint8)
+        for boundary in boundaries:
+            level_ids += u > boundary
+        level_ids = level_ids.int()
+        alpha = (u * levels.index_select(0, level_ids.flatten()).view_as(u)).sum(-1)
+        out.weight[:, :, start:end] = r / torch.where(alpha > 0, alpha, 1.0)
+
+        bits = (x >= 0).int().unflatten(-1, (-1, 8))
+        out.sign[:, :, start:end] = (bits << shifts).sum(-1, dtype=torch.int32)
+        words = (level_ids.flatten(-2).unflatten(-1, (-1, 8)) << 3 * shifts).sum(
+            -1, dtype=torch.int32
+        )
+        three = torch.stack([words & 255, (words >> 8) & 255, words >> 16], dim=-1)
+        out.magnitude[:, :, start:end] = three.flatten(-2)
+
+
+def decode(
+    sign: torch.Tensor,
+    magnitude: torch.Tensor,
+    weight: torch.Tensor,
+    levels: torch.Tensor,
+    m: int,
+) -> torch.Tensor:
+    """``[..., P]`` fp32 of planes ``[..., P // 8]``, ``[..., 3 * P // 8]``, ``[..., S]``.
+
+    Four levels are 12 bits, so one row of a table of 4,096 gives four coordinates at once.
+    """
+    device = sign.device
+    numbers = torch.arange(1 << 12, device=device).unsqueeze(1)
+    four_levels = levels[(numbers >> 3 * torch.arange(4, device=device)) & (LEVELS - 1)]
+    numbers = torch.arange(256, device=device).unsqueeze(1)
+    eight_signs = ((numbers >> torch.arange(8, device=device)) & 1).float() * 2 - 1
+
+    low, middle, high = magnitude.int().unflatten(-1, (-1, 3)).unbind(-1)
+    halves = torch.stack([low | (middle & 15) << 8, middle >> 4 | high << 4], dim=-1)
+    values = four_levels.index_select(0, halves.flatten()).view(*sign.shape, 8)
+    values *= eight_signs.index_select(0, sign.int().flatten()).view(*sign.shape, 8)
+    by_subspace = values.view(*weight.shape, m)
+    by_subspace *= weight.float().unsqueeze(-1)
+    return by_subspace.flatten(-2)
+
+
+def centroid_ids(sign: torch.Tensor, m: int) -> torch.Tensor:
+    """``[..., S]`` uint8 ids of ``[..., P // 8]`` sign bytes."""
+    if m == 8:
+        return sign
+    return torch.stack([sign & 15, sign >> 4], dim=-1).flatten(-2)
+
+
+def count_centroids(sign: torch.Tensor, m: int, valid: torch.Tensor | None) -> torch.Tensor:
+    ids = centroid_ids(sign, m)
+    batch, heads, length, subspaces = ids.shape
+    counts = torch.zeros(batch, heads, subspaces, 1 << m, dtype=torch.int32, device=sign.device)
+    if valid is None:
+        ones = counts.new_ones(1).expand(batch, heads, length)
+    else:
+        ones = valid.int().unsqueeze(1).expand(batch, heads, length)
+    for s in range(subspaces):
+        counts[:, :, s].scatter_add_(2, ids[..., s].long(), ones)
+    return counts
+
+
+def bonus_table(
+    q_rot: torch.Tensor, counts: torch.Tensor, shares: tuple[int, ...], m: int
+) -> torch.Tensor:
+    """``shares``: the tiers' shares of all keys, in units of 1 / SHARE_UNIT."""
+    q_b = q_rot.unflatten(-1, (-1, m))
+    ids = torch.arange(1 << m, device=q_rot.device)
+    # One coordinate after the other: the kernel adds in this order too, so that both see the
+    # same fp32 numbers and sort alike.
+    sims = torch.zeros(*q_b.shape[:-1], 1 << m, device=q_rot.device)
+    for j in range(m):
+        sims += q_b[..., j, None] * ((ids >> j & 1).float() * 2 - 1)
+    order = sims.argsort(dim=-1, descending=True, stable=True)
+
+    held = counts[:, :, None, None].expand(sims.shape).gather(-1, order).long()
+    before = held.cumsum(-1) - held
+    total = held.sum(-1, keepdim=True)
+    points = torch.zeros_like(order, dtype=torch.uint8)
+    for share in shares:
+        points += before < (total * share + SHARE_UNIT - 1) // SHARE_UNIT
+    return torch.empty_like(points).scatter_(-1, order, points)
+
+
+def collide(
+    sign: torch.Tensor, bonus: torch.Tensor, m: int, valid: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, queries, tables = bonus.shape[:4]
+    length = sign.shape[2]
+    device = sign.device
+    scores = torch.empty(batch, heads, queries, length, dtype=torch.uint8, device=device)
+    starts = torch.arange(bonus.shape[4], dtype=torch.int32, device=device) << m
+    for b in range(batch):
+        for h in range(heads):
+            entries = (centroid_ids(sign[b, h], m).int() + starts).t().contiguous()
+            for q in range(queries):
+                points = torch.stack(
+                    [_points(entries, bonus[b, h, q, g].flatten()) for g in range(tables)]
+                )
+                scores[b, h, q] = points.amax(0)
+    if valid is not None:
+        scores.masked_fill_(~valid[:, None, None], EXCLUDED)
+    histogram = torch.zeros(batch, heads, queries, 256, dtype=torch.int32, device=device)
+    histogram.scatter_add_(-1, scores.long(), histogram.new_ones(1).expand(scores.shape))
+    histogram[..., EXCLUDED] = 0
+    return scores, histogram
+
+
+def _points(entries: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """``[n]`` uint8 sums over subspaces: ``entries [S, n]`` int32 into ``table [S * 2**m]``."""
+    total = table.index_select(0, entries[0])
+    for row in entries[1:]:
+        total += table.index_select(0, row)
+    return total
+
+
+def candidates(scores: torch.Tensor, histogram: torch.Tensor, count: int) -> torch.Tensor:
+    held = histogram[..., :EXCLUDED].long()
+    reached = held.flip(-1).cumsum(-1).flip(-1)
+    levels = torch.arange(EXCLUDED, device=scores.device)
+    threshold = torch.where(reached >= count, levels, 0).amax(-1, keepdim=True)
+    above = (held * (levels > threshold)).sum(-1, keepdim=True)
+
+    allowed = scores != EXCLUDED
+    equal = scores == threshold
+    early = equal.cumsum(-1, dtype=torch.int32) <= count - above
+    chosen = allowed & ((scores > threshold) | (equal & early))
+    # What was not chosen goes to one slot past the end, and the slot is cut off.
+    slot = (chosen.cumsum(-1, dtype=torch.int32) - 1).masked_fill_(~chosen, count)
+    ids = torch.full((*scores.shape[:-1], count + 1), -1, dtype=torch.int32, device=scores.device)
+    positions = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+    ids.scatter_(-1, slot.long(), positions.expand(scores.shape))
+    return ids[..., :count].contiguous()
+
+
+def rerank(
+    q_rot: torch.Tensor, codes: ParisCodes, ids: torch.Tensor, levels: torch.Tensor, m: int
+) -> torch.Tensor:
+    batch, heads, queries, tables, _ = q_rot.shape
+    count = ids.shape[-1]
+    out = q_rot.new_full((batch, heads, queries, tables, count), -math.inf)
+    if codes.sign.shape[2] == 0:
+        return out
+    for b in range(batch):
+        for h in range(heads):
+            for q in range(queries):
+                rows = ids[b, h, q].clamp(min=0)
+                planes = (codes.sign[b, h], codes.magnitude[b, h], codes.weight[b, h])
+                sign, magnitude, weight = (plane.index_select(0, rows) for plane in planes)
+                keys = decode(sign, magnitude, weight, levels, m)
+                out[b, h, q] = q_rot[b, h, q] @ keys.t()
+    return out.masked_fill_(ids.unsqueeze(3) < 0, -math.inf)

@@ -1,0 +1,211 @@
+"""The two-stage search: collision points, candidates, rerank (ParisKV, section 4.2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_kvret_kernels._dispatch import check_no_grad, choose_backend
+from hf_kvret_kernels.paris import naive
+from hf_kvret_kernels.paris.codes import (
+    EXCLUDED,
+    LEVELS,
+    ParisCodes,
+    check_codes,
+    check_rotated,
+    check_rows,
+    check_subspace_dim,
+    check_tensor,
+    check_valid,
+)
+
+_INT32 = [torch.int32]
+_UINT8 = [torch.uint8]
+
+
+def count_centroids(
+    sign: torch.Tensor, *, m: int = 8, valid: torch.Tensor | None = None, backend: str = "auto"
+) -> torch.Tensor:
+    """``[B, H, S, 2**m]`` int32: how many valid tokens hold each centroid of each subspace.
+
+    Counts of disjoint blocks of tokens add up, and those of dropped tokens may be subtracted.
+
+    Args:
+        sign: ``[B, H, n, P // 8]`` uint8, ``ParisCodes.sign``.
+        m: coordinates of a subspace, 4 or 8.
+        valid: ``[B, n]`` bool, any strides, or None for all valid.
+        backend: "auto", "naive" or "triton".
+    """
+    _check_sign(sign, m)
+    check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
+    if choose_backend(backend, sign) == "naive":
+        return naive.count_centroids(sign, m, valid)
+    from hf_kvret_kernels.paris import triton_select
+
+    return triton_select.count_centroids(sign, m, valid)
+
+
+def bonus_table(
+    q_rot: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    rho: float,
+    tiers: Sequence[float],
+    m: int = 8,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``[B, H, Q, G, S, 2**m]`` uint8: points that a key earns in a subspace by its centroid.
+
+    In each subspace the centroids are ordered by the inner product of the query with their
+    sign pattern, descending, ties by lower id; ``before(c)`` is the number of keys that the
+    centroids ahead of c hold, and c earns one point for each tier t with
+    ``before(c) < ceil(N * rho * t)``, N the keys counted. Each ``rho * t`` is rounded to a
+    millionth and the rest is integer arithmetic, so that all backends agree to the last key.
+
+    Args:
+        q_rot: ``[B, H, Q, G, P]`` fp32, queries after ``rotate``. Their lengths don't matter.
+        counts: ``[B, H, S, 2**m]`` int32 of ``count_centroids``, not negative.
+        rho: share of the keys that earn points in a subspace, in (0, 1].
+        tiers: shares of ``rho``, each in (0, 1]; at most 254 / S of them, as the sum of
+            points must stay below 255.
+        m: coordinates of a subspace, 4 or 8.
+        backend: "auto", "naive" or "triton".
+
+    Raises:
+        ValueError: a number out of range, or a tensor that does not fit.
+    """
+    batch, heads, _, _, dim = _check_queries(q_rot)
+    check_subspace_dim(m)
+    check_tensor("counts", counts, (batch, heads, dim // m, 1 << m), _INT32, q_rot.device)
+    if not 0 < rho <= 1:
+        raise ValueError(f"rho={rho}: a share above 0 and at most 1")
+    if not tiers or not all(0 < tier <= 1 for tier in tiers):
+        raise ValueError(f"tiers={tuple(tiers)}: at least one, each above 0 and at most 1")
+    if len(tiers) * (dim // m) >= EXCLUDED:
+        raise ValueError(
+            f"{len(tiers)} tiers in {dim // m} subspaces make scores that a byte can't hold; "
+            f"use at most {(EXCLUDED - 1) // (dim // m)} tiers or larger subspaces"
+        )
+    shares = tuple(round(rho * tier * naive.SHARE_UNIT) for tier in tiers)
+    if choose_backend(backend, q_rot) == "naive":
+        return naive.bonus_table(q_rot, counts, shares, m)
+    from hf_kvret_kernels.paris import triton_select
+
+    return triton_select.bonus_table(q_rot, counts, shares, m)
+
+
+def collide(
+    sign: torch.Tensor,
+    bonus: torch.Tensor,
+    *,
+    m: int = 8,
+    valid: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores ``[B, H, Q, n]`` uint8 and their histogram ``[B, H, Q, 256]`` int32.
+
+    A token's score is the sum over subspaces of its centroids' points, and the greatest of
+    those sums over the G tables. Tokens that are not valid score 255 and are not counted.
+
+    Args:
+        sign: ``[B, H, n, P // 8]`` uint8, ``ParisCodes.sign``.
+        bonus: ``[B, H, Q, G, S, 2**m]`` uint8 of ``bonus_table``, G at least 1.
+        m: coordinates of a subspace, 4 or 8.
+        valid: ``[B, n]`` bool, any strides, or None for all valid.
+        backend: "auto", "naive" or "triton".
+    """
+    dim = _check_sign(sign, m)
+    shape = (sign.shape[0], sign.shape[1], None, None, dim // m, 1 << m)
+    check_tensor("bonus", bonus, shape, _UINT8, sign.device)
+    if bonus.shape[3] == 0:
+        raise ValueError("bonus has no tables (G = 0), at least one is needed")
+    check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
+    if choose_backend(backend, sign) == "naive":
+        return naive.collide(sign, bonus, m, valid)
+    from hf_kvret_kernels.paris import triton_select
+
+    return triton_select.collide(sign, bonus, m, valid)
+
+
+def candidates(
+    scores: torch.Tensor, histogram: torch.Tensor, count: int, *, backend: str = "auto"
+) -> torch.Tensor:
+    """``[B, H, Q, count]`` int32 positions of the ``count`` highest scores, ascending.
+
+    Equal scores go to lower positions first; tokens that score 255 are never taken. Where a
+    row has fewer than ``count`` tokens to take, the tail is -1. Nothing is sorted and the
+    host never waits: the histogram gives the lowest score taken, prefix sums the slots.
+
+    Args:
+        scores: ``[B, H, Q, n]`` uint8 of ``collide``.
+        histogram: ``[B, H, Q, 256]`` int32 of ``collide``: of these very scores, 255 left out.
+        count: at least 0, may exceed n.
+        backend: "auto", "naive" or "triton".
+    """
+    check_tensor("scores", scores, (None, None, None, None), _UINT8, scores.device)
+    check_tensor("histogram", histogram, (*scores.shape[:3], 256), _INT32, scores.device)
+    if count < 0:
+        raise ValueError(f"count={count}: the number of candidates is 0 or more")
+    if choose_backend(backend, scores) == "naive":
+        return naive.candidates(scores, histogram, count)
+    from hf_kvret_kernels.paris import triton_select
+
+    return triton_select.candidates(scores, histogram, count)
+
+
+def rerank(
+    q_rot: torch.Tensor,
+    codes: ParisCodes,
+    ids: torch.Tensor,
+    levels: torch.Tensor,
+    *,
+    m: int = 8,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``[B, H, Q, G, C]`` fp32 estimates of ``<k - mean, q>``, unscaled; -inf for ids of -1.
+
+    ``sum_b w_b <v_b, q_b>`` over the rotated query as it is: the paper's
+    ``|q| sum_b w_b <v_b, q_b / |q|>`` (eq. 10). Products and sums are fp32 whatever the
+    weights' dtype; the published kernel sums in bf16.
+
+    Args:
+        q_rot: ``[B, H, Q, G, P]`` fp32, queries after ``rotate``, not normalized.
+        codes: of n tokens.
+        ids: ``[B, H, Q, C]`` int32 in -1..n-1, shared by the G queries of a group.
+        levels: ``[8]`` fp32, the levels that ``encode`` was given.
+        m: coordinates of a subspace, 4 or 8.
+        backend: "auto", "naive" or "triton".
+    """
+    batch, heads, queries, _, dim = _check_queries(q_rot)
+    check_subspace_dim(m)
+    check_codes(codes, dim, m, q_rot.device)
+    if tuple(codes.sign.shape[:2]) != (batch, heads):
+        raise ValueError(
+            f"codes are of {tuple(codes.sign.shape[:2])} batch rows and heads, the queries of "
+            f"{(batch, heads)}"
+        )
+    check_tensor("ids", ids, (batch, heads, queries, None), _INT32, q_rot.device)
+    check_tensor("levels", levels, (LEVELS,), [torch.float32], q_rot.device)
+    if choose_backend(backend, q_rot) == "naive":
+        return naive.rerank(q_rot, codes, ids, levels, m)
+    from hf_kvret_kernels.paris import triton_rerank
+
+    return triton_rerank.rerank(q_rot, codes, ids, levels, m)
+
+
+def _check_sign(sign: torch.Tensor, m: int) -> int:
+    """P of a sign plane that fits."""
+    check_subspace_dim(m)
+    check_tensor("sign", sign, (None, None, None, None), _UINT8, sign.device)
+    dim = sign.shape[-1] * 8
+    check_rotated("sign", dim)
+    check_rows("sign", sign)
+    return dim
+
+
+def _check_queries(q_rot: torch.Tensor) -> torch.Size:
+    check_no_grad(q_rot=q_rot)
+    check_tensor("q_rot", q_rot, (None,) * 5, [torch.float32], q_rot.device)
+    check_rotated("q_rot", q_rot.shape[-1])
+    return q_rot.shape

@@ -1,0 +1,182 @@
+"""Triton kernels of ``rotate`` and ``encode``: a block of tokens a program, one read, one write."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvret_kernels.paris.codes import LEVELS, ParisCodes
+
+# Elements that a program of four warps holds in registers.
+_TILE = 4096
+
+
+def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    dim, head_dim = signs.shape[0], x.shape[-1]
+    rows = x.reshape(-1, head_dim)
+    out = torch.empty(*x.shape[:-1], dim, dtype=torch.float32, device=x.device)
+    block = min(_TILE // dim, triton.next_power_of_2(max(1, rows.shape[0])))
+    _rotate_kernel[(triton.cdiv(rows.shape[0], block),)](
+        rows,
+        signs,
+        out,
+        rows.shape[0],
+        head_dim,
+        rows.stride(0),
+        rows.stride(1),
+        dim**-0.5,
+        DIM=dim,
+        LOG_DIM=dim.bit_length() - 1,
+        BLOCK=block,
+    )
+    return out
+
+
+def encode(
+    keys: torch.Tensor,
+    signs: torch.Tensor,
+    levels: torch.Tensor,
+    m: int,
+    mean: torch.Tensor | None,
+    out: ParisCodes,
+) -> None:
+    batch, heads, length, head_dim = keys.shape
+    dim = signs.shape[0]
+    block = min(_TILE // dim, triton.next_power_of_2(max(1, length)))
+    _encode_kernel[(triton.cdiv(length, block), batch * heads)](
+        keys,
+        signs,
+        levels,
+        keys if mean is None else mean.contiguous(),
+        out.sign,
+        out.magnitude,
+        out.weight,
+        length,
+        heads,
+        head_dim,
+        *keys.stride(),
+        *out.sign.stride()[:2],
+        *out.magnitude.stride()[:2],
+        *out.weight.stride()[:2],
+        dim**-0.5,
+        HAS_MEAN=mean is not None,
+        M=m,
+        LEVELS=LEVELS,
+        DIM=dim,
+        LOG_DIM=dim.bit_length() - 1,
+        BLOCK=block,
+    )
+
+
+@triton.jit
+def _walsh_hadamard(x, DIM: tl.constexpr, LOG_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Unscaled transform of the rows of ``x [BLOCK, DIM]`` by ``LOG_DIM`` butterflies."""
+    for i in tl.static_range(LOG_DIM):
+        pairs = tl.reshape(x, (BLOCK, DIM // (2 << i), 2, 1 << i))
+        first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+        pairs = tl.join(first + second, first - second)
+        x = tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (BLOCK, DIM))
+    return x
+
+
+@triton.jit
+def _rotate_kernel(
+    x_ptr,
+    signs_ptr,
+    out_ptr,
+    length,
+    head_dim,
+    x_stride,
+    x_stride_d,
+    scale,
+    DIM: tl.constexpr,
+    LOG_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    cols = tl.arange(0, DIM)[None, :]
+    inside = (rows < length) & (cols < head_dim)
+    x = tl.load(x_ptr + rows * x_stride + cols * x_stride_d, mask=inside, other=0.0).to(tl.float32)
+    x = _walsh_hadamard(x * tl.load(signs_ptr + cols), DIM, LOG_DIM, BLOCK) * scale
+    tl.store(out_ptr + rows * DIM + cols, x, mask=rows < length)
+
+
+@triton.jit
+def _encode_kernel(
+    keys_ptr,
+    signs_ptr,
+    levels_ptr,
+    mean_ptr,
+    sign_ptr,
+    magnitude_ptr,
+    weight_ptr,
+    length,
+    heads,
+    head_dim,
+    keys_stride_b,
+    keys_stride_h,
+    keys_stride_n,
+    keys_stride_d,
+    sign_stride_b,
+    sign_stride_h,
+    magnitude_stride_b,
+    magnitude_stride_h,
+    weight_stride_b,
+    weight_stride_h,
+    scale,
+    HAS_MEAN: tl.constexpr,
+    M: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DIM: tl.constexpr,
+    LOG_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    BYTES: tl.constexpr = DIM // 8
+    SUBSPACES: tl.constexpr = DIM // M
+    # 64 bits: a long cache has more elements than 32 bits count.
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    cols = tl.arange(0, DIM)[None, :]
+    inside = (tokens < length) & (cols < head_dim)
+
+    keys_ptr += b * keys_stride_b + h * keys_stride_h
+    x = tl.load(keys_ptr + tokens * keys_stride_n + cols * keys_stride_d, mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    if HAS_MEAN:
+        mean_ptr += (b * heads + h) * head_dim
+        x -= tl.load(mean_ptr + cols + tokens * 0, mask=inside, other=0.0)
+    x = _walsh_hadamard(x * tl.load(signs_ptr + cols), DIM, LOG_DIM, BLOCK) * scale
+
+    x_b = tl.reshape(x, (BLOCK, SUBSPACES, M))
+    r = tl.sqrt(tl.sum(x_b * x_b, axis=2))
+    u = tl.abs(x_b) * (1.0 / tl.where(r > 0, r, 1.0))[:, :, None]
+    level_ids = tl.zeros((BLOCK, SUBSPACES, M), dtype=tl.int32)
+    lower = tl.load(levels_ptr)
+    v = tl.zeros((BLOCK, SUBSPACES, M), dtype=tl.float32) + lower
+    for i in tl.static_range(1, LEVELS):
+        upper = tl.load(levels_ptr + i)
+        beyond = u > (lower + upper) / 2
+        level_ids += beyond.to(tl.int32)
+        v = tl.where(beyond, upper, v)
+        lower = upper
+    alpha = tl.sum(u * v, axis=2)
+    weight = r / tl.where(alpha > 0, alpha, 1.0)
+    weight_ptr += b * weight_stride_b + h * weight_stride_h
+    places = tokens * SUBSPACES + tl.arange(0, SUBSPACES)[None, :]
+    tl.store(weight_ptr + places, weight.to(weight_ptr.dtype.element_ty), mask=tokens < length)
+
+    bit = tl.arange(0, 8)[None, None, :]
+    bits = tl.reshape((x >= 0).to(tl.int32), (BLOCK, BYTES, 8))
+    byte = tl.sum(bits << bit, axis=2)
+    places = tokens * BYTES + tl.arange(0, BYTES)[None, :]
+    sign_ptr += b * sign_stride_b + h * sign_stride_h
+    tl.store(sign_ptr + places, byte.to(tl.uint8), mask=tokens < length)
+
+    word = tl.sum(tl.reshape(level_ids, (BLOCK, BYTES, 8)) << (3 * bit), axis=2)
+    magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
+    for i in tl.static_range(3):
+        part = ((word >> (8 * i)) & 255).to(tl.uint8)
+        tl.store(magnitude_ptr + 3 * places + i, part, mask=tokens < length)

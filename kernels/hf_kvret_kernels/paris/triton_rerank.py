@@ -1,0 +1,105 @@
+"""Triton kernel of stage 2: gather code rows, unpack, inner products with all G queries."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvret_kernels.paris.codes import LEVELS, ParisCodes
+
+# Coordinates that a program of four warps holds in registers.
+_TILE = 4096
+
+
+def rerank(
+    q_rot: torch.Tensor, codes: ParisCodes, ids: torch.Tensor, levels: torch.Tensor, m: int
+) -> torch.Tensor:
+    batch, heads, queries, tables, dim = q_rot.shape
+    count = ids.shape[-1]
+    shape = (batch, heads, queries, tables, count)
+    out = torch.empty(shape, dtype=torch.float32, device=q_rot.device)
+    block = _TILE // dim
+    _rerank_kernel[(triton.cdiv(count, block), batch * heads * queries)](
+        q_rot.contiguous(),
+        codes.sign,
+        codes.magnitude,
+        codes.weight,
+        ids.contiguous(),
+        levels,
+        out,
+        count,
+        heads,
+        queries,
+        tables,
+        *codes.sign.stride()[:2],
+        *codes.magnitude.stride()[:2],
+        *codes.weight.stride()[:2],
+        M=m,
+        LEVELS=LEVELS,
+        DIM=dim,
+        BLOCK=block,
+    )
+    return out
+
+
+@triton.jit
+def _rerank_kernel(
+    q_ptr,
+    sign_ptr,
+    magnitude_ptr,
+    weight_ptr,
+    ids_ptr,
+    levels_ptr,
+    out_ptr,
+    count,
+    heads,
+    queries,
+    tables,
+    sign_stride_b,
+    sign_stride_h,
+    magnitude_stride_b,
+    magnitude_stride_h,
+    weight_stride_b,
+    weight_stride_h,
+    M: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    BYTES: tl.constexpr = DIM // 8
+    SUBSPACES: tl.constexpr = DIM // M
+    row = tl.program_id(1).to(tl.int64)
+    b = row // queries // heads
+    h = row // queries % heads
+    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + row * count + slots, mask=slots < count, other=-1).to(tl.int64)
+    named = (ids >= 0)[:, None]
+
+    places = ids[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+    sign_ptr += b * sign_stride_b + h * sign_stride_h
+    magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
+    weight_ptr += b * weight_stride_b + h * weight_stride_h
+    byte = tl.load(sign_ptr + places, mask=named, other=0).to(tl.int32)
+    word = tl.zeros((BLOCK, BYTES), dtype=tl.int32)
+    for i in tl.static_range(3):
+        part = tl.load(magnitude_ptr + 3 * places + i, mask=named, other=0).to(tl.int32)
+        word += part << (8 * i)
+
+    bit = tl.arange(0, 8)[None, None, :]
+    level_ids = (word[:, :, None] >> (3 * bit)) & (LEVELS - 1)
+    magnitude = tl.load(levels_ptr + level_ids)
+    v = tl.where(((byte[:, :, None] >> bit) & 1) == 1, magnitude, -magnitude)
+    v_b = tl.reshape(v, (BLOCK, SUBSPACES, M))
+    s = tl.arange(0, SUBSPACES)
+    weight = tl.load(weight_ptr + ids[:, None] * SUBSPACES + s[None, :], mask=named, other=0.0)
+    weight = weight.to(tl.float32)
+
+    coordinate = s[:, None] * M + tl.arange(0, M)[None, :]
+    for g in range(tables):
+        q_b = tl.load(q_ptr + (row * tables + g) * DIM + coordinate)
+        products = tl.sum(v_b * q_b[None, :, :], axis=2)
+        estimate = tl.sum(products * weight, axis=1)
+        estimate = tl.where(ids >= 0, estimate, float("-inf"))
+        tl.store(out_ptr + (row * tables + g) * count + slots, estimate, mask=slots < count)

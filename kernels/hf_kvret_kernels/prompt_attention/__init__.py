@@ -1,0 +1,79 @@
+"""Block-wise attention over dense keys and values, with padding per row."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret_kernels._dispatch import check_attention_inputs, choose_backend
+from hf_kvret_kernels.prompt_attention import naive
+
+__all__ = ["prompt_attention"]
+
+
+def prompt_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    causal_offset: int | None,
+    valid: torch.Tensor | None = None,
+    softcap: float | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with an online softmax: no matrix of ``[Q, T]`` is ever formed.
+
+    Args:
+        query: ``[B, Hq, Q, Dk]``; key ``[B, Hkv, T, Dk]``; value ``[B, Hkv, T, Dv]``: one dtype
+            (fp32, bf16, fp16) and device, any strides with a contiguous last dimension, Hq a
+            multiple of Hkv, dimensions up to 256. T and Q may be 0.
+        scale: factor of the dot products.
+        causal_offset: query i sees keys ``j <= causal_offset + i``; may be negative. None: all.
+        valid: ``[B, T]`` bool, any strides, False for padding and holes; None: all are valid. What
+            stands in rows that are not valid never matters, not even NaN.
+        softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
+        out_dtype: dtype of out; None means the query's.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Returns:
+        ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32 (natural log). A query that sees no key
+        has out 0 and lse -inf. Softmax and sums are fp32; the Triton kernel rounds softmax
+        weights to the input dtype before they meet the values.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
+        ImportError: ``"triton"`` without Triton.
+    """
+    check_attention_inputs(query=query, key=key, value=value)
+    batch, heads, _, width = query.shape
+    if (
+        key.shape[0] != batch
+        or key.shape[3] != width
+        or value.shape[:3] != key.shape[:3]
+        or not key.shape[1]
+        or heads % key.shape[1]
+    ):
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do "
+            "not fit: pass [B, Hq, Q, Dk], [B, Hkv, T, Dk] and [B, Hkv, T, Dv], "
+            "Hq a multiple of Hkv"
+        )
+    if valid is not None and (
+        valid.shape != (batch, key.shape[2])
+        or valid.dtype != torch.bool
+        or valid.device != query.device
+    ):
+        raise ValueError(
+            f"valid is {valid.dtype} {tuple(valid.shape)} on {valid.device}: pass bool "
+            f"[{batch}, {key.shape[2]}] on {query.device} (True = token, False = padding)"
+        )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    out_dtype = query.dtype if out_dtype is None else out_dtype
+    arguments = (query, key, value, scale, causal_offset, valid, softcap, out_dtype)
+    if choose_backend(backend, query) == "naive":
+        return naive.prompt_attention(*arguments)
+    from hf_kvret_kernels.prompt_attention import triton
+
+    return triton.prompt_attention(*arguments)

@@ -1,0 +1,298 @@
+"""Block-wise attention in Triton, after FlashAttention-2 (Dao 2023).
+
+The G query heads of a group are folded into the rows of a tile, row ``q * G + g``, so keys and
+values are read once per kv head. Where queries are few, the keys are split over several
+programs and a second kernel merges the pieces.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvret_kernels._triton_shared import (
+    TL_DTYPES,
+    base2_scores,
+    combine_splits,
+    device_limits,
+    dot_dtype,
+    finish_softmax,
+    load_rows,
+    partial_buffers,
+    score_factors,
+    softmax_step,
+)
+
+_MOST_SPLITS = 64
+# A split must be worth its share of the merge.
+_LEAST_SPLIT_LEN = 128
+
+
+@triton.jit
+def _visit_keys(  # type: ignore[no-untyped-def]
+    acc,
+    peak,
+    total,
+    q,
+    q_index,
+    key,
+    value,
+    valid,
+    stride_k_t,
+    stride_v_t,
+    stride_valid_t,
+    first,
+    last,
+    causal_offset,
+    inner,
+    outer,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    VALID: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """Keys ``first .. last`` into the running softmax; unless MASKED, all rows see all of them."""
+    key_columns = tl.arange(0, BLOCK_DK)
+    value_columns = tl.arange(0, BLOCK_DV)
+    for start in range(first, last, BLOCK_N):
+        tokens = start + tl.arange(0, BLOCK_N)
+        inside = tokens < last
+        if VALID:
+            inside = inside & (tl.load(valid + tokens * stride_valid_t, mask=inside, other=0) != 0)
+        rows = tokens.to(tl.int64)[:, None]
+        k = load_rows(
+            key + rows * stride_k_t + key_columns[None, :],
+            inside,
+            key_columns,
+            DK,
+            BLOCK_DK,
+            MASKED,
+        )
+        v = load_rows(
+            value + rows * stride_v_t + value_columns[None, :],
+            inside,
+            value_columns,
+            DV,
+            BLOCK_DV,
+            MASKED,
+        )
+        dots = tl.dot(q.to(DOT_DTYPE), tl.trans(k).to(DOT_DTYPE), input_precision="ieee")
+        scores = base2_scores(dots, inner, outer, SOFTCAP)
+        if MASKED:
+            seen = inside[None, :]
+            if CAUSAL:
+                seen = seen & (tokens[None, :] <= causal_offset + q_index[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        weights, shrink, peak, total = softmax_step(scores, peak, total)
+        weights = weights.to(DTYPE).to(DOT_DTYPE)
+        acc = tl.dot(weights, v.to(DOT_DTYPE), acc * shrink[:, None], input_precision="ieee")
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=["queries", "tokens", "causal_offset", "split_len"])
+def _attend_kernel(  # type: ignore[no-untyped-def]
+    query,
+    key,
+    value,
+    valid,
+    out,
+    lse,
+    stride_q_b,
+    stride_q_h,
+    stride_q_q,
+    stride_k_b,
+    stride_k_h,
+    stride_k_t,
+    stride_v_b,
+    stride_v_h,
+    stride_v_t,
+    stride_valid_b,
+    stride_valid_t,
+    heads,
+    queries,
+    tokens,
+    causal_offset,
+    split_len,
+    inner,
+    outer,
+    G: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    VALID: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    # With causal attention the last rows have the most to do: they start first.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    split = tl.program_id(2)
+
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_index = rows // G
+    query_heads = h * G + rows % G
+    real = q_index < queries
+    key_columns = tl.arange(0, BLOCK_DK)
+    value_columns = tl.arange(0, BLOCK_DV)
+    q_rows = query + b * stride_q_b + query_heads * stride_q_h + q_index.to(tl.int64) * stride_q_q
+    q = load_rows(q_rows[:, None] + key_columns[None, :], real, key_columns, DK, BLOCK_DK, True)
+
+    first = split * split_len
+    last = tl.minimum(first + split_len, tokens)
+    all_see = last
+    if CAUSAL:
+        newest = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // G, queries - 1)
+        last = tl.minimum(last, causal_offset + newest + 1)
+        all_see = tl.minimum(last, causal_offset + (block * BLOCK_M) // G + 1)
+    masked_from = first
+    if not VALID:
+        masked_from = first + tl.maximum(all_see - first, 0) // BLOCK_N * BLOCK_N
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    keys = key + b * stride_k_b + h * stride_k_h
+    values = value + b * stride_v_b + h * stride_v_h
+    validity = valid + b * stride_valid_b
+    if not VALID:
+        acc, peak, total = _visit_keys(
+            acc, peak, total, q, q_index, keys, values, validity,
+            stride_k_t, stride_v_t, stride_valid_t, first, masked_from, causal_offset, inner, outer,
+            DK, DV, BLOCK_N, BLOCK_DK, BLOCK_DV, CAUSAL, VALID, SOFTCAP, False, DTYPE, DOT_DTYPE,
+        )  # fmt: skip
+    acc, peak, total = _visit_keys(
+        acc, peak, total, q, q_index, keys, values, validity,
+        stride_k_t, stride_v_t, stride_valid_t, masked_from, last, causal_offset, inner, outer,
+        DK, DV, BLOCK_N, BLOCK_DK, BLOCK_DV, CAUSAL, VALID, SOFTCAP, True, DTYPE, DOT_DTYPE,
+    )  # fmt: skip
+
+    result, log_total = finish_softmax(acc, peak, total)
+    target = (b * heads * G + query_heads) * queries + q_index
+    target = target * tl.num_programs(2) + split
+    tl.store(
+        out + target[:, None] * DV + value_columns[None, :],
+        result.to(out.dtype.element_ty),
+        mask=real[:, None] & (value_columns < DV)[None, :],
+    )
+    tl.store(lse + target, log_total, mask=real)
+
+
+class _Tiles(NamedTuple):
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def _choose_tiles(rows: int, columns: int, itemsize: int, shared_bytes: int) -> _Tiles:
+    """Tile sizes for ``rows`` query rows and K plus V of ``columns`` columns, on a device.
+
+    In 16 bits, 128 x 64 with 8 warps suits heads of 128 (a query tile of 32 KiB, 32 KiB a stage).
+    fp32 has no tensor cores, registers are what it lacks. The number of stages is what fits into
+    shared memory.
+    """
+    if itemsize == 4:
+        block_m, block_n, warps = (64, 32, 8) if columns <= 128 else (32, 16, 8)
+        most_stages = 2
+    else:
+        block_m, block_n, warps = (128, 64, 8) if columns <= 256 else (64, 32, 4)
+        most_stages = 3
+        if rows <= 64:
+            warps = 4
+    block_m = min(block_m, max(16, triton.next_power_of_2(rows)))
+    row_bytes = columns * itemsize
+    room = shared_bytes - block_m * row_bytes // 2
+    stages = max(1, min(most_stages, room // (block_n * row_bytes)))
+    return _Tiles(block_m, block_n, warps, stages)
+
+
+def prompt_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    causal_offset: int | None,
+    valid: torch.Tensor | None,
+    softcap: float | None,
+    out_dtype: torch.dtype,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``hf_kvret_kernels.prompt_attention.prompt_attention``.
+
+    ``splits`` is the number of pieces the keys are cut into, None for as many as fill the device.
+    """
+    batch, query_heads, queries, key_dim = query.shape
+    heads, tokens, value_dim = value.shape[1:]
+    out = torch.empty(batch, query_heads, queries, value_dim, dtype=out_dtype, device=query.device)
+    lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device)
+    if lse.numel() == 0:
+        return out, lse
+    group = query_heads // heads
+    block_dk = max(16, triton.next_power_of_2(key_dim))
+    block_dv = max(16, triton.next_power_of_2(value_dim))
+    processors, shared_bytes = device_limits(query.device)
+    rows = queries * group
+    tiles = _choose_tiles(rows, block_dk + block_dv, query.element_size(), shared_bytes)
+    row_blocks = triton.cdiv(rows, tiles.block_m)
+    if splits is None:
+        worth = triton.cdiv(tokens, _LEAST_SPLIT_LEN)
+        fill = processors // (row_blocks * batch * heads)
+        splits = max(1, min(_MOST_SPLITS, worth, fill))
+    split_len = max(1, triton.cdiv(triton.cdiv(tokens, tiles.block_n), splits)) * tiles.block_n
+    splits = max(1, triton.cdiv(tokens, split_len))
+    part_out, part_lse = partial_buffers(out, lse, splits)
+    # A kernel argument must be some pointer; without a mask it is never read.
+    flags = query if valid is None else valid.view(torch.uint8)
+    inner, outer = score_factors(scale, softcap)
+    _attend_kernel[(row_blocks, batch * heads, splits)](
+        query,
+        key,
+        value,
+        flags,
+        part_out,
+        part_lse,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *flags.stride()[:2],
+        heads,
+        queries,
+        tokens,
+        0 if causal_offset is None else causal_offset,
+        split_len,
+        inner,
+        outer,
+        G=group,
+        DK=key_dim,
+        DV=value_dim,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_DK=block_dk,
+        BLOCK_DV=block_dv,
+        CAUSAL=causal_offset is not None,
+        VALID=valid is not None,
+        SOFTCAP=softcap is not None,
+        DTYPE=TL_DTYPES[query.dtype],
+        DOT_DTYPE=dot_dtype(query.dtype),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if splits > 1:
+        combine_splits(part_out, part_lse, out, lse)
+    return out, lse

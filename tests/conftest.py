@@ -1,0 +1,35 @@
+"""Shared by all tests: Triton's interpreter where there is no GPU, and places to run a kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+# Triton reads this when a kernel is defined, so it is set before any test imports one.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("naive", "cpu"), id="naive-cpu"),
+        pytest.param(("triton", "cpu"), id="triton-cpu"),
+        pytest.param(("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu),
+    ]
+)
+def place(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """``(backend, device)`` of a kernel: torch, Triton's interpreter, Triton on a GPU."""
+    backend, device = request.param
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if device == "cuda" and interpreting:
+        pytest.skip("TRITON_INTERPRET=1 is set: no kernel is compiled")
+    if backend == "triton" and device == "cpu" and not interpreting:
+        pytest.skip("Triton runs on the CPU with TRITON_INTERPRET=1 only; the GPU is tested instead")
+    return backend, device

@@ -1,0 +1,261 @@
+"""Levels, rotation, and the codes that ``encode`` writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hf_kvret_kernels import paris
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = ("naive", "triton")
+# Head dim and m: below 8, powers of two, padded ones, the largest.
+SHAPES = ((5, 8), (8, 4), (40, 8), (64, 4), (96, 8), (128, 8), (256, 4))
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def tools(head_dim: int, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Signs and levels."""
+    signs = paris.random_signs(paris.rotated_dim(head_dim), seed=7)
+    return signs.to(DEVICE), paris.magnitude_levels(m).to(DEVICE)
+
+
+def test_levels_are_the_converged_lloyd_max_ones() -> None:
+    expected = torch.tensor([0.0425, 0.1280, 0.2152, 0.3053, 0.4003, 0.5030, 0.6193, 0.7648])
+    levels = paris.magnitude_levels(8)
+    assert levels.dtype == torch.float32 and levels.shape == (8,)
+    # The figures are given to four places; the authors' table differs by up to 0.0045.
+    assert (levels - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("m", [3, 4, 8, 16])
+def test_each_level_is_the_mean_of_the_magnitudes_nearest_to_it(m: int) -> None:
+    levels = paris.magnitude_levels(m)
+    directions = torch.randn(200_000, m, generator=torch.Generator().manual_seed(m))
+    magnitudes = (directions / directions.norm(dim=1, keepdim=True)).abs().flatten()
+    nearest = torch.bucketize(magnitudes, (levels[1:] + levels[:-1]) / 2)
+    for i, level in enumerate(levels):
+        own = magnitudes[nearest == i]
+        # Five standard errors of the mean.
+        assert abs(own.mean() - level) < 5 * own.std() / own.numel() ** 0.5
+
+
+def test_levels_are_not_shared_between_callers() -> None:
+    paris.magnitude_levels(8).zero_()
+    assert paris.magnitude_levels(8).min() > 0
+
+
+def test_signs_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    signs = paris.random_signs(128, seed=3)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(99)
+    assert torch.equal(signs, paris.random_signs(128, seed=3))
+    assert not torch.equal(signs, paris.random_signs(128, seed=4))
+    assert signs.abs().eq(1).all() and 40 < signs.eq(1).sum() < 88
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("head_dim", [1, 8, 40, 64, 96, 128, 256])
+def test_rotation_keeps_inner_products(head_dim: int, backend: str) -> None:
+    signs, _ = tools(head_dim, 8)
+    x = randn(2, 3, head_dim)
+    rotated = paris.rotate(x, signs, backend=backend)
+    assert rotated.shape == (2, 3, paris.rotated_dim(head_dim)) and rotated.dtype == torch.float32
+    before, after = x.flatten(0, 1), rotated.flatten(0, 1)
+    # fp32 rounding of sums of up to 256 terms of size 1.
+    torch.testing.assert_close(after @ after.t(), before @ before.t(), rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rotation_is_the_signed_walsh_hadamard_matrix(backend: str) -> None:
+    signs, _ = tools(40, 8)
+    parity = [[bin(i & j).count("1") % 2 for j in range(64)] for i in range(64)]
+    matrix = (1 - 2 * torch.tensor(parity, dtype=torch.float32, device=DEVICE)) / 8
+    rotated = paris.rotate(torch.eye(40, device=DEVICE), signs, backend=backend)
+    torch.testing.assert_close(rotated, signs[:40, None] * matrix[:40], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rotation_takes_any_strides_and_half_precision(backend: str) -> None:
+    signs, _ = tools(40, 8)
+    x = randn(40, 3, 2).bfloat16().permute(2, 1, 0)
+    expected = paris.rotate(x.float().contiguous(), signs, backend="naive")
+    rotated = paris.rotate(x, signs, backend=backend)
+    torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-5)
+
+
+# Coordinates of unit subspaces with the level nearest to each, read off the tables of levels.
+BY_HAND = {
+    8: (
+        [0.05, -0.13, -0.22, 0.31, 0.40, 0.50, -0.15, 0.6353],
+        [0, 1, 2, 3, 4, 5, 1, 6],
+        0b10111001,
+    ),
+    4: (
+        [0.05, -0.17, -0.40, 0.8992, 0.28, 0.52, -0.64, 0.4915],
+        [0, 1, 3, 7, 2, 4, 5, 4],
+        0b10111001,
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("m", [4, 8])
+def test_bits_levels_and_weights_of_a_key_worked_out_by_hand(m: int, backend: str) -> None:
+    signs, levels = tools(8, m)
+    coordinates, level_ids, sign_byte = BY_HAND[m]
+    x = torch.tensor(coordinates, device=DEVICE)
+    transform = paris.rotate(torch.eye(8, device=DEVICE), signs, backend="naive")
+    keys = (transform @ (3 * x)).view(1, 1, 1, 8)
+    codes = paris.encode(
+        keys, signs, levels, m=m, weight_dtype=torch.float32, backend=backend
+    )
+    assert codes.sign.flatten().tolist() == [sign_byte]
+    word = sum(level << (3 * j) for j, level in enumerate(level_ids))
+    assert codes.magnitude.flatten().tolist() == [word & 255, (word >> 8) & 255, word >> 16]
+    alpha = (x.abs() * levels[level_ids]).view(-1, m).sum(1)
+    # The coordinates above have four digits, so the subspaces' length is 3 to four digits.
+    torch.testing.assert_close(codes.weight.flatten(), 3 / alpha, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("m", [4, 8])
+def test_directions_come_back_with_the_error_of_a_four_bit_quantizer(m: int) -> None:
+    signs, levels = tools(128, m)
+    keys = randn(1, 1, 2048, 128)
+    codes = paris.encode(keys, signs, levels, m=m, weight_dtype=torch.float32)
+    v = paris.decode(codes, levels, m=m).unflatten(-1, (-1, m)) / codes.weight.unsqueeze(-1)
+    x = paris.rotate(keys, signs).unflatten(-1, (-1, m))
+    u = x / x.norm(dim=-1, keepdim=True)
+    # m times the quantizer's distortion, here by its own draw; 4-bit Lloyd-Max of a Gaussian
+    # has 0.0095, and a bounded coordinate a little less.
+    draw = torch.randn(200_000, m, generator=torch.Generator().manual_seed(1))
+    draw = (draw / draw.norm(dim=1, keepdim=True)).abs()
+    nearest = paris.magnitude_levels(m)[None, None, :].sub(draw[..., None]).abs().amin(-1)
+    distortion = nearest.square().sum(1).mean().item()
+    assert 0.003 < distortion < 0.0095
+    assert (u - v).square().sum(-1).mean().item() == pytest.approx(distortion, rel=0.03)
+    # The weight undoes the quantizer's shrinking: <w v, u> = r for every subspace.
+    recovered = (codes.weight.unsqueeze(-1) * v * u).sum(-1)
+    torch.testing.assert_close(recovered, x.norm(dim=-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim, m", SHAPES)
+@pytest.mark.parametrize("centred", [False, True])
+def test_triton_encodes_as_the_reference_does(head_dim: int, m: int, centred: bool) -> None:
+    signs, levels = tools(head_dim, m)
+    keys = randn(2, 37, 3, head_dim).transpose(1, 2)
+    mean = randn(2, 3, head_dim, seed=1) if centred else None
+    naive, triton = (
+        paris.encode(
+            keys, signs, levels, m=m, mean=mean, weight_dtype=torch.float32, backend=backend
+        )
+        for backend in BACKENDS
+    )
+    x = paris.rotate(keys if mean is None else keys - mean.unsqueeze(2), signs, backend="naive")
+    # The two add in another order: signs may differ where a coordinate is 0 but for rounding,
+    # levels where it lies on a boundary.
+    far_from_zero = x.abs().unflatten(-1, (-1, 8)).amin(-1) > 1e-5
+    assert torch.equal(naive.sign[far_from_zero], triton.sign[far_from_zero])
+    assert far_from_zero.float().mean() > 0.99
+    assert (naive.magnitude == triton.magnitude).float().mean() > 0.999
+    torch.testing.assert_close(triton.weight, naive.weight, rtol=2e-3, atol=1e-5)
+    torch.testing.assert_close(
+        (triton.weight - naive.weight).abs().median().item(), 0.0, rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keys_and_weights(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    signs, levels = tools(32, 8)
+    keys = randn(1, 2, 20, 32).to(dtype)
+    exact = paris.encode(keys.float(), signs, levels, weight_dtype=torch.float32, backend="naive")
+    for backend in BACKENDS:
+        codes = paris.encode(keys, signs, levels, weight_dtype=weight_dtype, backend=backend)
+        assert torch.equal(codes.sign, exact.sign)
+        assert codes.weight.dtype == weight_dtype
+        # One unit in the last of bf16's 8 bits: Triton's interpreter cuts where others round.
+        torch.testing.assert_close(codes.weight.float(), exact.weight, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zero_keys_weigh_nothing(backend: str) -> None:
+    signs, levels = tools(40, 8)
+    keys = randn(1, 1, 3, 40)
+    keys[0, 0, 1] = 0
+    codes = paris.encode(keys, signs, levels, backend=backend)
+    assert codes.weight[0, 0, 1].eq(0).all()
+    assert paris.decode(codes, levels).isfinite().all()
+    same = paris.encode(keys, signs, levels, mean=keys[:, :, 2], backend=backend)
+    assert same.weight[0, 0, 2].eq(0).all() and same.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("m", [4, 8])
+def test_codes_go_into_views_of_a_buffer_and_nowhere_else(m: int, backend: str) -> None:
+    signs, levels = tools(24, m)
+    keys = randn(2, 2, 9, 24)
+    whole = paris.encode(keys, signs, levels, m=m, backend=backend)
+    room = paris.ParisCodes.empty(2, 2, 16, 24, m=m, device=DEVICE)
+    room.sign.fill_(0xA5)
+    room.magnitude.fill_(0xA5)
+    room.weight.fill_(float("nan"))
+    for start, end in ((0, 4), (4, 9)):
+        part = room.tokens(3 + start, 3 + end)
+        out = paris.encode(keys[:, :, start:end], signs, levels, m=m, out=part, backend=backend)
+        assert out is part
+    inside = room.tokens(3, 12)
+    assert torch.equal(inside.sign, whole.sign)
+    assert torch.equal(inside.magnitude, whole.magnitude)
+    assert torch.equal(inside.weight, whole.weight)
+    for outside in (room.tokens(0, 3), room.tokens(12, 16)):
+        assert outside.sign.eq(0xA5).all() and outside.magnitude.eq(0xA5).all()
+        assert outside.weight.isnan().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_keys_make_no_codes(backend: str) -> None:
+    signs, levels = tools(16, 8)
+    codes = paris.encode(randn(2, 1, 0, 16), signs, levels, backend=backend)
+    assert codes.sign.shape == (2, 1, 0, 2) and codes.magnitude.shape == (2, 1, 0, 6)
+    assert codes.weight.shape == (2, 1, 0, 2)
+    assert paris.decode(codes, levels).shape == (2, 1, 0, 16)
+
+
+def test_a_code_of_128_dims_takes_96_bytes() -> None:
+    assert paris.ParisCodes.empty(1, 1, 10, 128).nbytes() == 10 * (16 + 48 + 32)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    signs, levels = tools(16, 8)
+    keys = randn(1, 2, 3, 16)
+    with pytest.raises(ValueError, match="m=6"):
+        paris.encode(keys, signs, levels, m=6)
+    with pytest.raises(ValueError, match="head dim 300"):
+        paris.encode(randn(1, 1, 1, 300), signs, levels)
+    with pytest.raises(ValueError, match="signs has shape"):
+        paris.rotate(randn(1, 20), signs)
+    with pytest.raises(ValueError, match="levels has shape"):
+        paris.encode(keys, signs, levels[:4])
+    with pytest.raises(ValueError, match=r"keys is torch\.float64"):
+        paris.encode(keys.double(), signs, levels)
+    with pytest.raises(ValueError, match="mean has shape"):
+        paris.encode(keys, signs, levels, mean=keys[:, :1, 0])
+    with pytest.raises(ValueError, match="out has room"):
+        paris.encode(keys, signs, levels, out=paris.ParisCodes.empty(1, 2, 4, 16, device=DEVICE))
+    with pytest.raises(ValueError, match="weight_dtype"):
+        paris.encode(keys, signs, levels, weight_dtype=torch.int8)
+    with pytest.raises(ValueError, match="keys requires gradients"):
+        paris.encode(keys.requires_grad_(), signs, levels)
+    wide = paris.ParisCodes.empty(1, 2, 6, 16, device=DEVICE)
+    gaps = paris.ParisCodes(*(plane[:, :, ::2] for plane in vars(wide).values()))
+    with pytest.raises(ValueError, match="tokens must be contiguous"):
+        paris.encode(keys.detach(), signs, levels, out=gaps)
+    with pytest.raises(ValueError, match="no power of two"):
+        paris.random_signs(48, seed=0)
+    with pytest.raises(ValueError, match="m=2"):
+        paris.magnitude_levels(2)

@@ -1,0 +1,262 @@
+"""Stage 1: centroid counts, points by tiers, collisions, and the choice of candidates."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hf_kvret_kernels import paris
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = ("naive", "triton")
+TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_sign(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=generator(seed), dtype=torch.uint8).to(DEVICE)
+
+
+def random_valid(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Holes everywhere, and a last row without any valid token."""
+    valid = torch.rand(batch, length, generator=generator(seed)) < 0.7
+    valid[-1] = False
+    return valid.to(DEVICE)
+
+
+def centroid(sign: torch.Tensor, s: int, m: int) -> int:
+    """The id of subspace s of one token's sign bytes."""
+    byte = int(sign[s * m // 8])
+    return byte if m == 8 else (byte >> (4 * (s % 2))) & 15
+
+
+def counts_by_hand(sign: torch.Tensor, m: int, valid: torch.Tensor) -> torch.Tensor:
+    batch, heads, length, width = sign.shape
+    counts = torch.zeros(batch, heads, width * 8 // m, 1 << m, dtype=torch.int32)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(length):
+                for s in range(width * 8 // m):
+                    counts[b, h, s, centroid(sign[b, h, i], s, m)] += int(valid[b, i])
+    return counts.to(DEVICE)
+
+
+def points_by_hand(
+    q_b: list[float], counts: list[int], rho: float, tiers: tuple[float, ...], m: int
+) -> list[int]:
+    """The walk of section 4.2.2, centroid after centroid, in exact fractions."""
+    sims = [math.fsum(x if c >> j & 1 else -x for j, x in enumerate(q_b)) for c in range(1 << m)]
+    walk = sorted(range(1 << m), key=lambda c: (-sims[c], c))
+    keys, seen = sum(counts), 0
+    points = [0] * (1 << m)
+    for c in walk:
+        for tier in tiers:
+            if seen < math.ceil(keys * Fraction(str(rho)) * Fraction(str(tier))):
+                points[c] += 1
+        seen += counts[c]
+    return points
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("m", [4, 8])
+@pytest.mark.parametrize("length", [1, 33])
+def test_counts_are_those_of_the_valid_tokens(length: int, m: int, backend: str) -> None:
+    sign, valid = random_sign(3, 2, length, 2), random_valid(3, length)
+    counts = paris.count_centroids(sign, m=m, valid=valid, backend=backend)
+    assert counts.dtype == torch.int32
+    assert torch.equal(counts, counts_by_hand(sign, m, valid))
+    everything = paris.count_centroids(sign, m=m, backend=backend)
+    assert torch.equal(everything, counts_by_hand(sign, m, torch.ones_like(valid)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_counts_of_blocks_add_up(backend: str) -> None:
+    sign = random_sign(1, 2, 2500, 1)
+    whole = paris.count_centroids(sign, backend=backend)
+    parts = [
+        paris.count_centroids(sign[:, :, start:end], backend=backend)
+        for start, end in ((0, 1100), (1100, 1100), (1100, 2500))
+    ]
+    assert torch.equal(sum(parts), whole)
+    assert whole.sum(-1).eq(2500).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("m, dim", [(4, 16), (8, 16)])
+def test_points_are_those_of_a_literal_walk(m: int, dim: int, backend: str) -> None:
+    # Integers make many equal similarities, whose order must be that of the ids.
+    q_rot = torch.randint(-2, 3, (2, 1, 2, 2, dim), generator=generator(0)).float().to(DEVICE)
+    shape = (2, 1, dim // m, 1 << m)
+    counts = torch.randint(0, 4, shape, generator=generator(1), dtype=torch.int32)
+    counts[1] *= 1000
+    counts = counts.to(DEVICE)
+    table = paris.bonus_table(q_rot, counts, rho=0.3, tiers=TIERS, m=m, backend=backend)
+    assert table.shape == (2, 1, 2, 2, dim // m, 1 << m) and table.dtype == torch.uint8
+    q_rot, counts, table = q_rot.cpu(), counts.cpu(), table.cpu()
+    for b in range(2):
+        for q in range(2):
+            for g in range(2):
+                for s in range(dim // m):
+                    q_b = q_rot[b, 0, q, g, s * m : (s + 1) * m].tolist()
+                    expected = points_by_hand(q_b, counts[b, 0, s].tolist(), 0.3, TIERS, m)
+                    assert table[b, 0, q, g, s].tolist() == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_thresholds_are_exact_where_floats_are_not(backend: str) -> None:
+    """0.07 * 100 is 7.000000000000001 in floats: an eighth key would earn a point."""
+    q_rot = torch.tensor([4.0, 2.0, 1.0, 0.5, 0, 0, 0, 0], device=DEVICE).view(1, 1, 1, 1, 8)
+    counts = torch.zeros(1, 1, 2, 16, dtype=torch.int32)
+    # In the first subspace, ids in order of similarity: 15, 7, ... hold 7, 93, 0 ... keys.
+    counts[..., 15], counts[..., 7] = 7, 93
+    table = paris.bonus_table(
+        q_rot, counts.to(DEVICE), rho=0.07, tiers=(1.0,), m=4, backend=backend
+    )
+    assert math.ceil(100 * 0.07) == 8
+    assert table[0, 0, 0, 0, 0, 15] == 1 and table[0, 0, 0, 0, 0, 7] == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_keys_there_are_no_points(backend: str) -> None:
+    counts = torch.zeros(1, 1, 2, 16, dtype=torch.int32, device=DEVICE)
+    q_rot = torch.ones(1, 1, 1, 1, 8, device=DEVICE)
+    table = paris.bonus_table(q_rot, counts, rho=1.0, tiers=TIERS, m=4, backend=backend)
+    assert table.eq(0).all()
+
+
+def test_bonus_tables_agree_to_the_bit() -> None:
+    q_rot = torch.randn(1, 2, 1, 2, 32, generator=generator(3)).to(DEVICE)
+    counts = torch.randint(0, 50, (1, 2, 4, 256), generator=generator(4), dtype=torch.int32)
+    naive, triton = (
+        paris.bonus_table(q_rot, counts.to(DEVICE), rho=0.25, tiers=TIERS, backend=backend)
+        for backend in BACKENDS
+    )
+    assert torch.equal(naive, triton)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("m", [4, 8])
+@pytest.mark.parametrize("tables", [1, 3])
+def test_scores_are_sums_of_points_and_the_best_table_counts(
+    tables: int, m: int, backend: str
+) -> None:
+    batch, heads, queries, length, width = 3, 2, 2, 35, 2
+    sign, valid = random_sign(batch, heads, length, width), random_valid(batch, length)
+    shape = (batch, heads, queries, tables, width * 8 // m, 1 << m)
+    bonus = torch.randint(0, 7, shape, generator=generator(5), dtype=torch.uint8).to(DEVICE)
+    scores, histogram = paris.collide(sign, bonus, m=m, valid=valid, backend=backend)
+    assert scores.dtype == torch.uint8 and histogram.dtype == torch.int32
+    expected = torch.full_like(scores, 255)
+    for b, h, q, i in torch.cartesian_prod(*map(torch.arange, scores.shape)).tolist():
+        if valid[b, i]:
+            expected[b, h, q, i] = max(
+                sum(
+                    int(bonus[b, h, q, g, s, centroid(sign[b, h, i], s, m)])
+                    for s in range(width * 8 // m)
+                )
+                for g in range(tables)
+            )
+    assert torch.equal(scores, expected)
+    for b, h, q in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
+        row = torch.bincount(expected[b, h, q].cpu().int(), minlength=256)
+        row[255] = 0
+        assert histogram[b, h, q].tolist() == row.tolist()
+
+
+@pytest.mark.parametrize("m, dim", [(8, 128), (8, 8), (4, 64), (4, 256)])
+@pytest.mark.parametrize("length", [1, 700])
+def test_triton_collides_as_the_reference_does(length: int, m: int, dim: int) -> None:
+    """Buffers with spare capacity full of other bytes, strided masks, several blocks."""
+    room = random_sign(2, 2, length + 60, dim // 8, seed=8)
+    sign = room[:, :, :length]
+    valid = random_valid(3, 2 * length)[:2, ::2]
+    shape = (2, 2, 1, 2, dim // m, 1 << m)
+    bonus = torch.randint(0, 4, shape, generator=generator(6), dtype=torch.uint8).to(DEVICE)
+    naive, triton = (
+        paris.collide(sign, bonus, m=m, valid=valid, backend=backend) for backend in BACKENDS
+    )
+    assert torch.equal(naive[0], triton[0]) and torch.equal(naive[1], triton[1])
+    assert torch.equal(naive[0], paris.collide(sign.contiguous(), bonus, m=m, valid=valid)[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_greatest_score_is_not_taken_for_an_excluded_token(backend: str) -> None:
+    sign = random_sign(1, 1, 5, 1)
+    bonus = torch.full((1, 1, 1, 1, 2, 16), 127, dtype=torch.uint8, device=DEVICE)
+    scores, histogram = paris.collide(sign, bonus, m=4, backend=backend)
+    assert scores.eq(254).all() and histogram[..., 254].eq(5).all()
+    ids = paris.candidates(scores, histogram, 3, backend=backend)
+    assert ids.flatten().tolist() == [0, 1, 2]
+
+
+def candidates_by_sorting(scores: torch.Tensor, count: int) -> torch.Tensor:
+    ids = torch.full((*scores.shape[:3], count), -1, dtype=torch.int32)
+    for place in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
+        row = scores[tuple(place)].int().cpu()
+        order = row.argsort(descending=True, stable=True)
+        taken = order[row[order] != 255][:count].sort().values.int()
+        ids[tuple(place)][: len(taken)] = taken
+    return ids.to(DEVICE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "length, count", [(1, 1), (1, 4), (37, 0), (37, 10), (37, 37), (1024, 100), (2600, 700)]
+)
+def test_candidates_are_the_head_of_a_stable_sort(length: int, count: int, backend: str) -> None:
+    scores = torch.randint(0, 9, (3, 1, 2, length), generator=generator(7), dtype=torch.uint8)
+    scores[torch.rand(scores.shape, generator=generator(8)) < 0.2] = 255
+    scores[2] = 255
+    scores = scores.to(DEVICE)
+    histogram = torch.stack([scores.eq(value).sum(-1) for value in range(256)], dim=-1).int()
+    histogram[..., 255] = 0
+    ids = paris.candidates(scores, histogram, count, backend=backend)
+    assert ids.shape == (3, 1, 2, count) and ids.dtype == torch.int32
+    assert torch.equal(ids, candidates_by_sorting(scores, count))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_empty_store_has_no_candidates(backend: str) -> None:
+    sign = random_sign(1, 2, 0, 2)
+    counts = paris.count_centroids(sign, backend=backend)
+    assert counts.shape == (1, 2, 2, 256) and counts.eq(0).all()
+    bonus = torch.zeros(1, 2, 1, 1, 2, 256, dtype=torch.uint8, device=DEVICE)
+    scores, histogram = paris.collide(sign, bonus, backend=backend)
+    assert scores.shape == (1, 2, 1, 0) and histogram.eq(0).all()
+    ids = paris.candidates(scores, histogram, 3, backend=backend)
+    assert ids.shape == (1, 2, 1, 3) and ids.eq(-1).all()
+
+
+def test_what_does_not_fit_is_named() -> None:
+    sign = random_sign(1, 2, 6, 16)
+    counts = paris.count_centroids(sign)
+    q_rot = torch.zeros(1, 2, 1, 1, 128, device=DEVICE)
+    with pytest.raises(ValueError, match="rho=0"):
+        paris.bonus_table(q_rot, counts, rho=0, tiers=TIERS)
+    with pytest.raises(ValueError, match="tiers=\\(\\)"):
+        paris.bonus_table(q_rot, counts, rho=0.5, tiers=())
+    with pytest.raises(ValueError, match="at most 15 tiers"):
+        paris.bonus_table(q_rot, counts, rho=0.5, tiers=(0.5,) * 16)
+    with pytest.raises(ValueError, match="counts has shape"):
+        paris.bonus_table(q_rot, counts[:, :1], rho=0.5, tiers=TIERS)
+    with pytest.raises(ValueError, match="no power of two"):
+        paris.bonus_table(q_rot[..., :96], counts, rho=0.5, tiers=TIERS)
+    bonus = paris.bonus_table(q_rot, counts, rho=0.5, tiers=TIERS)
+    with pytest.raises(ValueError, match="bonus has shape"):
+        paris.collide(sign[..., :8].contiguous(), bonus)
+    with pytest.raises(ValueError, match=r"valid is torch\.uint8"):
+        paris.collide(sign, bonus, valid=torch.ones(1, 6, dtype=torch.uint8, device=DEVICE))
+    with pytest.raises(ValueError, match="valid has shape"):
+        paris.collide(sign, bonus, valid=torch.ones(1, 5, dtype=torch.bool, device=DEVICE))
+    with pytest.raises(ValueError, match="tokens must be contiguous"):
+        paris.collide(sign[:, :, ::2], bonus)
+    scores, histogram = paris.collide(sign, bonus)
+    with pytest.raises(ValueError, match="count=-1"):
+        paris.candidates(scores, histogram, -1)
+    with pytest.raises(ValueError, match="backend='cuda'"):
+        paris.candidates(scores, histogram, 1, backend="cuda")

@@ -1,0 +1,330 @@
+"""prompt_attention against softmax attention in float64, in every place it runs."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from hf_kvret_kernels.prompt_attention import naive, prompt_attention
+
+# Sums of a few hundred fp32 products of size 1: some hundred roundings of 6e-8 each.
+FP32_ERROR = 1e-5
+# Half a unit in the last place, to which Triton rounds the softmax weights of 16-bit inputs.
+HALF_ULP = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
+
+Place = tuple[str, str]
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    causal_offset: int | None,
+    valid: torch.Tensor | None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out, lse)`` in float64 through the whole matrix of scores."""
+    group = query.shape[1] // key.shape[1]
+    k = key.double().repeat_interleave(group, 1)
+    v = value.double().repeat_interleave(group, 1)
+    scores = query.double() @ k.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    queries, tokens = scores.shape[2:]
+    visible = torch.ones(query.shape[0], 1, queries, tokens, dtype=torch.bool, device=query.device)
+    if causal_offset is not None:
+        visible = visible.tril(causal_offset)
+    if valid is not None:
+        visible = visible & valid[:, None, None, :]
+        v = v.masked_fill(~valid[:, None, :, None], 0.0)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    weights = scores.softmax(-1).masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    return weights @ v, scores.logsumexp(-1)
+
+
+def inputs(
+    place: Place,
+    *,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    queries: int = 3,
+    tokens: int = 63,
+    key_dim: int = 40,
+    value_dim: int = 40,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(tokens + queries)
+    query = torch.randn(batch, heads, queries, key_dim)
+    key = torch.randn(batch, kv_heads, tokens, key_dim)
+    value = torch.randn(batch, kv_heads, tokens, value_dim)
+    return tuple(tensor.to(place[1], dtype) for tensor in (query, key, value))
+
+
+def check(
+    place: Place,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal_offset: int | None,
+    valid: torch.Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 0.3,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run in ``place`` with fp32 output, compare with the reference, return the result."""
+    out, lse = prompt_attention(
+        query,
+        key,
+        value,
+        scale=scale,
+        causal_offset=causal_offset,
+        valid=valid,
+        softcap=softcap,
+        out_dtype=torch.float32,
+        backend=place[0],
+    )
+    want_out, want_lse = reference(query, key, value, scale, causal_offset, valid, softcap)
+    assert out.dtype == lse.dtype == torch.float32
+    assert out.shape == want_out.shape
+    assert lse.shape == want_lse.shape
+    assert not out.isnan().any()
+    empty = want_lse == float("-inf")
+    assert torch.equal(lse == float("-inf"), empty)
+    assert (out[empty] == 0).all()
+    largest = value.abs().nan_to_num(0).max().item() if value.numel() else 0.0
+    rounding = HALF_ULP[query.dtype] * largest if place[0] == "triton" else 0.0
+    torch.testing.assert_close(out.double(), want_out, rtol=0, atol=FP32_ERROR + rounding)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=FP32_ERROR)
+    return out, lse
+
+
+@pytest.mark.parametrize("queries", [1, 3, 16, 70])
+@pytest.mark.parametrize("tokens", [1, 63, 130])
+def test_causal_attention_at_the_end_of_the_keys(place: Place, queries: int, tokens: int) -> None:
+    # With more queries than keys the offset is negative and the first queries see nothing.
+    tensors = inputs(place, batch=1, queries=queries, tokens=tokens, key_dim=8, value_dim=8)
+    check(place, *tensors, causal_offset=tokens - queries)
+
+
+@pytest.mark.parametrize("heads", [2, 4, 6, 8])
+def test_groups_of_query_heads(place: Place, heads: int) -> None:
+    check(place, *inputs(place, heads=heads, queries=5), causal_offset=50)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dims", [(8, 8), (40, 24), (64, 64), (96, 128)], ids=str)
+def test_head_dims_and_dtypes(place: Place, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    tensors = inputs(place, batch=1, key_dim=dims[0], value_dim=dims[1], dtype=dtype)
+    check(place, *tensors, causal_offset=60, scale=dims[0] ** -0.5)
+
+
+@pytest.mark.parametrize("causal_offset", [None, -2, 0, 61])
+def test_offsets(place: Place, causal_offset: int | None) -> None:
+    check(place, *inputs(place, batch=1, queries=4), causal_offset=causal_offset)
+
+
+@pytest.mark.parametrize("causal_offset", [None, 114])
+def test_padding_and_holes_differ_by_row(place: Place, causal_offset: int | None) -> None:
+    query, key, value = inputs(place, batch=4, heads=2, kv_heads=1, queries=16, tokens=130)
+    valid = torch.ones(4, 130, dtype=torch.bool, device=place[1])
+    valid[0, :70] = False
+    valid[1, 40:110] = False
+    valid[2] = False
+    check(place, query, key, value, causal_offset=causal_offset, valid=valid)
+
+
+def test_rows_that_are_not_valid_may_hold_anything(place: Place) -> None:
+    query, key, value = inputs(place, queries=4, tokens=70)
+    valid = torch.rand(2, 70, device=place[1]) > 0.4
+    valid[:, 64:] = False
+    clean, _ = check(place, query, key, value, causal_offset=66, valid=valid)
+    dirty = ~valid[:, None, :, None]
+    for poison in (float("nan"), float("inf")):
+        out, lse = prompt_attention(
+            query,
+            key.masked_fill(dirty, poison),
+            value.masked_fill(dirty, poison),
+            scale=0.3,
+            causal_offset=66,
+            valid=valid,
+            backend=place[0],
+        )
+        assert torch.equal(out, clean)
+        assert lse.isfinite().all()
+
+
+def test_a_whole_block_without_valid_tokens_is_passed_over(place: Place) -> None:
+    query, key, value = inputs(place, batch=1, queries=2, tokens=300)
+    valid = torch.ones(1, 300, dtype=torch.bool, device=place[1])
+    valid[:, :280] = False
+    check(place, query, key, value, causal_offset=298, valid=valid)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_softcap(place: Place, softcap: float) -> None:
+    query, key, value = inputs(place, queries=3)
+    check(place, 8.0 * query, key, value, causal_offset=60, softcap=softcap)
+
+
+def test_scores_far_from_zero_do_not_overflow(place: Place) -> None:
+    query, key, value = inputs(place, batch=1)
+    out, lse = prompt_attention(
+        300.0 * query, key, value, scale=1.0, causal_offset=None, backend=place[0]
+    )
+    want_out, want_lse = reference(300.0 * query, key, value, 1.0, None, None)
+    # Scores near 5,000 carry errors of 5e-4 and more, and the softmax passes them on.
+    torch.testing.assert_close(out.double(), want_out, rtol=0, atol=1e-2)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=0)
+
+
+def test_strided_views_are_read_in_place(place: Place) -> None:
+    query, key, value = inputs(place, queries=5, tokens=40)
+    expected = check(place, query, key, value, causal_offset=35)
+    rows = torch.cat([key, value], -1).transpose(1, 2).contiguous().transpose(1, 2)
+    mask = torch.ones(1, 1, dtype=torch.bool, device=place[1]).expand(2, 40)
+    result = check(
+        place,
+        query.transpose(1, 2).contiguous().transpose(1, 2),
+        rows[..., :40],
+        rows[..., 40:],
+        causal_offset=35,
+        valid=mask,
+    )
+    torch.testing.assert_close(result, expected, rtol=0, atol=FP32_ERROR)
+
+
+def test_a_strided_mask(place: Place) -> None:
+    query, key, value = inputs(place, queries=2, tokens=40)
+    wide = torch.rand(2, 80, device=place[1]) > 0.5
+    wide[:, 0] = True
+    check(place, query, key, value, causal_offset=None, valid=wide[:, ::2])
+
+
+def test_output_dtype_is_the_querys_unless_asked(place: Place) -> None:
+    query, key, value = inputs(place, dtype=torch.float16)
+    arguments = {"scale": 0.3, "causal_offset": 60, "backend": place[0]}
+    out, lse = prompt_attention(query, key, value, **arguments)
+    wide, _ = prompt_attention(query, key, value, out_dtype=torch.float32, **arguments)
+    assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
+    assert torch.equal(out, wide.half())
+
+
+def test_no_keys_and_no_queries(place: Place) -> None:
+    query, key, value = inputs(place, tokens=0)
+    check(place, query, key, value, causal_offset=None)
+    check(place, query, key, value, causal_offset=0)
+    query, key, value = inputs(place, queries=0)
+    out, lse = prompt_attention(
+        query, key, value, scale=1.0, causal_offset=None, backend=place[0]
+    )
+    assert out.shape == (2, 4, 0, 40)
+    assert lse.shape == (2, 4, 0)
+
+
+def test_two_halves_merge_to_the_whole(place: Place) -> None:
+    query, key, value = inputs(place, queries=6, tokens=100)
+    whole = check(place, query, key, value, causal_offset=94)
+    early = check(place, query, key[:, :, :33], value[:, :, :33], causal_offset=94)
+    late = check(place, query, key[:, :, 33:], value[:, :, 33:], causal_offset=94 - 33)
+    total = torch.logaddexp(early[1], late[1])
+    out = sum((part[1] - total).exp().unsqueeze(-1) * part[0] for part in (early, late))
+    torch.testing.assert_close(total, whole[1], rtol=0, atol=FP32_ERROR)
+    torch.testing.assert_close(out, whole[0], rtol=0, atol=FP32_ERROR)
+
+
+@pytest.mark.parametrize("causal_offset", [None, 5])
+def test_splitting_the_keys_changes_nothing(place: Place, causal_offset: int | None) -> None:
+    # With offset 5 the later splits see no key at all.
+    if place[0] != "triton":
+        pytest.skip("only the Triton kernel splits keys")
+    from hf_kvret_kernels.prompt_attention import triton
+
+    query, key, value = inputs(place, queries=2, tokens=300)
+    valid = torch.rand(2, 300, device=place[1]) > 0.3
+    valid[1, :128] = False
+    arguments = (0.3, causal_offset, valid, None, torch.float16)
+    whole = triton.prompt_attention(query, key, value, *arguments, splits=1)
+    parts = triton.prompt_attention(query, key, value, *arguments, splits=4)
+    assert parts[0].dtype == torch.float16
+    # One unit in the last place of float16 at 1, both having rounded.
+    torch.testing.assert_close(parts[0], whole[0], rtol=2.0**-10, atol=2.0**-11)
+    torch.testing.assert_close(parts[1], whole[1], rtol=0, atol=FP32_ERROR)
+    assert not parts[0].isnan().any()
+
+
+@pytest.mark.parametrize("queries", [1, 37])
+def test_many_small_torch_blocks_agree(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+    place = ("naive", "cpu")
+    monkeypatch.setattr(naive, "_ROWS", 8)
+    monkeypatch.setattr(naive, "_SCORES", 8)
+    monkeypatch.setattr(naive, "_KEYS", (16, 16))
+    valid = torch.rand(2, 70) > 0.5
+    valid[0, 16:50] = False
+    valid[1, 20:64] = False
+    tensors = inputs(place, heads=4, queries=queries, tokens=70)
+    check(place, *tensors, causal_offset=70 - queries, valid=valid, softcap=2.0)
+    check(place, *tensors, causal_offset=70 - queries)
+
+
+def test_torch_never_forms_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    plain = torch.bmm
+
+    def watched(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        sizes.append(left.shape[1] * right.shape[2])
+        return plain(left, right)
+
+    monkeypatch.setattr(torch, "bmm", watched)
+    query, key, value = inputs(("naive", "cpu"), batch=1, queries=1100, tokens=1100, key_dim=8)
+    prompt_attention(query, key, value, scale=1.0, causal_offset=0)
+    assert max(sizes) <= naive._SCORES
+    # Blocks above the diagonal are left out: not much more than half the matrix is computed.
+    assert sum(sizes) < 0.7 * 2 * 1100 * 1100
+
+
+def bad_calls() -> dict[str, dict[str, object]]:
+    key = torch.zeros(2, 2, 5, 8)
+    return {
+        "4D|\\[B, H, T, D\\]": {"query": torch.zeros(4, 3, 8)},
+        "cast": {"query": torch.zeros(2, 4, 3, 8, dtype=torch.float64)},
+        "same": {"key": key.half()},
+        "contiguous": {"key": torch.zeros(2, 2, 8, 5).transpose(2, 3)},
+        "multiple of Hkv": {"query": torch.zeros(2, 3, 3, 8)},
+        "do not fit": {"value": torch.zeros(2, 2, 6, 8)},
+        "valid is": {"valid": torch.ones(2, 6, dtype=torch.bool)},
+        "torch.int64": {"valid": torch.ones(2, 5, dtype=torch.int64)},
+        "softcap": {"softcap": 0.0},
+        "choose one of auto, naive, triton": {"backend": "cuda"},
+        "no_grad": {"query": torch.zeros(2, 4, 3, 8, requires_grad=True)},
+    }
+
+
+@pytest.mark.parametrize("message", bad_calls())
+def test_mistakes_are_refused_with_the_remedy(message: str) -> None:
+    arguments: dict[str, object] = {
+        "query": torch.zeros(2, 4, 3, 8),
+        "key": torch.zeros(2, 2, 5, 8),
+        "value": torch.zeros(2, 2, 5, 8),
+        "scale": 1.0,
+        "causal_offset": 0,
+    }
+    with pytest.raises(ValueError, match=message):
+        prompt_attention(**{**arguments, **bad_calls()[message]})
+
+
+def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    query = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        prompt_attention(query, query, query, scale=1.0, causal_offset=0, backend="triton")
+
+
+def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    query = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(ImportError, match="pip install triton"):
+        prompt_attention(query, query, query, scale=1.0, causal_offset=0, backend="triton")

@@ -1,0 +1,116 @@
+"""Options: what is refused, what the numbers mean, and that they survive JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from hf_kvret import FlatConfig, ParisConfig, RetrievalConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"top_k": 0}, ValueError, "top_k=0: a count must be at least 1"),
+        ({"top_k": -3}, ValueError, "top_k=-3"),
+        ({"top_k": 0.0}, ValueError, "share of the cold tokens"),
+        ({"top_k": 1.5}, ValueError, "pass an int for a count"),
+        ({"top_k": float("nan")}, ValueError, "top_k=nan"),
+        ({"top_k": True}, TypeError, "top_k must be an int"),
+        ({"top_k": "64"}, TypeError, "top_k must be an int"),
+        ({"sink": -1}, ValueError, "sink=-1 must be at least 0"),
+        ({"recent": 0}, ValueError, "recent=0 must be at least 1"),
+        ({"recent": -8}, ValueError, "recent=-8 must be at least 1"),
+        ({"flush": 0}, ValueError, "flush=0 must be at least 1"),
+        ({"max_draft": 0}, ValueError, "max_draft=0 must be at least 1"),
+        ({"dense_below": -1}, ValueError, "dense_below=-1 must be at least 0"),
+        ({"recent": 8.0}, TypeError, "recent must be an int"),
+        ({"flush": False}, TypeError, "flush must be an int"),
+        ({"track_recall": 1}, TypeError, "track_recall must be True or False"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_name(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    for cls in (FlatConfig, ParisConfig):
+        with pytest.raises(error, match=words):
+            cls.from_options(**options)
+
+
+def test_an_unknown_option_names_the_nearest_one() -> None:
+    with pytest.raises(ValueError, match=r"no option 'topk': did you mean 'top_k'\?"):
+        FlatConfig.from_options(topk=3)
+    with pytest.raises(ValueError, match=r"no option 'subspace': did you mean 'subspace_dim'\?"):
+        ParisConfig.from_options(subspace=8)
+
+
+def test_an_option_like_no_other_lists_them_all() -> None:
+    with pytest.raises(ValueError, match="The options are top_k, sink, recent") as raised:
+        FlatConfig.from_options(zzzzzz=3)
+    assert "did you mean" not in str(raised.value)
+
+
+def test_replace_validates_and_leaves_the_original() -> None:
+    options = FlatConfig(top_k=8)
+    assert options.replace(sink=1) == FlatConfig(top_k=8, sink=1)
+    assert options == FlatConfig(top_k=8)
+    with pytest.raises(ValueError, match="top_k=0"):
+        options.replace(top_k=0)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "cold", "budget"),
+    [(8, 100, 8), (8, 5, 5), (8, 8, 8), (0.5, 100, 50), (0.25, 3, 1), (1e-9, 50, 1), (1.0, 7, 7)],
+)
+def test_the_budget_is_a_count_or_a_share(top_k: float, cold: int, budget: int) -> None:
+    assert RetrievalConfig(top_k=top_k).budget(cold) == budget
+
+
+def test_short_caches_stay_dense_by_default() -> None:
+    assert RetrievalConfig(top_k=8).dense_len == 2000
+    assert RetrievalConfig(top_k=5000, sink=4, recent=256).dense_len == 10260
+    assert RetrievalConfig(top_k=0.5).dense_len == 2000
+    assert RetrievalConfig(dense_below=0).dense_len == 0
+
+
+@pytest.mark.parametrize("options", [FlatConfig(top_k=0.04), ParisConfig(), ParisConfig.paper()])
+def test_options_survive_json(options: RetrievalConfig) -> None:
+    text = json.dumps(dataclasses.asdict(options))
+    assert type(options).from_options(**json.loads(text)) == options
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"subspace_dim": 16}, "subspace_dim=16: choose 4 or 8"),
+        ({"group_reduce": "sum"}, "group_reduce='sum': choose 'max' or 'mean'"),
+        ({"levels": (0.1, 0.2)}, "levels needs 8 magnitudes, got 2"),
+        ({"tiers": ()}, "tiers="),
+        ({"tiers": (0.5, 1.5)}, "shares above 0 and at most 1"),
+        ({"schedule": ((100, 0.5),)}, "schedule row"),
+        ({"schedule": ((100, 0.5, 0.0),)}, "beta and rho above 0"),
+        ({"schedule": ()}, "schedule"),
+    ],
+)
+def test_paris_refuses_bad_values(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ParisConfig.from_options(**options)
+
+
+def test_paris_ratios_follow_the_schedule_to_its_end() -> None:
+    options = ParisConfig(schedule=((10, 0.5, 0.4), (100, 0.2, 0.1)))
+    assert options.ratios(9) == (0.5, 0.4)
+    assert options.ratios(10) == (0.2, 0.1)
+    assert options.ratios(100_000) == (0.2, 0.1)
+
+
+def test_the_published_options_are_their_own_and_can_be_changed() -> None:
+    paper = ParisConfig.paper()
+    assert (paper.top_k, paper.group_reduce, paper.center) == (100, "mean", False)
+    assert paper.levels is not None and len(paper.levels) == 8
+    assert ParisConfig.paper(top_k=7).top_k == 7
+    with pytest.raises(ValueError, match="did you mean 'sink'"):
+        ParisConfig.paper(sinks=7)

@@ -1,0 +1,167 @@
+"""The package ships what it should, pins what it needs, and stays out of others' way."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGES: dict[str, str] = PYPROJECT["tool"]["scikit-build"]["wheel"]["packages"]
+DATA_SUFFIXES = {".py", ".json", ".safetensors", ".md", ".typed"}
+UNPINNED = {"triton", "flash-attn"}  # both have to fit the build of torch at hand
+
+
+def run_python(code: str, *, path: str | None = None) -> str:
+    """Output of ``code`` in a fresh interpreter at the root, as ``python -m pytest`` starts one."""
+    env = {**os.environ, "PYTHONPATH": path} if path is not None else dict(os.environ)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def requirements() -> list[Requirement]:
+    project = PYPROJECT["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    found = [Requirement(line) for group in groups for line in group]
+    return [one for one in found if canonicalize_name(one.name) != project["name"]]
+
+
+def pins() -> dict[str, Version]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    exact = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): Version(version) for name, version in exact}
+
+
+def test_every_package_folder_is_a_package() -> None:
+    assert set(PACKAGES) == {"hf_kvret", "hf_kvret_kernels", "hf_kvret_model_patches"}
+    missing = [
+        folder for folder in PACKAGES.values() if not (ROOT / folder / "__init__.py").exists()
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("folder", ["kernels", "model_patches"])
+def test_the_outer_folders_are_no_packages(folder: str) -> None:
+    assert (ROOT / folder).is_dir()
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_the_kernels_folder_does_not_shadow_a_package_of_that_name(tmp_path: Path) -> None:
+    stand_in = tmp_path / "kernels"
+    stand_in.mkdir()
+    (stand_in / "__init__.py").write_text("WHO = 'the installed one'\n", encoding="utf-8")
+    code = (
+        f"import sys; assert sys.path[0] in ('', {str(ROOT)!r}); import kernels; print(kernels.WHO)"
+    )
+    assert run_python(code, path=str(tmp_path)) == "the installed one"
+
+
+def test_transformers_imports_at_the_root() -> None:
+    code = (
+        "from transformers import LlamaForCausalLM\n"
+        "import importlib.util as u\n"
+        "spec = u.find_spec('kernels')\n"
+        "print(LlamaForCausalLM.__name__, spec.origin if spec else None)"
+    )
+    name, origin = run_python(code).splitlines()[-1].split(" ", 1)
+    assert name == "LlamaForCausalLM"
+    try:
+        installed = importlib.metadata.distribution("kernels").locate_file("kernels/__init__.py")
+    except importlib.metadata.PackageNotFoundError:
+        assert origin == "None"
+    else:
+        assert Path(origin) == Path(str(installed))
+
+
+def test_the_command_has_its_function() -> None:
+    assert PYPROJECT["project"]["scripts"] == {"hf-kvret": "hf_kvret.cli:main"}
+    assert run_python("from hf_kvret.cli import main; print(callable(main))") == "True"
+
+
+def test_every_direct_dependency_has_a_pin_that_it_allows() -> None:
+    pinned = pins()
+    wanted = {canonicalize_name(one.name): one for one in requirements()}
+    assert "triton" not in pinned, "a CUDA build of torch brings its own triton"
+    assert sorted(set(wanted) - set(pinned) - UNPINNED) == []
+    refused = [
+        f"{one} refuses {pinned[name]}"
+        for name, one in wanted.items()
+        if name in pinned and not one.specifier.contains(pinned[name], prereleases=True)
+    ]
+    assert not refused
+
+
+def test_the_promised_versions_are_allowed() -> None:
+    allowed = {one.name: one.specifier for one in requirements()}
+    assert all(version in allowed["transformers"] for version in ("5.17.0", "5.23.0"))
+    assert not any(version in allowed["transformers"] for version in ("5.16.0", "5.24.0"))
+    assert "2.11.0" in allowed["torch"]
+    assert "3.6.0" in allowed["triton"]
+
+
+def test_the_readme_has_one_test_and_one_demo_command() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    commands = [line for line in lines if line.startswith("python3 -m venv")]
+    assert sum(line.endswith(".ci/check") for line in commands) == 1
+    assert sum(line.endswith("hf-kvret demo") for line in commands) == 1
+    assert all("-c constraints.txt" in line for line in commands)
+
+
+def test_the_wheel_holds_the_packages_and_their_data(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core", reason="building a wheel needs the test extra")
+    # A copy, so that the test doesn't depend on what lies about in the checkout.
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, source / name)
+    for name in ("hf_kvret", "kernels", "model_patches"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*pip, "--wheel-dir", str(tmp_path), str(source)],
+        env={**os.environ, "CC": "no-compiler", "CXX": "no-compiler"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        [metadata] = [name for name in names if name.endswith(".dist-info/METADATA")]
+        licence = archive.read(metadata.replace("METADATA", "licenses/LICENSE")).decode()
+        entry_points = archive.read(metadata.replace("METADATA", "entry_points.txt")).decode()
+    expected = {
+        f"{package}/{path.relative_to(source / folder).as_posix()}"
+        for package, folder in PACKAGES.items()
+        for path in (source / folder).rglob("*")
+        if path.suffix in DATA_SUFFIXES
+    }
+    assert expected
+    assert not expected - names
+    assert {name.split("/")[0] for name in names} == {*PACKAGES, metadata.split("/")[0]}
+    assert re.search(r"Apache License\s+Version 2\.0", licence)
+    assert "hf-kvret = hf_kvret.cli:main" in entry_points.replace("=", " = ").replace("  ", " ")
