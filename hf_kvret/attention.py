@@ -78,7 +78,7 @@ def retrieval_attention(
             )
             if sink_logits is not None:
                 part = merge([Partial(*part)], sink_logits)
-            return part[0]
+            return part[0].to(query.dtype)
         out, _ = attend_with_base(
             base,
             module,

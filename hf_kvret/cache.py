@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_kvret import persistence
-from hf_kvret.compatibility import check_config, model_layers
+from hf_kvret.compatibility import check_config, model_layers, model_shape
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.index import Index
 from hf_kvret.layer import RetrievalLayer
@@ -63,6 +63,7 @@ class RetrievalCache(Cache):
         layers: list[Any] = model_layers(config)
         ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
         self.options = options
+        self.model_shape = model_shape(config)
         self._stores = StoreChoice(options.store, len(ours))
         for number in ours:
             make_index = partial(self.make_index, options, number)
@@ -135,6 +136,7 @@ class RetrievalCache(Cache):
         persistence.check_changes(changes, {"store"})
         twin = object.__new__(type(self))
         twin.options, twin._stores = self.options, self._stores
+        twin.model_shape = self.model_shape
         Cache.__init__(twin, layers=[copy.deepcopy(layer) for layer in self.layers])
         if changes:
             twin.options = self.options.replace(**changes)

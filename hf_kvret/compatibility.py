@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -54,6 +56,13 @@ def check_model(model: PreTrainedModel) -> None:
                 "functions, so a retrieval cache would never be asked: use "
                 "cache_implementation='dynamic'"
             )
+
+
+def model_shape(config: PreTrainedConfig) -> dict[str, Any]:
+    """What must be equal for one model to go on with another's cache: kind, heads and widths."""
+    text = config.get_text_config(decoder=True)
+    names = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    return {name: getattr(text, name, None) for name in names}
 
 
 def model_layers(config: PreTrainedConfig) -> list:

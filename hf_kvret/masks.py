@@ -16,6 +16,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
 _INFO = "hf_kvret_mask"
+_trues: dict[torch.device, torch.Tensor] = {}
 
 
 @dataclass
@@ -23,7 +24,7 @@ class MaskInfo:
     """What a carrier tensor remembers.
 
     Attributes:
-        padding: ``[B, T]`` bool over all slots, or None when nothing is padded.
+        padding: ``[B, T]`` bool as the caller gave it, or None when nothing is padded.
         causal: True when the mask is plain causal attention plus padding.
         arguments: what transformers passed to the mask function.
     """
@@ -61,7 +62,9 @@ def retrieval_mask(
     """The mask function registered beside our attention function.
 
     Arguments are those of transformers' own mask functions; ``attention_mask`` is ``[B, T]`` bool
-    or None. Returns ``[B, kv_length]`` bool, always a view, with its ``MaskInfo`` attached.
+    or None. Returns ``[B, kv_length]`` bool, a view, with its ``MaskInfo`` attached. It is
+    contiguous, and padding in itself: for a static cache ``generate`` calls ``contiguous()`` on it,
+    which would lose the attribute, and some models then make a mask of it a second time.
     """
     arguments = dict(
         batch_size=batch_size,
@@ -75,17 +78,29 @@ def retrieval_mask(
         device=device,
         **kwargs,
     )
-    padding = None
-    if attention_mask is not None:
-        padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
-    carrier = padding
-    if carrier is None or carrier.shape[1] != kv_length:
-        carrier = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, kv_length)
-    # A fresh view: the same padding tensor may carry the masks of several kinds of layer.
-    carrier = carrier.view(carrier.shape)
+    padding = None if attention_mask is None else attention_mask.to(torch.bool)
+    if padding is None:
+        carrier = _all_true(batch_size, kv_length, torch.device(device))
+    else:
+        missing = kv_offset + kv_length - padding.shape[1]
+        padded = torch.nn.functional.pad(padding, (0, missing)) if missing > 0 else padding
+        carrier = padded[:, kv_offset : kv_offset + kv_length].contiguous()
+        # A fresh view: the same padding tensor may carry the masks of several kinds of layer.
+        carrier = carrier.view(carrier.shape)
     causal = mask_function is causal_mask_function and local_size is None
     setattr(carrier, _INFO, MaskInfo(padding, causal, arguments))
     return carrier
+
+
+def _all_true(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """``[batch, length]`` True: a contiguous view of memory that is kept and grows in big steps."""
+    held = _trues.get(device)
+    if held is None or held.numel() < batch * length:
+        held = torch.ones(
+            batch * (length + max(4096, length // 8)), dtype=torch.bool, device=device
+        )
+        _trues[device] = held
+    return held[: batch * length].view(batch, length)
 
 
 def mask_info(mask: torch.Tensor | None) -> MaskInfo | None:

@@ -46,6 +46,7 @@ def save(cache: RetrievalCache, directory: Path) -> None:
     description = {
         "format_version": FORMAT_VERSION,
         "method": cache.name,
+        "model": cache.model_shape,
         "options": dataclasses.asdict(cache.options),
         "layers": layers,
     }
@@ -71,13 +72,8 @@ def load(
     check_changes(changes, set())
     options = cls.config_class.from_options(**description["options"]).replace(**changes)
     cache = cls(config, options)
-    types = [type(layer).__name__ for layer in cache.layers]
-    saved = [layer["type"] for layer in description["layers"]]
-    if types != saved:
-        raise ValueError(
-            f"{directory} was saved from another model: its cache layers are "
-            f"{_summary(saved)}, this model's are {_summary(types)}"
-        )
+    saved_types = [layer["type"] for layer in description["layers"]]
+    _check_model(directory, cache, description["model"], saved_types)
     tensors = _read_tensors(directory)
     for number, layer in enumerate(cache.layers):
         prefix = f"layers.{number}."
@@ -89,7 +85,6 @@ def load(
         values = description["layers"][number]["values"]
         try:
             if isinstance(layer, RetrievalLayer):
-                _check_heads(directory, number, parts, config)
                 layer.load_state_dict(parts, device)
             else:
                 vars(layer).update(_join(parts, values, device))
@@ -126,7 +121,17 @@ def _read_description(directory: Path) -> dict[str, Any]:
             f"{path} has format version {version}, this hf_kvret reads {FORMAT_VERSION}: save the "
             "cache again"
         )
+    if not _is_complete(description):
+        raise ValueError(f"{path} is corrupt (a part is missing): save the cache again")
     return description
+
+
+def _is_complete(description: dict[str, Any]) -> bool:
+    kinds = {"method": str, "model": dict, "options": dict, "layers": list}
+    return all(isinstance(description.get(name), kind) for name, kind in kinds.items()) and all(
+        isinstance(layer, dict) and {"type", "values"} <= layer.keys()
+        for layer in description["layers"]
+    )
 
 
 def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -142,20 +147,23 @@ def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def _check_heads(
-    directory: Path, number: int, parts: dict[str, torch.Tensor], config: PreTrainedConfig
+def _check_model(
+    directory: Path, cache: RetrievalCache, saved: dict[str, Any], saved_types: list[str]
 ) -> None:
-    """The saved head count must divide the model's query heads, and the head dim must agree."""
-    if not parts:
-        return
-    text = config.get_text_config(decoder=True)
-    keys = parts["window.keys"]
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if dim != keys.shape[3] or heads != keys.shape[1]:
+    """Refuse what was saved from a model of another shape or with other kinds of layers."""
+    shape = cache.model_shape
+    differing = [name for name in shape if shape[name] != saved.get(name)]
+    if differing:
+        theirs = ", ".join(f"{name} {saved.get(name)}" for name in differing)
+        ours = ", ".join(f"{name} {shape[name]}" for name in differing)
         raise ValueError(
-            f"{directory} was saved from another model: layer {number} holds {keys.shape[1]} KV "
-            f"heads of dim {keys.shape[3]}, this model has {heads} of dim {dim}"
+            f"{directory} was saved from another model: it has {theirs}, this model {ours}"
+        )
+    types = [type(layer).__name__ for layer in cache.layers]
+    if types != saved_types:
+        raise ValueError(
+            f"{directory} was saved from another model: its cache layers are "
+            f"{_summary(saved_types)}, this model's are {_summary(types)}"
         )
 
 

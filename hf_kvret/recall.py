@@ -10,7 +10,7 @@ from hf_kvret.stores.base import Store
 
 
 def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
-    """How much each token matters to the query heads of a KV head: max of their softmaxes.
+    """How much each token matters to the query heads of a KV head: max of their log-softmaxes.
 
     Raw scores of different heads are not comparable: each softmax has a scale of its own.
 
@@ -19,7 +19,7 @@ def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
         heads: number of KV heads; ``Hq`` is a multiple.
 
     Returns:
-        ``[B, heads, Q, n]`` fp32 in [0, 1]; -inf stays -inf for tokens that don't take part.
+        ``[B, heads, Q, n]`` fp32, at most 0; -inf stays -inf for tokens that don't take part.
     """
     batch, query_heads, count, tokens = scores.shape
     shares = scores - torch.logsumexp(scores, dim=-1, keepdim=True).clamp(min=-1e30)

@@ -38,12 +38,14 @@ def register(*cache_classes: type[RetrievalCache]) -> None:
     Raises:
         ValueError: the name belongs to transformers or to another class.
     """
-    for cls in cache_classes or BUILT_IN:
+    classes = cache_classes or BUILT_IN
+    for cls in classes:
         known = _methods.get(cls.name)
-        taken = cls.name in generation.known_names() and known is None
+        theirs = (*generation.known_names(), *ALL_ATTENTION_FUNCTIONS.valid_keys(), "eager")
+        taken = cls.name == ATTENTION_NAME or (cls.name in theirs and known is None)
         if taken or known not in (None, cls):
             raise ValueError(f"the name {cls.name!r} is taken: choose another for {cls.__name__}")
-        _methods[cls.name] = cls
+    _methods.update({cls.name: cls for cls in classes})
     for name in (ATTENTION_NAME, *_methods):
         ALL_ATTENTION_FUNCTIONS.register(name, retrieval_attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, retrieval_mask)

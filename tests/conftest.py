@@ -31,5 +31,7 @@ def place(request: pytest.FixtureRequest) -> tuple[str, str]:
     if device == "cuda" and interpreting:
         pytest.skip("TRITON_INTERPRET=1 is set: no kernel is compiled")
     if backend == "triton" and device == "cpu" and not interpreting:
-        pytest.skip("Triton runs on the CPU with TRITON_INTERPRET=1 only; the GPU is tested instead")
+        pytest.skip(
+            "Triton runs on the CPU with TRITON_INTERPRET=1 only; the GPU is tested instead"
+        )
     return backend, device

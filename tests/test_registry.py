@@ -141,7 +141,7 @@ def test_nothing_of_ours_is_written_into_a_saved_config(
 def test_registering_twice_and_undoing_twice_is_harmless() -> None:
     registered = _state()
     hf_kvret.register()
-    assert configuration_utils.ALL_CACHE_IMPLEMENTATIONS == registered[0]
+    assert registered[0] == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     assert getattr(GenerationMixin, PREPARE).__wrapped__ is registered[1].__wrapped__
     hf_kvret.unregister()
     clean = _state()
@@ -152,7 +152,7 @@ def test_registering_twice_and_undoing_twice_is_harmless() -> None:
     assert not hasattr(clean[1], "__wrapped__") and clean[1] is registered[1].__wrapped__
     assert tuple(registered[0]) == (*clean[0], "flat", "paris"), "other names are untouched"
     hf_kvret.register()
-    assert configuration_utils.ALL_CACHE_IMPLEMENTATIONS == registered[0]
+    assert registered[0] == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
 
 
 @pytest.mark.usefixtures("names_again")
@@ -201,8 +201,7 @@ def test_restore_is_idempotent_and_spares_other_models(llama: PreTrainedModel) -
     hf_kvret.restore(other)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(("name", "batch"), [("llama", 1), ("gemma2", 3), ("gpt_oss", 3)])
 def test_a_switched_model_works_without_us_as_before(name: str, batch: int) -> None:
     model, inputs = MODELS[name].build(), _prompt(batch)
 

@@ -47,6 +47,7 @@ class HostMemory(PageMemory):
         super().__init__(device)
         self._pins = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._pins else None
+        self._written = False
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         chunk = torch.empty(shape, dtype=dtype)
@@ -63,10 +64,12 @@ class HostMemory(PageMemory):
         with torch.cuda.stream(self._stream):
             _copy_runs(target, packed)
         packed.record_stream(self._stream)
+        self._written = True
 
     def wait(self) -> None:
-        if self._stream is not None:
+        if self._stream is not None and self._written:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            self._written = False
 
 
 def _copy_runs(target: torch.Tensor, packed: torch.Tensor) -> None:
@@ -79,16 +82,13 @@ def _copy_runs(target: torch.Tensor, packed: torch.Tensor) -> None:
 
 
 def _register(chunk: torch.Tensor) -> None:
-    """Pin ``chunk`` for the life of its storage."""
+    """Pin ``chunk`` as long as it lives; its owners hold the tensor itself, not views."""
     runtime = torch.cuda.cudart()
-    storage = chunk.untyped_storage()
-    address, size = storage.data_ptr(), storage.nbytes()
-    if size == 0:
-        return
+    address, size = chunk.data_ptr(), chunk.nbytes
     status = runtime.cudaHostRegister(address, size, 0)
     if int(status) != 0:
         raise MemoryError(
             f"cudaHostRegister could not pin {size / 2**30:.1f} GiB of host memory (error "
             f"{int(status)}): raise the locked-memory limit (ulimit -l), or use store='device'"
         )
-    weakref.finalize(storage, runtime.cudaHostUnregister, address)
+    weakref.finalize(chunk, runtime.cudaHostUnregister, address).atexit = False

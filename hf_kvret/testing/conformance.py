@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from hf_kvret.registry import attach
 from hf_kvret.testing.models import MODELS
 from hf_kvret.testing.modes import MODES, Mode
-from hf_kvret.testing.scenario import CacheMaker, Outcome
+from hf_kvret.testing.scenario import FAILURES, CacheMaker, Outcome, describe
 
 COVERING_OPTIONS: dict[str, Any] = {
     "top_k": 10**6,
@@ -33,9 +33,9 @@ COVERING_OPTIONS: dict[str, Any] = {
 }
 """Options with which a budget covers all, and the suite's short prompts have cold rows."""
 
-LOGIT_TOLERANCE = 2e-3
-"""Largest difference of logits. They spread over about 4; two ways to sum attention in fp32
-differ by 1e-5 to 1e-4 of that after the zoo's three layers, a lost token by 0.1 and more."""
+LOGIT_TOLERANCE = 3e-4
+"""Largest difference of logits, which spread over about 4. Summing attention in another order
+moved them by at most 3e-5 in any mode; a budget of a single token by 0.1 and more."""
 
 
 class Case(NamedTuple):
@@ -195,6 +195,9 @@ def run_case(
             in the others ``generate`` must do by itself what is needed.
         atol: largest absolute difference of floating point values.
         proof: see ``check``.
+
+    Raises:
+        Exception: whatever the cache raises, to be seen where it arose.
     """
     baseline = baseline_of(case)
     if isinstance(baseline, str):
@@ -217,7 +220,7 @@ def run_conformance(
     modes: Iterable[str] | None = None,
     **options: Any,
 ) -> list[Result]:
-    """Run every case; one result each, in order.
+    """Run every case; one result each, in order. A cache that raises has failed the case.
 
     Args:
         make_cache_for: returns a new, empty cache for a model.
@@ -226,9 +229,15 @@ def run_conformance(
         **options: as for ``run_case``.
 
     Raises:
-        ValueError: an unknown name; and whatever the cache itself raises.
+        ValueError: an unknown name.
     """
-    return [run_case(case, make_cache_for, **options) for case in conformance_cases(models, modes)]
+    results = []
+    for case in conformance_cases(models, modes):
+        try:
+            results.append(run_case(case, make_cache_for, **options))
+        except FAILURES as error:
+            results.append(Result(case, "failed", f"raised {describe(error)}"))
+    return results
 
 
 def _known(names: Iterable[str] | None, known: dict[str, Any], what: str) -> list[str]:

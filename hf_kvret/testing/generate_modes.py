@@ -116,9 +116,10 @@ def prompt_lookup(s: Scenario) -> None:
 
 
 def early_exit(s: Scenario) -> None:
-    """The model's own first layer drafts."""
+    """The model's own first layer drafts, a few tokens at a time."""
     config = getattr(s.model, s.model.base_model_prefix).config
     depth = getattr(config, "num_hidden_layers", None)
+    _draft_constantly(s.model)
     try:
         s.generate(prompt(1, 59), s.cache(), max_new_tokens=20, assistant_early_exit=1)
     finally:
@@ -216,10 +217,15 @@ def _draft_of(model: PreTrainedModel) -> PreTrainedModel:
         for parameter in draft.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(0.05 * parameter.std(correction=0) * noise)
+    _draft_constantly(draft)
+    return draft
+
+
+def _draft_constantly(draft: PreTrainedModel) -> None:
+    """Always five tokens a draft, however many of the last ones were right."""
     draft.generation_config.num_assistant_tokens = 5
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
-    return draft
 
 
 PLAYS: tuple[Callable[[Scenario], None], ...] = (

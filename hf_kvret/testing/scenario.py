@@ -26,6 +26,17 @@ NEW_TOKENS = 16
 """Tokens that each `generate` of a mode adds."""
 
 
+FAILURES = (
+    AttributeError,
+    IndexError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a cache or a model raises that can't do what it is asked."""
+
+
 @dataclass
 class Outcome:
     """What one run of a mode gave.
@@ -44,7 +55,7 @@ class Scenario:
     """One run of one mode on one model: makes caches, calls the model, writes the outcome.
 
     Args:
-        model: the model; its weights and generation config are left as they are.
+        model: the model; its weights stay as they are, its settings for drafts may change.
         make_cache: returns a new, empty cache; None for the reference, a ``DynamicCache``.
     """
 
@@ -158,16 +169,14 @@ def attempt(
     scenario = Scenario(model, make_cache)
     try:
         play(scenario)
-    except (
-        AttributeError,
-        IndexError,
-        NotImplementedError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+    except FAILURES as error:
+        return describe(error)
     return scenario.outcome
+
+
+def describe(error: Exception) -> str:
+    """`error` in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def dynamic_cache(model: PreTrainedModel) -> DynamicCache:

@@ -38,6 +38,7 @@ class TinyModel:
         note: what is particular about its attention.
         seed: of the weights; chosen so that a token lost in mid-prompt changes the greedy text.
         architecture: class in transformers; empty for the causal language model of the config.
+        attention: implementation; None for the one that transformers chooses.
     """
 
     name: str
@@ -46,6 +47,7 @@ class TinyModel:
     note: str
     seed: int = 0
     architecture: str = ""
+    attention: str | None = None
 
     def build(self) -> PreTrainedModel:
         """Return the model: fp32, on the CPU, in eval mode, the same weights every time.
@@ -53,12 +55,13 @@ class TinyModel:
         It never stops early: no end-of-text token is set.
         """
         config = self.config()
+        options = {"dtype": torch.float32, "attn_implementation": self.attention}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             if self.architecture:
-                model = getattr(transformers, self.architecture)(config)
+                model = getattr(transformers, self.architecture)._from_config(config, **options)
             else:
-                model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+                model = transformers.AutoModelForCausalLM.from_config(config, **options)
         spread_weights(model, self.seed)
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = PAD_TOKEN

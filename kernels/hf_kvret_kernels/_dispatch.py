@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, cast
 
 import torch
@@ -45,6 +46,11 @@ def choose_backend(backend: str, tensor: torch.Tensor) -> Backend:
                 "or pass backend='naive'"
             )
     return cast(Backend, backend)
+
+
+def launching_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Context in which Triton launches kernels on the device of ``tensor``, not the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def check_no_grad(**tensors: torch.Tensor) -> None:

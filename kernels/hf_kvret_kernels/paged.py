@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_kvret_kernels._dispatch import choose_backend, interpreted
+from hf_kvret_kernels._dispatch import choose_backend, interpreted, launching_on
 
 
 @dataclass(eq=False)
@@ -46,8 +46,8 @@ class PagedRows:
             ):
                 raise ValueError(
                     f"chunks[{number}] is {chunk.dtype} {tuple(chunk.shape)} on {chunk.device}: "
-                    "all chunks must be contiguous [pages, Hkv, page_len, Dk + Dv] of one dtype and "
-                    f"device; chunks[0] is {first.dtype} {tuple(first.shape)} on {first.device}"
+                    "all chunks must be contiguous [pages, Hkv, page_len, Dk + Dv], of one dtype "
+                    f"and device; chunks[0] is {first.dtype} {tuple(first.shape)} on {first.device}"
                 )
         if self.table.ndim != 2 or self.table.dtype != torch.int32 or not self.table.shape[1]:
             raise ValueError(
@@ -130,7 +130,8 @@ class PagedRows:
         if choose_backend(backend, self.table) == "triton":
             from hf_kvret_kernels.paged_triton import gather_rows
 
-            return gather_rows(self, ids)
+            with launching_on(ids):
+                return gather_rows(self, ids)
         rows = self._gather_with_torch(ids)
         return rows[..., : self.key_dim], rows[..., self.key_dim :]
 
@@ -155,19 +156,19 @@ class PagedRows:
                 f"the rows lie on {self.chunks[0].device}, ids on {ids.device}: use "
                 "backend='triton' with pinned rows, or move the ids"
             )
-        batch, heads, _, count = ids.shape
+        heads = ids.shape[1]
         hole = ids < 0
         slots = ids.clamp_min(0)
-        columns = (slots // self.page_len).view(batch, -1).long()
+        columns = (slots // self.page_len).flatten(1).long()
         pages = self.table.gather(1, columns).view(ids.shape).masked_fill_(hole, 0)
         kv_heads = torch.arange(heads, device=ids.device) // (heads // self.heads)
         index = pages.long() * self.heads + kv_heads.view(1, -1, 1, 1)
-        index = (index * self.page_len + slots % self.page_len).view(-1)
-        rows = self._select(index)
-        holes = hole.view(-1).nonzero()[:, 0]
+        index = index * self.page_len + slots % self.page_len
+        rows = self._select(index.flatten())
+        holes = hole.flatten().nonzero()[:, 0]
         if len(holes):
             rows.index_fill_(0, holes, 0.0)
-        return rows.view(*ids.shape[:3], count, self.width)
+        return rows.view(*ids.shape, self.width)
 
     def _select(self, index: torch.Tensor) -> torch.Tensor:
         """Rows ``[N, width]`` with the numbers ``index [N]``, counted across all chunks."""

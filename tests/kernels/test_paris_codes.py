@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
+
 from hf_kvret_kernels import paris
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ("naive", "triton")
+BOTH = ("naive", "triton")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+BACKENDS = ("naive", pytest.param("triton", marks=needs_triton))
 # Head dim and m: below 8, powers of two, padded ones, the largest.
 SHAPES = ((5, 8), (8, 4), (40, 8), (64, 4), (96, 8), (128, 8), (256, 4))
 
@@ -111,9 +116,7 @@ def test_bits_levels_and_weights_of_a_key_worked_out_by_hand(m: int, backend: st
     x = torch.tensor(coordinates, device=DEVICE)
     transform = paris.rotate(torch.eye(8, device=DEVICE), signs, backend="naive")
     keys = (transform @ (3 * x)).view(1, 1, 1, 8)
-    codes = paris.encode(
-        keys, signs, levels, m=m, weight_dtype=torch.float32, backend=backend
-    )
+    codes = paris.encode(keys, signs, levels, m=m, weight_dtype=torch.float32, backend=backend)
     assert codes.sign.flatten().tolist() == [sign_byte]
     word = sum(level << (3 * j) for j, level in enumerate(level_ids))
     assert codes.magnitude.flatten().tolist() == [word & 255, (word >> 8) & 255, word >> 16]
@@ -143,6 +146,7 @@ def test_directions_come_back_with_the_error_of_a_four_bit_quantizer(m: int) -> 
     torch.testing.assert_close(recovered, x.norm(dim=-1), rtol=1e-5, atol=1e-5)
 
 
+@needs_triton
 @pytest.mark.parametrize("head_dim, m", SHAPES)
 @pytest.mark.parametrize("centred", [False, True])
 def test_triton_encodes_as_the_reference_does(head_dim: int, m: int, centred: bool) -> None:
@@ -153,7 +157,7 @@ def test_triton_encodes_as_the_reference_does(head_dim: int, m: int, centred: bo
         paris.encode(
             keys, signs, levels, m=m, mean=mean, weight_dtype=torch.float32, backend=backend
         )
-        for backend in BACKENDS
+        for backend in BOTH
     )
     x = paris.rotate(keys if mean is None else keys - mean.unsqueeze(2), signs, backend="naive")
     # The two add in another order: signs may differ where a coordinate is 0 but for rounding,
@@ -168,13 +172,14 @@ def test_triton_encodes_as_the_reference_does(head_dim: int, m: int, centred: bo
     )
 
 
+@needs_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keys_and_weights(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     signs, levels = tools(32, 8)
     keys = randn(1, 2, 20, 32).to(dtype)
     exact = paris.encode(keys.float(), signs, levels, weight_dtype=torch.float32, backend="naive")
-    for backend in BACKENDS:
+    for backend in BOTH:
         codes = paris.encode(keys, signs, levels, weight_dtype=weight_dtype, backend=backend)
         assert torch.equal(codes.sign, exact.sign)
         assert codes.weight.dtype == weight_dtype

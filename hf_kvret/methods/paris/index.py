@@ -16,6 +16,7 @@ from hf_kvret.methods.paris.config import ParisConfig
 from hf_kvret.recall import group_relevance
 from hf_kvret_kernels import paris
 
+_MOST_POINTS = 254
 _PLANES = ("sign", "magnitude", "weight")
 
 
@@ -54,8 +55,8 @@ class ParisIndex(Index):
         basis = self._basis
         codes = paris.encode(block.keys, basis.signs, basis.levels, m=m, mean=basis.mean)
         if block.valid is not None:
-            # No weight marks padding, so that a crop knows whom the counts never held.
-            codes.weight.masked_fill_(~block.valid[:, None, :, None], 0)
+            # A negative weight marks padding, so that a crop knows whom the counts never held.
+            codes.weight.masked_fill_(~block.valid[:, None, :, None], -1)
         for name, rows in self._planes.items():
             rows.append(getattr(codes, name))
         counts = paris.count_centroids(codes.sign, m=m, valid=block.valid)
@@ -100,7 +101,7 @@ class ParisIndex(Index):
         if self._counts is None or cold_len >= self._planes["sign"].length:
             return
         dropped = self._codes()
-        counted = (dropped.weight[:, 0, cold_len:] != 0).any(dim=-1)
+        counted = dropped.weight[:, 0, cold_len:, 0] >= 0
         self._counts = self._counts - paris.count_centroids(
             dropped.sign[:, :, cold_len:], m=self.options.subspace_dim, valid=counted
         )
@@ -139,6 +140,13 @@ class ParisIndex(Index):
 
     def _make_basis(self, dim: int, device: torch.device, mean: torch.Tensor | None) -> _Basis:
         options = self.options
+        subspaces = paris.rotated_dim(dim) // options.subspace_dim
+        if len(options.tiers) * subspaces > _MOST_POINTS:
+            raise ValueError(
+                f"{len(options.tiers)} tiers in {subspaces} subspaces (head dim {dim}, "
+                f"subspace_dim={options.subspace_dim}) make scores above {_MOST_POINTS}, which a "
+                "byte can't hold: use subspace_dim=8 or fewer tiers"
+            )
         signs = paris.random_signs(paris.rotated_dim(dim), options.seed).to(device)
         if options.levels is None:
             levels = paris.magnitude_levels(options.subspace_dim).to(device)
@@ -154,5 +162,6 @@ def _mean_key(keys: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     """``[B, Hkv, D]`` fp32 mean over the valid tokens of ``keys [B, Hkv, n, D]``; 0 for none."""
     if valid is None:
         return keys.float().mean(dim=2)
-    weights = valid[:, None, :, None].float()
-    return (keys.float() * weights).sum(dim=2) / weights.sum(dim=2).clamp(min=1)
+    covered = valid[:, None, :, None]
+    total = keys.float().masked_fill(~covered, 0.0).sum(dim=2)
+    return total / covered.sum(dim=2).clamp(min=1)

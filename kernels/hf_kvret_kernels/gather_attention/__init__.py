@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_attention_inputs, choose_backend
+from hf_kvret_kernels._dispatch import check_attention_inputs, choose_backend, launching_on
 from hf_kvret_kernels.gather_attention import naive
 from hf_kvret_kernels.paged import PagedRows
 
@@ -65,4 +65,5 @@ def gather_attention(
         return naive.gather_attention(query, rows, ids, scale, softcap)
     from hf_kvret_kernels.gather_attention import triton
 
-    return triton.gather_attention(query, rows, ids, scale, softcap)
+    with launching_on(query):
+        return triton.gather_attention(query, rows, ids, scale, softcap)

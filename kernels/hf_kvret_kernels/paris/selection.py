@@ -41,9 +41,9 @@ def count_centroids(
     check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
     if choose_backend(backend, sign) == "naive":
         return naive.count_centroids(sign, m, valid)
-    from hf_kvret_kernels.paris import triton_select
+    from hf_kvret_kernels.paris import triton_collide
 
-    return triton_select.count_centroids(sign, m, valid)
+    return triton_collide.count_centroids(sign, m, valid)
 
 
 def bonus_table(
@@ -90,9 +90,9 @@ def bonus_table(
     shares = tuple(round(rho * tier * naive.SHARE_UNIT) for tier in tiers)
     if choose_backend(backend, q_rot) == "naive":
         return naive.bonus_table(q_rot, counts, shares, m)
-    from hf_kvret_kernels.paris import triton_select
+    from hf_kvret_kernels.paris import triton_collide
 
-    return triton_select.bonus_table(q_rot, counts, shares, m)
+    return triton_collide.bonus_table(q_rot, counts, shares, m)
 
 
 def collide(
@@ -123,9 +123,9 @@ def collide(
     check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
     if choose_backend(backend, sign) == "naive":
         return naive.collide(sign, bonus, m, valid)
-    from hf_kvret_kernels.paris import triton_select
+    from hf_kvret_kernels.paris import triton_collide
 
-    return triton_select.collide(sign, bonus, m, valid)
+    return triton_collide.collide(sign, bonus, m, valid)
 
 
 def candidates(
@@ -149,9 +149,9 @@ def candidates(
         raise ValueError(f"count={count}: the number of candidates is 0 or more")
     if choose_backend(backend, scores) == "naive":
         return naive.candidates(scores, histogram, count)
-    from hf_kvret_kernels.paris import triton_select
+    from hf_kvret_kernels.paris import triton_candidates
 
-    return triton_select.candidates(scores, histogram, count)
+    return triton_candidates.candidates(scores, histogram, count)
 
 
 def rerank(

@@ -32,10 +32,10 @@ def rerank(
         count,
         heads,
         queries,
-        tables,
         *codes.sign.stride()[:2],
         *codes.magnitude.stride()[:2],
         *codes.weight.stride()[:2],
+        TABLES=tables,
         M=m,
         LEVELS=LEVELS,
         DIM=dim,
@@ -56,13 +56,13 @@ def _rerank_kernel(
     count,
     heads,
     queries,
-    tables,
     sign_stride_b,
     sign_stride_h,
     magnitude_stride_b,
     magnitude_stride_h,
     weight_stride_b,
     weight_stride_h,
+    TABLES: tl.constexpr,
     M: tl.constexpr,
     LEVELS: tl.constexpr,
     DIM: tl.constexpr,
@@ -97,9 +97,9 @@ def _rerank_kernel(
     weight = weight.to(tl.float32)
 
     coordinate = s[:, None] * M + tl.arange(0, M)[None, :]
-    for g in range(tables):
-        q_b = tl.load(q_ptr + (row * tables + g) * DIM + coordinate)
+    for g in range(TABLES):
+        q_b = tl.load(q_ptr + (row * TABLES + g) * DIM + coordinate)
         products = tl.sum(v_b * q_b[None, :, :], axis=2)
         estimate = tl.sum(products * weight, axis=1)
         estimate = tl.where(ids >= 0, estimate, float("-inf"))
-        tl.store(out_ptr + (row * tables + g) * count + slots, estimate, mask=slots < count)
+        tl.store(out_ptr + (row * TABLES + g) * count + slots, estimate, mask=slots < count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_attention_inputs, choose_backend
+from hf_kvret_kernels._dispatch import check_attention_inputs, choose_backend, launching_on
 from hf_kvret_kernels.prompt_attention import naive
 
 __all__ = ["prompt_attention"]
@@ -76,4 +76,5 @@ def prompt_attention(
         return naive.prompt_attention(*arguments)
     from hf_kvret_kernels.prompt_attention import triton
 
-    return triton.prompt_attention(*arguments)
+    with launching_on(query):
+        return triton.prompt_attention(*arguments)

@@ -1,4 +1,4 @@
-"""Triton kernels of stage 1: centroid counts, bonus tables, collisions, candidates."""
+"""Triton kernels that score all tokens: centroid counts, bonus tables, collisions."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -7,11 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels.paris.codes import EXCLUDED
 from hf_kvret_kernels.paris.naive import SHARE_UNIT
 
-_EXCLUDED = tl.constexpr(255)
+_EXCLUDED = tl.constexpr(EXCLUDED)
 _SHARE_UNIT = tl.constexpr(SHARE_UNIT)
-# Sign bytes that a program of four warps looks up, and tokens that one selects from.
+# Sign bytes that a program of eight warps looks up, and tokens that one counts.
 _TILE = 4096
 _TOKENS = 1024
 # Centroids that all 2**m are compared with at a time, by eight warps.
@@ -76,31 +77,16 @@ def collide(
         length,
         heads,
         queries,
-        tables,
         *sign.stride()[:2],
         *_mask_strides(valid),
         HAS_VALID=valid is not None,
+        TABLES=tables,
         M=m,
         BYTES=width,
         BLOCK=block,
+        num_warps=8,
     )
     return scores, histogram
-
-
-def candidates(scores: torch.Tensor, histogram: torch.Tensor, count: int) -> torch.Tensor:
-    batch, heads, queries, length = scores.shape
-    rows, blocks = batch * heads * queries, triton.cdiv(length, _TOKENS)
-    shape = (batch, heads, queries, count)
-    ids = torch.full(shape, -1, dtype=torch.int32, device=scores.device)
-    scores, histogram = scores.contiguous(), histogram.contiguous()
-    sums = torch.empty(rows, blocks, 2, dtype=torch.int32, device=scores.device)
-    _block_sums_kernel[(blocks, rows)](
-        scores, histogram, sums, length, blocks, count, BLOCK=_TOKENS
-    )
-    _compact_kernel[(blocks, rows)](
-        scores, histogram, sums, ids, length, blocks, count, BLOCK=_TOKENS
-    )
-    return ids
 
 
 def _mask_bytes(sign: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
@@ -186,9 +172,7 @@ def _bonus_kernel(
         held = tl.load(counts_ptr + others)
         other_sims = _pattern_sims(q_ptr, others, M)
         ahead = other_sims[None, :] > sims[:, None]
-        ahead = ahead | (
-            (other_sims[None, :] == sims[:, None]) & (others[None, :] < ids[:, None])
-        )
+        ahead = ahead | ((other_sims[None, :] == sims[:, None]) & (others[None, :] < ids[:, None]))
         before += tl.sum(tl.where(ahead, held[None, :], 0), axis=1)
     points = tl.zeros((CENTROIDS,), dtype=tl.int32)
     for t in tl.static_range(len(SHARES)):
@@ -207,12 +191,12 @@ def _collide_kernel(
     length,
     heads,
     queries,
-    tables,
     sign_stride_b,
     sign_stride_h,
     valid_stride_b,
     valid_stride_n,
     HAS_VALID: tl.constexpr,
+    TABLES: tl.constexpr,
     M: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -232,8 +216,8 @@ def _collide_kernel(
     byte = tl.load(sign_ptr + places, mask=counted[:, None], other=0).to(tl.int32)
 
     best = tl.zeros((BLOCK,), dtype=tl.int32)
-    bonus_ptr += row * tables * (BYTES * PER_BYTE * CENTROIDS)
-    for g in range(tables):
+    bonus_ptr += row * TABLES * (BYTES * PER_BYTE * CENTROIDS)
+    for g in range(TABLES):
         points = tl.zeros((BLOCK,), dtype=tl.int32)
         for part in tl.static_range(PER_BYTE):
             ids = (byte >> (part * M)) & (CENTROIDS - 1)
@@ -247,60 +231,3 @@ def _collide_kernel(
     found = tl.histogram(best, 256)
     wanted = (bins < _EXCLUDED) & (found > 0)
     tl.atomic_add(histogram_ptr + row * 256 + bins, found, mask=wanted)
-
-
-@triton.jit
-def _lowest_taken(histogram_ptr, row, count):
-    """The lowest score that is taken, and how many of the tokens with that score."""
-    bins = tl.arange(0, 256)
-    held = tl.load(histogram_ptr + row * 256 + bins, mask=bins < _EXCLUDED, other=0)
-    reached = tl.sum(held) - tl.cumsum(held, axis=0) + held
-    threshold = tl.max(tl.where((reached >= count) & (bins < _EXCLUDED), bins, 0), axis=0)
-    return threshold, count - tl.sum(tl.where(bins > threshold, held, 0))
-
-
-@triton.jit
-def _block_sums_kernel(
-    scores_ptr, histogram_ptr, sums_ptr, length, blocks, count, BLOCK: tl.constexpr
-):
-    """How many scores of a block lie above the threshold, and on it."""
-    row = tl.program_id(1).to(tl.int64)
-    threshold, _ = _lowest_taken(histogram_ptr, row, count)
-    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    excluded = tl.full((BLOCK,), _EXCLUDED, tl.uint8)
-    score = tl.load(scores_ptr + row * length + tokens, mask=tokens < length, other=excluded)
-    score = score.to(tl.int32)
-    above = tl.sum(((score > threshold) & (score < _EXCLUDED)).to(tl.int32))
-    equal = tl.sum((score == threshold).to(tl.int32))
-    place = sums_ptr + (row * blocks + tl.program_id(0)) * 2
-    tl.store(place, above)
-    tl.store(place + 1, equal)
-
-
-@triton.jit
-def _compact_kernel(
-    scores_ptr, histogram_ptr, sums_ptr, ids_ptr, length, blocks, count, BLOCK: tl.constexpr
-):
-    """Positions of the taken tokens of a block, behind those of the blocks before it."""
-    row = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(0)
-    threshold, of_equal = _lowest_taken(histogram_ptr, row, count)
-    above_before = 0
-    equal_before = 0
-    for start in range(0, block, BLOCK):
-        earlier = start + tl.arange(0, BLOCK)
-        place = sums_ptr + (row * blocks + earlier) * 2
-        above_before += tl.sum(tl.load(place, mask=earlier < block, other=0))
-        equal_before += tl.sum(tl.load(place + 1, mask=earlier < block, other=0))
-
-    tokens = block * BLOCK + tl.arange(0, BLOCK)
-    excluded = tl.full((BLOCK,), _EXCLUDED, tl.uint8)
-    score = tl.load(scores_ptr + row * length + tokens, mask=tokens < length, other=excluded)
-    score = score.to(tl.int32)
-    above = (score > threshold) & (score < _EXCLUDED)
-    equal = score == threshold
-    above_ahead = above_before + tl.cumsum(above.to(tl.int32), axis=0) - above.to(tl.int32)
-    equal_ahead = equal_before + tl.cumsum(equal.to(tl.int32), axis=0) - equal.to(tl.int32)
-    taken = above | (equal & (equal_ahead < of_equal))
-    slot = above_ahead + tl.minimum(equal_ahead, of_equal)
-    tl.store(ids_ptr + row * count + slot, tokens, mask=taken)

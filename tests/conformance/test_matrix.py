@@ -1,0 +1,120 @@
+"""Models x modes x {flat, paris} x {device, host}: the same text and logits as full attention.
+
+By default every model runs the most telling modes and four unlike models run every mode, with
+all four caches; the rest of the matrix is marked slow (``-m "slow or not slow"`` runs it all).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedModel
+
+from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache, attach
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, REFUSED, Case, conformance_cases, run_case
+from hf_kvret.testing.scenario import prompt
+
+CACHES: dict[str, type[RetrievalCache]] = {"flat": FlatKVCache, "paris": ParisKVCache}
+STORES = ("device", "host")
+
+# Plain rope; soft cap and sliding; sinks and experts; a linear hybrid.
+UNLIKE_MODELS = ("llama", "gemma2", "gpt_oss", "qwen3_next")
+# Padding, reordered rows, dropped drafts, pieces of a prompt, holes, flushed rows that come back.
+TELLING_MODES = (
+    "greedy_ragged",
+    "beams_ragged",
+    "prompt_lookup",
+    "chunked_prefill",
+    "second_turn_ragged",
+    "crop_deep",
+)
+
+# What transformers' own cache can't do in the newest transformers that we support. Skipping goes
+# by trial; without this list a mode that broke would vanish from the matrix in silence.
+NEWEST = Version(transformers.__version__) >= Version("5.23")
+_ROWS = {"reset_other_batch", "batch_repeat_interleave", "batch_select_indices"}
+IMPOSSIBLE = {
+    "gpt_oss": {"early_exit"},
+    "gpt_neox": {"early_exit"},
+    "gpt2": {"early_exit"},
+    "exaone4": {"early_exit"},
+    "qwen2_vl": {"early_exit", "guidance"},
+    "lfm2": {"early_exit", *_ROWS},
+    "qwen3_next": {
+        "early_exit",
+        "assisted",
+        "prompt_lookup",
+        "crop_small",
+        "crop_deep",
+        *_ROWS,
+    },
+}
+
+# Why each refused model is refused, as the message says it.
+REASONS = {
+    "deepseek_v2": "deepseek_v2 uses multi-head latent attention",
+    "falcon": "FalconForCausalLM computes attention by itself",
+    "bloom": "BloomForCausalLM computes attention by itself",
+    "t5": "t5 is an encoder-decoder",
+    "bart": "bart is an encoder-decoder",
+    "mamba": "mamba has no full-attention layer",
+    "mistral_sliding": "mistral has no full-attention layer",
+}
+
+
+def _matrix() -> list[Any]:
+    params = []
+    for case in conformance_cases():
+        by_default = case.model in UNLIKE_MODELS or case.mode in TELLING_MODES
+        marks = () if by_default else (pytest.mark.slow,)
+        for method in CACHES:
+            for store in STORES:
+                name = f"{case}-{method}-{store}"
+                params.append(pytest.param(case, method, store, marks=marks, id=name))
+    return params
+
+
+def _make(method: str, store: str, model: PreTrainedModel) -> RetrievalCache:
+    return CACHES[method](config=model.config, store=store, **COVERING_OPTIONS)
+
+
+@pytest.mark.parametrize(("case", "method", "store"), _matrix())
+def test_same_as_full_attention(case: Case, method: str, store: str) -> None:
+    result = run_case(case, partial(_make, method, store))
+    if result.status == "skipped":
+        assert not NEWEST or case.mode in IMPOSSIBLE.get(case.model, ()), result.detail
+        pytest.skip(result.detail)
+    assert result.status == "passed", result.detail
+
+
+@pytest.mark.parametrize("method", CACHES)
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_be_served_are_refused_up_front(name: str, method: str) -> None:
+    model = REFUSED[name]()
+    calls = []
+    model.register_forward_pre_hook(lambda *args: calls.append(args))
+    with pytest.raises(ValueError, match=REASONS[name]):
+        model.generate(prompt(1, 20), cache_implementation=method, max_new_tokens=2)
+    with pytest.raises(ValueError, match=REASONS[name]):
+        attach(model)
+    assert not calls, "the model ran before it was refused"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_full_attention_layers_retrieve(name: str) -> None:
+    tiny = MODELS[name]
+    cache = FlatKVCache(config=tiny.config(), **COVERING_OPTIONS)
+    assert tuple(layer["layer"] for layer in cache.stats()["layers"]) == tiny.full_attention
+
+
+def test_a_model_that_served_a_retrieval_cache_gives_the_same_text_without_one() -> None:
+    model = MODELS["llama"].build()
+    greedy = {"max_new_tokens": 8, "do_sample": False}
+    before = model.generate(prompt(1, 60), **greedy)
+    model.generate(prompt(1, 60), past_key_values=_make("flat", "device", model), **greedy)
+    assert torch.equal(model.generate(prompt(1, 60), **greedy), before)

@@ -1,0 +1,288 @@
+"""The conformance suite must pass what is right and fail what is wrong, each in its own mode."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from hf_kvret import FlatKVCache
+from hf_kvret.testing import (
+    COVERING_OPTIONS,
+    MODELS,
+    MODES,
+    REFUSED,
+    Case,
+    check,
+    conformance_cases,
+    no_proof,
+    run_case,
+    run_conformance,
+)
+from hf_kvret.testing.conformance import first_difference
+from hf_kvret.testing.scenario import Outcome, dynamic_cache, prompt
+
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+NEWEST = Version(transformers.__version__) >= Version("5.23")
+
+
+def leave_alone(model: PreTrainedModel) -> None:
+    """Preparation for transformers' own caches: none."""
+
+
+run_plain = partial(run_case, prepare=leave_alone, proof=no_proof)
+
+
+class Faulty(DynamicCache):
+    """transformers' own cache, made for a model, to put a fault into."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(config=model.config.get_text_config(decoder=True))
+
+    def full_layers(self) -> list[DynamicLayer]:
+        return [layer for layer in self.layers if type(layer) is DynamicLayer]
+
+
+class LosesOneToken(Faulty):
+    """The 21st token of every row is gone once decoding begins."""
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any) -> Any:
+        kept = self.layers[layer]
+        if key.shape[2] == 1 and type(kept) is DynamicLayer and kept.is_initialized:
+            kept.keys[:, :, 20] = 0
+            kept.values[:, :, 20] = 0
+        return super().update(key, value, layer, *args)
+
+
+class IgnoresReorder(Faulty):
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        pass
+
+
+class CropsTheFront(Faulty):
+    def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.full_layers():
+            layer.keys = layer.keys[:, :, -tokens_to_remove:]
+            layer.values = layer.values[:, :, -tokens_to_remove:]
+
+
+class RepeatsInTheWrongOrder(Faulty):
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for layer in self.full_layers():
+            layer.keys = layer.keys.repeat(repeats, 1, 1, 1)
+            layer.values = layer.values.repeat(repeats, 1, 1, 1)
+
+
+class SelectsTheFirstRows(Faulty):
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(torch.arange(len(indices)))
+
+
+class CopiesNothing(Faulty):
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesNothing:
+        return self
+
+
+class ResetsTheFirstLayerOnly(Faulty):
+    def reset(self) -> None:
+        self.layers[0].reset()
+
+
+class ForgetsSecondPrompts(Faulty):
+    """Of several tokens that arrive later, the first is lost."""
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any) -> Any:
+        if key.shape[2] > 1 and self.get_seq_length(layer) > 0:
+            key, value = key.clone(), value.clone()
+            key[:, :, 0] = 0
+            value[:, :, 0] = 0
+        return super().update(key, value, layer, *args)
+
+
+class RoundsToHalf(Faulty):
+    """Right in every mode, but for precision."""
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any) -> Any:
+        return super().update(key.half().float(), value.half().float(), layer, *args)
+
+
+FAULTS: list[tuple[type[Faulty], list[str], list[str]]] = [
+    # fault, modes that must find it, modes that it must not disturb
+    (LosesOneToken, ["greedy_ragged", "sampling", "beams", "inputs_embeds", "loop"], []),
+    (IgnoresReorder, ["beams", "beams_ragged"], ["greedy", "assisted", "crop_deep"]),
+    (CropsTheFront, ["crop_small", "crop_deep", "assisted", "prompt_lookup"], ["greedy", "beams"]),
+    (RepeatsInTheWrongOrder, ["batch_repeat_interleave"], ["beams", "return_sequences"]),
+    (SelectsTheFirstRows, ["batch_select_indices"], ["beams"]),
+    (CopiesNothing, ["prefix_reuse"], ["second_turn"]),
+    (ResetsTheFirstLayerOnly, ["reset", "reset_other_batch"], ["second_turn"]),
+    (
+        ForgetsSecondPrompts,
+        ["second_turn", "second_turn_ragged", "chunked_prefill", "loop_positions"],
+        ["greedy", "prefill_by_token"],
+    ),
+    (RoundsToHalf, ["greedy_ragged", "loop", "guidance"], []),
+]
+
+
+@pytest.mark.parametrize("case", conformance_cases(["llama", "gemma2", "lfm2"]), ids=str)
+def test_transformers_own_cache_conforms(case: Case) -> None:
+    result = run_plain(case, dynamic_cache)
+    if case.mode.startswith("reset") and not NEWEST and result.status == "failed":
+        pytest.skip("this transformers' DynamicCache keeps zeroed rows after reset")
+    if result.status == "skipped":
+        pytest.skip(result.detail)
+    assert result.status == "passed", result.detail
+
+
+@pytest.mark.parametrize(
+    ("fault", "mode"), [(fault, mode) for fault, found_by, _ in FAULTS for mode in found_by]
+)
+def test_a_broken_cache_fails_where_its_fault_shows(fault: type[Faulty], mode: str) -> None:
+    (result,) = run_conformance(fault, ["llama"], [mode], prepare=leave_alone, proof=no_proof)
+    assert result.status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("fault", "mode"), [(fault, mode) for fault, _, spared in FAULTS for mode in spared]
+)
+def test_a_broken_cache_passes_where_its_fault_does_not_show(
+    fault: type[Faulty], mode: str
+) -> None:
+    result = run_plain(Case("llama", mode), fault)
+    assert result.status == "passed", result.detail
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_lost_token_shows_in_the_logits_of_every_model(name: str) -> None:
+    assert run_plain(Case(name, "greedy_ragged"), LosesOneToken).status == "failed"
+
+
+def test_a_lost_token_changes_the_text_of_most_models() -> None:
+    """Token ids alone must be telling, whichever token of the prompt is lost."""
+    changed, tried = 0, 0
+    for model in (tiny.build() for tiny in MODELS.values()):
+        ids = prompt(1, 60, salt=1)
+        filled = dynamic_cache(model)
+        with torch.no_grad():
+            model(ids[:, :-1], past_key_values=filled)
+        right = model.generate(ids, past_key_values=copy.deepcopy(filled), **GREEDY)
+        for lost in (5, 12, 20, 30, 40, 47):
+            cache = copy.deepcopy(filled)
+            for layer in cache.layers:
+                if type(layer) is DynamicLayer:
+                    layer.keys[:, :, lost] = 0
+                    layer.values[:, :, lost] = 0
+            wrong = model.generate(ids, past_key_values=cache, **GREEDY)
+            changed += int(not torch.equal(wrong, right))
+            tried += 1
+    assert changed / tried > 0.6
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beams", "second_turn_ragged", "crop_deep"])
+def test_a_retrieval_cache_with_too_small_a_budget_fails(mode: str) -> None:
+    small = {**COVERING_OPTIONS, "top_k": 1}
+    result = run_case(Case("llama", mode), lambda m: FlatKVCache(config=m.config, **small))
+    assert result.status == "failed"
+
+
+def test_a_cache_that_never_reads_cold_rows_fails() -> None:
+    dense = {**COVERING_OPTIONS, "dense_below": 10_000}
+    result = run_case(Case("llama", "greedy"), lambda m: FlatKVCache(config=m.config, **dense))
+    assert result.status == "failed"
+    assert "no cold row was read" in result.detail
+
+
+def test_a_cache_that_raises_is_reported_as_failed() -> None:
+    class Raises(Faulty):
+        def update(self, *args: Any) -> Any:
+            raise RuntimeError("out of paper")
+
+    (result,) = run_conformance(Raises, ["qwen2"], ["greedy"], proof=no_proof)
+    assert (result.status, result.detail) == ("failed", "raised RuntimeError: out of paper")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_zoo_models_are_what_they_say(name: str) -> None:
+    tiny = MODELS[name]
+    model, again = tiny.build(), tiny.build()
+    full = [i for i, x in enumerate(dynamic_cache(model).layers) if type(x) is DynamicLayer]
+    assert tuple(full) == tiny.full_attention
+    assert not model.training
+    for (key, weight), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert weight.dtype is torch.float32, key
+        assert torch.equal(weight, other), key
+
+
+def test_attention_sinks_of_the_zoo_matter() -> None:
+    model = MODELS["gpt_oss"].build()
+    sinks = [p for n, p in model.named_parameters() if n.endswith("sinks")]
+    assert len(sinks) == 3
+    assert all(bool((p.abs() > 1e-3).all()) for p in sinks)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_models_can_be_built(name: str) -> None:
+    assert isinstance(REFUSED[name](), PreTrainedModel)
+
+
+def test_check_refuses_a_mode_that_the_model_can_not_do() -> None:
+    model = MODELS["qwen3_next"].build()
+    reason = MODES["crop_deep"].supports(model)
+    assert reason == "a recurrent state can't be cropped"
+    with pytest.raises(ValueError, match=r"qwen3_next, crop_deep can't be checked: a recurrent"):
+        check(model, MODES["crop_deep"], partial(dynamic_cache, model), proof=no_proof)
+
+
+def test_check_compares_with_the_same_model_when_no_baseline_is_given() -> None:
+    model = MODELS["qwen2"].build()
+    check(model, MODES["greedy"], partial(dynamic_cache, model), proof=no_proof)
+    with pytest.raises(AssertionError, match=r"qwen2, loop: step 0: logits differs first at"):
+        check(model, MODES["loop"], partial(LosesOneToken, model), proof=no_proof)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"models": ["lama"]}, "unknown model 'lama': choose from llama,"),
+        ({"modes": ["gredy"]}, "unknown mode 'gredy': choose from greedy,"),
+    ],
+)
+def test_unknown_names_are_refused(kwargs: dict[str, list[str]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(conformance_cases(**kwargs))
+
+
+def outcome(**values: torch.Tensor) -> Outcome:
+    return Outcome(dict(values))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v.update(logits=v["logits"] + 1.0), r"logits differs first at \[0, 0\]"),
+        (lambda v: v.update(logits=v["logits"] * float("nan")), "logits differs first"),
+        (lambda v: v.update(logits=v["logits"][:1]), r"is torch.float32 \[1, 3\], expected"),
+        (lambda v: v.update(logits=v["logits"].double()), "torch.float64"),
+        (lambda v: v.update(ids=v["ids"].flip(0), logits=v["logits"] + 1), "ids differs first"),
+        (lambda v: v.pop("ids"), "recorded"),
+    ],
+)
+def test_every_kind_of_difference_is_seen(
+    change: Callable[[dict[str, torch.Tensor]], Any], message: str
+) -> None:
+    values = {"logits": torch.zeros(2, 3), "ids": torch.arange(4)}
+    want = outcome(**values)
+    assert first_difference(outcome(**values), want, 0.1) is None
+    change(values)
+    found = first_difference(outcome(**values), want, 0.1)
+    assert found is not None
+    assert re.search(message, found)

@@ -1,0 +1,88 @@
+"""The demo on the bundled model: right answers, honest counts, clear errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hf_kvret import ParisKVCache
+from hf_kvret.cli import main
+from hf_kvret.evaluation.bundled import load_bundled_model
+from hf_kvret.evaluation.demo import DemoSetup, run_demo
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    folder = tmp_path_factory.mktemp("demo")
+    arguments = ["demo", "--context", "4096", "--questions", "16", "--top-k", "64"]
+    arguments += ["--json", str(folder / "demo.json"), "--plot", str(folder / "demo.png")]
+    assert main(arguments) == 0
+    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((folder / "demo.json").read_text())
+
+
+def test_every_cache_answers_and_reads_few_rows(report: dict) -> None:
+    rows = {row["cache"]: row for row in report["results"]}
+    assert list(rows) == ["full", "flat", "paris"]
+    for row in rows.values():
+        # 16 questions: one may go wrong in a model that is 98% right.
+        assert row["right_ratio"] >= 15 / 16
+        assert row["tokens_per_second"] > 0
+    assert rows["full"]["read_ratio"] == 1.0
+    for name in ("flat", "paris"):
+        cold = 4096 - 256
+        assert rows[name]["read_ratio"] == pytest.approx(64 / cold, rel=0.01)
+        assert rows[name]["host_bytes"] > 0
+    assert rows["flat"]["recall"] == pytest.approx(1.0)
+    assert rows["paris"]["recall"] > 0.8
+
+
+def test_the_report_says_where_it_was_made(report: dict) -> None:
+    environment = report["environment"]
+    assert environment["versions"]["torch"] == torch.__version__
+    assert environment["processor"]
+    assert report["setup"]["context"] == 4096
+
+
+def test_the_same_questions_are_right_without_the_cli() -> None:
+    model = load_bundled_model(torch.bfloat16)
+    setup = DemoSetup(context=4096, questions=8, top_k=0.05, recall_questions=0)
+    (row,) = run_demo(model, ["paris"], setup)
+    assert row.right_ratio >= 7 / 8
+    assert row.recall is None
+
+
+def test_paris_with_a_host_store_keeps_little_on_the_device() -> None:
+    """At 16K tokens, bf16: window and index take at most 30% of full attention's K and V."""
+    model = load_bundled_model(torch.bfloat16)
+    cache = ParisKVCache(model.config, store="host")
+    keys = torch.randn(1, 2, 16_384, 64, dtype=torch.bfloat16)
+    for layer in cache.retrieval_layers:
+        layer.update(keys, keys)
+        layer.waiting = False
+        layer.regions.take_prompt(keys.repeat_interleave(2, 1), keys, keys, None)
+    memory = cache.memory()
+    assert memory.full_attention == 3 * 2 * 16_384 * 2 * 64 * 2
+    assert memory.device <= 0.30 * memory.full_attention
+    assert memory.host >= 0.95 * memory.full_attention
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--caches", "full,parris"], "unknown cache 'parris': choose among full, flat, paris"),
+        (["--context", "100"], "use at least"),
+        (["--top-k", "0"], "top_k=0: a count must be at least 1"),
+        (["--top-k", "1.5"], "a float is a share"),
+        (["--store", "disk"], "store='disk': choose one of device, host, auto"),
+    ],
+)
+def test_mistakes_print_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err

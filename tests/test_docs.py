@@ -1,0 +1,305 @@
+"""The documentation is true: its code runs, its links lead somewhere, its tables match the code.
+
+A block of Python runs in the namespace of its page, in order. Pages may use ``model`` and
+``inputs`` without making them, as if they were the reader's own. A block after the comment
+``<!-- not run: <reason> -->`` is only parsed.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_kvret
+from hf_kvret.cli import main
+from hf_kvret.testing import MODELS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+FIRST_STEPS = DOCS / "tutorials" / "first-steps.md"
+PAGES = [README, *sorted(DOCS.rglob("*.md"))]
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+
+NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
+FENCE = re.compile(r"^ *(`{3,})(\w*)")
+LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
+LITERAL = re.compile(r"^`([^`]*)`$")
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, the number of its first line, its text, whether it runs."""
+
+    language: str
+    line: int
+    text: str
+    runs: bool
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    lines: list[str] = []
+    language, first, runs, before, inside = "", 0, True, "", False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+        fence = FENCE.match(line)
+        if fence and not inside:
+            inside, language, first, lines = True, fence[2], number + 1, []
+            runs = not NOT_RUN.fullmatch(before)
+        elif fence:
+            inside = False
+            yield Block(language, first, "\n".join(lines), runs)
+        elif inside:
+            lines.append(line)
+        before = line.strip()
+    assert not inside, f"{page.name}: the fence before line {first} is never closed"
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    kept, inside = [], False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if FENCE.match(line):
+            inside = not inside
+        elif not inside:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def table(page: Path, *header: str) -> list[list[str]]:
+    """Cells of all tables whose header begins with these columns."""
+    rows, wanted = [], False
+    for line in prose(page).splitlines():
+        if not line.startswith("|"):
+            wanted = False
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if tuple(cells[: len(header)]) == header:
+            wanted = True
+        elif wanted and set(line) - set("|-: "):
+            rows.append(cells)
+    return rows
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, made as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return {title.strip().replace(" ", "-") for title in kept}
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def pages_with_code() -> list[Path]:
+    """All but the first steps, which have a test of their own."""
+    pages = [page for page in PAGES if page != FIRST_STEPS]
+    return [page for page in pages if any(one.language == "python" for one in blocks(page))]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama; every page loads its own, because pages change it."""
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def namespace(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
+    """What a page starts with, in an empty directory; registration is put back afterwards."""
+    monkeypatch.chdir(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(checkpoint).eval()
+    # Longer than the default `dense_below`, so that the pages' caches have cold tokens.
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 128, (1, 3000), generator=generator)
+    yield {
+        "__name__": "page",
+        "model": model,
+        "inputs": {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)},
+    }
+    hf_kvret.register()
+
+
+def run(page: Path, namespace: dict[str, Any]) -> int:
+    """Run the page's blocks; returns how many ran. A failing line is shown with its number."""
+    count = 0
+    for block in blocks(page):
+        if block.language != "python":
+            continue
+        source = "\n" * (block.line - 1) + block.text
+        code = compile(source, str(page), "exec")
+        if block.runs:
+            exec(code, namespace)
+            count += 1
+    return count
+
+
+def test_the_parser_finds_blocks_and_tables(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "| a | b |\n|---|---|\n| `x` | 1 |\n\n```python\ny = 1\n```\n\n"
+        "<!-- not run: why -->\n```python\nz = 1\n```\n```bash\nls\n```\n"
+    )
+    found = list(blocks(page))
+    assert [(one.language, one.line, one.runs) for one in found] == [
+        ("python", 6, True),
+        ("python", 11, False),
+        ("bash", 14, True),
+    ]
+    assert table(page, "a") == [["`x`", "1"]]
+    assert table(page, "b") == []
+    made: dict[str, Any] = {}
+    assert run(page, made) == 1
+    assert made["y"] == 1
+    assert "z" not in made
+
+
+@pytest.mark.parametrize("page", pages_with_code(), ids=name)
+def test_the_code_of_a_page_runs(page: Path, namespace: dict[str, Any]) -> None:
+    ran = run(page, namespace)
+    assert ran or page == README, "every block is marked as not run"
+
+
+def test_the_first_steps_get_their_answers(namespace: dict[str, Any]) -> None:
+    run(FIRST_STEPS, namespace)
+    # With full attention the bundled model answers nearly all, by guessing it would answer none.
+    assert namespace["right"] >= 0.9 * len(namespace["questions"])
+    layers = namespace["fork"].stats()["layers"]
+    assert all(layer["selected"] > 0 for layer in layers)
+
+
+@pytest.mark.parametrize("page", LINKING, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in LINK.findall(prose(page)):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        goal = (page.parent / path).resolve() if path else page
+        if not goal.exists() or (anchor and anchor not in anchors(goal)):
+            broken.append(target)
+    assert not broken
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    seen, ahead = set(), [README]
+    while ahead:
+        page = ahead.pop()
+        if page in seen or page.suffix != ".md" or not page.exists():
+            continue
+        seen.add(page)
+        for target in LINK.findall(prose(page)):
+            if not target.startswith("http") and target.partition("#")[0]:
+                ahead.append((page.parent / target.partition("#")[0]).resolve())
+    assert not set(PAGES) - seen
+
+
+def options_of(page: Path) -> dict[str, list[str]]:
+    """The rows of the page's option table, by option."""
+    rows = table(page, "option", "default")
+    return {cells[0].strip("`"): cells for cells in rows}
+
+
+def check_column(rows: dict[str, list[str]], column: int, config: object) -> None:
+    for option, cells in rows.items():
+        literal = LITERAL.match(cells[column])
+        if literal:
+            assert ast.literal_eval(literal[1]) == getattr(config, option), option
+
+
+def fields(config: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(config)}
+
+
+def test_the_common_options_are_those_of_the_code() -> None:
+    rows = options_of(DOCS / "options.md")
+    assert set(rows) == fields(hf_kvret.RetrievalConfig)
+    assert all(LITERAL.match(cells[1]) for cells in rows.values())
+    check_column(rows, 1, hf_kvret.RetrievalConfig())
+
+
+@pytest.mark.parametrize("method", sorted(hf_kvret.registered_methods()))
+def test_a_method_page_names_the_options_of_its_config(method: str) -> None:
+    config = hf_kvret.registered_methods()[method].config_class
+    rows = options_of(DOCS / "methods" / f"{method}.md")
+    assert set(rows) == fields(config) - fields(hf_kvret.RetrievalConfig)
+    check_column(rows, 1, config())
+    if hasattr(config, "paper"):
+        assert all(len(cells) == 4 for cells in rows.values())
+        check_column(rows, 2, config.paper())
+
+
+def test_the_schedule_of_paris_is_that_of_the_code() -> None:
+    page = DOCS / "methods" / "paris.md"
+    rows = table(page, "cold tokens", "β, candidates")
+    told = [(cells[0], float(cells[1]), float(cells[2])) for cells in rows]
+    schedule = hf_kvret.ParisConfig().schedule
+    assert [row[1:] for row in told] == [row[1:] for row in schedule]
+    assert [row[0] for row in told[:-1]] == [f"below {row[0]:,}" for row in schedule[:-1]]
+    assert hf_kvret.ParisConfig.paper().schedule == schedule
+
+
+def test_every_method_has_a_page_and_every_page_a_method() -> None:
+    assert {page.stem for page in (DOCS / "methods").glob("*.md")} == set(
+        hf_kvret.registered_methods()
+    )
+
+
+def test_the_readme_tells_which_methods_are_here() -> None:
+    rows = table(README, "method", "what finds the tokens")
+    told = {re.sub(r"\(.*|\W", "", cells[0]): cells[2] for cells in rows}
+    here = {method for method, state in told.items() if state == "here"}
+    assert here == set(hf_kvret.registered_methods())
+    assert {state for method, state in told.items() if method not in here} == {"not yet"}
+
+
+def test_the_list_of_models_is_that_of_the_conformance_suite() -> None:
+    rows = table(DOCS / "models.md", "model type")
+    assert sorted(cells[0].strip("`") for cells in rows) == sorted(MODELS)
+
+
+def test_concepts_name_the_counts_and_bytes_of_the_code(namespace: dict[str, Any]) -> None:
+    cache = hf_kvret.FlatKVCache(namespace["model"].config, top_k=8, track_recall=True)
+    namespace["model"].generate(
+        **namespace["inputs"], past_key_values=cache, max_new_tokens=2, do_sample=False
+    )
+    told = re.findall(r"^\| (`[\w`, ]+`) \|", prose(DOCS / "concepts.md"), flags=re.MULTILINE)
+    names = {word for cell in told for word in re.findall(r"\w+", cell)}
+    report = cache.memory()
+    parts = {member for member, _ in inspect.getmembers(report) if not member.startswith("_")}
+    assert names == set(cache.stats()["layers"][0]) | parts
+
+
+def test_the_commands_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    offered = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    for page in PAGES:
+        for call in re.findall(r"hf-kvret demo[^\n`]*", page.read_text(encoding="utf-8")):
+            flags = set(re.findall(r"--[\w-]+", call))
+            assert flags <= offered, f"{name(page)}: {call}"
+    for page in PAGES:
+        for script in re.findall(r"python (examples/\S+\.py)", page.read_text(encoding="utf-8")):
+            assert (ROOT / script).is_file(), f"{name(page)}: {script}"

@@ -1,0 +1,136 @@
+"""Forks: cheap, independent in both directions, and what ``copy.deepcopy`` makes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
+from hf_kvret.testing.models import MODELS
+
+SMALL: dict[str, Any] = {
+    "top_k": 1.0,
+    "sink": 2,
+    "recent": 8,
+    "flush": 4,
+    "max_draft": 6,
+    "dense_below": 0,
+}
+RUN = {"max_new_tokens": 12, "do_sample": False}
+METHODS = [FlatKVCache, ParisKVCache]
+
+
+def _ids(length: int, salt: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(length + 1000 * salt)
+    return torch.randint(3, 128, (1, length), generator=generator)
+
+
+def _prefilled(model: PreTrainedModel, cls: type[RetrievalCache], **changes: Any) -> RetrievalCache:
+    cache = cls(model.config, **{**SMALL, **changes})
+    model.generate(_ids(50), past_key_values=cache, max_new_tokens=1)
+    return cache
+
+
+def _ask(model: PreTrainedModel, cache: RetrievalCache | None, question: int) -> torch.Tensor:
+    ids = torch.cat([_ids(50), _ids(5, salt=question)], dim=1)
+    return model.generate(ids, past_key_values=cache, **RUN)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return MODELS["llama"].build()
+
+
+@pytest.mark.parametrize("cls", METHODS)
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_forks_and_original_never_see_each_others_tokens(
+    llama: PreTrainedModel, cls: type[RetrievalCache], store: str
+) -> None:
+    expected = [_ask(llama, None, question) for question in range(4)]
+    cache = _prefilled(llama, cls, store=store)
+    twins = [cache.fork() for _ in range(3)]
+    grandchild = twins[0].fork()
+    for question in (2, 0, 1):
+        assert torch.equal(_ask(llama, twins[question], question), expected[question])
+        assert cache.get_seq_length() == 50
+    assert torch.equal(_ask(llama, cache, 3), expected[3])
+    assert torch.equal(_ask(llama, grandchild, 1), expected[1])
+    twins[1].crop(-40)
+    twins[2].reorder_cache(torch.tensor([0, 0]))
+    cache.crop(-16)
+    assert torch.equal(_ask(llama, cache, 2), expected[2])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "gpt_oss"])
+def test_deepcopy_serves_transformers_prefix_recipe(name: str) -> None:
+    model = MODELS[name].build()
+    expected = [_ask(model, None, question) for question in range(2)]
+    cache = _prefilled(model, ParisKVCache)
+    for question in (0, 1, 0):
+        twin = copy.deepcopy(cache)
+        assert type(twin) is ParisKVCache and twin.options == cache.options
+        assert torch.equal(_ask(model, twin, question), expected[question])
+    assert cache.get_seq_length() == 50
+
+
+def test_the_cold_part_is_shared(llama: PreTrainedModel) -> None:
+    for cls in METHODS:
+        cache = _prefilled(llama, cls)
+        twin = cache.fork()
+        for layer, other in zip(cache.retrieval_layers, twin.retrieval_layers, strict=True):
+            assert layer.regions is not None and other.regions is not None
+            mine, theirs = layer.regions.store, other.regions.store
+            assert mine is not theirs
+            assert [c.data_ptr() for c in mine._chunks] == [c.data_ptr() for c in theirs._chunks]
+            windows = layer.regions.window, other.regions.window
+            assert windows[0].keys.data_ptr() != windows[1].keys.data_ptr()
+        indexes = [c.retrieval_layers[0].regions.index for c in (cache, twin)]
+        planes = [i._keys if cls is FlatKVCache else i._planes["sign"] for i in indexes]
+        assert planes[0].rows.data_ptr() == planes[1].rows.data_ptr()
+
+
+def test_a_fork_counts_anew_and_the_original_keeps_its_counts(llama: PreTrainedModel) -> None:
+    cache = _prefilled(llama, FlatKVCache)
+    _ask(llama, cache, 0)
+    before = cache.stats()
+    twin = cache.fork()
+    assert [layer["steps"] for layer in twin.stats()["layers"]] == [0, 0]
+    assert twin.stats()["store"] == before["store"] == "device"
+    _ask(llama, twin.fork(), 0)
+    assert cache.stats() == before
+
+
+def test_options_that_leave_the_tokens_alone_can_change(llama: PreTrainedModel) -> None:
+    cache = _prefilled(llama, FlatKVCache)
+    twin = cache.fork(top_k=3, track_recall=True)
+    _ask(llama, twin, 0)
+    layer = twin.stats()["layers"][0]
+    assert layer["selected"] == layer["queries"] * 2 * 3, "3 tokens for each of 2 heads"
+    assert layer["recall_overlap"] == 1.0
+    assert cache.options.top_k == 1.0 and cache.retrieval_layers[0].config.top_k == 1.0
+    for bound in ({"store": "host"}, {"sink": 1}, {"recent": 3}, {"tok_k": 3}):
+        with pytest.raises(ValueError, match="not an option that a filled cache can change"):
+            cache.fork(**bound)
+
+
+def test_an_empty_cache_forks(llama: PreTrainedModel) -> None:
+    twin = FlatKVCache(llama.config, **SMALL).fork()
+    assert torch.equal(_ask(llama, twin, 0), _ask(llama, None, 0))
+
+
+def test_a_fork_costs_a_window_not_a_cache() -> None:
+    model = MODELS["llama"].build()
+    cache = ParisKVCache(model.config, **SMALL)
+    model.generate(_ids(1500), past_key_values=cache, max_new_tokens=1)
+    memory = cache.memory()
+    assert memory.window < memory.full_attention / 10
+    storages = set()
+    for each in (cache, *(cache.fork() for _ in range(10))):
+        for layer in each.retrieval_layers:
+            assert layer.regions is not None
+            storages |= {chunk.untyped_storage().data_ptr() for chunk in layer.regions.store._chunks}
+    assert len(storages) == 2, "eleven caches, one chunk for each layer"

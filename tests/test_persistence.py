@@ -1,0 +1,260 @@
+"""Filled caches: saved, loaded here or in another process, and continued."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from hf_kvret import FlatKVCache, ParisConfig, ParisKVCache, RetrievalCache
+from hf_kvret.testing.models import MODELS
+
+SMALL: dict[str, Any] = {
+    "top_k": 1.0,
+    "sink": 2,
+    "recent": 8,
+    "flush": 4,
+    "max_draft": 6,
+    "dense_below": 0,
+}
+RUN = {"max_new_tokens": 10, "do_sample": False}
+TENSORS, DESCRIPTION = "cache.safetensors", "cache.json"
+
+
+def _document(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(3, 128, (batch, 40), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    ids[batch - 1, :9], mask[batch - 1, :9] = 0, 0
+    return ids, mask
+
+
+def _continue(model: PreTrainedModel, cache: RetrievalCache, batch: int = 2) -> torch.Tensor:
+    """Tokens of a second turn."""
+    ids, mask = _document(batch)
+    more = torch.arange(20, 20 + 7).repeat(batch, 1)
+    ids, mask = torch.cat([ids, more], dim=1), torch.cat([mask, torch.ones_like(more)], dim=1)
+    return model.generate(ids, attention_mask=mask, past_key_values=cache, **RUN)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return MODELS["llama"].build()
+
+
+@pytest.fixture(scope="module")
+def saved(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    cache = FlatKVCache(llama.config, **SMALL)
+    _prefill(llama, cache).save_pretrained(directory)
+    return directory
+
+
+def _prefill(model: PreTrainedModel, cache: RetrievalCache, batch: int = 2) -> RetrievalCache:
+    ids, mask = _document(batch)
+    model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
+    return cache
+
+
+def _copy(source: Path, target: Path) -> Path:
+    for name in (TENSORS, DESCRIPTION):
+        (target / name).write_bytes((source / name).read_bytes())
+    return target
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "store"),
+    [
+        ("llama", ParisKVCache, "device"),
+        ("llama", FlatKVCache, "host"),
+        ("gemma3", ParisKVCache, "host"),
+        ("qwen3_next", FlatKVCache, "device"),
+        ("gpt_oss", FlatKVCache, "host"),
+        ("gpt_neox", FlatKVCache, "device"),
+    ],
+)
+def test_a_loaded_cache_goes_on_with_the_same_tokens(
+    name: str, cls: type[RetrievalCache], store: str, tmp_path: Path
+) -> None:
+    model = MODELS[name].build()
+    cache = _prefill(model, cls(model.config, store="device", **SMALL))
+    cache.save_pretrained(tmp_path / "deep" / "down")
+    loaded = cls.from_pretrained(tmp_path / "deep" / "down", model.config, store=store)
+    assert loaded.options == cache.options.replace(store=store)
+    assert loaded.get_seq_length() == cache.get_seq_length() == 40
+    expected = _continue(model, cache)
+    assert torch.equal(_continue(model, loaded), expected)
+    for layer in loaded.stats()["layers"]:
+        assert layer["selected"] > 0 and layer["steps"] == cache.stats()["layers"][0]["steps"]
+    assert loaded.stats()["store"] == store
+    assert (loaded.memory().host > 0) == (store == "host")
+
+
+def test_published_options_come_back(llama: PreTrainedModel, tmp_path: Path) -> None:
+    options = ParisConfig.paper(**SMALL)
+    cache = _prefill(llama, ParisKVCache(llama.config, options))
+    cache.save_pretrained(tmp_path)
+    loaded = ParisKVCache.from_pretrained(tmp_path, llama.config)
+    assert loaded.options == options
+    assert torch.equal(_continue(llama, loaded), _continue(llama, cache))
+
+
+def test_a_cache_without_tokens_or_without_cold_ones_comes_back(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    FlatKVCache(llama.config, **SMALL).save_pretrained(tmp_path / "empty")
+    empty = FlatKVCache.from_pretrained(tmp_path / "empty", llama.config)
+    assert empty.get_seq_length() == 0
+    fresh = _continue(llama, FlatKVCache(llama.config, **SMALL))
+    assert torch.equal(_continue(llama, empty), fresh)
+    dense = _prefill(llama, FlatKVCache(llama.config, **{**SMALL, "dense_below": 45}))
+    dense.save_pretrained(tmp_path / "dense")
+    loaded = FlatKVCache.from_pretrained(tmp_path / "dense", llama.config)
+    assert torch.equal(_continue(llama, loaded), fresh)
+
+
+def test_a_cache_that_was_cropped_to_nothing_comes_back(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    for cls in (FlatKVCache, ParisKVCache):
+        cache = _prefill(llama, cls(llama.config, **SMALL))
+        cache.crop(-40)
+        cache.save_pretrained(tmp_path / cls.name)
+        loaded = cls.from_pretrained(tmp_path / cls.name, llama.config)
+        assert loaded.get_seq_length() == 0
+        assert torch.equal(_continue(llama, loaded), _continue(llama, cache))
+
+
+_OTHER_PROCESS = """
+import sys, torch
+from hf_kvret import ParisKVCache
+from hf_kvret.testing.models import MODELS
+directory, name = sys.argv[1:]
+torch.set_num_threads(1)
+model = MODELS[name].build()
+cache = ParisKVCache.from_pretrained(directory, model.config)
+prompt = torch.load(f"{directory}/prompt.pt")
+out = model.generate(**prompt, past_key_values=cache, max_new_tokens=10, do_sample=False)
+assert cache.stats()["layers"][0]["selected"] > 0
+torch.save(out, f"{directory}/out.pt")
+"""
+
+
+def test_another_process_goes_on_with_the_same_tokens(tmp_path: Path) -> None:
+    model = MODELS["gemma3"].build()
+    cache = _prefill(model, ParisKVCache(model.config, **SMALL))
+    cache.save_pretrained(tmp_path)
+    ids, mask = _document()
+    more = torch.arange(20, 27).repeat(2, 1)
+    prompt = {
+        "input_ids": torch.cat([ids, more], dim=1),
+        "attention_mask": torch.cat([mask, torch.ones_like(more)], dim=1),
+    }
+    torch.save(prompt, tmp_path / "prompt.pt")
+    command = [sys.executable, "-c", _OTHER_PROCESS, str(tmp_path), "gemma3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(tmp_path / "out.pt"), _continue(model, cache))
+
+
+def test_saving_leaves_the_cache_as_it_was(llama: PreTrainedModel, tmp_path: Path) -> None:
+    cache = _prefill(llama, ParisKVCache(llama.config, **SMALL))
+    expected = _continue(llama, cache.fork())
+    cache.save_pretrained(tmp_path)
+    assert torch.equal(_continue(llama, cache), expected)
+
+
+def test_options_that_the_tokens_depend_on_cannot_change(
+    llama: PreTrainedModel, saved: Path
+) -> None:
+    changed = FlatKVCache.from_pretrained(
+        saved, llama.config, top_k=3, track_recall=True, flush=9, max_draft=2, store="host"
+    )
+    assert changed.options.top_k == 3
+    assert changed.retrieval_layers[0].config.top_k == 3
+    for bound in ({"sink": 3}, {"recent": 4}, {"dense_below": 1}, {"topk": 3}):
+        words = f"{next(iter(bound))}: not an option that a filled cache can change"
+        with pytest.raises(ValueError, match=words):
+            FlatKVCache.from_pretrained(saved, llama.config, **bound)
+    with pytest.raises(ValueError, match="top_k=0"):
+        FlatKVCache.from_pretrained(saved, llama.config, top_k=0)
+
+
+def test_a_missing_cache_is_named(llama: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no saved cache in .*cache\.json is missing"):
+        FlatKVCache.from_pretrained(tmp_path / "nowhere", llama.config)
+    _copy(saved, tmp_path)
+    (tmp_path / TENSORS).unlink()
+    with pytest.raises(FileNotFoundError, match=r"cache\.safetensors is missing"):
+        FlatKVCache.from_pretrained(tmp_path, llama.config)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_truncated_tensors_are_refused(
+    llama: PreTrainedModel, saved: Path, tmp_path: Path, kept: int
+) -> None:
+    path = _copy(saved, tmp_path) / TENSORS
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"cache\.safetensors is corrupt or truncated"):
+        FlatKVCache.from_pretrained(tmp_path, llama.config)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "7",
+        "{}",
+        '{"format_version": 1}',
+        '{"format_version": 1, "method": "flat", "options": 3, "layers": []}',
+        '{"format_version": 1, "method": "flat", "options": {}, "layers": [{}], "model": {}}',
+    ],
+)
+def test_a_corrupt_description_is_refused(
+    llama: PreTrainedModel, saved: Path, tmp_path: Path, text: str
+) -> None:
+    (_copy(saved, tmp_path) / DESCRIPTION).write_text(text)
+    with pytest.raises(ValueError, match=r"cache\.json is corrupt"):
+        FlatKVCache.from_pretrained(tmp_path, llama.config)
+
+
+def _edit(directory: Path, **changes: Any) -> None:
+    path = directory / DESCRIPTION
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_another_format_or_method_is_refused(
+    llama: PreTrainedModel, saved: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="holds a 'flat' cache, not 'paris': load it with the"):
+        ParisKVCache.from_pretrained(saved, llama.config)
+    _edit(_copy(saved, tmp_path), format_version=99)
+    with pytest.raises(ValueError, match="has format version 99, this hf_kvret reads 1"):
+        FlatKVCache.from_pretrained(tmp_path, llama.config)
+
+
+@pytest.mark.parametrize("missing", ["window.keys", "store.values", "index.keys", "built"])
+def test_a_missing_tensor_is_named(
+    llama: PreTrainedModel, saved: Path, tmp_path: Path, missing: str
+) -> None:
+    path = _copy(saved, tmp_path) / TENSORS
+    tensors = load_file(path)
+    del tensors[f"layers.1.{missing}"]
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"has no layers\.1\..*: the file is damaged"):
+        FlatKVCache.from_pretrained(tmp_path, llama.config)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "gemma3", "smollm3"])
+def test_another_models_shape_is_refused(saved: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="was saved from another model") as raised:
+        FlatKVCache.from_pretrained(saved, MODELS[name].config())
+    assert "this model" in str(raised.value)

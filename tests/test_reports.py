@@ -1,0 +1,138 @@
+"""Counts and bytes, checked against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_kvret
+from hf_kvret import FlatKVCache, ParisKVCache
+from hf_kvret.testing.models import MODELS
+
+SMALL: dict[str, Any] = {
+    "top_k": 5,
+    "sink": 2,
+    "recent": 8,
+    "flush": 4,
+    "max_draft": 6,
+    "dense_below": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    model = MODELS["llama"].build()
+    hf_kvret.attach(model)
+    return model
+
+
+def _feed(model: PreTrainedModel, cache: Any, count: int, batch: int = 1) -> None:
+    ids = torch.randint(3, 128, (batch, count), generator=torch.Generator().manual_seed(count))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+
+
+def test_counts_of_a_hand_made_case(llama: PreTrainedModel) -> None:
+    """2 KV heads, head dim 16, fp32: a row of key and value is 128 bytes."""
+    cache = FlatKVCache(llama.config, **SMALL)
+    _feed(llama, cache, 20)  # 12 cold, 8 recent
+    _feed(llama, cache, 1)
+    _feed(llama, cache, 3)  # a draft of three queries; the window holds 12 now
+    _feed(llama, cache, 1)  # flushes 4: 16 cold
+    _feed(llama, cache, 9)  # more than max_draft: exact over the 16 cold rows, then 26 cold
+    candidates = cold = (12 * 1 + 12 * 3 + 16 * 1) * 2
+    for number, layer in enumerate(cache.stats()["layers"]):
+        assert layer == {
+            "layer": number,
+            "steps": 3,
+            "queries": 5,
+            "cold_tokens": 26,
+            "candidates": candidates,
+            "selected": 5 * 5 * 2,
+            "cold_rows": cold,
+            "read_ratio": 50 / cold,
+            "exact_rows": 16 * 2,
+            "bytes_fetched": (50 + 32) * 128,
+        }
+    assert cache.stats()["method"] == "flat" and cache.stats()["store"] == "device"
+    cache.reset()
+    for layer in cache.stats()["layers"]:
+        assert not any(value for name, value in layer.items() if name != "layer")
+
+
+def test_rows_of_a_batch_add_up(llama: PreTrainedModel) -> None:
+    counts = []
+    for batch in (1, 3):
+        cache = FlatKVCache(llama.config, **SMALL)
+        _feed(llama, cache, 30, batch)
+        _feed(llama, cache, 1, batch)
+        counts.append(cache.stats()["layers"][0])
+    for name in ("selected", "cold_rows", "candidates", "bytes_fetched"):
+        assert counts[1][name] == 3 * counts[0][name]
+    assert counts[1]["queries"] == counts[0]["queries"] == 1
+    assert counts[1]["read_ratio"] == counts[0]["read_ratio"] == 5 / 22
+
+
+def test_recall_is_reported_when_it_is_asked_for(llama: PreTrainedModel) -> None:
+    cache = FlatKVCache(llama.config, **SMALL, track_recall=True)
+    assert "recall_overlap" not in cache.stats()["layers"][0]
+    _feed(llama, cache, 40)
+    _feed(llama, cache, 1)
+    for layer in cache.stats()["layers"]:
+        assert layer["recall_overlap"] == 1.0
+        assert 0 < layer["recall_mass"] == layer["recall_best_mass"] <= 1.0 + 1e-6
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_bytes_of_a_hand_made_case(llama: PreTrainedModel, store: str) -> None:
+    cache = FlatKVCache(llama.config, store=store, **SMALL)
+    _feed(llama, cache, 72)  # 64 cold tokens: one page of 64 for each layer
+    report = cache.memory()
+    row, layers = 2 * (16 + 16) * 4, 2
+    held = [layer.regions for layer in cache.retrieval_layers]
+    capacities = [regions.window.keys.shape[2] for regions in held if regions is not None]
+    assert report.window == sum(capacities) * row + layers * 2 * 8
+    pages, table = layers * 64 * row, layers * 4
+    expected = (pages + table, 0) if store == "device" else (table, pages)
+    assert (report.store_device, report.store_host) == expected
+    assert report.index == layers * 2 * (64 + 256) * 16 * 4, "keys with 256 rows to spare"
+    assert report.full_attention == layers * 72 * row
+    assert report.other_layers == 0
+    assert report.device == report.window + report.index + report.store_device
+    assert report.host == report.store_host
+    assert f"full attention {report.full_attention / 2**20:.1f} MiB" in str(report)
+
+
+def test_layers_that_are_not_ours_count_on_both_sides() -> None:
+    model = MODELS["gemma3"].build()
+    hf_kvret.attach(model)
+    cache, dense = ParisKVCache(model.config, **SMALL), DynamicCache(config=model.config)
+    for each in (cache, dense):
+        _feed(model, each, 40)
+    slides = dense.layers[0]
+    other = slides.keys.numel() * 4 + slides.values.numel() * 4
+    full = sum(layer.keys.nbytes + layer.values.nbytes for layer in dense.layers)
+    report = cache.memory()
+    assert report.other_layers == other
+    assert report.full_attention == full
+    assert [layer["layer"] for layer in cache.stats()["layers"]] == [1, 2]
+
+
+def test_an_empty_cache_reports_nothing(llama: PreTrainedModel) -> None:
+    cache = ParisKVCache(llama.config)
+    assert cache.memory().device == cache.memory().host == cache.memory().full_attention == 0
+    assert cache.stats()["layers"][1] == {
+        "layer": 1,
+        "steps": 0,
+        "queries": 0,
+        "cold_tokens": 0,
+        "candidates": 0,
+        "selected": 0,
+        "cold_rows": 0,
+        "read_ratio": 0.0,
+        "exact_rows": 0,
+        "bytes_fetched": 0,
+    }
