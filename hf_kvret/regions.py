@@ -82,17 +82,18 @@ class Regions:
         values: torch.Tensor,
         valid: torch.Tensor | None,
     ) -> None:
-        """Take in many tokens at once: all but the newest ``recent`` ones become cold.
+        """Take in many tokens at once; where they overflow the window, all but ``recent`` go cold.
 
-        A cache that stays shorter than ``dense_below`` keeps everything in the window. ``queries
-        [B, Hq, n, Dk]`` go to the index; the other arguments are those of ``take_step``.
+        A cache that stays shorter than ``dense_below`` keeps everything in the window, and a
+        question that fits beside the recent tokens flushes nothing. ``queries [B, Hq, n, Dk]`` go
+        to the index; the other arguments are those of ``take_step``.
         """
-        window, new = self.window, keys.shape[2]
-        end = window.end + new
-        surplus = window.length + new - self.config.recent
-        if end < self.config.dense_len or surplus <= 0:
+        window, config, new = self.window, self.config, keys.shape[2]
+        end, recent = window.end + new, window.length + new
+        if end < config.dense_len or recent <= config.recent + config.flush:
             window.append(keys, values)
             return
+        surplus = recent - config.recent
         popped = min(window.length, surplus)
         if popped:
             self._cool(window.pop(popped, valid))

@@ -158,7 +158,7 @@ def test_padding_on_the_right_is_refused(llama: PreTrainedModel, given: bool) ->
         request: dict[str, Any] = {"past_key_values": FlatKVCache(llama.config)}
     else:
         request = {"cache_implementation": "flat"}
-    with pytest.raises(ValueError, match="padded on the right.*padding_side = 'left'"):
+    with pytest.raises(ValueError, match=r"padded on the right.*padding_side = 'left'"):
         llama.generate(_ids(2), attention_mask=mask, **RUN, **request)
 
 

@@ -152,6 +152,17 @@ def test_soft_cap_and_sinks_matter_in_these_models() -> None:
         assert (changed - expected).abs().max() > 100 * CLOSE["atol"]
 
 
+def test_without_a_record_sdpa_is_only_for_calls_it_can_honour() -> None:
+    plain = MODELS["llama"].build().model.layers[0].self_attn
+    sinks = MODELS["gpt_oss"].build().model.layers[0].self_attn
+    assert base_attention.base_name(plain, {"softcap": None}) == "sdpa"
+    assert base_attention.base_name(plain, {"softcap": 50.0}) == "eager"
+    assert base_attention.base_name(plain, {"s_aux": torch.zeros(4)}) == "eager"
+    assert base_attention.base_name(sinks, {}) == "eager", "the model has no sdpa"
+    base_attention.record_base(plain.config, FLASH)
+    assert base_attention.base_name(plain, {"softcap": 50.0}) == FLASH
+
+
 def test_the_record_dies_with_its_config() -> None:
     model = MODELS["llama"].build()
     hf_kvret.attach(model)

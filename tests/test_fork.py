@@ -132,5 +132,7 @@ def test_a_fork_costs_a_window_not_a_cache() -> None:
     for each in (cache, *(cache.fork() for _ in range(10))):
         for layer in each.retrieval_layers:
             assert layer.regions is not None
-            storages |= {chunk.untyped_storage().data_ptr() for chunk in layer.regions.store._chunks}
+            storages |= {
+                chunk.untyped_storage().data_ptr() for chunk in layer.regions.store._chunks
+            }
     assert len(storages) == 2, "eleven caches, one chunk for each layer"

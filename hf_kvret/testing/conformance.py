@@ -63,7 +63,7 @@ class Result:
     detail: str = ""
 
 
-def cold_rows_read(cache: Cache) -> int:
+def cold_rows_read(cache: Any) -> int:
     """Cold rows that `cache` selected and read, over all layers, by its own ``stats()``."""
     return sum(int(layer["selected"]) for layer in cache.stats()["layers"])
 

@@ -60,14 +60,14 @@ class Scenario:
     """
 
     def __init__(self, model: PreTrainedModel, make_cache: CacheMaker | None) -> None:
-        self.model = model
+        self.model: Any = model  # generate comes from a mixin that type checkers don't see
         self.outcome = Outcome()
         self._is_reference = make_cache is None
         self._make_cache = make_cache or (lambda: dynamic_cache(model))
         for module in model.modules():
             # Qwen2-VL keeps the last batch's position offsets, which fit no other batch.
-            if getattr(module, "rope_deltas", None) is not None:
-                module.rope_deltas = None
+            if hasattr(module, "rope_deltas"):
+                module.__dict__["rope_deltas"] = None
 
     def cache(self) -> Cache:
         """A new, empty cache, noted in the outcome."""

@@ -1,0 +1,108 @@
+"""FlatIndex: the oracle's selection against plain top-k."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_kvret import TokenBlock
+from hf_kvret.methods.flat import FlatIndex
+
+HEADS, GROUP, DIM, HELD = 2, 3, 16, 50
+
+
+def _index(keys: torch.Tensor, *cuts: int) -> FlatIndex:
+    index, start = FlatIndex(), 0
+    for end in (*cuts, keys.shape[2]):
+        part = keys[:, :, start:end]
+        index.observe(TokenBlock(part, part, start))
+        start = end
+    return index
+
+
+def _case(batch: int = 2, queries: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(batch, HEADS, HELD, DIM, generator=generator)
+    query = torch.randn(batch, HEADS * GROUP, queries, DIM, generator=generator)
+    valid = torch.ones(batch, HELD, dtype=torch.bool)
+    valid[0, :20] = False
+    valid[-1, 30:35] = False
+    return keys, query, valid
+
+
+def _best(keys: torch.Tensor, query: torch.Tensor, valid: torch.Tensor, budget: int) -> list:
+    """The best slots by the largest softmax share over a group, in fp64, row by row."""
+    answer = []
+    for b in range(len(keys)):
+        for h in range(HEADS):
+            for q in range(query.shape[2]):
+                heads = query[b, h * GROUP : (h + 1) * GROUP, q].double()
+                scores = (heads @ keys[b, h].double().T * 0.25).masked_fill(
+                    ~valid[b], float("-inf")
+                )
+                shares = scores.softmax(-1).amax(0)
+                count = min(budget, int(valid[b].sum()))
+                answer.append(set(shares.topk(count).indices.tolist()))
+    return answer
+
+
+@pytest.mark.parametrize("budget", [1, 7, 40, HELD])
+@pytest.mark.parametrize("cuts", [(), (1, 2, 33)])
+def test_the_selection_is_the_exact_top_k(budget: int, cuts: tuple[int, ...]) -> None:
+    keys, query, valid = _case()
+    ids = _index(keys, *cuts).select(query, budget, valid, 0.25)
+    assert ids.shape == (2, HEADS, 3, budget) and ids.dtype == torch.int32
+    rows = [row[row >= 0].tolist() for row in ids.flatten(0, 2)]
+    assert all(len(set(row)) == len(row) for row in rows), "no slot twice"
+    assert [set(row) for row in rows] == _best(keys, query, valid, budget)
+
+
+def test_rows_without_a_valid_token_get_nothing() -> None:
+    keys, query, valid = _case()
+    valid[1] = False
+    ids = _index(keys).select(query, 5, valid, 0.25)
+    assert (ids[1] == -1).all() and (ids[0] >= 0).all()
+
+
+def test_a_scale_changes_which_head_decides_but_never_leaves_the_budget() -> None:
+    keys, query, valid = _case()
+    for scale in (1e-3, 1.0, 50.0):
+        ids = _index(keys).select(query * 20, 5, valid, scale)
+        assert ((ids >= 0).sum(-1) == 5).all()
+
+
+def test_bf16_keys_are_scored_in_fp32() -> None:
+    keys, query, valid = _case()
+    keys, query = keys.bfloat16(), query.bfloat16()
+    ids = _index(keys).select(query, 7, valid, 0.25)
+    assert [set(row.tolist()) for row in ids.flatten(0, 2)] == _best(keys, query, valid, 7)
+
+
+def test_reorder_crop_and_state_keep_the_selection_in_step() -> None:
+    keys, query, valid = _case()
+    index = _index(keys)
+    order = torch.tensor([1, 0, 1])
+    index.reorder(order)
+    index.crop(40)
+    part = torch.randn(3, HEADS, 4, DIM)
+    index.extend(TokenBlock(part, part, 40))
+    whole = torch.cat([keys[order, :, :40], part], dim=2)
+    again = FlatIndex()
+    again.load_state_dict(index.state_dict())
+    some_query, some_valid = query[order], valid[order, :44]
+    for each in (index, index.fork(), again):
+        ids = each.select(some_query, 6, some_valid, 0.25)
+        got = [set(row.tolist()) for row in ids.flatten(0, 2)]
+        assert got == _best(whole, some_query, some_valid, 6)
+
+
+def test_it_scores_every_token_and_counts_its_bytes() -> None:
+    keys, _, _ = _case()
+    index = _index(keys)
+    assert index.candidates(50, 5) == 50
+    assert index.nbytes() == 2 * HEADS * (HELD + 256) * DIM * 4
+
+
+def test_a_missing_tensor_is_named() -> None:
+    with pytest.raises(KeyError, match="keys"):
+        FlatIndex().load_state_dict({})

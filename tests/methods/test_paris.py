@@ -1,0 +1,275 @@
+"""ParisIndex: its selection apart from the output, and the faults of the published code."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_kvret
+from hf_kvret import ParisConfig, ParisKVCache, TokenBlock
+from hf_kvret.methods.flat import FlatIndex
+from hf_kvret.methods.paris import ParisIndex
+from hf_kvret.testing.models import MODELS
+
+HEADS, GROUP = 2, 2
+OURS, PAPER = ParisConfig(), ParisConfig.paper()
+SMALL: dict[str, Any] = {
+    "top_k": 1.0,
+    "sink": 2,
+    "recent": 8,
+    "flush": 4,
+    "max_draft": 6,
+    "dense_below": 0,
+}
+
+
+def _index(
+    options: ParisConfig, keys: torch.Tensor, valid: torch.Tensor | None = None, cut: int = 0
+) -> ParisIndex:
+    index = ParisIndex(options)
+    for start, end in ((0, cut), (cut, keys.shape[2])):
+        if end > start:
+            part = keys[:, :, start:end]
+            mask = None if valid is None else valid[:, start:end]
+            index.observe(TokenBlock(part, part, start, mask))
+    return index
+
+
+def _peaked(
+    held: int, dim: int, batch: int = 2, common: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys with a few topics, and queries that ask for one of them: attention as models have it.
+
+    ``common`` is the length of a part that all keys share, as the keys of real models do.
+    """
+    generator = torch.Generator().manual_seed(held + dim)
+    topics = torch.randn(batch, HEADS, 16, dim, generator=generator)
+    which = torch.randint(0, 16, (batch, HEADS, held, 1), generator=generator)
+    own = torch.randn(batch, HEADS, held, dim, generator=generator)
+    keys = topics.gather(2, which.expand(-1, -1, -1, dim)) + 0.7 * own
+    keys = keys + common * torch.randn(batch, HEADS, 1, dim, generator=generator)
+    noise = torch.randn(batch, HEADS * GROUP, 2, dim, generator=generator)
+    query = topics[:, :, :2].repeat_interleave(GROUP, dim=1) + 0.5 * noise
+    return keys, query
+
+
+def _quality(
+    options: ParisConfig, keys: torch.Tensor, query: torch.Tensor, budget: int
+) -> tuple[float, float]:
+    """Overlap with exact top-k, and the attention mass held relative to what top-k holds."""
+    dim, held = keys.shape[3], keys.shape[2]
+    scale = 2 / math.sqrt(dim)
+    valid = torch.ones(len(keys), held, dtype=torch.bool)
+    ids = _index(options, keys).select(query, budget, valid, scale)
+    exact = FlatIndex()
+    exact.observe(TokenBlock(keys, keys, 0))
+    best = exact.select(query, budget, valid, scale)
+    hits = (ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean()
+    scores = query @ keys.repeat_interleave(GROUP, dim=1).transpose(-1, -2) * scale
+    shares = scores.softmax(-1)
+
+    def mass(chosen: torch.Tensor) -> torch.Tensor:
+        return shares.gather(-1, chosen.repeat_interleave(GROUP, dim=1).long()).sum(-1).mean()
+
+    return float(hits), float(mass(ids) / mass(best))
+
+
+@pytest.mark.parametrize("dim", [40, 64, 80, 128, 256])
+@pytest.mark.parametrize("options", [OURS, PAPER], ids=["ours", "paper"])
+def test_the_selection_finds_what_exact_top_k_finds(options: ParisConfig, dim: int) -> None:
+    """Not only at a head dim of 128, for which the published kernels are written."""
+    overlap, mass = _quality(options, *_peaked(2000, dim), budget=100)
+    # A random selection overlaps by 0.05; what is missed are tokens near the threshold.
+    assert overlap > 0.93 and mass > 0.995
+
+
+@pytest.mark.parametrize("options", [OURS, PAPER], ids=["ours", "paper"])
+def test_it_also_finds_them_when_only_a_fifth_are_candidates(options: ParisConfig) -> None:
+    overlap, mass = _quality(options, *_peaked(12_000, 64, batch=1), budget=100)
+    assert overlap > 0.85 and mass > 0.98
+
+
+def test_centering_keeps_recall_where_keys_share_a_large_part() -> None:
+    keys, query = _peaked(2000, 64, common=8.0)
+    centered, _ = _quality(OURS, keys, query, budget=100)
+    plain, _ = _quality(OURS.replace(center=False), keys, query, budget=100)
+    assert centered > 0.97 and centered > plain + 0.05
+
+
+def test_a_head_with_a_longer_query_does_not_decide_alone() -> None:
+    """The published code averages the queries of a group; ours takes the largest share."""
+    keys, query = _peaked(2000, 64)
+    query[:, ::2] *= 8
+    ours, _ = _quality(OURS, keys, query, budget=100)
+    paper, _ = _quality(OURS.replace(group_reduce="mean"), keys, query, budget=100)
+    assert ours > 0.97 and ours > paper + 0.03
+
+
+@pytest.mark.parametrize("m", [4, 8])
+@pytest.mark.parametrize("options", [OURS, PAPER], ids=["ours", "paper"])
+@pytest.mark.parametrize("held", [1, 3, 300])
+def test_a_budget_for_all_selects_exactly_the_valid_tokens(
+    options: ParisConfig, m: int, held: int
+) -> None:
+    keys, query = _peaked(held, 24, batch=3)
+    valid = torch.ones(3, held, dtype=torch.bool)
+    valid[1, : held // 2] = False
+    valid[2, held // 3 : held // 3 + 1] = False
+    options = options.replace(subspace_dim=m, levels=None)
+    ids = _index(options, keys, valid).select(query, held, valid, 0.2)
+    assert ids.shape == (3, HEADS, 2, held) and ids.dtype == torch.int32
+    for row in range(3):
+        expected = valid[row].nonzero().flatten().tolist()
+        for chosen in ids[row].flatten(0, 1):
+            assert sorted(chosen[chosen >= 0].tolist()) == expected
+
+
+@pytest.mark.parametrize("options", [OURS, PAPER], ids=["ours", "paper"])
+@pytest.mark.parametrize("budget", [1, 10, 64])
+def test_sinks_padding_and_holes_are_never_selected(options: ParisConfig, budget: int) -> None:
+    """They get the largest keys of all, so that any leak would pick them first."""
+    keys, query = _peaked(300, 32, batch=3)
+    valid = torch.ones(3, 300, dtype=torch.bool)
+    valid[0, :4] = False  # sinks
+    valid[1, :200] = False  # padding
+    valid[2] = False
+    valid[2, ::40] = True  # eight tokens among holes
+    keys = torch.where(valid[:, None, :, None], keys, 100 * query[:, ::GROUP, :1])
+    padding = valid.clone()
+    padding[0] = True
+    ids = _index(options, keys, padding).select(query, budget, valid, 0.2)
+    for row in range(3):
+        for chosen in ids[row].flatten(0, 1):
+            real = chosen[chosen >= 0]
+            assert valid[row, real.long()].all() and len(set(real.tolist())) == len(real)
+            assert len(real) == min(budget, int(valid[row].sum()))
+
+
+def test_what_stands_in_padding_does_not_matter() -> None:
+    keys, query = _peaked(200, 32)
+    valid = torch.ones(2, 200, dtype=torch.bool)
+    valid[1, :90] = False
+    clean = _index(OURS, keys, valid, cut=120).select(query, 20, valid, 0.2)
+    keys[1, :, :90] = float("nan")
+    assert torch.equal(_index(OURS, keys, valid, cut=120).select(query, 20, valid, 0.2), clean)
+
+
+def _counts_match(index: ParisIndex, keys: torch.Tensor, valid: torch.Tensor, first: int) -> None:
+    """The counts are those of an index that was built from the tokens that are left."""
+    fresh = _index(index.options.replace(center=False), keys, valid, cut=first)
+    assert torch.equal(index._counts, fresh._counts)
+
+
+@pytest.mark.parametrize("first", [1, 50])
+def test_a_crop_takes_exactly_the_dropped_tokens_out_of_the_counts(first: int) -> None:
+    keys, query = _peaked(200, 32)
+    valid = torch.ones(2, 200, dtype=torch.bool)
+    valid[1, :150] = False
+    options = OURS.replace(center=False)
+    for left in (199, 160, 100, first, 0):
+        index = _index(options, keys, valid, cut=first)
+        index.crop(left)
+        if left:
+            _counts_match(index, keys[:, :, :left], valid[:, :left], first)
+        else:
+            assert not index._counts.any()
+        more = TokenBlock(keys[:, :, left:], keys[:, :, left:], left, valid[:, left:])
+        index.extend(more)
+        _counts_match(index, keys, valid, first)
+        again = _index(options, keys, valid).select(query, 20, valid, 0.2)
+        assert torch.equal(index.select(query, 20, valid, 0.2), again)
+
+
+def test_a_centered_first_token_is_taken_out_too() -> None:
+    keys, _ = _peaked(10, 32)
+    index = _index(OURS, keys, cut=1)
+    index.crop(0)
+    assert index._counts is not None and not index._counts.any()
+
+
+def test_reorder_fork_and_state_keep_the_selection() -> None:
+    keys, query = _peaked(200, 40)
+    valid = torch.ones(2, 200, dtype=torch.bool)
+    valid[1, :60] = False
+    index = _index(OURS, keys, valid, cut=120)
+    expected = index.select(query, 20, valid, 0.2)
+    loaded = ParisIndex(OURS)
+    loaded.load_state_dict(index.state_dict())
+    for each in (index.fork(), loaded):
+        assert torch.equal(each.select(query, 20, valid, 0.2), expected)
+    order = torch.tensor([1, 1, 0])
+    index.reorder(order)
+    assert torch.equal(index.select(query[order], 20, valid[order], 0.2), expected[order])
+
+
+def test_bytes_for_each_cold_token_are_what_the_codes_take() -> None:
+    keys, _ = _peaked(64, 128)
+    bytes_each = 128 // 8 + 3 * 128 // 8 + 2 * 128 // 8  # signs, 3-bit levels, bf16 weights
+    capacity = 64 + 256
+    small = 2 * HEADS * 16 * 256 * 4 + 128 * 4 + 8 * 4 + 2 * HEADS * 128 * 4
+    assert _index(OURS, keys).nbytes() == 2 * HEADS * capacity * bytes_each + small
+
+
+def test_candidates_are_a_share_that_covers_the_budget() -> None:
+    index = ParisIndex(OURS)
+    assert index.candidates(2_000, 100) == 1_000
+    assert index.candidates(20_000, 100) == 4_000
+    assert index.candidates(100_000, 100) == 10_000
+    assert index.candidates(100_000, 50_000) == 50_000
+    assert index.candidates(50, 50) == 50
+
+
+def test_every_layer_holds_the_tokens_it_was_given() -> None:
+    """The published code counts steps for all layers together: all but the first write one late.
+
+    Rows are ragged, which it refuses, and every layer's index is compared with its own store.
+    """
+    model = MODELS["smollm3"].build()
+    hf_kvret.attach(model)
+    cache = ParisKVCache(model.config, **SMALL)
+    given: dict[int, list[torch.Tensor]] = {}
+    update = cache.update
+
+    def noting(keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any) -> Any:
+        given.setdefault(layer, []).append(keys.clone())
+        return update(keys, values, layer, *args)
+
+    cache.update = noting  # type: ignore[method-assign]
+    ids = torch.randint(3, 128, (2, 30), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    ids[1, :9], mask[1, :9] = 0, 0
+    model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=21)
+    assert len(given) == 3
+    for number, layer in enumerate(cache.retrieval_layers):
+        assert layer.regions is not None and layer.regions.store is not None
+        keys = torch.cat(given[number], dim=2)
+        assert keys.shape[2] == 50 and layer.regions.cold_len > 30
+        held = torch.cat([piece for _, piece, _ in layer.regions.pieces()], dim=2)
+        assert torch.equal(held, keys)
+        index, cold = layer.regions.index, layer.regions.cold_len
+        assert isinstance(index, ParisIndex) and index._basis is not None
+        alone = ParisIndex(index.options)
+        alone._basis = index._basis
+        valid = torch.cat([mask.bool(), torch.ones(2, 20, dtype=torch.bool)], dim=1)[:, :cold]
+        alone.observe(TokenBlock(keys[:, :, :cold], keys[:, :, :cold], 0, valid))
+        for name in ("sign", "magnitude", "weight"):
+            assert torch.equal(index._planes[name].rows, alone._planes[name].rows)
+        assert torch.equal(index._counts, alone._counts)
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 80, 256])
+def test_any_head_dim_generates_like_full_attention(head_dim: int) -> None:
+    config = MODELS["qwen3"].config()
+    config.head_dim = head_dim
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(3, 128, (1, 30), generator=torch.Generator().manual_seed(0))
+    run = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(ids, **run)
+    cache = ParisKVCache(config, **SMALL)
+    assert torch.equal(model.generate(ids, **run, past_key_values=cache), expected)
+    assert cache.stats()["layers"][0]["selected"] > 0

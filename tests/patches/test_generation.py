@@ -1,0 +1,95 @@
+"""The one patch of transformers: applied twice, undone, and asked at the right moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig
+from transformers.generation import configuration_utils
+from transformers.generation.utils import GenerationMixin
+
+import hf_kvret
+from hf_kvret.testing.models import MODELS
+from hf_kvret_model_patches import generation
+
+METHOD = "_prepare_cache_for_generation"
+
+
+@pytest.fixture(autouse=True)
+def bare() -> Iterator[None]:
+    """transformers without our names during the test."""
+    hf_kvret.unregister()
+    yield
+    generation.restore()
+    hf_kvret.register()
+
+
+def _never(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
+    return False
+
+
+def test_restoring_puts_back_the_very_objects() -> None:
+    names, method = configuration_utils.ALL_CACHE_IMPLEMENTATIONS, getattr(GenerationMixin, METHOD)
+    generation.restore()
+    generation.apply(("mine",), _never)
+    assert (*names, "mine") == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    assert generation.known_names() == (*names, "mine")
+    assert getattr(GenerationMixin, METHOD) is not method
+    for _ in range(2):
+        generation.restore()
+        assert configuration_utils.ALL_CACHE_IMPLEMENTATIONS is names
+        assert getattr(GenerationMixin, METHOD) is method
+
+
+def test_applying_again_replaces_names_and_hook_without_stacking() -> None:
+    names, method = configuration_utils.ALL_CACHE_IMPLEMENTATIONS, getattr(GenerationMixin, METHOD)
+    for name in ("first", "second"):
+        generation.apply((name,), _never)
+    assert (*names, "second") == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    assert getattr(GenerationMixin, METHOD).__wrapped__ is method
+    assert getattr(GenerationMixin, METHOD).__name__ == METHOD
+
+
+def test_importing_applies_nothing() -> None:
+    assert not hasattr(getattr(GenerationMixin, METHOD), "__wrapped__")
+    assert "paris" not in generation.known_names()
+
+
+def test_a_new_name_validates_and_the_hook_makes_its_cache() -> None:
+    asked = []
+
+    def prepare(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
+        asked.append((type(model).__name__, config.cache_implementation, config.cache_config))
+        if config.cache_implementation != "mine":
+            return False
+        kwargs["past_key_values"] = DynamicCache(config=model.config)
+        return True
+
+    generation.apply(("mine",), prepare)
+    GenerationConfig(cache_implementation="mine").validate()
+    model = MODELS["llama"].build()
+    ids = torch.arange(5, 25)[None]
+    run = {"max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(ids, **run)
+    got = model.generate(ids, **run, cache_implementation="mine", cache_config={"some": [1, "x"]})
+    assert torch.equal(got, expected)
+    assert asked == [
+        ("LlamaForCausalLM", None, None),
+        ("LlamaForCausalLM", "mine", {"some": [1, "x"]}),
+    ]
+
+
+@pytest.mark.parametrize("name", ["dynamic", "static"])
+def test_other_names_reach_transformers(name: str) -> None:
+    generation.apply(("mine",), _never)
+    model = MODELS["llama"].build()
+    ids = torch.arange(5, 25)[None]
+    run = {"max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(ids, **run)
+    got = model.generate(ids, **run, cache_implementation=name, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, expected)
+    wanted = "DynamicCache" if name == "dynamic" else "StaticCache"
+    assert type(got.past_key_values).__name__ == wanted
