@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
+# Names that are or were ours: `restore` also knows a model by them after `unregister`.
 OUR_NAMES: set[str] = set()
 
 # Outside the configs, because a field on a config ends up in config.json. Configs are not

@@ -105,6 +105,14 @@ class RetrievalCache(Cache):
                 )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the newest tokens of every layer; pass their count as a negative number.
+
+        transformers 5.17 passes a tensor while it drafts. It becomes a number here, before lengths
+        are made of it that change with the tensor.
+        """
+        super().crop(int(tokens_to_remove))
+
     def memory(self) -> MemoryReport:
         """Bytes on device and host by part, and what full attention would need."""
         return memory_report(self.layers, self.retrieval_layers)

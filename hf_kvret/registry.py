@@ -61,7 +61,6 @@ def unregister() -> None:
     for name in (ATTENTION_NAME, *_methods):
         type(ALL_ATTENTION_FUNCTIONS)._global_mapping.pop(name, None)
         type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping.pop(name, None)
-    OUR_NAMES.clear()
     _methods.clear()
 
 

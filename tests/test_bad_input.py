@@ -121,7 +121,9 @@ def test_a_forward_pass_without_our_attention_is_noticed(name: str) -> None:
         model(_ids(), past_key_values=cache)
     assert "hf_kvret.attach(model)" in str(raised.value)
     hf_kvret.attach(model)
-    cache.reset()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="start with a new cache"):
+        model(_ids(), past_key_values=cache)
+    cache = FlatKVCache(model.config, **SMALL)
     with torch.no_grad():
         model(_ids(), past_key_values=cache)
     assert cache.get_seq_length() == 30

@@ -187,6 +187,21 @@ def test_undoing_puts_switched_models_back(llama: PreTrainedModel) -> None:
         llama.generate(**inputs, **RUN, cache_implementation="flat")
 
 
+@pytest.mark.usefixtures("names_again")
+def test_a_model_loaded_with_our_name_can_be_put_back_afterwards() -> None:
+    config = MODELS["llama"].config()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="paris").eval()
+    with torch.no_grad():
+        expected = model(**_prompt(2)).logits
+    hf_kvret.unregister()
+    with pytest.raises(KeyError, match="paris"):
+        model(**_prompt(2))
+    hf_kvret.restore(model)
+    assert model.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        assert torch.equal(model(**_prompt(2)).logits, expected)
+
+
 def test_restore_is_idempotent_and_spares_other_models(llama: PreTrainedModel) -> None:
     other = MODELS["qwen2"].build()
     hf_kvret.restore(llama)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -48,7 +49,8 @@ def crop_small(s: Scenario) -> None:
     cache.crop(0)
     for step, drop in enumerate((2, 4, 1, 5, 3, 0, 2)):
         s.forward(prompt(1, 6, salt=step), cache, f"draft {step}")
-        cache.crop(-drop if step % 2 else torch.tensor(-drop))
+        count: Any = -drop if step % 2 else torch.tensor(-drop)
+        cache.crop(count)
     s.forward(prompt(1, 1, salt=9), cache, "after")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad, choose_backend
+from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
 from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.paris.codes import (
     LEVELS,
@@ -54,7 +54,8 @@ def rotate(x: torch.Tensor, signs: torch.Tensor, *, backend: str = "auto") -> to
         return naive.rotate(x, signs)
     from hf_kvret_kernels.paris import triton_encode
 
-    return triton_encode.rotate(x, signs)
+    with launching_on(x):
+        return triton_encode.rotate(x, signs)
 
 
 def encode(
@@ -115,7 +116,8 @@ def encode(
     else:
         from hf_kvret_kernels.paris import triton_encode
 
-        triton_encode.encode(keys, signs, levels, m, mean, out)
+        with launching_on(keys):
+            triton_encode.encode(keys, signs, levels, m, mean, out)
     return out
 
 

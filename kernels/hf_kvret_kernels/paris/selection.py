@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad, choose_backend
+from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
 from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
@@ -43,7 +43,8 @@ def count_centroids(
         return naive.count_centroids(sign, m, valid)
     from hf_kvret_kernels.paris import triton_collide
 
-    return triton_collide.count_centroids(sign, m, valid)
+    with launching_on(sign):
+        return triton_collide.count_centroids(sign, m, valid)
 
 
 def bonus_table(
@@ -92,7 +93,8 @@ def bonus_table(
         return naive.bonus_table(q_rot, counts, shares, m)
     from hf_kvret_kernels.paris import triton_collide
 
-    return triton_collide.bonus_table(q_rot, counts, shares, m)
+    with launching_on(q_rot):
+        return triton_collide.bonus_table(q_rot, counts, shares, m)
 
 
 def collide(
@@ -125,7 +127,8 @@ def collide(
         return naive.collide(sign, bonus, m, valid)
     from hf_kvret_kernels.paris import triton_collide
 
-    return triton_collide.collide(sign, bonus, m, valid)
+    with launching_on(sign):
+        return triton_collide.collide(sign, bonus, m, valid)
 
 
 def candidates(
@@ -151,7 +154,8 @@ def candidates(
         return naive.candidates(scores, histogram, count)
     from hf_kvret_kernels.paris import triton_candidates
 
-    return triton_candidates.candidates(scores, histogram, count)
+    with launching_on(scores):
+        return triton_candidates.candidates(scores, histogram, count)
 
 
 def rerank(
@@ -191,7 +195,8 @@ def rerank(
         return naive.rerank(q_rot, codes, ids, levels, m)
     from hf_kvret_kernels.paris import triton_rerank
 
-    return triton_rerank.rerank(q_rot, codes, ids, levels, m)
+    with launching_on(q_rot):
+        return triton_rerank.rerank(q_rot, codes, ids, levels, m)
 
 
 def _check_sign(sign: torch.Tensor, m: int) -> int:

@@ -1,0 +1,134 @@
+"""Every Triton kernel compiles to machine code for GPUs that are not at hand.
+
+The interpreter accepts much that the compiler refuses. Here the operations are called as on a
+GPU, with a driver that only names its target and a launch that stops after the compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+TARGETS = {"sm80": 80, "sm90": 90}
+EXPECTED = {
+    "gather_attention": {"_attend_kernel"},
+    "prompt_attention": {"_attend_kernel"},
+    "paged": {"_gather_kernel"},
+    "paris": {
+        "_rotate_kernel",
+        "_encode_kernel",
+        "_count_kernel",
+        "_bonus_kernel",
+        "_collide_kernel",
+        "_block_sums_kernel",
+        "_compact_kernel",
+        "_rerank_kernel",
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", EXPECTED)
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile(target: str, operation: str) -> None:
+    pytest.importorskip("triton", reason="Triton compiles on Linux only")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_ALWAYS_COMPILE"] = "1"
+    command = [sys.executable, str(Path(__file__)), target, operation]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert EXPECTED[operation] <= set(done.stdout.split()), done.stdout
+
+
+def _compile_instead_of_launching(capability: int) -> None:
+    """Make Triton compile for ``capability`` and return before it would launch."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class NamedTarget:
+        """A driver without a device."""
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
+
+    driver.set_active(NamedTarget())
+    run = JITFunction.run
+
+    @functools.wraps(run)
+    def compile_only(self: JITFunction, *args: object, warmup: bool, **kwargs: object) -> object:
+        kernel = run(self, *args, warmup=True, **kwargs)
+        assert kernel.asm["cubin"]
+        print(self.fn.__name__)
+        return kernel
+
+    JITFunction.run = compile_only
+
+
+def _calls(operation: str) -> Iterator[functools.partial]:
+    """Calls of every launcher of ``operation``, in bf16 where it takes that."""
+    from hf_kvret_kernels import paris
+    from hf_kvret_kernels.gather_attention import triton as gather
+    from hf_kvret_kernels.paged import PagedRows
+    from hf_kvret_kernels.prompt_attention import triton as prompt
+
+    half = torch.bfloat16
+    rows = PagedRows([torch.zeros(8, 2, 64, 256, dtype=half)], torch.zeros(1, 8).int(), 128)
+    ids = torch.zeros(1, 2, 1, 256, dtype=torch.int32)
+    if operation == "gather_attention":
+        for softcap in (None, 50.0):
+            query = torch.zeros(1, 8, 1, 128, dtype=half)
+            yield functools.partial(gather.gather_attention, query, rows, ids, 0.1, softcap)
+    elif operation == "paged":
+        from hf_kvret_kernels.paged_triton import gather_rows
+
+        yield functools.partial(gather_rows, rows, ids)
+    elif operation == "prompt_attention":
+        for queries, dim, valid in ((1, 128, None), (256, 64, torch.ones(1, 512).bool())):
+            query = torch.zeros(1, 8, queries, dim, dtype=half)
+            key = torch.zeros(1, 2, 512, dim, dtype=half)
+            arguments = (query, key, key, 0.1, 512 - queries, valid, None, torch.float32)
+            yield functools.partial(prompt.prompt_attention, *arguments)
+    else:
+        from hf_kvret_kernels.paris import (
+            triton_candidates,
+            triton_collide,
+            triton_encode,
+            triton_rerank,
+        )
+
+        keys = torch.zeros(1, 2, 512, 128, dtype=half)
+        signs, levels = paris.random_signs(128, 0), paris.magnitude_levels(8)
+        codes = paris.ParisCodes.empty(1, 2, 512, 128, m=8)
+        rotated = torch.zeros(1, 2, 1, 4, 128)
+        counts = torch.zeros(1, 2, 16, 256, dtype=torch.int32)
+        bonus = torch.zeros(1, 2, 1, 4, 16, 256, dtype=torch.uint8)
+        scores = torch.zeros(1, 2, 1, 512, dtype=torch.uint8)
+        histogram = torch.zeros(1, 2, 1, 256, dtype=torch.int32)
+        valid = torch.ones(1, 512, dtype=torch.bool)
+        yield functools.partial(triton_encode.rotate, keys, signs)
+        yield functools.partial(triton_encode.encode, keys, signs, levels, 8, None, codes)
+        yield functools.partial(triton_collide.count_centroids, codes.sign, 8, valid)
+        yield functools.partial(triton_collide.bonus_table, rotated, counts, (50_000, 200_000), 8)
+        yield functools.partial(triton_collide.collide, codes.sign, bonus, 8, valid)
+        yield functools.partial(triton_candidates.candidates, scores, histogram, 100)
+        yield functools.partial(triton_rerank.rerank, rotated, codes, ids, levels, 8)
+
+
+if __name__ == "__main__":
+    _compile_instead_of_launching(TARGETS[sys.argv[1]])
+    for call in _calls(sys.argv[2]):
+        call()

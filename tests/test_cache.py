@@ -1,0 +1,156 @@
+"""RetrievalCache: which layers it takes, and the edges of its life."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+import hf_kvret
+from hf_kvret import FlatKVCache, ParisConfig, ParisKVCache, RetrievalCache
+from hf_kvret.layer import HANDLE, RetrievalLayer
+from hf_kvret.stores import StoreChoice
+from hf_kvret.testing.models import MODELS
+
+SMALL: dict[str, Any] = {
+    "top_k": 1.0,
+    "sink": 2,
+    "recent": 8,
+    "flush": 4,
+    "max_draft": 6,
+    "dense_below": 0,
+}
+RUN = {"max_new_tokens": 16, "do_sample": False}
+METHODS = [FlatKVCache, ParisKVCache]
+
+
+def _ids(length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(3, 128, (1, length), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return MODELS["llama"].build()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exactly_the_full_attention_layers_become_ours(name: str) -> None:
+    model = MODELS[name]
+    config = model.config()
+    cache, dynamic = FlatKVCache(config), DynamicCache(config=config)
+    ours = [type(layer) is RetrievalLayer for layer in cache.layers]
+    assert tuple(number for number, mine in enumerate(ours) if mine) == model.full_attention
+    for mine, layer, other in zip(ours, cache.layers, dynamic.layers, strict=True):
+        assert mine or type(layer) is type(other)
+
+
+@pytest.mark.parametrize("cls", METHODS)
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 12, 13])
+def test_prompts_around_the_size_of_the_window(
+    llama: PreTrainedModel, cls: type[RetrievalCache], length: int
+) -> None:
+    expected = llama.generate(_ids(length), **RUN)
+    cache = cls(llama.config, **SMALL)
+    assert torch.equal(llama.generate(_ids(length), **RUN, past_key_values=cache), expected)
+    assert cache.get_seq_length() == length + 15
+    assert cache.stats()["layers"][0]["selected"] > 0
+
+
+@pytest.mark.parametrize("sink", [0, 1, 60])
+def test_any_number_of_sinks(llama: PreTrainedModel, sink: int) -> None:
+    """60 is more than there are cold tokens: all are sinks and none is left to select."""
+    expected = llama.generate(_ids(50), **RUN)
+    for cls in METHODS:
+        cache = cls(llama.config, **{**SMALL, "sink": sink})
+        assert torch.equal(llama.generate(_ids(50), **RUN, past_key_values=cache), expected)
+        assert (cache.stats()["layers"][0]["selected"] > 0) == (sink < 60)
+
+
+def test_a_small_budget_is_kept_to(llama: PreTrainedModel) -> None:
+    for cls in METHODS:
+        for top_k, each in ((3, 3), (0.1, 5)):
+            cache = cls(llama.config, **{**SMALL, "top_k": top_k})
+            llama.generate(_ids(50), max_new_tokens=2, past_key_values=cache)
+            assert cache.stats()["layers"][1]["selected"] == 2 * each
+
+
+def test_reset_makes_a_new_cache(llama: PreTrainedModel) -> None:
+    for cls in METHODS:
+        cache = cls(llama.config, **SMALL)
+        for length in (40, 25):
+            expected = llama.generate(_ids(length), **RUN)
+            got = llama.generate(_ids(length), **RUN, past_key_values=cache)
+            assert torch.equal(got, expected)
+            cache.reset()
+            assert cache.get_seq_length() == 0 and cache.memory().device == 0
+
+
+def test_inference_mode_serves_what_no_grad_filled(llama: PreTrainedModel) -> None:
+    hf_kvret.attach(llama)
+    expected = llama.generate(_ids(40), **RUN)[0, 40:]
+    cache, ids = ParisKVCache(llama.config, **SMALL), _ids(40)
+    for step in range(16):
+        with torch.inference_mode() if step % 2 else torch.no_grad():
+            ids = llama(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        assert ids.item() == expected[step]
+
+
+def test_no_tagged_tensor_stays_in_the_cache(llama: PreTrainedModel) -> None:
+    cache = FlatKVCache(llama.config, **SMALL)
+    llama.generate(_ids(40), **RUN, past_key_values=cache)
+    for layer in cache.retrieval_layers:
+        assert layer.regions is not None
+        held = [*layer.regions.window.tokens(), layer.regions.index._keys.rows]
+        assert not any(hasattr(tensor, HANDLE) for tensor in held)
+    keys = torch.zeros(1, 2, 1, 16)
+    handle, _ = cache.update(keys, keys, 0)
+    assert hasattr(handle, HANDLE) and not hasattr(keys, HANDLE)
+
+
+def test_a_request_saved_with_all_options_comes_back_and_runs(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    options = dataclasses.asdict(ParisConfig(**SMALL))
+    request = GenerationConfig(cache_implementation="paris", cache_config=options, **RUN)
+    request.save_pretrained(tmp_path)
+    loaded = GenerationConfig.from_pretrained(tmp_path)
+    loaded.pad_token_id, loaded.return_dict_in_generate = 0, True
+    result = llama.generate(_ids(40), generation_config=loaded)
+    assert result.past_key_values.options == ParisConfig(**SMALL)
+    assert torch.equal(result.sequences, llama.generate(_ids(40), **RUN))
+
+
+def test_threads_share_a_model_and_not_their_caches(llama: PreTrainedModel) -> None:
+    lengths = [30, 40, 35, 45]
+    expected = [llama.generate(_ids(length), **RUN) for length in lengths]
+
+    def run(length: int) -> torch.Tensor:
+        return llama.generate(_ids(length), **RUN, cache_implementation="flat", cache_config=SMALL)
+
+    with ThreadPoolExecutor(4) as pool:
+        for got, wanted in zip(pool.map(run, lengths), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_an_unknown_store_is_refused_and_auto_stays_on_a_cpu(llama: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="store='disk': choose one of device, host, auto"):
+        FlatKVCache(llama.config, store="disk")
+    cache = FlatKVCache(llama.config, **SMALL)
+    assert cache.stats()["store"] is None, "nobody needed one yet"
+    llama.generate(_ids(40), **RUN, past_key_values=cache)
+    assert cache.stats()["store"] == "device"
+
+
+@pytest.mark.parametrize(("size", "name"), [(60, "device"), (61, "host")])
+def test_auto_goes_to_the_host_above_a_quarter_of_free_device_memory(
+    monkeypatch: pytest.MonkeyPatch, size: int, name: str
+) -> None:
+    """Each of 4 layers asks for ``size`` of 960 free bytes; the first decides for all."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (960, 2000))
+    assert StoreChoice._choose(torch.device("cuda"), 4 * size) == name
