@@ -32,7 +32,12 @@ class Index(ABC):
 
     @abstractmethod
     def select(
-        self, query: torch.Tensor, budget: int, valid: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        budget: int,
+        valid: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """The tokens to attend to, for each query.
 
@@ -41,6 +46,8 @@ class Index(ABC):
             budget: how many tokens to select, ``1 <= budget <= n`` with n tokens held.
             valid: ``[B, n]`` bool; False for padding, holes and sinks: never to be selected.
             scale: the factor of the dot products before the softmax.
+            softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None. It keeps the order of a head's
+                tokens, but not how the heads of a group compare.
 
         Returns:
             ``[B, Hkv, Q, budget]`` or ``[B, Hq, Q, budget]`` int32 slots, each at most once a

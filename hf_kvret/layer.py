@@ -186,7 +186,7 @@ class RetrievalLayer(CacheLayerMixin):
         index, cold = regions.build(), regions.cold_len
         budget = self.config.budget(cold)
         valid = regions.retrievable(call.valid)
-        ids = index.select(query, budget, valid, call.scale)
+        ids = index.select(query, budget, valid, call.scale, call.softcap)
         batch, heads, count, _ = ids.shape
         counters = self.counters
         counters.steps += 1
@@ -223,12 +223,15 @@ class RetrievalLayer(CacheLayerMixin):
                 merged = merge([merged, call.partial(query, *old, old_valid, causal_offset=None)])
         return merge([merged], call.sink_logits).out
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Drop the newest tokens; pass their count as a negative number (0: none).
+
+        Assisted decoding of transformers 5.17 passes a 0-dim tensor.
 
         Raises:
             ValueError: a positive number, or more tokens than held.
         """
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass the number of tokens to drop as a negative "

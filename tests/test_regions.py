@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +19,22 @@ from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.paris import ParisIndex
 from hf_kvret.regions import Regions
 from hf_kvret.stores import PagedStore, Store
-from hf_kvret.stores.memory import DeviceMemory, HostMemory
+from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
 
 CPU = torch.device("cpu")
 HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 2, 12, 8
 SCALE, SOFTCAP = 0.9, 4.0
-SIZES = {"top_k": 1.0, "sink": 2, "recent": 5, "flush": 4, "max_draft": 4, "dense_below": 0}
+SIZES: dict[str, Any] = {
+    "top_k": 1.0,
+    "sink": 2,
+    "recent": 5,
+    "flush": 4,
+    "max_draft": 4,
+    "dense_below": 0,
+}
 
 
-def _store(kind: type[DeviceMemory] | type[HostMemory], device: torch.device, size: int) -> Store:
+def _store(kind: type[PageMemory], device: torch.device, size: int) -> Store:
     return PagedStore(kind(device), page_len=4)
 
 
@@ -81,7 +89,7 @@ class Dense:
         return (weights @ values).float()
 
     def crop(self, count: int) -> None:
-        self.layer.crop(-count)
+        self.layer.crop(torch.tensor(-count) if count % 2 else -count)
         kept = self.length - count
         self.keys, self.values = self.keys[:, :, :kept], self.values[:, :, :kept]
         self.valid = self.valid[:, :kept]
@@ -256,7 +264,7 @@ def test_sinks_padding_and_holes_cannot_be_selected() -> None:
     valid = torch.ones(2, 20, dtype=torch.bool)
     valid[0, :3] = False
     valid[1, 4] = False
-    regions.take_prompt(*(_tokens(20, batch=2) for _ in range(3)), valid)
+    regions.take_prompt(_tokens(20, 2), _tokens(20, 2), _tokens(20, 2), valid)
     open_slots = [row.nonzero().flatten().tolist() for row in regions.retrievable(valid)]
     assert open_slots == [list(range(5, 15)), [2, 3, *range(5, 15)]]
 

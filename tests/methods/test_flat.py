@@ -106,3 +106,12 @@ def test_it_scores_every_token_and_counts_its_bytes() -> None:
 def test_a_missing_tensor_is_named() -> None:
     with pytest.raises(KeyError, match="keys"):
         FlatIndex().load_state_dict({})
+
+
+def test_a_soft_cap_counts_where_heads_of_a_group_compete() -> None:
+    """Without a cap head 1 gives token 1 the largest weight; a cap evens out tokens 1 and 2."""
+    keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.93]]).view(1, 1, 3, 2)
+    query = torch.tensor([[2.0, 0.0], [0.0, 20.0]]).view(1, 2, 1, 2)
+    valid = torch.ones(1, 3, dtype=torch.bool)
+    assert _index(keys).select(query, 1, valid, 1.0).item() == 1
+    assert _index(keys).select(query, 1, valid, 1.0, 5.0).item() == 0

@@ -273,3 +273,19 @@ def test_any_head_dim_generates_like_full_attention(head_dim: int) -> None:
     cache = ParisKVCache(config, **SMALL)
     assert torch.equal(model.generate(ids, **run, past_key_values=cache), expected)
     assert cache.stats()["layers"][0]["selected"] > 0
+
+
+def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
+    """All keys share a large part; where the cap saturates depends on it."""
+    keys, query = _peaked(256, 64, common=2.0)
+    valid = torch.ones(len(keys), 256, dtype=torch.bool)
+    scale, softcap = 2 / math.sqrt(64), 8.0
+    exact = FlatIndex()
+    exact.observe(TokenBlock(keys, keys, 0))
+    best = exact.select(query, 24, valid, scale, softcap)
+    ids = _index(OURS, keys).select(query, 24, valid, scale, softcap)
+    hits = (ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean()
+    uncapped = _index(OURS, keys).select(query, 24, valid, scale)
+    missed = (uncapped.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean()
+    assert hits > 0.85
+    assert hits > missed

@@ -26,10 +26,15 @@ class FlatIndex(Index):
         self._keys.append(block.keys)
 
     def select(
-        self, query: torch.Tensor, budget: int, valid: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        budget: int,
+        valid: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         keys = self._keys.rows
-        scores = exact_scores(query, keys, scale)
+        scores = exact_scores(query, keys, scale, softcap)
         scores = scores.masked_fill(~valid[:, None, None], float("-inf"))
         best = group_relevance(scores, keys.shape[1]).topk(budget, dim=-1)
         return best.indices.masked_fill(best.values == float("-inf"), -1).int()

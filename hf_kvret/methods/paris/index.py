@@ -63,7 +63,12 @@ class ParisIndex(Index):
         self._counts = counts if self._counts is None else self._counts + counts
 
     def select(
-        self, query: torch.Tensor, budget: int, valid: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        budget: int,
+        valid: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         options, m = self.options, self.options.subspace_dim
         basis, counts, codes = self._basis, self._counts, self._codes()
@@ -79,6 +84,13 @@ class ParisIndex(Index):
         points, histogram = paris.collide(codes.sign, bonus, m=m, valid=valid)
         kept = paris.candidates(points, histogram, self.candidates(held, budget))
         estimates = paris.rerank(rotated, codes, kept, basis.levels, m=m) * scale
+        if softcap is not None:
+            if basis.mean is not None:
+                # A cap bends the whole score, the mean key's part included.
+                mean = torch.einsum("bhgqd,bhd->bhqg", grouped, basis.mean)
+                estimates = estimates + scale * mean.unsqueeze(-1)
+            capped = softcap * torch.tanh(estimates / softcap)
+            estimates = capped.masked_fill(kept.unsqueeze(3) < 0, float("-inf"))
         relevance = group_relevance(estimates.transpose(2, 3).flatten(1, 2), heads)
         best = relevance.topk(budget, dim=-1)
         ids = kept.gather(-1, best.indices)
