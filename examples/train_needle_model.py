@@ -1,6 +1,8 @@
 """Train the small Llama that ships with hf_kvret, on one core of a CPU.
 
-    python examples/train_needle_model.py --out needle-llama
+    python examples/train_needle_model.py --out first
+    python examples/train_needle_model.py --resume first --out needle-llama \\
+        --tokens 2e6 --lr 3e-4 --threads 2
 
 The model learns the needle language of ``hf_kvret.evaluation.needles``: read a long document
 of noise, answer questions about the needles in it. Everything that is random comes from one
@@ -61,6 +63,16 @@ CURRICULUM = (
     Stage(1024, 32, 4, jump=MAX_POSITION),
     Stage(2048, 32, 2, jump=MAX_POSITION),
 )
+
+# A second run on long rows: among tens of thousands of tokens, heads must be sharper than among
+# two thousand.
+LONG_ROWS = (
+    Stage(2048, 32, 2, jump=MAX_POSITION),
+    Stage(4096, 48, 1, jump=MAX_POSITION),
+    Stage(8192, 64, 1, jump=MAX_POSITION),
+    Stage(16_384, 96, 1, jump=MAX_POSITION),
+)
+LOOK_BACK_GAIN = 1.3
 
 
 def jumping_positions(
@@ -227,7 +239,7 @@ def _look_back(
 
 @torch.no_grad()
 def evaluate(
-    model: LlamaForCausalLM, language: NeedleLanguage, length: int, seed: int, needles: int = 64
+    model: LlamaForCausalLM, language: NeedleLanguage, length: int, seed: int, needles: int = 128
 ) -> float:
     """Share of two-token answers that are right in one document of ``length`` tokens."""
     rng = np.random.default_rng(seed)
@@ -243,26 +255,30 @@ def evaluate(
     return right / needles
 
 
-def train(args: argparse.Namespace) -> None:
-    torch.manual_seed(args.seed)
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(args.threads)
-    rng = np.random.default_rng(args.seed)
-    language = NeedleLanguage()
-    model = build_model(language)
+def learn(
+    model: LlamaForCausalLM, rng: np.random.Generator, args: argparse.Namespace
+) -> list[dict[str, int]]:
+    """Train for ``args.tokens`` tokens; returns when each stage was passed.
+
+    A first run climbs the curriculum; a run that continues one mixes long rows.
+    """
+    language, stages = NeedleLanguage(), LONG_ROWS if args.resume else CURRICULUM
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
-    budget = int(args.tokens)
-    seen, stage_index, average, started = 0, 0, 0.0, time.time()
-    log = []
+    budget, seen, current, average = int(args.tokens), 0, 0, 0.0
+    annealed = 1.0 if args.resume else 0.2
+    passed: list[dict[str, int]] = []
     with tqdm(total=budget, unit="tok", unit_scale=True, mininterval=5) as progress:
         while seen < budget:
-            # Older stages come back now and then, so that nothing learnt is lost.
-            revisit = stage_index > 1 and rng.random() < 0.2
-            index = int(rng.integers(1, stage_index)) if revisit else stage_index
-            stage = CURRICULUM[index]
-            annealing = min(1.0, (budget - seen) / (0.2 * budget))
+            index = current
+            if args.resume:
+                index = int(rng.integers(len(stages)))
+            elif current > 1 and rng.random() < 0.2:
+                # Older stages come back now and then, so that nothing learnt is lost.
+                index = int(rng.integers(1, current))
+            stage = stages[index]
+            annealing = min(1.0, (budget - seen) / (annealed * budget))
             warming = min(1.0, (seen + 1) / 150_000)
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * annealing * warming
@@ -273,19 +289,34 @@ def train(args: argparse.Namespace) -> None:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            size = stage.batch * stage.length
-            seen += size
-            progress.update(size)
-            if index == stage_index:
+            seen += stage.batch * stage.length
+            progress.update(stage.batch * stage.length)
+            if args.resume or index == current:
                 average = 0.95 * average + 0.05 * right
-                if average > 0.97 and stage_index + 1 < len(CURRICULUM):
-                    log.append({"stage": stage_index, "tokens": seen})
-                    stage_index, average = stage_index + 1, 0.0
-            progress.set_postfix(stage=stage_index, right=f"{average:.3f}", loss=f"{loss:.3f}")
-    model.eval()
+            if not args.resume and average > 0.97 and current + 1 < len(stages):
+                passed.append({"stage": current, "tokens": seen})
+                current, average = current + 1, 0.0
+            progress.set_postfix(stage=current, right=f"{average:.3f}", loss=f"{loss:.3f}")
+    return passed
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(args.threads)
+    rng = np.random.default_rng(args.seed)
+    language, started = NeedleLanguage(), time.time()
+    if args.resume:
+        model = LlamaForCausalLM.from_pretrained(args.resume, dtype=torch.float32).train()
+        with torch.no_grad():
+            model.model.layers[0].self_attn.q_proj.weight.mul_(LOOK_BACK_GAIN)
+    else:
+        model = build_model(language)
+    passed = learn(model, rng, args)
+    model.eval().to(torch.bfloat16).save_pretrained(args.out)
+    model.float()
     report = {f"answers right at {n}": evaluate(model, language, n, seed=1) for n in args.eval}
-    report |= {"tokens": seen, "minutes": round((time.time() - started) / 60, 1), "stages": log}
-    model.to(torch.bfloat16).save_pretrained(args.out)
+    report |= {"minutes": round((time.time() - started) / 60, 1), "stages passed": passed}
     Path(args.out, "training.json").write_text(json.dumps(vars(args) | report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
 
@@ -293,6 +324,7 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="needle-llama", help="folder for weights and config")
+    parser.add_argument("--resume", help="go on from this folder's weights, on long rows")
     parser.add_argument("--tokens", type=float, default=8e6, help="training tokens in all")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
