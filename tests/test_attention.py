@@ -12,16 +12,9 @@ from transformers import DynamicCache
 import hf_kvret
 from hf_kvret import FlatKVCache, RetrievalCache, attention
 from hf_kvret.attention import retrieval_attention
-from hf_kvret.testing.models import MODELS
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
-SMALL: dict[str, Any] = {
-    "top_k": 1.0,
-    "sink": 2,
-    "recent": 8,
-    "flush": 4,
-    "max_draft": 6,
-    "dense_below": 0,
-}
+SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 
 
 def _padded(length: int = 40) -> dict[str, torch.Tensor]:

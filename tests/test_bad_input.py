@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,16 +13,9 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_kvret
 from hf_kvret import FlatConfig, FlatKVCache, ParisConfig, ParisKVCache
-from hf_kvret.testing.models import MODELS, REFUSED
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, REFUSED
 
-SMALL: dict[str, Any] = {
-    "top_k": 1.0,
-    "sink": 2,
-    "recent": 8,
-    "flush": 4,
-    "max_draft": 6,
-    "dense_below": 0,
-}
+SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 3, "do_sample": False}
 
 
@@ -94,18 +88,20 @@ REASONS = {
 def test_models_that_cannot_be_served_are_refused_with_the_reason(name: str) -> None:
     model = REFUSED[name]()
     before = getattr(model.config, "_attn_implementation", None)
-    requests: list[Callable[[], Any]] = [
-        lambda: hf_kvret.attach(model),
-        lambda: model.generate(
-            _ids(), **RUN, cache_implementation="paris", decoder_start_token_id=0
-        ),
-    ]
+    passes: list[Any] = []
+    for part in (model, *model.children()):
+        part.register_forward_pre_hook(lambda *_: passes.append(name))
+    requests: list[Callable[[], Any]] = [lambda: hf_kvret.attach(model)]
+    for method in ("flat", "paris"):
+        run = {**RUN, "cache_implementation": method, "decoder_start_token_id": 0}
+        requests.append(partial(model.generate, _ids(), **run))
     if name not in ("falcon", "bloom"):
         requests.append(lambda: FlatKVCache(model.config))
     for request in requests:
         with pytest.raises(ValueError, match=REASONS[name]) as raised:
             request()
         assert "cache_implementation" in str(raised.value), "the message says what to use instead"
+        assert not passes, "the model ran before it was refused"
     assert getattr(model.config, "_attn_implementation", None) == before
 
 
@@ -203,7 +199,8 @@ def test_direct_calls_that_want_weights_are_refused(llama: PreTrainedModel) -> N
 def test_continuous_batching_refuses_a_switched_model() -> None:
     model = MODELS["llama"].build()
     hf_kvret.attach(model)
-    with pytest.raises(ValueError, match="hf_kvret"):
+    words = "hf_kvret is not supported for continuous batching. Use .*'sdpa'"
+    with pytest.raises(ValueError, match=words):
         model.generate_batch(inputs=[[5, 6, 7]], max_new_tokens=2, progress_bar=False)
 
 

@@ -15,17 +15,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_kvret
 from hf_kvret import FlatKVCache, base_attention
-from hf_kvret.testing.models import MODELS
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
 FLASH = "flash_attention_2"
-SMALL: dict[str, Any] = {
-    "top_k": 1.0,
-    "sink": 2,
-    "recent": 8,
-    "flush": 4,
-    "max_draft": 6,
-    "dense_below": 0,
-}
+SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 10, "do_sample": False}
 # Two fp32 orders of the same sums, through three layers with logits around 10.
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}

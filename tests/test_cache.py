@@ -15,16 +15,9 @@ import hf_kvret
 from hf_kvret import FlatKVCache, ParisConfig, ParisKVCache, RetrievalCache
 from hf_kvret.layer import HANDLE, RetrievalLayer
 from hf_kvret.stores import StoreChoice
-from hf_kvret.testing.models import MODELS
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
-SMALL: dict[str, Any] = {
-    "top_k": 1.0,
-    "sink": 2,
-    "recent": 8,
-    "flush": 4,
-    "max_draft": 6,
-    "dense_below": 0,
-}
+SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 16, "do_sample": False}
 METHODS = [FlatKVCache, ParisKVCache]
 

@@ -14,16 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_kvret import FlatKVCache, ParisConfig, ParisKVCache, RetrievalCache
-from hf_kvret.testing.models import MODELS
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
-SMALL: dict[str, Any] = {
-    "top_k": 1.0,
-    "sink": 2,
-    "recent": 8,
-    "flush": 4,
-    "max_draft": 6,
-    "dense_below": 0,
-}
+SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 10, "do_sample": False}
 TENSORS, DESCRIPTION = "cache.safetensors", "cache.json"
 
@@ -134,7 +127,7 @@ def test_a_cache_that_was_cropped_to_nothing_comes_back(
 _OTHER_PROCESS = """
 import sys, torch
 from hf_kvret import ParisKVCache
-from hf_kvret.testing.models import MODELS
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 directory, name = sys.argv[1:]
 torch.set_num_threads(1)
 model = MODELS[name].build()

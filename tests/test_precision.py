@@ -9,10 +9,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache, attach
-from hf_kvret.testing.models import MODELS
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
 PROMPT, STEPS = 60, 24
-SMALL = dict(sink=2, recent=8, flush=4, max_draft=6, dense_below=0, top_k=10**6)
 
 
 @torch.inference_mode()
@@ -39,7 +38,7 @@ def test_bf16_error_is_no_larger_than_the_bases(
     half = copy.deepcopy(model).to(torch.bfloat16)
     base = logits_along(half, tokens, DynamicCache(config=half.config))
     attach(half)
-    cache = cls(half.config, store=store, **SMALL)
+    cache = cls(half.config, store=store, **COVERING_OPTIONS)
     ours = logits_along(half, tokens, cache)
     assert all(layer["selected"] > 0 for layer in cache.stats()["layers"])
     base_error, our_error = (base - exact).abs(), (ours - exact).abs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
-from hf_kvret.testing.models import MODELS
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
 OURS = ("hf_kvret", "flat", "paris")
-SMALL: dict[str, Any] = {
-    "top_k": 1.0,
-    "sink": 2,
-    "recent": 8,
-    "flush": 4,
-    "max_draft": 6,
-    "dense_below": 0,
-}
+SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 10, "do_sample": False}
 PREPARE = "_prepare_cache_for_generation"
 
@@ -134,7 +128,7 @@ def test_nothing_of_ours_is_written_into_a_saved_config(
     assert llama.config.to_dict() == before
     llama.save_pretrained(tmp_path)
     for file in tmp_path.glob("*.json"):
-        assert "kvret" not in file.read_text()
+        assert not re.search(r"kvret|\"flat\"", file.read_text())
 
 
 @pytest.mark.usefixtures("names_again")
@@ -256,6 +250,33 @@ def test_a_class_of_ones_own_is_registered_and_undone(llama: PreTrainedModel) ->
     hf_kvret.unregister()
     hf_kvret.register()
     assert "mine" not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+
+
+@pytest.mark.parametrize("by_config", [False, True])
+def test_a_draft_model_keeps_a_cache_of_its_own(llama: PreTrainedModel, by_config: bool) -> None:
+    """``generate`` hands the main model's name and options down to it."""
+    inputs, draft = _prompt(), MODELS["llama"].build()
+    expected = llama.generate(**inputs, **RUN)
+    caches = []
+
+    def noting(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        caches.append(type(kwargs["past_key_values"]))
+
+    draft.register_forward_pre_hook(noting, with_kwargs=True)
+    named = {"cache_implementation": "paris", "cache_config": SMALL}
+    if by_config:
+        llama.generation_config.update(**named)
+    result = llama.generate(
+        **inputs,
+        **RUN,
+        **({} if by_config else named),
+        assistant_model=draft,
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(result.sequences, expected)
+    assert _reads_cold(result.past_key_values)
+    assert caches and set(caches) == {DynamicCache}
+    assert draft.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.usefixtures("names_again")

@@ -10,16 +10,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache
-from hf_kvret.testing.models import MODELS
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
-SMALL: dict[str, Any] = {
-    "top_k": 5,
-    "sink": 2,
-    "recent": 8,
-    "flush": 4,
-    "max_draft": 6,
-    "dense_below": 0,
-}
+SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 5}
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache, attach
-from hf_kvret.testing import COVERING_OPTIONS, MODELS, REFUSED, Case, conformance_cases, run_case
+from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, conformance_cases, run_case
 from hf_kvret.testing.scenario import prompt
 
 CACHES: dict[str, type[RetrievalCache]] = {"flat": FlatKVCache, "paris": ParisKVCache}
@@ -55,17 +55,6 @@ IMPOSSIBLE = {
     },
 }
 
-# Why each refused model is refused, as the message says it.
-REASONS = {
-    "deepseek_v2": "deepseek_v2 uses multi-head latent attention",
-    "falcon": "FalconForCausalLM computes attention by itself",
-    "bloom": "BloomForCausalLM computes attention by itself",
-    "t5": "t5 is an encoder-decoder",
-    "bart": "bart is an encoder-decoder",
-    "mamba": "mamba has no full-attention layer",
-    "mistral_sliding": "mistral has no full-attention layer",
-}
-
 
 def _matrix() -> list[Any]:
     params = []
@@ -90,26 +79,6 @@ def test_same_as_full_attention(case: Case, method: str, store: str) -> None:
         assert not NEWEST or case.mode in IMPOSSIBLE.get(case.model, ()), result.detail
         pytest.skip(result.detail)
     assert result.status == "passed", result.detail
-
-
-@pytest.mark.parametrize("method", CACHES)
-@pytest.mark.parametrize("name", REFUSED)
-def test_models_that_cannot_be_served_are_refused_up_front(name: str, method: str) -> None:
-    model = REFUSED[name]()
-    calls = []
-    model.register_forward_pre_hook(lambda *args: calls.append(args))
-    with pytest.raises(ValueError, match=REASONS[name]):
-        model.generate(prompt(1, 20), cache_implementation=method, max_new_tokens=2)
-    with pytest.raises(ValueError, match=REASONS[name]):
-        attach(model)
-    assert not calls, "the model ran before it was refused"
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_only_full_attention_layers_retrieve(name: str) -> None:
-    tiny = MODELS[name]
-    cache = FlatKVCache(config=tiny.config(), **COVERING_OPTIONS)
-    assert tuple(layer["layer"] for layer in cache.stats()["layers"]) == tiny.full_attention
 
 
 def test_a_model_that_served_a_retrieval_cache_gives_the_same_text_without_one() -> None:

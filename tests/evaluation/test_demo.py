@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,25 @@ def test_every_cache_answers_and_reads_few_rows(report: dict) -> None:
         assert rows[name]["host_bytes"] > 0
     assert rows["flat"]["recall"] == pytest.approx(1.0)
     assert rows["paris"]["recall"] > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("context", "dtype"), [(16384, "bfloat16"), (32768, "float32")])
+def test_a_long_document_is_answered_as_well_as_by_full_attention(
+    context: int, dtype: str, tmp_path: Path
+) -> None:
+    """What the project promises of the demo, with its default questions and budget."""
+    file = tmp_path / "demo.json"
+    arguments = ["demo", "--context", str(context), "--dtype", dtype, "--json", str(file)]
+    assert main(arguments) == 0
+    rows = {row["cache"]: row for row in json.loads(file.read_text())["results"]}
+    full = rows["full"]["right_ratio"]
+    assert full >= 0.98
+    for name in ("flat", "paris"):
+        assert rows[name]["right_ratio"] >= full - 0.02
+        assert 0 < rows[name]["read_ratio"] <= 0.06
+    assert rows["paris"]["device_bytes"] <= 0.30 * rows["paris"]["full_bytes"]
 
 
 def test_the_report_says_where_it_was_made(report: dict) -> None:

@@ -64,11 +64,21 @@ def test_rows_without_a_valid_token_get_nothing() -> None:
     assert (ids[1] == -1).all() and (ids[0] >= 0).all()
 
 
-def test_a_scale_changes_which_head_decides_but_never_leaves_the_budget() -> None:
+def test_a_scale_changes_which_head_decides() -> None:
+    """Head 0 scores 3, 2.9, 0 and head 1 scores 0, 1, 0: only a large scale makes 1 a clear lead."""
+    keys = torch.tensor([[3.0, 0.0], [2.9, 1.0], [0.0, 0.0]]).view(1, 1, 3, 2)
+    query = torch.eye(2).view(1, 2, 1, 2)
+    valid = torch.ones(1, 3, dtype=torch.bool)
+    assert _index(keys).select(query, 1, valid, 0.3).item() == 0
+    assert _index(keys).select(query, 1, valid, 10.0).item() == 1
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])
+def test_no_scale_leaves_a_place_of_the_budget_empty(scale: float) -> None:
+    """Weights that underflow to 0 still have an order."""
     keys, query, valid = _case()
-    for scale in (1e-3, 1.0, 50.0):
-        ids = _index(keys).select(query * 20, 5, valid, scale)
-        assert ((ids >= 0).sum(-1) == 5).all()
+    ids = _index(keys).select(query * 20, 5, valid, scale)
+    assert ((ids >= 0).sum(-1) == 5).all()
 
 
 def test_bf16_keys_are_scored_in_fp32() -> None:

@@ -13,18 +13,11 @@ import hf_kvret
 from hf_kvret import ParisConfig, ParisKVCache, TokenBlock
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.paris import ParisIndex
-from hf_kvret.testing.models import MODELS
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
 HEADS, GROUP = 2, 2
 OURS, PAPER = ParisConfig(), ParisConfig.paper()
-SMALL: dict[str, Any] = {
-    "top_k": 1.0,
-    "sink": 2,
-    "recent": 8,
-    "flush": 4,
-    "max_draft": 6,
-    "dense_below": 0,
-}
+SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 
 
 def _index(
