@@ -15,7 +15,7 @@ import torch
 def describe_environment() -> dict[str, Any]:
     """Command, machine and versions, for the JSON beside every table."""
     return {
-        "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "command": shlex.join([_program(), *sys.argv[1:]]),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -24,6 +24,11 @@ def describe_environment() -> dict[str, Any]:
             name: _version(name) for name in ("hf-kvret", "torch", "transformers", "triton")
         },
     }
+
+
+def _program() -> str:
+    name = os.path.basename(sys.argv[0])
+    return "hf-kvret" if name == "cli.py" else name
 
 
 def _version(name: str) -> str | None:
