@@ -60,16 +60,20 @@ def retrieval_attention(
     layer: RetrievalLayer | None = getattr(key, HANDLE, None)
     base = base_name(module, kwargs)
     if layer is None:
-        mask = base_mask(attention_mask, base)
+        mask = base_mask(attention_mask, base, query.device)
         return attend_with_base(
             base, module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    _check_keywords(kwargs, dropout)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    new = query.shape[2]
     total = layer.get_seq_length() + (key.shape[2] if layer.waiting else 0)
+    try:
+        _check_keywords(kwargs, dropout)
+        valid = slot_validity(attention_mask, query.shape[2], total, query.device)
+    except ValueError:
+        # Nothing was taken in yet: the cache stays as it was, for a call without the mistake.
+        layer.waiting = False
+        raise
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
-    valid = slot_validity(attention_mask, new, total)
 
     def prompt() -> torch.Tensor:
         if _base_builds_matrix(base, query, key, attention_mask):
@@ -85,7 +89,7 @@ def retrieval_attention(
             query,
             key,
             value,
-            base_mask(attention_mask, base),
+            base_mask(attention_mask, base, query.device),
             scaling=scaling,
             dropout=dropout,
             **kwargs,
@@ -118,6 +122,11 @@ def _check_keywords(kwargs: dict[str, Any], dropout: float) -> None:
                 "does not know how to honour: use this model with its own cache "
                 "(hf_kvret.restore(model)), or report the model"
             )
+    if kwargs.get("is_causal") is False:
+        raise ValueError(
+            "is_causal=False: a retrieval cache serves causal attention only; use this model with "
+            "its own cache (hf_kvret.restore(model))"
+        )
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions=True: a retrieval cache never forms the attention matrix; "

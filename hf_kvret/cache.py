@@ -68,6 +68,7 @@ class RetrievalCache(Cache):
         for number in ours:
             make_index = partial(self.make_index, options, number)
             layers[number] = RetrievalLayer(options, make_index, self._stores.make)
+        self._newest: RetrievalLayer | None = None
         super().__init__(layers=layers)
 
     @classmethod
@@ -94,15 +95,18 @@ class RetrievalCache(Cache):
             RuntimeError: a layer was updated and its attention never came, so the model does not
                 use the registered attention function.
         """
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, RetrievalLayer) and layer.waiting:
-                raise RuntimeError(
-                    f"layer {index} was given tokens but its attention was never called: the "
-                    "model does not use hf_kvret's attention, or a forward pass broke off. Call "
-                    f"hf_kvret.attach(model) or model.set_attn_implementation({self.name!r}) "
-                    "before the forward pass (generate does it by itself), and start with a new "
-                    "cache or cache.reset()"
-                )
+        newest = self._newest
+        if newest is not None and newest.waiting:
+            raise RuntimeError(
+                f"layer {self.layers.index(newest)} was given tokens but its attention was never "
+                "called: the model does not use hf_kvret's attention, or a forward pass broke off. "
+                f"Call hf_kvret.attach(model) or model.set_attn_implementation({self.name!r}) "
+                "before the forward pass (generate does it by itself), and start with a new cache "
+                "or cache.reset(). If it is attached, it changes the keys after the cache: use "
+                "cache_implementation='dynamic'"
+            )
+        layer = self.layers[layer_idx]
+        self._newest = layer if isinstance(layer, RetrievalLayer) else newest
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -143,9 +147,9 @@ class RetrievalCache(Cache):
         """
         persistence.check_changes(changes, {"store"})
         twin = object.__new__(type(self))
-        twin.options, twin._stores = self.options, self._stores
-        twin.model_shape = self.model_shape
-        Cache.__init__(twin, layers=[copy.deepcopy(layer) for layer in self.layers])
+        twin.__dict__ = dict(vars(self))
+        twin.layers = [copy.deepcopy(layer) for layer in self.layers]
+        twin._newest = None
         if changes:
             twin.options = self.options.replace(**changes)
             for layer in twin.retrieval_layers:

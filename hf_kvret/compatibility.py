@@ -7,6 +7,12 @@ from typing import Any
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+_CHANGES_AFTER_CACHE = {
+    "diffllama": "splits its values after the cache and attends to them in halves",
+    "jetmoe": "repeats its keys after the cache, where no handle survives",
+    "minimax_m3_vl": "has an indexer of its own beside the cache",
+}
+
 
 def check_config(config: PreTrainedConfig) -> None:
     """Refuse what the configuration alone shows to be impossible.
@@ -27,6 +33,16 @@ def check_config(config: PreTrainedConfig) -> None:
             f"{name} uses multi-head latent attention (kv_lora_rank={text.kv_lora_rank}): it "
             "expands the cached latents after the cache, where no handle survives; use "
             "cache_implementation='dynamic'"
+        )
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise ValueError(
+            f"{name} shares keys and values between layers (num_kv_shared_layers="
+            f"{text.num_kv_shared_layers}) and cuts their masks by query: not supported yet; use "
+            "cache_implementation='dynamic'"
+        )
+    if text.model_type in _CHANGES_AFTER_CACHE:
+        raise ValueError(
+            f"{name} {_CHANGES_AFTER_CACHE[text.model_type]}: use cache_implementation='dynamic'"
         )
     if not any(type(layer) is DynamicLayer for layer in model_layers(config)):
         raise ValueError(

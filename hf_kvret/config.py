@@ -33,7 +33,7 @@ class RetrievalConfig:
     recent: int = 256
     flush: int = 512
     dense_below: int | None = None
-    max_draft: int = 16
+    max_draft: int = 32
     store: str = "auto"
     track_recall: bool = False
 

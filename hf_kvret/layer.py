@@ -17,6 +17,7 @@ from hf_kvret.regions import MakeStore, Regions
 from hf_kvret_kernels.prompt_attention import prompt_attention
 
 HANDLE = "hf_kvret_layer"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.counters = LayerCounters()
         self.waiting = False
         self.regions: Regions | None = None
+        self._given: tuple[int, torch.Size, torch.Size] | None = None
         self._make_index = make_index
         self._make_store = make_store
 
@@ -115,11 +117,17 @@ class RetrievalLayer(CacheLayerMixin):
                 "a retrieval cache has no gradients: run the model under torch.no_grad() or "
                 "torch.inference_mode(), or train with use_cache=False"
             )
+        if key_states.dtype not in _DTYPES:
+            raise ValueError(
+                f"keys are {key_states.dtype}: a retrieval cache holds float32, bfloat16 or "
+                "float16; convert the model with model.to(torch.float32)"
+            )
         if self.regions is None:
             self.lazy_initialization(key_states, value_states)
         else:
             _check_tokens(self.regions, key_states, value_states)
         self.waiting = True
+        self._given = (value_states.data_ptr(), key_states.shape, value_states.shape)
         handle = key_states.detach()
         setattr(handle, HANDLE, self)
         return handle, value_states
@@ -154,6 +162,11 @@ class RetrievalLayer(CacheLayerMixin):
         """
         if self.regions is None:
             raise RuntimeError("attention came before any update of this layer")
+        if (value.data_ptr(), key.shape, value.shape) != self._given:
+            raise ValueError(
+                "this model changes keys or values between its cache and its attention, so what "
+                "was cached is not what it attends to: use cache_implementation='dynamic'"
+            )
         new = query.shape[2]
         first, self.waiting = self.waiting, False
         past = self.regions.length - (0 if first else new)

@@ -32,14 +32,16 @@ class MaskInfo:
     padding: torch.Tensor | None
     causal: bool
     arguments: dict[str, Any]
-    _made: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    _made: dict[tuple[str, torch.device], torch.Tensor | None] = field(default_factory=dict)
 
-    def for_base(self, base: str) -> torch.Tensor | None:
-        """The mask that the implementation ``base`` expects; made once per forward pass."""
-        if base not in self._made:
+    def for_base(self, base: str, device: torch.device) -> torch.Tensor | None:
+        """The mask that ``base`` expects, on ``device``; made once per forward pass."""
+        if (base, device) not in self._made:
             make = ALL_MASK_ATTENTION_FUNCTIONS.get(base)
-            self._made[base] = None if make is None else make(**self.arguments)
-        return self._made[base]
+            mask = None if make is None else make(**self.arguments)
+            moved = mask.to(device) if isinstance(mask, torch.Tensor) else mask
+            self._made[base, device] = moved
+        return self._made[base, device]
 
     def newest_row(self) -> torch.Tensor:
         """``[B, T]`` bool: what the newest query sees under this mask, whatever its kind."""
@@ -88,8 +90,23 @@ def retrieval_mask(
         # A fresh view: the same padding tensor may carry the masks of several kinds of layer.
         carrier = carrier.view(carrier.shape)
     causal = mask_function is causal_mask_function and local_size is None
+    carrier = carrier.as_subclass(MaskCarrier)
     setattr(carrier, _INFO, MaskInfo(padding, causal, arguments))
     return carrier
+
+
+class MaskCarrier(torch.Tensor):
+    """A ``[B, T]`` mask whose copies remember too: device maps move it from layer to layer."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        source = args[0] if args else None
+        if isinstance(result, cls) and isinstance(source, cls) and result.shape == source.shape:
+            result.__dict__.setdefault(_INFO, source.__dict__.get(_INFO))
+        return result
 
 
 def _all_true(batch: int, length: int, device: torch.device) -> torch.Tensor:
@@ -108,19 +125,33 @@ def mask_info(mask: torch.Tensor | None) -> MaskInfo | None:
     return getattr(mask, _INFO, None)
 
 
-def base_mask(mask: torch.Tensor | None, base: str) -> torch.Tensor | None:
-    """``mask`` as the implementation ``base`` expects it; a foreign mask is passed on."""
+def base_mask(mask: torch.Tensor | None, base: str, device: torch.device) -> torch.Tensor | None:
+    """``mask`` as the implementation ``base`` expects it; a foreign mask is passed on.
+
+    Raises:
+        ValueError: a bare ``[B, T]`` mask, which ``base`` would take for something else.
+    """
     info = mask_info(mask)
-    return mask if info is None else info.for_base(base)
+    if info is not None:
+        return info.for_base(base, device)
+    if mask is not None and mask.ndim == 2 and not base.startswith("flash"):
+        raise ValueError(
+            "the model rebuilt its attention mask on the way to a layer, so it can't be read any "
+            "more: call hf_kvret.restore(model) and use the model with its own cache"
+        )
+    return mask
 
 
-def slot_validity(mask: torch.Tensor | None, new: int, total: int) -> torch.Tensor | None:
+def slot_validity(
+    mask: torch.Tensor | None, new: int, total: int, device: torch.device
+) -> torch.Tensor | None:
     """``[B, total]`` bool validity of all slots, from what a retrieval layer was given.
 
     Args:
         mask: our carrier, or None (no mask function ran: nothing is padded).
         new: number of new queries.
         total: slots held, the new ones included.
+        device: where the layer's tokens are.
 
     Raises:
         ValueError: a mask of other form or length, with what to pass instead.
@@ -135,7 +166,7 @@ def slot_validity(mask: torch.Tensor | None, new: int, total: int) -> torch.Tens
             "custom 4D masks are not supported with a retrieval cache"
         )
     if not info.causal and new == 1:
-        return info.newest_row()
+        return info.newest_row().to(device)
     if not info.causal and total > new:
         raise ValueError(
             "this model asks for attention that is not plain causal (image tokens, packed "
@@ -147,4 +178,4 @@ def slot_validity(mask: torch.Tensor | None, new: int, total: int) -> torch.Tens
             f"attention_mask has {info.padding.shape[1]} columns, the cache holds {total} tokens "
             "with the new ones: pass one column for every token, past and new"
         )
-    return info.padding
+    return None if info.padding is None else info.padding.to(device)

@@ -15,6 +15,10 @@ from hf_kvret.window import Window
 
 MakeStore = Callable[[torch.device, int], Store]
 
+# What a cache keeps must be writable later, also when it is filled under torch.inference_mode():
+# tensors that are made there can't be written to outside.
+_keeps_tensors = torch.inference_mode(False)
+
 
 class Regions:
     """Window, index and store of one layer, kept in step.
@@ -30,6 +34,7 @@ class Regions:
         values: the same for values, ``[B, Hkv, *, Dv]``.
     """
 
+    @_keeps_tensors
     def __init__(
         self,
         config: RetrievalConfig,
@@ -61,6 +66,7 @@ class Regions:
         """Rows of the batch."""
         return len(self.window.sink_slots)
 
+    @_keeps_tensors
     def take_step(
         self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
     ) -> None:
@@ -73,8 +79,10 @@ class Regions:
         full = window.length >= config.recent + config.flush
         if full and window.end >= config.dense_len:
             self._cool(window.pop(window.length - config.recent, valid))
+            window.fit(config.recent + config.flush + config.max_draft)
         window.append(keys, values)
 
+    @_keeps_tensors
     def take_prompt(
         self,
         queries: torch.Tensor,
@@ -104,6 +112,7 @@ class Regions:
             through = keys[:, :, :passed], values[:, :, :passed]
             self._cool(TokenBlock(*through, start, covered, queries, end))
             window.skip(passed)
+        window.fit(config.recent + config.flush + config.max_draft)
         window.append(keys[:, :, passed:], values[:, :, passed:])
 
     def build(self) -> Index:
@@ -129,6 +138,7 @@ class Regions:
             yield from self.store.chunks()
         yield self.window.start, *self.window.recent()
 
+    @_keeps_tensors
     def crop(self, count: int) -> None:
         """Drop the newest ``count`` tokens; a deep crop pulls cold rows back into the window."""
         deeper = self.window.crop(count)
@@ -145,6 +155,7 @@ class Regions:
         self.index.crop(cold)
         self._retrievable = None
 
+    @_keeps_tensors
     def reorder(self, rows: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``rows[b]``; rows may repeat or be left out."""
         self.window.reorder(rows)
@@ -153,6 +164,7 @@ class Regions:
             self.store.reorder(rows)
         self._retrievable = None
 
+    @_keeps_tensors
     def fork(self) -> Self:
         """An independent copy that shares the cold part."""
         twin = type(self)(
@@ -173,6 +185,7 @@ class Regions:
             state["built"] = torch.tensor(self._built)
         return state
 
+    @_keeps_tensors
     def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
         """Become the regions whose ``state_dict`` this is. KeyError names a missing tensor."""
         self.window = Window.from_state(_part(state, "window."), device)

@@ -136,6 +136,7 @@ def _prepare_cache(
                 f"past_key_values is a {type(given).__name__}, cache_implementation={name!r} asks "
                 "for another cache: pass one of the two"
             )
+        _check_options(given, generation_config.cache_config or {})
         generation_config.cache_implementation = None
         _check_request(generation_config, model_kwargs)
         attach(model)
@@ -160,6 +161,18 @@ def _prepare_cache(
         raise TypeError(f"cache_config must be a dict of options, got {type(options).__name__}")
     model_kwargs["past_key_values"] = _methods[name](model.config, **options)
     return True
+
+
+def _check_options(cache: RetrievalCache, options: dict[str, Any]) -> None:
+    """``cache_config`` beside a cache of ours must say what the cache was made with."""
+    asked = cache.config_class.from_options(**options)
+    for name in options:
+        held = getattr(cache.options, name)
+        if held != getattr(asked, name):
+            raise ValueError(
+                f"cache_config asks for {name}={options[name]!r}, past_key_values has {held!r}: "
+                f"pass {name} to the cache, or drop it from cache_config"
+            )
 
 
 def _check_request(generation_config: Any, model_kwargs: dict[str, Any]) -> None:

@@ -80,6 +80,12 @@ class Window:
         self.sink_slots = self.sink_slots.masked_fill(self.sink_slots >= self.start, -1)
         self._sinks_full = self.sink == 0
 
+    def fit(self, recent: int) -> None:
+        """Make the capacity that of ``sink + recent`` tokens: what it takes between two flushes."""
+        capacity = self.sink + max(recent, self.length)
+        if self.keys.shape[2] != capacity:
+            self._rehouse(capacity)
+
     def take_sinks(self, block: TokenBlock) -> None:
         """Copy the first valid tokens of ``block`` (just popped) into sinks that are free."""
         if self._sinks_full:
@@ -182,7 +188,9 @@ class Window:
     def _reserve(self, capacity: int) -> None:
         if capacity <= self.keys.shape[2]:
             return
-        capacity += max(_STEP, capacity // 8)
+        self._rehouse(capacity + max(_STEP, capacity // 8))
+
+    def _rehouse(self, capacity: int) -> None:
         used = self.sink + self.length
         for name in ("keys", "values"):
             old: torch.Tensor = getattr(self, name)

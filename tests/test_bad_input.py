@@ -89,8 +89,7 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason(name: str) -> 
     model = REFUSED[name]()
     before = getattr(model.config, "_attn_implementation", None)
     passes: list[Any] = []
-    for part in (model, *model.children()):
-        part.register_forward_pre_hook(lambda *_: passes.append(name))
+    model.register_forward_pre_hook(lambda *_: passes.append(name))
     requests: list[Callable[[], Any]] = [lambda: hf_kvret.attach(model)]
     for method in ("flat", "paris"):
         run = {**RUN, "cache_implementation": method, "decoder_start_token_id": 0}
@@ -199,7 +198,7 @@ def test_direct_calls_that_want_weights_are_refused(llama: PreTrainedModel) -> N
 def test_continuous_batching_refuses_a_switched_model() -> None:
     model = MODELS["llama"].build()
     hf_kvret.attach(model)
-    words = "hf_kvret is not supported for continuous batching. Use .*'sdpa'"
+    words = "hf_kvret.* is not supported.*sdpa"
     with pytest.raises(ValueError, match=words):
         model.generate_batch(inputs=[[5, 6, 7]], max_new_tokens=2, progress_bar=False)
 

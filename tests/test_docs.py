@@ -139,6 +139,7 @@ def namespace(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "model": model,
         "inputs": {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)},
     }
+    hf_kvret.unregister()
     hf_kvret.register()
 
 

@@ -14,6 +14,8 @@ from transformers.masking_utils import (
 
 from hf_kvret.masks import base_mask, mask_info, retrieval_mask, slot_validity
 
+CPU = torch.device("cpu")
+
 
 def _arguments(new: int, total: int, padding: torch.Tensor | None, **changes: Any) -> dict:
     return {
@@ -45,7 +47,7 @@ def test_the_base_gets_the_very_mask_that_it_would_have_made(
         function = sliding_window_causal_mask_function(window)
         arguments |= {"mask_function": function, "local_size": window}
     expected = ALL_MASK_ATTENTION_FUNCTIONS[base](**arguments)
-    got = base_mask(retrieval_mask(**arguments), base)
+    got = base_mask(retrieval_mask(**arguments), base, CPU)
     if expected is None:
         assert got is None
     else:
@@ -69,8 +71,8 @@ def test_the_carrier_survives_contiguous_and_is_padding_in_itself(length: int) -
         assert mask_info(carrier.contiguous()) is mask_info(carrier) is not None
         assert carrier.shape == (2, 12) and carrier.dtype == torch.bool
         again = retrieval_mask(**_arguments(4, 12, carrier))
-        expected = base_mask(retrieval_mask(**_arguments(4, 12, padding)), "eager")
-        assert torch.equal(base_mask(again, "eager"), expected)
+        expected = base_mask(retrieval_mask(**_arguments(4, 12, padding)), "eager", CPU)
+        assert torch.equal(base_mask(again, "eager", CPU), expected)
 
 
 def test_one_padding_carries_the_masks_of_several_kinds_of_layer() -> None:
@@ -78,19 +80,19 @@ def test_one_padding_carries_the_masks_of_several_kinds_of_layer() -> None:
     full = retrieval_mask(**_arguments(12, 12, padding))
     function = sliding_window_causal_mask_function(4)
     slides = retrieval_mask(**_arguments(12, 12, padding, mask_function=function, local_size=4))
-    full_mask, sliding_mask = base_mask(full, "eager"), base_mask(slides, "eager")
+    full_mask, sliding_mask = base_mask(full, "eager", CPU), base_mask(slides, "eager", CPU)
     assert full_mask is not None and sliding_mask is not None
     assert not torch.equal(full_mask, sliding_mask)
     assert mask_info(padding) is None, "the caller's tensor is left alone"
 
 
 def test_a_layer_gets_the_padding_and_none_means_all_valid() -> None:
-    assert slot_validity(None, 1, 12) is None
-    assert slot_validity(retrieval_mask(**_arguments(1, 12, None)), 1, 12) is None
+    assert slot_validity(None, 1, 12, CPU) is None
+    assert slot_validity(retrieval_mask(**_arguments(1, 12, None)), 1, 12, CPU) is None
     padding = _padding(12)
-    got = slot_validity(retrieval_mask(**_arguments(3, 12, padding)), 3, 12)
+    got = slot_validity(retrieval_mask(**_arguments(3, 12, padding)), 3, 12, CPU)
     assert got is not None and torch.equal(got, padding)
-    longs = slot_validity(retrieval_mask(**_arguments(3, 12, padding.long())), 3, 12)
+    longs = slot_validity(retrieval_mask(**_arguments(3, 12, padding.long())), 3, 12, CPU)
     assert longs is not None and longs.dtype == torch.bool and torch.equal(longs, padding)
 
 
@@ -98,14 +100,14 @@ def test_a_layer_gets_the_padding_and_none_means_all_valid() -> None:
 def test_a_mask_of_another_length_is_refused(columns: int) -> None:
     carrier = retrieval_mask(**_arguments(1, 12, _padding(columns)))
     with pytest.raises(ValueError, match=f"attention_mask has {columns} columns, the cache holds"):
-        slot_validity(carrier, 1, 12)
+        slot_validity(carrier, 1, 12, CPU)
 
 
 def test_somebody_elses_mask_is_refused_by_a_layer_and_passed_to_the_base() -> None:
     foreign = torch.zeros(2, 1, 3, 12)
-    assert base_mask(foreign, "sdpa") is foreign
+    assert base_mask(foreign, "sdpa", CPU) is foreign
     with pytest.raises(ValueError, match=r"shape \(2, 1, 3, 12\).* custom 4D masks are not"):
-        slot_validity(foreign, 3, 12)
+        slot_validity(foreign, 3, 12, CPU)
 
 
 def test_attention_that_is_not_causal_is_refused_behind_cached_tokens() -> None:
@@ -114,9 +116,9 @@ def test_attention_that_is_not_causal_is_refused_behind_cached_tokens() -> None:
 
     arguments = _arguments(3, 12, None, mask_function=to_both_sides, use_vmap=True)
     with pytest.raises(ValueError, match="give the whole prompt in one forward pass"):
-        slot_validity(retrieval_mask(**arguments), 3, 12)
+        slot_validity(retrieval_mask(**arguments), 3, 12, CPU)
     prompt = _arguments(12, 12, None, mask_function=to_both_sides, use_vmap=True)
-    assert slot_validity(retrieval_mask(**prompt), 12, 12) is None
+    assert slot_validity(retrieval_mask(**prompt), 12, 12, CPU) is None
 
 
 def test_one_query_sees_what_any_mask_shows_it() -> None:
@@ -124,7 +126,7 @@ def test_one_query_sees_what_any_mask_shows_it() -> None:
         return causal_mask_function(batch, head, q, kv) & (kv != 2)
 
     arguments = _arguments(1, 6, _padding(6), mask_function=hide_two, use_vmap=True)
-    seen = slot_validity(retrieval_mask(**arguments), 1, 6)
+    seen = slot_validity(retrieval_mask(**arguments), 1, 6, CPU)
     assert seen is not None
     expected = [[True, True, False, True, True, True], [False, False, False, True, True, True]]
     assert seen.tolist() == expected

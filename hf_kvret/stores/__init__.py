@@ -40,6 +40,8 @@ class StoreChoice:
         """An empty store for queries on ``device``, whose first block takes ``cold_bytes``."""
         if self.name is None:
             self.name = self._choose(device, cold_bytes * self._layers)
+        if self.name != "device" and device.type not in ("cpu", "cuda"):
+            raise ValueError(f"store={self.name!r} on {device}: only store='device' works there")
         return STORES[self.name](device)
 
     @staticmethod

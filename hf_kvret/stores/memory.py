@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import ABC, abstractmethod
 
 import torch
+
+_MEMORY_PAGE = 4096
 
 
 class PageMemory(ABC):
@@ -45,15 +48,13 @@ class HostMemory(PageMemory):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._pins = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._pins else None
-        self._written = False
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._written: torch.cuda.Event | None = None
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        chunk = torch.empty(shape, dtype=dtype)
-        if self._pins:
-            _register(chunk)
-        return chunk
+        if self._stream is None:
+            return torch.empty(shape, dtype=dtype)
+        return _pinned(shape, dtype, self._stream)
 
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
         if self._stream is None:
@@ -64,12 +65,11 @@ class HostMemory(PageMemory):
         with torch.cuda.stream(self._stream):
             _copy_runs(target, packed)
         packed.record_stream(self._stream)
-        self._written = True
+        self._written = self._stream.record_event()
 
     def wait(self) -> None:
-        if self._stream is not None and self._written:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
-            self._written = False
+        if self._written is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._written)
 
 
 def _copy_runs(target: torch.Tensor, packed: torch.Tensor) -> None:
@@ -81,14 +81,29 @@ def _copy_runs(target: torch.Tensor, packed: torch.Tensor) -> None:
         _copy_runs(part, source)
 
 
-def _register(chunk: torch.Tensor) -> None:
-    """Pin ``chunk`` as long as it lives; its owners hold the tensor itself, not views."""
+def _pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Stream) -> torch.Tensor:
+    """Pinned memory of exactly ``shape``, in memory pages of its own, as long as it lives.
+
+    Its owners must hold the tensor itself, not views of it.
+    """
     runtime = torch.cuda.cudart()
-    address, size = chunk.data_ptr(), chunk.nbytes
-    status = runtime.cudaHostRegister(address, size, 0)
+    size = math.prod(shape) * dtype.itemsize
+    locked = -(-size // _MEMORY_PAGE) * _MEMORY_PAGE
+    raw = torch.empty(locked + _MEMORY_PAGE, dtype=torch.uint8)
+    start = -raw.data_ptr() % _MEMORY_PAGE
+    status = runtime.cudaHostRegister(raw.data_ptr() + start, locked, 0)
     if int(status) != 0:
         raise MemoryError(
             f"cudaHostRegister could not pin {size / 2**30:.1f} GiB of host memory (error "
             f"{int(status)}): raise the locked-memory limit (ulimit -l), or use store='device'"
         )
-    weakref.finalize(chunk, runtime.cudaHostUnregister, address).atexit = False
+    chunk = raw[start : start + size].view(dtype).view(shape)
+    weakref.finalize(chunk, _unpin, chunk.data_ptr(), stream).atexit = False
+    return chunk
+
+
+def _unpin(address: int, stream: torch.cuda.Stream) -> None:
+    """Unregister once no copy and no kernel can still be using the memory."""
+    stream.synchronize()
+    torch.cuda.current_stream(stream.device).synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)

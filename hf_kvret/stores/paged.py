@@ -32,6 +32,7 @@ class PagedStore(Store):
         self.length = 0
         self._chunks: list[torch.Tensor] = []
         self._free_pages = 0
+        self._own_pages = 0
         self._table: torch.Tensor | None = None
         self._tail: torch.Tensor | None = None
         self._key_dim = 0
@@ -174,11 +175,11 @@ class PagedStore(Store):
         """Number of the first of ``pages`` consecutive new pages, and the view of them.
 
         The first chunk has exactly the size of the prompt; later ones at least an eighth of
-        all before them, so that there are few.
+        all that this store made, so that there are few. A fork starts from nothing.
         """
         if pages > self._free_pages:
-            held = sum(len(chunk) for chunk in self._chunks)
-            size = max(pages, held // 8)
+            size = max(pages, self._own_pages // 8)
+            self._own_pages += size
             self._chunks = [*self._chunks, self.memory.allocate((size, *shape), dtype)]
             self._addresses = None
             self._free_pages = size

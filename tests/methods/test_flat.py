@@ -65,7 +65,7 @@ def test_rows_without_a_valid_token_get_nothing() -> None:
 
 
 def test_a_scale_changes_which_head_decides() -> None:
-    """Head 0 scores 3, 2.9, 0 and head 1 scores 0, 1, 0: only a large scale makes 1 a clear lead."""
+    """Head 0 scores 3, 2.9, 0 and head 1 scores 0, 1, 0: a large scale makes 1 the clearer lead."""
     keys = torch.tensor([[3.0, 0.0], [2.9, 1.0], [0.0, 0.0]]).view(1, 1, 3, 2)
     query = torch.eye(2).view(1, 2, 1, 2)
     valid = torch.ones(1, 3, dtype=torch.bool)

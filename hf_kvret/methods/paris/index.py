@@ -17,6 +17,7 @@ from hf_kvret.recall import group_relevance
 from hf_kvret_kernels import paris
 
 _MOST_POINTS = 254
+_LARGEST_HEAD = 256
 _PLANES = ("sign", "magnitude", "weight")
 
 
@@ -152,6 +153,11 @@ class ParisIndex(Index):
 
     def _make_basis(self, dim: int, device: torch.device, mean: torch.Tensor | None) -> _Basis:
         options = self.options
+        if dim > _LARGEST_HEAD:
+            raise ValueError(
+                f"head dim {dim}: paris codes exist up to {_LARGEST_HEAD}; use "
+                "cache_implementation='flat'"
+            )
         subspaces = paris.rotated_dim(dim) // options.subspace_dim
         if len(options.tiers) * subspaces > _MOST_POINTS:
             raise ValueError(
