@@ -105,6 +105,11 @@ class RetrievalCache(Cache):
                 "or cache.reset(). If it is attached, it changes the keys after the cache: use "
                 "cache_implementation='dynamic'"
             )
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"layer {layer_idx} of the model, but this cache was made for {len(self.layers)} "
+                "layers: make it with config=model.config"
+            )
         layer = self.layers[layer_idx]
         self._newest = layer if isinstance(layer, RetrievalLayer) else newest
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

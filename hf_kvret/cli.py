@@ -50,14 +50,28 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _budget(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        message = f"{text!r} is neither a count (256) nor a share (0.04)"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _demo(options: argparse.Namespace) -> int:
     from hf_kvret.evaluation.bundled import load_bundled_model
     from hf_kvret.evaluation.demo import DemoSetup, run_demo
-    from hf_kvret.evaluation.tables import demo_bars, demo_table, plot_demo, write_json
+    from hf_kvret.evaluation.tables import (
+        demo_bars,
+        demo_table,
+        plot_demo,
+        require_matplotlib,
+        write_json,
+    )
 
+    if options.plot:
+        require_matplotlib()
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: no CUDA device here; use --device cpu")
     names = [name.strip() for name in options.caches.split(",") if name.strip()]
     setup = DemoSetup(
         context=options.context,

@@ -49,6 +49,7 @@ def save(cache: RetrievalCache, directory: Path) -> None:
         "model": cache.model_shape,
         "options": dataclasses.asdict(cache.options),
         "layers": layers,
+        "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
     }
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / _TENSORS)
@@ -75,6 +76,11 @@ def load(
     saved_types = [layer["type"] for layer in description["layers"]]
     _check_model(directory, cache, description["model"], saved_types)
     tensors = _read_tensors(directory)
+    if {name: list(tensor.shape) for name, tensor in tensors.items()} != description["tensors"]:
+        raise ValueError(
+            f"{directory / _TENSORS} does not hold what {_DESCRIPTION} says: the files are of "
+            "different caches or damaged; save the cache again"
+        )
     for number, layer in enumerate(cache.layers):
         prefix = f"layers.{number}."
         parts = {
@@ -127,7 +133,7 @@ def _read_description(directory: Path) -> dict[str, Any]:
 
 
 def _is_complete(description: dict[str, Any]) -> bool:
-    kinds = {"method": str, "model": dict, "options": dict, "layers": list}
+    kinds = {"method": str, "model": dict, "options": dict, "layers": list, "tensors": dict}
     return all(isinstance(description.get(name), kind) for name, kind in kinds.items()) and all(
         isinstance(layer, dict) and {"type", "values"} <= layer.keys()
         for layer in description["layers"]

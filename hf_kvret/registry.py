@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_kvret.attention import retrieval_attention
 from hf_kvret.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.compatibility import check_model
+from hf_kvret.compatibility import check_model, model_layers
 from hf_kvret.masks import retrieval_mask
 from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.methods.paris import ParisKVCache
@@ -50,7 +50,7 @@ def register(*cache_classes: type[RetrievalCache]) -> None:
         ALL_ATTENTION_FUNCTIONS.register(name, retrieval_attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, retrieval_mask)
         OUR_NAMES.add(name)
-    generation.apply(tuple(_methods), _prepare_cache)
+    generation.apply(tuple(_methods), _prepare_cache, _refuse_batch)
 
 
 def unregister() -> None:
@@ -97,11 +97,14 @@ def attach(model: PreTrainedModel) -> None:
 
 def restore(model: PreTrainedModel) -> None:
     """Give ``model`` back the attention it had. Harmless on a model that was never switched."""
+    supports = getattr(model, "_supports_sdpa", False)
     text = model.config.get_text_config(decoder=True)
-    if text._attn_implementation in OUR_NAMES:
-        supports = getattr(model, "_supports_sdpa", False)
-        text._attn_implementation = recorded_base(text) or ("sdpa" if supports else "eager")
-    forget_base(text)
+    parts = [getattr(model.config, key, None) for key in model.config.sub_configs]
+    for config in (text, *filter(None, parts), model.config):
+        if config._attn_implementation in OUR_NAMES:
+            base = recorded_base(config) or ("sdpa" if supports else "eager")
+            config._attn_implementation = {"": base}
+        forget_base(config)
     _switched.discard(model)
 
 
@@ -131,6 +134,7 @@ def _prepare_cache(
             generation_config.cache_implementation = generation_config.cache_config = None
         return False
     if isinstance(given, RetrievalCache):
+        _check_layers(model, given)
         if name is not None and name != given.name:
             raise ValueError(
                 f"past_key_values is a {type(given).__name__}, cache_implementation={name!r} asks "
@@ -163,6 +167,16 @@ def _prepare_cache(
     return True
 
 
+def _check_layers(model: PreTrainedModel, cache: RetrievalCache) -> None:
+    """A cache must have been made for a model like this one."""
+    held, needed = len(cache.layers), len(model_layers(model.config))
+    if held != needed:
+        raise ValueError(
+            f"past_key_values was made for a model of {held} layers, {type(model).__name__} has "
+            f"{needed}: make it with config=model.config"
+        )
+
+
 def _check_options(cache: RetrievalCache, options: dict[str, Any]) -> None:
     """``cache_config`` beside a cache of ours must say what the cache was made with."""
     asked = cache.config_class.from_options(**options)
@@ -173,6 +187,17 @@ def _check_options(cache: RetrievalCache, options: dict[str, Any]) -> None:
                 f"cache_config asks for {name}={options[name]!r}, past_key_values has {held!r}: "
                 f"pass {name} to the cache, or drop it from cache_config"
             )
+
+
+def _refuse_batch(model: PreTrainedModel, generation_config: Any) -> None:
+    """``generate_batch`` has a paged cache of its own: it ignores ours or breaks on our name."""
+    asked = getattr(generation_config or model.generation_config, "cache_implementation", None)
+    text = model.config.get_text_config(decoder=True)
+    if asked in _methods or text._attn_implementation in OUR_NAMES:
+        raise ValueError(
+            "generate_batch keeps a paged cache of its own, which retrieval does not serve: call "
+            "hf_kvret.restore(model) first and leave cache_implementation out, or use generate"
+        )
 
 
 def _check_request(generation_config: Any, model_kwargs: dict[str, Any]) -> None:

@@ -40,6 +40,10 @@ class DemoSetup:
     recall_questions: int = 16
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.questions < 1:
+            raise ValueError(f"questions={self.questions}: ask at least one")
+
 
 @dataclass(frozen=True)
 class DemoResult:
@@ -79,6 +83,8 @@ def run_demo(model: PreTrainedModel, names: list[str], setup: DemoSetup) -> list
     Raises:
         ValueError: an unknown cache name, or a context too short for the needles.
     """
+    if not names:
+        raise ValueError(f"no cache named: choose among full, {', '.join(registered_methods())}")
     makers = {name: _cache_maker(name, model, setup) for name in names}
     language, rng = NeedleLanguage(), np.random.default_rng(setup.seed)
     keys, values = language.pairs(rng, setup.questions)
@@ -86,6 +92,9 @@ def run_demo(model: PreTrainedModel, names: list[str], setup: DemoSetup) -> list
     prompts = torch.from_numpy(language.questions(keys)).to(model.device)
     answers = torch.from_numpy(values)
     attach(model)
+    with torch.inference_mode():
+        # The first forward pass pays for start-up; no cache should.
+        model(torch.from_numpy(document[:512])[None].to(model.device))
     results = []
     for name, make in makers.items():
         started = time.perf_counter()

@@ -85,6 +85,16 @@ def write_json(path: Path, name: str, setup: dict[str, Any], results: Sequence[A
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def require_matplotlib() -> None:
+    """ModuleNotFoundError with the remedy when matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "pictures need matplotlib: pip install matplotlib, or install hf-kvret with [plot]"
+        ) from error
+
+
 def plot_demo(path: Path, results: Sequence[DemoResult], context: int) -> None:
     """Write the demo's picture: answers, device bytes and rows read, a bar for each cache.
 

@@ -8,6 +8,7 @@ every other name goes the way it always went.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 _METHOD = "_prepare_cache_for_generation"
+_BATCH = "generate_batch"
 _NAMES = "ALL_CACHE_IMPLEMENTATIONS"
 
 _saved: dict[str, Any] = {}
@@ -25,9 +27,14 @@ def known_names() -> tuple[str, ...]:
     return tuple(getattr(configuration_utils, _NAMES))
 
 
-def apply(names: tuple[str, ...], prepare: Callable[[Any, Any, dict[str, Any]], bool]) -> None:
+def apply(
+    names: tuple[str, ...],
+    prepare: Callable[[Any, Any, dict[str, Any]], bool],
+    check_batch: Callable[[Any, Any], None],
+) -> None:
     """Accept ``names``, and ask ``prepare`` before transformers makes a cache.
 
+    ``check_batch(model, generation_config)`` is called first by ``generate_batch`` and may raise.
     ``prepare(model, generation_config, model_kwargs)`` returns True when it has put a cache into
     ``model_kwargs`` and transformers has nothing left to do. Applying again replaces the names
     and the hook.
@@ -44,7 +51,17 @@ def apply(names: tuple[str, ...], prepare: Callable[[Any, Any, dict[str, Any]], 
             return None
         return original(self, generation_config, model_kwargs, *args, **kwargs)
 
+    batch = getattr(GenerationMixin, _BATCH)
+    _saved[_BATCH] = vars(GenerationMixin).get(_BATCH)
+
+    @functools.wraps(batch)
+    def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(batch).bind_partial(self, *args, **kwargs).arguments
+        check_batch(self, given.get("generation_config"))
+        return batch(self, *args, **kwargs)
+
     setattr(GenerationMixin, _METHOD, prepare_cache)
+    setattr(GenerationMixin, _BATCH, generate_batch)
     setattr(configuration_utils, _NAMES, (*_saved[_NAMES], *names))
 
 
@@ -52,4 +69,9 @@ def restore() -> None:
     """Put transformers back as it was. Harmless when nothing was applied."""
     if _saved:
         setattr(GenerationMixin, _METHOD, _saved.pop(_METHOD))
+        inherited = _saved.pop(_BATCH)
+        if inherited is None:
+            delattr(GenerationMixin, _BATCH)
+        else:
+            setattr(GenerationMixin, _BATCH, inherited)
         setattr(configuration_utils, _NAMES, _saved.pop(_NAMES))

@@ -27,6 +27,10 @@ def bare() -> Iterator[None]:
     hf_kvret.register()
 
 
+def _ignore(model: Any, generation_config: Any) -> None:
+    """Lets every `generate_batch` pass."""
+
+
 def _never(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
     return False
 
@@ -34,7 +38,7 @@ def _never(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
 def test_restoring_puts_back_the_very_objects() -> None:
     names, method = configuration_utils.ALL_CACHE_IMPLEMENTATIONS, getattr(GenerationMixin, METHOD)
     generation.restore()
-    generation.apply(("mine",), _never)
+    generation.apply(("mine",), _never, _ignore)
     assert (*names, "mine") == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     assert generation.known_names() == (*names, "mine")
     assert getattr(GenerationMixin, METHOD) is not method
@@ -47,7 +51,7 @@ def test_restoring_puts_back_the_very_objects() -> None:
 def test_applying_again_replaces_names_and_hook_without_stacking() -> None:
     names, method = configuration_utils.ALL_CACHE_IMPLEMENTATIONS, getattr(GenerationMixin, METHOD)
     for name in ("first", "second"):
-        generation.apply((name,), _never)
+        generation.apply((name,), _never, _ignore)
     assert (*names, "second") == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     assert getattr(GenerationMixin, METHOD).__wrapped__ is method
     assert getattr(GenerationMixin, METHOD).__name__ == METHOD
@@ -68,7 +72,7 @@ def test_a_new_name_validates_and_the_hook_makes_its_cache() -> None:
         kwargs["past_key_values"] = DynamicCache(config=model.config)
         return True
 
-    generation.apply(("mine",), prepare)
+    generation.apply(("mine",), prepare, _ignore)
     GenerationConfig(cache_implementation="mine").validate()
     model = MODELS["llama"].build()
     ids = torch.arange(5, 25)[None]
@@ -84,7 +88,7 @@ def test_a_new_name_validates_and_the_hook_makes_its_cache() -> None:
 
 @pytest.mark.parametrize("name", ["dynamic", "static"])
 def test_other_names_reach_transformers(name: str) -> None:
-    generation.apply(("mine",), _never)
+    generation.apply(("mine",), _never, _ignore)
     model = MODELS["llama"].build()
     ids = torch.arange(5, 25)[None]
     run = {"max_new_tokens": 3, "do_sample": False}

@@ -43,6 +43,16 @@ class ParisConfig(RetrievalConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("tiers", "schedule", "levels"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple | list) and not (name == "levels" and value is None):
+                raise TypeError(f"{name} must be a sequence, got {value!r}")
+        if not isinstance(self.center, bool):
+            raise TypeError(f"center must be True or False, got {self.center!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed must be an int, got {self.seed!r}")
+        if isinstance(self.subspace_dim, bool) or not isinstance(self.subspace_dim, int):
+            raise TypeError(f"subspace_dim must be an int, got {self.subspace_dim!r}")
         # JSON has no tuples: lists come back from a saved configuration.
         object.__setattr__(self, "tiers", tuple(self.tiers))
         object.__setattr__(self, "schedule", tuple(tuple(row) for row in self.schedule))
@@ -54,11 +64,16 @@ class ParisConfig(RetrievalConfig):
             raise ValueError(f"group_reduce={self.group_reduce!r}: choose 'max' or 'mean'")
         if self.levels is not None and len(self.levels) != 8:
             raise ValueError(f"levels needs 8 magnitudes, got {len(self.levels)}")
-        if not self.tiers or not all(0 < tier <= 1 for tier in self.tiers):
-            raise ValueError(f"tiers={self.tiers}: shares above 0 and at most 1")
+        numbers = (*self.tiers, *(self.levels or ()))
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError(f"tiers={self.tiers} and levels={self.levels} must be numbers")
+        if not 1 <= len(self.tiers) <= 15 or not all(0 < tier <= 1 for tier in self.tiers):
+            raise ValueError(f"tiers={self.tiers}: 1 to 15 shares above 0 and at most 1")
         if not self.schedule:
             raise ValueError("schedule is empty: give at least one (length, beta, rho) row")
         for row in self.schedule:
+            if len(row) == 3 and not all(isinstance(number, int | float) for number in row):
+                raise TypeError(f"schedule row {row}: three numbers (length, beta, rho)")
             if len(row) != 3 or not (0 < row[1] <= 1 and 0 < row[2] <= 1):
                 raise ValueError(
                     f"schedule row {row}: (length, beta, rho) with beta and rho above 0 and at "
