@@ -1,4 +1,4 @@
-"""The command line: ``hf-kvret demo``."""
+"""The command line: ``hf-kvret demo | eval``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from hf_kvret.evaluation.command import DTYPES, add_eval_parser, budget
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,23 +38,16 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--context", type=int, default=16_384, help="document length in tokens")
     demo.add_argument("--caches", default="full,flat,paris", help="comma-separated names")
     demo.add_argument("--questions", type=int, default=128, help="needles asked for")
-    demo.add_argument("--top-k", type=_budget, default=256, help="a count, or a share like 0.04")
+    demo.add_argument("--top-k", type=budget, default=256, help="a count, or a share like 0.04")
     demo.add_argument("--store", default="host", help="where cold rows live: device, host, auto")
-    demo.add_argument("--dtype", choices=_DTYPES, default="float32")
+    demo.add_argument("--dtype", choices=DTYPES, default="float32")
     demo.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     demo.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG, SVG, PDF)")
     demo.set_defaults(run=_demo)
+    add_eval_parser(commands)
     return parser
-
-
-def _budget(text: str) -> int | float:
-    try:
-        return float(text) if "." in text else int(text)
-    except ValueError:
-        message = f"{text!r} is neither a count (256) nor a share (0.04)"
-        raise argparse.ArgumentTypeError(message) from None
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -80,7 +73,7 @@ def _demo(options: argparse.Namespace) -> int:
         store=options.store,
         seed=options.seed,
     )
-    model = load_bundled_model(_DTYPES[options.dtype], options.device)
+    model = load_bundled_model(DTYPES[options.dtype], options.device)
     results = run_demo(model, names, setup)
     print(
         f"\n{setup.questions} questions about {setup.context:,} tokens, {options.dtype}, "

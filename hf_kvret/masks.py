@@ -53,7 +53,7 @@ def retrieval_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
@@ -72,7 +72,9 @@ def retrieval_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,
+        # A static cache hands out the counter itself, which its update has moved on by the time the
+        # base's mask is made.
+        q_offset=q_offset.clone() if isinstance(q_offset, torch.Tensor) else q_offset,
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,

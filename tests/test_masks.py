@@ -130,3 +130,13 @@ def test_one_query_sees_what_any_mask_shows_it() -> None:
     assert seen is not None
     expected = [[True, True, False, True, True, True], [False, False, False, True, True, True]]
     assert seen.tolist() == expected
+
+
+def test_a_counter_that_moves_on_does_not_change_the_mask() -> None:
+    """A static cache passes its own counter, and counts new tokens before the mask is made."""
+    counter = torch.tensor(9)
+    arguments = _arguments(3, 16, None) | {"q_offset": counter}
+    expected = ALL_MASK_ATTENTION_FUNCTIONS["eager"](**arguments | {"q_offset": 9})
+    carrier = retrieval_mask(**arguments)
+    counter += 3
+    assert torch.equal(base_mask(carrier, "eager", CPU), expected)

@@ -1,4 +1,4 @@
-"""The small model that ships with the package: it needs no network and answers needle questions."""
+"""The small models that ship with the package; they need no network."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 BUNDLED_MODEL = Path(__file__).parent / "needle_llama"
+REFERENCE_MODEL = Path(__file__).parent / "reference_llama"
 
 
 def load_bundled_model(

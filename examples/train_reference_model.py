@@ -1,0 +1,426 @@
+"""Train the reference model: a small Llama of real text that can also find needles in it.
+
+    python examples/train_reference_model.py --data DIR --out reference-llama
+
+``DIR`` holds English text as ``*.jsonl.xz`` (see ``reference_data.py``). A byte-level BPE tokenizer
+of 7,680 tokens is made from it, then the model trains on about two thirds plain text and one third
+needle documents, which are mostly plain text themselves. What is learnt is repeatable: one seed,
+and every decision is made from counts, never from the clock. A run that is interrupted goes on
+from its last checkpoint when the same command is given again.
+
+As in ``train_needle_model.py``, recall forms quickly because the start is near it
+(``start_near_recall``), and reaches further than the rows because positions jump.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from reference_data import NeedleRows, encode_texts, train_tokenizer
+from torch import nn
+from tqdm import tqdm
+from train_needle_model import MAX_POSITION, jumping_positions
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TEXT_ROW, TEXT_ROWS = 512, 4
+# Share of the batches that are needle documents. Facts, questions and answers are about half of a
+# document, the rest of it is plain text too.
+NEEDLE_SHARE = 0.35
+# (row length, needles, rows of a batch, largest sum of position jumps). The next stage begins when
+# nine of ten answer tokens are right.
+STAGES = (
+    (256, 3, 8, 0),
+    (512, 6, 4, 2_048),
+    (1024, 8, 2, 16_384),
+    (2048, 12, 1, MAX_POSITION),
+    (4096, 16, 1, MAX_POSITION),
+)
+ANSWER_WEIGHT = 2.0
+# In the first stage there are needle documents only, and all but answers weighs this little:
+# copying comes first, or the noise of learning to write would wash its beginnings away.
+FIRST_WEIGHT = 0.05
+# Steps of one batch for the first tokens, of two afterwards.
+SMALL_BATCHES = 1_500_000
+# Learning rates under AdamW: of embeddings and attention; of the output matrix and the norms.
+DESIGNED_LR, OUTPUT_LR = 1e-3, 1e-3
+CHECKPOINT_EVERY = 200
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=MAX_POSITION,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.06,
+    )
+    model = LlamaForCausalLM(config)
+    start_near_recall(model)
+    return model
+
+
+# The residual stream at the start: embeddings, the token before, the one before that, and a bag of
+# the last dozen. The last coordinate is the same for every token; heads without biases need it to
+# attend by position.
+EMBEDDING, PREVIOUS, SECOND, BAG = slice(0, 112), slice(112, 160), slice(160, 208), slice(208, 255)
+CONSTANT = 255
+
+
+@torch.no_grad()
+def start_near_recall(model: LlamaForCausalLM) -> None:
+    """Weights from which copying forms within minutes; everything is trained from there.
+
+    The first layer copies the tokens one and two back and a blurred bag of the last dozen. In the
+    next three layers, one head starts as an induction head: its query reads a token and the one
+    before, its keys read the two tokens before theirs, so that it finds what came after the same
+    two tokens, and writes that back. Another one attends to places with a similar bag.
+    """
+    config = model.config
+    width, dim = config.hidden_size, config.head_dim
+    group = config.num_attention_heads // config.num_key_value_heads
+    scale = config.initializer_range
+    embedding = 0.3 * scale * torch.randn(config.vocab_size, width)
+    embedding[:, EMBEDDING] = scale * torch.randn(config.vocab_size, EMBEDDING.stop)
+    embedding[:, CONSTANT] = 0.5 * scale * EMBEDDING.stop**0.5
+    model.model.embed_tokens.weight.copy_(embedding)
+    # Untied: a tied output would push all embeddings the same way and bury what tells them apart.
+    model.lm_head.weight.copy_(embedding)
+    model.lm_head.weight[:, EMBEDDING.stop :] = 0.0
+    reads = [torch.linalg.qr(torch.randn(EMBEDDING.stop, dim)).Q.T for _ in range(2)]
+    for number, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        attention.o_proj.weight.mul_(0.03)
+        layer.mlp.down_proj.weight.mul_(0.05)
+        if number > 3:
+            continue
+        for head, read in enumerate(reads):
+            rows = slice(head * dim, (head + 1) * dim)
+            attention.v_proj.weight[rows] *= 0.1
+            attention.v_proj.weight[rows, EMBEDDING] += read
+            if number == 0:
+                continue
+            columns = slice(head * group * dim, (head * group + 1) * dim)
+            query, key = torch.zeros(dim, width), torch.zeros(dim, width)
+            if head == 0:
+                newest, older = (0.14 * torch.randn(dim, 48) for _ in range(2))
+                # What the first layer copies has about twice the size of the token itself.
+                query[:, EMBEDDING] = 2.0 * newest @ reads[0][:48]
+                query[:, PREVIOUS], key[:, PREVIOUS], key[:, SECOND] = older, newest, older
+            else:
+                query[:, BAG] = 0.08 * torch.randn(dim, BAG.stop - BAG.start)
+                key = query.clone()
+            for projection in (query, key):
+                # The fast coordinates of the rotary embedding tell little at a distance.
+                projection.view(2, dim // 2, width)[:, :8] *= 0.3
+            attention.k_proj.weight[rows] *= 0.2
+            attention.k_proj.weight[rows] += key
+            attention.q_proj.weight[columns] *= 0.2
+            attention.q_proj.weight[columns] += query
+            attention.o_proj.weight[EMBEDDING, columns] += 0.1 * read.T
+    first = model.model.layers[0].self_attn
+    _attend_by_position(first, embedding)
+    for query_head, target in ((0, PREVIOUS), (1, SECOND), (group, BAG)):
+        columns = slice(query_head * dim, (query_head + 1) * dim)
+        size = target.stop - target.start
+        first.o_proj.weight[target] *= 0.1
+        first.o_proj.weight[target, columns] += 0.1 * torch.eye(dim)[:size]
+
+
+def _attend_by_position(attention: nn.Module, embedding: torch.Tensor) -> None:
+    """First-layer heads that look 1 and 2 tokens back, and one that looks over the last dozen."""
+    config = attention.config
+    dim, half = config.head_dim, config.head_dim // 2
+    group = config.num_attention_heads // config.num_key_value_heads
+    angles = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
+    sharp, broad = torch.zeros(half), torch.zeros(half)
+    # Six fast frequencies single out one offset; slower ones fall off over a dozen tokens.
+    sharp[:6] = torch.tensor([4.0, 3.0, 2.0, 1.0, 1.0, 1.0]) / 12
+    broad[3:12] = 1 / 9
+    constant = (embedding[:, CONSTANT] / embedding.pow(2).mean(-1).sqrt()).mean()
+    for query, offset, shares, logit in (
+        (0, 1, sharp, 30.0),
+        (1, 2, sharp, 30.0),
+        (group, 3, broad, 12.0),
+    ):
+        key = query // group * dim
+        strength = (logit * dim**0.5 * shares).sqrt() / constant
+        attention.k_proj.weight[key : key + half, CONSTANT] = strength
+        start = query * dim
+        attention.q_proj.weight[start : start + dim] *= 0.2
+        cosine, sine = torch.cos(offset * angles), torch.sin(offset * angles)
+        attention.q_proj.weight[start : start + half, CONSTANT] = strength * cosine
+        attention.q_proj.weight[start + half : start + dim, CONSTANT] = -strength * sine
+
+
+class Batches:
+    """Draws batches of plain text and of needle documents."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, text: dict[str, np.ndarray], seed: int
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.needles = NeedleRows(tokenizer, text, seed)
+        self.text = np.concatenate(list(text.values()))
+        rows = len(self.text) // TEXT_ROW
+        self.order, self.next = self.rng.permutation(rows), 0
+        self.newline = tokenizer("\n\n", add_special_tokens=False)["input_ids"][0]
+
+    def plain(self) -> tuple[torch.Tensor, ...]:
+        """``[TEXT_ROWS, TEXT_ROW]`` tokens, positions and a mask without answers."""
+        rows = []
+        for _ in range(TEXT_ROWS):
+            start = int(self.order[self.next % len(self.order)]) * TEXT_ROW
+            self.next += 1
+            tokens = self.text[start : start + TEXT_ROW].astype(np.int64)
+            boundaries = np.flatnonzero(tokens[:-1] == self.newline) + 1
+            positions = jumping_positions(self.rng, TEXT_ROW, boundaries, MAX_POSITION)
+            rows.append((tokens, positions, np.zeros(TEXT_ROW, dtype=bool)))
+        return _stack(rows)
+
+    def documents(self, stage: int) -> tuple[torch.Tensor, ...]:
+        """Needle documents of a stage: tokens, positions and the answers' mask."""
+        length, needles, batch, jump = STAGES[stage]
+        rows = []
+        for _ in range(batch):
+            row = self.needles.row(length, int(self.rng.integers(1, needles + 1)))
+            positions = jumping_positions(self.rng, length, row.boundaries, jump)
+            rows.append((row.tokens, positions, row.is_answer))
+        return _stack(rows)
+
+
+def _stack(rows: list[tuple[np.ndarray, ...]]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
+
+
+def losses(
+    model: LlamaForCausalLM,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    answers: torch.Tensor,
+    text_weight: float = 1.0,
+) -> tuple[torch.Tensor, float, float | None]:
+    """The training loss, the loss of a token, and the share of answer tokens predicted right.
+
+    The explicit all-ones mask keeps transformers from taking a jump for a packed sequence.
+    """
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=torch.ones_like(tokens),
+            use_cache=False,
+        ).logits[:, :-1]
+    targets, counted = tokens[:, 1:], answers[:, 1:]
+    token_loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), reduction="none"
+    ).view_as(targets)
+    loss = token_loss.mean()
+    plain = loss.item()
+    loss = text_weight * loss
+    if not counted.any():
+        return loss, plain, None
+    right = (logits[counted].argmax(-1) == targets[counted]).float().mean().item()
+    return loss + ANSWER_WEIGHT * token_loss[counted].mean(), plain, right
+
+
+def make_optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the MLPs, AdamW for the rest: Muon would overwrite the designed heads."""
+    matrices, designed, others = [], [], []
+    for name, parameter in model.named_parameters():
+        if "embed_tokens" in name or "self_attn" in name:
+            designed.append(parameter)
+        elif "mlp" in name:
+            matrices.append(parameter)
+        else:
+            others.append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": designed, "lr": DESIGNED_LR, "warm_up": 100},
+        {"params": others, "lr": OUTPUT_LR, "warm_up": 100},
+    ]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(
+            [{"params": matrices, "warm_up": 100}],
+            lr=lr,
+            weight_decay=0.0,
+            momentum=0.95,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+    ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["highest"] = group["lr"]
+    return optimizers
+
+
+@dataclass
+class Progress:
+    """How far training is; what a checkpoint holds beside weights and random states."""
+
+    tokens: int = 0
+    steps: int = 0
+    stage: int = 0
+    right: float = 0.0
+    text_loss: float = 9.0
+    seconds: float = 0.0
+    passed: list[dict[str, int]] = field(default_factory=list)
+
+
+def learn(
+    model: LlamaForCausalLM, batches: Batches, args: argparse.Namespace, checkpoint: Path
+) -> Progress:
+    """Train for ``args.tokens`` tokens, from the checkpoint where there is one."""
+    optimizers, progress = make_optimizers(model, args.lr), Progress()
+    if checkpoint.is_file():
+        progress = _load(checkpoint, model, optimizers, batches)
+    budget = int(args.tokens)
+    with tqdm(
+        total=budget, initial=progress.tokens, unit="tok", unit_scale=True, mininterval=10
+    ) as bar:
+        while progress.tokens < budget:
+            started = time.perf_counter()
+            needles = progress.stage == 0 or batches.rng.random() < NEEDLE_SHARE
+            stage = progress.stage
+            if needles and stage > 0 and batches.rng.random() < 0.25:
+                # Older stages come back now and then, so that nothing learnt is lost.
+                stage = int(batches.rng.integers(stage))
+            pieces = 1 if progress.tokens < SMALL_BATCHES else 2
+            for _ in range(pieces):
+                batch = batches.documents(stage) if needles else batches.plain()
+                loss, plain, right = losses(
+                    model, *batch, FIRST_WEIGHT if progress.stage == 0 else 1.0
+                )
+                (loss / pieces).backward()
+                progress.tokens += batch[0].numel()
+                bar.update(batch[0].numel())
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            cooling = min(1.0, (budget - progress.tokens) / (0.7 * budget) + 0.01)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    warming = min(1.0, (progress.steps + 1) / group["warm_up"])
+                    group["lr"] = group["highest"] * warming * cooling
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            progress.steps += 1
+            if right is None:
+                progress.text_loss += 0.03 * (plain - progress.text_loss)
+            elif stage == progress.stage:
+                progress.right += 0.05 * (right - progress.right)
+            if progress.right > 0.9 and progress.stage + 1 < len(STAGES):
+                progress.passed.append({"stage": progress.stage, "tokens": progress.tokens})
+                progress.stage, progress.right = progress.stage + 1, 0.0
+            progress.seconds += time.perf_counter() - started
+            bar.set_postfix(
+                stage=progress.stage,
+                right=f"{progress.right:.3f}",
+                text=f"{progress.text_loss:.3f}",
+                refresh=False,
+            )
+            if progress.steps % CHECKPOINT_EVERY == 0:
+                _save(checkpoint, model, optimizers, batches, progress)
+    return progress
+
+
+def _save(
+    path: Path,
+    model: LlamaForCausalLM,
+    optimizers: list[torch.optim.Optimizer],
+    batches: Batches,
+    progress: Progress,
+) -> None:
+    state = {
+        "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "progress": asdict(progress),
+        "next": batches.next,
+        "numpy": batches.rng.bit_generator.state,
+        "python": batches.needles.rng.getstate(),
+    }
+    torch.save(state, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+def _load(
+    path: Path,
+    model: LlamaForCausalLM,
+    optimizers: list[torch.optim.Optimizer],
+    batches: Batches,
+) -> Progress:
+    state = torch.load(path, weights_only=False)
+    model.load_state_dict(state["model"])
+    for optimizer, content in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(content)
+    batches.next = state["next"]
+    batches.rng.bit_generator.state = state["numpy"]
+    batches.needles.rng.setstate(state["python"])
+    return Progress(**state["progress"])
+
+
+@torch.no_grad()
+def text_loss(model: LlamaForCausalLM, tokens: np.ndarray, row: int = 512) -> float:
+    """Mean loss in nats of the next token, in rows of ``row`` tokens."""
+    rows = torch.from_numpy(tokens[: len(tokens) // row * row].astype(np.int64)).view(-1, row)
+    sums = [
+        losses(model, r[None], torch.arange(row)[None], torch.zeros(1, row).bool())[1] for r in rows
+    ]
+    return sum(sums) / len(sums)
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if (args.out / "tokenizer.json").is_file():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out)
+    else:
+        tokenizer = train_tokenizer(args.data, vocab_size=7680, megabytes=25)
+        tokenizer.save_pretrained(args.out)
+    text = encode_texts(args.data, tokenizer, "train", int(args.tokens), args.seed)
+    held_out = encode_texts(args.data, tokenizer, "val", 60_000, args.seed)
+    model = build_model(tokenizer).train()
+    checkpoint = args.out / "checkpoint.pt"
+    progress = learn(model, Batches(tokenizer, text, args.seed), args, checkpoint)
+    report: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens": progress.tokens,
+        "minutes": round(progress.seconds / 60, 1),
+        "threads": args.threads,
+        "stages passed": progress.passed,
+        "answers right in training": round(progress.right, 4),
+        "held-out loss": {source: text_loss(model, ids) for source, ids in held_out.items()},
+    }
+    model.eval().to(torch.bfloat16).save_pretrained(args.out)
+    (args.out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
+    checkpoint.unlink(missing_ok=True)
+    print(json.dumps(report, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder of *.jsonl.xz texts")
+    parser.add_argument("--out", type=Path, default=Path("reference-llama"))
+    parser.add_argument("--tokens", type=float, default=7.5e6, help="training tokens in all")
+    parser.add_argument("--lr", type=float, default=8e-3, help="of Muon, for the MLPs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

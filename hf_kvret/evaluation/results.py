@@ -1,0 +1,139 @@
+"""Results that survive an interruption: one JSON file, one entry a finished cell."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from hf_kvret.evaluation.environment import describe_environment
+
+_FORMAT = 1
+
+# What a cell is called: for instance {"cache": "paris", "length": 4096, "task": "vt"}.
+Cell = dict[str, Any]
+
+
+class Results:
+    """Finished cells of one task, written to ``path`` after each one.
+
+    A file of the same task and set-up is gone on with; its cells are not run again.
+
+    Args:
+        name: of the task, as ``eval ruler``.
+        setup: everything besides the cells that a number depends on; plain JSON values.
+        path: where to keep them; None keeps them in memory only.
+
+    Raises:
+        ValueError: the file is no result of ours, or was made with another task or set-up.
+    """
+
+    def __init__(self, name: str, setup: dict[str, Any], path: Path | None = None) -> None:
+        self.name, self.setup, self.path = name, json.loads(json.dumps(setup)), path
+        self._environments: list[dict[str, Any]] = []
+        self._results: dict[str, tuple[Cell, dict[str, Any]]] = {}
+        if path is not None and path.is_file():
+            self._read(path)
+        environment = describe_environment()
+        if environment not in self._environments:
+            self._environments.append(environment)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """What a file holds, to be looked at; errors as ``read_results``."""
+        content = read_results(path)
+        results = cls(content["name"], content["setup"])
+        results._take(content)
+        return results
+
+    @property
+    def environments(self) -> list[dict[str, Any]]:
+        """Command, machine and versions of each run that added to the results."""
+        return self._environments
+
+    def find(self, cell: Cell) -> dict[str, Any] | None:
+        """The result of a finished cell, else None."""
+        found = self._results.get(_key(cell))
+        return None if found is None else found[1]
+
+    def add(self, cell: Cell, result: dict[str, Any]) -> None:
+        """Keep a finished cell; the file is replaced as a whole, so it is never half written."""
+        self._results[_key(cell)] = (dict(cell), result)
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_name(self.path.name + ".new")
+        new.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        os.replace(new, self.path)
+
+    def __iter__(self) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        return iter(self._results.values())
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The file's content."""
+        return {
+            "name": self.name,
+            "format": _FORMAT,
+            "setup": self.setup,
+            "environments": self._environments,
+            "cells": [{"cell": cell, "result": result} for cell, result in self],
+        }
+
+    def _read(self, path: Path) -> None:
+        content = read_results(path)
+        if content["name"] != self.name:
+            raise ValueError(
+                f"{path} holds results of {content['name']!r}, not of {self.name!r}: give another "
+                "--json"
+            )
+        changed = [
+            f"{key} was {content['setup'].get(key)!r}, now {self.setup.get(key)!r}"
+            for key in sorted({*content["setup"], *self.setup})
+            if content["setup"].get(key) != self.setup.get(key)
+        ]
+        if changed:
+            raise ValueError(
+                f"{path} was made with another set-up ({'; '.join(changed)}): give another --json, "
+                "or delete the file"
+            )
+        self._take(content)
+
+    def _take(self, content: dict[str, Any]) -> None:
+        self._environments = content["environments"]
+        for entry in content["cells"]:
+            self._results[_key(entry["cell"])] = (entry["cell"], entry["result"])
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The content of a result file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not one of ours.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    try:
+        content = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} is not JSON ({error}): delete it, or give another file"
+        ) from error
+    fields = ("name", "setup", "environments", "cells")
+    if not isinstance(content, dict) or any(field not in content for field in fields):
+        raise ValueError(f"{path} is no result file of hf-kvret eval or bench: give another file")
+    if content.get("format") != _FORMAT:
+        raise ValueError(
+            f"{path} has format {content.get('format')!r}, this version reads {_FORMAT}: make it "
+            "again"
+        )
+    return content
+
+
+def _key(cell: Cell) -> str:
+    return json.dumps(cell, sort_keys=True)

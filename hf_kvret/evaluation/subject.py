@@ -1,0 +1,90 @@
+"""What is evaluated: a model with its tokenizer, by path, hub id or the name of a bundled one."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from hf_kvret.evaluation.bundled import BUNDLED_MODEL, REFERENCE_MODEL
+from hf_kvret.registry import attach
+
+_BUNDLED = {"needle": BUNDLED_MODEL, "reference": REFERENCE_MODEL}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is ready to be measured, and what identifies it.
+
+    Attributes:
+        name: as the user gave it.
+        model: in eval mode, switched to our attention (other caches pass through it unchanged).
+        tokenizer: None where the model has none, as the bundled needle model.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where input tokens belong."""
+        return self.model.device
+
+    def need_tokenizer(self, task: str) -> PreTrainedTokenizerBase:
+        """The tokenizer; ValueError when the model has none and ``task`` needs text."""
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{task} needs a tokenizer, and {self.name!r} has none: use --model reference, or "
+                "a folder that holds one"
+            )
+        return self.tokenizer
+
+    def describe(self) -> dict[str, Any]:
+        """Name, size, type and a fingerprint of the weights, for JSON."""
+        weights = self.model.get_input_embeddings().weight
+        sample = weights.detach()[:256].float().cpu().contiguous().numpy().tobytes()
+        return {
+            "model": self.name,
+            "class": type(self.model).__name__,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "fingerprint": hashlib.sha256(sample).hexdigest()[:16],
+        }
+
+
+def load_subject(
+    name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Subject:
+    """Load a model and its tokenizer.
+
+    Args:
+        name: ``needle`` or ``reference`` for a bundled model, else a folder or a hub id.
+
+    Raises:
+        ValueError: no model there, or one that can't be loaded or that retrieval can't serve; the
+            message says what was tried.
+    """
+    place = str(_BUNDLED.get(name, name))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ValueError(
+            f"--model {name}: can't be loaded ({reason}). Give a folder with config.json and "
+            f"weights, a hub id, or one of {', '.join(_BUNDLED)}"
+        ) from error
+    tokenizer = None
+    if name != "needle":
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place)
+        except (OSError, ValueError, KeyError, ImportError):
+            # Tasks that work on token ids go on without; the others ask need_tokenizer.
+            tokenizer = None
+    model = model.to(device).eval()
+    attach(model)
+    return Subject(name, model, tokenizer)

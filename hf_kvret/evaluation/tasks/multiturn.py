@@ -1,0 +1,284 @@
+"""Several questions in turn about one long context, on the cache that grows with them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.haystack import (
+    Document,
+    Wording,
+    contains,
+    describe_essays,
+    magic_wording,
+    mean_by_cache,
+    ratio,
+    token_wording,
+)
+from hf_kvret.evaluation.plots import plot_lines
+from hf_kvret.evaluation.reader import Reader, Usage
+from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.evaluation.task import Task
+
+MODES = ("turns", "forks")
+
+
+@dataclass(frozen=True)
+class MultiTurn(Task):
+    """One context with a needle for each turn, read once without any question; then the questions.
+
+    Mode "turns" asks them one after the other on the same cache. Earlier answers in it are the
+    right ones, whatever the model said; with --own-answers they are the model's own. Mode "forks"
+    asks each question of a fork of the cache that has read the context only.
+
+        hf-kvret eval multiturn --lengths 4K,16K --turns 8 --caches full,flat,paris --plot turns.png
+    """
+
+    name: ClassVar[str] = "multiturn"
+    summary: ClassVar[str] = "several questions in turn about one context"
+
+    lengths: tuple[int, ...]
+    turns: int
+    samples: int
+    modes: tuple[str, ...]
+    own_answers: bool
+    style: str | None
+    essays: Path | None
+    answer_tokens: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        for option, value in (
+            ("turns", self.turns),
+            ("samples", self.samples),
+            ("answer-tokens", self.answer_tokens),
+        ):
+            if value < 1:
+                raise ValueError(f"--{option} {value}: at least 1")
+        if self.own_answers and "turns" not in self.modes:
+            raise ValueError("--own-answers: forks forget every answer; use --mode turns or both")
+        if self.style == "tokens" and self.essays is not None:
+            raise ValueError("--essays is text, and --style tokens has none: leave one out")
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        from hf_kvret.evaluation.command import lengths
+
+        parser.add_argument(
+            "--lengths",
+            type=lengths,
+            default=[4096, 16384],
+            help="tokens, all questions and room for all answers included",
+        )
+        parser.add_argument("--turns", type=int, default=8, help="needles and questions")
+        parser.add_argument("--samples", type=int, default=4, help="contexts of each length")
+        parser.add_argument("--mode", choices=(*MODES, "both"), default="turns")
+        parser.add_argument(
+            "--own-answers", action="store_true", help="keep the model's own answers in the cache"
+        )
+        parser.add_argument(
+            "--style",
+            choices=("magic", "tokens"),
+            help="default: magic, or tokens without a tokenizer",
+        )
+        parser.add_argument(
+            "--essays",
+            type=Path,
+            metavar="FILE",
+            help="haystack: plain text or a JSON list of texts; RULER's noise without it",
+        )
+        parser.add_argument(
+            "--answer-tokens", type=int, default=32, help="most tokens of an answer in text"
+        )
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        return cls(
+            tuple(options.lengths),
+            options.turns,
+            options.samples,
+            MODES if options.mode == "both" else (options.mode,),
+            options.own_answers,
+            options.style,
+            options.essays,
+            options.answer_tokens,
+            options.seed,
+        )
+
+    def setup(self) -> dict[str, Any]:
+        return {
+            "turns": self.turns,
+            "samples": self.samples,
+            "own_answers": self.own_answers,
+            "style": self.style,
+            "essays": describe_essays(self.essays),
+            "answer_tokens": self.answer_tokens,
+        }
+
+    def cells(self, caches: Sequence[str]) -> list[Cell]:
+        return [
+            {"cache": cache, "mode": mode, "length": length}
+            for length in self.lengths
+            for mode in self.modes
+            for cache in caches
+        ]
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        wording = self._wording(subject)
+        own = self.own_answers and cell["mode"] == "turns"
+        # Left alone, a model of plain text goes on and writes the next question itself.
+        stop = wording.stop | (_line_breaks(subject) if own else frozenset())
+        right = np.zeros((self.samples, self.turns))
+        read, cold, seconds, answers = 0, 0, 0.0, []
+        for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="context"):
+            document = self._document(wording, cell["length"], sample)
+            talk = _Talk(subject, choice, cell["length"], document.context, wording, stop)
+            for turn, fact in enumerate(document.asked):
+                given = talk.ask(fact.question)
+                if own:
+                    talk.keep()
+                elif cell["mode"] == "turns":
+                    talk.correct(fact.question, fact.gold)
+                right[sample, turn] = contains(fact.answer, given)
+                answers.append({"turn": turn + 1, "expected": fact.answer, "given": given})
+            read, cold, seconds = read + talk.read, cold + talk.cold, seconds + talk.seconds
+        usage = talk.usage()
+        return {
+            "right": right.mean(axis=0).tolist(),
+            "mean": float(right.mean()),
+            "answers": answers,
+            "read_ratio": ratio(read, cold),
+            "device_bytes": usage.device_bytes,
+            "host_bytes": usage.host_bytes,
+            "full_bytes": usage.full_bytes,
+            "seconds": seconds,
+        }
+
+    def _wording(self, subject: Subject) -> Wording:
+        if (self.style or ("magic" if subject.tokenizer else "tokens")) == "tokens":
+            return token_wording(subject, self.name)
+        return magic_wording(subject, self.name, self.essays, self.answer_tokens)
+
+    def _document(self, wording: Wording, length: int, sample: int) -> Document:
+        # The same document for every cache and mode. Depths are drawn, so turns don't follow the
+        # text's order.
+        rng = np.random.default_rng([self.seed, length, sample])
+        depths = (100 * rng.random(self.turns)).tolist()
+        start = sample / self.samples
+        return wording.document(rng, length, depths, self.turns, start)
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        rows = []
+        for cell, found in results:
+            full = results.find(cell | {"cache": "full"})
+            read = found["read_ratio"]
+            rows.append(
+                [
+                    cell["cache"],
+                    cell["mode"],
+                    str(cell["length"]),
+                    *(f"{100 * share:.0f}" for share in found["right"]),
+                    f"{100 * found['mean']:.1f}",
+                    "-" if full is None else f"{100 * (found['mean'] - full['mean']):+.1f}",
+                    "-" if read is None else f"{100 * read:.2f}",
+                ]
+            )
+        turns = [f"turn {turn + 1}" for turn in range(results.setup["turns"])]
+        header = ["cache", "mode", "length", *turns, "mean", "over full", "cold rows read, %"]
+        return markdown_table(header, rows)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        both = len({cell["mode"] for cell, _ in results}) > 1
+        shares: dict[str, list[list[float]]] = {}
+        for cell, found in results:
+            name = f"{cell['cache']}, {cell['mode']}" if both else cell["cache"]
+            shares.setdefault(name, []).append(found["right"])
+        turns = [float(turn + 1) for turn in range(results.setup["turns"])]
+        lines = {
+            name: (turns, (100 * np.mean(some, axis=0)).tolist()) for name, some in shares.items()
+        }
+        lengths = ", ".join(str(length) for length in sorted({c["length"] for c, _ in results}))
+        plot_lines(
+            path,
+            lines,
+            title=f"questions in turn on one cache, contexts of {lengths} tokens",
+            x="turn",
+            y="right answers, %",
+        )
+
+    @classmethod
+    def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
+        return mean_by_cache(results, "mean")
+
+
+class _Talk:
+    """A context that was read, and the turns on it.
+
+    Attributes:
+        read, cold: rows that questions and answers read, and rows there were; see ``Usage``.
+        seconds: of all forward passes whose result counts.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        choice: CacheChoice,
+        capacity: int,
+        context: torch.Tensor,
+        wording: Wording,
+        stop: frozenset[int],
+    ) -> None:
+        self._wording, self._stop = wording, stop
+        self._reader = Reader(subject.model, choice, capacity)
+        self._reader.prefill(context)
+        self._fork = self._reader
+        # Tokens of the last answer that the cache does not hold yet, for it and for its fork.
+        self._pending: list[int] = []
+        self._fork_pending: list[int] = []
+        self.read, self.cold, self.seconds = 0, 0, self._reader.seconds
+
+    def ask(self, question: list[int]) -> str:
+        """The answer, given on a fork, so that the cache is what it was."""
+        fork = self._reader.fork()
+        asked = torch.tensor([*self._pending, *question])
+        given = fork.answer(asked, self._wording.answer_len, self._stop)
+        # The last token is fed only when another one is asked for.
+        fed = fork.length - self._reader.length - len(asked)
+        self._fork, self._fork_pending = fork, given[fed:]
+        usage = fork.usage()
+        self.read, self.cold = self.read + usage.rows_read, self.cold + usage.rows_cold
+        self.seconds += fork.seconds
+        return self._wording.text(given)
+
+    def keep(self) -> None:
+        """Go on from the fork, with question and answer as given."""
+        self._reader, self._pending = self._fork, self._fork_pending
+
+    def correct(self, question: list[int], gold: list[int]) -> None:
+        """Go on with the question and its right answer; what the fork said is gone."""
+        self._reader.feed(torch.tensor(question))
+        self._reader.feed(torch.tensor(gold))
+
+    def usage(self) -> Usage:
+        """Bytes held before the next question."""
+        return self._reader.usage()
+
+
+def _line_breaks(subject: Subject) -> frozenset[int]:
+    """The tokens with a line break in them; none without a tokenizer."""
+    tokenizer = subject.tokenizer
+    if tokenizer is None:
+        return frozenset()
+    return frozenset(n for n in range(len(tokenizer)) if "\n" in tokenizer.decode([n]))

@@ -1,0 +1,315 @@
+"""Needle in a haystack: one needle at a depth of a long text, and a question about it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.haystack import (
+    Document,
+    Fact,
+    Wording,
+    contains,
+    describe_essays,
+    encode,
+    first_tokens,
+    magic_wording,
+    mean_by_cache,
+    ratio,
+    text_wording,
+    token_wording,
+)
+from hf_kvret.evaluation.plots import plot_heat_maps
+from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.evaluation.task import Task
+
+STYLES = ("sandwich", "magic", "tokens")
+SCORES = ("substring", "rouge1")
+
+_NEEDLE = (
+    "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny "
+    "day.\n"
+)
+_QUESTION = "What is the best thing to do in San Francisco?"
+_ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"
+_RULE = "Don't give information outside the document or repeat your findings"
+
+
+@dataclass(frozen=True)
+class NeedleInHaystack(Task):
+    """A needle in a haystack, at every depth of every length: a heat map for each cache.
+
+    Styles: "magic" is RULER's wording with a random key and number, which small models can answer;
+    "sandwich" is the sentence of the original test, or yours; "tokens" is the language of the
+    bundled needle model and needs no tokenizer. No model judges the answers: an answer is right
+    when the expected text is in it (substring), or as far as the expected words are (rouge1).
+
+    With --questions inside, the question is read with the text in one pass; with after, the text is
+    read without it, and the question is fed then.
+
+        hf-kvret eval niah --lengths 4K,8K,16K --essays essays.json --json niah.json --plot niah.png
+    """
+
+    name: ClassVar[str] = "niah"
+    summary: ClassVar[str] = "needle in a haystack: a heat map of length and depth"
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    style: str | None
+    samples: int
+    distractors: int
+    questions: tuple[str, ...]
+    essays: Path | None
+    sandwich: tuple[str, str, str]
+    answer_tokens: int
+    score: str | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.answer_tokens < 1:
+            raise ValueError(
+                f"--samples {self.samples}, --answer-tokens {self.answer_tokens}: at least 1 each"
+            )
+        if self.distractors < 0:
+            raise ValueError(f"--distractors {self.distractors}: 0 or more")
+        if self.style == "sandwich" and self.distractors:
+            raise ValueError(
+                f"--distractors {self.distractors}: there is one sandwich only; use --style magic"
+            )
+        if self.style != "sandwich" and self.sandwich != (_NEEDLE, _QUESTION, _ANSWER):
+            raise ValueError("--needle, --question and --answer are texts of --style sandwich")
+        if not all(part.strip() for part in self.sandwich):
+            raise ValueError("--needle, --question and --answer: none may be empty")
+        if self.style == "tokens" and self.essays is not None:
+            raise ValueError("--essays is text, and --style tokens has none: leave one out")
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        from hf_kvret.evaluation.command import lengths
+
+        parser.add_argument(
+            "--lengths",
+            type=lengths,
+            default=[2048, 4096, 8192, 16384],
+            help="tokens, question and room for the answer included",
+        )
+        parser.add_argument(
+            "--depths",
+            type=depths,
+            default=[float(depth) for depth in range(0, 101, 10)],
+            help="where the needle is, in percent of the haystack, comma-separated",
+        )
+        parser.add_argument(
+            "--style", choices=STYLES, help="default: magic, or tokens without a tokenizer"
+        )
+        parser.add_argument("--samples", type=int, default=3, help="documents in each cell")
+        parser.add_argument(
+            "--distractors", type=int, default=0, help="more needles, with other keys, anywhere"
+        )
+        parser.add_argument("--questions", choices=("inside", "after", "both"), default="inside")
+        parser.add_argument(
+            "--essays",
+            type=Path,
+            metavar="FILE",
+            help="haystack: plain text or a JSON list of texts; RULER's noise without it",
+        )
+        parser.add_argument("--needle", default=_NEEDLE, help="of --style sandwich")
+        parser.add_argument("--question", default=_QUESTION, help="of --style sandwich")
+        parser.add_argument("--answer", default=_ANSWER, help="of --style sandwich")
+        parser.add_argument(
+            "--answer-tokens", type=int, default=32, help="most tokens of an answer in text"
+        )
+        parser.add_argument(
+            "--score", choices=SCORES, help="default: rouge1 for sandwich, else substring"
+        )
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        questions = ("inside", "after") if options.questions == "both" else (options.questions,)
+        return cls(
+            tuple(options.lengths),
+            tuple(options.depths),
+            options.style,
+            options.samples,
+            options.distractors,
+            questions,
+            options.essays,
+            (options.needle, options.question, options.answer),
+            options.answer_tokens,
+            options.score,
+            options.seed,
+        )
+
+    def setup(self) -> dict[str, Any]:
+        return {
+            "style": self.style,
+            "samples": self.samples,
+            "distractors": self.distractors,
+            "essays": describe_essays(self.essays),
+            "sandwich": list(self.sandwich) if self.style == "sandwich" else None,
+            "answer_tokens": self.answer_tokens,
+            "score": self.score,
+        }
+
+    def cells(self, caches: Sequence[str]) -> list[Cell]:
+        return [
+            {"cache": cache, "questions": questions, "length": length, "depth": depth}
+            for length in self.lengths
+            for depth in self.depths
+            for questions in self.questions
+            for cache in caches
+        ]
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        wording = self._wording(subject)
+        given: list[dict[str, str]] = []
+        read, cold, seconds = 0, 0, 0.0
+        for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="document"):
+            document = self._document(wording, cell["length"], cell["depth"], sample)
+            reader, tokens = _ask(subject, choice, document, wording, cell)
+            reply = wording.text(reader.answer(tokens, wording.answer_len, wording.stop))
+            given.append({"expected": document.asked[0].answer, "given": reply})
+            usage = reader.usage()
+            read, cold = read + usage.rows_read, cold + usage.rows_cold
+            seconds += reader.seconds
+        scores = {"substring": _mean(contains, given), "rouge1": _mean(rouge1_recall, given)}
+        default = "rouge1" if wording.name == "sandwich" else "substring"
+        return {
+            "score": scores[self.score or default],
+            **scores,
+            "answers": given,
+            "read_ratio": ratio(read, cold),
+            "device_bytes": usage.device_bytes,
+            "host_bytes": usage.host_bytes,
+            "full_bytes": usage.full_bytes,
+            "seconds": seconds,
+        }
+
+    def _wording(self, subject: Subject) -> Wording:
+        style = self.style or ("tokens" if subject.tokenizer is None else "magic")
+        if style == "tokens":
+            return token_wording(subject, self.name)
+        if style == "magic":
+            return magic_wording(subject, self.name, self.essays, self.answer_tokens)
+        return _sandwich_wording(subject, self.essays, self.sandwich, self.answer_tokens)
+
+    def _document(self, wording: Wording, length: int, depth: float, sample: int) -> Document:
+        # The same document for every cache and both set-ups; each sample starts elsewhere in the
+        # text, the first one at its beginning.
+        rng = np.random.default_rng([self.seed, length, round(1000 * depth), sample])
+        places = [depth, *(100 * rng.random(self.distractors))]
+        return wording.document(rng, length, places, 1, start=sample / self.samples)
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        lengths = sorted({cell["length"] for cell, _ in results})
+        rows = []
+        for cache, questions in dict.fromkeys((c["cache"], c["questions"]) for c, _ in results):
+            wanted = {"cache": cache, "questions": questions}
+            found = [(cell, one) for cell, one in results if wanted.items() <= cell.items()]
+            pairs = [(one, results.find(cell | {"cache": "full"})) for cell, one in found]
+            by_length = [
+                [one["score"] for cell, one in found if cell["length"] == length]
+                for length in lengths
+            ]
+            over = [one["score"] - full["score"] for one, full in pairs if full is not None]
+            read = [one["read_ratio"] for _, one in found if one["read_ratio"] is not None]
+            scores = [_percent(some) for some in (*by_length, [one["score"] for _, one in found])]
+            rows.append([cache, questions, *scores, _percent(over, "+.1f"), _percent(read, ".2f")])
+        header = ["cache", "question", *map(str, lengths), "mean", "over full", "cold rows read, %"]
+        return markdown_table(header, rows)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        lengths = sorted({cell["length"] for cell, _ in results})
+        depths = sorted({cell["depth"] for cell, _ in results})
+        both = len({cell["questions"] for cell, _ in results}) > 1
+        maps: dict[str, np.ndarray] = {}
+        for cell, found in results:
+            name = f"{cell['cache']}, {cell['questions']}" if both else cell["cache"]
+            scores = maps.setdefault(name, np.full((len(depths), len(lengths)), np.nan))
+            scores[depths.index(cell["depth"]), lengths.index(cell["length"])] = found["score"]
+        plot_heat_maps(
+            path,
+            maps,
+            rows=[f"{depth:g}" for depth in depths],
+            columns=[str(length) for length in lengths],
+            title="needle in a haystack, share of right answers",
+            x="tokens",
+            y="depth of the needle, %",
+        )
+
+    @classmethod
+    def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
+        return mean_by_cache(results, "score")
+
+
+def depths(text: str) -> list[float]:
+    """Comma-separated percentages from 0 to 100, for argparse."""
+    found = []
+    for part in text.split(","):
+        try:
+            depth = float(part)
+        except ValueError:
+            depth = -1.0
+        if not 0 <= depth <= 100:
+            message = f"{part.strip()!r} is no depth: write percents from 0 to 100, as 0,12.5,100"
+            raise argparse.ArgumentTypeError(message)
+        found.append(depth)
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"the same depth twice in {text!r}")
+    return found
+
+
+def rouge1_recall(answer: str, given: str) -> float:
+    """The share of the right answer's words, 0 to 1, that were given; each counts as often as in
+    both. Letter case and punctuation don't count (ROUGE-1 recall, Lin 2004, section 2)."""
+    right, told = (Counter(re.findall(r"[^\W_]+", text.lower())) for text in (answer, given))
+    return (right & told).total() / max(1, right.total())
+
+
+def _ask(
+    subject: Subject, choice: CacheChoice, document: Document, wording: Wording, cell: Cell
+) -> tuple[Reader, torch.Tensor]:
+    """A reader that has read its part, and the tokens that it is to be fed before it answers."""
+    context, question = document.context, torch.tensor(document.asked[0].question)
+    if cell["questions"] == "inside":
+        # The last token is fed alone: it asks for the first new one, and retrieves.
+        context, question = torch.cat([context, question[:-1]]), question[-1:]
+    reader = Reader(subject.model, choice, len(context) + len(question) + wording.answer_len)
+    reader.prefill(context)
+    return reader, question
+
+
+def _sandwich_wording(
+    subject: Subject, essays: Path | None, texts: tuple[str, str, str], answer_len: int
+) -> Wording:
+    tokenizer = subject.need_tokenizer("niah --style sandwich")
+    needle, question, answer = texts
+    asked = encode(tokenizer, f"\n{question} {_RULE}.\nAnswer:")
+    fact = Fact(encode(tokenizer, needle), asked, encode(tokenizer, f" {answer}."), answer)
+    head = first_tokens(tokenizer)
+    return text_wording(
+        "sandwich", subject, (head, head), essays, lambda rng, count: [fact] * count, answer_len
+    )
+
+
+def _mean(score: Callable[[str, str], float], given: list[dict[str, str]]) -> float:
+    return sum(float(score(one["expected"], one["given"])) for one in given) / len(given)
+
+
+def _percent(shares: list[float], form: str = ".1f") -> str:
+    return format(100 * sum(shares) / len(shares), form) if shares else "-"

@@ -1,0 +1,177 @@
+"""Perplexity of long text that goes through a cache step by step."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from tqdm import tqdm
+
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.plots import plot_lines
+from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.texts import read_text, token_ids
+
+
+@dataclass(frozen=True)
+class Perplexity(Task):
+    """Perplexity of long text, fed through the cache step by step.
+
+    Each window of the text is read up to --prefill in one pass; the rest is fed --step tokens at a
+    time, and only these count. A single forward pass over the window gives the same number for
+    full attention.
+
+        hf-kvret eval ppl --text wiki.test.raw --lengths 4K --windows 8 --caches full,flat,paris
+    """
+
+    name: ClassVar[str] = "ppl"
+    summary: ClassVar[str] = "perplexity of long text fed step by step"
+
+    text: Path
+    lengths: tuple[int, ...]
+    windows: int
+    prefill: float
+    step: int
+
+    def __post_init__(self) -> None:
+        if min(self.lengths) < 8:
+            raise ValueError(f"--lengths {min(self.lengths)}: a window needs at least 8 tokens")
+        if self.windows < 1 or self.step < 1:
+            raise ValueError(f"--windows {self.windows}, --step {self.step}: at least 1 each")
+        if not 0 < self.prefill < 1:
+            raise ValueError(f"--prefill {self.prefill}: a share of the window, between 0 and 1")
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        from hf_kvret.evaluation.command import lengths
+
+        parser.add_argument("--text", type=Path, required=True, help="WikiText-2 raw test, or any")
+        parser.add_argument(
+            "--lengths", type=lengths, default=[4096], help="window sizes in tokens"
+        )
+        parser.add_argument("--windows", type=int, default=8, help="at most this many of each size")
+        parser.add_argument("--prefill", type=float, default=0.5, help="share read in one pass")
+        parser.add_argument(
+            "--step",
+            type=int,
+            default=1,
+            help="tokens a forward pass; retrieval caches select for each of them up to max_draft "
+            "(32) and attend to everything beyond",
+        )
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        return cls(
+            options.text, tuple(options.lengths), options.windows, options.prefill, options.step
+        )
+
+    def setup(self) -> dict[str, Any]:
+        return {
+            "text": self.text.name,
+            "windows": self.windows,
+            "prefill": self.prefill,
+            "step": self.step,
+        }
+
+    def cells(self, caches: Sequence[str]) -> list[Cell]:
+        return [{"cache": cache, "length": n} for n in self.lengths for cache in caches]
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        ids = token_ids(subject.need_tokenizer(self.name), read_text(self.text))
+        length = cell["length"]
+        count = min(self.windows, len(ids) // length)
+        if not count:
+            raise ValueError(f"{self.text} has {len(ids)} tokens, fewer than --lengths {length}")
+        total, tokens, read, cold, seconds = 0.0, 0, 0, 0, 0.0
+        device_bytes = host_bytes = full_bytes = 0
+        for window in tqdm(ids[: count * length].view(count, length), leave=False, unit="window"):
+            reader, losses = self._read(subject, choice, window)
+            usage = reader.usage()
+            total, tokens = total + losses.double().sum().item(), tokens + len(losses)
+            read, cold = read + usage.rows_read, cold + usage.rows_cold
+            device_bytes, host_bytes = usage.device_bytes, usage.host_bytes
+            full_bytes, seconds = usage.full_bytes, seconds + reader.seconds
+        return {
+            "ppl": math.exp(total / tokens),
+            "nats": total / tokens,
+            "tokens": tokens,
+            "windows": count,
+            "read_ratio": read / cold if cold else None,
+            "device_bytes": device_bytes,
+            "host_bytes": host_bytes,
+            "full_bytes": full_bytes,
+            "seconds": seconds,
+        }
+
+    def _read(
+        self, subject: Subject, choice: CacheChoice, window: torch.Tensor
+    ) -> tuple[Reader, torch.Tensor]:
+        """The reader at the end of the window, and the losses ``[tokens that count]`` in nats."""
+        reader = Reader(subject.model, choice, len(window))
+        start = max(1, int(self.prefill * len(window)))
+        logits, losses = reader.prefill(window[:start]), []
+        for place in tqdm(
+            range(start, len(window), self.step), leave=False, desc=choice.name, mininterval=1
+        ):
+            step = window[place : place + self.step]
+            # The last logits foretell the first of these tokens, the new ones all others.
+            new = reader.feed(step, keep=len(step))
+            foretold = torch.cat([logits[-1:], new[:-1]])
+            losses.append(
+                torch.nn.functional.cross_entropy(
+                    foretold.float(), step.to(foretold.device), reduction="none"
+                ).cpu()
+            )
+            logits = new
+        return reader, torch.cat(losses)
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        rows = []
+        for cell, found in results:
+            full = results.find(cell | {"cache": "full"})
+            held = found["device_bytes"] + found["host_bytes"]
+            ratio = found["read_ratio"]
+            rows.append(
+                (
+                    cell["cache"],
+                    str(cell["length"]),
+                    f"{found['ppl']:.3f}",
+                    "-" if full is None else f"{found['nats'] - full['nats']:+.4f}",
+                    "-" if ratio is None else f"{ratio:.2%}",
+                    f"{found['device_bytes'] / found['full_bytes']:.1%}",
+                    f"{held / found['full_bytes']:.1%}",
+                    str(found["tokens"]),
+                )
+            )
+        header = (
+            "cache",
+            "window",
+            "perplexity",
+            "nats over full",
+            "cold rows read",
+            "device / full K,V",
+            "bytes / full K,V",
+            "tokens",
+        )
+        return markdown_table(header, rows)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        lines: dict[str, tuple[list[float], list[float]]] = {}
+        for cell, found in results:
+            xs, ys = lines.setdefault(cell["cache"], ([], []))
+            xs.append(cell["length"])
+            ys.append(found["ppl"])
+        plot_lines(
+            path, lines, title=results.setup["text"], x="window, tokens", y="perplexity", log_x=True
+        )

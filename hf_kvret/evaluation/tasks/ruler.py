@@ -1,0 +1,300 @@
+"""RULER's 13 tasks, asked of caches."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.plots import plot_heat_maps
+from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.ruler import TASKS, RulerData, Sample, generate, sample_score
+from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.texts import token_ids
+
+
+@dataclass(frozen=True)
+class Ruler(Task):
+    """RULER: needles, variable tracking, word counts and questions at any length.
+
+    A cell is a task at a length. With --questions inside, the whole prompt is read in one pass, the
+    question too; with after, the context is read without it, as when many questions are asked
+    about one document, and question and answer prefix are fed then. An answer ends early once all
+    that counts is in it, which can't change its score.
+
+        hf-kvret eval ruler --essays essays.json --squad squad.json --hotpot hotpot.json \\
+            --lengths 4K,8K --samples 20 --caches full,flat,paris --json ruler.json
+    """
+
+    name: ClassVar[str] = "ruler"
+    summary: ClassVar[str] = "RULER's 13 tasks at any length"
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    samples: int
+    questions: tuple[str, ...]
+    data: RulerData
+    chat: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        unknown = [task for task in self.tasks if task not in TASKS]
+        if unknown or not self.tasks:
+            raise ValueError(
+                f"unknown RULER task {', '.join(unknown) or '(none named)'}: choose among "
+                f"{', '.join(TASKS)}"
+            )
+        if self.samples < 1:
+            raise ValueError(f"--samples {self.samples}: at least 1")
+        for task in self.tasks:
+            option = TASKS[task].data
+            path = None if option is None else getattr(self.data, option)
+            if option is not None and path is None:
+                raise ValueError(f"task {task} needs --{option} FILE, or leave it out of --tasks")
+            if path is not None and not path.is_file():
+                raise FileNotFoundError(f"--{option} {path}: no such file")
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        from hf_kvret.evaluation.command import lengths, names
+
+        parser.add_argument("--tasks", type=names, default=list(TASKS), help="default: all 13")
+        parser.add_argument(
+            "--lengths", type=lengths, default=[4096], help="tokens, answer included"
+        )
+        parser.add_argument("--samples", type=int, default=20, help="of each cell; RULER: 500")
+        parser.add_argument("--questions", choices=("inside", "after", "both"), default="inside")
+        parser.add_argument("--essays", type=Path, help="haystack text: JSON or plain text")
+        parser.add_argument("--squad", type=Path, help="SQuAD or XQuAD JSON, for qa_1")
+        parser.add_argument("--hotpot", type=Path, help="HotpotQA distractor JSON, for qa_2")
+        parser.add_argument("--english-words", type=Path, help="more words for cwe from 128K on")
+        parser.add_argument(
+            "--chat", action="store_true", help="wrap prompts in the tokenizer's chat template"
+        )
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        questions = ("inside", "after") if options.questions == "both" else (options.questions,)
+        return cls(
+            tuple(options.tasks),
+            tuple(options.lengths),
+            options.samples,
+            questions,
+            RulerData(options.essays, options.squad, options.hotpot, options.english_words),
+            options.chat,
+            options.seed,
+        )
+
+    def setup(self) -> dict[str, Any]:
+        files = {
+            name: None
+            if path is None
+            else f"{path.name} {sha256(path.read_bytes()).hexdigest()[:12]}"
+            for name, path in asdict(self.data).items()
+        }
+        return {"samples": self.samples, "chat": self.chat, **files}
+
+    def cells(self, caches: Sequence[str]) -> list[Cell]:
+        return [
+            {"cache": cache, "task": task, "length": length, "questions": questions}
+            for length in self.lengths
+            for task in self.tasks
+            for questions in self.questions
+            for cache in caches
+        ]
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        tokenizer = subject.need_tokenizer(self.name)
+        task = TASKS[cell["task"]]
+        samples = _samples(
+            task.name, tokenizer, cell["length"], self.samples, self.seed, self.data, self.chat
+        )
+        stop = _stop_tokens(subject)
+        scores, answers, read, cold, seconds = [], [], 0, 0, 0.0
+        for sample in tqdm(samples, leave=False, desc=f"{choice.name} {task.name}"):
+            reader, tokens = self._read(sample, cell, subject, choice, task.max_new_tokens)
+            answer = _answer(
+                reader, tokens, task.max_new_tokens, tokenizer, stop, task.name, sample
+            )
+            scores.append(sample_score(task.name, answer, sample.outputs))
+            answers.append(answer)
+            usage = reader.usage()
+            read, cold, seconds = (
+                read + usage.rows_read,
+                cold + usage.rows_cold,
+                seconds + reader.seconds,
+            )
+        return {
+            "score": 100 * sum(scores) / len(scores),
+            "scores": scores,
+            "answers": answers,
+            "read_ratio": read / cold if cold else None,
+            "device_bytes": usage.device_bytes,
+            "host_bytes": usage.host_bytes,
+            "full_bytes": usage.full_bytes,
+            "seconds": seconds,
+        }
+
+    def _read(
+        self, sample: Sample, cell: Cell, subject: Subject, choice: CacheChoice, budget: int
+    ) -> tuple[Reader, torch.Tensor]:
+        """A reader that has read all that comes before the answer but for the returned tokens."""
+        tokenizer = subject.need_tokenizer(self.name)
+        if cell["questions"] == "inside":
+            prompt = token_ids(tokenizer, sample.input + sample.answer_prefix)
+            # The last token is fed alone: it asks for the first new one, and retrieves.
+            context, rest = prompt[:-1], prompt[-1:]
+        else:
+            context = token_ids(tokenizer, sample.context)
+            text = sample.question + sample.answer_prefix
+            rest = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+        reader = Reader(subject.model, choice, len(context) + len(rest) + budget)
+        reader.prefill(context)
+        return reader, rest
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        columns = sorted({(cell["length"], cell["questions"]) for cell, _ in results})
+        caches = list(dict.fromkeys(cell["cache"] for cell, _ in results))
+        found = {_place(cell): result for cell, result in results}
+        tasks = [task for task in TASKS if any(cell["task"] == task for cell, _ in results)]
+        header = ["task", *(f"{cache}, {n} {q}" for n, q in columns for cache in caches)]
+        places = [(cache, n, q) for n, q in columns for cache in caches]
+        rows = []
+        for task in tasks:
+            scores = [found.get((task, *place)) for place in places]
+            rows.append([task, *("-" if s is None else f"{s['score']:.1f}" for s in scores)])
+        for name, value in (("mean", _mean_score), ("cold rows read", _mean_read)):
+            rows.append([name, *(value(found, tasks, place) for place in places)])
+        return markdown_table(header, rows)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        columns = sorted({(cell["length"], cell["questions"]) for cell, _ in results})
+        tasks = [task for task in TASKS if any(cell["task"] == task for cell, _ in results)]
+        maps: dict[str, np.ndarray] = {}
+        for cell, result in results:
+            values = maps.setdefault(cell["cache"], np.full((len(tasks), len(columns)), np.nan))
+            column = columns.index((cell["length"], cell["questions"]))
+            values[tasks.index(cell["task"]), column] = result["score"]
+        plot_heat_maps(
+            path,
+            maps,
+            rows=tasks,
+            columns=[f"{length} {questions}" for length, questions in columns],
+            title="RULER, score in %",
+            x="tokens, question",
+            y="task",
+            high=100.0,
+        )
+
+    @classmethod
+    def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
+        found: dict[str, list[tuple[float, float]]] = {}
+        for cell, result in results:
+            if result["read_ratio"] is not None:
+                pair = (result["read_ratio"], result["score"] / 100)
+                found.setdefault(cell["cache"], []).append(pair)
+        return {cache: _means(pairs) for cache, pairs in found.items()}
+
+
+@lru_cache(maxsize=1)
+def _samples(
+    task: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    count: int,
+    seed: int,
+    data: RulerData,
+    chat: bool,
+) -> list[Sample]:
+    """The samples of a cell; all caches of a row get the same ones, made once."""
+
+    def tokens(text: str) -> torch.Tensor:
+        return token_ids(tokenizer, text)
+
+    template = _chat_template(tokenizer) if chat else None
+    return generate(task, tokens, length, count, seed, data, template)
+
+
+Place = tuple[str, str, int, str]
+
+
+def _place(cell: Cell) -> Place:
+    return cell["task"], cell["cache"], cell["length"], cell["questions"]
+
+
+def _mean_score(
+    found: dict[Place, dict[str, Any]], tasks: list[str], place: tuple[str, int, str]
+) -> str:
+    """The mean over all tasks; ``-`` while one is missing, as means of different tasks mislead."""
+    scores = [found[task, *place]["score"] for task in tasks if (task, *place) in found]
+    return f"{sum(scores) / len(scores):.1f}" if len(scores) == len(tasks) else "-"
+
+
+def _mean_read(
+    found: dict[Place, dict[str, Any]], tasks: list[str], place: tuple[str, int, str]
+) -> str:
+    ratios = [found[task, *place]["read_ratio"] for task in tasks if (task, *place) in found]
+    known = [ratio for ratio in ratios if ratio is not None]
+    return f"{sum(known) / len(known):.2%}" if known else "-"
+
+
+def _answer(
+    reader: Reader,
+    tokens: torch.Tensor,
+    budget: int,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: set[int],
+    task: str,
+    sample: Sample,
+) -> str:
+    """Greedy text of at most ``budget`` tokens; ends when it can't be scored better any more."""
+    given: list[int] = []
+    text = ""
+    while len(given) < budget:
+        best = int(reader.feed(tokens)[-1].argmax())
+        if best in stop:
+            break
+        given.append(best)
+        tokens = torch.tensor([best])
+        text = tokenizer.decode(given, skip_special_tokens=True)
+        if sample_score(task, text, sample.outputs) == 1.0:
+            break
+    return text
+
+
+def _stop_tokens(subject: Subject) -> set[int]:
+    ends = subject.model.generation_config.eos_token_id
+    listed = ends if isinstance(ends, list) else [ends]
+    return {token for token in listed if token is not None}
+
+
+def _chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
+    if not tokenizer.chat_template:
+        raise ValueError("--chat: this tokenizer has no chat template, leave the option out")
+
+    def wrap(text: str) -> str:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+
+    return wrap
+
+
+def _means(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    reads, scores = zip(*pairs, strict=True)
+    return sum(reads) / len(reads), sum(scores) / len(scores)

@@ -1,0 +1,49 @@
+"""Texts by path, and as token ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+
+def read_text(path: Path) -> str:
+    """The text of a file: plain, or JSON with a string, a list of strings, or ``text`` in them.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not UTF-8, broken JSON, JSON without text, or nothing in it.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}: give a text file")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    if path.suffix == ".json":
+        try:
+            content = "\n\n".join(_strings(json.loads(content)))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+    if not content.strip():
+        raise ValueError(f"{path} has no text in it")
+    return content
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
+    """``[n]`` int64 token ids of a text, with BOS in front where the tokenizer has one."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return torch.tensor([*first, *ids], dtype=torch.long)
+
+
+def _strings(content: object) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    if isinstance(content, list):
+        return [text for item in content for text in _strings(item)]
+    if isinstance(content, dict):
+        return _strings(content.get("text", []))
+    return []

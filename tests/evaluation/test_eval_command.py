@@ -1,0 +1,75 @@
+"""What every ``hf-kvret eval`` shares: models by name, common options, clear errors."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from hf_kvret.cli import main
+from hf_kvret.evaluation.command import budget, lengths, names
+from hf_kvret.evaluation.subject import load_subject
+from hf_kvret.evaluation.texts import read_text
+
+
+def test_lengths_and_names_are_read() -> None:
+    assert lengths("512,4K, 1m") == [512, 4096, 1_048_576]
+    assert names(" full, paris:top_k=3 ,") == ["full", "paris:top_k=3"]
+    assert (budget("256"), budget("0.04")) == (256, 0.04)
+    for bad in ("", "4G", "0", "-1", "4K,,8K", "4K,4096"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            lengths(bad)
+
+
+def _error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["eval", "ppl", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_mistakes_are_one_line_each(
+    tmp_path: Path, tiny_text: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, model = ["--text", str(tiny_text)], ["--model", str(tiny_model_dir)]
+    message = _error(capsys, *text, "--model", str(tmp_path / "none"))
+    assert "can't be loaded" in message and "Give a folder with config.json" in message
+    (tmp_path / "config.json").write_text("{}")
+    assert "can't be loaded" in _error(capsys, *text, "--model", str(tmp_path))
+    assert "needs a tokenizer" in _error(capsys, *text, "--model", "needle")
+    assert "unknown cache 'x'" in _error(capsys, *text, *model, "--caches", "x")
+    assert "no CUDA device" in _error(capsys, *text, *model, "--device", "cuda")
+    missing = str(tmp_path / "missing.txt")
+    assert "no file" in _error(capsys, *model, "--text", missing, "--lengths", "64")
+
+
+def test_an_unknown_task_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", "nothing"])
+    assert stopped.value.code == 2
+    assert "invalid choice: 'nothing'" in capsys.readouterr().err
+
+
+def test_a_subject_names_its_weights(tiny_model_dir: Path) -> None:
+    subject = load_subject(str(tiny_model_dir))
+    described = subject.describe()
+    assert described["class"] == "LlamaForCausalLM" and described["dtype"] == "float32"
+    subject.model.get_input_embeddings().weight.data[0, 0] += 1
+    assert subject.describe()["fingerprint"] != described["fingerprint"]
+    assert load_subject("needle").tokenizer is None
+
+
+def test_texts_are_read_from_plain_files_and_json(tmp_path: Path) -> None:
+    plain, listed, empty = (tmp_path / name for name in ("a.txt", "b.json", "c.txt"))
+    plain.write_text("one two")
+    listed.write_text('[{"text": "one"}, "two"]')
+    empty.write_text("  \n")
+    assert read_text(plain) == "one two"
+    assert read_text(listed) == "one\n\ntwo"
+    with pytest.raises(ValueError, match="has no text"):
+        read_text(empty)
+    listed.write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_text(listed)
+    plain.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_text(plain)

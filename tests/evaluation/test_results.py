@@ -1,0 +1,82 @@
+"""Result files: finished cells stay, other set-ups and foreign files are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_kvret.evaluation.results import Results, read_results
+
+CELL = {"cache": "full", "length": 64}
+
+
+def test_finished_cells_are_found_again(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "results.json"
+    first = Results("eval x", {"seed": 1, "lengths": (1, 2)}, file)
+    assert first.find(CELL) is None and len(first) == 0
+    first.add(CELL, {"score": 1.5})
+    again = Results("eval x", {"lengths": (1, 2), "seed": 1}, file)
+    assert again.find({"length": 64, "cache": "full"}) == {"score": 1.5}
+    again.add(CELL | {"length": 128}, {"score": None})
+    assert [
+        cell["length"] for cell, _ in Results("eval x", {"seed": 1, "lengths": [1, 2]}, file)
+    ] == [
+        64,
+        128,
+    ]
+    assert not list(file.parent.glob("*.new"))
+
+
+def test_the_file_names_command_machine_and_versions(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    Results("eval x", {}, file).add(CELL, {})
+    Results("eval x", {}, file).add(CELL, {"again": True})
+    content = read_results(file)
+    assert len(content["environments"]) == 1
+    assert {"command", "processor", "versions"} <= set(content["environments"][0])
+    assert content["cells"] == [{"cell": CELL, "result": {"again": True}}]
+
+
+def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    results = Results("eval x", {})
+    results.add(CELL, {"score": 1})
+    assert results.find(CELL) == {"score": 1} and not list(tmp_path.iterdir())
+
+
+def test_another_setup_or_task_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    Results("eval x", {"seed": 1}, file).add(CELL, {"score": 1})
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match=r"seed was 1, now 2.*give another --json"):
+        Results("eval x", {"seed": 2}, file)
+    with pytest.raises(ValueError, match="holds results of 'eval x', not of 'eval y'"):
+        Results("eval y", {"seed": 1}, file)
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "no result file"),
+        (json.dumps({"name": "demo", "results": []}), "no result file"),
+        (
+            json.dumps({"name": "x", "setup": {}, "environments": [], "cells": [], "format": 9}),
+            "has format 9, this version reads 1",
+        ),
+    ],
+)
+def test_foreign_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Results("x", {}, file)
+    assert file.read_text() == content
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no file"):
+        read_results(tmp_path / "none.json")
