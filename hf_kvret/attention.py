@@ -40,8 +40,8 @@ def retrieval_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention for layers whose keys carry a handle; the model's own attention for all others.
@@ -49,6 +49,8 @@ def retrieval_attention(
     Args:
         query: ``[B, Hq, Q, Dk]``; key ``[B, Hkv, n, Dk]``; value ``[B, Hkv, n, Dv]``.
         attention_mask: what ``retrieval_mask`` returned.
+        dropout: 0; it stands before scaling as in transformers' sdpa and flash functions, because
+            kvpress passes it by position.
         scaling: factor of the dot products; None means ``Dk ** -0.5``.
 
     Returns:

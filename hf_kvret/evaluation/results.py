@@ -135,5 +135,18 @@ def read_results(path: Path) -> dict[str, Any]:
     return content
 
 
+def is_results(path: Path) -> bool:
+    """Whether ``path`` is a JSON file that says it holds cells; it may still be of another format.
+
+    Raises:
+        ValueError: it is not JSON at all, so a result may have been damaged.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON ({error}): delete it, or make it again") from error
+    return isinstance(content, dict) and "cells" in content
+
+
 def _key(cell: Cell) -> str:
     return json.dumps(cell, sort_keys=True)

@@ -1,0 +1,136 @@
+"""``hf-kvret report DIR``: result files become pages with tables, pictures and their commands."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from hf_kvret.evaluation.plots import plot_points, require_matplotlib
+from hf_kvret.evaluation.results import Results, is_results
+from hf_kvret.evaluation.tables import markdown_table
+
+
+class Measurement(Protocol):
+    """What a page needs of a task or a benchmark."""
+
+    def table(self, results: Results) -> str:
+        """The results as a markdown table."""
+        ...
+
+    def plot(self, path: Path, results: Results) -> None:
+        """Write the results as a picture."""
+        ...
+
+
+def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known) -> None:
+    """Add ``report`` to the program's commands; ``measurements`` by the name in their files."""
+    parser = commands.add_parser(
+        "report",
+        help="make pages with tables and pictures of result files",
+        description="Make a page NAME.md of every NAME.json in DIR that hf-kvret eval or bench "
+        "wrote, with its table, picture, command, machine and versions, and overview.md about all "
+        "of them. A file NAME.notes.md, where there is one, is put under the table.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.set_defaults(run=lambda options: _report(options.folder, measurements))
+
+
+_Known = Mapping[str, Measurement | type[Any]]
+
+
+def write_report(folder: Path, measurements: _Known) -> list[Path]:
+    """Write the pages of every result file in ``folder``; returns them, the overview last.
+
+    Raises:
+        FileNotFoundError: no such folder, or no result file in it.
+        ValueError: a result file that is broken, or of an unknown measurement.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}")
+    files = [path for path in sorted(folder.glob("*.json")) if is_results(path)]
+    if not files:
+        raise FileNotFoundError(
+            f"{folder} has no result file: make one with hf-kvret eval TASK --json "
+            f"{folder}/NAME.json"
+        )
+    loaded = {path: Results.load(path) for path in files}
+    for path, results in loaded.items():
+        if results.name not in measurements:
+            raise ValueError(
+                f"{path} holds {results.name!r}, which this version does not know: "
+                f"{', '.join(measurements)}"
+            )
+    require_matplotlib()
+    pages = []
+    for path, results in tqdm(loaded.items(), unit="page"):
+        pages.append(_page(path, results, measurements[results.name]))
+    pages.append(_overview(folder, loaded, measurements))
+    return pages
+
+
+def _page(path: Path, results: Results, measurement: Any) -> Path:
+    picture = path.parent / "images" / f"{path.stem}.png"
+    measurement.plot(picture, results)
+    parts = [f"# {results.name}: {path.stem}", measurement.table(results)]
+    notes = path.with_suffix(".notes.md")
+    if notes.is_file():
+        parts.append(notes.read_text(encoding="utf-8").strip())
+    parts += [
+        f"![{results.name}](images/{picture.name})",
+        "## How it was made",
+        "\n\n".join(map(_made, results.environments)),
+        "Set-up: " + ", ".join(f"{name} {value}" for name, value in results.setup.items()) + ".",
+        f"All numbers are in [{path.name}]({path.name}). This page is made by `hf-kvret report`.",
+    ]
+    page = path.with_suffix(".md")
+    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return page
+
+
+def _made(environment: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
+    accelerator = environment["accelerator"] or "no GPU"
+    return (
+        f"    {environment['command']}\n\n{environment['processor']}, {environment['threads']} "
+        f"threads, {accelerator}; Python {environment['python']}, {versions}."
+    )
+
+
+def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -> Path:
+    rows: list[tuple[str, ...]] = []
+    points: dict[str, list[tuple[float, float]]] = {}
+    for path, results in loaded.items():
+        caches = list(dict.fromkeys(cell["cache"] for cell, _ in results))
+        link = f"[{path.stem}]({path.stem}.md)"
+        rows.append((link, results.name, str(len(results)), ", ".join(caches)))
+        accuracy = getattr(measurements[results.name], "accuracy", None)
+        for cache, point in (accuracy(results) if accuracy else {}).items():
+            points.setdefault(cache, []).append(point)
+    parts = ["# Results", markdown_table(("page", "measured", "cells", "caches"), rows)]
+    if points:
+        picture = folder / "images" / "overview.png"
+        plot_points(
+            picture,
+            {
+                cache: ([100 * x for x, _ in p], [100 * y for _, y in p])
+                for cache, p in points.items()
+            },
+            title="answers right against rows read",
+            x="cold rows read, %",
+            y="answers right, %",
+        )
+        parts.append(f"![answers right against rows read](images/{picture.name})")
+    parts.append("This page is made by `hf-kvret report`.")
+    page = folder / "overview.md"
+    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return page
+
+
+def _report(folder: Path, measurements: _Known) -> int:
+    for page in write_report(folder, measurements):
+        print(f"wrote {page}")
+    return 0

@@ -1,0 +1,55 @@
+"""``hf-kvret report``: pages with table, picture and command, and clear errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_kvret.cli import main
+from hf_kvret.evaluation.report import write_report
+from hf_kvret.evaluation.results import Results
+from hf_kvret.evaluation.tasks import TASKS
+
+MEASUREMENTS = {f"eval {name}": task for name, task in TASKS.items()}
+
+
+def _ruler(folder: Path) -> Path:
+    path = folder / "mine.json"
+    results = Results("eval ruler", {"model": "m", "samples": 2}, path)
+    for cache, score, read in (("full", 100.0, 1.0), ("paris", 50.0, 0.02)):
+        cell = {"cache": cache, "task": "vt", "length": 4096, "questions": "inside"}
+        results.add(cell, {"score": score, "read_ratio": read})
+    return path
+
+
+def test_a_page_has_table_picture_command_and_notes(tmp_path: Path) -> None:
+    _ruler(tmp_path)
+    (tmp_path / "mine.notes.md").write_text("What stands out.\n")
+    (tmp_path / "other.json").write_text(json.dumps({"name": "demo", "results": []}))
+    assert main(["report", str(tmp_path)]) == 0
+    page = (tmp_path / "mine.md").read_text()
+    assert "| vt             | 100.0" in page and "| 50.0" in page and "What stands out." in page
+    assert "threads, no GPU" in page or "threads, NVIDIA" in page
+    assert "transformers 5." in page and "model m, samples 2." in page
+    assert (tmp_path / "images" / "mine.png").read_bytes().startswith(b"\x89PNG")
+    overview = (tmp_path / "overview.md").read_text()
+    assert "[mine](mine.md)" in overview and "full, paris" in overview
+    assert (tmp_path / "images" / "overview.png").is_file()
+    assert not (tmp_path / "other.md").exists()
+
+
+def test_mistakes_are_named_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        write_report(tmp_path / "none", MEASUREMENTS)
+    with pytest.raises(FileNotFoundError, match="has no result file"):
+        write_report(tmp_path, MEASUREMENTS)
+    _ruler(tmp_path)
+    Results("eval weather", {}, tmp_path / "x.json").add({"cache": "full"}, {})
+    with pytest.raises(ValueError, match="holds 'eval weather', which this version does not know"):
+        write_report(tmp_path, MEASUREMENTS)
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        write_report(tmp_path, MEASUREMENTS)
+    assert not list(tmp_path.glob("*.md"))
