@@ -1,4 +1,4 @@
-"""The command line: ``hf-kvret demo | eval | report``."""
+"""The command line: ``hf-kvret demo | eval | lm-eval | report``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from hf_kvret.evaluation.command import DTYPES, add_eval_parser, budget
+from hf_kvret.evaluation.lm_eval import add_lm_eval_parser
 from hf_kvret.evaluation.report import add_report_parser
 from hf_kvret.evaluation.tasks import TASKS
 
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG, SVG, PDF)")
     demo.set_defaults(run=_demo)
     add_eval_parser(commands)
+    add_lm_eval_parser(commands)
     add_report_parser(commands, {f"eval {name}": task for name, task in TASKS.items()})
     return parser
 

@@ -63,6 +63,7 @@ UPPER_FLOORS = (
     "hf_kvret.registry",
     "hf_kvret.calibration",
     "hf_kvret.evaluation",
+    "hf_kvret.benchmark",
     "hf_kvret.testing",
     "hf_kvret.cli",
 )

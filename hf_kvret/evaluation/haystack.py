@@ -30,9 +30,9 @@ LEAST_HAY = 16
 # RULER's wording, in the singular as RULER puts it where one value is asked for.
 _HEADS = (
     "A special magic number is hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the number afterwards.\n",
+    "I will quiz you about the number afterwards.",
     "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the numbers afterwards.\n",
+    "I will quiz you about the numbers afterwards.",
 )
 _NEEDLE = " One of the special magic numbers for {key} is: {value}."
 _QUESTION = (
@@ -42,7 +42,8 @@ _QUESTION = (
 
 _CLOSING = r"[.!?][\"'”’)\]]*"
 _SENTENCE_END = re.compile(_CLOSING + r"\s")
-_LAST_OF_SENTENCE = re.compile(_CLOSING + r"\s*$")
+# Line breaks may be of one token with the dot; a blank is of the next word.
+_LAST_OF_SENTENCE = re.compile(_CLOSING + r"[\r\n]*$")
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Hay(Protocol):
 
 
 class TextHay:
-    """A text, repeated where it is too short; needles go between its sentences.
+    """A text on a line of its own, repeated where too short; needles go between its sentences.
 
     Raises:
         ValueError: the text has no end of a sentence.
@@ -101,13 +102,17 @@ class TextHay:
                 "between sentences: give another text"
             )
         self._tokenizer = tokenizer
+        self._break = encode(tokenizer, "\n")
         self._tokens = encode(tokenizer, f"{text.rstrip()}\n")
 
     def take(self, rng: np.random.Generator, count: int, start: float) -> list[int]:
-        """``count`` tokens from the share ``start`` of the text on; nothing is drawn."""
+        """A line break and ``count`` tokens with it; nothing is drawn.
+
+        The break comes first, so that a needle at depth 0 is a sentence by itself too.
+        """
         first = int(start * len(self._tokens))
         repeats = -(-(first + count) // len(self._tokens))
-        return (self._tokens * repeats)[first : first + count]
+        return (self._break + (self._tokens * repeats)[first : first + count])[:count]
 
     def place(self, tokens: Sequence[int], depth: float) -> int:
         """The last end of a sentence up to the depth, else 0; 100 % is the very end."""
@@ -119,11 +124,13 @@ class TextHay:
         return place
 
     def _is_end(self, tokens: Sequence[int], place: int) -> bool:
-        last = self._decode(tokens[place - 1 : place])
-        if not _LAST_OF_SENTENCE.search(last):
+        # A dot and what closes behind it, such as quotes, may be several tokens.
+        first = max(0, place - 4)
+        before = self._decode(tokens[first:place])
+        if not _LAST_OF_SENTENCE.search(before):
             return False
         # The dot of "3.14" is followed by a digit, that of a sentence by a blank.
-        follows = self._decode(tokens[place - 1 : place + 1])[len(last.rstrip()) :]
+        follows = self._decode(tokens[first : place + 1])[len(before.rstrip()) :]
         return not follows or follows[0].isspace()
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -331,10 +338,8 @@ def mean_by_cache(results: Results, score: str) -> dict[str, tuple[float, float]
     for cell, result in results:
         if result["read_ratio"] is not None:
             found.setdefault(cell["cache"], []).append((result["read_ratio"], result[score]))
-    return {
-        cache: (sum(read) / len(read), sum(right) / len(right))
-        for cache, (read, right) in ((cache, zip(*some)) for cache, some in found.items())
-    }
+    means = {cache: np.mean(some, axis=0) for cache, some in found.items()}
+    return {cache: (float(read), float(right)) for cache, (read, right) in means.items()}
 
 
 def _spelled(tokens: list[Any]) -> str:

@@ -28,8 +28,10 @@ def plot_lines(
     y: str,
     log_x: bool = False,
     log_y: bool = False,
+    low: float | None = None,
+    high: float | None = None,
 ) -> None:
-    """One line a name, each ``(xs, ys)``, with markers and a legend."""
+    """One line a name, each ``(xs, ys)``, with markers; ``low`` and ``high`` bound y."""
     figure, axis = _figure(6.4, 4.0)
     for name, (xs, ys) in lines.items():
         axis.plot(xs, ys, marker="o", markersize=3.5, linewidth=1.4, label=name)
@@ -40,6 +42,7 @@ def plot_lines(
         axis.minorticks_off()
     if log_y:
         axis.set_yscale("log")
+    axis.set_ylim(low, high)
     axis.set(title=title, xlabel=x, ylabel=y)
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, fontsize=8)

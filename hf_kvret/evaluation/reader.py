@@ -23,8 +23,9 @@ class Usage:
     Attributes:
         device_bytes, host_bytes: held now, spare capacity included.
         full_bytes: keys and values of all tokens, uncompressed.
-        rows_read: cold rows that decoding read, summed over layers, heads and queries.
-        rows_cold: cold rows there were to choose from, summed alike.
+        rows_read: cold rows that decoding read, summed over layers, heads and queries; those that
+            long questions read exactly included.
+        rows_cold: cold rows there were to read, summed alike.
     """
 
     device_bytes: int
@@ -149,7 +150,7 @@ class Reader:
                 memory.host,
                 memory.full_attention,
                 sum(layer["selected"] + layer["exact_rows"] for layer in layers),
-                sum(layer["cold_rows"] for layer in layers),
+                sum(layer["cold_rows"] + layer["exact_rows"] for layer in layers),
             )
         held = [_layer_bytes(layer) for layer in self.cache.layers]
         host = sum(held) if self.choice.on_host else 0

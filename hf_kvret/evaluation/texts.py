@@ -8,6 +8,10 @@ from pathlib import Path
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+# Puts a prompt into a chat: what comes before it, and what after.
+Chat = tuple[str, str]
+_PLACE = "PUT THE PROMPT HERE"
+
 
 def read_text(path: Path) -> str:
     """The text of a file: plain, or JSON with a string, a list of strings, or ``text`` in them.
@@ -37,6 +41,29 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     return torch.tensor([*first, *ids], dtype=torch.long)
+
+
+def chat_parts(tokenizer: PreTrainedTokenizerBase) -> Chat:
+    """What the chat template puts before and after a user's message.
+
+    The message is not given to the template itself, as some would strip it: passage_count's prompt
+    ends with a blank.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or one that doesn't show the message as it
+            is.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("--chat: this tokenizer has no chat template, leave the option out")
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _PLACE}], tokenize=False, add_generation_prompt=True
+    )
+    before, found, after = shown.partition(_PLACE)
+    if not found or _PLACE in after:
+        raise ValueError("--chat: the chat template doesn't show a message once and as it is")
+    bos = tokenizer.bos_token
+    # BOS is put in front of all texts later.
+    return (before.removeprefix(bos) if bos else before), after
 
 
 def _strings(content: object) -> list[str]:

@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from hf_kvret.cli import main
+from hf_kvret.evaluation.ruler import RulerData
 from hf_kvret.evaluation.tasks import ruler
 from hf_kvret.evaluation.tasks.ruler import Ruler
+from hf_kvret.evaluation.texts import token_ids
 
 TASKS = "niah_single_1,vt"
 
@@ -83,6 +86,16 @@ def test_an_answer_ends_when_its_score_is_full(
     assert main([*arguments, "--caches", "full", "--samples", "1"]) == 0
     # Three tokens, then the finished answer once more.
     assert len(calls) == 4 and calls[2] == calls[3]
+
+
+def test_a_chat_template_surrounds_the_prompt_and_bos_comes_once(tiny_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.chat_template = "{{ bos_token }}[{{ messages[0].content }}]"
+    samples = ruler._samples("niah_single_1", tokenizer, 1100, 2, 42, RulerData(), chat=True)
+    for sample in samples:
+        ids = token_ids(tokenizer, sample.input + sample.answer_prefix)
+        assert (ids == tokenizer.bos_token_id).sum() == 1 and len(ids) + 128 == sample.length
+        assert sample.context.startswith("[A special magic") and sample.question.endswith("?]")
 
 
 @pytest.mark.parametrize(

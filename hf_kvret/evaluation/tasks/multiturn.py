@@ -216,6 +216,8 @@ class MultiTurn(Task):
             title=f"questions in turn on one cache, contexts of {lengths} tokens",
             x="turn",
             y="right answers, %",
+            low=-3,
+            high=103,
         )
 
     @classmethod

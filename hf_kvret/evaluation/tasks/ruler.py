@@ -23,7 +23,7 @@ from hf_kvret.evaluation.ruler import TASKS, RulerData, Sample, generate, sample
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
 from hf_kvret.evaluation.task import Task
-from hf_kvret.evaluation.texts import token_ids
+from hf_kvret.evaluation.texts import chat_parts, token_ids
 
 
 @dataclass(frozen=True)
@@ -226,8 +226,10 @@ def _samples(
     def tokens(text: str) -> torch.Tensor:
         return token_ids(tokenizer, text)
 
-    template = _chat_template(tokenizer) if chat else None
-    return generate(task, tokens, length, count, seed, data, template)
+    if not chat:
+        return generate(task, tokens, length, count, seed, data)
+    before, after = chat_parts(tokenizer)
+    return generate(task, tokens, length, count, seed, data, lambda text: f"{before}{text}{after}")
 
 
 Place = tuple[str, str, int, str]
@@ -281,18 +283,6 @@ def _stop_tokens(subject: Subject) -> set[int]:
     ends = subject.model.generation_config.eos_token_id
     listed = ends if isinstance(ends, list) else [ends]
     return {token for token in listed if token is not None}
-
-
-def _chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
-    if not tokenizer.chat_template:
-        raise ValueError("--chat: this tokenizer has no chat template, leave the option out")
-
-    def wrap(text: str) -> str:
-        return tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-
-    return wrap
 
 
 def _means(pairs: list[tuple[float, float]]) -> tuple[float, float]:

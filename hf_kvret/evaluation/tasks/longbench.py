@@ -1,0 +1,303 @@
+"""LongBench's English tasks, asked of caches."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar, Self
+
+import torch
+from tqdm import tqdm
+
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.longbench import (
+    BUCKETS,
+    LONG_TASKS,
+    PROMPTS,
+    LongData,
+    LongPrompt,
+    LongSample,
+    bucket,
+    download,
+    fill,
+    read_prompts,
+    score_bars,
+    score_table,
+    split_template,
+)
+from hf_kvret.evaluation.plots import plot_groups
+from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.texts import chat_parts, token_ids
+
+# LongBench reads 3,500 tokens with a model of 4,096: room for the answer and a chat template.
+_ROOM = 596
+
+
+@dataclass(frozen=True)
+class LongBench(Task):
+    """LongBench: questions, summaries, few-shot tasks and code about long texts.
+
+    Prompts, cutting in the middle, answer lengths and scores are those of LongBench v1's 16
+    English tasks. With --questions inside, the whole prompt is read in one pass; with after, what
+    stands before the question is read without it.
+
+        hf-kvret eval longbench --data data.zip --tasks qasper,hotpotqa,trec --samples 50 \\
+            --max-length 7500 --caches full,flat,paris --json longbench.json
+    """
+
+    name: ClassVar[str] = "longbench"
+    summary: ClassVar[str] = "LongBench v1's 16 English tasks, or LongBench-E"
+
+    tasks: tuple[str, ...]
+    data: LongData
+    samples: int | None
+    questions: tuple[str, ...]
+    max_length: int | None
+    prompts: Path | None
+    chat: bool
+
+    def __post_init__(self) -> None:
+        known = [name for name, task in LONG_TASKS.items() if task.even or not self.data.even]
+        unknown = [name for name in self.tasks if name not in known]
+        if unknown or not self.tasks:
+            which = "LongBench-E" if self.data.even else "LongBench"
+            raise ValueError(
+                f"unknown {which} task {', '.join(unknown) or '(none named)'}: choose among "
+                f"{', '.join(known)}"
+            )
+        if self.samples is not None and self.samples < 1:
+            raise ValueError(f"--samples {self.samples}: at least 1")
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"--max-length {self.max_length}: at least 2 tokens, a half has one")
+        for name in self.tasks:
+            self.data.read(name, self.samples)
+            template = self._template(name)
+            if "after" in self.questions and "{input}" in split_template(template)[0]:
+                raise ValueError(
+                    f"--prompts {self.prompts}, {name}: the question stands before the context: "
+                    "use --questions inside"
+                )
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        from hf_kvret.evaluation.command import names
+
+        source = parser.add_mutually_exclusive_group(required=True)
+        source.add_argument(
+            "--data", type=Path, help="LongBench's data.zip, or a folder with <task>.jsonl"
+        )
+        source.add_argument(
+            "--hub-id", metavar="ID", help="download data.zip from there: THUDM/LongBench"
+        )
+        parser.add_argument("--tasks", type=names, help="default: all")
+        parser.add_argument("--samples", type=int, help="the first so many of a task; default: all")
+        parser.add_argument(
+            "--e", action="store_true", help="LongBench-E: 13 tasks, scores by length of the text"
+        )
+        parser.add_argument("--questions", choices=("inside", "after", "both"), default="inside")
+        parser.add_argument(
+            "--max-length",
+            type=int,
+            help="a longer prompt loses its middle; default: the positions of the model's "
+            f"configuration less {_ROOM}. LongBench: 3500, 7500, 15500, 31500",
+        )
+        parser.add_argument(
+            "--prompts", type=Path, metavar="FILE", help="templates of yours: dataset2prompt.json"
+        )
+        parser.add_argument(
+            "--chat",
+            action="store_true",
+            help="wrap prompts in the tokenizer's chat template, but for few-shot and code tasks",
+        )
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        path = options.data if options.data is not None else download(options.hub_id)
+        tasks = options.tasks
+        if tasks is None:
+            tasks = [name for name, task in LONG_TASKS.items() if task.even or not options.e]
+        questions = ("inside", "after") if options.questions == "both" else (options.questions,)
+        return cls(
+            tuple(tasks),
+            LongData(path, options.e),
+            options.samples,
+            questions,
+            options.max_length,
+            options.prompts,
+            options.chat,
+        )
+
+    def setup(self) -> dict[str, Any]:
+        prompts = "LongBench"
+        if self.prompts is not None:
+            digest = sha256(self.prompts.read_bytes()).hexdigest()[:12]
+            prompts = f"{self.prompts.name} {digest}"
+        # All files there are, so that a run with more of --tasks goes on with the same results.
+        files = {name: self.data.fingerprint(name) for name in LONG_TASKS}
+        return {
+            "data": {name: found for name, found in files.items() if found is not None},
+            "e": self.data.even,
+            "samples": self.samples,
+            "max_length": self.max_length,
+            "prompts": prompts,
+            "chat": self.chat,
+        }
+
+    def cells(self, caches: Sequence[str]) -> list[Cell]:
+        return [
+            {"cache": cache, "task": task, "questions": questions}
+            for task in self.tasks
+            for questions in self.questions
+            for cache in caches
+        ]
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        task = LONG_TASKS[cell["task"]]
+        samples = _samples(self.data, task.name, self.samples)
+        scores, answers, cut, read, cold, seconds = [], [], 0, 0, 0, 0.0
+        for sample in tqdm(samples, leave=False, desc=f"{choice.name} {task.name}"):
+            prompt = self._prompt(sample, cell, subject)
+            reader, answer = self._answer(prompt, cell, subject, choice)
+            scores.append(task.score(answer, sample.answers, sample.classes))
+            answers.append(answer)
+            usage = reader.usage()
+            cut += prompt.cut
+            read, cold = read + usage.rows_read, cold + usage.rows_cold
+            seconds += reader.seconds
+        return {
+            "score": 100 * fmean(scores),
+            "buckets": _by_bucket(samples, scores) if self.data.even else None,
+            "scores": scores,
+            "answers": answers,
+            "cut": cut,
+            "max_length": self._max_length(subject),
+            "read_ratio": read / cold if cold else None,
+            "device_bytes": usage.device_bytes,
+            "host_bytes": usage.host_bytes,
+            "full_bytes": usage.full_bytes,
+            "seconds": seconds,
+        }
+
+    def _template(self, task: str) -> str:
+        prompts = PROMPTS if self.prompts is None else read_prompts(self.prompts)
+        if task not in prompts:
+            raise ValueError(f"--prompts {self.prompts} has no template for {task}: add one")
+        return prompts[task]
+
+    def _max_length(self, subject: Subject) -> int:
+        if self.max_length is not None:
+            return self.max_length
+        config = subject.model.config.get_text_config(decoder=True)
+        positions = getattr(config, "max_position_embeddings", 0)
+        if positions < 2 * _ROOM:
+            raise ValueError(
+                f"{subject.name} has {positions} positions, too few to leave {_ROOM} for the "
+                "answer: give --max-length"
+            )
+        return positions - _ROOM
+
+    def _prompt(self, sample: LongSample, cell: Cell, subject: Subject) -> LongPrompt:
+        tokenizer = subject.need_tokenizer(self.name)
+        chat = ("", "")
+        if self.chat and LONG_TASKS[cell["task"]].chat:
+            chat = chat_parts(tokenizer)
+        return fill(
+            self._template(cell["task"]),
+            sample,
+            tokenizer,
+            self._max_length(subject),
+            cell["questions"] == "inside",
+            chat,
+        )
+
+    def _answer(
+        self, prompt: LongPrompt, cell: Cell, subject: Subject, choice: CacheChoice
+    ) -> tuple[Reader, str]:
+        """The reader after the answer, and the answer."""
+        tokenizer, task = subject.need_tokenizer(self.name), LONG_TASKS[cell["task"]]
+        tokens = token_ids(tokenizer, prompt.context)
+        if prompt.question:
+            context = tokens
+            rest = torch.tensor(tokenizer(prompt.question, add_special_tokens=False)["input_ids"])
+        else:
+            # The last token is fed alone: it asks for the first new one, and retrieves.
+            context, rest = tokens[:-1], tokens[-1:]
+        stop = _stop_tokens(subject)
+        barred: set[int] = set()
+        if task.stop_at_newline:
+            stop.add(tokenizer("\n", add_special_tokens=False)["input_ids"][-1])
+            barred = stop
+        reader = Reader(subject.model, choice, len(context) + len(rest) + task.max_new_tokens)
+        reader.prefill(context)
+        given = _greedy(reader, rest, task.max_new_tokens, stop, barred)
+        return reader, tokenizer.decode(given, skip_special_tokens=True)
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        return score_table(results)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        groups, bars = score_bars(results)
+        title = "LongBench-E" if results.setup["e"] else "LongBench"
+        plot_groups(path, groups, bars, title=title, y="score")
+
+    @classmethod
+    def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
+        found: dict[str, list[tuple[float, float]]] = {}
+        for cell, result in results:
+            if result["read_ratio"] is not None:
+                pair = (result["read_ratio"], result["score"] / 100)
+                found.setdefault(cell["cache"], []).append(pair)
+        return {
+            cache: (fmean(read for read, _ in pairs), fmean(score for _, score in pairs))
+            for cache, pairs in found.items()
+        }
+
+
+@lru_cache(maxsize=1)
+def _samples(data: LongData, task: str, count: int | None) -> list[LongSample]:
+    """Read once for all caches of a row."""
+    return data.read(task, count)
+
+
+def _by_bucket(samples: Sequence[LongSample], scores: Sequence[float]) -> dict[str, float | None]:
+    """LongBench-E's means by length; None for a bucket without samples."""
+    found: dict[str, list[float]] = {name: [] for name in BUCKETS}
+    for sample, score in zip(samples, scores, strict=True):
+        found[bucket(sample.length)].append(score)
+    return {name: 100 * fmean(part) if part else None for name, part in found.items()}
+
+
+def _stop_tokens(subject: Subject) -> set[int]:
+    """What ends an answer for ``generate``, and the tokenizer's end."""
+    ends = subject.model.generation_config.eos_token_id
+    listed = ends if isinstance(ends, list) else [ends]
+    end = subject.need_tokenizer(LongBench.name).eos_token_id
+    return {token for token in (*listed, end) if token is not None}
+
+
+def _greedy(
+    reader: Reader, tokens: torch.Tensor, count: int, stop: Collection[int], barred: Collection[int]
+) -> list[int]:
+    """Up to ``count`` tokens, ended by one of ``stop``; none of ``barred`` is the first."""
+    given: list[int] = []
+    while len(given) < count:
+        logits = reader.feed(tokens)[-1]
+        if not given and barred:
+            places = torch.tensor(sorted(barred), device=logits.device)
+            logits = logits.index_fill(0, places, float("-inf"))
+        best = int(logits.argmax())
+        if best in stop:
+            break
+        given.append(best)
+        tokens = torch.tensor([best])
+    return given
