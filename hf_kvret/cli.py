@@ -1,4 +1,4 @@
-"""The command line: ``hf-kvret demo | eval | lm-eval | report``."""
+"""The command line: ``hf-kvret demo | eval | bench | lm-eval | report``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
+from hf_kvret.benchmark.command import MEASUREMENTS, add_bench_parser
 from hf_kvret.evaluation.command import DTYPES, add_eval_parser, budget
 from hf_kvret.evaluation.lm_eval import add_lm_eval_parser
 from hf_kvret.evaluation.report import add_report_parser
@@ -50,8 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG, SVG, PDF)")
     demo.set_defaults(run=_demo)
     add_eval_parser(commands)
+    add_bench_parser(commands)
     add_lm_eval_parser(commands)
-    add_report_parser(commands, {f"eval {name}": task for name, task in TASKS.items()})
+    tasks = {f"eval {name}": task for name, task in TASKS.items()}
+    add_report_parser(commands, {**tasks, **MEASUREMENTS})
     return parser
 
 

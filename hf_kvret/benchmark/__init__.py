@@ -1,0 +1,1 @@
+"""Time, memory and floors of caches on models of true shape: ``hf-kvret bench``."""

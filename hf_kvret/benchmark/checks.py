@@ -1,0 +1,178 @@
+"""Before anything is timed: does a cache give the answers that full attention gives?
+
+Time measured on wrong answers is worth nothing, so a cache that fails is not measured at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_kvret.benchmark.filling import (
+    LayerRows,
+    feed,
+    fill_randomly,
+    prefill,
+    random_tokens,
+    serving,
+)
+from hf_kvret.benchmark.graphs import GraphStep
+from hf_kvret.benchmark.opponents import PreallocatedCache
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.evaluation.caches import CacheChoice
+
+LONGEST_CHECK = 2048
+_STEPS = 4
+_MOST_ROWS = 2
+# Caches that are not full attention by design: their logits need only be finite.
+_INEXACT = ("quantized", "kvpress")
+# Least and largest relative error that is allowed, by dtype. Between them the measured rounding
+# decides: four times the distance of two implementations of full attention. The least is some
+# hundred roundings in fp32 and a few in half precision. The largest is twice the rounding of 32
+# layers and more; leaving an eighth of the tokens out changes logits of such a depth by a third.
+_LIMITS = {
+    torch.float32: (1e-5, 1e-3),
+    torch.bfloat16: (2**-7, 2**-3),
+    torch.float16: (2**-10, 2**-5),
+}
+_TIMES_ROUNDING = 4.0
+_FULL = CacheChoice("full", lambda config, capacity: DynamicCache(config=config))
+
+
+class CheckFailed(RuntimeError):
+    """A cache gave other answers than full attention; the message says which and by how much."""
+
+
+class Checker:
+    """Compares caches with full attention on one model.
+
+    Args:
+        model: with transformers' own attention, sdpa.
+        rows: what random rows look like, ``measure_rows(model)``; None when they are not used.
+        seed: of tokens and rows.
+    """
+
+    def __init__(self, model: PreTrainedModel, rows: list[LayerRows] | None, seed: int) -> None:
+        self.model, self.rows, self.seed = model, rows, seed
+        self._references: dict[tuple[int, int, str], tuple[torch.Tensor, float]] = {}
+
+    def check(self, choice: CacheChoice, context: int, batch: int, fill: str) -> str:
+        """What was found, in a few words for the row.
+
+        At ``min(context, 2048)`` tokens and at most two sequences: logits after the prompt and
+        after four steps, of ``choice`` and of ``DynamicCache``. A retrieval cache is given a budget
+        that covers everything, so it has to give the same as full attention. With
+        ``fill="random"`` the steps are compared again behind random rows.
+
+        Raises:
+            CheckFailed: logits are not finite, or further apart than rounding explains.
+        """
+        batch, context = min(batch, _MOST_ROWS), min(context, LONGEST_CHECK)
+        inexact = choice.name.split(":")[0] in _INEXACT
+        worst = 0.0
+        for way in ("prefill", "random") if fill == "random" else ("prefill",):
+            where = f"{context} tokens, batch {batch}, {way}, {self.model.dtype}"
+            found = self._logits(choice, context, batch, way)
+            if not bool(found.isfinite().all()):
+                raise CheckFailed(
+                    f"{choice.name}: logits are not finite ({where}); nothing was measured"
+                )
+            if inexact:
+                continue
+            expected, limit = self._reference(context, batch, way)
+            error = _distance(found, expected)
+            if error > limit:
+                raise CheckFailed(
+                    f"{choice.name}: logits differ from full attention by {error:.2e} of their "
+                    f"size, and at most {limit:.2e} is rounding ({where}); nothing was measured"
+                )
+            worst = max(worst, error)
+        return "finite; not exact by design" if inexact else f"equal within {worst:.1e}"
+
+    def _reference(self, context: int, batch: int, way: str) -> tuple[torch.Tensor, float]:
+        """Logits of full attention, and how far from them rounding may lead."""
+        key = context, batch, way
+        if key not in self._references:
+            expected = self._logits(_FULL, context, batch, way)
+            with _eager(self.model):
+                rounding = _distance(self._logits(_FULL, context, batch, way), expected)
+            least, largest = _LIMITS[self.model.dtype]
+            limit = min(largest, max(least, _TIMES_ROUNDING * rounding))
+            self._references[key] = expected, limit
+        return self._references[key]
+
+    @torch.inference_mode()
+    def _logits(self, choice: CacheChoice, context: int, batch: int, way: str) -> torch.Tensor:
+        """Logits ``[places, B, V]`` fp32: after the prompt (if it is read) and after each step."""
+        tokens = random_tokens(self.model, batch, context, self.seed)
+        start = context - _STEPS
+        cache = covering(choice.make(self.model.config, context), self.model, start)
+        places = []
+        with serving(self.model, cache):
+            if way == "prefill":
+                places.append(prefill(self.model, choice, cache, tokens[:, :start]))
+            else:
+                assert self.rows is not None
+                fill_randomly(self.model, cache, self.rows, batch, start, self.seed)
+            for place in range(start, context):
+                step = tokens[:, place : place + 1]
+                if choice.name == "dense-graph":
+                    assert isinstance(cache, PreallocatedCache)
+                    graph = GraphStep(self.model, cache, place, step)
+                    graph.replay(step)
+                    places.append(graph.logits.clone())
+                    cache.rewind(place + 1)
+                else:
+                    places.append(feed(self.model, cache, step, place))
+        if isinstance(cache, RetrievalCache):
+            _check_selected(choice.name, cache)
+        return torch.stack([logits[:, -1].float() for logits in places])
+
+
+def covering(cache: Cache, model: PreTrainedModel, length: int) -> Cache:
+    """An empty retrieval cache like ``cache`` with a budget that covers all; others as they are.
+
+    Its window is small enough that most of ``length`` tokens are cold, so they are retrieved.
+    """
+    if not isinstance(cache, RetrievalCache):
+        return cache
+    options = cache.options
+    part = max(1, length // 8)
+    changed = options.replace(
+        top_k=1.0,
+        dense_below=0,
+        sink=min(options.sink, part),
+        recent=min(options.recent, part),
+        flush=min(options.flush, part),
+    )
+    return type(cache)(model.config, changed)
+
+
+def _check_selected(name: str, cache: RetrievalCache) -> None:
+    idle = [layer["layer"] for layer in cache.stats()["layers"] if not layer["selected"]]
+    if idle:
+        raise CheckFailed(
+            f"{name}: layers {', '.join(map(str, idle))} retrieved nothing though their budget "
+            "covers everything; nothing was measured"
+        )
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference, over that of ``expected``; the worst place counts."""
+    apart = (found - expected).square().mean(dim=(1, 2)).sqrt()
+    return float((apart / expected.square().mean(dim=(1, 2)).sqrt()).max())
+
+
+@contextmanager
+def _eager(model: PreTrainedModel) -> Iterator[None]:
+    """``model`` with its own unfused attention: full attention, rounded differently."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,255 @@
+"""``hf-kvret bench decode | prefill | memory``: options, and the way from them to a table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_kvret.benchmark.checks import CheckFailed
+from hf_kvret.benchmark.decode import Decode
+from hf_kvret.benchmark.filling import FILLS, choose_fill, measure_rows
+from hf_kvret.benchmark.fitting import fit_cells, fit_row
+from hf_kvret.benchmark.limits import byte_count, check_weights
+from hf_kvret.benchmark.measure import Bench, Measure, Subject
+from hf_kvret.benchmark.memory import Memory
+from hf_kvret.benchmark.opponents import bench_caches, choose_bench_caches
+from hf_kvret.benchmark.prefill import Prefill
+from hf_kvret.benchmark.runs import cells, check_contexts, check_stores, run_cells
+from hf_kvret.benchmark.shapes import SHAPES, Shape, load_shape, random_model, weight_bytes
+from hf_kvret.benchmark.timing import measure_bandwidth
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.command import DTYPES, budget, lengths, names
+from hf_kvret.evaluation.plots import require_matplotlib
+from hf_kvret.evaluation.results import Results
+
+_LEAST_CONTEXT = 64
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    """How much is measured when nothing is said."""
+
+    caches: str
+    batch: str
+    steps: int
+    warmup: int
+    rounds: int
+
+
+_MEASURES: tuple[tuple[type[Measure], _Defaults], ...] = (
+    (Decode, _Defaults("full,dense,static,flat,paris", "1", 32, 8, 3)),
+    (Prefill, _Defaults("full,dense,flat,paris", "1", 1, 1, 3)),
+    (Memory, _Defaults("full,static,flat,paris", "1,2", 4, 0, 1)),
+)
+
+MEASUREMENTS: dict[str, Measure] = {f"bench {measure.name}": measure() for measure, _ in _MEASURES}
+"""The measures by the name in their result files."""
+
+
+def add_bench_parser(commands: argparse._SubParsersAction) -> None:
+    """Add ``bench`` with one sub-command a measure to the program's commands."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure time and memory of caches on models of true shape with random weights",
+        description="Measure time and memory of caches on a model of true shape with random "
+        "weights. Give --json to keep finished rows: the same command goes on where it was "
+        "interrupted.",
+    )
+    measures = parser.add_subparsers(required=True, metavar="MEASURE")
+    for measure, defaults in _MEASURES:
+        one = measures.add_parser(
+            measure.name,
+            help=measure.summary,
+            description=measure.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        _add_options(one, defaults)
+        if measure is Memory:
+            one.add_argument(
+                "--device-memory",
+                type=byte_count,
+                metavar="SIZE",
+                help="say how many sequences fit into this much device memory, as 80GB or 75GiB",
+            )
+        one.set_defaults(run=run_bench, measure=measure)
+
+
+def _add_options(parser: argparse.ArgumentParser, defaults: _Defaults) -> None:
+    parser.add_argument(
+        "--shape",
+        default="tiny",
+        help=f"{', '.join(SHAPES)}, or a folder or hub id with config.json",
+    )
+    parser.add_argument(
+        "--layers", type=int, help="build this many of the model's layers, and scale to all of them"
+    )
+    parser.add_argument("--context", type=lengths, default=[4096], help="as 4096 or 32K,128K")
+    parser.add_argument("--batch", type=lengths, default=lengths(defaults.batch), help="as 1,8")
+    parser.add_argument(
+        "--caches",
+        default=defaults.caches,
+        help="comma-separated, options after colons as paris:top_k=100:store=host; known: "
+        f"{', '.join(bench_caches())}",
+    )
+    parser.add_argument(
+        "--top-k", type=budget, default=256, help="of retrieval caches: a count, or a share as 0.04"
+    )
+    parser.add_argument("--store", default="device", help="of retrieval caches: device, host, auto")
+    parser.add_argument(
+        "--fill",
+        choices=FILLS,
+        default="auto",
+        help="prefill: read the context through the model; random: write random rows of the "
+        "model's scale; auto: random beyond 16K tokens on a GPU",
+    )
+    parser.add_argument(
+        "--steps",
+        "--new-tokens",
+        type=int,
+        default=defaults.steps,
+        help="timed steps (prompts, for prefill) of a round",
+    )
+    parser.add_argument("--warmup", type=int, default=defaults.warmup, help="as --steps, untimed")
+    parser.add_argument(
+        "--rounds", type=int, default=defaults.rounds, help="how often all caches take turns"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep results here, and go on from what is there"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG, SVG, PDF)")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the markdown table too")
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Measure what the command line names, print the table, write what was asked for.
+
+    Returns 1 when a cache failed its check: it was not measured, and neither was what follows it.
+    """
+    if options.plot:
+        require_matplotlib()
+    measure: Measure = options.measure()
+    shape, layers, choices = _understand(options, measure)
+    results = Results(f"bench {measure.name}", _setup(options, shape, layers), options.json)
+    wanted = cells(options.context, options.batch, list(choices))
+    waiting = [cell for cell in wanted if results.find(cell) is None]
+    limit = getattr(options, "device_memory", None)
+    fits = [] if limit is None else fit_cells(options.context, list(choices), limit)
+    unfitted = [cell for cell in fits if results.find(cell) is None]
+    if waiting or unfitted:
+        bench = _prepare(options, shape, layers, "random" in _fills(options, choices))
+        try:
+            run_cells(bench, measure, choices, waiting, options.fill, results)
+        except CheckFailed as error:
+            print(f"hf-kvret: error: {error}", file=sys.stderr)
+            return 1
+        for cell in unfitted:
+            choice = choices[cell["cache"]]
+            row = fit_row(bench, choice, cell, options.batch, options.fill, results)
+            results.add(cell, row)
+    print(f"\n{measure.table(results)}")
+    known = len(wanted) + len(fits) - len(waiting) - len(unfitted)
+    if known:
+        print(f"\n{known} rows were finished already and were not measured again")
+    _write(options, measure, results)
+    return 0
+
+
+def _understand(
+    options: argparse.Namespace, measure: Measure
+) -> tuple[Shape, int, dict[str, CacheChoice]]:
+    """Shape, layers to build and caches; ValueError for what makes no sense."""
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: no CUDA device here; use --device cpu")
+    for name, least in (("steps", 1), ("warmup", 0), ("rounds", 1)):
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name} {getattr(options, name)}: at least {least}")
+    if min(options.context) < _LEAST_CONTEXT:
+        raise ValueError(f"--context {min(options.context)}: at least {_LEAST_CONTEXT} tokens")
+    shape = load_shape(options.shape)
+    layers = shape.layers if options.layers is None else options.layers
+    shape.with_layers(layers)
+    if layers == 1 < shape.layers:
+        raise ValueError(
+            "--layers 1: scaling takes two runs, with all and with half of the layers given; at "
+            "least 2"
+        )
+    retrieval = {"top_k": options.top_k, "store": options.store}
+    choices = choose_bench_caches(names(options.caches), retrieval, options.device)
+    if "dense-graph" in choices and not isinstance(measure, Decode):
+        raise ValueError(
+            f"dense-graph is a way to decode, bench {measure.name} knows nothing of it: use dense"
+        )
+    if getattr(options, "device_memory", None) and len(options.batch) < 2:
+        raise ValueError(
+            f"--device-memory with --batch {options.batch[0]}: two batch sizes make the line that "
+            "says what fits, as --batch 1,2"
+        )
+    check_contexts(shape.config, choices, options.context)
+    if layers < shape.layers:
+        check_stores(shape.config, choices)
+    _fills(options, choices)
+    return shape, layers, choices
+
+
+def _fills(options: argparse.Namespace, choices: dict[str, CacheChoice]) -> set[str]:
+    """How the caches will be filled; ValueError where one can't be."""
+    device = torch.device(options.device)
+    return {
+        choose_fill(options.fill, context, device, name)
+        for context in options.context
+        for name in choices
+    }
+
+
+def _setup(options: argparse.Namespace, shape: Shape, layers: int) -> dict[str, Any]:
+    keys = ("dtype", "device", "seed", "top_k", "store", "fill", "steps", "warmup", "rounds")
+    sizes = {"shape": shape.name, "layers": layers, "of_layers": shape.layers}
+    return sizes | {key: getattr(options, key) for key in keys}
+
+
+def _prepare(options: argparse.Namespace, shape: Shape, layers: int, random: bool) -> Bench:
+    """Models on the device and its bandwidth; ValueError when the weights do not fit.
+
+    ``random``: some caches will be filled with random rows, so it is found out how these look.
+    """
+    device, dtype = torch.device(options.device), DTYPES[options.dtype]
+    counts = [layers] if layers == shape.layers else [layers, layers // 2]
+    configs = {count: shape.with_layers(count) for count in counts}
+    weights = {count: weight_bytes(config, dtype) for count, config in configs.items()}
+    check_weights(sum(part.held for part in weights.values()), device, shape.name)
+    subjects = []
+    for count, config in configs.items():
+        model = random_model(config, dtype, device, options.seed)
+        rows = measure_rows(model, options.seed) if random else None
+        subjects.append(Subject(model, count, weights[count], rows))
+    return Bench(
+        shape,
+        tuple(subjects),
+        weight_bytes(shape.config, dtype),
+        measure_bandwidth(device),
+        options.steps,
+        options.warmup,
+        options.rounds,
+        options.seed,
+    )
+
+
+def _write(options: argparse.Namespace, measure: Measure, results: Results) -> None:
+    if options.table:
+        options.table.parent.mkdir(parents=True, exist_ok=True)
+        options.table.write_text(measure.table(results) + "\n", encoding="utf-8")
+        print(f"wrote {options.table}")
+    if options.plot:
+        measure.plot(options.plot, results)
+        print(f"wrote {options.plot}")
+    if options.json:
+        print(f"results are in {options.json}")

@@ -1,0 +1,162 @@
+"""A cache full of context: read through the model, or written as random keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.layer import AttentionCall, RetrievalLayer
+from hf_kvret.registry import attach, restore
+
+FILLS = ("auto", "prefill", "random")
+# Beyond this many tokens "auto" writes random rows on an accelerator.
+_LONGEST_PREFILL = 16_384
+_PROBE_LEN = 64
+
+
+def choose_fill(fill: str, context: int, device: torch.device, cache: str) -> str:
+    """``"prefill"`` or ``"random"``: what ``fill`` comes to for this context and cache.
+
+    Raises:
+        ValueError: ``random`` for a press, which compresses while a prompt is read.
+    """
+    press = cache.split(":")[0] == "kvpress"
+    if fill == "auto":
+        short = device.type == "cpu" or context <= _LONGEST_PREFILL
+        return "prefill" if short or press else "random"
+    if fill == "random" and press:
+        raise ValueError(
+            f"{cache} compresses while it reads a prompt, so its cache can't be filled with "
+            "random rows: use --fill prefill or auto"
+        )
+    return fill
+
+
+@contextmanager
+def serving(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
+    """``model`` with the attention that ``cache`` needs: ours for retrieval, else its own."""
+    if not isinstance(cache, RetrievalCache):
+        yield
+        return
+    attach(model)
+    try:
+        yield
+    finally:
+        restore(model)
+
+
+def random_tokens(model: PreTrainedModel, batch: int, length: int, seed: int) -> torch.Tensor:
+    """``[batch, length]`` token ids on the model's device, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = model.config.vocab_size
+    return torch.randint(vocabulary, (batch, length), generator=generator).to(model.device)
+
+
+@torch.inference_mode()
+def feed(
+    model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, start: int, keep: int = 1
+) -> torch.Tensor:
+    """Logits ``[B, keep, V]`` after the last ``keep`` of ``tokens [B, n]``.
+
+    The first of them is at position ``start``; the cache holds them afterwards.
+    """
+    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+    return model(
+        tokens,
+        past_key_values=cache,
+        position_ids=positions[None],
+        # kvpress reads it; transformers takes it as a spare keyword.
+        cache_position=positions,
+        use_cache=True,
+        logits_to_keep=keep,
+    ).logits
+
+
+def prefill(
+    model: PreTrainedModel, choice: CacheChoice, cache: Cache, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Read ``tokens [B, n]`` into an empty cache; logits ``[B, 1, V]`` after the last."""
+    with choice.around_prefill(model):
+        return feed(model, cache, tokens, 0)
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """What the rows of one layer look like: heads, widths, and standard deviations."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    key_scale: float
+    value_scale: float
+
+
+@torch.inference_mode()
+def measure_rows(model: PreTrainedModel, seed: int) -> list[LayerRows]:
+    """The rows that the model itself makes, layer by layer, from a prompt of 64 random tokens.
+
+    Raises:
+        ValueError: the model has layers that hold no keys and values, as linear attention.
+    """
+    cache = DynamicCache(config=model.config)
+    feed(model, cache, random_tokens(model, 1, _PROBE_LEN, seed), 0)
+    found = []
+    for number, layer in enumerate(cache.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None:
+            raise ValueError(
+                f"layer {number} of this model holds no keys and values that random rows could "
+                "stand for: use --fill prefill"
+            )
+        scales = float(keys.float().std()), float(values.float().std())
+        found.append(LayerRows(keys.shape[1], keys.shape[3], values.shape[3], *scales))
+    return found
+
+
+@torch.inference_mode()
+def fill_randomly(
+    model: PreTrainedModel,
+    cache: Cache,
+    layers: Sequence[LayerRows],
+    batch: int,
+    context: int,
+    seed: int,
+) -> None:
+    """Write ``context`` normal rows of the model's own scale into every layer of an empty cache.
+
+    They go in as a prompt's do, one layer after another: through ``cache.update``, and for a
+    retrieval layer also through its ``attend``, which moves them on to index and store. Only the
+    attention over the prompt itself is left out. Queries, which an index may look at, are as large
+    as keys. The same seed gives the same rows to every cache.
+    """
+    device, heads = model.device, model.config.num_attention_heads
+    generator = torch.Generator(device=device)
+
+    def rows(number: int, count: int, dim: int, scale: float) -> torch.Tensor:
+        generator.manual_seed(seed + number)
+        shape = (batch, count, context, dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=model.dtype).mul_(scale)
+
+    for number, (layer, like) in enumerate(zip(cache.layers, layers, strict=True)):
+        keys = rows(3 * number, like.kv_heads, like.key_dim, like.key_scale)
+        values = rows(3 * number + 1, like.kv_heads, like.value_dim, like.value_scale)
+        held_keys, held_values = cache.update(keys, values, number)
+        if isinstance(layer, RetrievalLayer):
+            query = rows(3 * number + 2, heads, like.key_dim, like.key_scale)
+            call = AttentionCall(
+                valid=None,
+                scale=like.key_dim**-0.5,
+                softcap=None,
+                sink_logits=None,
+                # The attention over the prompt, whose result nobody looks at here.
+                prompt=partial(query.new_zeros, (*query.shape[:3], like.value_dim)),
+            )
+            layer.attend(query, held_keys, held_values, call)

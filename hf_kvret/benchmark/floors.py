@@ -1,0 +1,115 @@
+"""The bytes that a step can't do without, and the time that they take at full bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+)
+
+from hf_kvret.benchmark.opponents import PreallocatedLayer
+from hf_kvret.benchmark.shapes import WeightBytes
+from hf_kvret.benchmark.timing import Bandwidth
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.evaluation.reader import Usage
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Bytes that one forward pass must move.
+
+    Attributes:
+        device_bytes: read from, or written to, device memory.
+        host_bytes: over the bus, from or to host memory.
+    """
+
+    device_bytes: float
+    host_bytes: float
+
+    def seconds(self, bandwidth: Bandwidth) -> float:
+        """Both parts one after the other, each at the bandwidth that was measured."""
+        return self.device_bytes / bandwidth.device + self.host_bytes / bandwidth.host
+
+
+def decode_floor(
+    weights: WeightBytes,
+    cache: Cache,
+    usage: Usage,
+    batch: int,
+    selected_rows: float,
+    on_host: bool,
+) -> Floor:
+    """What a decode step reads at least, with the cache as it is now.
+
+    The weights once for the whole batch, an embedding row for each sequence, and of the cache:
+
+    - layers that hold keys and values: those of all tokens held, spare room left out. With
+      ``on_host`` they come over the bus.
+    - retrieval layers: sink and recent tokens, the index with its spare room, and
+      ``selected_rows`` keys and values, from where the store is.
+    - quantized caches and all other layers: what they hold.
+
+    Args:
+        usage: of the same cache.
+        selected_rows: rows a step selects, summed over layers, batch and heads.
+        on_host: the cache keeps its rows in host memory.
+    """
+    device = float(weights.read + batch * weights.row)
+    if not isinstance(cache, RetrievalCache):
+        known = [held_bytes(layer) for layer in cache.layers]
+        counted = [part for part in known if part is not None]
+        read = sum(counted) if len(counted) == len(known) else usage.device_bytes + usage.host_bytes
+        return Floor(device, float(read)) if on_host else Floor(device + read, 0.0)
+    device += cache.memory().other_layers
+    row = 0
+    for layer in cache.retrieval_layers:
+        if layer.regions is not None:
+            keys, values = layer.regions.window.tokens()
+            device += keys.nbytes + values.nbytes + layer.regions.index.nbytes()
+            row = (keys.shape[3] + values.shape[3]) * keys.element_size()
+    if cache.stats()["store"] == "host":
+        return Floor(device, selected_rows * row)
+    return Floor(device + selected_rows * row, 0.0)
+
+
+def prefill_floor(weights: WeightBytes, usage: Usage, batch: int, context: int) -> Floor:
+    """What reading a prompt moves at least: the weights once, and what the cache keeps, written.
+
+    A long prompt is bound by arithmetic, so time over this floor is large and says how far.
+    """
+    rows = batch * context * weights.row
+    return Floor(float(weights.read + rows + usage.device_bytes), float(usage.host_bytes))
+
+
+def held_bytes(layer: Any) -> int | None:
+    """Bytes of keys and values of the tokens that ``layer`` holds; None where it isn't plain."""
+    if getattr(layer, "keys", None) is None:
+        return None
+    both = layer.keys.nbytes + layer.values.nbytes
+    if isinstance(layer, PreallocatedLayer):
+        return both * layer.length // layer.capacity
+    if isinstance(layer, StaticLayer):
+        # A sliding layer counts on past its room.
+        length = min(int(layer.get_seq_length()), layer.max_cache_len)
+        return both * length // layer.max_cache_len
+    # Quantized layers derive from these and hold only a part of their rows there.
+    return both if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) else None
+
+
+def selections(cache: Cache) -> tuple[int, int]:
+    """Rows that a retrieval cache selected so far, and tokens that are cold now, over its layers.
+
+    (0, 0) for other caches. Waits for the device.
+    """
+    if not isinstance(cache, RetrievalCache):
+        return 0, 0
+    layers = cache.stats()["layers"]
+    return (
+        sum(layer["selected"] for layer in layers),
+        sum(layer["cold_tokens"] for layer in layers),
+    )

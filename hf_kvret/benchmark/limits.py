@@ -1,0 +1,177 @@
+"""How much memory there is, how much a cache will take, and how many sequences fit."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.evaluation.caches import CacheChoice
+
+_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+# An index beside the store takes at most what a copy of the keys with spare room takes.
+_INDEX_SHARE = 0.6
+
+
+def byte_count(text: str) -> int:
+    """``80GB`` or ``75GiB`` as bytes, for argparse."""
+    digits, unit = text.strip(), 1.0
+    for name, size in sorted(_UNITS.items(), key=lambda item: -len(item[0])):
+        if digits.upper().endswith(name):
+            digits, unit = digits[: -len(name)], size
+            break
+    try:
+        count = int(float(digits) * unit)
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 80GB, 75GiB, or bytes")
+    return count
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a cache is expected to take."""
+
+    device: int
+    host: int
+
+
+def predict_need(
+    config: PreTrainedConfig, choice: CacheChoice, batch: int, context: int, dtype: torch.dtype
+) -> Need:
+    """Bytes of the filled cache, and of filling its largest layer, from above.
+
+    Keys and values of all tokens in every layer (a sliding layer takes less), for a retrieval
+    cache its index too, and what one layer makes of a prompt: its keys and values three times, and
+    queries and outputs of its attention or the three matrices of its MLP.
+    """
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    layer = 2 * batch * context * kv_heads * dim * dtype.itemsize
+    rows = layer * config.num_hidden_layers
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    passing = 3 * layer + batch * context * max(2 * heads * dim, 3 * inner) * dtype.itemsize
+    cache = choice.make(config, context)
+    if isinstance(cache, RetrievalCache):
+        index = int(_INDEX_SHARE * rows)
+        if cache.options.store == "host":
+            return Need(index + passing, rows)
+        return Need(rows + index + passing, 0)
+    return Need(passing, rows) if choice.on_host else Need(rows + passing, 0)
+
+
+def shortage(need: Need, device: torch.device) -> str | None:
+    """Why ``need`` can't be met here, or None.
+
+    Only host memory is predicted: a GPU says by itself when it is full, and a host that runs out
+    has its processes killed.
+    """
+    wanted = need.host if device.type == "cuda" else need.host + need.device
+    available = available_host_memory()
+    if wanted <= available:
+        return None
+    return (
+        f"out of memory (predicted: {wanted / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB "
+        "available)"
+    )
+
+
+def available_host_memory() -> int:
+    """Bytes that processes can still take without swapping, the container's limit respected."""
+    found = [
+        int(line.split()[1]) * 1024
+        for line in _lines(Path("/proc/meminfo"))
+        if line.startswith("MemAvailable:")
+    ]
+    group = Path("/sys/fs/cgroup")
+    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
+    if limit and used and limit[0].isdigit():
+        found.append(max(0, int(limit[0]) - int(used[0])))
+    # Where nothing can be read, nothing is refused; an allocation that fails is still recorded.
+    return min(found, default=2**63)
+
+
+def check_weights(held: int, device: torch.device, name: str) -> None:
+    """ValueError when a model of ``held`` bytes does not fit into the memory that is free now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = available_host_memory()
+    if held > free:
+        raise ValueError(
+            f"--shape {name}: its weights take {held / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
+            "free: give --layers, a smaller shape, or another --dtype"
+        )
+
+
+class PeakHostMemory:
+    """The most host memory of this process since it was made. Linux only.
+
+    It counts pages that the process touched, whatever for: caches, buffers of the model, memory
+    that an allocator keeps for later. Freed memory that is used again doesn't count twice.
+    """
+
+    def __init__(self) -> None:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self._start: int | None = _status("VmRSS")
+        except OSError:
+            self._start = None
+
+    def growth(self) -> int | None:
+        """Bytes of the peak above where it began; None where the system doesn't say."""
+        peak = _status("VmHWM")
+        return None if self._start is None or peak is None else max(0, peak - self._start)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How many sequences fit, by a straight line through two measured batch sizes.
+
+    Attributes:
+        per_sequence_bytes: slope of the line.
+        fixed_bytes: weights, and what the line has at batch 0.
+        batch: most sequences that fit; 0 when not even one does.
+    """
+
+    per_sequence_bytes: float
+    fixed_bytes: float
+    batch: int
+
+
+def largest_batch(
+    few: tuple[int, float], many: tuple[int, float], weights: int, limit: int
+) -> Capacity | None:
+    """The largest batch that fits into ``limit`` bytes beside ``weights``.
+
+    Args:
+        few, many: two batch sizes and the bytes beyond the weights that each took.
+
+    Returns:
+        None where more sequences did not take more memory, so that no line can tell.
+    """
+    slope = (many[1] - few[1]) / (many[0] - few[0])
+    if slope <= 0:
+        return None
+    fixed = weights + few[1] - slope * few[0]
+    return Capacity(slope, fixed, max(0, int((limit - fixed) // slope)))
+
+
+def _status(field: str) -> int | None:
+    for line in _lines(Path("/proc/self/status")):
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

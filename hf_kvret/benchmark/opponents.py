@@ -1,0 +1,132 @@
+"""The dense opponent at its best: a preallocated cache that attends to what it holds, no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from hf_kvret.compatibility import model_layers
+from hf_kvret.evaluation.caches import CacheChoice, choose_cache, known_caches
+
+DENSE = ("dense", "dense-graph")
+
+
+class PreallocatedLayer(CacheLayerMixin):
+    """Keys and values in buffers made once; a step writes its rows and returns views.
+
+    ``DynamicCache`` copies everything at each step, ``StaticCache`` attends to its whole buffer
+    under a mask. This does neither, and without a mask sdpa takes its fastest kernels.
+
+    Args:
+        capacity: the most tokens that it will hold.
+
+    Attributes:
+        length: tokens held. Setting it back forgets the newest.
+    """
+
+    is_sliding = False
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make the buffers for tokens shaped like these, ``[B, Hkv, *, D]``."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = _buffer(key_states, self.capacity)
+        self.values = _buffer(value_states, self.capacity)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in ``[B, Hkv, n, D]``; returns views of all tokens held."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.length + key_states.shape[2]
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask for ``query_length`` new queries covers."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Tokens that fit."""
+        return self.capacity
+
+
+class PreallocatedCache(Cache):
+    """A ``PreallocatedLayer`` for each layer of full attention, the model's own cache elsewhere."""
+
+    def __init__(self, config: PreTrainedConfig, capacity: int) -> None:
+        layers = [
+            PreallocatedLayer(capacity) if type(layer) is DynamicLayer else layer
+            for layer in model_layers(config)
+        ]
+        super().__init__(layers=layers)
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens from ``length`` on.
+
+        Raises:
+            ValueError: the model has other layers than those of full attention.
+        """
+        if not all(isinstance(layer, PreallocatedLayer) for layer in self.layers):
+            raise ValueError(
+                "dense-graph replays one step, which only layers of full attention allow: use "
+                "dense for this model"
+            )
+        for layer in self.layers:
+            layer.length = length
+
+
+def bench_caches() -> list[str]:
+    """Every name that ``choose_bench_caches`` takes, options left out."""
+    return [*known_caches(), *DENSE]
+
+
+def choose_bench_caches(
+    texts: list[str], defaults: dict[str, Any], device: str
+) -> dict[str, CacheChoice]:
+    """The caches that ``texts`` name: those of ``hf-kvret eval``, and ``DENSE``.
+
+    Raises:
+        ValueError: none, an unknown or doubled name, a bad option, a cache that can't work here.
+        ModuleNotFoundError: the package behind an opponent is missing.
+    """
+    if not texts:
+        raise ValueError(f"no cache named: choose among {', '.join(bench_caches())}")
+    if len(set(texts)) < len(texts):
+        raise ValueError(f"the same cache twice in {', '.join(texts)}: name each once")
+    return {text: _choose(text, defaults, device) for text in texts}
+
+
+def _choose(text: str, defaults: dict[str, Any], device: str) -> CacheChoice:
+    name = text.split(":")[0].strip()
+    if name not in DENSE:
+        if name not in known_caches():
+            raise ValueError(f"unknown cache {name!r}: choose among {', '.join(bench_caches())}")
+        return choose_cache(text, defaults, device)
+    if name != text:
+        raise ValueError(f"{text!r}: {name} takes no options")
+    if name == "dense-graph" and torch.device(device).type != "cuda":
+        raise ValueError(
+            f"dense-graph: CUDA graphs need a CUDA device, and the model is on {device!r}: use "
+            "dense here"
+        )
+    return CacheChoice(text, PreallocatedCache)
+
+
+def _buffer(like: torch.Tensor, capacity: int) -> torch.Tensor:
+    return like.new_empty(*like.shape[:2], capacity, like.shape[3])

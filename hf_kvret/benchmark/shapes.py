@@ -1,0 +1,270 @@
+"""Shapes of well-known models, and models of these shapes with random weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from hf_kvret.compatibility import check_config
+
+
+def _llama3(factor: float, **sizes: Any) -> dict[str, Any]:
+    """What all Llama-3.1 and 3.2 text models have in common, and ``sizes``."""
+    return {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "num_key_value_heads": 8,
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+        "tie_word_embeddings": False,
+        **sizes,
+    }
+
+
+def _qwen3(**sizes: Any) -> dict[str, Any]:
+    """What the dense Qwen3 models of 4B and 8B have in common, and ``sizes``."""
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        **sizes,
+    }
+
+
+# The numbers of the models' published config.json files.
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "llama-3.1-8b": _llama3(
+        8.0,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        head_dim=128,
+    ),
+    "llama-3.2-1b": _llama3(
+        32.0,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        head_dim=64,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.2-3b": _llama3(
+        32.0,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=28,
+        num_attention_heads=24,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.1-70b": _llama3(
+        8.0,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        head_dim=128,
+    ),
+    "qwen3-8b": _qwen3(hidden_size=4096, intermediate_size=12_288, tie_word_embeddings=False),
+    "qwen3-4b": _qwen3(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True),
+    "qwen2.5-7b": {
+        "model_type": "qwen2",
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+    },
+    "mistral-7b-v0.3": {
+        "model_type": "mistral",
+        "vocab_size": 32_768,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "phi-4": {
+        "model_type": "phi3",
+        "vocab_size": 100_352,
+        "hidden_size": 5120,
+        "intermediate_size": 17_920,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 10,
+        "max_position_embeddings": 16_384,
+        "original_max_position_embeddings": 16_384,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 250_000.0,
+        "sliding_window": None,
+        "bos_token_id": 100_257,
+        "eos_token_id": 100_265,
+        "pad_token_id": 100_349,
+        "tie_word_embeddings": False,
+    },
+    # No published model: small enough for a CPU and for tests.
+    "tiny": {
+        "model_type": "llama",
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's shape.
+
+    Attributes:
+        name: as the user gave it.
+        config: of the whole model; not to be changed.
+    """
+
+    name: str
+    config: PreTrainedConfig
+
+    @property
+    def layers(self) -> int:
+        """Layers of the whole model."""
+        return self.config.num_hidden_layers
+
+    def with_layers(self, layers: int) -> PreTrainedConfig:
+        """A configuration with ``layers`` layers and otherwise this shape.
+
+        Raises:
+            ValueError: more layers than the model has, none, or some of a model whose layers
+                differ, of which a part would say nothing about the whole.
+        """
+        if not 1 <= layers <= self.layers:
+            raise ValueError(f"--layers {layers}: {self.name} has 1 to {self.layers} to build")
+        config = copy.deepcopy(self.config)
+        if layers == self.layers:
+            return config
+        for kind in ("layer_types", "mlp_layer_types"):
+            types = getattr(config, kind, None)
+            if types and len(set(types)) > 1:
+                raise ValueError(
+                    f"--layers {layers}: the layers of {self.name} differ "
+                    f"({', '.join(sorted(set(types)))}), so some of them can't be scaled to all: "
+                    "leave --layers out"
+                )
+            if types:
+                setattr(config, kind, list(types[:layers]))
+        config.num_hidden_layers = layers
+        return config
+
+
+def load_shape(name: str) -> Shape:
+    """The shape called ``name``: one of ``SHAPES``, or a folder or hub id with config.json.
+
+    Raises:
+        ValueError: nothing of that name, or a model that can't be measured; says why.
+    """
+    if name in SHAPES:
+        numbers = dict(SHAPES[name])
+        config = AutoConfig.for_model(numbers.pop("model_type"), **numbers)
+        return Shape(name, config)
+    unknown = (
+        f"--shape {name}: neither a known shape ({', '.join(SHAPES)}) nor a folder or hub id "
+        "(owner/name) with config.json"
+    )
+    if "/" not in name and not Path(name).is_dir():
+        raise ValueError(unknown)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(unknown) from error
+    config = config.get_text_config(decoder=True)
+    check_config(config)
+    if any(getattr(config, field, None) for field in ("num_experts", "num_local_experts")):
+        raise ValueError(
+            f"--shape {name}: a mixture of experts reads only some of its weights in a step, so "
+            "the floor in bytes is not known; give a dense model"
+        )
+    return Shape(name, config)
+
+
+def random_model(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str, seed: int
+) -> PreTrainedModel:
+    """A model with random weights, made on ``device`` itself, in eval mode.
+
+    Every matrix is normal with standard deviation ``hidden_size ** -0.5``: what a projection gives
+    is about as large as what it was given, scores have a standard deviation near 1, and float16
+    doesn't overflow at any width. Attention is transformers' sdpa. The global random state is
+    set to ``seed``.
+    """
+    config = copy.deepcopy(config)
+    config.initializer_range = config.hidden_size**-0.5
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of a model's parameters.
+
+    Attributes:
+        held: all of them.
+        read: what a decode step reads: all but the input embedding, of which a step reads single
+            rows; where it serves as output head too, it is read in full and counted once.
+        row: one row of the input embedding.
+    """
+
+    held: int
+    read: int
+    row: int
+
+
+def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> WeightBytes:
+    """Bytes of the model with this configuration; nothing is allocated."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    table = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is table
+    return WeightBytes(held, held if tied else held - table.nbytes, table[0].nbytes)

@@ -1,0 +1,144 @@
+"""Floors, scaling and capacities are what a calculation by hand gives."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel, StaticCache, cache_utils
+
+from hf_kvret import FlatKVCache
+from hf_kvret.benchmark.filling import feed, random_tokens, serving
+from hf_kvret.benchmark.floors import decode_floor, held_bytes, prefill_floor
+from hf_kvret.benchmark.limits import byte_count, largest_batch, predict_need, shortage
+from hf_kvret.benchmark.opponents import PreallocatedCache, choose_bench_caches
+from hf_kvret.benchmark.scaling import scale, scale_rounds
+from hf_kvret.benchmark.shapes import WeightBytes, load_shape, random_model
+from hf_kvret.benchmark.timing import Bandwidth, quartiles
+from hf_kvret.evaluation.reader import Usage
+
+WEIGHTS = WeightBytes(held=5000, read=4000, row=10)
+# tiny: two layers, two KV heads of 64, fp32; a key or a value of one head takes 256 bytes.
+ROW = 2 * 256
+BATCH, TOKENS = 3, 40
+HAS_FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return random_model(load_shape("tiny").config, torch.float32, "cpu", seed=0)
+
+
+def no_usage(device: int = 0, host: int = 0) -> Usage:
+    return Usage(device, host, 0, 0, 0)
+
+
+def test_dense_caches_read_the_rows_of_all_tokens_and_no_spare_room(
+    model: PreTrainedModel,
+) -> None:
+    tokens = random_tokens(model, BATCH, TOKENS, seed=0)
+    caches = (
+        DynamicCache(config=model.config),
+        StaticCache(model.config, 64),
+        PreallocatedCache(model.config, 64),
+    )
+    rows = 2 * 2 * BATCH * TOKENS * ROW
+    for cache in caches:
+        feed(model, cache, tokens, 0)
+        floor = decode_floor(WEIGHTS, cache, no_usage(), BATCH, 0.0, on_host=False)
+        assert (floor.device_bytes, floor.host_bytes) == (4000 + 3 * 10 + rows, 0)
+    moved = decode_floor(WEIGHTS, caches[0], no_usage(), BATCH, 0.0, on_host=True)
+    assert (moved.device_bytes, moved.host_bytes) == (4030, rows)
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_retrieval_reads_window_index_and_selected_rows(model: PreTrainedModel, store: str) -> None:
+    cache = FlatKVCache(
+        model.config, top_k=5, sink=4, recent=8, flush=8, dense_below=0, store=store
+    )
+    with serving(model, cache):
+        feed(model, cache, random_tokens(model, BATCH, TOKENS, seed=0), 0)
+    window = 2 * 2 * BATCH * (4 + 8) * ROW
+    index = cache.memory().index
+    assert index >= 2 * 2 * BATCH * 32 * 256
+    floor = decode_floor(WEIGHTS, cache, no_usage(), BATCH, 60.0, on_host=False)
+    selected = 60 * ROW
+    on_device = selected if store == "device" else 0
+    assert floor.device_bytes == 4030 + window + index + on_device
+    assert floor.host_bytes == selected - on_device
+
+
+@pytest.mark.skipif(not HAS_FP8, reason="transformers before 5.23 has no fp8 cache")
+def test_quantized_caches_read_what_they_hold(model: PreTrainedModel) -> None:
+    choice = choose_bench_caches(["quantized:backend=fp8"], {}, "cpu")["quantized:backend=fp8"]
+    cache = choice.make(model.config, TOKENS)
+    feed(model, cache, random_tokens(model, BATCH, TOKENS, seed=0), 0)
+    assert held_bytes(cache.layers[0]) is None
+    floor = decode_floor(WEIGHTS, cache, no_usage(device=777), BATCH, 0.0, on_host=False)
+    assert floor.device_bytes == 4030 + 777
+
+
+def test_a_prompt_reads_weights_once_and_writes_its_cache() -> None:
+    floor = prefill_floor(WEIGHTS, no_usage(device=100, host=7), batch=2, context=5)
+    assert (floor.device_bytes, floor.host_bytes) == (4000 + 2 * 5 * 10 + 100, 7)
+
+
+def test_seconds_add_device_and_bus() -> None:
+    floor = prefill_floor(WEIGHTS, no_usage(host=600), batch=1, context=1)
+    assert floor.seconds(Bandwidth(device=401.0, host=60.0)) == pytest.approx(10.0 + 10.0)
+
+
+def test_layers_are_scaled_along_a_line() -> None:
+    estimate = scale((2, 5.0), (4, 9.0), layers=32)
+    assert (estimate.per_layer, estimate.rest, estimate.value) == (2.0, 1.0, 65.0)
+    assert scale_rounds((2, [5.0, 5.0]), (4, [9.0, 7.0]), 6) == (9.0, 13.0)
+    with pytest.raises(ValueError, match="no line"):
+        scale((4, 1.0), (4, 2.0), 32)
+
+
+def test_the_largest_batch_is_where_the_line_meets_the_limit() -> None:
+    found = largest_batch((1, 30.0), (3, 70.0), weights=100, limit=250)
+    assert found is not None
+    # A sequence takes 20, and 10 are there without any: 100 + 10 + 20 b <= 250.
+    assert (found.per_sequence_bytes, found.fixed_bytes, found.batch) == (20.0, 110.0, 7)
+    small = largest_batch((1, 30.0), (3, 70.0), weights=100, limit=110)
+    assert small is not None and small.batch == 0
+    assert largest_batch((1, 30.0), (2, 30.0), weights=100, limit=1000) is None
+
+
+def test_sizes_are_read() -> None:
+    assert byte_count("80GB") == 80_000_000_000
+    assert byte_count("0.5 gib") == 2**29
+    assert byte_count("123") == 123
+    for bad in ("", "GB", "-1GB", "80 TBx", "nan", "inf"):
+        with pytest.raises(argparse.ArgumentTypeError, match="no size"):
+            byte_count(bad)
+
+
+def test_needs_are_predicted_from_above_and_by_place() -> None:
+    config = load_shape("llama-3.1-8b").config
+    texts = ["full", "flat", "paris:store=host"]
+    choices = choose_bench_caches(texts, {"store": "device"}, "cpu")
+    rows = 2 * 32 * 8 * 128 * 2 * 1000
+    full, flat, hosted = (
+        predict_need(config, choices[text], 1, 1000, torch.bfloat16) for text in texts
+    )
+    # Of one layer: keys and values three times, three matrices of the MLP.
+    passing = 3 * rows // 32 + 1000 * 3 * 14_336 * 2
+    assert (full.device, full.host) == (rows + passing, 0)
+    assert flat.device > full.device + rows // 2
+    assert hosted.host == rows and hosted.device == passing + int(0.6 * rows)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    impossible = predict_need(config, choices["full"], 10**6, 10**6, torch.bfloat16)
+    assert "out of memory (predicted" in (shortage(impossible, cpu) or "")
+    # A GPU says by itself that it is full.
+    assert shortage(impossible, gpu) is None
+    assert shortage(predict_need(config, choices["full"], 1, 64, torch.bfloat16), cpu) is None
+
+
+def test_quartiles_are_interpolated() -> None:
+    assert quartiles([4.0, 1.0, 3.0, 2.0]) == (1.75, 2.5, 3.25)
+    assert quartiles([2.0]) == (2.0, 2.0, 2.0)
+    with pytest.raises(ValueError, match="no values"):
+        quartiles([])
