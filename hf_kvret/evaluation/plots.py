@@ -88,7 +88,7 @@ def plot_groups(
         places = np.arange(len(groups)) - 0.4 + width * (number + 0.5)
         heights = [np.nan if value is None else value for value in values]
         axis.bar(places, heights, width=0.92 * width, label=name)
-    axis.set_xticks(np.arange(len(groups)), groups, rotation=35 if len(groups) > 5 else 0)
+    axis.set_xticks(np.arange(len(groups)), groups, **_slanted(len(groups)))
     axis.set(title=title, ylabel=y)
     axis.legend(frameon=False, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
@@ -118,6 +118,11 @@ def plot_heat_maps(
     figure.colorbar(image, ax=axes, shrink=0.85)
     figure.suptitle(title)
     _save(figure, path)
+
+
+def _slanted(labels: int) -> dict[str, Any]:
+    """Labels that would run into each other end at their mark."""
+    return {"rotation": 35, "ha": "right"} if labels > 5 else {}
 
 
 def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:

@@ -80,7 +80,7 @@ def _page(path: Path, results: Results, measurement: Any) -> Path:
     if notes.is_file():
         parts.append(notes.read_text(encoding="utf-8").strip())
     parts += [
-        f"![{results.name}](images/{picture.name})",
+        *(f"![{results.name}](images/{one.name})" for one in _pictures(picture, path.parent)),
         "## How it was made",
         "\n\n".join(map(_made, results.environments)),
         "Set-up: " + ", ".join(f"{name} {value}" for name, value in results.setup.items()) + ".",
@@ -89,6 +89,12 @@ def _page(path: Path, results: Results, measurement: Any) -> Path:
     page = path.with_suffix(".md")
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return page
+
+
+def _pictures(first: Path, folder: Path) -> list[Path]:
+    """``NAME.png`` and what a task wrote beside it as ``NAME-part.png``, not that of another file."""
+    others = sorted(first.parent.glob(f"{first.stem}-*.png"))
+    return [first, *(other for other in others if not (folder / f"{other.stem}.json").is_file())]
 
 
 def _made(environment: dict[str, Any]) -> str:

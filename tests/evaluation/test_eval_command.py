@@ -39,7 +39,7 @@ def test_mistakes_are_one_line_each(
     assert "unknown cache 'x'" in _error(capsys, *text, *model, "--caches", "x")
     assert "no CUDA device" in _error(capsys, *text, *model, "--device", "cuda")
     missing = str(tmp_path / "missing.txt")
-    assert "no file" in _error(capsys, *model, "--text", missing, "--lengths", "64")
+    assert "no such file" in _error(capsys, *model, "--text", missing, "--lengths", "64")
 
 
 def test_an_unknown_task_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,12 @@
 """The evaluation tasks, one a file."""
 
 from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.tasks.agreement import Agreement
+from hf_kvret.evaluation.tasks.longbench import LongBench
+from hf_kvret.evaluation.tasks.longgen import LongGeneration
 from hf_kvret.evaluation.tasks.multiturn import MultiTurn
 from hf_kvret.evaluation.tasks.niah import NeedleInHaystack
+from hf_kvret.evaluation.tasks.paris_ablation import ParisAblation
 from hf_kvret.evaluation.tasks.ppl import Perplexity
 from hf_kvret.evaluation.tasks.ruler import Ruler
 
@@ -13,5 +17,9 @@ TASKS: dict[str, type[Task]] = {
         Ruler,
         NeedleInHaystack,
         MultiTurn,
+        LongBench,
+        Agreement,
+        LongGeneration,
+        ParisAblation,
     )
 }

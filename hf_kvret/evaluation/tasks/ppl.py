@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.contexts import describe_file
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.results import Cell, Results
@@ -76,7 +77,7 @@ class Perplexity(Task):
 
     def setup(self) -> dict[str, Any]:
         return {
-            "text": self.text.name,
+            "text": describe_file("--text", self.text),
             "windows": self.windows,
             "prefill": self.prefill,
             "step": self.step,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from hf_kvret.block import TokenBlock
 from hf_kvret.growing import GrowingRows
 from hf_kvret.index import Index
+from hf_kvret.methods.paris.basis import Basis
 from hf_kvret.methods.paris.config import ParisConfig
 from hf_kvret.recall import group_relevance
 from hf_kvret_kernels import paris
@@ -21,18 +21,6 @@ _LARGEST_HEAD = 256
 _PLANES = ("sign", "magnitude", "weight")
 
 
-@dataclass(frozen=True)
-class _Basis:
-    """What keys and queries of one layer are encoded with, fixed by its first block.
-
-    ``signs [P]`` and ``levels [8]`` fp32; ``mean [B, Hkv, D]`` fp32 or None.
-    """
-
-    signs: torch.Tensor
-    levels: torch.Tensor
-    mean: torch.Tensor | None
-
-
 class ParisIndex(Index):
     """Codes of every cold key: a sign plane, a magnitude plane and subspace weights.
 
@@ -40,21 +28,25 @@ class ParisIndex(Index):
     cut into subspaces. Stage 1 gives each key points for subspaces whose sign pattern lies close
     to the query's, and keeps the keys with most points. Stage 2 estimates their inner products
     from the codes. New keys are encoded like old ones: nothing is learnt, nothing drifts.
+
+    Args:
+        options: of the method.
+        basis_class: what encodes keys and turns queries; another one is for study.
     """
 
-    def __init__(self, options: ParisConfig) -> None:
+    def __init__(self, options: ParisConfig, basis_class: type[Basis] = Basis) -> None:
         self.options = options
+        self._basis_class = basis_class
         self._planes = {name: GrowingRows() for name in _PLANES}
         self._counts: torch.Tensor | None = None
-        self._basis: _Basis | None = None
+        self._basis: Basis | None = None
 
     def observe(self, block: TokenBlock) -> None:
         m = self.options.subspace_dim
         if self._basis is None:
             mean = _mean_key(block.keys, block.valid) if self.options.center else None
             self._basis = self._make_basis(block.keys.shape[-1], block.keys.device, mean)
-        basis = self._basis
-        codes = paris.encode(block.keys, basis.signs, basis.levels, m=m, mean=basis.mean)
+        codes = self._basis.encode(block.keys)
         if block.valid is not None:
             # A negative weight marks padding, so that a crop knows whom the counts never held.
             codes.weight.masked_fill_(~block.valid[:, None, :, None], -1)
@@ -79,7 +71,7 @@ class ParisIndex(Index):
         grouped = query.float().view(batch, heads, -1, query.shape[2], query.shape[3])
         if options.group_reduce == "mean":
             grouped = grouped.mean(dim=2, keepdim=True)
-        rotated = paris.rotate(grouped.transpose(2, 3), basis.signs)
+        rotated = basis.rotate(grouped.transpose(2, 3))
         _, rho = options.ratios(held)
         bonus = paris.bonus_table(rotated, counts, rho=rho, tiers=options.tiers, m=m)
         points, histogram = paris.collide(codes.sign, bonus, m=m, valid=valid)
@@ -122,7 +114,7 @@ class ParisIndex(Index):
             plane.crop(cold_len)
 
     def fork(self) -> Self:
-        twin = type(self)(self.options)
+        twin = type(self)(self.options, self._basis_class)
         twin._planes = {name: plane.fork() for name, plane in self._planes.items()}
         twin._counts, twin._basis = self._counts, self._basis
         return twin
@@ -151,7 +143,7 @@ class ParisIndex(Index):
         # The rotated dimension is all that the basis needs to know of the keys.
         self._basis = self._make_basis(8 * state["sign"].shape[-1], state["sign"].device, mean)
 
-    def _make_basis(self, dim: int, device: torch.device, mean: torch.Tensor | None) -> _Basis:
+    def _make_basis(self, dim: int, device: torch.device, mean: torch.Tensor | None) -> Basis:
         options = self.options
         if dim > _LARGEST_HEAD:
             raise ValueError(
@@ -170,7 +162,7 @@ class ParisIndex(Index):
             levels = paris.magnitude_levels(options.subspace_dim).to(device)
         else:
             levels = torch.tensor(options.levels, dtype=torch.float32, device=device)
-        return _Basis(signs, levels, mean)
+        return self._basis_class(signs, levels, mean, options.subspace_dim)
 
     def _codes(self) -> paris.ParisCodes:
         return paris.ParisCodes(**{name: plane.rows for name, plane in self._planes.items()})

@@ -1,0 +1,276 @@
+"""How closely a cache agrees with full attention: tokens, distributions, recall by layer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar, Self
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hf_kvret.evaluation.caches import CacheChoice, choose_cache
+from hf_kvret.evaluation.contexts import describe_file, read_prompts, text_windows
+from hf_kvret.evaluation.following import (
+    Kept,
+    branch,
+    full_logits,
+    layer_recalls,
+    mean_by_layer,
+    mean_recall,
+)
+from hf_kvret.evaluation.plots import plot_groups, plot_lines
+from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.texts import token_ids
+
+_GROUP = 8
+_RECALL = ("overlap", "mass", "best_mass")
+_continuations = Kept(most=64)
+
+
+@dataclass(frozen=True)
+class Agreement(Task):
+    """Agreement with full attention on any text: tokens, distributions, recall by layer.
+
+    Full attention goes on greedily from each context. The same tokens are then forced through the
+    cache, and in a second run the cache goes on by itself. The context's last token is fed alone,
+    so the first new token is already a retrieving one.
+
+        hf-kvret eval agreement --text wiki.test.raw --lengths 4K --caches flat,paris
+    """
+
+    name: ClassVar[str] = "agreement"
+    summary: ClassVar[str] = "how closely a cache agrees with full attention on any text"
+
+    text: Path | None
+    prompts: Path | None
+    lengths: tuple[int, ...]
+    windows: int
+    new_tokens: int
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.prompts is None):
+            raise ValueError("give either --text FILE or --prompts FILE")
+        if min(self.lengths) < 2:
+            raise ValueError(f"--lengths {min(self.lengths)}: a context has at least 2 tokens")
+        if self.windows < 1 or self.new_tokens < 1:
+            raise ValueError(
+                f"--windows {self.windows}, --new-tokens {self.new_tokens}: at least 1 each"
+            )
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        from hf_kvret.evaluation.command import lengths
+
+        parser.add_argument("--text", type=Path, metavar="FILE", help="contexts are cut from it")
+        parser.add_argument(
+            "--prompts", type=Path, metavar="FILE", help="one a line, or a JSON list of strings"
+        )
+        parser.add_argument(
+            "--lengths", type=lengths, default=[4096], help="tokens of a context, with --text"
+        )
+        parser.add_argument(
+            "--windows", type=int, default=4, help="at most this many contexts of each length"
+        )
+        parser.add_argument("--new-tokens", type=int, default=64, help="of each continuation")
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        lengths = tuple(options.lengths)
+        return cls(options.text, options.prompts, lengths, options.windows, options.new_tokens)
+
+    def setup(self) -> dict[str, Any]:
+        return {
+            "text": describe_file("--text", self.text),
+            "prompts": describe_file("--prompts", self.prompts),
+            "windows": self.windows,
+            "new_tokens": self.new_tokens,
+        }
+
+    def cells(self, caches: Sequence[str]) -> list[Cell]:
+        if self.prompts is None:
+            return [{"cache": cache, "length": n} for n in self.lengths for cache in caches]
+        count = len(read_prompts(self.prompts))
+        groups = [f"{n + 1}-{min(n + _GROUP, count)}" for n in range(0, count, _GROUP)]
+        return [{"cache": cache, "prompts": group} for group in groups for cache in caches]
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        forced, free, firsts, kls, recalls = 0, 0, [], [], []
+        read, cold, seconds = 0, 0, 0.0
+        contexts = self._contexts(cell, subject)
+        for context in tqdm(contexts, leave=False, desc=choice.name, unit="context"):
+            told = _continuation(subject.model, context, self.new_tokens)
+            reader = Reader(subject.model, choice, len(context) + self.new_tokens)
+            reader.prefill(context[:-1])
+            given = torch.cat([context[-1:], told[:-1]])
+            follower = branch(reader)
+            logits = _step_by_step(follower, given)
+            equal = logits.argmax(-1) == told
+            forced += int(equal.sum())
+            exact = full_logits(
+                subject.model, torch.cat([context, told[:-1]]), start=len(context) - 1
+            )
+            kls.append(_divergence(exact, logits))
+            first = self.new_tokens if equal.all() else int(equal.int().argmin())
+            firsts.append(first)
+            # Up to its first other token a free run is the forced one.
+            if first == self.new_tokens:
+                free += first
+            else:
+                own = reader.answer(context[-1:], self.new_tokens)
+                free += int((torch.tensor(own) == told).sum())
+            recalls.append(layer_recalls(follower))
+            usage = follower.usage()
+            read, cold = read + usage.rows_read, cold + usage.rows_cold
+            seconds += follower.seconds
+        tokens = len(contexts) * self.new_tokens
+        layers = mean_by_layer(recalls)
+        return {
+            "contexts": len(contexts),
+            "tokens": tokens,
+            "forced_equal": forced / tokens,
+            "free_equal": free / tokens,
+            "first_divergence": firsts,
+            "kl_mean": float(torch.cat(kls).mean()),
+            "kl_max": float(torch.cat(kls).max()),
+            **mean_recall(layers),
+            "layers": [layer.to_dict() for layer in layers],
+            "read_ratio": read / cold if cold else None,
+            "device_bytes": usage.device_bytes,
+            "host_bytes": usage.host_bytes,
+            "full_bytes": usage.full_bytes,
+            "seconds": seconds,
+        }
+
+    def _contexts(self, cell: Cell, subject: Subject) -> list[torch.Tensor]:
+        if self.text is not None:
+            return text_windows(
+                subject, self.name, self.text, cell["length"], 0, self.windows, None
+            )
+        assert self.prompts is not None
+        tokenizer = subject.need_tokenizer(self.name)
+        first, last = map(int, cell["prompts"].split("-"))
+        contexts = []
+        for number, prompt in enumerate(read_prompts(self.prompts)[first - 1 : last], first):
+            ids = token_ids(tokenizer, prompt)
+            if len(ids) < 2:
+                raise ValueError(
+                    f"{self.prompts}: prompt {number} ({prompt!r}) is one token: make it longer"
+                )
+            contexts.append(ids)
+        return contexts
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        rows = []
+        for cell, found in results:
+            kinds = [f"{found[name]:.3f}" if found[name] is not None else "-" for name in _RECALL]
+            rows.append(
+                (
+                    cell["cache"],
+                    _place(cell),
+                    f"{found['forced_equal']:.2%}",
+                    f"{found['kl_mean']:.2e}",
+                    f"{found['kl_max']:.2e}",
+                    f"{median(found['first_divergence']):g}",
+                    f"{found['free_equal']:.2%}",
+                    *kinds,
+                    "-" if found["read_ratio"] is None else f"{found['read_ratio']:.2%}",
+                )
+            )
+        header = (
+            "cache",
+            "context",
+            "tokens equal, forced",
+            "KL, mean",
+            "KL, max",
+            f"first other of {results.setup['new_tokens']}",
+            "tokens equal, free",
+            "recall",
+            "mass",
+            "best mass",
+            "cold rows read",
+        )
+        table = markdown_table(header, rows)
+        by_layer = _layer_table(results)
+        return f"{table}\n\n{by_layer}" if by_layer else table
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        new = results.setup["new_tokens"]
+        lines = {
+            f"{cell['cache']}, {_place(cell)}": (
+                [layer["layer"] for layer in found["layers"]],
+                [layer["overlap"] for layer in found["layers"]],
+            )
+            for cell, found in results
+            if found["layers"]
+        }
+        if lines:
+            title = f"share of the exact top-k that is selected, {new} tokens"
+            plot_lines(path, lines, title=title, x="layer", y="recall")
+            return
+        places = list(dict.fromkeys(_place(cell) for cell, _ in results))
+        bars: dict[str, list[float | None]] = {}
+        for cell, found in results:
+            heights = bars.setdefault(cell["cache"], [None] * len(places))
+            heights[places.index(_place(cell))] = found["kl_mean"]
+        plot_groups(path, places, bars, title=f"KL(full || cache), {new} tokens", y="nats")
+
+
+def _continuation(model: PreTrainedModel, context: torch.Tensor, count: int) -> torch.Tensor:
+    """``[count]`` greedy tokens of full attention; made once for all caches of a row."""
+
+    def make() -> torch.Tensor:
+        reader = Reader(model, choose_cache("full"), len(context) + count)
+        reader.prefill(context[:-1])
+        return torch.tensor(reader.answer(context[-1:], count))
+
+    return _continuations.get(model, (tuple(context.tolist()), count), make)
+
+
+def _step_by_step(reader: Reader, tokens: torch.Tensor) -> torch.Tensor:
+    """``[n, vocab]`` fp32 on the CPU: logits after each of ``tokens [n]``, fed one at a time."""
+    steps = tqdm(tokens.split(1), leave=False, desc="forced", mininterval=1)
+    return torch.cat([reader.feed(token).float().cpu() for token in steps])
+
+
+def _divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``[n]`` fp64 KL(full || other) in nats of logits ``[n, vocab]``, never below 0."""
+    p, q = full.double().log_softmax(-1), other.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).clamp(min=0)
+
+
+def _place(cell: Cell) -> str:
+    return f"prompts {cell['prompts']}" if "prompts" in cell else str(cell["length"])
+
+
+def _layer_table(results: Results) -> str:
+    """Recall of each layer, a column for each cache and context; empty where nothing retrieved."""
+    columns = {
+        f"{cell['cache']}, {_place(cell)}": {layer["layer"]: layer for layer in found["layers"]}
+        for cell, found in results
+        if found["layers"]
+    }
+    if not columns:
+        return ""
+    rows = []
+    for number in sorted({number for layers in columns.values() for number in layers}):
+        row = [str(number)]
+        for layers in columns.values():
+            layer = layers.get(number)
+            row.append(
+                "-"
+                if layer is None
+                else f"{layer['overlap']:.3f}, {layer['mass']:.3f} of {layer['best_mass']:.3f}"
+            )
+        rows.append(row)
+    return markdown_table(["layer: recall, mass of best", *columns], rows)

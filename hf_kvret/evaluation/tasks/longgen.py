@@ -1,0 +1,207 @@
+"""Recall of the exact top-k along a generation of thousands of tokens."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.contexts import describe_file, text_windows
+from hf_kvret.evaluation.following import full_choices
+from hf_kvret.evaluation.plots import plot_lines
+from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.stretches import (
+    Pace,
+    Source,
+    greedy_source,
+    mean_of,
+    mean_stretches,
+    sampling_source,
+    share,
+    text_source,
+    walk,
+)
+from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.evaluation.task import Task
+
+FOLLOW = ("text", "greedy", "sample")
+
+
+@dataclass(frozen=True)
+class LongGeneration(Task):
+    """Recall of the exact top-k along a generation of thousands of tokens.
+
+    An index that was fitted to the prompt may fit worse the more was generated. Each context is
+    read in one pass; then --new-tokens follow, one at a time: those of the text itself, or the
+    cache's own (--follow). Recall, and agreement with full attention on the very same tokens, are
+    told for each --every of them.
+
+        hf-kvret eval longgen --text novel.txt --lengths 4K --new-tokens 4096 --caches flat,paris
+    """
+
+    name: ClassVar[str] = "longgen"
+    summary: ClassVar[str] = "recall along a generation of thousands of tokens"
+
+    text: Path
+    then: Path | None
+    lengths: tuple[int, ...]
+    windows: int
+    pace: Pace
+    follow: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.windows < 1:
+            raise ValueError(f"--windows {self.windows}: at least 1")
+        if self.follow != "text" and self.pace.step != 1:
+            raise ValueError(
+                f"--step {self.pace.step} with --follow {self.follow}: a token of its own comes "
+                "alone, leave --step out"
+            )
+        if self.follow != "text" and self.then is not None:
+            raise ValueError(f"--then with --follow {self.follow}: leave one out")
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        from hf_kvret.evaluation.command import lengths
+
+        parser.add_argument("--text", type=Path, required=True, metavar="FILE")
+        parser.add_argument(
+            "--then",
+            type=Path,
+            metavar="FILE",
+            help="another text that follows after the context, for a change of subject",
+        )
+        parser.add_argument("--lengths", type=lengths, default=[4096], help="tokens of a context")
+        parser.add_argument(
+            "--windows", type=int, default=1, help="at most this many contexts of each length"
+        )
+        parser.add_argument("--new-tokens", type=int, default=2048, help="after each context")
+        parser.add_argument("--every", type=int, default=128, help="tokens that share a number")
+        parser.add_argument(
+            "--step",
+            type=int,
+            default=1,
+            help="tokens a forward pass with --follow text; retrieval caches select for each of "
+            "them up to max_draft (32)",
+        )
+        parser.add_argument(
+            "--follow",
+            choices=FOLLOW,
+            default="text",
+            help="where the new tokens come from: the text, or the cache's own choice",
+        )
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        return cls(
+            options.text,
+            options.then,
+            tuple(options.lengths),
+            options.windows,
+            Pace(options.new_tokens, options.every, options.step),
+            options.follow,
+            options.seed,
+        )
+
+    def setup(self) -> dict[str, Any]:
+        return {
+            "text": describe_file("--text", self.text),
+            "then": describe_file("--then", self.then),
+            "windows": self.windows,
+            "new_tokens": self.pace.count,
+            "every": self.pace.every,
+            "step": self.pace.step,
+            "follow": self.follow,
+        }
+
+    def cells(self, caches: Sequence[str]) -> list[Cell]:
+        return [{"cache": cache, "length": n} for n in self.lengths for cache in caches]
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        length, count = cell["length"], self.pace.count
+        known = count if self.follow == "text" else 0
+        windows = text_windows(
+            subject, self.name, self.text, length, known, self.windows, self.then
+        )
+        samples, read, cold, seconds = [], 0, 0, 0.0
+        for number, window in enumerate(windows):
+            reader = Reader(subject.model, choice, length + count)
+            logits = reader.prefill(window[:length])[-1]
+            done = walk(reader, logits, self._source(window[length:], number), self.pace)
+            tokens = torch.cat([window[:length], done.tokens])
+            samples.append(done.compared(full_choices(subject.model, tokens, start=length)))
+            read, cold, seconds = (
+                read + done.rows_read,
+                cold + done.rows_cold,
+                seconds + done.seconds,
+            )
+            usage = done.reader.usage()
+        return {
+            "stretches": mean_stretches(samples),
+            "windows": len(windows),
+            "read_ratio": read / cold if cold else None,
+            "device_bytes": usage.device_bytes,
+            "host_bytes": usage.host_bytes,
+            "full_bytes": usage.full_bytes,
+            "seconds": seconds,
+        }
+
+    def _source(self, rest: torch.Tensor, number: int) -> Source:
+        if self.follow == "text":
+            return text_source(rest, self.pace.step)
+        return greedy_source if self.follow == "greedy" else sampling_source(self.seed + number)
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        rows = []
+        for cell, found in results:
+            stretches = found["stretches"]
+            row = [cell["cache"], str(cell["length"])]
+            for name in ("overlap", "mass"):
+                first, last = stretches[0][name], stretches[-1][name]
+                row += [share(first), share(last), share(mean_of(stretches, name))]
+            row += [share(mean_of(stretches, name)) for name in ("best_mass", "equal")]
+            ratio = found["read_ratio"]
+            rows.append([*row, "-" if ratio is None else f"{ratio:.2%}"])
+        header = (
+            "cache",
+            "context",
+            "recall, first",
+            "last",
+            "mean",
+            "mass, first",
+            "last",
+            "mean",
+            "best mass",
+            "tokens equal",
+            "cold rows read",
+        )
+        return markdown_table(header, rows)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        lengths = {cell["length"] for cell, _ in results}
+        retrieves = any(found["stretches"][0]["overlap"] is not None for _, found in results)
+        name = "overlap" if retrieves else "equal"
+        lines: dict[str, tuple[list[float], list[float]]] = {}
+        for cell, found in results:
+            known = [one for one in found["stretches"] if one[name] is not None]
+            label = cell["cache"] if len(lengths) == 1 else f"{cell['cache']}, {cell['length']}"
+            if known:
+                lines[label] = [one["end"] for one in known], [one[name] for one in known]
+        what = "recall of the exact top-k" if retrieves else "tokens equal to full attention's"
+        plot_lines(
+            path,
+            lines,
+            title=f"{what}, following {results.setup['follow']}",
+            x="generated tokens",
+            y="recall" if retrieves else "share",
+        )
