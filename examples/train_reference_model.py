@@ -288,8 +288,10 @@ def learn(
 ) -> Progress:
     """Train for ``args.tokens`` tokens, from the checkpoint where there is one."""
     optimizers, progress = make_optimizers(model, args.lr), Progress()
+    # Threads may change between runs; what decides over texts and rates may not.
+    arguments = {"tokens": args.tokens, "lr": args.lr, "seed": args.seed}
     if checkpoint.is_file():
-        progress = _load(checkpoint, model, optimizers, batches)
+        progress = _load(checkpoint, model, optimizers, batches, arguments)
     budget = int(args.tokens)
     with tqdm(
         total=budget, initial=progress.tokens, unit="tok", unit_scale=True, mininterval=10
@@ -334,7 +336,7 @@ def learn(
                 refresh=False,
             )
             if progress.steps % CHECKPOINT_EVERY == 0:
-                _save(checkpoint, model, optimizers, batches, progress)
+                _save(checkpoint, model, optimizers, batches, progress, arguments)
     return progress
 
 
@@ -344,8 +346,10 @@ def _save(
     optimizers: list[torch.optim.Optimizer],
     batches: Batches,
     progress: Progress,
+    arguments: dict[str, float],
 ) -> None:
     state = {
+        "arguments": arguments,
         "model": model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "progress": asdict(progress),
@@ -362,8 +366,14 @@ def _load(
     model: LlamaForCausalLM,
     optimizers: list[torch.optim.Optimizer],
     batches: Batches,
+    arguments: dict[str, float],
 ) -> Progress:
     state = torch.load(path, weights_only=False)
+    if state["arguments"] != arguments:
+        raise ValueError(
+            f"{path} is of a run with {state['arguments']}, not {arguments}: give the same "
+            "options, or another --out"
+        )
     model.load_state_dict(state["model"])
     for optimizer, content in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(content)
@@ -404,9 +414,12 @@ def train(args: argparse.Namespace) -> None:
         "threads": args.threads,
         "stages passed": progress.passed,
         "answers right in training": round(progress.right, 4),
-        "held-out loss": {source: text_loss(model, ids) for source, ids in held_out.items()},
     }
     model.eval().to(torch.bfloat16).save_pretrained(args.out)
+    model.float()
+    report["held-out loss"] = {
+        source: text_loss(model, ids) for source, ids in held_out.items() if len(ids) >= TEXT_ROW
+    }
     (args.out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
     checkpoint.unlink(missing_ok=True)
     print(json.dumps(report, indent=1))

@@ -12,7 +12,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from hf_kvret.benchmark.command import MEASUREMENTS, add_bench_parser
-from hf_kvret.evaluation.command import DTYPES, add_eval_parser, budget
+from hf_kvret.evaluation.command import DTYPES, add_eval_parser, budget, device_name
 from hf_kvret.evaluation.lm_eval import add_lm_eval_parser
 from hf_kvret.evaluation.report import add_report_parser
 from hf_kvret.evaluation.tasks import TASKS
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
     try:
         return options.run(options)
-    except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
+    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         print(f"hf-kvret: error: {error}", file=sys.stderr)
         return 2
 
@@ -45,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--top-k", type=budget, default=256, help="a count, or a share like 0.04")
     demo.add_argument("--store", default="host", help="where cold rows live: device, host, auto")
     demo.add_argument("--dtype", choices=DTYPES, default="float32")
-    demo.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    demo.add_argument(
+        "--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     demo.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG, SVG, PDF)")

@@ -75,6 +75,10 @@ class Index(ABC):
     def nbytes(self) -> int:
         """Bytes of all tensors, spare capacity included."""
 
+    def select_nbytes(self) -> int:
+        """Bytes that one ``select`` reads, for reports; all of them unless a method says less."""
+        return self.nbytes()
+
     @abstractmethod
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors that restore the index, without spare capacity."""

@@ -23,8 +23,8 @@ from hf_kvret.benchmark.runs import cells, check_contexts, check_stores, run_cel
 from hf_kvret.benchmark.shapes import SHAPES, Shape, load_shape, random_model, weight_bytes
 from hf_kvret.benchmark.timing import measure_bandwidth
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.command import DTYPES, budget, lengths, names
-from hf_kvret.evaluation.plots import require_matplotlib
+from hf_kvret.evaluation.command import DTYPES, budget, check_outputs, device_name, lengths, names
+from hf_kvret.evaluation.environment import describe_environment
 from hf_kvret.evaluation.results import Results
 
 _LEAST_CONTEXT = 64
@@ -119,7 +119,9 @@ def _add_options(parser: argparse.ArgumentParser, defaults: _Defaults) -> None:
         "--rounds", type=int, default=defaults.rounds, help="how often all caches take turns"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="keep results here, and go on from what is there"
@@ -133,15 +135,14 @@ def run_bench(options: argparse.Namespace) -> int:
 
     Returns 1 when a cache failed its check: it was not measured, and neither was what follows it.
     """
-    if options.plot:
-        require_matplotlib()
+    check_outputs(options)
     measure: Measure = options.measure()
     shape, layers, choices = _understand(options, measure)
     results = Results(f"bench {measure.name}", _setup(options, shape, layers), options.json)
     wanted = cells(options.context, options.batch, list(choices))
     waiting = [cell for cell in wanted if results.find(cell) is None]
     limit = getattr(options, "device_memory", None)
-    fits = [] if limit is None else fit_cells(options.context, list(choices), limit)
+    fits = [] if limit is None else fit_cells(options.context, list(choices), options.batch, limit)
     unfitted = [cell for cell in fits if results.find(cell) is None]
     if waiting or unfitted:
         bench = _prepare(options, shape, layers, "random" in _fills(options, choices))
@@ -213,7 +214,9 @@ def _fills(options: argparse.Namespace, choices: dict[str, CacheChoice]) -> set[
 def _setup(options: argparse.Namespace, shape: Shape, layers: int) -> dict[str, Any]:
     keys = ("dtype", "device", "seed", "top_k", "store", "fill", "steps", "warmup", "rounds")
     sizes = {"shape": shape.name, "layers": layers, "of_layers": shape.layers}
-    return sizes | {key: getattr(options, key) for key in keys}
+    here = describe_environment()
+    machine = {key: here[key] for key in ("processor", "threads", "accelerator", "versions")}
+    return sizes | {key: getattr(options, key) for key in keys} | machine
 
 
 def _prepare(options: argparse.Namespace, shape: Shape, layers: int, random: bool) -> Bench:

@@ -17,10 +17,12 @@ from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.results import Cell, Results
 
 
-def fit_cells(contexts: Sequence[int], caches: Sequence[str], limit: int) -> list[Cell]:
-    """A cell for each largest batch; ``fits`` is the device memory in bytes."""
+def fit_cells(
+    contexts: Sequence[int], caches: Sequence[str], batches: Sequence[int], limit: int
+) -> list[Cell]:
+    """A cell for each largest batch; ``fits``: device memory in bytes, ``batches``: measured."""
     return [
-        {"cache": cache, "context": context, "fits": limit}
+        {"cache": cache, "context": context, "batches": list(batches), "fits": limit}
         for context in contexts
         for cache in caches
     ]

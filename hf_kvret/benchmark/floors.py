@@ -50,7 +50,7 @@ def decode_floor(
 
     - layers that hold keys and values: those of all tokens held, spare room left out. With
       ``on_host`` they come over the bus.
-    - retrieval layers: sink and recent tokens, the index with its spare room, and
+    - retrieval layers: sink and recent tokens, what a selection reads of the index, and
       ``selected_rows`` keys and values, from where the store is.
     - quantized caches and all other layers: what they hold.
 
@@ -70,7 +70,7 @@ def decode_floor(
     for layer in cache.retrieval_layers:
         if layer.regions is not None:
             keys, values = layer.regions.window.tokens()
-            device += keys.nbytes + values.nbytes + layer.regions.index.nbytes()
+            device += keys.nbytes + values.nbytes + layer.regions.index.select_nbytes()
             row = (keys.shape[3] + values.shape[3]) * keys.element_size()
     if cache.stats()["store"] == "host":
         return Floor(device, selected_rows * row)

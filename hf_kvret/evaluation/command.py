@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from hf_kvret.evaluation.subject import load_subject
 from hf_kvret.evaluation.task import Task, run_task
 from hf_kvret.evaluation.tasks import TASKS
 
+_PICTURES = (".png", ".svg", ".pdf")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -56,13 +58,48 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--store", default="device", help="of retrieval caches: device, host, auto")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="keep results here, and go on from what is there"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG, SVG, PDF)")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the markdown table too")
+
+
+def device_name(text: str) -> str:
+    """A device that torch knows, for argparse."""
+    try:
+        return str(torch.device(text))
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device: write cpu or cuda") from None
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Look at ``--json``, ``--plot`` and ``--table`` before the work, not after it.
+
+    Raises:
+        ValueError: a path that can't be written, or a picture of unknown kind.
+        ModuleNotFoundError: a picture without matplotlib.
+    """
+    for option in ("json", "plot", "table"):
+        path: Path | None = getattr(options, option)
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ValueError(f"--{option} {path} is a folder: give a file in it")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--{option} {path}: {error}") from error
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"--{option} {path} can't be written: give another file")
+    if options.plot:
+        require_matplotlib()
+        if options.plot.suffix not in _PICTURES:
+            raise ValueError(f"--plot {options.plot}: its name must end in {', '.join(_PICTURES)}")
 
 
 def budget(text: str) -> int | float:
@@ -97,8 +134,7 @@ def names(text: str) -> list[str]:
 
 def run_eval(options: argparse.Namespace) -> int:
     """Run the task that the command line names, print its table, write what was asked for."""
-    if options.plot:
-        require_matplotlib()
+    check_outputs(options)
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {options.device}: no CUDA device here; use --device cpu")
     retrieval = {"top_k": options.top_k, "store": options.store}
@@ -107,9 +143,16 @@ def run_eval(options: argparse.Namespace) -> int:
     subject = load_subject(options.model, DTYPES[options.dtype], options.device)
     setup = subject.describe() | {"device": options.device, "seed": options.seed} | retrieval
     results = Results(f"eval {task.name}", setup | task.setup(), options.json)
-    ran = run_task(task, subject, choices, results)
-    print(f"\n{task.table(results)}")
-    known = len(task.cells(list(choices))) - len(ran)
+    waiting = [cell for cell in task.cells(list(choices)) if results.find(cell) is None]
+    try:
+        failed = run_task(task, subject, choices, results)
+    finally:
+        # What was finished is worth seeing, also when a later cell could not be.
+        if len(results):
+            print(f"\n{task.table(results)}")
+    for cell, reason in failed:
+        print(f"\nout of memory: {' '.join(map(str, cell.values()))} ({reason})")
+    known = len(task.cells(list(choices))) - len(waiting)
     if known:
         print(f"\n{known} cells were finished already and were not run again")
     if options.table:
@@ -121,4 +164,4 @@ def run_eval(options: argparse.Namespace) -> int:
         print(f"wrote {options.plot}")
     if options.json:
         print(f"results are in {options.json}")
-    return 0
+    return 1 if failed else 0

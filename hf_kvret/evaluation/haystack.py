@@ -18,7 +18,6 @@ import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.evaluation.needles import NeedleLanguage
-from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.ruler.niah import NOISE
 from hf_kvret.evaluation.ruler.words import adjective_noun_pairs
 from hf_kvret.evaluation.subject import Subject
@@ -327,19 +326,6 @@ def contains(answer: str, given: str) -> bool:
 def ratio(part: float, whole: float) -> float | None:
     """``part / whole``; None where there is no whole."""
     return part / whole if whole else None
-
-
-def mean_by_cache(results: Results, score: str) -> dict[str, tuple[float, float]]:
-    """By cache, means over cells: share of cold rows read, and the score of that name, 0 to 1.
-
-    Caches that never held cold rows are left out.
-    """
-    found: dict[str, list[tuple[float, float]]] = {}
-    for cell, result in results:
-        if result["read_ratio"] is not None:
-            found.setdefault(cell["cache"], []).append((result["read_ratio"], result[score]))
-    means = {cache: np.mean(some, axis=0) for cache, some in found.items()}
-    return {cache: (float(read), float(right)) for cache, (read, right) in means.items()}
 
 
 def _spelled(tokens: list[Any]) -> str:

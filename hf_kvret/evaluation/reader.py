@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.layer import RetrievalLayer
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Usage:
         rows_read: cold rows that decoding read, summed over layers, heads and queries; those that
             long questions read exactly included.
         rows_cold: cold rows there were to read, summed alike.
+        step_bytes: bytes of the cache that its next decode step reads: keys and values, or what
+            stands for them; for retrieval the window, the part of the index that a selection
+            reads, and the selected rows.
     """
 
     device_bytes: int
@@ -33,6 +37,7 @@ class Usage:
     full_bytes: int
     rows_read: int
     rows_cold: int
+    step_bytes: int
 
     @property
     def read_ratio(self) -> float | None:
@@ -46,7 +51,10 @@ class Reader:
     Args:
         model: switched to our attention by ``hf_kvret.attach``.
         choice: the cache.
-        capacity: the most tokens that will be fed in all, for preallocating caches.
+        capacity: the most tokens that will be fed in all.
+
+    Raises:
+        ValueError: ``capacity`` goes beyond the positions that the model knows.
 
     Attributes:
         cache: the transformers cache.
@@ -56,6 +64,13 @@ class Reader:
     """
 
     def __init__(self, model: PreTrainedModel, choice: CacheChoice, capacity: int) -> None:
+        config = model.config.get_text_config(decoder=True)
+        most = getattr(config, "max_position_embeddings", None)
+        if most is not None and capacity > most:
+            raise ValueError(
+                f"{capacity} tokens, but the model knows {most} positions "
+                "(max_position_embeddings): take shorter lengths, or extend its config"
+            )
         self.model, self.choice, self.capacity = model, choice, capacity
         self.cache: Cache = choice.make(model.config, capacity)
         self.length = 0
@@ -96,6 +111,17 @@ class Reader:
         self.seconds += time.perf_counter() - started
         self.length += count
         return logits
+
+    def check_step(self, step: int) -> None:
+        """ValueError when feeding ``step`` tokens at once would make a retrieval cache exact."""
+        if not isinstance(self.cache, RetrievalCache):
+            return
+        most = self.cache.options.max_draft
+        if step > most:
+            raise ValueError(
+                f"--step {step}: beyond max_draft ({most}) tokens {self.choice.name} attends to "
+                f"everything; use --step {most}, or the cache with :max_draft={step}"
+            )
 
     def fork(self, **changes: Any) -> Reader:
         """A reader at the same place that goes its own way; time and counts start anew.
@@ -151,13 +177,14 @@ class Reader:
                 memory.full_attention,
                 sum(layer["selected"] + layer["exact_rows"] for layer in layers),
                 sum(layer["cold_rows"] + layer["exact_rows"] for layer in layers),
+                memory.other_layers + sum(map(_step_bytes, self.cache.retrieval_layers)),
             )
         held = [_layer_bytes(layer) for layer in self.cache.layers]
         host = sum(held) if self.choice.on_host else 0
         full = self._full_bytes()
         # All rows that are left are read, whatever their encoding; a press leaves fewer.
         length = self.cache.get_seq_length()
-        return Usage(sum(held) - host, host, full, int(length), self.length)
+        return Usage(sum(held) - host, host, full, int(length), self.length, sum(held))
 
     def _full_bytes(self) -> int:
         config = self.model.config.get_text_config(decoder=True)
@@ -165,6 +192,21 @@ class Reader:
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rows = self.length * len(self.cache.layers)
         return 2 * rows * heads * dim * self.model.dtype.itemsize
+
+
+def _step_bytes(layer: RetrievalLayer) -> int:
+    """What the next step reads of a retrieval layer; ``Usage.step_bytes``."""
+    regions = layer.regions
+    if regions is None:
+        return 0
+    keys, values = regions.window.tokens()
+    read = keys.nbytes + values.nbytes
+    if not regions.cold_len:
+        return read
+    selected = layer.config.budget(regions.cold_len)
+    row = (keys.shape[3] + values.shape[3]) * keys.element_size()
+    rows = keys.shape[0] * keys.shape[1] * selected
+    return read + regions.index.select_nbytes() + rows * row
 
 
 def _layer_bytes(layer: Any) -> int:

@@ -92,7 +92,7 @@ def _page(path: Path, results: Results, measurement: Any) -> Path:
 
 
 def _pictures(first: Path, folder: Path) -> list[Path]:
-    """``NAME.png`` and what a task wrote beside it as ``NAME-part.png``, not that of another file."""
+    """``NAME.png`` and a task's ``NAME-part.png`` beside it, not those of another file."""
     others = sorted(first.parent.glob(f"{first.stem}-*.png"))
     return [first, *(other for other in others if not (folder / f"{other.stem}.json").is_file())]
 
@@ -108,28 +108,25 @@ def _made(environment: dict[str, Any]) -> str:
 
 def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -> Path:
     rows: list[tuple[str, ...]] = []
-    points: dict[str, list[tuple[float, float]]] = {}
+    points: dict[str, tuple[float, float]] = {}
     for path, results in loaded.items():
         caches = list(dict.fromkeys(cell["cache"] for cell, _ in results))
         link = f"[{path.stem}]({path.stem}.md)"
         rows.append((link, results.name, str(len(results)), ", ".join(caches)))
         accuracy = getattr(measurements[results.name], "accuracy", None)
-        for cache, point in (accuracy(results) if accuracy else {}).items():
-            points.setdefault(cache, []).append(point)
+        found = accuracy(results) if accuracy else {}
+        points |= {f"{path.stem}, {cache}": point for cache, point in found.items()}
     parts = ["# Results", markdown_table(("page", "measured", "cells", "caches"), rows)]
     if points:
         picture = folder / "images" / "overview.png"
         plot_points(
             picture,
-            {
-                cache: ([100 * x for x, _ in p], [100 * y for _, y in p])
-                for cache, p in points.items()
-            },
-            title="answers right against rows read",
-            x="cold rows read, %",
+            {name: ([100 * x], [100 * y]) for name, (x, y) in points.items()},
+            title="answers right against bytes read",
+            x="bytes of the cache that a step reads, % of full keys and values",
             y="answers right, %",
         )
-        parts.append(f"![answers right against rows read](images/{picture.name})")
+        parts.append(f"![answers right against bytes read](images/{picture.name})")
     parts.append("This page is made by `hf-kvret report`.")
     page = folder / "overview.md"
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")

@@ -120,6 +120,7 @@ def walk(reader: Reader, logits: torch.Tensor, source: Source, pace: Pace) -> Wa
             before = reader.seconds
             while place < end:
                 new = source(logits, place)
+                reader.check_step(len(new))
                 given = reader.feed(new, keep=len(new))
                 logits = given[-1]
                 tokens.append(new)

@@ -46,15 +46,26 @@ class Subject:
 
     def describe(self) -> dict[str, Any]:
         """Name, size, type and a fingerprint of the weights, for JSON."""
-        weights = self.model.get_input_embeddings().weight
-        sample = weights.detach()[:256].float().cpu().contiguous().numpy().tobytes()
         return {
             "model": self.name,
             "class": type(self.model).__name__,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "fingerprint": hashlib.sha256(sample).hexdigest()[:16],
+            "fingerprint": self._fingerprint(),
         }
+
+    def _fingerprint(self) -> str:
+        """Of a sample of every weight, and of the tokenizer: other weights give other numbers."""
+        seen = hashlib.sha256()
+        for name, weight in self.model.state_dict().items():
+            flat = weight.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
+            seen.update(f"{name} {tuple(weight.shape)}".encode())
+            seen.update(sample.numpy().tobytes())
+        if self.tokenizer is not None:
+            words = sorted(self.tokenizer.get_vocab().items())
+            seen.update(repr((words, self.tokenizer.chat_template)).encode())
+        return seen.hexdigest()[:16]
 
 
 def load_subject(
@@ -70,6 +81,11 @@ def load_subject(
             message says what was tried.
     """
     place = str(_BUNDLED.get(name, name))
+    if name in _BUNDLED and not (_BUNDLED[name] / "model.safetensors").is_file():
+        raise FileNotFoundError(
+            f"--model {name}: the bundled model is missing from {place}: install hf_kvret again, "
+            f"or train it with examples/train_{name}_model.py"
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar, Self
 
+import torch
 from tqdm import tqdm
 
 from hf_kvret.evaluation.caches import CacheChoice
@@ -62,16 +65,48 @@ class Task(ABC):
 
     @classmethod
     def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
-        """By cache: share of cold rows read, and answers right in 0..1, where a task has both."""
+        """By cache: bytes that a step reads, as a share of full K,V; and answers right in 0..1.
+
+        Empty where a task has no answers. ``mean_points`` makes it.
+        """
         return {}
 
 
 def run_task(
     task: Task, subject: Subject, choices: dict[str, CacheChoice], results: Results
-) -> list[Cell]:
-    """Run the cells that ``results`` does not have yet and add them; returns those that ran."""
+) -> list[tuple[Cell, str]]:
+    """Run the cells that ``results`` does not have yet and add them.
+
+    Returns the cells that ran out of memory, with the reason; the others are run all the same.
+    """
     waiting = [cell for cell in task.cells(list(choices)) if results.find(cell) is None]
+    failed = []
     for cell in (bar := tqdm(waiting, desc=task.name, unit="cell")):
         bar.set_postfix_str(" ".join(str(value) for value in cell.values()))
-        results.add(cell, task.run(cell, subject, choices[cell["cache"]]))
-    return waiting
+        try:
+            results.add(cell, task.run(cell, subject, choices[cell["cache"]]))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            failed.append((cell, str(error).split("\n")[0] or "no memory left"))
+    return failed
+
+
+def mean_points(results: Results, score: str, best: float = 1.0) -> dict[str, tuple[float, float]]:
+    """What ``Task.accuracy`` returns, from the score of that name, which is ``best`` at most.
+
+    Means over those cells that every cache has finished, so that all caches are asked the same.
+    """
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for cell, result in results:
+        place = json.dumps({key: cell[key] for key in sorted(cell) if key != "cache"})
+        pair = (result["step_bytes"] / result["full_bytes"], result[score] / best)
+        found.setdefault(cell["cache"], {})[place] = pair
+    shared = set.intersection(*(set(points) for points in found.values())) if found else set()
+    if not shared:
+        return {}
+    return {
+        cache: (
+            fmean(points[place][0] for place in shared),
+            fmean(points[place][1] for place in shared),
+        )
+        for cache, points in found.items()
+    }

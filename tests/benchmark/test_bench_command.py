@@ -116,11 +116,11 @@ def test_memory_says_what_fits(
     sequence = 2 * 2 * 2 * 256 * 260
     assert full["device_peak_bytes"] == full["device_bytes"] == sequence
     assert full["device_peak_is"] == "cache bytes"
-    fit = rows["full 256 100000000"]
+    fit = rows["full 256 [1, 2] 100000000"]
     weights = full["weight_bytes"]
     assert fit["per_sequence_bytes"] == pytest.approx(sequence)
     assert fit["batch"] == (100_000_000 - weights) // sequence and fit["how"] == "computed"
-    assert rows[f"paris:{SMALL}:store=host 256 100000000"]["batch"] > fit["batch"]
+    assert rows[f"paris:{SMALL}:store=host 256 [1, 2] 100000000"]["batch"] > fit["batch"]
     assert "largest batch" in capsys.readouterr().out
 
 
@@ -193,7 +193,7 @@ def test_memory_of_fewer_layers_is_scaled(
     assert bench("memory", *arguments, "--layers", "4", "--json", str(part)) == 0
     assert bench("memory", *arguments, "--json", str(whole)) == 0
     scaled, measured = rows_of(part), rows_of(whole)
-    for name in ("full 256 200000000", f"flat:{SMALL} 256 200000000"):
+    for name in ("full 256 [1, 2] 200000000", f"flat:{SMALL} 256 200000000"):
         assert scaled[name]["how"] == "scaled, computed"
         assert scaled[name]["batch"] == measured[name]["batch"] > 0
 
@@ -211,7 +211,7 @@ def test_a_need_beyond_the_memory_is_a_row_and_allocates_nothing(
     rows = rows_of(file)
     assert made == [1]
     assert "out of memory (predicted" in rows["full 256 64"]["out_of_memory"]
-    fit = rows["full 256 1000000000"]
+    fit = rows["full 256 [1, 2] 1000000000"]
     assert fit["batch"] is None and "batch 64: out of memory" in fit["why"]
 
 
@@ -312,7 +312,7 @@ def test_a_batch_that_fits_is_confirmed_or_refuted_by_a_run(
     file = tmp_path / "m.json"
     arguments = ["--context", "256", "--caches", "full", "--json", str(file)]
     assert bench("memory", *arguments, "--device-memory", "10MB") == 0
-    fit = rows_of(file)["full 256 10000000"]
+    fit = rows_of(file)["full 256 [1, 2] 10000000"]
     assert tried == [1, 2, fit["batch"]] and fit["how"] == "confirmed"
     assert fit["run_bytes"] <= 10_000_000 < fit["run_bytes"] + fit["per_sequence_bytes"]
 
@@ -321,7 +321,7 @@ def test_a_batch_that_fits_is_confirmed_or_refuted_by_a_run(
 
     monkeypatch.setattr(Memory, "once", full)
     assert bench("memory", *arguments, "--device-memory", "12MB") == 0
-    assert rows_of(file)["full 256 12000000"]["how"] == "refuted"
+    assert rows_of(file)["full 256 [1, 2] 12000000"]["how"] == "refuted"
 
 
 def test_all_caches_take_turns_in_every_round(

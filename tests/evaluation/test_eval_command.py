@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_kvret.cli import main
+from hf_kvret.evaluation import command
 from hf_kvret.evaluation.command import budget, lengths, names
 from hf_kvret.evaluation.subject import load_subject
+from hf_kvret.evaluation.tasks.ppl import Perplexity
 from hf_kvret.evaluation.texts import read_text
 
 
@@ -73,3 +77,78 @@ def test_texts_are_read_from_plain_files_and_json(tmp_path: Path) -> None:
     plain.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not UTF-8"):
         read_text(plain)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--json", "", "is a folder: give a file in it"),
+        ("--table", "", "is a folder"),
+        ("--plot", "a.bad", "must end in .png, .svg, .pdf"),
+        ("--json", "file/x.json", "--json"),
+    ],
+)
+def test_outputs_are_looked_at_before_the_work(
+    option: str,
+    value: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(command, "load_subject", lambda *given: pytest.fail("work has begun"))
+    error = _error(capsys, "--text", "t.txt", "--model", "m", option, str(tmp_path / value))
+    assert message in error
+
+
+def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["eval", "ppl", "--text", "t"], ["bench", "decode"], ["demo"]):
+        with pytest.raises(SystemExit):
+            main([*words, "--device", "abacus"])
+        assert "'abacus' is no device" in capsys.readouterr().err
+
+
+def test_a_cell_without_memory_is_told_and_the_others_run(
+    tiny_model_dir: Path,
+    tiny_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Perplexity.run
+
+    def scarce(self: Perplexity, cell: dict, *rest: object) -> dict:
+        if cell["cache"] == "static":
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        return run(self, cell, *rest)
+
+    monkeypatch.setattr(Perplexity, "run", scarce)
+    file = tmp_path / "ppl.json"
+    words = ["--text", str(tiny_text), "--model", str(tiny_model_dir), "--lengths", "64"]
+    more = ["--windows", "1", "--caches", "static,full", "--json", str(file)]
+    assert main(["eval", "ppl", *words, *more]) == 1
+    printed = capsys.readouterr().out
+    assert "out of memory: static 64 (tried to allocate too much)" in printed
+    assert [entry["cell"]["cache"] for entry in json.loads(file.read_text())["cells"]] == ["full"]
+
+
+def test_what_was_finished_is_shown_when_a_later_cell_fails(
+    tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--text", str(tiny_text), "--model", str(tiny_model_dir), "--windows", "1"]
+    assert main(["eval", "ppl", *words, "--lengths", "64,32K", "--caches", "full"]) == 2
+    shown = capsys.readouterr()
+    assert "| full  | 64" in shown.out and "fewer than --lengths 32768" in shown.err
+
+
+def test_lengths_beyond_the_positions_and_steps_beyond_drafts_are_refused(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "long.txt"
+    text.write_text("The grass is green. " * 20_000)
+    words = ["--text", str(text), "--model", str(tiny_model_dir), "--windows", "1"]
+    error = _error(capsys, *words, "--lengths", "70000", "--caches", "full")
+    assert "70000 tokens, but the model knows 65536 positions" in error
+    error = _error(capsys, *words, "--lengths", "128", "--caches", "flat", "--step", "33")
+    assert "--step 33: beyond max_draft (32) tokens flat attends to everything" in error

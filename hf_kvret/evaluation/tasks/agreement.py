@@ -147,7 +147,8 @@ class Agreement(Task):
             "device_bytes": usage.device_bytes,
             "host_bytes": usage.host_bytes,
             "full_bytes": usage.full_bytes,
-            "seconds": seconds,
+            "step_bytes": usage.step_bytes,
+            "seconds_with_recall": seconds,
         }
 
     def _contexts(self, cell: Cell, subject: Subject) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ from hf_kvret.evaluation.plots import plot_groups
 from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Task, mean_points
 from hf_kvret.evaluation.texts import chat_parts, token_ids
 
 # LongBench reads 3,500 tokens with a model of 4,096: room for the answer and a chat template.
@@ -183,6 +183,7 @@ class LongBench(Task):
             "device_bytes": usage.device_bytes,
             "host_bytes": usage.host_bytes,
             "full_bytes": usage.full_bytes,
+            "step_bytes": usage.step_bytes,
             "seconds": seconds,
         }
 
@@ -252,15 +253,7 @@ class LongBench(Task):
 
     @classmethod
     def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
-        found: dict[str, list[tuple[float, float]]] = {}
-        for cell, result in results:
-            if result["read_ratio"] is not None:
-                pair = (result["read_ratio"], result["score"] / 100)
-                found.setdefault(cell["cache"], []).append(pair)
-        return {
-            cache: (fmean(read for read, _ in pairs), fmean(score for _, score in pairs))
-            for cache, pairs in found.items()
-        }
+        return mean_points(results, "score", 100.0)
 
 
 @lru_cache(maxsize=1)

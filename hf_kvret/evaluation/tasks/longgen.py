@@ -151,7 +151,8 @@ class LongGeneration(Task):
             "device_bytes": usage.device_bytes,
             "host_bytes": usage.host_bytes,
             "full_bytes": usage.full_bytes,
-            "seconds": seconds,
+            "step_bytes": usage.step_bytes,
+            "seconds_with_recall": seconds,
         }
 
     def _source(self, rest: torch.Tensor, number: int) -> Source:

@@ -19,7 +19,6 @@ from hf_kvret.evaluation.haystack import (
     contains,
     describe_essays,
     magic_wording,
-    mean_by_cache,
     ratio,
     token_wording,
 )
@@ -28,7 +27,7 @@ from hf_kvret.evaluation.reader import Reader, Usage
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Task, mean_points
 
 MODES = ("turns", "forks")
 
@@ -161,6 +160,7 @@ class MultiTurn(Task):
             "device_bytes": usage.device_bytes,
             "host_bytes": usage.host_bytes,
             "full_bytes": usage.full_bytes,
+            "step_bytes": usage.step_bytes,
             "seconds": seconds,
         }
 
@@ -222,7 +222,7 @@ class MultiTurn(Task):
 
     @classmethod
     def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
-        return mean_by_cache(results, "mean")
+        return mean_points(results, "mean")
 
 
 class _Talk:

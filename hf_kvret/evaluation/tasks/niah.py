@@ -24,7 +24,6 @@ from hf_kvret.evaluation.haystack import (
     encode,
     first_tokens,
     magic_wording,
-    mean_by_cache,
     ratio,
     text_wording,
     token_wording,
@@ -34,7 +33,7 @@ from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Task, mean_points
 
 STYLES = ("sandwich", "magic", "tokens")
 SCORES = ("substring", "rouge1")
@@ -195,6 +194,7 @@ class NeedleInHaystack(Task):
             "device_bytes": usage.device_bytes,
             "host_bytes": usage.host_bytes,
             "full_bytes": usage.full_bytes,
+            "step_bytes": usage.step_bytes,
             "seconds": seconds,
         }
 
@@ -254,7 +254,7 @@ class NeedleInHaystack(Task):
 
     @classmethod
     def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
-        return mean_by_cache(results, "score")
+        return mean_points(results, "score")
 
 
 def depths(text: str) -> list[float]:

@@ -193,7 +193,7 @@ class ParisAblation(Task):
             "stretches": stretches,
             "candidate_ratio": candidates / cold,
             "read_ratio": read / cold,
-            "seconds": seconds,
+            "seconds_with_recall": seconds,
         }
 
     def _variant(self, cell: Cell, subject: Subject, choice: CacheChoice) -> CacheChoice:

@@ -110,6 +110,7 @@ class Perplexity(Task):
             "device_bytes": device_bytes,
             "host_bytes": host_bytes,
             "full_bytes": full_bytes,
+            "step_bytes": usage.step_bytes,
             "seconds": seconds,
         }
 
@@ -118,6 +119,7 @@ class Perplexity(Task):
     ) -> tuple[Reader, torch.Tensor]:
         """The reader at the end of the window, and the losses ``[tokens that count]`` in nats."""
         reader = Reader(subject.model, choice, len(window))
+        reader.check_step(self.step)
         start = max(1, int(self.prefill * len(window)))
         logits, losses = reader.prefill(window[:start]), []
         for place in tqdm(

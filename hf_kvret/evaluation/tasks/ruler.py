@@ -22,7 +22,7 @@ from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.ruler import TASKS, RulerData, Sample, generate, sample_score
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Task, mean_points
 from hf_kvret.evaluation.texts import chat_parts, token_ids
 
 
@@ -145,6 +145,7 @@ class Ruler(Task):
             "device_bytes": usage.device_bytes,
             "host_bytes": usage.host_bytes,
             "full_bytes": usage.full_bytes,
+            "step_bytes": usage.step_bytes,
             "seconds": seconds,
         }
 
@@ -203,12 +204,7 @@ class Ruler(Task):
 
     @classmethod
     def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
-        found: dict[str, list[tuple[float, float]]] = {}
-        for cell, result in results:
-            if result["read_ratio"] is not None:
-                pair = (result["read_ratio"], result["score"] / 100)
-                found.setdefault(cell["cache"], []).append(pair)
-        return {cache: _means(pairs) for cache, pairs in found.items()}
+        return mean_points(results, "score", 100.0)
 
 
 @lru_cache(maxsize=1)
@@ -283,8 +279,3 @@ def _stop_tokens(subject: Subject) -> set[int]:
     ends = subject.model.generation_config.eos_token_id
     listed = ends if isinstance(ends, list) else [ends]
     return {token for token in listed if token is not None}
-
-
-def _means(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    reads, scores = zip(*pairs, strict=True)
-    return sum(reads) / len(reads), sum(scores) / len(scores)

@@ -56,6 +56,9 @@ class FlatIndex(Index):
     def nbytes(self) -> int:
         return self._keys.nbytes()
 
+    def select_nbytes(self) -> int:
+        return self._keys.rows.nbytes
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"keys": self._keys.rows.contiguous()}
 

@@ -126,6 +126,14 @@ class ParisIndex(Index):
         small = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         return small + sum(plane.nbytes() for plane in self._planes.values())
 
+    def select_nbytes(self) -> int:
+        sign = self._planes["sign"]
+        if not sign.length:
+            return 0
+        # Stage 1 reads the signs of all tokens, stage 2 the whole codes of the candidates.
+        code = sum(plane.rows.nbytes for plane in self._planes.values()) / sign.length
+        return sign.rows.nbytes + int(self.candidates(sign.length, 0) * code)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         state = {name: plane.rows.contiguous() for name, plane in self._planes.items()}
         if self._counts is not None:
