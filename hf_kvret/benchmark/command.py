@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,14 @@ from hf_kvret.benchmark.runs import cells, check_contexts, check_stores, run_cel
 from hf_kvret.benchmark.shapes import SHAPES, Shape, load_shape, random_model, weight_bytes
 from hf_kvret.benchmark.timing import measure_bandwidth
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.command import DTYPES, budget, check_outputs, device_name, lengths, names
+from hf_kvret.evaluation.command import (
+    DTYPES,
+    add_budget_options,
+    add_run_options,
+    check_outputs,
+    lengths,
+    names,
+)
 from hf_kvret.evaluation.environment import describe_environment
 from hf_kvret.evaluation.results import Results
 
@@ -96,10 +102,7 @@ def _add_options(parser: argparse.ArgumentParser, defaults: _Defaults) -> None:
         help="comma-separated, options after colons as paris:top_k=100:store=host; known: "
         f"{', '.join(bench_caches())}",
     )
-    parser.add_argument(
-        "--top-k", type=budget, default=256, help="of retrieval caches: a count, or a share as 0.04"
-    )
-    parser.add_argument("--store", default="device", help="of retrieval caches: device, host, auto")
+    add_budget_options(parser)
     parser.add_argument(
         "--fill",
         choices=FILLS,
@@ -118,16 +121,7 @@ def _add_options(parser: argparse.ArgumentParser, defaults: _Defaults) -> None:
     parser.add_argument(
         "--rounds", type=int, default=defaults.rounds, help="how often all caches take turns"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument(
-        "--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep results here, and go on from what is there"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG, SVG, PDF)")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the markdown table too")
+    add_run_options(parser)
 
 
 def run_bench(options: argparse.Namespace) -> int:

@@ -53,10 +53,20 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
         help=f"comma-separated, options after colons as paris:top_k=100:store=host; "
         f"known: {', '.join(known_caches())}",
     )
+    add_budget_options(parser)
+    add_run_options(parser)
+
+
+def add_budget_options(parser: argparse.ArgumentParser) -> None:
+    """Options of retrieval caches where ``--caches`` says nothing."""
     parser.add_argument(
         "--top-k", type=budget, default=256, help="of retrieval caches: a count, or a share as 0.04"
     )
     parser.add_argument("--store", default="device", help="of retrieval caches: device, host, auto")
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Where to compute, and where results go; ``check_outputs`` looks at the latter."""
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument(
         "--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu"

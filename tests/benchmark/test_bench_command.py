@@ -193,7 +193,7 @@ def test_memory_of_fewer_layers_is_scaled(
     assert bench("memory", *arguments, "--layers", "4", "--json", str(part)) == 0
     assert bench("memory", *arguments, "--json", str(whole)) == 0
     scaled, measured = rows_of(part), rows_of(whole)
-    for name in ("full 256 [1, 2] 200000000", f"flat:{SMALL} 256 200000000"):
+    for name in ("full 256 [1, 2] 200000000", f"flat:{SMALL} 256 [1, 2] 200000000"):
         assert scaled[name]["how"] == "scaled, computed"
         assert scaled[name]["batch"] == measured[name]["batch"] > 0
 
@@ -211,7 +211,7 @@ def test_a_need_beyond_the_memory_is_a_row_and_allocates_nothing(
     rows = rows_of(file)
     assert made == [1]
     assert "out of memory (predicted" in rows["full 256 64"]["out_of_memory"]
-    fit = rows["full 256 [1, 2] 1000000000"]
+    fit = rows["full 256 [1, 64] 1000000000"]
     assert fit["batch"] is None and "batch 64: out of memory" in fit["why"]
 
 
