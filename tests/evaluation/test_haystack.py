@@ -15,11 +15,9 @@ from hf_kvret.evaluation.haystack import (
     contains,
     describe_essays,
     magic_wording,
-    mean_by_cache,
     token_wording,
 )
 from hf_kvret.evaluation.needles import NeedleLanguage
-from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.ruler import RulerData, generate
 from hf_kvret.evaluation.subject import Subject, load_subject
 
@@ -174,11 +172,3 @@ def test_essays_are_known_by_name_and_content(tmp_path: Path) -> None:
 def test_answers_are_found_letter_case_aside() -> None:
     assert contains("In The Park", "sit in the park.")
     assert not contains("In The Park", "sit in a park.")
-
-
-def test_means_by_cache_leave_out_what_was_never_cold() -> None:
-    results = Results("eval niah", {})
-    results.add({"cache": "flat", "n": 1}, {"read_ratio": 0.1, "score": 1.0})
-    results.add({"cache": "flat", "n": 2}, {"read_ratio": 0.3, "score": 0.0})
-    results.add({"cache": "paris", "n": 1}, {"read_ratio": None, "score": 1.0})
-    assert mean_by_cache(results, "score") == {"flat": (pytest.approx(0.2), 0.5)}

@@ -124,8 +124,9 @@ def test_the_bundled_model_finds_its_needles(tmp_path: Path) -> None:
     # 64 of the about 1,790 cold tokens.
     read = [one["read_ratio"] for one in _by_cache(cells, "flat")]
     assert all(ratio == pytest.approx(64 / 1790, rel=0.05) for ratio in read)
+    # flat reads the keys of all cold tokens, and whole rows of the window and of what it selected.
     assert NeedleInHaystack.accuracy(Results.load(tmp_path / "n.json"))["flat"] == (
-        pytest.approx(np.mean(read)),
+        pytest.approx((1790 / 2 + 64 + 260) / 2048, rel=0.03),
         pytest.approx(score["flat"]),
     )
 
