@@ -1,0 +1,50 @@
+"""The reference model: small, with its card, and able to do what its card says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_kvret.evaluation.bundled import REFERENCE_MODEL
+from hf_kvret.evaluation.caches import choose_cache
+from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.ruler import generate, sample_score
+from hf_kvret.evaluation.subject import Subject, load_subject
+from hf_kvret.evaluation.texts import token_ids
+
+
+@pytest.fixture(scope="module")
+def reference() -> Subject:
+    return load_subject("reference")
+
+
+def test_it_is_small_and_bf16_and_names_its_texts() -> None:
+    assert sum(file.stat().st_size for file in REFERENCE_MODEL.iterdir()) <= 16_000_000
+    weights = load_file(REFERENCE_MODEL / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    card = (REFERENCE_MODEL / "README.md").read_text(encoding="utf-8")
+    assert card.startswith("---\nlicense: apache-2.0\n")
+    for licence in ("CC BY-SA 3.0", "CC BY 4.0", "CC0", "public domain"):
+        assert licence in card
+
+
+def test_it_is_deep_and_groups_its_queries(reference: Subject) -> None:
+    config = reference.model.config
+    assert config.num_hidden_layers >= 6
+    assert config.num_attention_heads > config.num_key_value_heads
+    assert config.head_dim in (64, 128)
+
+
+@pytest.mark.parametrize("cache", ["full", "paris:top_k=64:dense_below=0"])
+def test_it_finds_a_needle(cache: str, reference: Subject) -> None:
+    tokenizer = reference.need_tokenizer("test")
+    samples = generate("niah_single_1", lambda text: token_ids(tokenizer, text), 1200, 4)
+    right = 0.0
+    for sample in samples:
+        ids = token_ids(tokenizer, sample.input + sample.answer_prefix)
+        reader = Reader(reference.model, choose_cache(cache), len(ids) + 32)
+        reader.prefill(ids[:-1])
+        answer = tokenizer.decode(reader.answer(ids[-1:], 32))
+        right += sample_score("niah_single_1", answer, sample.outputs)
+    assert right >= 3
