@@ -33,7 +33,7 @@ def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known
         help="make pages with tables and pictures of result files",
         description="Make a page NAME.md of every NAME.json in DIR that hf-kvret eval or bench "
         "wrote, with its table, picture, command, machine and versions, and overview.md about all "
-        "of them. A file NAME.notes.md, where there is one, is put under the table.",
+        "of them. A file NAME.notes.txt, where there is one, is put under the table.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.set_defaults(run=lambda options: _report(options.folder, measurements))
@@ -76,7 +76,7 @@ def _page(path: Path, results: Results, measurement: Any) -> Path:
     picture = path.parent / "images" / f"{path.stem}.png"
     measurement.plot(picture, results)
     parts = [f"# {results.name}: {path.stem}", measurement.table(results)]
-    notes = path.with_suffix(".notes.md")
+    notes = path.with_suffix(".notes.txt")
     if notes.is_file():
         parts.append(notes.read_text(encoding="utf-8").strip())
     parts += [

@@ -27,7 +27,7 @@ def _ruler(folder: Path) -> Path:
 
 def test_a_page_has_table_picture_command_and_notes(tmp_path: Path) -> None:
     _ruler(tmp_path)
-    (tmp_path / "mine.notes.md").write_text("What stands out.\n")
+    (tmp_path / "mine.notes.txt").write_text("What stands out.\n")
     (tmp_path / "other.json").write_text(json.dumps({"name": "demo", "results": []}))
     assert main(["report", str(tmp_path)]) == 0
     page = (tmp_path / "mine.md").read_text()
