@@ -3,11 +3,11 @@
     python examples/train_reference_model.py --data DIR --out reference-llama
 
 ``DIR`` holds English text as ``*.jsonl.xz`` (see ``reference_data.py``). A byte-level BPE tokenizer
-of 7,680 tokens is made from it, then the model trains on needle documents alone until it copies, and
-on plain text with a third of needle documents from there. About half of all tokens stand in needle
-documents, which are mostly plain text themselves. What is learnt is repeatable: one seed,
-and every decision is made from counts, never from the clock. A run that is interrupted goes on
-from its last checkpoint when the same command is given again.
+of 7,680 tokens is made from it, then the model trains on needle documents alone until it copies,
+and on plain text with a third of needle documents from there. About half of all tokens stand in
+needle documents, which are mostly plain text themselves. What is learnt is repeatable: one seed,
+and every decision is made from counts, never from the clock. A run that is interrupted goes on from
+its last checkpoint when the same command is given again.
 
 As in ``train_needle_model.py``, recall forms quickly because the start is near it
 (``reference_start.py``), and reaches further than the rows because positions jump.

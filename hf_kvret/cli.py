@@ -63,11 +63,11 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(options: argparse.Namespace) -> int:
     from hf_kvret.evaluation.bundled import load_bundled_model
     from hf_kvret.evaluation.demo import DemoSetup, run_demo
+    from hf_kvret.evaluation.plots import require_matplotlib
     from hf_kvret.evaluation.tables import (
         demo_bars,
         demo_table,
         plot_demo,
-        require_matplotlib,
         write_json,
     )
 

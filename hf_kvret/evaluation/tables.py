@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_kvret.evaluation.demo import DemoResult
 from hf_kvret.evaluation.environment import describe_environment
+from hf_kvret.evaluation.plots import require_matplotlib
 
 _BAR = 40
 
@@ -85,28 +86,15 @@ def write_json(path: Path, name: str, setup: dict[str, Any], results: Sequence[A
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def require_matplotlib() -> None:
-    """ModuleNotFoundError with the remedy when matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "pictures need matplotlib: pip install matplotlib, or install hf-kvret with [plot]"
-        ) from error
-
-
 def plot_demo(path: Path, results: Sequence[DemoResult], context: int) -> None:
     """Write the demo's picture: answers, device bytes and rows read, a bar for each cache.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing; names the extra that brings it.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "--plot needs matplotlib: pip install 'hf-kvret[plot]'"
-        ) from error
+    require_matplotlib()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
