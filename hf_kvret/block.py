@@ -16,17 +16,12 @@ class TokenBlock:
         values: ``[B, Hkv, n, Dv]``.
         start: cache slot of the first token.
         valid: ``[B, n]`` bool, False for padding and holes; None when all are valid.
-        queries: ``[B, Hq, q, Dk]``, all queries of the forward pass that brought these tokens,
-            or None when they come out of the window. Their slots end at ``queries_end``.
-        queries_end: slot after the last query; 0 without queries.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     start: int
     valid: torch.Tensor | None = None
-    queries: torch.Tensor | None = None
-    queries_end: int = 0
 
     def __len__(self) -> int:
         return self.keys.shape[2]

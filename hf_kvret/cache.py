@@ -64,7 +64,7 @@ class RetrievalCache(Cache):
         ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
         self.options = options
         self.model_shape = model_shape(config)
-        self._stores = StoreChoice(options.store, len(ours))
+        self._stores = StoreChoice(options, len(ours))
         for number in ours:
             make_index = partial(self.make_index, options, number)
             layers[number] = RetrievalLayer(options, make_index, self._stores.make)
@@ -150,7 +150,7 @@ class RetrievalCache(Cache):
         ``changes`` are options that leave the held tokens as they are, for instance
         ``fork(top_k=64, track_recall=True)``; ValueError for others.
         """
-        persistence.check_changes(changes, {"store"})
+        persistence.check_changes(changes, {"store", "slots"})
         twin = object.__new__(type(self))
         twin.__dict__ = dict(vars(self))
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]

@@ -14,8 +14,9 @@ class RetrievalConfig:
     """Sizes of the regions, the budget, and where cold rows live. Lengths are in tokens.
 
     Attributes:
-        top_k: budget of cold tokens per query and KV head: a count (``int >= 1``) or a share
-            of the cold tokens (``0 < float <= 1``).
+        top_k: budget of cold tokens per query and KV head: a count (``int >= 1``), a share
+            of the cold tokens (``0 < float <= 1``), or None: 256 below 8K cold tokens, 512 below
+            16K, 1024 below 32K, 2048 from there on (LRQK, appendix D).
         sink: first valid tokens of each row, always attended, kept on the device.
         recent: newest tokens, always attended; what a flush leaves in the window.
         flush: tokens that gather on top of ``recent`` before a flush moves them to the store.
@@ -23,22 +24,28 @@ class RetrievalConfig:
             means ``max(2000, sink + recent + 2 * top_k)``.
         max_draft: up to this many queries at once (drafted tokens) each retrieve; more of them
             (a second prompt) are attended exactly.
-        store: ``"device"``, ``"host"``, or ``"auto"``: the host on accelerators, when the cold
-            rows would take more than a quarter of the free device memory.
+        store: ``"device"``, ``"host"``, ``"resident"`` (the host, with slots on the device for rows
+            in use), or ``"auto"``: the host on accelerators, when the cold rows would take more
+            than a quarter of the free device memory.
+        slots: of ``store="resident"``, rows on the device per head that selects: a count
+            (``int >= top_k``), or a multiple of the budget (``float >= 1``). More than the budget
+            keep rows that were used recently, for a later query to find.
         track_recall: compare every selection with the exact top-k. Reads all keys: for study.
     """
 
-    top_k: int | float = 1024
+    top_k: int | float | None = 1024
     sink: int = 4
     recent: int = 256
     flush: int = 512
     dense_below: int | None = None
     max_draft: int = 32
     store: str = "auto"
+    slots: int | float = 1.0
     track_recall: bool = False
 
     def __post_init__(self) -> None:
         _check_budget(self.top_k)
+        _check_slots(self.slots, self.top_k)
         for name, least in (("sink", 0), ("recent", 1), ("flush", 1), ("max_draft", 1)):
             _check_length(name, getattr(self, name), least)
         if self.dense_below is not None:
@@ -66,6 +73,9 @@ class RetrievalConfig:
 
     def budget(self, cold_len: int) -> int:
         """Tokens to select among ``cold_len``: at least 1, at most all of them."""
+        if self.top_k is None:
+            count = next(count for below, count in _BUDGETS if cold_len < below)
+            return min(count, cold_len)
         if isinstance(self.top_k, float):
             return max(1, math.ceil(self.top_k * cold_len))
         return min(self.top_k, cold_len)
@@ -75,19 +85,55 @@ class RetrievalConfig:
         """Length below which the cache stays dense, ``dense_below`` or its default."""
         if self.dense_below is not None:
             return self.dense_below
-        selected = 2 * self.top_k if isinstance(self.top_k, int) else 0
+        top_k = _BUDGETS[0][1] if self.top_k is None else self.top_k
+        selected = 2 * top_k if isinstance(top_k, int) else 0
         return max(2000, self.sink + self.recent + selected)
 
 
+_BUDGETS: tuple[tuple[float, int], ...] = (
+    (8_192, 256),
+    (16_384, 512),
+    (32_768, 1024),
+    (math.inf, 2048),
+)
+
+
 def _check_budget(top_k: object) -> None:
+    if top_k is None:
+        return
     if isinstance(top_k, bool) or not isinstance(top_k, int | float):
-        raise TypeError(f"top_k must be an int (a count) or a float (a share), got {top_k!r}")
+        raise TypeError(
+            f"top_k must be an int (a count), a float (a share) or None (by length), got {top_k!r}"
+        )
     if isinstance(top_k, int) and top_k < 1:
         raise ValueError(f"top_k={top_k}: a count must be at least 1")
     if isinstance(top_k, float) and not 0.0 < top_k <= 1.0:
         raise ValueError(
             f"top_k={top_k}: a float is a share of the cold tokens, above 0 and at most 1; "
             "pass an int for a count"
+        )
+
+
+def _check_slots(slots: object, top_k: int | float | None) -> None:
+    if isinstance(slots, bool) or not isinstance(slots, int | float):
+        raise TypeError(
+            f"slots must be an int (a count) or a float (a multiple of the budget), got {slots!r}"
+        )
+    if isinstance(slots, float):
+        if not 1.0 <= slots < math.inf:
+            raise ValueError(
+                f"slots={slots}: a float is a multiple of the budget, at least 1.0; pass an int "
+                "for a count"
+            )
+    elif not isinstance(top_k, int):
+        raise ValueError(
+            f"slots={slots} with top_k={top_k}: the budget grows with the length, so slots must be "
+            "a multiple of it, as slots=2.0"
+        )
+    elif slots < top_k:
+        raise ValueError(
+            f"slots={slots} is less than top_k={top_k}: what a query selects must fit into the "
+            "slots; raise slots, or pass a multiple of the budget, as slots=2.0"
         )
 
 

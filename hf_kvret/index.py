@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from hf_kvret.block import TokenBlock
+
+if TYPE_CHECKING:
+    from hf_kvret.stores.base import Store
 
 
 class Index(ABC):
@@ -15,16 +18,43 @@ class Index(ABC):
 
     Tokens arrive in order and keep their slot number, the number that ``select`` answers with.
     The life of an index: ``observe`` for each block of the prompt, ``build`` once before the
-    first selection, then ``extend`` for each block that leaves the window. An index keeps its
-    state in preallocated tensors on the device and never synchronizes the host in ``select``.
+    first selection, then ``extend`` for each block that leaves the window, and ``refresh`` before
+    each later selection. ``watch`` announces every forward pass, from the first on. An index keeps
+    its state in preallocated tensors on the device and never synchronizes the host when one
+    token is decoded, unless a block left the window just before.
     """
+
+    def watch(  # noqa: B027 - most indexes learn from keys alone
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        start: int,
+        valid: torch.Tensor | None,
+    ) -> None:
+        """See the tokens of a forward pass before anything else is done with them.
+
+        They are recent from then on and come as a block when they leave the window. A pass that
+        starts below the end of the last one follows a crop.
+
+        Args:
+            queries: ``[B, Hq, q, Dk]``, post-RoPE; may be kept, must not be changed.
+            keys: ``[B, Hkv, q, Dk]``, post-RoPE; the same.
+            start: slot of the first of the q tokens.
+            valid: ``[B, q]`` bool, False for padding; None when all are valid.
+        """
 
     @abstractmethod
     def observe(self, block: TokenBlock) -> None:
         """Take in a block of the prompt. ``block.start`` is the number of tokens held so far."""
 
-    def build(self) -> None:  # noqa: B027 - most indexes have nothing left to do
-        """Finish what needs the whole prompt. Called once, with at least one token held."""
+    def build(self, store: Store) -> None:  # noqa: B027 - most indexes have nothing left to do
+        """Finish what needs the whole prompt. Called once, with at least one token held.
+
+        ``store`` holds the same tokens, for those who need to read keys again.
+        """
+
+    def refresh(self, store: Store) -> None:  # noqa: B027 - most indexes never go stale
+        """Called instead of ``build`` before each later selection: rare upkeep, if any is due."""
 
     def extend(self, block: TokenBlock) -> None:
         """Take in a block after ``build``; by default the same as ``observe``."""
@@ -78,6 +108,10 @@ class Index(ABC):
     def select_nbytes(self) -> int:
         """Bytes that one ``select`` reads, for reports; all of them unless a method says less."""
         return self.nbytes()
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers of the method's own, for ``cache.stats()``; may wait for the device."""
+        return {}
 
     @abstractmethod
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -170,9 +170,11 @@ class RetrievalLayer(CacheLayerMixin):
         new = query.shape[2]
         first, self.waiting = self.waiting, False
         past = self.regions.length - (0 if first else new)
+        if first:
+            self.regions.watch(query, key, call.valid)
         if past == 0 or new > self.config.max_draft:
             if first:
-                self.regions.take_prompt(query, key, value, call.valid)
+                self.regions.take_prompt(key, value, call.valid)
             if past == 0:
                 return call.prompt()
             out = self._attend_exactly(self.regions, query, key, value, past, call)
@@ -196,7 +198,7 @@ class RetrievalLayer(CacheLayerMixin):
         return merge(parts, call.sink_logits).out
 
     def _select(self, regions: Regions, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-        index, cold = regions.build(), regions.cold_len
+        index, cold = regions.ready_index(), regions.cold_len
         budget = self.config.budget(cold)
         valid = regions.retrievable(call.valid)
         ids = index.select(query, budget, valid, call.scale, call.softcap)

@@ -28,7 +28,7 @@ FORMAT_VERSION = 1
 _TENSORS, _DESCRIPTION = "cache.safetensors", "cache.json"
 
 # Options that decide nothing about what is stored, so that a load may change them.
-_FREE_OPTIONS = {"top_k", "store", "track_recall", "max_draft", "flush"}
+_FREE_OPTIONS = {"top_k", "store", "slots", "track_recall", "max_draft", "flush"}
 
 
 def save(cache: RetrievalCache, directory: Path) -> None:

@@ -67,6 +67,12 @@ class Regions:
         return len(self.window.sink_slots)
 
     @_keeps_tensors
+    def watch(self, queries: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Show the index the ``queries [B, Hq, n, Dk]`` and keys of tokens about to be taken in."""
+        start, end = self.length, self.length + keys.shape[2]
+        self.index.watch(queries, keys, start, None if valid is None else valid[:, start:end])
+
+    @_keeps_tensors
     def take_step(
         self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
     ) -> None:
@@ -84,17 +90,12 @@ class Regions:
 
     @_keeps_tensors
     def take_prompt(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        valid: torch.Tensor | None,
+        self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
     ) -> None:
         """Take in many tokens at once; where they overflow the window, all but ``recent`` go cold.
 
         A cache that stays shorter than ``dense_below`` keeps everything in the window, and a
-        question that fits beside the recent tokens flushes nothing. ``queries [B, Hq, n, Dk]`` go
-        to the index; the other arguments are those of ``take_step``.
+        question that fits beside the recent tokens flushes nothing. Arguments as in ``take_step``.
         """
         window, config, new = self.window, self.config, keys.shape[2]
         end, recent = window.end + new, window.length + new
@@ -110,15 +111,19 @@ class Regions:
             start = window.start
             covered = None if valid is None else valid[:, start : start + passed]
             through = keys[:, :, :passed], values[:, :, :passed]
-            self._cool(TokenBlock(*through, start, covered, queries, end))
+            self._cool(TokenBlock(*through, start, covered))
             window.skip(passed)
         window.fit(config.recent + config.flush + config.max_draft)
         window.append(keys[:, :, passed:], values[:, :, passed:])
 
-    def build(self) -> Index:
-        """The index, ready to select."""
-        if not self._built:
-            self.index.build()
+    @_keeps_tensors
+    def ready_index(self) -> Index:
+        """The index, ready to select. There must be cold tokens."""
+        assert self.store is not None
+        if self._built:
+            self.index.refresh(self.store)
+        else:
+            self.index.build(self.store)
             self._built = True
         return self.index
 

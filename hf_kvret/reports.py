@@ -88,6 +88,9 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
         "exact_rows": counters.exact_rows,
         "bytes_fetched": rows * _row_bytes(layer),
     }
+    if layer.regions is not None:
+        stats |= layer.regions.index.stats()
+        stats |= {} if layer.regions.store is None else layer.regions.store.stats()
     if counters.recalls:
         count = len(counters.recalls)
         for name in ("overlap", "mass", "best_mass"):

@@ -192,7 +192,7 @@ def _tokens(count: int, batch: int = 1) -> torch.Tensor:
 
 def test_a_prompt_leaves_exactly_the_recent_tokens_in_the_window() -> None:
     regions = _regions(FlatConfig(**SIZES))
-    regions.take_prompt(_tokens(20), _tokens(20), _tokens(20), None)
+    regions.take_prompt(_tokens(20), _tokens(20), None)
     assert (regions.cold_len, regions.window.length, regions.length) == (15, 5, 20)
 
 
@@ -209,7 +209,7 @@ def test_a_step_flushes_only_what_came_before_it() -> None:
 
 def test_short_caches_keep_everything_in_the_window() -> None:
     regions = _regions(FlatConfig(**{**SIZES, "dense_below": 40}))
-    regions.take_prompt(_tokens(30), _tokens(30), _tokens(30), None)
+    regions.take_prompt(_tokens(30), _tokens(30), None)
     for _ in range(9):
         regions.take_step(_tokens(1), _tokens(1), None)
     assert regions.cold_len == 0 and regions.store is None
@@ -228,11 +228,22 @@ class Recorder(FlatIndex):
     def observe(self, block: TokenBlock) -> None:
         super().observe(block)
         self.calls.append(("observe", block.start, block.end))
-        if block.queries is not None:
-            self.calls.append(("queries", block.queries_end, block.queries.shape[2]))
 
-    def build(self) -> None:
-        self.calls.append(("build", 0, 0))
+    def watch(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        start: int,
+        valid: torch.Tensor | None,
+    ) -> None:
+        assert valid is None and queries.shape[2] == keys.shape[2]
+        self.calls.append(("watch", start, start + queries.shape[2]))
+
+    def build(self, store: Store) -> None:
+        self.calls.append(("build", 0, len(store)))
+
+    def refresh(self, store: Store) -> None:
+        self.calls.append(("refresh", 0, len(store)))
 
     def extend(self, block: TokenBlock) -> None:
         FlatIndex.observe(self, block)
@@ -242,21 +253,46 @@ class Recorder(FlatIndex):
 def test_an_index_hears_of_every_token_once_and_is_built_once() -> None:
     index = Recorder()
     regions = _regions(FlatConfig(**SIZES), index)
-    regions.take_prompt(_tokens(20), _tokens(20), _tokens(20), None)
-    regions.take_prompt(_tokens(8), _tokens(8), _tokens(8), None)
-    regions.build()
-    regions.build()
+    for count in (20, 8):
+        regions.watch(_tokens(count), _tokens(count), None)
+        regions.take_prompt(_tokens(count), _tokens(count), None)
+    regions.ready_index()
+    regions.ready_index()
     for _ in range(5):
         regions.take_step(_tokens(1), _tokens(1), None)
+    regions.ready_index()
     assert index.calls == [
+        ("watch", 0, 20),
         ("observe", 0, 15),
-        ("queries", 20, 20),
+        ("watch", 20, 28),
         ("observe", 15, 20),
         ("observe", 20, 23),
-        ("queries", 28, 8),
-        ("build", 0, 0),
+        ("build", 0, 23),
+        ("refresh", 0, 23),
         ("extend", 23, 27),
+        ("refresh", 0, 27),
     ]
+
+
+def test_an_index_sees_which_of_the_new_tokens_are_padding() -> None:
+    seen = []
+
+    class Watcher(FlatIndex):
+        def watch(
+            self,
+            queries: torch.Tensor,
+            keys: torch.Tensor,
+            start: int,
+            valid: torch.Tensor | None,
+        ) -> None:
+            seen.append(valid)
+
+    regions = _regions(FlatConfig(**SIZES), Watcher())
+    valid = torch.tensor([[False, True, True, False, True]])
+    regions.watch(_tokens(3), _tokens(3), valid[:, :3])
+    regions.take_prompt(_tokens(3), _tokens(3), valid[:, :3])
+    regions.watch(_tokens(2), _tokens(2), valid)
+    assert [part.tolist() for part in seen] == [[[False, True, True]], [[False, True]]]
 
 
 def test_sinks_padding_and_holes_cannot_be_selected() -> None:
@@ -264,17 +300,17 @@ def test_sinks_padding_and_holes_cannot_be_selected() -> None:
     valid = torch.ones(2, 20, dtype=torch.bool)
     valid[0, :3] = False
     valid[1, 4] = False
-    regions.take_prompt(_tokens(20, 2), _tokens(20, 2), _tokens(20, 2), valid)
+    regions.take_prompt(_tokens(20, 2), _tokens(20, 2), valid)
     open_slots = [row.nonzero().flatten().tolist() for row in regions.retrievable(valid)]
     assert open_slots == [list(range(5, 15)), [2, 3, *range(5, 15)]]
 
 
 def test_a_deep_crop_to_nothing_starts_afresh() -> None:
     regions = _regions(FlatConfig(**SIZES))
-    regions.take_prompt(_tokens(20), _tokens(20), _tokens(20), None)
+    regions.take_prompt(_tokens(20), _tokens(20), None)
     regions.crop(20)
     assert (regions.length, regions.cold_len, regions.window.length) == (0, 0, 0)
     assert (regions.window.sink_slots == -1).all()
     keys = _tokens(20)
-    regions.take_prompt(_tokens(20), keys, _tokens(20), None)
+    regions.take_prompt(keys, _tokens(20), None)
     assert torch.equal(torch.cat([k for _, k, _ in regions.pieces()], dim=2), keys)

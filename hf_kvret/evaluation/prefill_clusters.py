@@ -20,6 +20,7 @@ from hf_kvret.config import RetrievalConfig
 from hf_kvret.growing import GrowingRows
 from hf_kvret.index import Index
 from hf_kvret.recall import exact_scores, group_relevance
+from hf_kvret.stores import Store
 
 _ROUNDS = 10
 
@@ -58,7 +59,10 @@ class PrefillClusterIndex(Index):
             raise ValueError("clusters are compared on rows without padding only")
         self._keys.append(block.keys)
 
-    def build(self) -> None:
+    def build(self, store: Store) -> None:
+        self._learn()
+
+    def _learn(self) -> None:
         self._centroids = k_means(self._keys.rows, self.options.clusters)
         self._cluster = GrowingRows()
         self._cluster.append(nearest(self._keys.rows, self._centroids))
@@ -141,7 +145,7 @@ class RefittedClusterIndex(PrefillClusterIndex):
 
     def extend(self, block: TokenBlock) -> None:
         self.observe(block)
-        self.build()
+        self._learn()
 
 
 class PrefillClusterCache(RetrievalCache):

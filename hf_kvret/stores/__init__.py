@@ -6,15 +6,18 @@ from collections.abc import Callable
 
 import torch
 
+from hf_kvret.config import RetrievalConfig
 from hf_kvret.stores.base import Store, StoreBytes
 from hf_kvret.stores.memory import DeviceMemory, HostMemory
 from hf_kvret.stores.paged import PagedStore
+from hf_kvret.stores.resident import ResidentStore
 
-__all__ = ["STORES", "PagedStore", "Store", "StoreBytes", "StoreChoice"]
+__all__ = ["STORES", "PagedStore", "ResidentStore", "Store", "StoreBytes", "StoreChoice"]
 
-STORES: dict[str, Callable[[torch.device], Store]] = {
-    "device": lambda device: PagedStore(DeviceMemory(device)),
-    "host": lambda device: PagedStore(HostMemory(device)),
+STORES: dict[str, Callable[[torch.device, RetrievalConfig], Store]] = {
+    "device": lambda device, options: PagedStore(DeviceMemory(device)),
+    "host": lambda device, options: PagedStore(HostMemory(device)),
+    "resident": lambda device, options: ResidentStore(device, options.slots),
 }
 
 
@@ -25,15 +28,17 @@ class StoreChoice:
     would lose more than a quarter of its free memory, else the device.
     """
 
-    def __init__(self, name: str, layers: int) -> None:
-        """For a cache with ``layers`` retrieval layers.
+    def __init__(self, options: RetrievalConfig, layers: int) -> None:
+        """For a cache with these options and ``layers`` retrieval layers.
 
         Raises:
-            ValueError: ``name`` is neither ``"auto"`` nor a key of ``STORES``.
+            ValueError: ``options.store`` is neither ``"auto"`` nor a key of ``STORES``.
         """
+        name = options.store
         if name != "auto" and name not in STORES:
             raise ValueError(f"store={name!r}: choose one of {', '.join(STORES)}, auto")
         self.name = None if name == "auto" else name
+        self._options = options
         self._layers = layers
 
     def make(self, device: torch.device, cold_bytes: int) -> Store:
@@ -42,7 +47,7 @@ class StoreChoice:
             self.name = self._choose(device, cold_bytes * self._layers)
         if self.name != "device" and device.type not in ("cpu", "cuda"):
             raise ValueError(f"store={self.name!r} on {device}: only store='device' works there")
-        return STORES[self.name](device)
+        return STORES[self.name](device, self._options)
 
     @staticmethod
     def _choose(device: torch.device, cold_bytes: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -75,6 +75,10 @@ class Store(ABC):
     @abstractmethod
     def nbytes(self) -> StoreBytes:
         """Bytes held. Rows shared with a fork count in both."""
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers of the store's own, for ``cache.stats()``; may wait for the device."""
+        return {}
 
     @abstractmethod
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -69,15 +69,13 @@ class PagedStore(Store):
         scale: float,
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.memory.wait()
-        rows = self._paged_rows()
+        rows = self.paged_rows()
         result = gather_attention(query, rows, ids, scale=scale, softcap=softcap)
         self._addresses = rows.page_address
         return result
 
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.memory.wait()
-        return self._paged_rows().gather(ids)
+        return self.paged_rows().gather(ids)
 
     def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         step = max(1, piece_len // self.page_len)
@@ -120,7 +118,12 @@ class PagedStore(Store):
     def _page_count(self) -> int:
         return -(-self.length // self.page_len)
 
-    def _paged_rows(self) -> PagedRows:
+    def paged_rows(self) -> PagedRows:
+        """The rows as kernels read them, once what was written before has arrived.
+
+        Valid until the next change of the store. RuntimeError for an empty one.
+        """
+        self.memory.wait()
         if self._table is None:
             raise RuntimeError("the store is empty: append first")
         if self._rows is None:

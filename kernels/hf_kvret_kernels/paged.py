@@ -156,19 +156,35 @@ class PagedRows:
                 f"the rows lie on {self.chunks[0].device}, ids on {ids.device}: use "
                 "backend='triton' with pinned rows, or move the ids"
             )
-        heads = ids.shape[1]
         hole = ids < 0
-        slots = ids.clamp_min(0)
-        columns = (slots // self.page_len).flatten(1).long()
-        pages = self.table.gather(1, columns).view(ids.shape).masked_fill_(hole, 0)
+        batch, heads = ids.shape[:2]
+        rows = torch.arange(batch, device=ids.device).view(-1, 1, 1, 1).expand_as(ids)
         kv_heads = torch.arange(heads, device=ids.device) // (heads // self.heads)
-        index = pages.long() * self.heads + kv_heads.view(1, -1, 1, 1)
-        index = index * self.page_len + slots % self.page_len
-        rows = self._select(index.flatten())
+        kv_heads = kv_heads.view(1, -1, 1, 1).expand_as(ids)
+        slots = ids.clamp_min(0).long()
+        found = self.take(rows.flatten(), kv_heads.flatten(), slots.flatten(), hole.flatten())
         holes = hole.flatten().nonzero()[:, 0]
         if len(holes):
-            rows.index_fill_(0, holes, 0.0)
-        return rows.view(*ids.shape, self.width)
+            found.index_fill_(0, holes, 0.0)
+        return found.view(*ids.shape, self.width)
+
+    def take(
+        self,
+        batch_rows: torch.Tensor,
+        kv_heads: torch.Tensor,
+        tokens: torch.Tensor,
+        holes: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``[N, Dk + Dv]``: one row each for ``[N]`` int64 batch rows, KV heads and tokens.
+
+        ``holes [N]`` bool marks places that may get any row. The chunks must lie on the device of
+        the table.
+        """
+        pages = self.table[batch_rows, tokens // self.page_len].long()
+        if holes is not None:
+            pages = pages.masked_fill_(holes, 0)
+        index = (pages * self.heads + kv_heads) * self.page_len + tokens % self.page_len
+        return self._select(index)
 
     def _select(self, index: torch.Tensor) -> torch.Tensor:
         """Rows ``[N, width]`` with the numbers ``index [N]``, counted across all chunks."""

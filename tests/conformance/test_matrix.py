@@ -1,7 +1,7 @@
-"""Models x modes x {flat, paris} x {device, host}: the same text and logits as full attention.
+"""Models x modes x methods x {device, host, resident}: same text and logits as full attention.
 
 By default every model runs the most telling modes and four unlike models run every mode, with
-all four caches; the rest of the matrix is marked slow (``-m "slow or not slow"`` runs it all).
+all of these caches; the rest of the matrix is marked slow (``-m "slow or not slow"`` runs it all).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, conformance_cases, 
 from hf_kvret.testing.scenario import prompt
 
 CACHES: dict[str, type[RetrievalCache]] = {"flat": FlatKVCache, "paris": ParisKVCache}
-STORES = ("device", "host")
+STORES = ("device", "host", "resident")
 
 # Plain rope; soft cap and sliding; sinks and experts; a linear hybrid.
 UNLIKE_MODELS = ("llama", "gemma2", "gpt_oss", "qwen3_next")

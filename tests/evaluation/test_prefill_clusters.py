@@ -13,6 +13,8 @@ from hf_kvret.evaluation.prefill_clusters import (
     k_means,
     nearest,
 )
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
 
 HEADS, GROUP, DIM = 2, 2, 16
 
@@ -25,7 +27,7 @@ def _index(kind: type[PrefillClusterIndex], *parts: torch.Tensor) -> PrefillClus
     """The first part is the prompt, the others come later."""
     index = kind(ClusterConfig(clusters=32, candidate_ratio=0.1))
     index.observe(TokenBlock(parts[0], parts[0], 0))
-    index.build()
+    index.build(PagedStore(DeviceMemory(torch.device("cpu"))))
     start = parts[0].shape[2]
     for part in parts[1:]:
         index.extend(TokenBlock(part, part, start))

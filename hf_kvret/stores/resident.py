@@ -1,0 +1,146 @@
+"""ResidentStore: rows in host memory, and slots on the device for those in use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+
+from hf_kvret.block import TokenBlock
+from hf_kvret.stores.base import Store, StoreBytes
+from hf_kvret.stores.memory import HostMemory
+from hf_kvret.stores.paged import PagedStore
+from hf_kvret.stores.slots import SlotBuffer
+from hf_kvret_kernels.gather_attention import gather_attention
+from hf_kvret_kernels.paged import PagedRows
+
+
+class ResidentStore(Store):
+    """A hit/miss buffer in front of a host store (LRQK, sections 4.1 and 4.3).
+
+    Each KV head has slots on the device. A selected row that lies in a slot is read there; the
+    others are fetched over the bus, into the slots of rows that were not used for longest. With
+    more slots than a query selects, rows stay for a while after their last use. The host holds
+    every row, so nothing is written back, and the host's thread never waits.
+
+    Query heads of a group that select for themselves pool their slots. Many queries at once are
+    served in groups whose selections fit into the slots.
+
+    Args:
+        device: where queries are.
+        slots: rows for each head that selects: a count (int), or a multiple of what a query
+            selects (float).
+    """
+
+    def __init__(self, device: torch.device, slots: int | float = 1.0) -> None:
+        self.slots = slots
+        self._device = device
+        self._host = PagedStore(HostMemory(device))
+        self._buffer: SlotBuffer | None = None
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+    def append(self, block: TokenBlock) -> None:
+        self._host.append(block)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._host.paged_rows()
+        share, count = ids.shape[1] // rows.heads, max(1, ids.shape[3])
+        buffer = self._roomy_buffer(rows, share, count)
+        at_once = buffer.slots // (share * count)
+        parts = [
+            gather_attention(
+                some, buffer.rows, buffer.bring(rows, wanted), scale=scale, softcap=softcap
+            )
+            for some, wanted in zip(
+                query.split(at_once, dim=2), ids.split(at_once, dim=2), strict=True
+            )
+        ]
+        outs, lses = zip(*parts, strict=True)
+        return parts[0] if len(parts) == 1 else (torch.cat(outs, dim=2), torch.cat(lses, dim=2))
+
+    def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As every store's; rows that lie in slots are read there."""
+        if self._buffer is None:
+            return self._host.gather(ids)
+        self._cover(self._buffer)
+        places = self._buffer.find(ids)
+        near = self._buffer.rows.gather(places)
+        far = self._host.gather(ids.masked_fill(places >= 0, -1))
+        here = (places >= 0).unsqueeze(-1)
+        return torch.where(here, near[0], far[0]), torch.where(here, near[1], far[1])
+
+    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        yield from self._host.chunks(piece_len)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        self._host.reorder(rows)
+        if self._buffer is not None:
+            self._buffer.reorder(rows)
+
+    def crop(self, cold_len: int) -> None:
+        self._host.crop(cold_len)
+        if self._buffer is not None:
+            self._buffer.forget(cold_len)
+
+    def fork(self) -> Self:
+        twin = type(self)(self._device, self.slots)
+        twin._host = self._host.fork()
+        twin._buffer = None if self._buffer is None else self._buffer.fork()
+        return twin
+
+    def nbytes(self) -> StoreBytes:
+        host = self._host.nbytes()
+        slots = 0 if self._buffer is None else self._buffer.nbytes()
+        return StoreBytes(device=host.device + slots, host=host.host)
+
+    def stats(self) -> dict[str, Any]:
+        """``hits``, ``misses``, ``miss_ratio`` and ``bytes_missed`` since made or forked.
+
+        A miss is a row that was fetched; every other request is a hit, also the second one in
+        the same step for a row that was missing.
+        """
+        buffer = self._buffer
+        requests, misses = (0, 0) if buffer is None else (int(buffer.requests), int(buffer.misses))
+        return {
+            "hits": requests - misses,
+            "misses": misses,
+            "miss_ratio": misses / requests if requests else 0.0,
+            "bytes_missed": misses * (0 if buffer is None else buffer.row_bytes),
+        }
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Those of the host rows; the slots of a loaded store are empty."""
+        return self._host.state_dict()
+
+    @torch.inference_mode(False)
+    def _roomy_buffer(self, rows: PagedRows, share: int, count: int) -> SlotBuffer:
+        """The buffer, with room for ``count`` rows of each of the ``share`` heads of a KV head.
+
+        Made outside inference mode, so that it can be written to in and out of it.
+        """
+        slots = math.ceil(self.slots * count) if isinstance(self.slots, float) else self.slots
+        if slots < count:
+            raise ValueError(
+                f"slots={slots}, and a query selects {count} rows, which must fit into them: raise "
+                "slots, or pass a multiple of the budget, as slots=1.0"
+            )
+        if self._buffer is None:
+            self._buffer = SlotBuffer.empty(rows, slots * share)
+        elif self._buffer.slots < slots * share:
+            self._buffer.widen(slots * share)
+        self._cover(self._buffer)
+        return self._buffer
+
+    @torch.inference_mode(False)
+    def _cover(self, buffer: SlotBuffer) -> None:
+        buffer.cover(len(self))

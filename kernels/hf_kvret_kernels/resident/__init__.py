@@ -1,0 +1,147 @@
+"""Slots for rows in use: which token lies in which slot, and who makes room for a token to come.
+
+The bookkeeping of a hit/miss buffer (LRQK, section 4.1), without a k x k comparison and without
+the host: a table leads from a token to its slot, so one look-up tells a hit from a miss.
+
+Dimensions: B batch, H kv heads, n tokens, S slots, R requests, W = Dk + Dv.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_kvret_kernels._dispatch import choose_backend, launching_on
+from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.resident import naive
+
+__all__ = ["SlotMap", "assign", "fetch"]
+
+
+@dataclass(frozen=True, eq=False)
+class SlotMap:
+    """Which token each slot holds. All on one device, int32, changed in place by ``assign``.
+
+    Attributes:
+        table: ``[B, H, n]`` slot of every token, -1 for none; last dimension contiguous.
+        token: ``[B, H, S]`` token of every slot, -1 for none.
+        stamp: ``[B, H, S]`` ``clock`` when the slot was last asked for, -1 for never.
+        clock: ``[1]``, counts calls of ``assign``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+
+    table: torch.Tensor
+    token: torch.Tensor
+    stamp: torch.Tensor
+    clock: torch.Tensor
+
+    def __post_init__(self) -> None:
+        lead = tuple(self.table.shape[:2])
+        slots = (*lead, self.token.shape[-1])
+        shapes = {"table": (*lead, self.table.shape[-1]), "token": slots, "stamp": slots}
+        for name, shape in {**shapes, "clock": (1,)}.items():
+            tensor: torch.Tensor = getattr(self, name)
+            if tuple(tensor.shape) != shape or tensor.dtype != torch.int32:
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}: pass int32 {shape}"
+                )
+            if tensor.device != self.table.device:
+                raise ValueError(
+                    f"{name} is on {tensor.device}, table on {self.table.device}: keep all on one"
+                )
+        if self.table.stride(-1) != 1 and self.table.shape[-1] > 1:
+            raise ValueError("table must be contiguous in its last dimension")
+        if not (self.token.is_contiguous() and self.stamp.is_contiguous()):
+            raise ValueError("token and stamp must be contiguous")
+
+    @property
+    def slots(self) -> int:
+        """S."""
+        return self.token.shape[-1]
+
+
+def assign(
+    slots: SlotMap, ids: torch.Tensor, *, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give every requested token a slot; tokens that have one keep it.
+
+    A token without one takes the slot that was asked for longest ago among those that this call
+    doesn't ask for (least recently used); never-used slots come first. ``clock`` goes up by one.
+
+    Args:
+        slots: changed in place.
+        ids: ``[B, H, R]`` int32 tokens, -1 for none; may repeat. R at most S, so that there is
+            always a slot to take.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Returns:
+        ``places [B, H, R]`` int32, the slot of each request, -1 for none; and
+        ``fetched [B, H, R]`` int32, the slot that is to be filled with this request's row, -1
+        where the row is there or another request for the same token fills it.
+
+    Raises:
+        ValueError: ids of another form, or more requests than slots.
+    """
+    lead = tuple(slots.table.shape[:2])
+    if ids.ndim != 3 or tuple(ids.shape[:2]) != lead or ids.dtype != torch.int32:
+        raise ValueError(f"ids is {ids.dtype} {tuple(ids.shape)}: pass int32 [{lead[0]}, {lead[1]}, R]")
+    if ids.device != slots.table.device:
+        raise ValueError(f"ids is on {ids.device}, the slots on {slots.table.device}")
+    if ids.shape[2] > slots.slots:
+        raise ValueError(
+            f"{ids.shape[2]} requests for {slots.slots} slots: ask for fewer at a time, or make "
+            "more slots"
+        )
+    if choose_backend(backend, ids) == "naive":
+        return naive.assign(slots, ids)
+    from hf_kvret_kernels.resident import triton
+
+    with launching_on(ids):
+        return triton.assign(slots, ids)
+
+
+def fetch(
+    rows: PagedRows,
+    ids: torch.Tensor,
+    fetched: torch.Tensor,
+    buffer: torch.Tensor,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Copy the rows of missing tokens into their slots, in place.
+
+    Args:
+        rows: all rows; for ``"triton"`` in device or pinned host memory, which is read over the bus.
+        ids: ``[B, H, R]`` int32 tokens, as given to ``assign``.
+        fetched: ``[B, H, R]`` int32, what ``assign`` returned; only these rows are read.
+        buffer: ``[B, H, S, W]`` of the rows' dtype on the device of ids, contiguous: the slots.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Raises:
+        ValueError: tensors that do not fit.
+    """
+    lead = (rows.table.shape[0], rows.heads)
+    for name, tensor in (("ids", ids), ("fetched", fetched)):
+        if tuple(tensor.shape[:2]) != lead or tensor.ndim != 3 or tensor.dtype != torch.int32:
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: pass int32 [{lead[0]}, "
+                f"{lead[1]}, R]"
+            )
+    if ids.shape != fetched.shape:
+        raise ValueError(f"ids is {tuple(ids.shape)}, fetched {tuple(fetched.shape)}: must agree")
+    shape = (*lead, buffer.shape[2] if buffer.ndim == 4 else 0, rows.width)
+    if tuple(buffer.shape) != shape or buffer.dtype != rows.dtype or not buffer.is_contiguous():
+        raise ValueError(
+            f"buffer is {buffer.dtype} {tuple(buffer.shape)}: pass contiguous {rows.dtype} "
+            f"[{lead[0]}, {lead[1]}, S, {rows.width}]"
+        )
+    if choose_backend(backend, ids) == "naive":
+        naive.fetch(rows, ids, fetched, buffer)
+        return
+    from hf_kvret_kernels.resident import triton
+
+    with launching_on(ids):
+        triton.fetch(rows, ids, fetched, buffer)

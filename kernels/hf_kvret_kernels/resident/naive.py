@@ -1,0 +1,50 @@
+"""The hit/miss bookkeeping in plain torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_kvret_kernels.paged import PagedRows
+
+if TYPE_CHECKING:
+    from hf_kvret_kernels.resident import SlotMap
+
+
+def assign(slots: SlotMap, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``hf_kvret_kernels.resident.assign``."""
+    table, token, stamp, clock = slots.table, slots.token, slots.stamp, slots.clock
+    clock += 1
+    b, h, r = (ids >= 0).nonzero(as_tuple=True)
+    t = ids[b, h, r].long()
+    slot = table[b, h, t]
+    hit = slot >= 0
+    stamp[b[hit], h[hit], slot[hit].long()] = clock
+
+    bm, hm, rm, tm = b[~hit], h[~hit], r[~hit], t[~hit]
+    # Of several requests for a token, the one whose claim stands in the table fetches it.
+    claim = -2 - rm.int()
+    table[bm, hm, tm] = claim
+    first = table[bm, hm, tm] == claim
+    bm, hm, rm, tm = bm[first], hm[first], rm[first], tm[first]
+    row = bm * ids.shape[1] + hm
+    rank = torch.arange(len(row), device=row.device) - torch.searchsorted(row, row)
+    victim = stamp.argsort(dim=-1, stable=True)[bm, hm, rank]
+    old = token[bm, hm, victim].long()
+    held = old >= 0
+    table[bm[held], hm[held], old[held]] = -1
+    table[bm, hm, tm] = victim.int()
+    token[bm, hm, victim] = tm.int()
+    stamp[bm, hm, victim] = clock
+
+    places, fetched = torch.full_like(ids, -1), torch.full_like(ids, -1)
+    places[b, h, r] = table[b, h, t]
+    fetched[bm, hm, rm] = victim.int()
+    return places, fetched
+
+
+def fetch(rows: PagedRows, ids: torch.Tensor, fetched: torch.Tensor, buffer: torch.Tensor) -> None:
+    """See ``hf_kvret_kernels.resident.fetch``."""
+    b, h, r = (fetched >= 0).nonzero(as_tuple=True)
+    buffer[b, h, fetched[b, h, r].long()] = rows.take(b, h, ids[b, h, r].long())
