@@ -11,6 +11,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.index import Index
 from hf_kvret.methods.flat import FlatConfig, FlatKVCache
+from hf_kvret.methods.lrqk import LRQKCache, LRQKConfig
 from hf_kvret.methods.paris import ParisConfig, ParisKVCache
 from hf_kvret.registry import attach, register, registered_methods, restore, unregister
 from hf_kvret.stores import Store
@@ -21,6 +22,8 @@ __all__ = [
     "FlatConfig",
     "FlatKVCache",
     "Index",
+    "LRQKCache",
+    "LRQKConfig",
     "ParisConfig",
     "ParisKVCache",
     "RetrievalCache",

@@ -16,6 +16,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.compatibility import check_model, model_layers
 from hf_kvret.masks import retrieval_mask
 from hf_kvret.methods.flat import FlatKVCache
+from hf_kvret.methods.lrqk import LRQKCache
 from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret_model_patches import generation
 
@@ -23,7 +24,7 @@ from hf_kvret_model_patches import generation
 # default cache of a model that was loaded with it.
 ATTENTION_NAME = "hf_kvret"
 
-BUILT_IN: tuple[type[RetrievalCache], ...] = (FlatKVCache, ParisKVCache)
+BUILT_IN: tuple[type[RetrievalCache], ...] = (FlatKVCache, ParisKVCache, LRQKCache)
 
 _methods: dict[str, type[RetrievalCache]] = {}
 _switched: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()

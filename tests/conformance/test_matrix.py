@@ -6,6 +6,7 @@ all of these caches; the rest of the matrix is marked slow (``-m "slow or not sl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,16 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
+from hf_kvret import FlatKVCache, LRQKCache, LRQKConfig, ParisKVCache, RetrievalCache
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, conformance_cases, run_case
 from hf_kvret.testing.scenario import prompt
 
-CACHES: dict[str, type[RetrievalCache]] = {"flat": FlatKVCache, "paris": ParisKVCache}
+CACHES: dict[str, Callable[..., RetrievalCache]] = {
+    "flat": FlatKVCache,
+    "paris": ParisKVCache,
+    "lrqk": LRQKCache,
+    "lrqk_paper": partial(LRQKCache, options=LRQKConfig.paper()),
+}
 STORES = ("device", "host", "resident")
 
 # Plain rope; soft cap and sliding; sinks and experts; a linear hybrid.

@@ -1,0 +1,107 @@
+"""Options of LRQK."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+from hf_kvret.config import RetrievalConfig
+
+_RANK = 32
+_CHOICES = {
+    "factors": ("closed", "als"),
+    "proxy_dtype": ("bfloat16", "int8"),
+    "init": ("randn", "top", "topcol"),
+}
+
+
+@dataclass(frozen=True)
+class LRQKConfig(RetrievalConfig):
+    """LRQK's options beside those of every retrieval cache.
+
+    Attributes:
+        top_k: None by default: a count that grows with the length (appendix D).
+        rank: numbers of a proxy, r, at most the head dim; None: 32, or the head dim if it is less.
+        factors: ``"closed"``: the best factors there are, from Gram matrices; ``"als"``: the
+            paper's, by alternating least squares and with its updates at every step.
+        shared: with ``"closed"``, one set of proxies for the query heads of a KV head, or one for
+            each query head.
+        proxy_dtype: how proxies of keys are kept, ``"bfloat16"`` or ``"int8"``.
+        center: with ``"closed"``, leave the mean key out of what the factors have to fit. It
+            shifts all scores of a query alike.
+        recency: with ``"closed"``, weight of the newest queries against all queries seen, 0 to
+            below 1, when factors are made.
+        half_life: tokens after which a query counts half as new.
+        drift: with ``"closed"``, factors are made anew and all keys projected again when the
+            proxies' error for the newest queries has grown by this factor, and new factors lower
+            it by as much. ``inf``: never.
+        init: with ``"als"``, where it starts: ``"randn"``, ``"top"`` or ``"topcol"`` (B.6).
+        iterations: with ``"als"``, rounds of algorithms 1 and 2.
+        penalty: with ``"als"``, the four lambdas of the paper.
+        lite: with ``"als"``, newest tokens whose keys a step's query is fitted to, beside the
+            selected ones.
+        seed: of ``"randn"``.
+    """
+
+    top_k: int | float | None = None
+    rank: int | None = None
+    factors: str = "closed"
+    shared: bool = True
+    proxy_dtype: str = "bfloat16"
+    center: bool = True
+    recency: float = 0.5
+    half_life: float = 16.0
+    drift: float = 1.5
+    init: str = "randn"
+    iterations: int = 2
+    penalty: float = 1.0
+    lite: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("rank", 1), ("iterations", 1), ("lite", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if name == "rank" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: choose {' or '.join(map(repr, choices))}"
+                )
+        for name in ("shared", "center"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("recency", "half_life", "drift", "penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+        if not 0.0 <= self.recency < 1.0:
+            raise ValueError(f"recency={self.recency}: a weight from 0 to below 1")
+        if not 0.0 < self.half_life < math.inf:
+            raise ValueError(f"half_life={self.half_life}: a number of tokens above 0")
+        if not self.drift >= 1.0:
+            raise ValueError(f"drift={self.drift}: a factor of at least 1; inf never projects anew")
+        if not 0.0 < self.penalty < math.inf:
+            raise ValueError(f"penalty={self.penalty}: a number above 0")
+
+    def rank_of(self, dim: int) -> int:
+        """The rank for heads of ``dim``; ValueError where there is no such rank."""
+        if self.rank is None:
+            return min(_RANK, dim)
+        if self.rank > dim:
+            raise ValueError(
+                f"rank={self.rank} is above the head dim {dim}: a proxy has at most as many "
+                f"numbers as a key; choose 1 to {dim}, or None"
+            )
+        return self.rank
+
+    @classmethod
+    def paper(cls, **changes: Any) -> Self:
+        """The published algorithm: ALS factors for each query head, k = 2048, r = 32."""
+        return cls.from_options(**{"factors": "als", "top_k": 2048, **changes})

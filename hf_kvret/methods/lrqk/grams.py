@@ -1,0 +1,188 @@
+"""Grams: second moments of the queries and keys of a layer, which add up as tokens arrive."""
+
+from __future__ import annotations
+
+import math
+from typing import Self
+
+import torch
+
+# Queries older than this many half-lives weigh nothing in fp32.
+_MEMORY = 24
+_PENDING = 64
+
+
+class QueryGrams:
+    """Gram matrices of all queries seen, ``[B, F, D, D]`` fp32: of all alike, and of the newest.
+
+    The second one halves every ``half_life`` tokens; in it a question of a few tokens after a long
+    document is not lost. How the tokens are cut into passes makes no difference. The heads of a
+    set are made comparable first: each is scaled by the length of its first queries.
+
+    Single tokens are gathered and folded in together.
+    """
+
+    def __init__(self, sets: int, half_life: float) -> None:
+        """``sets``: F, the number of KV heads, or of query heads."""
+        self.sets = sets
+        self.half_life = half_life
+        self.steady: torch.Tensor | None = None
+        self.recent: torch.Tensor | None = None
+        self.scale: torch.Tensor | None = None
+        self._settled = False
+        self._pending: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def add(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Take in ``queries [B, Hq, q, D]``, the newest; ``valid [B, q]`` bool or None."""
+        self._pending.append((queries, valid))
+        if sum(part.shape[2] for part, _ in self._pending) >= _PENDING:
+            self.fold()
+
+    def fold(self) -> None:
+        """Bring what is pending into the matrices."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        queries = torch.cat([part for part, _ in pending], dim=2).float()
+        batch, _, count, dim = queries.shape
+        masked = any(valid is not None for _, valid in pending)
+        if masked:
+            masks = [
+                torch.ones(batch, part.shape[2], dtype=torch.bool, device=part.device)
+                if valid is None
+                else valid
+                for part, valid in pending
+            ]
+            queries = queries.masked_fill(~torch.cat(masks, dim=1)[:, None, :, None], 0.0)
+        self._set_scale(queries, masked)
+        assert self.scale is not None
+        scaled = (queries * self.scale[:, :, None, None]).view(batch, self.sets, -1, count, dim)
+        flat = scaled.flatten(2, 3)
+        steady = flat.mT @ flat
+        kept = min(count, math.ceil(_MEMORY * self.half_life))
+        age = torch.arange(kept - 1, -1, -1, device=queries.device, dtype=torch.float32)
+        weight = torch.exp2(-age / self.half_life)
+        newest = scaled[:, :, :, count - kept :]
+        recent = (newest * weight[:, None]).flatten(2, 3).mT @ newest.flatten(2, 3)
+        if self.steady is None or self.recent is None:
+            self.steady, self.recent = steady, recent
+        else:
+            self.steady = self.steady + steady
+            self.recent = self.recent * 2.0 ** (-count / self.half_life) + recent
+
+    def weighted(self, recency: float) -> torch.Tensor:
+        """``[B, F, D, D]``: both, each with trace 1, the newest with weight ``recency``."""
+        self.fold()
+        assert self.steady is not None and self.recent is not None
+        return (1.0 - recency) * _normal(self.steady) + recency * _normal(self.recent)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Batch row b becomes the old row ``rows[b]``."""
+        self.fold()
+        for name in ("steady", "recent", "scale"):
+            held = getattr(self, name)
+            setattr(self, name, None if held is None else held.index_select(0, rows))
+
+    def fork(self) -> Self:
+        """A copy; tensors are shared, as none is ever written to."""
+        twin = type(self)(self.sets, self.half_life)
+        twin.steady, twin.recent, twin.scale = self.steady, self.recent, self.scale
+        twin._settled, twin._pending = self._settled, list(self._pending)
+        return twin
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors that restore it."""
+        self.fold()
+        parts = {"steady": self.steady, "recent": self.recent, "scale": self.scale}
+        return {name: part.contiguous() for name, part in parts.items() if part is not None}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Become what was saved. KeyError names a missing tensor."""
+        self.steady, self.recent, self.scale = state["steady"], state["recent"], state["scale"]
+
+    def nbytes(self) -> int:
+        """Bytes of the matrices, and of queries that wait to join them."""
+        parts = [self.steady, self.recent, self.scale, *(part for part, _ in self._pending)]
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def _set_scale(self, queries: torch.Tensor, masked: bool) -> None:
+        """One over the root mean square of the first queries, ``[B, Hq]``; 0 while a row has none.
+
+        Never looks at the data on the host: without padding the first pass settles it.
+        """
+        if self._settled:
+            return
+        self._settled = not masked
+        length = queries.square().mean((2, 3)).sqrt()
+        scale = torch.where(length > 0, 1.0 / length.clamp(min=1e-30), 0.0)
+        self.scale = scale if self.scale is None else torch.where(self.scale > 0, self.scale, scale)
+
+
+class KeyGrams:
+    """Gram matrix, sum and count of a layer's cold keys: ``[B, Hkv, D, D]``, fp32."""
+
+    def __init__(self) -> None:
+        self.gram: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
+        self.count: torch.Tensor | None = None
+
+    def add(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Take in ``keys [B, Hkv, n, D]``; ``valid [B, n]`` bool or None."""
+        held = keys.float()
+        if valid is None:
+            count = torch.full((len(keys),), keys.shape[2], device=keys.device, dtype=torch.float32)
+        else:
+            held = held.masked_fill(~valid[:, None, :, None], 0.0)
+            count = valid.sum(1).float()
+        gram, total = held.mT @ held, held.sum(2)
+        if self.gram is None or self.total is None or self.count is None:
+            self.gram, self.total, self.count = gram, total, count
+        else:
+            self.gram, self.total = self.gram + gram, self.total + total
+            self.count = self.count + count
+
+    def matrix(self, center: bool) -> torch.Tensor:
+        """``[B, Hkv, D, D]``, of the keys less their mean with ``center``."""
+        assert self.gram is not None and self.total is not None and self.count is not None
+        if not center:
+            return self.gram
+        # The difference of two large matrices: in fp64, or nothing is left of small directions.
+        total = self.total.double()
+        outer = total.unsqueeze(-1) * total.unsqueeze(-2)
+        return self.gram.double() - outer / self.count.clamp(min=1.0)[:, None, None, None]
+
+    def mean(self) -> torch.Tensor:
+        """``[B, Hkv, D]`` fp32; 0 without keys."""
+        assert self.total is not None and self.count is not None
+        return self.total / self.count.clamp(min=1.0)[:, None, None]
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Batch row b becomes the old row ``rows[b]``."""
+        for name in ("gram", "total", "count"):
+            held = getattr(self, name)
+            setattr(self, name, None if held is None else held.index_select(0, rows))
+
+    def fork(self) -> Self:
+        """A copy; tensors are shared, as none is ever written to."""
+        twin = type(self)()
+        twin.gram, twin.total, twin.count = self.gram, self.total, self.count
+        return twin
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors that restore it."""
+        parts = {"gram": self.gram, "total": self.total, "count": self.count}
+        return {name: part.contiguous() for name, part in parts.items() if part is not None}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Become what was saved. KeyError names a missing tensor."""
+        self.gram, self.total, self.count = state["gram"], state["total"], state["count"]
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        parts = (self.gram, self.total, self.count)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def _normal(gram: torch.Tensor) -> torch.Tensor:
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return gram / trace.clamp(min=torch.finfo(gram.dtype).tiny)[..., None, None]

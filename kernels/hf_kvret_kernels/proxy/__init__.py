@@ -1,0 +1,123 @@
+"""Scores of all tokens from low-rank proxies of their keys, and the best of them.
+
+A proxy is a vector of r numbers whose inner product with a query's proxy stands for that of key
+and query (LRQK, section 4.2). Dimensions: B batch, Hq query heads, F sets of proxies (one for each
+KV head, or for each query head), H selecting heads, Q queries at once, n tokens, r rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels.proxy import naive
+
+__all__ = ["MOST_RANK", "ROW_DTYPES", "relevance", "top_k"]
+
+# A program of the Triton kernel holds whole rows of proxies.
+MOST_RANK = 256
+ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
+
+
+def relevance(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    heads: int,
+    *,
+    valid: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``[B, H, Q, n]`` fp32: how much each token matters to the queries of a selecting head.
+
+    With one query head for each selecting head it is the score; else the largest of the
+    log-softmaxes over tokens that the group's query heads give (raw scores of different heads are
+    not comparable). -inf for tokens that are not valid. Sums are fp32.
+
+    Args:
+        query: ``[B, Hq, Q, r]`` fp32 proxies of the queries, times the attention scale and, for
+            int8 rows, times each column's step.
+        rows: ``[B, F, n, r]`` proxies of the keys, bf16, fp16, fp32 or int8; tokens contiguous
+            (``stride(2) == r``, ``stride(3) == 1``). Query head h reads set ``h // (Hq // F)``.
+        heads: H, a divisor of Hq.
+        valid: ``[B, n]`` bool, any strides, or None for all valid.
+        offset: ``[B, Hq, Q]`` fp32, contiguous, added to all scores of a query before the cap; None
+            for 0. Only with a cap it makes a difference to the order.
+        softcap: ``c`` of ``c * tanh(score / c)``, or None.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_no_grad(query=query)
+    if query.ndim != 4 or query.dtype != torch.float32:
+        raise ValueError(f"query is {query.dtype} {tuple(query.shape)}: pass fp32 [B, Hq, Q, r]")
+    batch, query_heads, _, rank = query.shape
+    if rows.ndim != 4 or rows.shape[0] != batch or rows.shape[3] != rank or not rows.shape[1]:
+        raise ValueError(f"rows has shape {tuple(rows.shape)}: pass [{batch}, F, n, {rank}]")
+    if rows.dtype not in ROW_DTYPES:
+        raise ValueError(f"rows is {rows.dtype}: pass one of {ROW_DTYPES}")
+    if not 1 <= rank <= MOST_RANK:
+        raise ValueError(f"rank r is {rank}: pass proxies of 1 to {MOST_RANK} numbers")
+    one_token, one_column = rows.shape[2] <= 1, rank == 1
+    if (rows.stride(2) != rank and not one_token) or (rows.stride(3) != 1 and not one_column):
+        raise ValueError(
+            f"rows has strides {rows.stride()}: tokens must be contiguous, pass rows.contiguous()"
+        )
+    for name, count in (("rows' sets", rows.shape[1]), ("heads", heads)):
+        if count < 1 or query_heads % count:
+            raise ValueError(f"{name} are {count}: must divide the {query_heads} query heads")
+    if rows.device != query.device:
+        raise ValueError(f"rows is on {rows.device}, query on {query.device}: move one of them")
+    if valid is not None:
+        if valid.dtype != torch.bool or tuple(valid.shape) != (batch, rows.shape[2]):
+            raise ValueError(
+                f"valid is {valid.dtype} {tuple(valid.shape)}: pass bool [{batch}, {rows.shape[2]}]"
+            )
+        if valid.device != query.device:
+            raise ValueError(f"valid is on {valid.device}, query on {query.device}: move it there")
+    if offset is not None and (
+        offset.dtype != torch.float32
+        or offset.shape != query.shape[:3]
+        or offset.device != query.device
+        or not offset.is_contiguous()
+    ):
+        raise ValueError(
+            f"offset is {offset.dtype} {tuple(offset.shape)} on {offset.device}: pass contiguous "
+            f"fp32 {tuple(query.shape[:3])} on {query.device}"
+        )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    if choose_backend(backend, query) == "naive":
+        return naive.relevance(query, rows, heads, valid, offset, softcap)
+    from hf_kvret_kernels.proxy import triton_scores
+
+    with launching_on(query):
+        return triton_scores.relevance(query, rows, heads, valid, offset, softcap)
+
+
+def top_k(scores: torch.Tensor, count: int, *, backend: str = "auto") -> torch.Tensor:
+    """``[B, H, Q, count]`` int32 positions of the highest scores, in any order.
+
+    Positions that score -inf are never taken: -1 stands for those that are missing. Among equal
+    scores any may be taken.
+
+    Args:
+        scores: ``[B, H, Q, n]`` fp32 without NaN.
+        count: 1 to n.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Raises:
+        ValueError: scores of another form, or a count out of range.
+    """
+    if scores.ndim != 4 or scores.dtype != torch.float32:
+        raise ValueError(f"scores is {scores.dtype} {tuple(scores.shape)}: pass fp32 [B, H, Q, n]")
+    if not 1 <= count <= scores.shape[-1]:
+        raise ValueError(f"count={count}: 1 to {scores.shape[-1]} of {scores.shape[-1]} tokens")
+    if choose_backend(backend, scores) == "naive":
+        return naive.top_k(scores, count)
+    from hf_kvret_kernels.proxy import triton_top_k
+
+    with launching_on(scores):
+        return triton_top_k.top_k(scores, count)
