@@ -16,6 +16,7 @@ from hf_kvret.evaluation.command import DTYPES, add_eval_parser, budget, device_
 from hf_kvret.evaluation.lm_eval import add_lm_eval_parser
 from hf_kvret.evaluation.report import add_report_parser
 from hf_kvret.evaluation.tasks import TASKS
+from hf_kvret.stores import store_names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,10 +41,10 @@ def _parser() -> argparse.ArgumentParser:
         "compare full attention with retrieval caches. Needs no network.",
     )
     demo.add_argument("--context", type=int, default=16_384, help="document length in tokens")
-    demo.add_argument("--caches", default="full,flat,paris", help="comma-separated names")
+    demo.add_argument("--caches", default="full,flat,paris,lrqk", help="comma-separated names")
     demo.add_argument("--questions", type=int, default=128, help="needles asked for")
     demo.add_argument("--top-k", type=budget, default=256, help="a count, or a share like 0.04")
-    demo.add_argument("--store", default="host", help="where cold rows live: device, host, auto")
+    demo.add_argument("--store", default="host", help=f"where cold rows live: {store_names()}")
     demo.add_argument("--dtype", choices=DTYPES, default="float32")
     demo.add_argument(
         "--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu"

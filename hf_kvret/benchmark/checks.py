@@ -144,6 +144,7 @@ def covering(cache: Cache, model: PreTrainedModel, length: int) -> Cache:
     part = max(1, length // 8)
     changed = options.replace(
         top_k=1.0,
+        slots=1.0,
         dense_below=0,
         sink=min(options.sink, part),
         recent=min(options.recent, part),

@@ -48,8 +48,8 @@ class _Defaults:
 
 
 _MEASURES: tuple[tuple[type[Measure], _Defaults], ...] = (
-    (Decode, _Defaults("full,dense,static,flat,paris", "1", 32, 8, 3)),
-    (Prefill, _Defaults("full,dense,flat,paris", "1", 1, 1, 3)),
+    (Decode, _Defaults("full,dense,static,flat,paris,lrqk", "1", 32, 8, 3)),
+    (Prefill, _Defaults("full,dense,flat,paris,lrqk", "1", 1, 1, 3)),
     (Memory, _Defaults("full,static,flat,paris", "1,2", 4, 0, 1)),
 )
 

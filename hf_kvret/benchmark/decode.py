@@ -11,7 +11,7 @@ import torch
 
 from hf_kvret.benchmark.checks import CheckFailed
 from hf_kvret.benchmark.filling import feed, serving
-from hf_kvret.benchmark.floors import decode_floor, selections
+from hf_kvret.benchmark.floors import Selections, decode_floor, selections
 from hf_kvret.benchmark.graphs import GraphStep
 from hf_kvret.benchmark.measure import Bench, Measure, Turn
 from hf_kvret.benchmark.opponents import PreallocatedCache
@@ -27,11 +27,11 @@ class DecodeSample(TimedSample):
     """One round of steps.
 
     Attributes:
-        selected_rows: rows that a timed step selected, over layers, batch and heads.
+        selected: what a timed step selected.
         flushed_tokens: tokens that left the window while time was taken, summed over layers.
     """
 
-    selected_rows: float
+    selected: Selections
     flushed_tokens: int
 
 
@@ -73,20 +73,20 @@ class Decode(Measure):
                     length += 1
                     clock.mark()
                 seconds = clock.seconds()
-        rows, flushed = 0.0, 0
+        chosen, flushed = Selections(), 0
         if isinstance(cache, RetrievalCache):
             after = selections(cache)
-            if after[0] == before[0]:
+            if after.rows == before.rows:
                 raise CheckFailed(
                     f"{turn.choice.name}: {bench.steps} steps behind {turn.context} tokens "
                     "retrieved nothing; nothing was reported"
                 )
-            rows, flushed = (after[0] - before[0]) / bench.steps, after[1] - before[1]
+            chosen, flushed = after.since(before, bench.steps), int(after.cold - before.cold)
         usage = turn.usage(cache, length)
         floor = decode_floor(
-            turn.subject.weights, cache, usage, turn.batch, rows, turn.choice.on_host
+            turn.subject.weights, cache, usage, turn.batch, chosen, turn.choice.on_host
         )
-        return DecodeSample(seconds, floor, usage, rows, flushed)
+        return DecodeSample(seconds, floor, usage, chosen, flushed)
 
     def _replayed(self, turn: Turn, cache: PreallocatedCache, token: torch.Tensor) -> list[float]:
         """Seconds of steps that are replayed from a CUDA graph; the cache ends a token longer."""
@@ -107,7 +107,8 @@ class Decode(Measure):
         """Median and quartiles of a step, tokens a second, bytes held and read, the floor."""
         taken = samples[bench.subjects[0].layers]
         return timed_row(bench, cell["batch"], samples) | {
-            "selected_rows": taken[-1].selected_rows,
+            "selected_rows": taken[-1].selected.rows,
+            "bus_rows": taken[-1].selected.bus_rows,
             "flushed_tokens": sum(sample.flushed_tokens for sample in taken),
         }
 

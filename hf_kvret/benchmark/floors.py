@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.cache_utils import (
     Cache,
@@ -36,12 +36,30 @@ class Floor:
         return self.device_bytes / bandwidth.device + self.host_bytes / bandwidth.host
 
 
+class Selections(NamedTuple):
+    """Rows that retrieval layers selected, summed over layers, batch and heads.
+
+    ``bus_rows`` of them came over the bus from host memory; ``cold`` tokens are held now, summed
+    over layers. All 0 for other caches.
+    """
+
+    rows: float = 0
+    bus_rows: float = 0
+    cold: int = 0
+
+    def since(self, before: Selections, steps: int) -> Selections:
+        """What was selected since ``before``, per step of ``steps``; the tokens of now."""
+        return Selections(
+            (self.rows - before.rows) / steps, (self.bus_rows - before.bus_rows) / steps, self.cold
+        )
+
+
 def decode_floor(
     weights: WeightBytes,
     cache: Cache,
     usage: Usage,
     batch: int,
-    selected_rows: float,
+    selected: Selections,
     on_host: bool,
 ) -> Floor:
     """What a decode step reads at least, with the cache as it is now.
@@ -50,13 +68,13 @@ def decode_floor(
 
     - layers that hold keys and values: those of all tokens held, spare room left out. With
       ``on_host`` they come over the bus.
-    - retrieval layers: sink and recent tokens, what a selection reads of the index, and
-      ``selected_rows`` keys and values, from where the store is.
+    - retrieval layers: sink and recent tokens, what a selection reads of the index, and the keys
+      and values of ``selected``, over the bus or not.
     - quantized caches and all other layers: what they hold.
 
     Args:
         usage: of the same cache.
-        selected_rows: rows a step selects, summed over layers, batch and heads.
+        selected: what one step selects; the number of cold tokens is not looked at.
         on_host: the cache keeps its rows in host memory.
     """
     device = float(weights.read + batch * weights.row)
@@ -72,9 +90,8 @@ def decode_floor(
             keys, values = layer.regions.window.tokens()
             device += keys.nbytes + values.nbytes + layer.regions.index.select_nbytes()
             row = (keys.shape[3] + values.shape[3]) * keys.element_size()
-    if cache.stats()["store"] == "host":
-        return Floor(device, selected_rows * row)
-    return Floor(device + selected_rows * row, 0.0)
+    near = selected.rows - selected.bus_rows
+    return Floor(device + near * row, selected.bus_rows * row)
 
 
 def prefill_floor(weights: WeightBytes, usage: Usage, batch: int, context: int) -> Floor:
@@ -101,15 +118,14 @@ def held_bytes(layer: Any) -> int | None:
     return both if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) else None
 
 
-def selections(cache: Cache) -> tuple[int, int]:
-    """Rows that a retrieval cache selected so far, and tokens that are cold now, over its layers.
-
-    (0, 0) for other caches. Waits for the device.
-    """
+def selections(cache: Cache) -> Selections:
+    """What a cache selected so far. Waits for the device."""
     if not isinstance(cache, RetrievalCache):
-        return 0, 0
-    layers = cache.stats()["layers"]
-    return (
-        sum(layer["selected"] for layer in layers),
-        sum(layer["cold_tokens"] for layer in layers),
-    )
+        return Selections()
+    stats = cache.stats()
+    layers = stats["layers"]
+    rows = sum(layer["selected"] for layer in layers)
+    # A store that says what it missed has the other rows on the device.
+    all_over = rows if stats["store"] == "host" else 0
+    bus_rows = all_over + sum(layer.get("misses", 0) for layer in layers)
+    return Selections(rows, bus_rows, sum(layer["cold_tokens"] for layer in layers))

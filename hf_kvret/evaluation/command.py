@@ -14,6 +14,7 @@ from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.subject import load_subject
 from hf_kvret.evaluation.task import Task, run_task
 from hf_kvret.evaluation.tasks import TASKS
+from hf_kvret.stores import store_names
 
 _PICTURES = (".png", ".svg", ".pdf")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,7 +50,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--caches",
-        default="full,flat,paris",
+        default="full,flat,paris,lrqk",
         help=f"comma-separated, options after colons as paris:top_k=100:store=host; "
         f"known: {', '.join(known_caches())}",
     )
@@ -62,7 +63,7 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-k", type=budget, default=256, help="of retrieval caches: a count, or a share as 0.04"
     )
-    parser.add_argument("--store", default="device", help="of retrieval caches: device, host, auto")
+    parser.add_argument("--store", default="device", help=f"of retrieval caches: {store_names()}")
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

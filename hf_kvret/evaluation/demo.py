@@ -115,7 +115,10 @@ def _cache_maker(name: str, model: PreTrainedModel, setup: DemoSetup) -> Callabl
     known = registered_methods()
     if name not in known:
         raise ValueError(f"unknown cache {name!r}: choose among full, {', '.join(known)}")
-    return lambda: known[name](config=model.config, top_k=setup.top_k, store=setup.store)
+    options = known[name].config_class.from_options(top_k=setup.top_k, store=setup.store)
+    # A cache that can't be made is refused before the first document is read.
+    known[name](config=model.config, options=options)
+    return lambda: known[name](config=model.config, options=options)
 
 
 def _ask_all(

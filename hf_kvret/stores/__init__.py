@@ -12,13 +12,26 @@ from hf_kvret.stores.memory import DeviceMemory, HostMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.stores.resident import ResidentStore
 
-__all__ = ["STORES", "PagedStore", "ResidentStore", "Store", "StoreBytes", "StoreChoice"]
+__all__ = [
+    "STORES",
+    "PagedStore",
+    "ResidentStore",
+    "Store",
+    "StoreBytes",
+    "StoreChoice",
+    "store_names",
+]
 
 STORES: dict[str, Callable[[torch.device, RetrievalConfig], Store]] = {
     "device": lambda device, options: PagedStore(DeviceMemory(device)),
     "host": lambda device, options: PagedStore(HostMemory(device)),
     "resident": lambda device, options: ResidentStore(device, options.slots),
 }
+
+
+def store_names() -> str:
+    """Every value of the option ``store``, for messages and help."""
+    return ", ".join([*STORES, "auto"])
 
 
 class StoreChoice:
@@ -36,7 +49,7 @@ class StoreChoice:
         """
         name = options.store
         if name != "auto" and name not in STORES:
-            raise ValueError(f"store={name!r}: choose one of {', '.join(STORES)}, auto")
+            raise ValueError(f"store={name!r}: choose one of {store_names()}")
         self.name = None if name == "auto" else name
         self._options = options
         self._layers = layers

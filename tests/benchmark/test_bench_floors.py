@@ -10,7 +10,13 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache, cache_utils
 
 from hf_kvret import FlatKVCache
 from hf_kvret.benchmark.filling import feed, random_tokens, serving
-from hf_kvret.benchmark.floors import decode_floor, held_bytes, prefill_floor
+from hf_kvret.benchmark.floors import (
+    Selections,
+    decode_floor,
+    held_bytes,
+    prefill_floor,
+    selections,
+)
 from hf_kvret.benchmark.limits import byte_count, largest_batch, predict_need, shortage
 from hf_kvret.benchmark.opponents import PreallocatedCache, choose_bench_caches
 from hf_kvret.benchmark.scaling import scale, scale_rounds
@@ -46,9 +52,9 @@ def test_dense_caches_read_the_rows_of_all_tokens_and_no_spare_room(
     rows = 2 * 2 * BATCH * TOKENS * ROW
     for cache in caches:
         feed(model, cache, tokens, 0)
-        floor = decode_floor(WEIGHTS, cache, no_usage(), BATCH, 0.0, on_host=False)
+        floor = decode_floor(WEIGHTS, cache, no_usage(), BATCH, Selections(), on_host=False)
         assert (floor.device_bytes, floor.host_bytes) == (4000 + 3 * 10 + rows, 0)
-    moved = decode_floor(WEIGHTS, caches[0], no_usage(), BATCH, 0.0, on_host=True)
+    moved = decode_floor(WEIGHTS, caches[0], no_usage(), BATCH, Selections(), on_host=True)
     assert (moved.device_bytes, moved.host_bytes) == (4030, rows)
 
 
@@ -63,11 +69,35 @@ def test_retrieval_reads_window_index_and_selected_rows(model: PreTrainedModel, 
     # The keys of the 32 cold tokens, without the spare room that the index holds.
     index = 2 * 2 * BATCH * 32 * 256
     assert index < cache.memory().index
-    floor = decode_floor(WEIGHTS, cache, no_usage(), BATCH, 60.0, on_host=False)
+    chosen = Selections(60.0, 60.0 if store == "host" else 0.0)
+    floor = decode_floor(WEIGHTS, cache, no_usage(), BATCH, chosen, on_host=False)
     selected = 60 * ROW
     on_device = selected if store == "device" else 0
     assert floor.device_bytes == 4030 + window + index + on_device
     assert floor.host_bytes == selected - on_device
+
+
+@pytest.mark.parametrize("store", ["device", "host", "resident"])
+def test_rows_come_over_the_bus_from_the_host_and_where_slots_miss_them(
+    model: PreTrainedModel, store: str
+) -> None:
+    cache = FlatKVCache(
+        model.config, top_k=5, sink=4, recent=8, flush=8, dense_below=0, store=store
+    )
+    tokens = random_tokens(model, BATCH, TOKENS + 3, seed=0)
+    with serving(model, cache):
+        feed(model, cache, tokens[:, :TOKENS], 0)
+        before = selections(cache)
+        for place in range(TOKENS, TOKENS + 3):
+            feed(model, cache, tokens[:, place : place + 1], place)
+    found = selections(cache).since(before, 3)
+    rows = 2 * 2 * BATCH * 5
+    assert found.rows == rows
+    if store == "resident":
+        misses = sum(layer["misses"] for layer in cache.stats()["layers"])
+        assert 0 < misses < 3 * rows and found.bus_rows == misses / 3
+    else:
+        assert found.bus_rows == (rows if store == "host" else 0)
 
 
 @pytest.mark.skipif(not HAS_FP8, reason="transformers before 5.23 has no fp8 cache")
@@ -76,7 +106,7 @@ def test_quantized_caches_read_what_they_hold(model: PreTrainedModel) -> None:
     cache = choice.make(model.config, TOKENS)
     feed(model, cache, random_tokens(model, BATCH, TOKENS, seed=0), 0)
     assert held_bytes(cache.layers[0]) is None
-    floor = decode_floor(WEIGHTS, cache, no_usage(device=777), BATCH, 0.0, on_host=False)
+    floor = decode_floor(WEIGHTS, cache, no_usage(device=777), BATCH, Selections(), on_host=False)
     assert floor.device_bytes == 4030 + 777
 
 

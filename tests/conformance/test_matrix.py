@@ -1,7 +1,8 @@
 """Models x modes x methods x {device, host, resident}: same text and logits as full attention.
 
 By default every model runs the most telling modes and four unlike models run every mode, with
-all of these caches; the rest of the matrix is marked slow (``-m "slow or not slow"`` runs it all).
+each method and each store once; every pair of them runs the telling modes on the unlike models.
+The rest of the matrix is marked slow (``-m "slow or not slow"`` runs it all).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "lrqk_paper": partial(LRQKCache, options=LRQKConfig.paper()),
 }
 STORES = ("device", "host", "resident")
+WHOLE_PAIRS = {("flat", "device"), ("paris", "host"), ("lrqk", "resident")}
 
 # Plain rope; soft cap and sliding; sinks and experts; a linear hybrid.
 UNLIKE_MODELS = ("llama", "gemma2", "gpt_oss", "qwen3_next")
@@ -69,10 +71,12 @@ RELEASE = ".".join(transformers.__version__.split(".")[:2])
 def _matrix() -> list[Any]:
     params = []
     for case in conformance_cases():
-        by_default = case.model in UNLIKE_MODELS or case.mode in TELLING_MODES
-        marks = () if by_default else (pytest.mark.slow,)
+        unlike, telling = case.model in UNLIKE_MODELS, case.mode in TELLING_MODES
         for method in CACHES:
             for store in STORES:
+                whole = (method, store) in WHOLE_PAIRS
+                by_default = (unlike or telling) if whole else (unlike and telling)
+                marks = () if by_default else (pytest.mark.slow,)
                 name = f"{case}-{method}-{store}"
                 params.append(pytest.param(case, method, store, marks=marks, id=name))
     return params

@@ -26,18 +26,19 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 def test_every_cache_answers_and_reads_few_rows(report: dict) -> None:
     rows = {row["cache"]: row for row in report["results"]}
-    assert list(rows) == ["full", "flat", "paris"]
+    assert list(rows) == ["full", "flat", "paris", "lrqk"]
     for row in rows.values():
         # 16 questions: one may go wrong in a model that is 98% right.
         assert row["right_ratio"] >= 15 / 16
         assert row["tokens_per_second"] > 0
     assert rows["full"]["read_ratio"] == 1.0
-    for name in ("flat", "paris"):
+    for name in ("flat", "paris", "lrqk"):
         cold = 4096 - 256
         assert rows[name]["read_ratio"] == pytest.approx(64 / cold, rel=0.01)
         assert rows[name]["host_bytes"] > 0
     assert rows["flat"]["recall"] == pytest.approx(1.0)
     assert rows["paris"]["recall"] > 0.8
+    assert rows["lrqk"]["recall"] > 0.8
 
 
 @pytest.mark.slow
@@ -53,7 +54,7 @@ def test_a_long_document_is_answered_as_well_as_by_full_attention(
     rows = {row["cache"]: row for row in json.loads(file.read_text())["results"]}
     full = rows["full"]["right_ratio"]
     assert full >= 0.98
-    for name in ("flat", "paris"):
+    for name in ("flat", "paris", "lrqk"):
         assert rows[name]["right_ratio"] >= full - 0.02
         assert 0 < rows[name]["read_ratio"] <= 0.06
     assert rows["paris"]["device_bytes"] <= 0.30 * rows["paris"]["full_bytes"]
@@ -82,7 +83,7 @@ def test_paris_with_a_host_store_keeps_little_on_the_device() -> None:
     for layer in cache.retrieval_layers:
         layer.update(keys, keys)
         layer.waiting = False
-        layer.regions.take_prompt(keys.repeat_interleave(2, 1), keys, keys, None)
+        layer.regions.take_prompt(keys, keys, None)
     memory = cache.memory()
     assert memory.full_attention == 3 * 2 * 16_384 * 2 * 64 * 2
     assert memory.device <= 0.30 * memory.full_attention
@@ -92,11 +93,11 @@ def test_paris_with_a_host_store_keeps_little_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--caches", "full,parris"], "unknown cache 'parris': choose among full, flat, paris"),
+        (["--caches", "full,parris"], "unknown cache 'parris': choose among full, flat, paris, lrqk"),
         (["--context", "100"], "use at least"),
         (["--top-k", "0"], "top_k=0: a count must be at least 1"),
         (["--top-k", "1.5"], "a float is a share"),
-        (["--store", "disk"], "store='disk': choose one of device, host, auto"),
+        (["--store", "disk"], "store='disk': choose one of device, host, resident, auto"),
     ],
 )
 def test_mistakes_print_one_line(
