@@ -245,7 +245,13 @@ def test_the_common_options_are_those_of_the_code() -> None:
 def test_a_method_page_names_the_options_of_its_config(method: str) -> None:
     config = hf_kvret.registered_methods()[method].config_class
     rows = options_of(DOCS / "methods" / f"{method}.md")
-    assert set(rows) == fields(config) - fields(hf_kvret.RetrievalConfig)
+    defaults, common = config(), hf_kvret.RetrievalConfig()
+    changed = {
+        name
+        for name in fields(hf_kvret.RetrievalConfig)
+        if getattr(defaults, name) != getattr(common, name)
+    }
+    assert set(rows) == fields(config) - fields(hf_kvret.RetrievalConfig) | changed
     check_column(rows, 1, config())
     if hasattr(config, "paper"):
         assert all(len(cells) == 4 for cells in rows.values())
@@ -282,7 +288,9 @@ def test_the_list_of_models_is_that_of_the_conformance_suite() -> None:
 
 
 def test_concepts_name_the_counts_and_bytes_of_the_code(namespace: dict[str, Any]) -> None:
-    cache = hf_kvret.FlatKVCache(namespace["model"].config, top_k=8, track_recall=True)
+    cache = hf_kvret.LRQKCache(
+        namespace["model"].config, top_k=8, track_recall=True, store="resident"
+    )
     namespace["model"].generate(
         **namespace["inputs"], past_key_values=cache, max_new_tokens=2, do_sample=False
     )

@@ -50,7 +50,7 @@ class _Defaults:
 _MEASURES: tuple[tuple[type[Measure], _Defaults], ...] = (
     (Decode, _Defaults("full,dense,static,flat,paris,lrqk", "1", 32, 8, 3)),
     (Prefill, _Defaults("full,dense,flat,paris,lrqk", "1", 1, 1, 3)),
-    (Memory, _Defaults("full,static,flat,paris", "1,2", 4, 0, 1)),
+    (Memory, _Defaults("full,static,flat,paris,lrqk", "1,2", 4, 0, 1)),
 )
 
 MEASUREMENTS: dict[str, Measure] = {f"bench {measure.name}": measure() for measure, _ in _MEASURES}

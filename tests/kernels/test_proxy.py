@@ -1,0 +1,382 @@
+"""Scores from proxies against float64, and the highest of them against a stable sort."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hf_kvret_kernels import proxy
+
+INF = float("inf")
+# Of the sum of a score's products, each taken as positive. fp32 sums of 200 products, rounded or
+# cut off by tensor cores, come to a tenth of it; a query cast to 11 bits misses by more.
+SHARE_OF_SIZE = 4e-6
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_rows(*shape: int, dtype: torch.dtype, seed: int = 1, spare: int = 0) -> torch.Tensor:
+    """``[B, F, n, r]``; with ``spare`` a view of a buffer whose spare rows are poisoned."""
+    batch, sets, length, rank = shape
+    if dtype == torch.int8:
+        room = torch.full((batch, sets, length + spare, rank), -128, dtype=dtype)
+        drawn = torch.randint(-127, 128, shape, generator=generator(seed))
+    else:
+        room = torch.full((batch, sets, length + spare, rank), math.nan, dtype=dtype)
+        drawn = torch.randn(shape, generator=generator(seed))
+    room[:, :, :length] = drawn.to(dtype)
+    return room[:, :, :length]
+
+
+def random_query(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Proxies that make scores of one order of magnitude, whatever the dtype of the rows."""
+    query = torch.randn(shape, generator=generator(seed))
+    return query / 64 if dtype == torch.int8 else query
+
+
+def relevance_by_hand(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    heads: int,
+    valid: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Relevance in float64, head by head, and for each query the size of what was summed up."""
+    batch, query_heads, queries, _ = query.shape
+    sets, length = rows.shape[1:3]
+    group = query_heads // heads
+    result = torch.full((batch, heads, queries, length), -INF, dtype=torch.float64)
+    size = torch.zeros(batch, heads, queries, 1, dtype=torch.float64)
+    for b in range(batch):
+        held = torch.arange(length) if valid is None else valid[b].nonzero()[:, 0]
+        if not len(held):
+            continue
+        for head in range(query_heads):
+            key = rows[b, head // (query_heads // sets)][held].double()
+            for q in range(queries):
+                x = query[b, head, q].double()
+                shift = 0.0 if offset is None else float(offset[b, head, q])
+                scores = (key * x).sum(-1) + shift
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                summed = (key * x).abs().sum(-1).max() + (softcap or 0) + abs(shift)
+                place = (b, head // group, q)
+                size[place] = size[place].maximum(summed)
+                if group > 1:
+                    scores = scores - scores.max()
+                    scores = scores - torch.log(torch.exp(scores).sum())
+                result[place][held] = result[place][held].maximum(scores)
+    return result, size
+
+
+def check_relevance(
+    place: tuple[str, str],
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    heads: int,
+    valid: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> None:
+    backend, device = place
+    # Moving a view would lose its spare room.
+    moved = rows if device == "cpu" else moved_with_room(rows, device)
+    got = proxy.relevance(
+        query.to(device),
+        moved,
+        heads,
+        valid=None if valid is None else valid.to(device),
+        offset=None if offset is None else offset.to(device),
+        softcap=softcap,
+        backend=backend,
+    )
+    expected, size = relevance_by_hand(query, rows, heads, valid, offset, softcap)
+    assert got.shape == expected.shape and got.dtype == torch.float32 and got.device.type == device
+    got = got.cpu().double()
+    assert torch.equal(got == -INF, expected == -INF)
+    assert not got.isnan().any()
+    error = (got - expected).masked_fill(expected == -INF, 0.0).abs()
+    # The size of a score, and of the log of the sum that is taken off it.
+    assert (error <= SHARE_OF_SIZE * (size + math.log(rows.shape[2] + 1))).all(), error.max()
+
+
+def moved_with_room(rows: torch.Tensor, device: str) -> torch.Tensor:
+    room = torch.empty_strided(
+        (rows.untyped_storage().nbytes() // rows.element_size(),), (1,), dtype=rows.dtype
+    ).set_(rows.untyped_storage())
+    return room.to(device).as_strided(rows.shape, rows.stride(), rows.storage_offset())
+
+
+@pytest.mark.parametrize("dtype", proxy.ROW_DTYPES, ids=str)
+@pytest.mark.parametrize("rank", [1, 5, 32, 200])
+def test_with_a_query_head_each_it_is_the_score(
+    place: tuple[str, str], dtype: torch.dtype, rank: int
+) -> None:
+    rows = random_rows(2, 2, 77, rank, dtype=dtype, spare=19)
+    query = random_query(2, 4, 2, rank, dtype=dtype)
+    check_relevance(place, query, rows, 4)
+
+
+@pytest.mark.parametrize("dtype", proxy.ROW_DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 300])
+def test_in_a_group_it_is_the_best_share(
+    place: tuple[str, str], dtype: torch.dtype, length: int
+) -> None:
+    """Several blocks, holes, a batch row without any valid token, spare room full of NaN."""
+    rows = random_rows(3, 2, length, 24, dtype=dtype, spare=45)
+    query = random_query(3, 6, 1, 24, dtype=dtype)
+    valid = torch.rand(3, length, generator=generator(2)) < 0.7
+    valid[0, 0], valid[2] = True, False
+    check_relevance(place, query, rows, 2, valid)
+
+
+def test_the_blocks_of_a_long_text_count_together(
+    place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More blocks of scores than are added up at a time, more tokens than are compared at one."""
+    if place[0] == "triton":
+        from hf_kvret_kernels.proxy import triton_scores
+
+        monkeypatch.setattr(triton_scores, "_SUMS", 4)
+    rows = random_rows(1, 1, 2500, 6, dtype=torch.bfloat16)
+    query = random_query(1, 4, 2, 6, dtype=torch.bfloat16)
+    check_relevance(place, query, rows, 2)
+    # Some heads score hundreds in the first block, whose exponentials no fp32 holds.
+    rows[:, :, 0] *= 128
+    check_relevance(place, query, rows, 2)
+
+
+@pytest.mark.parametrize("sets, heads", [(1, 4), (2, 4), (8, 2), (8, 1), (8, 8), (4, 2), (2, 8)])
+def test_sets_and_selecting_heads_are_independent(
+    place: tuple[str, str], sets: int, heads: int
+) -> None:
+    rows = random_rows(2, sets, 40, 16, dtype=torch.bfloat16)
+    query = random_query(2, 8, 3, 16, dtype=torch.bfloat16)
+    check_relevance(place, query, rows, heads, torch.rand(2, 40, generator=generator(3)) < 0.5)
+
+
+def test_many_drafts_of_many_heads_read_one_set(place: tuple[str, str]) -> None:
+    """More readers than meet a tile of proxies at a time, and no multiple of them."""
+    rows = random_rows(1, 2, 30, 16, dtype=torch.float16)
+    check_relevance(place, random_query(1, 10, 7, 16, dtype=torch.float16), rows, 2)
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_scores_are_capped_before_they_are_compared(place: tuple[str, str], heads: int) -> None:
+    rows = random_rows(1, 2, 50, 16, dtype=torch.float32)
+    query = random_query(1, 4, 2, 16, dtype=torch.float32) * 5
+    check_relevance(place, query, rows, heads, softcap=8.0)
+
+
+@pytest.mark.parametrize("heads, softcap", [(4, None), (4, 8.0), (2, 8.0)])
+def test_an_offset_is_added_before_the_cap(
+    place: tuple[str, str], heads: int, softcap: float | None
+) -> None:
+    rows = random_rows(2, 2, 50, 16, dtype=torch.bfloat16)
+    query = random_query(2, 4, 3, 16, dtype=torch.bfloat16)
+    valid = torch.rand(2, 50, generator=generator(12)) < 0.6
+    offset = torch.randn(2, 4, 3, generator=generator(13)) * 5
+    check_relevance(place, query, rows, heads, valid, offset, softcap)
+
+
+def test_a_share_does_not_depend_on_a_constant_that_a_head_adds(place: tuple[str, str]) -> None:
+    """A head whose scores are all 300 higher would win everywhere by raw scores, and overflow."""
+    backend, device = place
+    rows = torch.zeros(1, 1, 600, 8)
+    rows[..., 0] = torch.randn(600, generator=generator(4))
+    rows[..., 1] = 1.0
+    query = torch.zeros(1, 2, 1, 8)
+    query[0, 0, 0, 0] = query[0, 1, 0, 0] = 2.0
+    rows, query = rows.to(device), query.to(device)
+    plain = proxy.relevance(query, rows, 1, backend=backend)
+    query[0, 1, 0, 1] = 300.0
+    # 300 of fp32 have a last bit of 3e-5.
+    torch.testing.assert_close(
+        proxy.relevance(query, rows, 1, backend=backend), plain, rtol=0, atol=2e-4
+    )
+
+
+def test_tokens_that_are_not_valid_may_hold_anything(place: tuple[str, str]) -> None:
+    rows = random_rows(1, 2, 70, 16, dtype=torch.bfloat16)
+    valid = torch.rand(1, 70, generator=generator(5)) < 0.6
+    rows[:, :, ~valid[0]] = math.nan
+    query = random_query(1, 4, 1, 16, dtype=torch.bfloat16)
+    check_relevance(place, query, rows, 4, valid)
+    check_relevance(place, query, rows, 2, valid)
+
+
+def test_query_rows_and_mask_may_be_strided(place: tuple[str, str]) -> None:
+    backend, device = place
+    dtype = torch.bfloat16
+    query = random_query(2, 2, 4, 8, dtype=dtype).transpose(1, 2)
+    rows = random_rows(2, 33, 2 * 21, 8, dtype=dtype)[:, ::32, :21]
+    valid = (torch.rand(2, 42, generator=generator(6)) < 0.6)[:, ::2]
+    check_relevance(place, query, rows, 2, valid)
+    shared = (torch.arange(21) % 3 > 0).expand(2, 21)
+    check_relevance(place, query, rows, 4, shared)
+    query, rows, valid = query.to(device), rows.to(device), valid.to(device)
+    strided = proxy.relevance(query, rows, 2, valid=valid, backend=backend)
+    packed = (query.contiguous(), rows.contiguous())
+    again = proxy.relevance(*packed, 2, valid=valid.contiguous(), backend=backend)
+    torch.testing.assert_close(strided, again, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_without_tokens_there_are_no_scores(place: tuple[str, str], heads: int) -> None:
+    backend, device = place
+    query = torch.zeros(1, 4, 3, 8, device=device)
+    rows = torch.zeros(1, 2, 0, 8, device=device)
+    assert proxy.relevance(query, rows, heads, backend=backend).shape == (1, heads, 3, 0)
+
+
+def test_arguments_of_relevance_that_do_not_fit_are_named() -> None:
+    query, rows = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 6, 8)
+    with pytest.raises(ValueError, match="requires gradients"):
+        proxy.relevance(query.clone().requires_grad_(), rows, 2)
+    with pytest.raises(ValueError, match=r"query is torch\.bfloat16"):
+        proxy.relevance(query.bfloat16(), rows, 2)
+    with pytest.raises(ValueError, match="rows has shape"):
+        proxy.relevance(query, rows[..., :7], 2)
+    with pytest.raises(ValueError, match="rows has shape"):
+        proxy.relevance(query, rows[:, :0], 2)
+    with pytest.raises(ValueError, match=r"rows is torch\.float64"):
+        proxy.relevance(query, rows.double(), 2)
+    with pytest.raises(ValueError, match="rank r is 257"):
+        proxy.relevance(torch.zeros(1, 4, 1, 257), torch.zeros(1, 2, 6, 257), 2)
+    with pytest.raises(ValueError, match="rank r is 0"):
+        proxy.relevance(query[..., :0], rows[..., :0], 2)
+    with pytest.raises(ValueError, match="tokens must be contiguous"):
+        proxy.relevance(query, rows[:, :, ::2], 2)
+    with pytest.raises(ValueError, match="tokens must be contiguous"):
+        proxy.relevance(query, torch.zeros(1, 2, 1, 16)[..., ::2], 2)
+    with pytest.raises(ValueError, match="sets are 3"):
+        proxy.relevance(query, torch.zeros(1, 3, 6, 8), 2)
+    with pytest.raises(ValueError, match="heads are 3"):
+        proxy.relevance(query, rows, 3)
+    with pytest.raises(ValueError, match="heads are 0"):
+        proxy.relevance(query, rows, 0)
+    with pytest.raises(ValueError, match=r"valid is torch\.uint8"):
+        proxy.relevance(query, rows, 2, valid=torch.ones(1, 6, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"pass bool \[1, 6\]"):
+        proxy.relevance(query, rows, 2, valid=torch.ones(1, 7, dtype=torch.bool))
+    with pytest.raises(ValueError, match="rows is on meta"):
+        proxy.relevance(query, rows.to("meta"), 2)
+    with pytest.raises(ValueError, match="valid is on meta"):
+        proxy.relevance(query, rows, 2, valid=torch.ones(1, 6, dtype=torch.bool, device="meta"))
+    for offset in (torch.zeros(1, 4), torch.zeros(1, 4, 1).double(), torch.zeros(1, 4, 2)[..., 1:]):
+        with pytest.raises(ValueError, match=r"offset is .* pass contiguous fp32 \(1, 4, 1\)"):
+            proxy.relevance(query, rows, 2, offset=offset)
+    with pytest.raises(ValueError, match="softcap=0"):
+        proxy.relevance(query, rows, 2, softcap=0.0)
+    with pytest.raises(ValueError, match="backend='cuda'"):
+        proxy.relevance(query, rows, 2, backend="cuda")
+
+
+def check_top_k(place: tuple[str, str], scores: torch.Tensor, count: int) -> None:
+    """Against a stable sort; where the contract leaves a choice, Triton's is the sort's."""
+    backend, device = place
+    moved = scores if device == "cpu" else moved_with_room(scores, device)
+    ids = proxy.top_k(moved, count, backend=backend)
+    assert ids.shape == (*scores.shape[:3], count) and ids.dtype == torch.int32
+    assert ids.device.type == device
+    for place_ in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
+        row, found = scores[tuple(place_)].tolist(), ids[tuple(place_)].tolist()
+        order = sorted(range(len(row)), key=lambda position: (-row[position], position))
+        best = [position for position in order if row[position] != -INF][:count]
+        if backend == "triton":
+            assert found == sorted(best) + [-1] * (count - len(best))
+        else:
+            taken = [position for position in found if position != -1]
+            assert len(set(taken)) == len(taken) == len(best)
+            assert sorted(row[position] for position in taken) == sorted(row[i] for i in best)
+
+
+@pytest.mark.parametrize(
+    "length, count",
+    [(1, 1), (37, 1), (37, 36), (37, 37), (1024, 100), (1025, 1024), (2600, 700), (2600, 2600)],
+)
+def test_the_highest_scores_are_taken(place: tuple[str, str], length: int, count: int) -> None:
+    """Spare room of +inf, rows that are steps apart, holes, and a row of holes alone."""
+    scores = torch.full((2, 2, 1, length + 3), INF)
+    scores[..., :length] = torch.randn(2, 2, 1, length, generator=generator(7)) * 100
+    scores[0, 1, :, :length][torch.rand(1, length, generator=generator(8)) < 0.5] = -INF
+    scores[1, 1, :, :length] = -INF
+    check_top_k(place, scores[..., :length], count)
+
+
+@pytest.mark.parametrize("count", [1, 9, 500, 2000])
+def test_of_equal_scores_the_right_number_is_taken(place: tuple[str, str], count: int) -> None:
+    """Few different values: the threshold lies in the middle of hundreds of equal ones."""
+    scores = torch.randint(-2, 3, (1, 2, 2, 2100), generator=generator(9)).float()
+    scores[0, 0, 0] = 1.5
+    # A score too many would be written here.
+    scores[0, 1, 1] = -INF
+    check_top_k(place, scores, count)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 9, 10, 11, 12, 18, 19])
+def test_the_order_is_that_of_the_numbers(place: tuple[str, str], count: int) -> None:
+    """Both signs and zeros, denormals, the greatest numbers and infinity."""
+    tiny, huge = 1.4e-45, torch.finfo(torch.float32).max
+    values = [
+        -0.0,
+        0.0,
+        -tiny,
+        tiny,
+        -0.0,
+        3 * tiny,
+        -huge,
+        huge,
+        INF,
+        -INF,
+        1.0,
+        -1.0,
+        1.0 + 2**-23,
+    ]
+    values += [-1.0 - 2**-23, 1e-38, -1e-38, 65504.0, INF, -0.0]
+    check_top_k(place, torch.tensor(values).view(1, 1, 1, -1), count)
+
+
+def test_neighbours_in_the_last_bit_are_told_apart(place: tuple[str, str]) -> None:
+    """1500 numbers that only the last two digits of eight bits separate, in both signs."""
+    bits = 0x40490000 + torch.randperm(1500, generator=generator(10))
+    up = bits.int().view(torch.float32)
+    scores = torch.stack([up, -up]).view(1, 2, 1, -1)
+    for count in (1, 255, 256, 257, 1499):
+        check_top_k(place, scores, count)
+
+
+def test_fewer_scores_than_wanted_leave_holes(place: tuple[str, str]) -> None:
+    scores = torch.full((1, 1, 3, 1500), -INF)
+    scores[0, 0, 0, 1300] = -torch.finfo(torch.float32).max
+    scores[0, 0, 1, [3, 1400]] = torch.tensor([-5.0, INF])
+    check_top_k(place, scores, 6)
+
+
+def test_scores_may_be_strided(place: tuple[str, str]) -> None:
+    scores = torch.randn(40, 2, 3, 2, generator=generator(11)).permute(3, 2, 1, 0)[..., ::2]
+    check_top_k(place, scores, 7)
+
+
+def test_without_queries_nothing_is_selected(place: tuple[str, str]) -> None:
+    backend, device = place
+    ids = proxy.top_k(torch.zeros(1, 2, 0, 9, device=device), 4, backend=backend)
+    assert ids.shape == (1, 2, 0, 4) and ids.dtype == torch.int32
+
+
+def test_arguments_of_top_k_that_do_not_fit_are_named() -> None:
+    scores = torch.zeros(1, 2, 1, 9)
+    with pytest.raises(ValueError, match=r"scores is torch\.float64"):
+        proxy.top_k(scores.double(), 3)
+    with pytest.raises(ValueError, match="pass fp32"):
+        proxy.top_k(scores[0], 3)
+    for count in (0, 10):
+        with pytest.raises(ValueError, match=f"count={count}: 1 to 9"):
+            proxy.top_k(scores, count)
+    with pytest.raises(ValueError, match="backend='cuda'"):
+        proxy.top_k(scores, 3, backend="cuda")
