@@ -41,7 +41,11 @@ def _parser() -> argparse.ArgumentParser:
         "compare full attention with retrieval caches. Needs no network.",
     )
     demo.add_argument("--context", type=int, default=16_384, help="document length in tokens")
-    demo.add_argument("--caches", default="full,flat,paris,lrqk", help="comma-separated names")
+    demo.add_argument(
+        "--caches",
+        default="full,flat,paris,lrqk",
+        help="comma-separated, options after colons as lrqk:rank=16:store=resident",
+    )
     demo.add_argument("--questions", type=int, default=128, help="needles asked for")
     demo.add_argument("--top-k", type=budget, default=256, help="a count, or a share like 0.04")
     demo.add_argument("--store", default="host", help=f"where cold rows live: {store_names()}")
@@ -68,6 +72,7 @@ def _demo(options: argparse.Namespace) -> int:
     from hf_kvret.evaluation.tables import (
         demo_bars,
         demo_table,
+        layer_table,
         plot_demo,
         write_json,
     )
@@ -91,6 +96,8 @@ def _demo(options: argparse.Namespace) -> int:
         f"top_k={setup.top_k}, store={setup.store}\n"
     )
     print(demo_table(results))
+    if any(row.recall_by_layer for row in results):
+        print(f"\n{layer_table(results)}")
     print(f"\n{demo_bars(results)}")
     if options.json:
         described = dataclasses.asdict(setup) | {"dtype": options.dtype, "device": options.device}

@@ -58,9 +58,24 @@ def demo_table(results: Sequence[DemoResult]) -> str:
     return markdown_table(header, rows)
 
 
+def layer_table(results: Sequence[DemoResult]) -> str:
+    """Recall of the exact top-k and attention mass by layer, for caches that retrieve."""
+    numbers = sorted({number for row in results for number in row.recall_by_layer})
+    header = ("recall / mass", *(f"layer {number}" for number in numbers))
+    rows = [
+        (
+            row.cache,
+            *(f"{row.recall_by_layer[n]:.3f} / {row.mass_by_layer[n]:.3f}" for n in numbers),
+        )
+        for row in results
+        if row.recall_by_layer
+    ]
+    return markdown_table(header, rows)
+
+
 def demo_bars(results: Sequence[DemoResult]) -> str:
     """The demo as a picture in text: answers right, and bytes on the device against full."""
-    lines = []
+    lines, width = [], max(8, *(len(row.cache) for row in results))
     for title, shares in (
         ("answers right", [row.right_ratio for row in results]),
         ("device bytes, of full K,V", [row.device_bytes / row.full_bytes for row in results]),
@@ -70,7 +85,7 @@ def demo_bars(results: Sequence[DemoResult]) -> str:
         for row, share in zip(results, shares, strict=True):
             filled = min(_BAR, round(share * _BAR))
             bar = "█" * filled + "·" * (_BAR - filled)
-            lines.append(f"  {row.cache:>8} {bar} {share:.1%}")
+            lines.append(f"  {row.cache:>{width}} {bar} {share:.1%}")
     return "\n".join(lines)
 
 

@@ -39,6 +39,10 @@ def test_every_cache_answers_and_reads_few_rows(report: dict) -> None:
     assert rows["flat"]["recall"] == pytest.approx(1.0)
     assert rows["paris"]["recall"] > 0.8
     assert rows["lrqk"]["recall"] > 0.8
+    assert rows["full"]["recall_by_layer"] == {}
+    by_layer = rows["lrqk"]["recall_by_layer"]
+    assert list(by_layer) == ["0", "1", "2"]
+    assert sum(by_layer.values()) / 3 == pytest.approx(rows["lrqk"]["recall"])
 
 
 @pytest.mark.slow
@@ -93,7 +97,7 @@ def test_paris_with_a_host_store_keeps_little_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--caches", "full,parris"], "unknown cache 'parris': choose among full, flat, paris, lrqk"),
+        (["--caches", "full,parris"], "unknown cache 'parris': choose among full,"),
         (["--context", "100"], "use at least"),
         (["--top-k", "0"], "top_k=0: a count must be at least 1"),
         (["--top-k", "1.5"], "a float is a share"),
