@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -31,6 +31,7 @@ class SlotBuffer:
     key_dim: int
     requests: torch.Tensor
     misses: torch.Tensor
+    _rows: PagedRows | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def empty(cls, rows: PagedRows, slots: int) -> Self:
@@ -59,8 +60,10 @@ class SlotBuffer:
     @property
     def rows(self) -> PagedRows:
         """The slots as rows: one page for each batch row, in which a slot is a token."""
-        pages = torch.arange(len(self.held), dtype=torch.int32, device=self.held.device)
-        return PagedRows([self.held], pages[:, None], self.key_dim)
+        if self._rows is None or self._rows.chunks[0] is not self.held:
+            pages = torch.arange(len(self.held), dtype=torch.int32, device=self.held.device)
+            self._rows = PagedRows([self.held], pages[:, None], self.key_dim)
+        return self._rows
 
     def bring(self, rows: PagedRows, ids: torch.Tensor) -> torch.Tensor:
         """Fetch what is missing of ``ids [B, H, Q, k]`` from ``rows``; returns everyone's slots.

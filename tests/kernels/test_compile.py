@@ -21,6 +21,15 @@ EXPECTED = {
     "gather_attention": {"_attend_kernel"},
     "prompt_attention": {"_attend_kernel"},
     "paged": {"_gather_kernel"},
+    "proxy": {
+        "_scores_kernel",
+        "_total_kernel",
+        "_best_share_kernel",
+        "_count_digits_kernel",
+        "_block_sums_kernel",
+        "_compact_kernel",
+    },
+    "resident": {"_assign_kernel", "_fetch_kernel"},
     "paris": {
         "_rotate_kernel",
         "_encode_kernel",
@@ -96,6 +105,33 @@ def _calls(operation: str) -> Iterator[functools.partial]:
         from hf_kvret_kernels.paged_triton import gather_rows
 
         yield functools.partial(gather_rows, rows, ids)
+    elif operation == "proxy":
+        from hf_kvret_kernels.proxy import ROW_DTYPES, triton_scores, triton_top_k
+
+        valid = torch.ones(1, 501, dtype=torch.bool)
+        for dtype in ROW_DTYPES:
+            for rank, queries, heads, softcap in ((32, 1, 8, None), (200, 9, 2, 50.0)):
+                query = torch.zeros(1, 8, queries, rank)
+                proxies = torch.zeros(1, 2, 501, rank, dtype=dtype)
+                offset = None if softcap is None else torch.zeros(1, 8, queries)
+                arguments = (query, proxies, heads, valid, offset, softcap)
+                yield functools.partial(triton_scores.relevance, *arguments)
+        yield functools.partial(triton_top_k.top_k, torch.zeros(1, 2, 1, 501), 100)
+    elif operation == "resident":
+        from hf_kvret_kernels.resident import SlotMap
+        from hf_kvret_kernels.resident import triton as resident
+
+        clock = torch.zeros(1, dtype=torch.int32)
+        for count, size in ((256, 512), (3000, 5000)):
+            wanted = torch.zeros(1, 2, count, dtype=torch.int32)
+            held = torch.zeros(1, 2, size, dtype=torch.int32)
+            slots = SlotMap(torch.zeros(1, 2, 8192).int(), held, held.clone(), clock)
+            yield functools.partial(resident.assign, slots, wanted)
+        odd = PagedRows([torch.zeros(8, 2, 64, 13)], torch.zeros(1, 8).int(), 5)
+        for source in (rows, odd):
+            buffer = torch.zeros(1, 2, 512, source.width, dtype=source.dtype)
+            arguments = (source, ids[:, :, 0], ids[:, :, 0], buffer)
+            yield functools.partial(resident.fetch, *arguments)
     elif operation == "prompt_attention":
         for queries, dim, valid in ((1, 128, None), (256, 64, torch.ones(1, 512).bool())):
             query = torch.zeros(1, 8, queries, dim, dtype=half)

@@ -49,8 +49,11 @@ def closed_form(query_gram: torch.Tensor, key_gram: torch.Tensor, rank: int) -> 
 
     The paper solves for the same optimum by alternating least squares (section 4.2), with
     penalties that keep the factors close to Q and K themselves, which nothing here needs.
+
+    Raises:
+        ValueError: a Gram that is not finite.
     """
-    g_q, g_k = query_gram.double(), key_gram.double()
+    g_q, g_k = _finite(query_gram), _finite(key_gram)
     values, vectors = torch.linalg.eigh(g_k)
     root = vectors * values.clamp(min=0.0).sqrt().unsqueeze(-2)
     squares, turns = torch.linalg.eigh(root.mT @ g_q @ root)
@@ -117,7 +120,7 @@ def alternating(
     authors' code does, because decoding starts from it. A fixed number of rounds stands for the
     paper's tolerance, which may stop earlier.
     """
-    g_q, g_k = query_gram.double(), key_gram.double()
+    g_q, g_k = _finite(query_gram), _finite(key_gram)
     a_q, a_k = query_start, key_start
     to_query = to_key = g_q.new_empty(0)
     for _ in range(iterations):
@@ -135,6 +138,16 @@ def _update(other: Sketch, basis: torch.Tensor, penalty: float) -> torch.Tensor:
     """X ``[..., D, r]`` of eq. 6: (C^T + penalty B^T)(M + penalty B B^T)^-1."""
     left = other.cross.mT + penalty * basis.mT
     return solve(other.own + penalty * basis @ basis.mT, left.mT).mT
+
+
+def _finite(gram: torch.Tensor) -> torch.Tensor:
+    if not bool(torch.isfinite(gram).all()):
+        raise ValueError(
+            "queries or keys of this layer are NaN or infinite, or too large for sums of squares in "
+            "fp32, so lrqk has no factors for them: run the model in bfloat16 or float32 rather "
+            "than float16, or use cache_implementation='paris'"
+        )
+    return gram.double()
 
 
 def solve(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -79,9 +79,10 @@ class LRQKIndex(Index):
         if not self._check or self._factors is None or self._expected is None:
             return
         self._check, drift, error = False, self.options.drift, self._error(self._factors)
-        if bool((error > drift * self._expected.clamp(min=_NEGLIGIBLE)).any()):
+        worse = error > drift * self._expected.clamp(min=_NEGLIGIBLE)
+        if bool(worse.any()):
             factors = self._fit()
-            if bool((error > drift * self._error(factors)).any()):
+            if bool((worse & (error > drift * self._error(factors))).any()):
                 self._reproject(factors, store)
             else:
                 self._expected = error

@@ -91,6 +91,5 @@ class Proxies:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Become what was saved. KeyError names a missing tensor."""
         self._rows = GrowingRows()
-        if state:
-            self._rows.append(state["rows"])
-            self.steps = state["steps"] if self.dtype == torch.int8 else None
+        self._rows.append(state["rows"])
+        self.steps = state["steps"] if self.dtype == torch.int8 else None

@@ -39,6 +39,11 @@ class SlotMap:
     clock: torch.Tensor
 
     def __post_init__(self) -> None:
+        if self.table.ndim != 3 or self.token.ndim != 3:
+            raise ValueError(
+                f"table has shape {tuple(self.table.shape)}, token {tuple(self.token.shape)}: "
+                "pass [B, H, n] and [B, H, S]"
+            )
         lead = tuple(self.table.shape[:2])
         slots = (*lead, self.token.shape[-1])
         shapes = {"table": (*lead, self.table.shape[-1]), "token": slots, "stamp": slots}
@@ -53,9 +58,15 @@ class SlotMap:
                     f"{name} is on {tensor.device}, table on {self.table.device}: keep all on one"
                 )
         if self.table.stride(-1) != 1 and self.table.shape[-1] > 1:
-            raise ValueError("table must be contiguous in its last dimension")
+            raise ValueError(
+                f"table has strides {self.table.stride()}: its last dimension must be contiguous, "
+                "pass table.contiguous()"
+            )
         if not (self.token.is_contiguous() and self.stamp.is_contiguous()):
-            raise ValueError("token and stamp must be contiguous")
+            raise ValueError(
+                f"token has strides {self.token.stride()}, stamp {self.stamp.stride()}: both must "
+                "be contiguous, pass .contiguous() of them"
+            )
 
     @property
     def slots(self) -> int:
@@ -69,12 +80,14 @@ def assign(
     """Give every requested token a slot; tokens that have one keep it.
 
     A token without one takes the slot that was asked for longest ago among those that this call
-    doesn't ask for (least recently used); never-used slots come first. ``clock`` goes up by one.
+    doesn't ask for (least recently used); never-used slots come first, of equals the lower slot.
+    So the set of slots that are taken is certain, but backends differ in which token gets which of
+    them, and in which of several requests for a token fetches it. ``clock`` goes up by one.
 
     Args:
         slots: changed in place.
-        ids: ``[B, H, R]`` int32 tokens, -1 for none; may repeat. R at most S, so that there is
-            always a slot to take.
+        ids: ``[B, H, R]`` int32 tokens below n, -1 for none; may repeat. R at most S, so that
+            there is always a slot to take.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Returns:
@@ -87,7 +100,9 @@ def assign(
     """
     lead = tuple(slots.table.shape[:2])
     if ids.ndim != 3 or tuple(ids.shape[:2]) != lead or ids.dtype != torch.int32:
-        raise ValueError(f"ids is {ids.dtype} {tuple(ids.shape)}: pass int32 [{lead[0]}, {lead[1]}, R]")
+        raise ValueError(
+            f"ids is {ids.dtype} {tuple(ids.shape)}: pass int32 [{lead[0]}, {lead[1]}, R]"
+        )
     if ids.device != slots.table.device:
         raise ValueError(f"ids is on {ids.device}, the slots on {slots.table.device}")
     if ids.shape[2] > slots.slots:
@@ -114,14 +129,16 @@ def fetch(
     """Copy the rows of missing tokens into their slots, in place.
 
     Args:
-        rows: all rows; for ``"triton"`` in device or pinned host memory, which is read over the bus.
-        ids: ``[B, H, R]`` int32 tokens, as given to ``assign``.
+        rows: all rows. ``"naive"`` needs them on the table's device; ``"triton"`` also reads
+            pinned host memory, over the bus.
+        ids: ``[B, H, R]`` int32 tokens, as given to ``assign``; H are the rows' kv heads.
         fetched: ``[B, H, R]`` int32, what ``assign`` returned; only these rows are read.
         buffer: ``[B, H, S, W]`` of the rows' dtype on the device of ids, contiguous: the slots.
+            Other slots stay as they are.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Raises:
-        ValueError: tensors that do not fit.
+        ValueError: tensors that do not fit, or rows that the backend cannot read.
     """
     lead = (rows.table.shape[0], rows.heads)
     for name, tensor in (("ids", ids), ("fetched", fetched)):
@@ -129,6 +146,12 @@ def fetch(
             raise ValueError(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}: pass int32 [{lead[0]}, "
                 f"{lead[1]}, R]"
+            )
+    for name, tensor in (("ids", ids), ("fetched", fetched), ("buffer", buffer)):
+        if tensor.device != rows.table.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, the page table on {rows.table.device}: move one of "
+                "them"
             )
     if ids.shape != fetched.shape:
         raise ValueError(f"ids is {tuple(ids.shape)}, fetched {tuple(fetched.shape)}: must agree")

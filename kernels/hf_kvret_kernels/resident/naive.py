@@ -46,5 +46,11 @@ def assign(slots: SlotMap, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 def fetch(rows: PagedRows, ids: torch.Tensor, fetched: torch.Tensor, buffer: torch.Tensor) -> None:
     """See ``hf_kvret_kernels.resident.fetch``."""
+    home = rows.chunks[0].device
+    if home != ids.device:
+        raise ValueError(
+            f"the rows lie on {home}, ids on {ids.device}: use backend='triton' with pinned rows, "
+            "or move the ids"
+        )
     b, h, r = (fetched >= 0).nonzero(as_tuple=True)
     buffer[b, h, fetched[b, h, r].long()] = rows.take(b, h, ids[b, h, r].long())

@@ -1,0 +1,373 @@
+"""What the hit/miss buffer of ``store="resident"`` saves along a long generation."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, ClassVar, Self
+
+import torch
+from tqdm import tqdm
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.contexts import describe_file, text_windows
+from hf_kvret.evaluation.plots import plot_lines
+from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.stretches import Source, greedy_source, sampling_source, text_source
+from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.evaluation.task import Task
+from hf_kvret.registry import registered_methods
+from hf_kvret.reports import MemoryReport
+
+FOLLOW = ("sample", "greedy", "text")
+_OWN = {"top_k": "--top-ks", "slots": "--slots", "store": None}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One run over a context and the tokens after it.
+
+    Attributes:
+        tokens: ``[count]`` int64 on the CPU, fed after the context.
+        choices: ``[count + 1]`` int64 on the CPU, the best token at the place of each of them and
+            at the next one.
+        layers: at the end of each stretch its end in tokens, and ``stats()["layers"]``, which
+            count from the start.
+        memory: at the end.
+        seconds: median of the steps.
+    """
+
+    tokens: torch.Tensor
+    choices: torch.Tensor
+    layers: list[tuple[int, list[dict[str, Any]]]]
+    memory: MemoryReport
+    seconds: float
+
+    @property
+    def last(self) -> list[dict[str, Any]]:
+        """What each layer counted over the whole run."""
+        return self.layers[-1][1]
+
+    def first_difference(self, other: Generation) -> int | None:
+        """The first new token, from 0, that is another or was not the best there; else None."""
+        unequal = self.choices != other.choices
+        unequal[:-1] |= self.tokens != other.tokens
+        return int(unequal.nonzero()[0]) if unequal.any() else None
+
+
+@dataclass(frozen=True)
+class Misses(Task):
+    """What the hit/miss buffer of store="resident" saves along a long generation.
+
+    Each context is read in one pass; then --new-tokens follow, one at a time, once with rows in
+    host memory alone and once for each of --slots with a buffer on the device in front of them.
+    Both must give the same tokens. A miss is a selected row that had to be fetched.
+
+        hf-kvret eval misses --text novel.txt --lengths 4K --top-ks 128,256 --caches lrqk,paris
+    """
+
+    name: ClassVar[str] = "misses"
+    summary: ClassVar[str] = "rows that a hit/miss buffer saves along a generation"
+
+    text: Path
+    lengths: tuple[int, ...]
+    count: int
+    every: int
+    top_ks: tuple[int | float, ...]
+    slots: tuple[float, ...]
+    follow: str
+    seed: int
+    # The last run without a buffer, which those with one are compared to.
+    _plain: dict[Any, Generation] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if min(self.count, self.every) < 1:
+            raise ValueError(
+                f"--new-tokens {self.count}, --every {self.every}: at least 1 token each"
+            )
+        for option, values in (("--top-ks", self.top_ks), ("--slots", self.slots)):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{option}: the same number twice in {values}")
+        for top_k in self.top_ks:
+            for slots in self.slots:
+                RetrievalConfig(top_k=top_k, slots=slots)
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        from hf_kvret.evaluation.command import lengths
+
+        parser.set_defaults(caches="lrqk,paris", top_k=None, store="resident")
+        parser.add_argument("--text", type=Path, required=True, metavar="FILE")
+        parser.add_argument("--lengths", type=lengths, default=[4096], help="tokens of a context")
+        parser.add_argument("--new-tokens", type=int, default=2000, help="after each context")
+        parser.add_argument("--every", type=int, default=100, help="tokens a point of the picture")
+        parser.add_argument(
+            "--top-ks",
+            type=_numbers,
+            default=(128, 256, 512),
+            metavar="K,K",
+            help="budgets in place of --top-k, counts or shares",
+        )
+        parser.add_argument(
+            "--slots",
+            type=_numbers,
+            default=(1.0, 2.0),
+            metavar="N,N",
+            help="rows of the buffer, as multiples of the budget",
+        )
+        parser.add_argument(
+            "--follow",
+            choices=FOLLOW,
+            default="sample",
+            help="where the new tokens come from: drawn with --seed, the best ones (small models "
+            "soon repeat themselves, and a loop hardly misses), or the text",
+        )
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        if options.top_k is not None:
+            raise ValueError(f"--top-k {options.top_k}: misses takes several, use --top-ks")
+        if options.store != "resident":
+            raise ValueError(
+                f"--store {options.store}: misses compares resident with host, leave it out"
+            )
+        return cls(
+            options.text,
+            tuple(options.lengths),
+            options.new_tokens,
+            options.every,
+            options.top_ks,
+            tuple(map(float, options.slots)),
+            options.follow,
+            options.seed,
+        )
+
+    def setup(self) -> dict[str, Any]:
+        return {
+            "text": describe_file("--text", self.text),
+            "new_tokens": self.count,
+            "every": self.every,
+            "follow": self.follow,
+            "top_k": "of each row",
+            "store": "resident beside host",
+        }
+
+    def cells(self, caches: Sequence[str]) -> list[Cell]:
+        for cache in caches:
+            _check_cache(cache)
+        # Slots come last, so that the run without a buffer is made once for all of them.
+        return [
+            {"cache": cache, "length": length, "top_k": top_k, "slots": slots}
+            for length in self.lengths
+            for cache in caches
+            for top_k in self.top_ks
+            for slots in self.slots
+        ]
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        """The numbers of one cell.
+
+        Raises:
+            ValueError: nothing was cold.
+            RuntimeError: other tokens with the buffer than without.
+        """
+        plain = self._without_buffer(cell, subject, choice)
+        changes = {"store": "resident", "slots": cell["slots"]}
+        found = self._generate(cell, subject, choice, changes)
+        place = found.first_difference(plain)
+        if place is not None:
+            raise RuntimeError(
+                f"{_label(cell)}: with the buffer another token than without it, first at new "
+                f"token {place + 1} (position {cell['length'] + place}): a store must not change "
+                "a result, so this is a bug"
+            )
+        fetched = sum(layer["bytes_missed"] for layer in found.last) / self.count
+        selected = sum(layer["bytes_fetched"] for layer in plain.last) / self.count
+        layers = [{"layer": one["layer"], "miss_ratio": one["miss_ratio"]} for one in found.last]
+        return {
+            "miss_ratio": fmean(layer["miss_ratio"] for layer in layers),
+            "layers": layers,
+            "stretches": _stretches(found.layers),
+            "equal_tokens": self.count,
+            "bus_bytes": fetched,
+            "plain_bus_bytes": selected,
+            "saved_ratio": 1 - fetched / selected,
+            "seconds": found.seconds,
+            "plain_seconds": plain.seconds,
+            "buffer_bytes": found.memory.store_device - plain.memory.store_device,
+            "full_bytes": found.memory.full_attention,
+        }
+
+    def _without_buffer(self, cell: Cell, subject: Subject, choice: CacheChoice) -> Generation:
+        key = (subject.model, *(cell[name] for name in ("cache", "length", "top_k")))
+        if key not in self._plain:
+            self._plain.clear()
+            self._plain[key] = self._generate(cell, subject, choice, {"store": "host"})
+        return self._plain[key]
+
+    def _generate(
+        self, cell: Cell, subject: Subject, choice: CacheChoice, changes: dict[str, Any]
+    ) -> Generation:
+        """Read the context and go on, with those options of the cache changed."""
+        length, known = cell["length"], self.count if self.follow == "text" else 0
+        (window,) = text_windows(subject, self.name, self.text, length, known, 1, None)
+        changed = _changed(choice, subject, top_k=cell["top_k"], **changes)
+        reader = Reader(subject.model, changed, length + self.count)
+        source = self._source(window[length:])
+        logits = reader.prefill(window[:length])[-1]
+        tokens, choices, seconds, layers = [], [logits.argmax()], [], []
+        for place in tqdm(range(self.count), leave=False, desc=_label(cell), mininterval=1):
+            tokens.append(source(logits, place))
+            before = reader.seconds
+            logits = reader.feed(tokens[-1])[-1]
+            seconds.append(reader.seconds - before)
+            choices.append(logits.argmax())
+            end = place + 1
+            if place == 0:
+                _check_selects(reader, cell)
+            # Counts lie on the device: to read them is to wait for it.
+            if end % self.every == 0 or end == self.count:
+                layers.append((end, _cache(reader).stats()["layers"]))
+        memory = _cache(reader).memory()
+        return Generation(
+            torch.cat(tokens), torch.stack(choices).cpu(), layers, memory, median(seconds)
+        )
+
+    def _source(self, rest: torch.Tensor) -> Source:
+        if self.follow == "text":
+            return text_source(rest, 1)
+        return greedy_source if self.follow == "greedy" else sampling_source(self.seed)
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        rows = []
+        for cell, found in results:
+            by_layer = [layer["miss_ratio"] for layer in found["layers"]]
+            rows.append(
+                (
+                    cell["cache"],
+                    str(cell["length"]),
+                    f"{cell['top_k']:g}",
+                    f"{cell['slots']:g}",
+                    f"{found['miss_ratio']:.1%}",
+                    f"{min(by_layer):.1%} to {max(by_layer):.1%}",
+                    f"{found['bus_bytes'] / 1e3:.1f}",
+                    f"{found['plain_bus_bytes'] / 1e3:.1f}",
+                    f"{found['saved_ratio']:.1%}",
+                    f"{1e3 * found['seconds']:.2f}",
+                    f"{1e3 * found['plain_seconds']:.2f}",
+                    f"{found['seconds'] / found['plain_seconds']:.2f}",
+                    f"{found['buffer_bytes'] / 1e6:.2f}",
+                    f"{found['buffer_bytes'] / found['full_bytes']:.1%}",
+                )
+            )
+        header = (
+            "cache",
+            "context",
+            "k",
+            "slots / k",
+            "miss ratio",
+            "by layer",
+            "kB a step",
+            "without",
+            "saved",
+            "ms a step",
+            "without",
+            "time / without",
+            "buffer MB",
+            "of full K,V",
+        )
+        return markdown_table(header, rows)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        lines: dict[str, tuple[list[float], list[float]]] = {}
+        for cell, found in results:
+            stretches = found["stretches"]
+            ends, ratios = ([one[name] for one in stretches] for name in ("end", "miss_ratio"))
+            lines[_label(cell)] = ends, ratios
+        plot_lines(
+            path,
+            lines,
+            title=f"rows fetched of rows selected, following {results.setup['follow']}",
+            x="generated tokens",
+            y="miss ratio, mean over layers",
+            low=0.0,
+        )
+
+
+def _stretches(layers: Sequence[tuple[int, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """For each stretch its ``end``, and its own ``miss_ratio``, mean over layers."""
+    before = [(0, 0)] * len(layers[0][1])
+    found = []
+    for end, stats in layers:
+        now = [(one["misses"], one["hits"] + one["misses"]) for one in stats]
+        ratios = [
+            (misses - old_misses) / (requests - old_requests)
+            for (misses, requests), (old_misses, old_requests) in zip(now, before, strict=True)
+        ]
+        found.append({"end": end, "miss_ratio": fmean(ratios)})
+        before = now
+    return found
+
+
+def _check_cache(cache: str) -> None:
+    """ValueError for a cache that doesn't retrieve, or names what this task chooses itself."""
+    name, *options = (part.strip() for part in cache.split(":"))
+    if name not in registered_methods():
+        raise ValueError(
+            f"--caches {cache}: misses is about selected rows, so name caches that retrieve: "
+            f"{', '.join(registered_methods())}"
+        )
+    for option in (part.partition("=")[0] for part in options):
+        if option in _OWN:
+            use = f"use {_OWN[option]}" if _OWN[option] else "both host and resident are run"
+            raise ValueError(
+                f"--caches {cache}: {option} is chosen by misses itself: leave it out, {use}"
+            )
+
+
+def _check_selects(reader: Reader, cell: Cell) -> None:
+    """ValueError where the first new token retrieved nothing."""
+    if not all(layer["selected"] for layer in _cache(reader).stats()["layers"]):
+        raise ValueError(
+            f"--lengths {cell['length']}: {cell['cache']} selects nothing after it; take a longer "
+            "one, or smaller regions as paris:dense_below=0:recent=64:flush=64"
+        )
+
+
+def _changed(choice: CacheChoice, subject: Subject, **changes: Any) -> CacheChoice:
+    """The cache of ``choice`` with other options."""
+    given = choice.make(subject.model.config, 1)
+    assert isinstance(given, RetrievalCache)
+    made, options = type(given), given.options.replace(**changes)
+    return CacheChoice(choice.name, lambda config, capacity: made(config=config, options=options))
+
+
+def _cache(reader: Reader) -> RetrievalCache:
+    assert isinstance(reader.cache, RetrievalCache)
+    return reader.cache
+
+
+def _label(cell: Cell) -> str:
+    return f"{cell['cache']}, {cell['length']}, k={cell['top_k']:g}, {cell['slots']:g} x k slots"
+
+
+def _numbers(text: str) -> tuple[int | float, ...]:
+    """Comma-separated numbers, for argparse."""
+    try:
+        return tuple(
+            float(part) if "." in part else int(part) for part in map(str.strip, text.split(","))
+        )
+    except ValueError:
+        message = f"{text!r} are no numbers: write them as 128,256 or 0.04,0.08"
+        raise argparse.ArgumentTypeError(message) from None

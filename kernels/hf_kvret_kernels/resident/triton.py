@@ -1,0 +1,271 @@
+"""The hit/miss bookkeeping and the copies in Triton.
+
+``assign`` is one launch, a program for each row of slots, in steps that a barrier parts: within a
+program, and only there, what one thread wrote before a barrier another may read behind it. Rows
+of slots share nothing, so no program waits for another and no atomics are needed.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvret_kernels._triton_shared import TL_DTYPES
+from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged_triton import row_pointers
+
+if TYPE_CHECKING:
+    from hf_kvret_kernels.resident import SlotMap
+
+_WARPS = 8
+# Requests or slots that a program looks at together: one to eight for each thread.
+_LEAST_BLOCK, _MOST_BLOCK = 32 * _WARPS, 2048
+# Elements that a program of the copy holds: some 16-byte loads under way in each thread.
+_TILE = 4096
+_MOST_ROWS = 64
+_NEVER = tl.constexpr(2**31 - 1)
+
+
+def assign(slots: SlotMap, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``hf_kvret_kernels.resident.assign``."""
+    batch, heads, count = ids.shape
+    places = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
+    fetched = torch.empty_like(places)
+    slots.clock.add_(1)
+    if ids.numel() == 0:
+        return places, fetched
+    victims = torch.empty_like(places)
+    _assign_kernel[(batch * heads,)](
+        ids,
+        slots.table,
+        slots.token,
+        slots.stamp,
+        slots.clock,
+        victims,
+        places,
+        fetched,
+        *ids.stride(),
+        *slots.table.stride()[:2],
+        heads,
+        count,
+        slots.slots,
+        BLOCK_R=_block(count),
+        BLOCK_S=_block(slots.slots),
+        num_warps=_WARPS,
+    )
+    return places, fetched
+
+
+def fetch(rows: PagedRows, ids: torch.Tensor, fetched: torch.Tensor, buffer: torch.Tensor) -> None:
+    """See ``hf_kvret_kernels.resident.fetch``."""
+    batch, heads, count = ids.shape
+    if ids.numel() == 0:
+        return
+    block_w = triton.next_power_of_2(rows.width)
+    block_r = max(1, min(_MOST_ROWS, _TILE // block_w))
+    _fetch_kernel[(batch * heads, triton.cdiv(count, block_r))](
+        ids,
+        fetched,
+        rows.table,
+        rows.addresses(),
+        buffer,
+        *ids.stride(),
+        *fetched.stride(),
+        *rows.table.stride(),
+        heads,
+        count,
+        buffer.shape[2],
+        PAGE_LEN=rows.page_len,
+        WIDTH=rows.width,
+        BLOCK_R=block_r,
+        BLOCK_W=block_w,
+        ALIGN=rows.alignment_bytes(),
+        DTYPE=TL_DTYPES[rows.dtype],
+    )
+
+
+def _block(size: int) -> int:
+    return max(_LEAST_BLOCK, min(_MOST_BLOCK, triton.next_power_of_2(size)))
+
+
+@triton.jit(do_not_specialize=["heads", "count", "slots"])
+def _assign_kernel(
+    ids_ptr,
+    table_ptr,
+    token_ptr,
+    stamp_ptr,
+    clock_ptr,
+    victims_ptr,
+    places_ptr,
+    fetched_ptr,
+    stride_ids_b,
+    stride_ids_h,
+    stride_ids_r,
+    stride_table_b,
+    stride_table_h,
+    heads,
+    count,
+    slots,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """One row of slots."""
+    row = tl.program_id(0).to(tl.int64)
+    b, h = row // heads, row % heads
+    ids_ptr += b * stride_ids_b + h * stride_ids_h
+    table_ptr += b * stride_table_b + h * stride_table_h
+    token_ptr += row * slots
+    stamp_ptr += row * slots
+    victims_ptr += row * count
+    places_ptr += row * count
+    fetched_ptr += row * count
+    clock = tl.load(clock_ptr)
+
+    # Hits are stamped. Misses claim their token, below the -1 of a token that has no slot; of
+    # several for one token, any claim may stand.
+    for start in range(0, count, BLOCK_R):
+        request = start + tl.arange(0, BLOCK_R)
+        ids = tl.load(ids_ptr + request * stride_ids_r, mask=request < count, other=-1)
+        slot = tl.load(table_ptr + ids, mask=ids >= 0, other=-1)
+        tl.store(stamp_ptr + slot, clock, mask=slot >= 0)
+        tl.store(table_ptr + ids, -2 - request, mask=(ids >= 0) & (slot < 0))
+    tl.debug_barrier()
+
+    # Requests whose claim stands are numbered; until it has a slot, the number is in ``fetched``.
+    missing = tl.zeros((), dtype=tl.int32)
+    for start in range(0, count, BLOCK_R):
+        request = start + tl.arange(0, BLOCK_R)
+        inside = request < count
+        ids = tl.load(ids_ptr + request * stride_ids_r, mask=inside, other=-1)
+        claim = tl.load(table_ptr + ids, mask=ids >= 0, other=-1)
+        won = (claim == -2 - request).to(tl.int32)
+        number = missing + tl.cumsum(won, axis=0) - won
+        tl.store(fetched_ptr + request, tl.where(won > 0, number, -1), mask=inside)
+        missing += tl.sum(won)
+    if missing > 0:
+        _write_victims(stamp_ptr, victims_ptr, clock, slots, missing, BLOCK_S)
+    tl.debug_barrier()
+
+    # No token that goes is asked for in this call, so its entry is no one's claim.
+    for start in range(0, count, BLOCK_R):
+        request = start + tl.arange(0, BLOCK_R)
+        number = tl.load(fetched_ptr + request, mask=request < count, other=-1)
+        won = number >= 0
+        ids = tl.load(ids_ptr + request * stride_ids_r, mask=won, other=-1)
+        slot = tl.load(victims_ptr + number, mask=won, other=-1)
+        old = tl.load(token_ptr + slot, mask=won, other=-1)
+        # Should threads hold copies of a request, all read it before one overwrites it.
+        tl.debug_barrier()
+        tl.store(table_ptr + old, -1, mask=old >= 0)
+        tl.store(table_ptr + ids, slot, mask=won)
+        tl.store(token_ptr + slot, ids, mask=won)
+        tl.store(stamp_ptr + slot, clock, mask=won)
+        tl.store(fetched_ptr + request, slot, mask=won)
+    tl.debug_barrier()
+
+    for start in range(0, count, BLOCK_R):
+        request = start + tl.arange(0, BLOCK_R)
+        inside = request < count
+        ids = tl.load(ids_ptr + request * stride_ids_r, mask=inside, other=-1)
+        slot = tl.load(table_ptr + ids, mask=ids >= 0, other=-1)
+        tl.store(places_ptr + request, slot, mask=inside)
+
+
+@triton.jit
+def _write_victims(stamp_ptr, victims_ptr, clock, slots, missing, BLOCK: tl.constexpr):
+    """The ``missing`` slots with the lowest stamps, in the order of slots; of equals, the first.
+
+    Slots of this call's hits have the stamp ``clock``, and there are enough others: requests are
+    no more than slots.
+    """
+    # The lowest stamp up to which there are enough slots, by halving -1 .. clock - 1.
+    low = tl.full((), -1, tl.int32)
+    high = clock - 1
+    while low < high:
+        middle = low + ((high - low) >> 1)
+        enough = _count_up_to(stamp_ptr, middle, slots, BLOCK) >= missing
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+    of_equal = missing - _count_up_to(stamp_ptr, high - 1, slots, BLOCK)
+
+    taken_before = tl.zeros((), dtype=tl.int32)
+    equal_before = tl.zeros((), dtype=tl.int32)
+    for start in range(0, slots, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        stamp = tl.load(stamp_ptr + slot, mask=slot < slots, other=_NEVER)
+        equal = (stamp == high).to(tl.int32)
+        equal_ahead = equal_before + tl.cumsum(equal, axis=0) - equal
+        taken = (stamp < high) | ((equal > 0) & (equal_ahead < of_equal))
+        number = taken_before + tl.cumsum(taken.to(tl.int32), axis=0) - taken.to(tl.int32)
+        # Stamps that no call of ours wrote must not lead outside the row.
+        tl.store(victims_ptr + number, slot, mask=taken & (number < missing))
+        equal_before += tl.sum(equal)
+        taken_before += tl.sum(taken.to(tl.int32))
+
+
+@triton.jit
+def _count_up_to(stamp_ptr, bound, slots, BLOCK: tl.constexpr):
+    """How many stamps are at most ``bound``."""
+    found = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, slots, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        stamp = tl.load(stamp_ptr + slot, mask=slot < slots, other=_NEVER)
+        found += (stamp <= bound).to(tl.int32)
+    return tl.sum(found)
+
+
+@triton.jit(do_not_specialize=["heads", "count", "slots"])
+def _fetch_kernel(
+    ids_ptr,
+    fetched_ptr,
+    table,
+    page_address,
+    buffer,
+    stride_ids_b,
+    stride_ids_h,
+    stride_ids_r,
+    stride_fetched_b,
+    stride_fetched_h,
+    stride_fetched_r,
+    stride_table_b,
+    stride_table,
+    heads,
+    count,
+    slots,
+    PAGE_LEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    ALIGN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """A few requests of one row of slots; whole rows are copied."""
+    row = tl.program_id(0).to(tl.int64)
+    b, h = row // heads, row % heads
+    request = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    fetched_row = fetched_ptr + b * stride_fetched_b + h * stride_fetched_h
+    slot = tl.load(fetched_row + request * stride_fetched_r, mask=request < count, other=-1)
+    wanted = slot >= 0
+    ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h
+    ids = tl.load(ids_row + request * stride_ids_r, mask=wanted, other=0)
+    sources = row_pointers(
+        ids,
+        wanted,
+        h,
+        table + b * stride_table_b,
+        stride_table,
+        page_address,
+        PAGE_LEN,
+        WIDTH,
+        DTYPE,
+    )
+    sources = tl.multiple_of(sources[:, None], (ALIGN, ALIGN))
+    columns = tl.arange(0, BLOCK_W)
+    mask = wanted[:, None] & (columns < WIDTH)[None, :]
+    tile = tl.load(sources + columns[None, :], mask=mask)
+    targets = buffer + (row * slots + slot)[:, None] * WIDTH
+    tl.store(targets + columns[None, :], tile, mask=mask)

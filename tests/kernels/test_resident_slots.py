@@ -1,0 +1,259 @@
+"""Who gets which slot, against a slow LRU of plain loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret_kernels.resident import SlotMap, assign
+
+Place = tuple[str, str]
+# What stands in table columns that no token leads to; as a slot it would crash.
+GARBAGE = 10**9
+
+
+def empty_map(
+    device: str, tokens: int, slots: int, lead: tuple[int, int] = (1, 1), spare: int = 0
+) -> SlotMap:
+    """No token has a slot; with ``spare`` the table is a view of a buffer that ends in garbage."""
+    room = torch.full((*lead, tokens + spare), GARBAGE, dtype=torch.int32, device=device)
+    room[..., :tokens] = -1
+    token = torch.full((*lead, slots), -1, dtype=torch.int32, device=device)
+    clock = torch.zeros(1, dtype=torch.int32, device=device)
+    return SlotMap(room[..., :tokens], token, token.clone(), clock)
+
+
+def requests(device: str, *rows: list[int]) -> torch.Tensor:
+    """``[1, H, R]``, a head for each of ``rows``."""
+    return torch.tensor([rows], dtype=torch.int32, device=device)
+
+
+def random_requests(
+    place: Place, lead: tuple[int, int], tokens: int, count: int, seed: int, holes: float = 0.15
+) -> torch.Tensor:
+    """Tokens that repeat, more often low ones, with holes."""
+    generator = torch.Generator().manual_seed(seed)
+    share = torch.rand(*lead, count, generator=generator) ** 2
+    ids = (share * tokens).int().clamp(max=tokens - 1)
+    ids[torch.rand(ids.shape, generator=generator) < holes] = -1
+    return ids.to(place[1])
+
+
+class SlowLru:
+    """For each row of slots the call in which a token was last asked for, as a dictionary."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.last_use: dict[tuple[int, int], dict[int, int]] = {}
+
+    def check(self, place: Place, slots: SlotMap, ids: torch.Tensor) -> torch.Tensor:
+        """Call ``assign`` and look at all it promises; returns ``fetched``."""
+        before_token, before_stamp = slots.token.tolist(), slots.stamp.tolist()
+        places, fetched = assign(slots, ids, backend=place[0])
+        self.calls += 1
+        assert slots.clock.tolist() == [self.calls]
+        for result in (places, fetched):
+            assert result.dtype == torch.int32
+            assert result.shape == ids.shape
+            assert result.device == ids.device
+        state = [x.tolist() for x in (ids, places, fetched, slots.table, slots.token, slots.stamp)]
+        for b in range(ids.shape[0]):
+            for h in range(ids.shape[1]):
+                before = (before_token[b][h], before_stamp[b][h])
+                self._check_row((b, h), before, *(values[b][h] for values in state))
+        return fetched
+
+    def _check_row(
+        self,
+        row: tuple[int, int],
+        before: tuple[list[int], list[int]],
+        ids: list[int],
+        places: list[int],
+        fetched: list[int],
+        table: list[int],
+        token: list[int],
+        stamp: list[int],
+    ) -> None:
+        used = self.last_use.setdefault(row, {})
+        wanted = {t for t in ids if t >= 0}
+        missing = wanted - used.keys()
+        old_token, old_stamp = before
+
+        # Each missing token is fetched by one request, into its slot.
+        by = [(t, slot) for t, slot in zip(ids, fetched, strict=True) if slot >= 0]
+        assert sorted(t for t, _ in by) == sorted(missing)
+        assert all(token[slot] == t for t, slot in by)
+        # The slots of lowest stamp make room, the first among equals, never one that is asked for.
+        others = [s for s in range(len(token)) if old_token[s] not in wanted]
+        order = sorted(others, key=lambda s: (old_stamp[s], s))
+        assert {slot for _, slot in by} == set(order[: len(missing)])
+        # What goes was used before all that stays.
+        gone = {old_token[slot] for _, slot in by} - {-1}
+        stays = used.keys() - gone - wanted
+        assert max((used[t] for t in gone), default=0) <= min(
+            (used[t] for t in stays), default=self.calls
+        )
+        for t in gone:
+            del used[t]
+        used.update(dict.fromkeys(wanted, self.calls))
+
+        # Table and tokens lead to each other, and everyone got the place of its token.
+        assert {t: s for t, s in enumerate(table) if s >= 0} == {
+            t: s for s, t in enumerate(token) if t >= 0
+        }
+        assert min(table, default=-1) >= -1
+        assert {t for t in token if t >= 0} == used.keys()
+        assert [used.get(t, -1) for t in token] == stamp
+        assert places == [table[t] if t >= 0 else -1 for t in ids]
+
+
+def test_random_walks_keep_every_promise(place: Place) -> None:
+    lead = (1, 2)
+    slots, lru = empty_map(place[1], 61, 23, lead, spare=3), SlowLru()
+    for step in range(200):
+        count = (1, 23, 16, 7)[step % 4]
+        lru.check(place, slots, random_requests(place, lead, 61, count, seed=step))
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (5, 5), (256, 257), (300, 511)])
+def test_sizes_around_a_block(place: Place, count: int, size: int) -> None:
+    slots, lru = empty_map(place[1], 3 * size, size, (3, 1)), SlowLru()
+    for step in range(4):
+        lru.check(place, slots, random_requests(place, (3, 1), 3 * size, count, seed=step))
+
+
+def test_more_requests_and_slots_than_a_block_holds(place: Place) -> None:
+    slots, lru = empty_map(place[1], 9000, 5000), SlowLru()
+    for step, count in enumerate((5000, 4500, 2049, 5000)):
+        lru.check(place, slots, random_requests(place, (1, 1), 9000, count, seed=step))
+
+
+def test_requests_for_one_token_in_different_blocks_fetch_it_once(place: Place) -> None:
+    slots, lru = empty_map(place[1], 5000, 4200), SlowLru()
+    ids = torch.arange(4200, dtype=torch.int32, device=place[1]) % 7 + 4990
+    fetched = lru.check(place, slots, ids.view(1, 1, -1))
+    assert (fetched >= 0).sum() == 7
+    assert (lru.check(place, slots, ids.view(1, 1, -1)) == -1).all()
+
+
+def test_all_slots_are_exchanged_and_come_back(place: Place) -> None:
+    slots, lru = empty_map(place[1], 12, 4), SlowLru()
+    for start in (0, 4, 8, 0):
+        fetched = lru.check(place, slots, requests(place[1], list(range(start, start + 4))))
+        assert sorted(fetched.flatten().tolist()) == [0, 1, 2, 3]
+
+
+def test_a_token_asked_for_again_stays_longer(place: Place) -> None:
+    slots, lru = empty_map(place[1], 9, 3), SlowLru()
+    for t in (0, 1, 2, 0, 5, 0, 6):
+        lru.check(place, slots, requests(place[1], [t]))
+    assert set(slots.token.flatten().tolist()) == {0, 5, 6}
+
+
+def test_slots_of_a_full_row_are_taken_only_as_far_as_they_are_not_asked_for(place: Place) -> None:
+    slots, lru = empty_map(place[1], 9, 3), SlowLru()
+    lru.check(place, slots, requests(place[1], [4, 5, 6]))
+    places = slots.table[0, 0, [4, 6]].tolist()
+    lru.check(place, slots, requests(place[1], [6, 7, 4]))
+    assert slots.table[0, 0, [4, 6]].tolist() == places
+    assert slots.table[0, 0, 5] == -1
+
+
+def test_freed_slots_are_taken_before_used_ones(place: Place) -> None:
+    slots, lru = empty_map(place[1], 20, 4), SlowLru()
+    for t in (10, 3, 11, 4):
+        lru.check(place, slots, requests(place[1], [t]))
+    # As a crop does it: tokens from 11 on are no more.
+    freed = int(slots.table[0, 0, 11])
+    slots.token[0, 0, freed] = slots.stamp[0, 0, freed] = slots.table[0, 0, 11] = -1
+    del lru.last_use[0, 0][11]
+    fetched = lru.check(place, slots, requests(place[1], [12]))
+    assert fetched.item() == freed
+
+
+def test_rows_share_nothing(place: Place) -> None:
+    slots, lru = empty_map(place[1], 9, 4, (1, 3)), SlowLru()
+    lru.check(place, slots, requests(place[1], [0, 1, 2], [-1, -1, -1], [2, 2, 2]))
+    fetched = lru.check(place, slots, requests(place[1], [0, 2, 2], [0, 2, -1], [-1, -1, 8]))
+    assert [(row >= 0).sum().item() for row in fetched[0]] == [0, 2, 1]
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_no_request_at_all_moves_only_the_clock(place: Place, count: int) -> None:
+    slots, lru = empty_map(place[1], 9, 4), SlowLru()
+    lru.check(place, slots, requests(place[1], [1, 2]))
+    ids = torch.full((1, 1, count), -1, dtype=torch.int32, device=place[1])
+    fetched = lru.check(place, slots, ids)
+    assert (fetched == -1).all()
+
+
+def test_no_token_at_all(place: Place) -> None:
+    slots, lru = empty_map(place[1], 0, 4, (2, 1)), SlowLru()
+    lru.check(place, slots, torch.full((2, 1, 4), -1, dtype=torch.int32, device=place[1]))
+
+
+def test_strided_requests_and_spare_room_beside_the_table(place: Place) -> None:
+    lead = (2, 3)
+    # A table whose heads lie outermost, so that none of its strides follows from its shape.
+    room = torch.full((3, 2, 40), GARBAGE, dtype=torch.int32, device=place[1])
+    room[..., :31] = -1
+    like, lru = empty_map(place[1], 31, 8, lead), SlowLru()
+    slots = SlotMap(room.transpose(0, 1)[..., :31], like.token, like.stamp, like.clock)
+    for step in range(4):
+        wide = random_requests(place, (3, 2), 31, 16, seed=step)
+        lru.check(place, slots, wide.transpose(0, 1)[..., ::2])
+    assert (room[..., 31:] == GARBAGE).all()
+
+
+def test_late_clocks_are_counted_on(place: Place) -> None:
+    slots = empty_map(place[1], 9, 4)
+    slots.clock.fill_(2**31 - 10)
+    for t in (0, 1, 2, 3, 0, 4):
+        assign(slots, requests(place[1], [t]), backend=place[0])
+    assert set(slots.token.flatten().tolist()) == {0, 2, 3, 4}
+    assert slots.stamp.max().item() == 2**31 - 4
+
+
+INTS = torch.full((1, 2, 6), -1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"table": INTS[0]}, r"pass \[B, H, n\] and \[B, H, S\]"),
+        ({"token": INTS[0, 0]}, r"pass \[B, H, n\] and \[B, H, S\]"),
+        ({"table": INTS.long()}, "table is torch.int64"),
+        ({"token": INTS[:, :1]}, r"token is torch.int32 \(1, 1, 6\): pass int32 \(1, 2, 6\)"),
+        ({"stamp": INTS[..., :5]}, r"stamp is .* pass int32 \(1, 2, 6\)"),
+        ({"clock": INTS[0, 0]}, r"clock is .* pass int32 \(1,\)"),
+        ({"stamp": INTS.to("meta")}, "stamp is on meta, table on cpu"),
+        ({"table": torch.cat([INTS, INTS], 2)[..., ::2]}, "table has strides"),
+        ({"token": INTS.mT.contiguous().mT}, "must be contiguous"),
+    ],
+)
+def test_mistakes_in_slot_maps_are_refused(change: dict[str, torch.Tensor], message: str) -> None:
+    clock = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        SlotMap(**{"table": INTS, "token": INTS, "stamp": INTS, "clock": clock, **change})
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        (INTS.long(), {}, r"ids is torch.int64 .* pass int32 \[1, 2, R\]"),
+        (INTS[:, :1], {}, r"pass int32 \[1, 2, R\]"),
+        (INTS[:, :, 0], {}, r"pass int32 \[1, 2, R\]"),
+        (INTS.to("meta"), {}, "ids is on meta, the slots on cpu"),
+        (torch.cat([INTS, INTS], 2), {}, "12 requests for 6 slots: ask for fewer"),
+        (INTS, {"backend": "x"}, "choose one"),
+    ],
+)
+def test_mistakes_in_requests_are_refused_and_change_nothing(
+    ids: torch.Tensor, options: dict[str, Any], message: str
+) -> None:
+    slots = empty_map("cpu", 9, 6, (1, 2))
+    with pytest.raises(ValueError, match=message):
+        assign(slots, ids, **options)
+    assert slots.clock.item() == 0
