@@ -4,6 +4,7 @@ from hf_kvret.evaluation.task import Task
 from hf_kvret.evaluation.tasks.agreement import Agreement
 from hf_kvret.evaluation.tasks.longbench import LongBench
 from hf_kvret.evaluation.tasks.longgen import LongGeneration
+from hf_kvret.evaluation.tasks.lrqk_factors import LRQKFactors
 from hf_kvret.evaluation.tasks.misses import Misses
 from hf_kvret.evaluation.tasks.multiturn import MultiTurn
 from hf_kvret.evaluation.tasks.niah import NeedleInHaystack
@@ -23,5 +24,6 @@ TASKS: dict[str, type[Task]] = {
         LongGeneration,
         Misses,
         ParisAblation,
+        LRQKFactors,
     )
 }

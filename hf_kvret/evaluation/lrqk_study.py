@@ -1,0 +1,305 @@
+"""LRQK's factors on the queries and keys of a real layer: what they miss, what they select.
+
+A text is read once by a cache that keeps all queries and keys. What stands for the scores, see
+``lrqk_variants``, is judged against the exact ones. Dimensions: Hq query heads, Hkv
+KV heads, F sets of factors (one of both), l tokens, N queries that select, D head dim, r rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.reader import Reader
+from hf_kvret.layer import RetrievalLayer
+from hf_kvret.methods.flat.index import FlatIndex
+from hf_kvret.methods.lrqk.factors import Factors
+from hf_kvret.recall import exact_scores, group_relevance
+
+
+class RecordingIndex(FlatIndex):
+    """Selects exactly, and keeps what it is shown; for one text that is read without a crop.
+
+    Attributes:
+        queries, keys: one ``[B, H, q, D]`` for each forward pass.
+        scale, softcap: of the scores; known after the first selection.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries: list[torch.Tensor] = []
+        self.keys: list[torch.Tensor] = []
+        self.scale = 1.0
+        self.softcap: float | None = None
+
+    def watch(
+        self, queries: torch.Tensor, keys: torch.Tensor, start: int, valid: torch.Tensor | None
+    ) -> None:
+        self.queries.append(queries)
+        self.keys.append(keys)
+
+    def select(
+        self,
+        query: torch.Tensor,
+        budget: int,
+        valid: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        self.scale, self.softcap = scale, softcap
+        return super().select(query, budget, valid, scale, softcap)
+
+
+class RecordingCache(RetrievalCache):
+    """Attends to everything and records all queries and keys."""
+
+    name: ClassVar[str] = "recording"
+    config_class: ClassVar[type[RetrievalConfig]] = RetrievalConfig
+
+    @classmethod
+    def make_index(cls, options: Any, layer: int) -> RecordingIndex:
+        """A new, empty index; the same for every layer."""
+        return RecordingIndex()
+
+
+def read_layers(model: PreTrainedModel, tokens: torch.Tensor, last: int) -> list[LayerStudy]:
+    """Queries and keys of every retrieval layer while the model reads ``tokens [l]``.
+
+    ``last`` is N. All but the last token come in one pass; the last one comes alone, because a
+    selection is what tells how scores are scaled. Attention is exact for both.
+    """
+    # Nothing is left out of the selection, so that what the last token sees is exact too.
+    options = RetrievalConfig(top_k=1.0, sink=0, recent=1, flush=1, dense_below=0, store="device")
+    choice = CacheChoice(
+        "recording", lambda config, capacity: RecordingCache(config=config, options=options)
+    )
+    reader = Reader(model, choice, len(tokens))
+    with tqdm(total=1, desc=f"reading {len(tokens)} tokens", leave=False) as bar:
+        reader.prefill(tokens[:-1])
+        reader.feed(tokens[-1:])
+        bar.update()
+    studies = []
+    for number, layer in enumerate(reader.cache.layers):
+        if isinstance(layer, RetrievalLayer) and layer.regions is not None:
+            index = layer.regions.index
+            assert isinstance(index, RecordingIndex)
+            queries, keys = (
+                torch.cat(parts, dim=2)[0].float() for parts in (index.queries, index.keys)
+            )
+            studies.append(LayerStudy(number, queries, keys, index.scale, index.softcap, last))
+    return studies
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How good a variant is on one layer; means over heads, and queries where it selects.
+
+    Attributes:
+        errors: of each query head, the relative Frobenius error of the scores of all queries with
+            all keys, ``sqrt(|S - S'|^2 / |S|^2)``.
+        centered_errors: the same after each query's mean score was taken from S and S', which the
+            softmax doesn't see.
+        recall: share of the exact top-k that was selected, for the last queries.
+        mass, best_mass: share of the attention mass on the selected tokens, and on the exact top-k.
+        numbers: that proxies keep for a token and KV head.
+    """
+
+    errors: tuple[float, ...]
+    centered_errors: tuple[float, ...]
+    recall: float
+    mass: float
+    best_mass: float
+    numbers: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, with ``error`` and ``centered_error``, the means over heads."""
+        return {
+            "error": sum(self.errors) / len(self.errors),
+            "centered_error": sum(self.centered_errors) / len(self.centered_errors),
+            "recall": self.recall,
+            "mass": self.mass,
+            "best_mass": self.best_mass,
+            "numbers": self.numbers,
+            "errors": list(self.errors),
+            "centered_errors": list(self.centered_errors),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Approximation:
+    """What stands for the scores.
+
+    Attributes:
+        dots: ``[Hq, N, l]`` fp32, for inner products of the last queries and all keys.
+        error, centered_error: ``[Hq]`` fp64 shares of the squared scores of all queries and keys
+            that are missed; the second after each query's mean score was taken away.
+        numbers: see ``Quality``.
+    """
+
+    dots: torch.Tensor
+    error: torch.Tensor
+    centered_error: torch.Tensor
+    numbers: int
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStudy:
+    """Queries ``[Hq, l, D]`` and keys ``[Hkv, l, D]`` of a layer, fp32, post-RoPE.
+
+    The last ``last`` queries select, each among the tokens before it. ``scale`` and ``softcap`` are
+    those of the layer's scores.
+    """
+
+    layer: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    scale: float
+    softcap: float | None
+    last: int
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        return self.keys.shape[-1]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.queries.shape[0] // self.keys.shape[0]
+
+    @property
+    def asking(self) -> torch.Tensor:
+        """The last queries, ``[Hq, N, D]``."""
+        return self.queries[:, -self.last :]
+
+    @cached_property
+    def query_gram(self) -> torch.Tensor:
+        """``[Hq, D, D]`` fp64, of all queries alike."""
+        return gram(self.queries)
+
+    @cached_property
+    def key_gram(self) -> torch.Tensor:
+        """``[Hq, D, D]`` fp64, of each query head's keys."""
+        return self.spread(gram(self.keys))
+
+    @cached_property
+    def centered_key_gram(self) -> torch.Tensor:
+        """The same, of the keys less their mean."""
+        keys = self.keys.double()
+        return self.spread(gram(keys - keys.mean(1, keepdim=True)))
+
+    @cached_property
+    def decomposition(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """SVD of Q K^T, fp64, by way of QR: of the scores themselves, no Gram is squared.
+
+        The last rows of Q's basis ``[Hq, N, D]``, what makes Q of the basis ``[Hq, D, D]``, the
+        left singular vectors in the basis ``[Hq, D, *]``, and the singular values ``[Hq, *]``.
+        """
+        basis, triangle = torch.linalg.qr(self.queries.double())
+        other = self.spread(torch.linalg.qr(self.keys.double(), mode="r").R)
+        left, singular, _ = torch.linalg.svd(triangle @ other.mT, full_matrices=False)
+        return basis[:, -self.last :].clone(), triangle, left, singular
+
+    def spread(self, parts: torch.Tensor) -> torch.Tensor:
+        """``[Hq, ...]``: what each query head has of ``parts [F, ...]``."""
+        return parts.repeat_interleave(self.queries.shape[0] // parts.shape[0], dim=0)
+
+    def judge(self, found: Approximation, top_k: int) -> Quality:
+        """Errors, and the top-k by the approximation against the exact one."""
+        heads = self.keys.shape[0]
+        exact, likely = self._logits(self._exact_dots()), self._logits(found.dots)
+        best = group_relevance(exact[None], heads)[0].topk(top_k, dim=-1).indices
+        chosen = group_relevance(likely[None], heads)[0].topk(top_k, dim=-1).indices
+        marks = torch.zeros(
+            *chosen.shape[:2], exact.shape[-1], dtype=torch.bool, device=best.device
+        )
+        marks.scatter_(-1, chosen, True)
+        shares = exact.softmax(dim=-1)
+        return Quality(
+            tuple(found.error.sqrt().tolist()),
+            tuple(found.centered_error.sqrt().tolist()),
+            float(marks.gather(-1, best).float().mean()),
+            float(shares.gather(-1, self.spread(chosen)).sum(-1).mean()),
+            float(shares.gather(-1, self.spread(best)).sum(-1).mean()),
+            found.numbers,
+        )
+
+    def _exact_dots(self) -> torch.Tensor:
+        return exact_scores(self.asking[None], self.keys[None], 1.0)[0]
+
+    def _logits(self, dots: torch.Tensor) -> torch.Tensor:
+        """Scaled, capped, and -inf from a query's own token on, ``[Hq, N, l]`` fp32."""
+        scores = dots * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        places = torch.arange(dots.shape[-1], device=dots.device)
+        return scores.masked_fill(places >= places[-self.last :, None], float("-inf"))
+
+    def by_factors(self, factors: Factors, center: bool = False) -> Approximation:
+        """With maps ``[F, D, r]`` and proxies kept as they are, fp32."""
+        mapped = Factors(self.spread(factors.to_query), self.spread(factors.to_key))
+        centered = mapped.error(self.query_gram, self.centered_key_gram)
+        if center:
+            # The mean key's part of a score is exact: only the rest can be missed.
+            error = centered * (self.query_gram * self.centered_key_gram).sum((-2, -1))
+            error = error / (self.query_gram * self.key_gram).sum((-2, -1))
+        else:
+            error = mapped.error(self.query_gram, self.key_gram)
+        mean = self.mean_key(center)
+        return self._approximation(factors, self.project(factors, mean), mean, error, centered)
+
+    def by_rows(self, factors: Factors, rows: torch.Tensor, mean: torch.Tensor) -> Approximation:
+        """With any ``rows [F, l, r]`` for proxies of the keys less ``mean``, rounded ones too.
+
+        What they miss of the scores is ``Q R^T`` with ``R = K - mean - rows to_query^T``.
+        """
+        sets = rows.shape[0]
+        keys = self._of_sets(self.keys.double() - mean, sets)
+        left = keys - rows.double() @ factors.to_query.double().mT
+        whole = (self.query_gram * self.key_gram).sum((-2, -1))
+        centered_whole = (self.query_gram * self.centered_key_gram).sum((-2, -1))
+        error = (self.query_gram * self.spread(gram(left))).sum((-2, -1)) / whole
+        left = left - left.mean(1, keepdim=True)
+        centered = (self.query_gram * self.spread(gram(left))).sum((-2, -1)) / centered_whole
+        return self._approximation(factors, rows, mean, error, centered)
+
+    def mean_key(self, center: bool) -> torch.Tensor:
+        """``[Hkv, 1, D]`` fp32, of the whole text; 0 without ``center``."""
+        mean = self.keys.mean(1, keepdim=True)
+        return mean if center else torch.zeros_like(mean)
+
+    def project(self, factors: Factors, mean: torch.Tensor) -> torch.Tensor:
+        """Proxies ``[F, l, r]`` fp32 of the keys less ``mean [Hkv, 1, D]``."""
+        return self._of_sets(self.keys - mean, factors.to_key.shape[0]) @ factors.to_key
+
+    def _of_sets(self, keys: torch.Tensor, sets: int) -> torch.Tensor:
+        return keys.repeat_interleave(sets // keys.shape[0], dim=0)
+
+    def _approximation(
+        self,
+        factors: Factors,
+        rows: torch.Tensor,
+        mean: torch.Tensor,
+        error: torch.Tensor,
+        centered: torch.Tensor,
+    ) -> Approximation:
+        asking = self.asking @ self.spread(factors.to_query)
+        dots = asking @ self.spread(rows).mT
+        # The part that centered proxies leave out: the same for all tokens, but a cap bends it.
+        dots = dots + self.asking @ self.spread(mean).mT
+        numbers = rows.shape[0] // self.keys.shape[0] * rows.shape[-1]
+        return Approximation(dots, error.clamp(min=0.0), centered.clamp(min=0.0), numbers)
+
+
+def gram(rows: torch.Tensor) -> torch.Tensor:
+    """``X^T X`` in fp64 of ``rows [..., l, D]``."""
+    rows = rows.double()
+    return rows.mT @ rows
