@@ -143,8 +143,8 @@ def _update(other: Sketch, basis: torch.Tensor, penalty: float) -> torch.Tensor:
 def _finite(gram: torch.Tensor) -> torch.Tensor:
     if not bool(torch.isfinite(gram).all()):
         raise ValueError(
-            "queries or keys of this layer are NaN or infinite, or too large for sums of squares in "
-            "fp32, so lrqk has no factors for them: run the model in bfloat16 or float32 rather "
+            "queries or keys of this layer are NaN or infinite, or too large for sums of squares "
+            "in fp32, so lrqk has no factors for them: run the model in bfloat16 or float32 rather "
             "than float16, or use cache_implementation='paris'"
         )
     return gram.double()

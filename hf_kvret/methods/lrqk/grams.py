@@ -16,8 +16,8 @@ class QueryGrams:
     """Gram matrices of all queries seen, ``[B, F, D, D]`` fp32: of all alike, and of the newest.
 
     The second one halves every ``half_life`` tokens; in it a question of a few tokens after a long
-    document is not lost. How the tokens are cut into passes makes no difference. The heads of a
-    set are made comparable first: each is scaled by the length of its first queries.
+    document is not lost. The heads of a set are made comparable first: each is scaled by
+    the length of its first queries. How the tokens are cut into passes makes no other difference.
 
     Single tokens are gathered and folded in together.
     """
@@ -150,6 +150,15 @@ class KeyGrams:
         total = self.total.double()
         outer = total.unsqueeze(-1) * total.unsqueeze(-2)
         return self.gram.double() - outer / self.count.clamp(min=1.0)[:, None, None, None]
+
+    def spread(self, to_key: torch.Tensor, center: bool) -> torch.Tensor:
+        """``[B, F, 1, r]`` fp32 root mean square of the proxies that ``to_key`` makes of keys."""
+        assert self.count is not None
+        gram = self.matrix(center).double()
+        gram = gram.repeat_interleave(to_key.shape[1] // gram.shape[1], dim=1)
+        squares = (to_key.double() * (gram @ to_key.double())).sum(-2, keepdim=True)
+        count = self.count.clamp(min=1.0)[:, None, None, None]
+        return (squares.clamp(min=0.0) / count).sqrt().float()
 
     def mean(self) -> torch.Tensor:
         """``[B, Hkv, D]`` fp32; 0 without keys."""

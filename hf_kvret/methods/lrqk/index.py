@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
@@ -43,6 +44,8 @@ class LRQKIndex(Index):
         # The error for the newest queries when it was last looked at, [B, F].
         self._expected: torch.Tensor | None = None
         self._partial = self._check = False
+        # Queries since the keys were projected anew, on which drafts alone might call for it.
+        self._since = math.inf
         self._reprojections = self._reprojected_rows = 0
 
     def watch(
@@ -58,6 +61,7 @@ class LRQKIndex(Index):
             self._queries = QueryGrams(sets, self.options.half_life)
         self._queries.add(queries, valid)
         self._check |= queries.shape[2] > 1
+        self._since += queries.shape[2]
 
     def observe(self, block: TokenBlock) -> None:
         self._take(block)
@@ -78,7 +82,10 @@ class LRQKIndex(Index):
         """
         if not self._check or self._factors is None or self._expected is None:
             return
-        self._check, drift, error = False, self.options.drift, self._error(self._factors)
+        self._check = False
+        if self._since < 2 * self.options.half_life:
+            return
+        drift, error = self.options.drift, self._error(self._factors)
         worse = error > drift * self._expected.clamp(min=_NEGLIGIBLE)
         if bool(worse.any()):
             factors = self._fit()
@@ -138,7 +145,7 @@ class LRQKIndex(Index):
         twin._keys, twin._proxies = self._keys.fork(), self._proxies.fork()
         twin._queries = None if self._queries is None else self._queries.fork()
         twin._set_fitted(self._fitted())
-        twin._partial, twin._check = self._partial, self._check
+        twin._partial, twin._check, twin._since = self._partial, self._check, self._since
         return twin
 
     def nbytes(self) -> int:
@@ -170,7 +177,7 @@ class LRQKIndex(Index):
         if self._queries is not None:
             parts["queries"] = self._queries.state_dict()
         state = {f"{part}.{name}": x for part, found in parts.items() for name, x in found.items()}
-        flags = torch.tensor([self._partial, self._check])
+        flags = torch.tensor([self._partial, self._check, self._since], dtype=torch.float64)
         return state | {name: x.contiguous() for name, x in self._fitted().items()} | {"due": flags}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -186,7 +193,8 @@ class LRQKIndex(Index):
         sets = self._factors.to_query.shape[1]
         self._queries = QueryGrams(sets, self.options.half_life)
         self._queries.load_state_dict(part("queries."))
-        self._partial, self._check = state["due"].tolist()
+        partial, check, self._since = state["due"].tolist()
+        self._partial, self._check = bool(partial), bool(check)
 
     def _take(self, block: TokenBlock) -> None:
         self._keys.add(block.keys, block.valid)
@@ -218,6 +226,7 @@ class LRQKIndex(Index):
 
     def _reproject(self, factors: Factors, store: Store) -> None:
         self._adopt(factors, (keys for _, keys, _ in store.chunks()))
+        self._since = 0.0
         self._reprojections += 1
         self._reprojected_rows += len(store) * self._proxies.rows.shape[0] * self._heads()
 
@@ -225,7 +234,8 @@ class LRQKIndex(Index):
         """Use ``factors`` from now on, with proxies of ``keys``, which are all there are."""
         mean = self._keys.mean()
         self._mean = mean if self.options.center else torch.zeros_like(mean)
-        self._proxies.replace(self._project(factors, self._mean, keys))
+        spread = self._keys.spread(factors.to_key, self.options.center)
+        self._proxies.replace(self._project(factors, self._mean, keys), spread)
         self._factors, self._expected = factors, self._error(factors)
         self._partial = False
 

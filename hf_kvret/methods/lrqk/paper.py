@@ -31,19 +31,22 @@ class PaperLRQKIndex(Index):
 
     Departures: the factors come from Gram matrices, with the same result (see ``alternating``); a
     prompt is factorized when the first token after it is decoded, so that it may come in
-    pieces; a pass of several tokens takes their steps one after the other.
+    pieces; a pass of several tokens takes their steps one after the other; of a prompt's tokens
+    that are in the window then, all but the newest ``max(lite, max_draft)`` get the proxies of
+    algorithm 2's first guess, when they leave it.
     """
 
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
-        chance = torch.Generator().manual_seed(options.seed)
-        drawn = chance if STARTS[options.init].random else None
-        self._moments = {name: Moments(drawn) for name in _MOMENTS}
+        self._chance = torch.Generator().manual_seed(options.seed)
+        self._moments = {name: Moments(STARTS[options.init].random) for name in _MOMENTS}
         self._proxies = Proxies(options.proxy_dtype)
         self._waiting = WaitingTokens(max(options.lite, options.max_draft))
         self._bases: Bases | None = None
         self._selected: torch.Tensor | None = None
         self._seen: Seen | None = None
+        # Of the newest pass, which select is about.
+        self._valid: torch.Tensor | None = None
 
     def watch(
         self,
@@ -53,13 +56,14 @@ class PaperLRQKIndex(Index):
         valid: torch.Tensor | None,
     ) -> None:
         rank = self.options.rank_of(keys.shape[-1])
+        self._valid = valid
         if valid is not None:
             # Rows of zeros add nothing to any product below, so padding takes no part.
             queries, keys = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (queries, keys))
         if self._bases is None:
             group = queries.shape[1] // keys.shape[1]
-            self._moments["queries"].add(queries, rank)
-            self._moments["keys"].add(keys.repeat_interleave(group, dim=1), rank)
+            self._moments["queries"].add(queries, rank, self._chance)
+            self._moments["keys"].add(keys.repeat_interleave(group, dim=1), rank, self._chance)
         self._waiting.add(keys, start, self._bases)
 
     def observe(self, block: TokenBlock) -> None:
@@ -75,7 +79,7 @@ class PaperLRQKIndex(Index):
         self._bases = Bases(found.query_basis, found.key_basis)
         self._waiting.start(found.to_key)
         self._proxies.replace(_project(found.to_key, store))
-        self._moments = {name: Moments(None) for name in _MOMENTS}
+        self._moments = {name: Moments(False) for name in _MOMENTS}
 
     def extend(self, block: TokenBlock) -> None:
         if self._bases is not None:
@@ -107,6 +111,9 @@ class PaperLRQKIndex(Index):
         if self._bases is None:
             raise RuntimeError("the index is empty: watch, observe and build first")
         options, count = self.options, query.shape[2]
+        if self._valid is not None:
+            # Neither query nor key of padding moves the bases.
+            query = query.masked_fill(~self._valid[:, None, :, None], 0.0)
         keys = self._waiting.newest(count, query.shape[1])
         of_queries, of_keys, bases = [], [], self._bases
         for number in range(count):
@@ -147,6 +154,7 @@ class PaperLRQKIndex(Index):
 
     def fork(self) -> Self:
         twin = type(self)(self.options)
+        twin._chance.set_state(self._chance.get_state())
         twin._moments = {name: moments.fork() for name, moments in self._moments.items()}
         twin._proxies, twin._waiting = self._proxies.fork(), self._waiting.fork()
         twin._bases, twin._selected = self._bases, self._selected
@@ -173,6 +181,7 @@ class PaperLRQKIndex(Index):
         parts: dict[str, dict[str, torch.Tensor]] = {"waiting": self._waiting.state_dict()}
         if self._bases is None:
             parts |= {name: moments.sums for name, moments in self._moments.items()}
+            parts["chance"] = {"state": self._chance.get_state()}
         else:
             parts["proxies"] = self._proxies.state_dict()
             parts["bases"] = {"query": self._bases.query, "key": self._bases.key}
@@ -190,13 +199,15 @@ class PaperLRQKIndex(Index):
                 name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
             }
 
-        self._waiting.load_state_dict(part("waiting."))
-        if "bases.query" in state:
+        built = any(name.startswith("bases.") for name in state)
+        self._waiting.load_state_dict(part("waiting."), built)
+        if built:
             self._bases = Bases(state["bases.query"], state["bases.key"])
             self._proxies.load_state_dict(part("proxies."))
         else:
             for name, moments in self._moments.items():
-                moments.sums = part(f"{name}.")
+                moments.load_state_dict(part(f"{name}."))
+            self._chance.set_state(state["chance.state"].cpu())
         self._selected = state.get("selected.ids")
 
 

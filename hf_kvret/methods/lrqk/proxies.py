@@ -11,6 +11,8 @@ from hf_kvret.growing import GrowingRows
 
 DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 _MOST = 127.0
+# In root mean squares, where int8 ends at the latest.
+_WIDEST = 8.0
 
 
 class Proxies:
@@ -35,13 +37,19 @@ class Proxies:
         """View ``[B, F, n, r]``."""
         return self._rows.rows
 
-    def replace(self, pieces: Iterable[torch.Tensor]) -> None:
-        """Start anew with ``pieces`` of fp32 rows, ``[B, F, *, r]`` each, at least one."""
+    def replace(self, pieces: Iterable[torch.Tensor], spread: torch.Tensor | None = None) -> None:
+        """Start anew with ``pieces`` of fp32 rows, ``[B, F, *, r]`` each, at least one.
+
+        ``spread [B, F, 1, r]``: root mean square of each column over the tokens that count. With
+        it, int8 clamps what is far beyond, so that padding or a freak key doesn't coarsen all.
+        """
         # In bf16 meanwhile: what int8 saves in the end it doesn't need to save while it is made.
         rows = torch.cat([piece.bfloat16() for piece in pieces], dim=2)
         self._rows = GrowingRows()
         if self.dtype == torch.int8:
-            largest = rows.float().abs().amax(dim=2, keepdim=True)
+            largest = rows.float().nan_to_num_(nan=0.0).abs().amax(dim=2, keepdim=True)
+            if spread is not None:
+                largest = torch.minimum(largest, _WIDEST * spread)
             self.steps = largest.clamp(min=1e-30) / _MOST
         self.append(rows)
 
@@ -49,7 +57,7 @@ class Proxies:
         """Add ``rows [B, F, m, r]`` of any floating type."""
         if self.dtype == torch.int8:
             assert self.steps is not None
-            rows = (rows.float() / self.steps).round_().clamp_(-_MOST, _MOST)
+            rows = (rows.float() / self.steps).round_().clamp_(-_MOST, _MOST).nan_to_num_(nan=0.0)
         self._rows.append(rows.to(self.dtype))
 
     def weigh(self, query: torch.Tensor) -> torch.Tensor:

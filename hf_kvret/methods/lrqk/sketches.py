@@ -13,21 +13,21 @@ from hf_kvret.methods.lrqk.factors import Sketch
 class Moments:
     """Running sums over the rows of Q, or of K, of each query head, fp32.
 
-    ``gram [B, Hq, D, D]``, ``sizes [B, Hq, D]`` (L1 norms of the columns, eq. 23), and with a
-    generator the products of a random A ~ N(0, 1) with the rows and with itself (eq. 22).
+    ``gram [B, Hq, D, D]``, ``sizes [B, Hq, D]`` (L1 norms of the columns, eq. 23), and with
+    ``random`` the products of a random A ~ N(0, 1) with the rows and with itself (eq. 22).
     """
 
-    def __init__(self, generator: torch.Generator | None) -> None:
-        self._generator = generator
+    def __init__(self, random: bool) -> None:
+        self.random = random
         self.sums: dict[str, torch.Tensor] = {}
 
-    def add(self, rows: torch.Tensor, rank: int) -> None:
-        """Take in ``rows [B, Hq, n, D]``, zeros where there is padding; r of a random A."""
+    def add(self, rows: torch.Tensor, rank: int, chance: torch.Generator) -> None:
+        """Take in ``rows [B, Hq, n, D]``, zeros where there is padding; r columns of a random A."""
         rows = rows.float()
         sums = {"gram": rows.mT @ rows, "sizes": rows.abs().sum(2)}
-        if self._generator is not None:
+        if self.random:
             shape = (*rows.shape[:3], rank)
-            start = torch.randn(shape, generator=self._generator).to(rows.device)
+            start = torch.randn(shape, generator=chance).to(rows.device)
             start = start * (rows != 0).any(-1, keepdim=True)
             sums |= {"cross": start.mT @ rows, "own": start.mT @ start}
         self.sums = {name: self.sums[name] + x for name, x in sums.items()} if self.sums else sums
@@ -49,9 +49,14 @@ class Moments:
 
     def fork(self) -> Self:
         """A copy; tensors are shared, as none is ever written to."""
-        twin = type(self)(self._generator)
+        twin = type(self)(self.random)
         twin.sums = dict(self.sums)
         return twin
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Have these sums. KeyError names a missing one."""
+        names = ("gram", "sizes", "cross", "own") if self.random else ("gram", "sizes")
+        self.sums = {name: state[name] for name in names}
 
     def nbytes(self) -> int:
         """Bytes of all sums."""

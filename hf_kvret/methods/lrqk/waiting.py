@@ -28,7 +28,8 @@ class WaitingTokens:
 
     def add(self, keys: torch.Tensor, start: int, bases: Bases | None) -> None:
         """Take in ``keys [B, Hkv, q, D]`` from slot ``start`` on; what was there is forgotten."""
-        old, kept = self.keys, self._count - max(0, self.end - start)
+        # A deep crop drops more than is held.
+        old, kept = self.keys, max(0, self._count - max(0, self.end - start))
         held = keys if old is None else torch.cat([old[:, :, :kept], keys], dim=2)
         if bases is None:
             # Not a view, which would keep all keys of a prompt alive.
@@ -106,10 +107,10 @@ class WaitingTokens:
         counts = {"end": torch.tensor([self.end, self._passed])}
         return counts | {name: x for name, x in parts.items() if x is not None}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Become what was saved. KeyError names a missing tensor."""
+    def load_state_dict(self, state: dict[str, torch.Tensor], started: bool) -> None:
+        """Become what was saved, before or after ``start``. KeyError names a missing tensor."""
         self.end, self._passed = state["end"].tolist()
-        self.keys, self.proxies = state["keys"], state.get("proxies")
+        self.keys, self.proxies = state["keys"], state["proxies"] if started else None
 
     @property
     def _count(self) -> int:

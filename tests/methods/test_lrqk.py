@@ -1,0 +1,335 @@
+"""LRQKIndex: its selection apart from the output, upkeep of the factors, and its books."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from hf_kvret import LRQKConfig, TokenBlock
+from hf_kvret.methods.flat import FlatIndex
+from hf_kvret.methods.lrqk import LRQKIndex
+from hf_kvret.recall import measure_recall
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+
+HEADS, GROUP, DIM = 2, 3, 32
+SCALE = 2 / math.sqrt(DIM)
+
+
+class GuardedStore(PagedStore):
+    """A store that may be told to let nobody read."""
+
+    closed = False
+
+    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        assert not self.closed, "keys were read from the store"
+        return super().chunks(piece_len)
+
+
+class Held(NamedTuple):
+    """A filled index with its store."""
+
+    index: LRQKIndex
+    store: GuardedStore
+
+    def see(self, queries: torch.Tensor) -> None:
+        """A pass of new tokens, which stay in the window."""
+        start, keys = len(self.store) + 100, torch.zeros_like(queries[:, :HEADS])
+        self.index.watch(queries, keys, start, None)
+        self.index.refresh(self.store)
+
+    def flush(self, keys: torch.Tensor) -> None:
+        """Some tokens leave the window."""
+        block = TokenBlock(keys, keys, len(self.store))
+        self.store.append(block)
+        self.index.extend(block)
+
+    def recall(self, query: torch.Tensor, budget: int = 20) -> float:
+        """Overlap with exact top-k."""
+        valid = torch.ones(len(query), len(self.store), dtype=torch.bool)
+        ids = self.index.select(query, budget, valid, SCALE)
+        return measure_recall(query, ids, self.store, valid, SCALE).overlap
+
+
+def _options(**changes: Any) -> LRQKConfig:
+    return LRQKConfig.from_options(**{"rank": 12, **changes})
+
+
+def _fill(
+    options: LRQKConfig,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    valid: torch.Tensor | None = None,
+    cuts: tuple[int, ...] = (),
+) -> Held:
+    index, store = LRQKIndex(options), GuardedStore(DeviceMemory(torch.device("cpu")))
+    for start, end in zip((0, *cuts), (*cuts, keys.shape[2]), strict=True):
+        mask = None if valid is None else valid[:, start:end]
+        block = TokenBlock(keys[:, :, start:end], keys[:, :, start:end], start, mask)
+        index.watch(queries[:, :, start:end], block.keys, start, mask)
+        store.append(block)
+        index.observe(block)
+    index.build(store)
+    return Held(index, store)
+
+
+def _normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _tokens(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys with a spectrum that falls off, as those of real heads do."""
+    slope = torch.logspace(0.3, -0.9, DIM)
+    queries = _normal(seed, batch, HEADS * GROUP, count, DIM) * slope
+    return queries, _normal(seed + 1, batch, HEADS, count, DIM) * slope * 2
+
+
+def _ragged(batch: int, count: int) -> torch.Tensor:
+    valid = torch.ones(batch, count, dtype=torch.bool)
+    valid[-1, : count // 2] = False
+    valid[0, count // 3 : count // 3 + count // 10] = False
+    return valid
+
+
+def _by_hand(
+    index: LRQKIndex, query: torch.Tensor, budget: int, valid: torch.Tensor, softcap: float | None
+) -> list[set[int]]:
+    """The best slots by the index's own proxies, in fp64, one query at a time."""
+    factors, mean = index._factors, index._mean
+    assert factors is not None and mean is not None
+    rows = index._proxies.values(index._proxies.rows).double()
+    answer = []
+    for b in range(len(query)):
+        for h in range(HEADS):
+            for t in range(query.shape[2]):
+                best = torch.full((rows.shape[2],), float("-inf"), dtype=torch.float64)
+                for head in range(h * GROUP, (h + 1) * GROUP):
+                    q = query[b, head, t].double()
+                    number = head * rows.shape[1] // query.shape[1]
+                    scores = rows[b, number] @ (q @ factors.to_query[b, number].double())
+                    scores = (scores + q @ mean[b, h].double()) * SCALE
+                    if softcap is not None:
+                        scores = softcap * torch.tanh(scores / softcap)
+                    shares = scores.masked_fill(~valid[b], float("-inf")).log_softmax(0)
+                    best = torch.maximum(best, shares.nan_to_num(nan=float("-inf")))
+                count = min(budget, int(valid[b].sum()))
+                answer.append(set(best.topk(count).indices.tolist()))
+    return answer
+
+
+def _sets(ids: torch.Tensor) -> list[set[int]]:
+    rows = [row[row >= 0].tolist() for row in ids.flatten(0, 2)]
+    assert all(len(set(row)) == len(row) for row in rows), "a slot twice"
+    return [set(row) for row in rows]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("budget", [1, 25, 120])
+def test_the_selection_is_the_top_k_of_its_own_proxies(
+    budget: int, shared: bool, proxy_dtype: str, softcap: float | None
+) -> None:
+    queries, keys = _tokens(120)
+    keys = keys + 2 * _normal(7, 2, HEADS, 1, DIM)
+    valid = _ragged(2, 120)
+    options = _options(shared=shared, proxy_dtype=proxy_dtype)
+    index = _fill(options, queries, keys, valid, cuts=(80,)).index
+    query = _tokens(3, seed=5)[0]
+    ids = index.select(query, budget, valid, SCALE, softcap)
+    assert ids.shape == (2, HEADS, 3, budget) and ids.dtype == torch.int32
+    assert _sets(ids) == _by_hand(index, query, budget, valid, softcap)
+
+
+@pytest.mark.parametrize("options", [{}, {"shared": False}, {"proxy_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("held", [1, 3, 200])
+def test_a_budget_for_all_selects_exactly_the_valid_tokens(held: int, options: dict) -> None:
+    queries, keys = _tokens(held, batch=3)
+    valid = _ragged(3, held)
+    valid[1] = False
+    valid[1, -1] = True
+    index = _fill(_options(**options), queries, keys, valid).index
+    ids = index.select(_tokens(2, batch=3)[0], held, valid, SCALE)
+    expected = [set(row.nonzero().flatten().tolist()) for row in valid]
+    assert _sets(ids) == [expected[b] for b in range(3) for _ in range(HEADS * 2)]
+
+
+@pytest.mark.parametrize("budget", [1, 10, 64])
+def test_sinks_padding_and_holes_are_never_selected(budget: int) -> None:
+    """They get the largest keys of all, so that any leak would pick them first."""
+    queries, keys = _tokens(200, batch=3)
+    query = _tokens(2, batch=3, seed=4)[0]
+    valid = _ragged(3, 200)
+    valid[1] = False
+    valid[1, ::40] = True
+    padding = valid.clone()
+    valid[0, :4] = False  # sinks
+    keys = torch.where(valid[:, None, :, None], keys, 100 * query[:, ::GROUP, :1])
+    index = _fill(_options(), queries, keys, padding).index
+    for row, chosen in enumerate(_sets(index.select(query, budget, valid, SCALE))):
+        mine = valid[row // (HEADS * 2)]
+        assert len(chosen) == min(budget, int(mine.sum())) and all(mine[list(chosen)])
+
+
+@pytest.mark.parametrize("cuts", [(), (90, 130)])
+def test_what_stands_in_padding_does_not_matter(cuts: tuple[int, ...]) -> None:
+    queries, keys = _tokens(200)
+    valid, query = _ragged(2, 200), _tokens(2, seed=4)[0]
+    expected = _fill(_options(), queries, keys, valid, cuts).index.select(query, 20, valid, SCALE)
+    hidden = ~valid[:, None, :, None]
+    queries, keys = (x.masked_fill(hidden, float("nan")) for x in (queries, keys))
+    found = _fill(_options(), queries, keys, valid, cuts).index.select(query, 20, valid, SCALE)
+    assert torch.equal(found, expected)
+
+
+def test_a_padded_row_selects_like_the_same_row_alone() -> None:
+    queries, keys = _tokens(200)
+    valid, query = _ragged(2, 200), _tokens(2, seed=4)[0]
+    ragged = _fill(_options(), queries, keys, valid).index.select(query, 20, valid, SCALE)[1:]
+    alone = _fill(_options(), queries[1:, :, 100:], keys[1:, :, 100:]).index
+    short = alone.select(query[1:], 20, torch.ones(1, 100, dtype=torch.bool), SCALE)
+    assert _sets(ragged - 100) == _sets(short)
+
+
+def _low_rank(rank: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """300 queries and keys in a space of ``rank`` directions, and queries for the best 12 tokens.
+
+    Those score at least 1 above all others, more than bf16 proxies miss (scores of 8 to 2^-9 each).
+    """
+    basis = torch.linalg.qr(_normal(seed, DIM, rank)).Q
+    queries = _normal(seed + 1, 2, HEADS * GROUP, 300, rank) @ basis.T
+    keys = _normal(seed + 2, 2, HEADS, 300, rank)
+    asked = torch.nn.functional.normalize(_normal(seed + 3, 2, HEADS, 1, rank), dim=-1)
+    along = (keys * asked).sum(-1, keepdim=True)
+    keys = keys - along * asked + along.clamp(max=1) * asked
+    keys[:, :, 40:288:21] += (4 - (keys[:, :, 40:288:21] * asked).sum(-1, keepdim=True)) * asked
+    return queries, keys @ basis.T, (asked * 2 / SCALE).repeat_interleave(GROUP, dim=1) @ basis.T
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
+def test_recall_is_complete_where_the_rank_suffices(proxy_dtype: str, shared: bool) -> None:
+    queries, keys, query = _low_rank(12)
+    options = _options(proxy_dtype=proxy_dtype, shared=shared)
+    assert _fill(options, queries, keys).recall(query, 12) == 1.0
+    # The test can fail: with fewer numbers than there are directions tokens are missed.
+    assert _fill(options.replace(rank=5), queries, keys).recall(query, 12) < 1.0
+
+
+def test_more_rank_finds_more_and_full_rank_finds_all_but_ties() -> None:
+    queries, keys = _tokens(600)
+    query = _tokens(8, seed=4)[0]
+    recalls = [_fill(_options(rank=rank), queries, keys).recall(query) for rank in (2, 8, 16, DIM)]
+    assert recalls == sorted(recalls) and recalls[0] < 0.6
+    # bf16 keeps 8 bits: scores that differ by less than 0.4 % swap places.
+    assert recalls[2] > 0.9 and recalls[3] > 0.97
+
+
+def test_each_head_with_its_own_factors_is_served_better_than_by_shared_ones() -> None:
+    queries, keys = _tokens(400)
+    turn = torch.linalg.qr(_normal(9, HEADS * GROUP, DIM, DIM)).Q
+    queries = queries @ turn
+    errors = [
+        _fill(_options(shared=s), queries, keys).index.stats()["proxy_error"] for s in (True, False)
+    ]
+    assert errors[1] < 0.8 * errors[0]
+
+
+def test_a_head_with_longer_queries_does_not_take_the_factors_for_itself() -> None:
+    queries, keys = _tokens(400)
+    queries = queries @ torch.linalg.qr(_normal(9, HEADS * GROUP, DIM, DIM)).Q
+    even = _fill(_options(), queries, keys).index
+    queries[:, ::GROUP] *= 30
+    uneven = _fill(_options(), queries, keys).index
+    assert even._factors is not None and uneven._factors is not None
+    torch.testing.assert_close(
+        uneven._factors.to_query @ uneven._factors.to_key.mT,
+        even._factors.to_query @ even._factors.to_key.mT,
+        rtol=0,
+        atol=1e-3,
+    )
+
+
+def test_int8_proxies_are_within_half_a_step_of_bf16_ones() -> None:
+    queries, keys = _tokens(500)
+    wide, narrow = (_fill(_options(proxy_dtype=d), queries, keys) for d in ("bfloat16", "int8"))
+    rows, steps = wide.index._proxies.rows.float(), narrow.index._proxies.steps
+    assert steps is not None
+    found = narrow.index._proxies.values(narrow.index._proxies.rows)
+    # Both start from the same bf16 rows; the margin is fp32 rounding of 127 steps.
+    assert bool(((found - rows).abs() <= steps * (0.5 + 1e-4)).all())
+    assert (narrow.index._proxies.rows.abs().amax(2) == 127).all()
+    query = _tokens(4, seed=4)[0]
+    assert narrow.recall(query) > wide.recall(query) - 0.05
+
+
+def test_int8_proxies_that_come_later_keep_to_the_range() -> None:
+    queries, keys = _tokens(100)
+    held = _fill(_options(proxy_dtype="int8", center=False), queries, keys)
+    held.flush(keys * 3)
+    rows = held.index._proxies.rows
+    assert rows.shape[2] == 200 and rows.amin() >= -127 and rows.amax() == 127
+    # Where three times the value is in the range, it is kept.
+    small = rows[:, :, :100].abs() <= 42
+    off = (rows[:, :, 100:].int() - 3 * rows[:, :, :100].int()).abs()[small]
+    assert small.any() and off.max() <= 2
+
+
+@pytest.mark.parametrize("proxy_dtype, size", [("bfloat16", 2), ("int8", 1)])
+@pytest.mark.parametrize("shared", [True, False])
+def test_bytes_are_those_of_the_tensors(shared: bool, proxy_dtype: str, size: int) -> None:
+    """At rank 32 a token costs 64 or 32 bytes for a KV head."""
+    options = _options(rank=32, shared=shared, proxy_dtype=proxy_dtype)
+    index = _fill(options, *_tokens(600)).index
+    sets = HEADS if shared else HEADS * GROUP
+    rows = index._proxies.rows
+    assert rows.nbytes == 2 * sets * 600 * 32 * size
+    maps, steps = 2 * sets * DIM * 32 * 4, 2 * sets * 32 * 4 if size == 1 else 0
+    assert index.select_nbytes() == rows.nbytes + maps
+    grams = 2 * (HEADS + 2 * sets) * DIM * DIM * 4 + 2 * HEADS * DIM * 4 + 2 * 4
+    scale, expected, mean = 2 * HEADS * GROUP * 4, 2 * sets * 8, 2 * HEADS * DIM * 4
+    spare = 2 * sets * 256 * 32 * size
+    fixed = 2 * maps + steps + grams + scale + expected + mean
+    assert index.nbytes() == rows.nbytes + spare + fixed
+    index.watch(_tokens(3)[0], _tokens(3)[1], 600, None)
+    assert index.nbytes() - rows.nbytes - spare - fixed == 2 * HEADS * GROUP * 3 * DIM * 4
+
+
+def test_centering_ranks_alike_at_full_rank_and_spends_no_direction_on_the_mean() -> None:
+    queries, keys = _tokens(400)
+    queries, query = queries + 1.0, _tokens(4, seed=4)[0] + 1.0
+    shift = 6 * _normal(3, 2, HEADS, 1, DIM)
+    for center in (True, False):
+        assert _fill(_options(rank=DIM, center=center), queries, keys).recall(query) > 0.97
+    centered, plain = (
+        _fill(_options(rank=3, center=c), queries, keys + shift) for c in (True, False)
+    )
+    # What counts is how scores of one query differ, so both are held against centered keys.
+    newest, apart = centered.index._queries.weighted(1.0), centered.index._key_gram(HEADS)
+    errors = [held.index._factors.error(newest, apart).sqrt().mean() for held in (centered, plain)]
+    assert errors[0] == pytest.approx(centered.index.stats()["proxy_error"], rel=1e-6)
+    assert errors[1] > 1.1 * errors[0]
+    assert centered.recall(query) > plain.recall(query) + 0.05
+
+
+def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
+    """All keys share a large part; where the cap saturates depends on it."""
+    queries, keys = _tokens(256)
+    keys = keys + 2 * _normal(3, 2, HEADS, 1, DIM)
+    query, softcap = 3 * _tokens(4, seed=4)[0], 6.0
+    valid = torch.ones(2, 256, dtype=torch.bool)
+    index, exact = _fill(_options(rank=DIM), queries, keys).index, FlatIndex()
+    exact.observe(TokenBlock(keys, keys, 0))
+
+    def hits(ids: torch.Tensor) -> float:
+        best = exact.select(query, 24, valid, SCALE, softcap)
+        return float((ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean())
+
+    assert hits(index.select(query, 24, valid, SCALE, softcap)) > 0.95
+    assert hits(index.select(query, 24, valid, SCALE)) < 0.9
+    index._mean = torch.zeros_like(index._mean)
+    assert hits(index.select(query, 24, valid, SCALE, softcap)) < 0.9

@@ -1,0 +1,242 @@
+"""LRQK's options, and the cache as a whole on a small model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret import LRQKCache, LRQKConfig, RetrievalCache
+from hf_kvret.methods.lrqk import LRQKIndex, PaperLRQKIndex
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, cold_rows_read
+
+SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 12, "rank": 8}
+GREEDY = {"do_sample": False}
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"proxy_dtype": "int8", "shared": False},
+    {"factors": "als", "init": "topcol", "lite": 4},
+    {"factors": "als"},
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "remedy"),
+    [
+        ({"rank": 0}, ValueError, "rank=0 must be at least 1"),
+        ({"rank": True}, TypeError, "rank must be an int, got True"),
+        ({"rank": "8"}, TypeError, "rank must be an int"),
+        ({"rank": 8.0}, TypeError, "rank must be an int"),
+        ({"top_k": 0}, ValueError, "top_k=0: a count must be at least 1"),
+        ({"top_k": 0.0}, ValueError, "above 0"),
+        ({"top_k": 64, "slots": 63}, ValueError, "slots=63 is less than top_k=64"),
+        ({"slots": 64}, ValueError, "slots=2.0"),
+        ({"factors": "svd"}, ValueError, "factors='svd': choose 'closed' or 'als'"),
+        ({"factors": ["als"]}, ValueError, "choose 'closed' or 'als'"),
+        ({"init": "zeros"}, ValueError, "choose 'randn' or 'top' or 'topcol'"),
+        ({"proxy_dtype": torch.int8}, ValueError, "choose 'bfloat16' or 'int8'"),
+        ({"iterations": 0}, ValueError, "iterations=0 must be at least 1"),
+        ({"lite": -1}, ValueError, "lite=-1 must be at least 0"),
+        ({"seed": 1.5}, TypeError, "seed must be an int"),
+        ({"shared": 1}, TypeError, "shared must be True or False"),
+        ({"center": None}, TypeError, "center must be True or False"),
+        ({"recency": 1.0}, ValueError, "from 0 to below 1"),
+        ({"recency": -0.1}, ValueError, "from 0 to below 1"),
+        ({"recency": math.nan}, ValueError, "from 0 to below 1"),
+        ({"recency": "0.5"}, TypeError, "recency must be a number"),
+        ({"half_life": 0}, ValueError, "above 0"),
+        ({"half_life": math.inf}, ValueError, "above 0"),
+        ({"drift": 0.9}, ValueError, "inf never projects anew"),
+        ({"drift": True}, TypeError, "drift must be a number"),
+        ({"penalty": 0.0}, ValueError, "above 0"),
+        ({"ranks": 8}, ValueError, "did you mean 'rank'"),
+    ],
+    ids=str,
+)
+def test_a_bad_option_is_refused_with_the_way_out(
+    options: dict[str, Any], error: type[Exception], remedy: str
+) -> None:
+    with pytest.raises(error) as raised:
+        LRQKConfig.from_options(**options)
+    assert remedy in str(raised.value) and next(iter(options)) in str(raised.value)
+
+
+def test_options_at_the_edge_of_what_is_allowed_are_accepted() -> None:
+    options = {"rank": 1, "recency": 0, "drift": 1, "lite": 0, "half_life": 0.5}
+    assert LRQKConfig.from_options(**options, top_k=64, slots=64).rank == 1
+    assert LRQKConfig(drift=math.inf).drift == math.inf
+
+
+def test_the_rank_follows_the_head_dim_unless_it_is_given() -> None:
+    assert [LRQKConfig().rank_of(dim) for dim in (16, 32, 128)] == [16, 32, 32]
+    assert LRQKConfig(rank=40).rank_of(64) == 40
+    with pytest.raises(ValueError, match=r"rank=40 is above the head dim 32.*1 to 32, or None"):
+        LRQKConfig(rank=40).rank_of(32)
+
+
+def test_the_papers_options_are_those_of_its_section_5() -> None:
+    paper = LRQKConfig.paper()
+    assert (paper.factors, paper.top_k, paper.lite, paper.iterations) == ("als", 2048, 64, 2)
+    assert (paper.penalty, paper.init, paper.rank_of(128)) == (1.0, "randn", 32)
+    assert LRQKConfig.paper(top_k=1024, rank=16).top_k == 1024
+    assert LRQKConfig().factors == "closed" and LRQKConfig().top_k is None
+
+
+@pytest.mark.parametrize("options", [LRQKConfig(drift=math.inf), LRQKConfig.paper(rank=8)])
+def test_options_survive_json(options: LRQKConfig) -> None:
+    read = json.loads(json.dumps(dataclasses.asdict(options)))
+    assert LRQKConfig.from_options(**read) == options
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return MODELS["llama"].build()
+
+
+def _prompt(length: int = 60, batch: int = 2, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Ragged where there are two rows."""
+    ids = torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    if batch > 1:
+        ids[1, :17], mask[1, :17] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _cache(model: PreTrainedModel, **changes: Any) -> LRQKCache:
+    return LRQKCache(model.config, **{**SMALL, **changes})
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_generate_takes_the_cache_by_name(llama: PreTrainedModel, variant: dict[str, Any]) -> None:
+    options = {**SMALL, **variant}
+    run = {**GREEDY, "max_new_tokens": 12, "return_dict_in_generate": True}
+    by_name = llama.generate(**_prompt(), **run, cache_implementation="lrqk", cache_config=options)
+    by_hand = llama.generate(**_prompt(), **run, past_key_values=_cache(llama, **variant))
+    assert isinstance(by_name.past_key_values, LRQKCache)
+    assert torch.equal(by_name.sequences, by_hand.sequences)
+    layers = by_name.past_key_values.stats()["layers"]
+    assert [layer["steps"] for layer in layers] == [11, 11]
+    heads = 4 if variant.get("factors") == "als" else 2
+    assert all(layer["selected"] == 11 * 2 * heads * 12 for layer in layers)
+
+
+def test_stats_tell_of_the_proxies(llama: PreTrainedModel) -> None:
+    cache = _cache(llama)
+    assert cache.stats()["method"] == "lrqk"
+    llama.generate(**_prompt(), **GREEDY, max_new_tokens=6, past_key_values=cache)
+    for layer in cache.stats()["layers"]:
+        assert 0.0 < layer["proxy_error"] < 1.0
+        assert layer["reprojections"] >= 0 and layer["candidates"] == 0
+        assert layer["reprojected_rows"] % 2 == 0
+    full = _cache(llama, rank=16)
+    llama.generate(**_prompt(), **GREEDY, max_new_tokens=6, past_key_values=full)
+    assert all(layer["proxy_error"] < 1e-3 for layer in full.stats()["layers"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_a_prompt_below_the_dense_length_is_factorized_when_it_grows(
+    llama: PreTrainedModel, variant: dict[str, Any]
+) -> None:
+    cache = _cache(llama, dense_below=70, **variant)
+    plain = llama.generate(**_prompt(), **GREEDY, max_new_tokens=40)
+    text = llama.generate(**_prompt(), **GREEDY, max_new_tokens=9, past_key_values=cache)
+    assert cold_rows_read(cache) == 0 and torch.equal(text, plain[:, :69])
+    whole = _cache(llama, dense_below=70, **{**variant, "top_k": 1.0})
+    text = llama.generate(**_prompt(), **GREEDY, max_new_tokens=40, past_key_values=whole)
+    assert cold_rows_read(whole) > 0 and torch.equal(text, plain)
+    stats = whole.stats()["layers"]
+    assert all(layer["cold_tokens"] > 70 for layer in stats)
+
+
+@pytest.mark.parametrize("question", [4, 20])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_a_second_turn_with_a_covering_budget_is_full_attention(
+    llama: PreTrainedModel, variant: dict[str, Any], question: int
+) -> None:
+    """Both a question that retrieves and one that is attended exactly; row 1 has a hole in it."""
+    cache = _cache(llama, **{**variant, "top_k": 1.0})
+    first = llama.generate(**_prompt(), **GREEDY, max_new_tokens=8, past_key_values=cache)
+    more = _prompt(question, seed=1)["input_ids"]
+    mask = torch.ones(2, 68 + question, dtype=torch.long)
+    mask[1, :17] = mask[1, 68:70] = 0
+    ids = torch.cat([first, more], dim=1)
+    run = {**GREEDY, "attention_mask": mask, "max_new_tokens": 8}
+    text = llama.generate(ids, past_key_values=cache, **run)
+    assert torch.equal(text, llama.generate(ids, **run))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_saved_cache_goes_on_with_the_same_tokens(
+    llama: PreTrainedModel, tmp_path: Path, variant: dict[str, Any], tokens: int
+) -> None:
+    """Saved after the prompt, before anything was selected, and after some steps."""
+    cache = _cache(llama, **variant)
+    ids = llama.generate(**_prompt(), **GREEDY, max_new_tokens=tokens, past_key_values=cache)
+    cache.save_pretrained(tmp_path)
+    loaded = LRQKCache.from_pretrained(tmp_path, llama.config)
+    assert loaded.options == cache.options
+    mask = torch.ones_like(ids)
+    mask[1, :17] = 0
+    run = {**GREEDY, "attention_mask": mask, "max_new_tokens": 14}
+    expected = llama.generate(ids, past_key_values=cache, **run)
+    assert torch.equal(llama.generate(ids, past_key_values=loaded, **run), expected)
+    assert cold_rows_read(loaded) > 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_a_fork_that_answers_leaves_the_original_as_it_was(
+    llama: PreTrainedModel, variant: dict[str, Any]
+) -> None:
+    caches = [_cache(llama, **variant) for _ in range(2)]
+    for cache in caches:
+        ids = llama.generate(**_prompt(), **GREEDY, max_new_tokens=1, past_key_values=cache)
+    mask = torch.ones_like(ids)
+    mask[1, :17] = 0
+    other = torch.cat([ids[:, :-1], _prompt(5, seed=2)["input_ids"]], dim=1)
+    more = torch.cat([mask[:, :-1], torch.ones(2, 5, dtype=torch.long)], dim=1)
+    fork = caches[0].fork()
+    llama.generate(other, attention_mask=more, past_key_values=fork, max_new_tokens=12, **GREEDY)
+    run = {**GREEDY, "attention_mask": mask, "max_new_tokens": 14}
+    disturbed, quiet = (llama.generate(ids, past_key_values=c, **run) for c in caches)
+    assert torch.equal(disturbed, quiet) and cold_rows_read(fork) > 0
+
+
+def _indexes(cache: RetrievalCache) -> list[Any]:
+    return [layer.regions.index for layer in cache.retrieval_layers if layer.regions is not None]
+
+
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2]], ids=str)
+def test_every_layer_has_a_state_of_its_own(
+    llama: PreTrainedModel, variant: dict[str, Any]
+) -> None:
+    """The published code empties its cache for every layer and step."""
+    cache = _cache(llama, **variant)
+    llama.generate(**_prompt(batch=1), **GREEDY, max_new_tokens=10, past_key_values=cache)
+    first, second = _indexes(cache)
+    kind = PaperLRQKIndex if variant else LRQKIndex
+    assert isinstance(first, kind) and isinstance(second, kind)
+    cold = [layer["cold_tokens"] for layer in cache.stats()["layers"]]
+    held = [each._proxies.rows.shape[2] for each in (first, second)]
+    assert held == cold and cold[0] == cold[1] > 50
+    query = torch.randn(1, 4, 1, 16, generator=torch.Generator().manual_seed(0))
+    valid = torch.ones(1, cold[0], dtype=torch.bool)
+    chosen = [each.fork().select(query, 12, valid, 0.25) for each in (first, second)]
+    assert not torch.equal(chosen[0].sort(-1).values, chosen[1].sort(-1).values)
+
+
+@pytest.mark.parametrize("factors", ["closed", "als"])
+def test_a_rank_above_the_head_dim_is_refused_by_the_first_pass(
+    llama: PreTrainedModel, factors: str
+) -> None:
+    cache = _cache(llama, rank=17, factors=factors)
+    hf_kvret.attach(llama)
+    with pytest.raises(ValueError, match=r"rank=17 is above the head dim 16.*or None"):
+        llama.generate(**_prompt(), **GREEDY, max_new_tokens=2, past_key_values=cache)

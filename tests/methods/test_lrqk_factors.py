@@ -1,0 +1,323 @@
+"""Factors of LRQK: the closed form against the SVD, algorithm 1 against full matrices."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hf_kvret.methods.lrqk.factors import AlternatingFactors, Factors, alternating, closed_form
+from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
+from hf_kvret.methods.lrqk.sketches import STARTS, Moments
+
+DIM, RANK = 24, 8
+CASES = ("full", "ragged", "deficient", "few_rows", "zero", "scaled", "thin_overlap")
+
+
+def _case(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q and K, fp64, ``[*, DIM]``."""
+    generator = torch.Generator().manual_seed(CASES.index(name))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    if name == "ragged":
+        return normal(200, DIM), normal(70, DIM)
+    if name == "deficient":
+        return normal(90, 5) @ normal(5, DIM), normal(90, 6) @ normal(6, DIM)
+    if name == "few_rows":
+        return normal(90, DIM), normal(5, DIM)
+    if name == "zero":
+        return normal(90, DIM), torch.zeros(90, DIM, dtype=torch.float64)
+    if name == "scaled":
+        columns = torch.logspace(-3, 3, DIM, dtype=torch.float64)
+        return normal(90, DIM) * columns, normal(90, DIM) * columns
+    if name == "thin_overlap":
+        # Each is of rank 12 and they share 3 directions: Q K^T is of rank 3.
+        q, k = normal(90, DIM), normal(90, DIM)
+        return q * (torch.arange(DIM) < 12), k * (torch.arange(DIM) >= 9) * (torch.arange(DIM) < 21)
+    return normal(90, DIM), normal(90, DIM)
+
+
+def _gram(rows: torch.Tensor) -> torch.Tensor:
+    return rows.mT @ rows
+
+
+def _relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found - exact).norm() / exact.norm().clamp(min=1e-300))
+
+
+def _error(q: torch.Tensor, k: torch.Tensor, to_query: torch.Tensor, to_key: torch.Tensor) -> float:
+    """Relative Frobenius error on the full matrix of scores, fp64."""
+    return _relative((q @ to_query.double()) @ (k @ to_key.double()).mT, q @ k.mT)
+
+
+def _optimum(q: torch.Tensor, k: torch.Tensor, rank: int) -> float:
+    singular = torch.linalg.svdvals(q @ k.mT)
+    return float(singular[rank:].norm() / singular.norm().clamp(min=1e-300))
+
+
+def _moments(q: torch.Tensor, k: torch.Tensor, init: str, rank: int) -> tuple[Moments, Moments]:
+    chance, random = torch.Generator().manual_seed(5), STARTS[init].random
+    of_q, of_k = Moments(random), Moments(random)
+    of_q.add(q.float()[None, None], rank, chance)
+    of_k.add(k.float()[None, None], rank, chance)
+    return of_q, of_k
+
+
+def _als(
+    q: torch.Tensor, k: torch.Tensor, init: str, rank: int, rounds: int = 2, penalty: float = 1.0
+) -> AlternatingFactors:
+    of_q, of_k = _moments(q, k, init, rank)
+    starts = STARTS[init].sketches(of_q, of_k, rank)
+    return alternating(of_q.sums["gram"], of_k.sums["gram"], *starts, rounds, penalty)
+
+
+@pytest.mark.parametrize("rank", [1, RANK, DIM])
+@pytest.mark.parametrize("name", CASES)
+def test_the_closed_form_misses_what_the_truncated_svd_misses(name: str, rank: int) -> None:
+    """Of fp64 Grams; what is left are fp32 maps, whose rounding of 6e-8 grows with their norm."""
+    q, k = _case(name)
+    factors = closed_form(_gram(q), _gram(k), rank)
+    assert factors.to_query.shape == factors.to_key.shape == (DIM, rank)
+    assert factors.to_query.dtype == factors.to_key.dtype == torch.float32
+    assert factors.to_query.isfinite().all() and factors.to_key.isfinite().all()
+    found = _error(q, k, factors.to_query, factors.to_key)
+    assert abs(found - _optimum(q, k, rank)) < 1e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fp32_grams_as_an_index_adds_them_up_give_the_optimum_too(name: str) -> None:
+    q, k = _case(name)
+    grams = [_gram(rows.float()) for rows in (q, k)]
+    factors = closed_form(grams[0], grams[1], RANK)
+    assert abs(_error(q, k, factors.to_query, factors.to_key) - _optimum(q, k, RANK)) < 1e-4
+
+
+@pytest.mark.parametrize("init", STARTS)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "zero"])
+def test_two_rounds_of_als_never_do_better(name: str, init: str) -> None:
+    q, k = _case(name)
+    factors, als = closed_form(_gram(q), _gram(k), RANK), _als(q, k, init, RANK)
+    best = _error(q, k, factors.to_query, factors.to_key)
+    assert best <= _error(q, k, als.to_query, als.to_key) + 1e-5
+
+
+def test_a_stack_of_grams_gives_what_each_of_them_gives() -> None:
+    cases = [_case(name) for name in ("full", "deficient", "zero", "scaled")]
+    grams = [
+        torch.stack([_gram(case[part]) for case in cases]).view(2, 2, DIM, DIM) for part in (0, 1)
+    ]
+    together = closed_form(grams[0], grams[1], RANK)
+    for number, (q, k) in enumerate(cases):
+        alone = closed_form(_gram(q), _gram(k), RANK)
+        product = together.to_query.flatten(0, 1)[number] @ together.to_key.flatten(0, 1)[number].mT
+        # The factors themselves are free to change signs.
+        torch.testing.assert_close(product, alone.to_query @ alone.to_key.mT, rtol=1e-4, atol=1e-5)
+
+
+def test_proxies_of_full_rank_have_the_inner_products_of_keys_and_queries() -> None:
+    q, k = _case("full")
+    factors = closed_form(_gram(q), _gram(k), DIM)
+    generator = torch.Generator().manual_seed(77)
+    unseen = torch.randn(2, 30, DIM, generator=generator)
+    proxies = unseen[0] @ factors.to_query, unseen[1] @ factors.to_key
+    torch.testing.assert_close(
+        proxies[0] @ proxies[1].mT, unseen[0] @ unseen[1].mT, rtol=0, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_error_is_the_one_counted_over_all_pairs(name: str) -> None:
+    """Also of factors that are far from the best, and of other queries than they were made for."""
+    q, k = _case(name)
+    generator = torch.Generator().manual_seed(9)
+    other = torch.randn(40, DIM, generator=generator, dtype=torch.float64)
+    some = [torch.randn(DIM, 3, generator=generator) * 0.2 for _ in range(2)]
+    for factors in (closed_form(_gram(q), _gram(k), RANK), Factors(some[0], some[1])):
+        for queries in (q, other):
+            counted = _error(queries, k, factors.to_query, factors.to_key)
+            found = float(factors.error(_gram(queries), _gram(k)).sqrt())
+            assert found == pytest.approx(counted, rel=1e-6, abs=1e-7)
+
+
+def _literal(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    a_q: torch.Tensor,
+    a_k: torch.Tensor,
+    rounds: int,
+    penalty: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Algorithm 1 line by line, and the authors' last fit of B; everything l rows long, fp64."""
+    for _ in range(rounds):
+        b_q = torch.linalg.inv(a_q.T @ a_q) @ a_q.T @ q
+        b_k = torch.linalg.inv(a_k.T @ a_k) @ a_k.T @ k
+        a_k = (
+            k
+            @ (q.T @ a_q + penalty * b_k.T)
+            @ torch.linalg.inv(a_q.T @ a_q + penalty * b_k @ b_k.T)
+        )
+        a_q = (
+            q
+            @ (k.T @ a_k + penalty * b_q.T)
+            @ torch.linalg.inv(a_k.T @ a_k + penalty * b_q @ b_q.T)
+        )
+    b_q = torch.linalg.inv(a_q.T @ a_q) @ a_q.T @ q
+    b_k = torch.linalg.inv(a_k.T @ a_k) @ a_k.T @ k
+    return a_q, a_k, b_q, b_k
+
+
+def _start(q: torch.Tensor, k: torch.Tensor, init: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A_Q and A_K of eq. 22 to 26."""
+    if init == "randn":
+        chance = torch.Generator().manual_seed(5)
+        drawn = [torch.randn(1, 1, len(rows), RANK, generator=chance)[0, 0] for rows in (q, k)]
+        return drawn[0].double(), drawn[1].double()
+    of_q, of_k = q.abs().sum(0), k.abs().sum(0)
+    if init == "topcol":
+        of_q = of_k = of_q + of_k
+    return q[:, of_q.argsort(descending=True)[:RANK]], k[:, of_k.argsort(descending=True)[:RANK]]
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize("penalty", [1.0, 30.0])
+@pytest.mark.parametrize("init", STARTS)
+def test_als_on_grams_is_algorithm_1_on_full_matrices(
+    init: str, penalty: float, rounds: int
+) -> None:
+    """Grams were added up in fp32: 1e-7, times the condition of what is solved, some hundred."""
+    q, k = _case("ragged")
+    # Columns unlike each other, so that the choice of columns counts.
+    q, k = q * torch.linspace(0.3, 2, DIM).double(), k * torch.linspace(1.5, 0.4, DIM).double()
+    q, k = q.float().double(), k.float().double()
+    found = _als(q, k, init, RANK, rounds, penalty)
+    a_q, a_k, b_q, b_k = _literal(q, k, *_start(q, k, init), rounds, penalty)
+    assert _relative(q @ found.to_query[0, 0].double(), a_q) < 1e-4
+    assert _relative(k @ found.to_key[0, 0].double(), a_k) < 1e-4
+    assert _relative(found.query_basis[0, 0].double(), b_q) < 1e-4
+    assert _relative(found.key_basis[0, 0].double(), b_k) < 1e-4
+
+
+def test_the_starts_differ() -> None:
+    """Else the test above could not tell them apart."""
+    q, k = _case("ragged")
+    q, k = q * torch.linspace(0.3, 2, DIM).double(), k * torch.linspace(1.5, 0.4, DIM).double()
+    ends = [_als(q, k, init, RANK).to_key for init in STARTS]
+    assert all(_relative(ends[i], ends[j]) > 0.05 for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+def _tokens(batch: int = 2, heads: int = 4, count: int = 150) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows ``[B, H, n, D]`` and a ragged ``valid [B, n]`` with a hole."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(batch, heads, count, DIM, generator=generator)
+    valid = torch.ones(batch, count, dtype=torch.bool)
+    valid[1, :70] = False
+    valid[0, 90:95] = False
+    return rows, valid
+
+
+CUTS = [(), (1,), (40, 41, 100), tuple(range(1, 150))]
+
+
+def _pieces(length: int, cuts: tuple[int, ...]) -> list[slice]:
+    return [slice(a, b) for a, b in zip((0, *cuts), (*cuts, length), strict=True)]
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=len)
+@pytest.mark.parametrize("center", [False, True])
+def test_key_grams_of_blocks_add_up_and_leave_padding_out(
+    center: bool, cuts: tuple[int, ...]
+) -> None:
+    rows, valid = _tokens()
+    rows = (rows + 3.0).masked_fill(~valid[:, None, :, None], float("nan"))
+    grams = KeyGrams()
+    for piece in _pieces(150, cuts):
+        grams.add(rows[:, :, piece], valid[:, piece])
+    for b in range(2):
+        for h in range(4):
+            real = rows[b, h, valid[b]].double()
+            mean = real.mean(0)
+            torch.testing.assert_close(grams.mean()[b, h].double(), mean, rtol=1e-5, atol=1e-5)
+            expected = _gram(real - mean if center else real)
+            found = grams.matrix(center)[b, h].double()
+            # fp32 sums of 1400 with the mean in them.
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-3)
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=len)
+@pytest.mark.parametrize("sets", [2, 4])
+def test_query_grams_are_the_sums_they_stand_for_however_passes_are_cut(
+    sets: int, cuts: tuple[int, ...]
+) -> None:
+    """All queries of a head are of one length here, so that any pass settles the same scale."""
+    half_life, recency = 11.0, 0.3
+    rows, valid = _tokens()
+    lengths = torch.tensor([1.0, 50.0, 0.01, 2.0])
+    rows = rows / rows.norm(dim=-1, keepdim=True) * lengths[:, None, None]
+    grams = QueryGrams(sets, half_life)
+    for piece in _pieces(150, cuts):
+        grams.add(rows[:, :, piece].masked_fill(~valid[:, None, piece, None], 1e4), valid[:, piece])
+    found = grams.weighted(recency)
+    assert found.shape == (2, sets, DIM, DIM)
+    for b in range(2):
+        for s in range(sets):
+            group = range(s * 4 // sets, (s + 1) * 4 // sets)
+            alike = torch.zeros(DIM, DIM, dtype=torch.float64)
+            newest = torch.zeros(DIM, DIM, dtype=torch.float64)
+            for t in valid[b].nonzero().flatten().tolist():
+                for h in group:
+                    q = rows[b, h, t].double() / lengths[h]
+                    alike += q.outer(q)
+                    newest += q.outer(q) * 2.0 ** (-(149 - t) / half_life)
+            expected = (1 - recency) * alike / alike.trace() + recency * newest / newest.trace()
+            torch.testing.assert_close(found[b, s].double(), expected, rtol=0, atol=1e-6)
+
+
+def test_a_row_whose_first_token_comes_late_gets_a_scale_of_its_own() -> None:
+    rows, valid = _tokens()
+    rows = rows * torch.tensor([1.0, 50.0, 1.0, 50.0])[:, None, None]
+    grams = QueryGrams(2, 16.0)
+    for piece in _pieces(150, (65, 140)):  # row 1 has no token among the first 70
+        grams.add(rows[:, :, piece], valid[:, piece])
+    alone = QueryGrams(2, 16.0)
+    alone.add(rows[1:, :, 70:140], None)
+    alone.add(rows[1:, :, 140:], None)
+    # Another share of padding in the pass that settles the scale stretches all heads alike.
+    torch.testing.assert_close(grams.weighted(0.5)[1:], alone.weighted(0.5), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (40, 41, 100)], ids=len)
+@pytest.mark.parametrize("init", ["top", "topcol"])
+def test_sums_for_als_add_up_over_blocks(init: str, cuts: tuple[int, ...]) -> None:
+    rows, valid = _tokens()
+    rows = rows.masked_fill(~valid[:, None, :, None], 0.0)
+    pieced, whole, chance = Moments(False), Moments(False), torch.Generator()
+    for piece in _pieces(150, cuts):
+        pieced.add(rows[:, :, piece], RANK, chance)
+    whole.add(rows, RANK, chance)
+    assert pieced.sums.keys() == whole.sums.keys() == {"gram", "sizes"}
+    for found, expected in zip(
+        STARTS[init].sketches(pieced, pieced, RANK),
+        STARTS[init].sketches(whole, whole, RANK),
+        strict=True,
+    ):
+        torch.testing.assert_close(found.cross, expected.cross, rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(found.own, expected.own, rtol=1e-5, atol=1e-3)
+
+
+def test_random_sums_are_of_one_random_matrix_without_rows_for_padding() -> None:
+    rows, valid = _tokens()
+    rows = rows.masked_fill(~valid[:, None, :, None], 0.0)
+    moments, used = Moments(True), torch.Generator().manual_seed(3)
+    chance = torch.Generator().manual_seed(3)
+    drawn = []
+    for piece in _pieces(150, (60, 61)):
+        moments.add(rows[:, :, piece], RANK, used)
+        drawn.append(torch.randn(2, 4, piece.stop - piece.start, RANK, generator=chance))
+    start = torch.cat(drawn, dim=2).masked_fill(~valid[:, None, :, None], 0.0)
+    sketch = moments.random_start()
+    torch.testing.assert_close(sketch.cross, (start.mT @ rows).double(), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(sketch.own, (start.mT @ start).double(), rtol=1e-5, atol=1e-3)
+    assert math.isclose(float(start.std()), math.sqrt(float(valid.float().mean())), rel_tol=0.05)

@@ -1,0 +1,353 @@
+"""PaperLRQKIndex against a literal algorithm 2, and the faults of the published code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret import LRQKConfig, TokenBlock
+from hf_kvret.methods.lrqk import PaperLRQKIndex
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+
+BATCH, HEADS, GROUP, DIM, RANK = 2, 2, 2, 16, 6
+PROMPT, RECENT, BUDGET = 60, 4, 8
+SCALE = 0.25
+BF16 = 2.0**-8
+
+
+def _options(**changes: Any) -> LRQKConfig:
+    sizes = {"rank": RANK, "lite": 5, "max_draft": 4, "init": "top", "top_k": BUDGET}
+    return LRQKConfig.paper(**{**sizes, **changes})
+
+
+def _normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _tokens(count: int, seed: int, batch: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries ``[B, Hq, n, D]`` and keys ``[B, Hkv, n, D]`` with a spectrum that falls off."""
+    slope = torch.logspace(0.3, -0.6, DIM)
+    queries = _normal(seed, batch, HEADS * GROUP, count, DIM) * slope
+    return queries, _normal(seed + 1, batch, HEADS, count, DIM) * slope
+
+
+class Run:
+    """An index with its store and window, driven as a layer does it."""
+
+    def __init__(self, options: LRQKConfig) -> None:
+        self.index = PaperLRQKIndex(options)
+        self.store = PagedStore(DeviceMemory(torch.device("cpu")))
+        self.keys = torch.empty(0)
+        self.valid = torch.empty(0, dtype=torch.bool)
+        self.built = False
+
+    @property
+    def length(self) -> int:
+        return 0 if self.keys.ndim == 1 else self.keys.shape[2]
+
+    @property
+    def cold(self) -> int:
+        return len(self.store)
+
+    def watch(
+        self, queries: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor | None = None
+    ) -> None:
+        real = torch.ones(len(keys), keys.shape[2], dtype=torch.bool) if valid is None else valid
+        self.index.watch(queries, keys, self.length, valid)
+        self.keys = torch.cat([self.keys, keys], dim=2) if self.length else keys
+        self.valid = torch.cat([self.valid, real], dim=1) if self.valid.ndim == 2 else real
+
+    def flush(self, count: int) -> None:
+        """The oldest ``count`` tokens of the window go cold."""
+        cold = slice(self.cold, self.cold + count)
+        keys = self.keys[:, :, cold]
+        block = TokenBlock(keys, keys, self.cold, self.valid[:, cold])
+        self.store.append(block)
+        (self.index.extend if self.built else self.index.observe)(block)
+
+    def prompt(
+        self, count: int = PROMPT, valid: torch.Tensor | None = None, pieces: int = 1
+    ) -> Run:
+        """A prompt in equal pieces, all but ``RECENT`` tokens of it cold."""
+        queries, keys = _tokens(count, 0)
+        for part in torch.arange(count).chunk(pieces):
+            mask = None if valid is None else valid[:, part]
+            self.watch(queries[:, :, part], keys[:, :, part], mask)
+        self.flush(count - RECENT)
+        return self
+
+    def ready(self) -> None:
+        (self.index.refresh if self.built else self.index.build)(self.store)
+        self.built = True
+
+    def select(self, query: torch.Tensor, budget: int = BUDGET) -> torch.Tensor:
+        return self.index.select(query, budget, self.valid[:, : self.cold], SCALE)
+
+    def step(self, seed: int, count: int = 1, flush: int = 0) -> torch.Tensor:
+        """A pass of ``count`` tokens."""
+        queries, keys = (x[: len(self.keys)] for x in _tokens(count, 1000 + 10 * seed))
+        self.watch(queries, keys)
+        self.flush(flush)
+        self.ready()
+        return self.select(queries)
+
+    def drop(self, count: int) -> None:
+        """Forget the newest tokens, which are in the window."""
+        self.keys, self.valid = self.keys[:, :, :-count], self.valid[:, :-count]
+
+
+class Literal:
+    """Algorithm 2 for one query head of one row, as it is written, in fp64."""
+
+    def __init__(self, run: Run, row: int, head: int) -> None:
+        """Begin with what the index made of the prompt."""
+        index, options = run.index, run.index.options
+        bases, waiting = index._bases, index._waiting
+        assert bases is not None and waiting.proxies is not None
+        self.row, self.head, self.run, self.options = row, head, run, options
+        self.b_q, self.b_k = bases.query[row, head].double(), bases.key[row, head].double()
+        self.a_k: dict[int, torch.Tensor] = {}
+        for slot, proxy in enumerate(index._proxies.rows[row, head].double()):
+            self.a_k[slot] = proxy
+        first = waiting.end - waiting.proxies.shape[2]
+        for slot, proxy in enumerate(waiting.proxies[row, head].double(), first):
+            if slot >= run.cold:
+                self.a_k[slot] = proxy
+        self.omega: list[int] = []
+
+    def key(self, slot: int) -> torch.Tensor:
+        return self.run.keys[self.row, self.head // GROUP, slot].double()
+
+    def fit(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lines 1 to 7: eq. 9, then eq. 10 with the step size of eq. 11 and 12."""
+        d1 = d2 = self.options.penalty
+        b_q, b_k, inv = self.b_q, self.b_k, torch.linalg.inv
+        k_hat = (k @ b_k.T) @ inv(b_k @ b_k.T)
+        q_hat = torch.zeros_like(k_hat)
+        for _ in range(self.options.iterations):
+            left = q @ b_q.T + d1 * (q @ k) * k_hat
+            right = b_q @ b_q.T + d1 * k_hat.outer(k_hat)
+            for slot in self.omega:
+                left = left + d2 * (q @ self.key(slot)) * self.a_k[slot]
+                right = right + d2 * self.a_k[slot].outer(self.a_k[slot])
+            q_hat = left @ inv(right)
+            k_hat = (k @ b_k.T + d1 * (q @ k) * q_hat) @ inv(b_k @ b_k.T + d1 * q_hat.outer(q_hat))
+        self.b_q, self.b_k = self.moved(b_q, q_hat, q), self.moved(b_k, k_hat, k)
+        return q_hat, k_hat
+
+    @staticmethod
+    def moved(basis: torch.Tensor, proxy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        gradient = proxy.outer(proxy @ basis - target)
+        along = proxy @ gradient
+        return basis - ((proxy @ basis - target) @ along) / (along @ along) * gradient
+
+    def step(self, query: torch.Tensor, budget: int) -> list[set[int]]:
+        """Slots for each query of the newest pass."""
+        run, count = self.run, query.shape[2]
+        start = run.length - count
+        answers = []
+        for number in range(count):
+            slot = start + number
+            if not run.valid[self.row, slot]:
+                answers.append(set())
+                continue
+            q = query[self.row, self.head, number].double()
+            q_hat, self.a_k[slot] = self.fit(q, self.key(slot))
+            open_slots = [j for j in range(run.cold) if run.valid[self.row, j]]
+            open_slots.sort(key=lambda j: -float(q_hat @ self.a_k[j]))
+            answers.append(set(open_slots[:budget]))
+        self.chosen = answers[-1]
+        return answers
+
+    def next_omega(self) -> None:
+        """Of the tokens on the device before the next pass: selected ones and the lite ones."""
+        newest = range(max(self.run.cold, self.run.length - self.options.lite), self.run.length)
+        self.omega = [*self.chosen, *(j for j in newest if self.run.valid[self.row, j])]
+
+    def settle(self, first: int) -> None:
+        """Tokens from ``first`` on went cold: the index holds their proxies in bf16."""
+        rows = self.run.index._proxies.rows[self.row, self.head].double()
+        assert len(rows) == self.run.cold
+        for slot in range(first, self.run.cold):
+            if self.run.valid[self.row, slot]:
+                if slot not in self.a_k:  # it came with the prompt and was not kept for Omega
+                    gram = torch.linalg.inv(self.b_k @ self.b_k.T)
+                    self.a_k[slot] = self.key(slot) @ self.b_k.T @ gram
+                off = (rows[slot] - self.a_k[slot]).abs().max() / self.a_k[slot].abs().max()
+                assert off < BF16, f"slot {slot}"
+                self.a_k[slot] = rows[slot]
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """fp32 solves: 1e-7 and a ridge of 1e-6, times the condition of r x r systems, below 100."""
+    assert float((found.double() - expected).norm() / expected.norm()) < 1e-3
+
+
+# Tokens of a pass, tokens that leave the window in it, tokens that are dropped after it.
+PASSES = [(1, 0, 0), (1, 0, 0), (3, 0, 2), (1, 4, 0), (2, 0, 0), (1, 5, 0), (4, 0, 4), (1, 1, 0)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"penalty": 4.0, "iterations": 3}, {"lite": 0}], ids=str)
+def test_decode_steps_are_those_of_algorithm_2(changes: dict[str, Any]) -> None:
+    valid = torch.ones(BATCH, PROMPT, dtype=torch.bool)
+    valid[1, :23] = False
+    run = Run(_options(**changes)).prompt(valid=valid)
+    heads: list[Literal] = []
+    for number, (count, flushed, dropped) in enumerate(PASSES):
+        queries, keys = _tokens(count, 1000 + 10 * number)
+        for each in heads:
+            each.next_omega()
+        mask = torch.ones(BATCH, count, dtype=torch.bool)
+        mask[0, : count - 1] = number != 4  # a hole in a pass
+        run.watch(queries, keys, mask)
+        cold = run.cold
+        # Omega is what is on the device when the step begins: the flush comes first.
+        run.flush(flushed)
+        for each in heads:
+            each.omega = [j for j in each.omega if j < cold or j >= run.cold]
+        run.ready()
+        if not heads:
+            heads = [Literal(run, b, h) for b in range(BATCH) for h in range(HEADS * GROUP)]
+        for each in heads:
+            each.settle(cold)
+        ids = run.select(queries)
+        assert ids.shape == (BATCH, HEADS * GROUP, count, BUDGET) and ids.dtype == torch.int32
+        assert run.index._bases is not None and run.index._waiting.proxies is not None
+        for each in heads:
+            place = each.row, each.head
+            expected = each.step(queries, BUDGET)
+            for chosen, best, real in zip(ids[place], expected, mask[each.row], strict=True):
+                assert not real or set(chosen.tolist()) == best
+            _close(run.index._bases.query[place], each.b_q)
+            _close(run.index._bases.key[place], each.b_k)
+            waiting = run.index._waiting.proxies[place]
+            for slot in range(run.length - count, run.length):
+                if run.valid[each.row, slot]:
+                    _close(waiting[slot - run.length], each.a_k[slot])
+        if dropped:
+            run.drop(dropped)
+
+
+@pytest.mark.parametrize("flushes", [[1], [0, 0, 3], [0, 0, 0, 0, 9, 0], [11]], ids=str)
+def test_a_token_goes_cold_with_the_proxy_of_its_step(flushes: list[int]) -> None:
+    """The published ring loses a token at its edge."""
+    run = Run(_options(init="randn")).prompt()
+    run.step(0)
+    index, made = run.index, {}
+    assert index._waiting.proxies is not None
+    for slot, proxy in enumerate(index._waiting.proxies.unbind(2), run.cold):
+        made[slot] = proxy
+    for number in range(1, 25):
+        run.step(number, flush=min(flushes[number % len(flushes)], run.length - run.cold))
+        made[run.length - 1] = index._waiting.proxies[:, :, -1]
+        assert index._waiting.proxies.shape[2] == run.length - run.cold
+    assert run.cold > PROMPT - RECENT + 6 and index._proxies.rows.shape[2] == run.cold
+    for slot in range(PROMPT - RECENT, run.cold):
+        assert torch.equal(index._proxies.rows[:, :, slot], made[slot].bfloat16())
+
+
+@pytest.mark.parametrize("dropped", [1, 3, 4])
+def test_dropped_drafts_leave_no_proxies_behind(dropped: int) -> None:
+    run = Run(_options()).prompt()
+    run.step(0)
+    run.step(1, count=4)
+    held = run.index._waiting.proxies
+    assert held is not None
+    kept = held[:, :, : held.shape[2] - dropped]
+    run.drop(dropped)
+    run.step(2)
+    found = run.index._waiting.proxies
+    assert found is not None and found.shape[2] == run.length - run.cold
+    assert torch.equal(found[:, :, :-1], kept)
+    run.step(3, flush=run.length - run.cold)
+    expected = torch.cat([kept, found[:, :, -1:]], dim=2).bfloat16()
+    assert torch.equal(run.index._proxies.rows[:, :, PROMPT - RECENT :], expected)
+
+
+@pytest.mark.parametrize("left", [54, 52, 20])
+def test_tokens_that_a_deep_crop_brought_back_get_proxies_of_their_own(left: int) -> None:
+    """More tokens are dropped than the window held; what it held belongs to none that are left."""
+    run = Run(_options()).prompt()
+    run.step(0)
+    run.index.crop(left - 6)
+    run.store.crop(left - 6)
+    run.keys, run.valid = run.keys[:, :, :left], run.valid[:, :left]
+    run.step(1)
+    proxies = run.index._waiting.proxies
+    assert proxies is not None
+    newest = proxies[:, :, -1]
+    bases = run.index._bases
+    assert bases is not None
+    keys = run.keys[:, :, left - 6 : left].repeat_interleave(GROUP, dim=1)
+    guessed = bases.guess(keys).bfloat16()
+    run.step(2, flush=7)
+    rows = run.index._proxies.rows
+    assert rows.shape[2] == left + 1
+    torch.testing.assert_close(rows[:, :, left - 6 : left], guessed, rtol=BF16, atol=1e-3)
+    assert torch.equal(rows[:, :, left], newest.bfloat16())
+
+
+def test_a_crop_to_nothing_begins_anew() -> None:
+    run = Run(_options()).prompt()
+    for number in range(3):
+        run.step(number)
+    run.index.crop(0)
+    run.store.crop(0)
+    assert run.index.nbytes() == run.index.select_nbytes() == 0
+    with pytest.raises(RuntimeError, match="empty"):
+        run.select(_tokens(1, 5)[0], 1)
+    again = Run(_options())
+    again.built = True
+    again.prompt()
+    fresh = Run(_options()).prompt()
+    assert all(
+        torch.equal(again.step(n, flush=n % 3), fresh.step(n, flush=n % 3)) for n in range(8)
+    )
+
+
+@pytest.mark.parametrize("init", ["top", "topcol"])
+def test_a_padded_row_selects_what_the_same_row_selects_without_padding(init: str) -> None:
+    """The published code sets padding to zero scores, which may be the best there are."""
+    padding, options = 25, _options(init=init, lite=20)
+    ragged = torch.ones(BATCH, PROMPT, dtype=torch.bool)
+    ragged[1, :padding] = False
+    padded = Run(options)
+    queries, keys = _tokens(PROMPT, 0)
+    hidden = ~ragged[:, None, :, None]
+    padded.watch(queries.masked_fill(hidden, 9.0), keys.masked_fill(hidden, 9.0), ragged)
+    padded.flush(PROMPT - RECENT)
+    alone = Run(options)
+    alone.watch(queries[1:, :, padding:], keys[1:, :, padding:])
+    alone.flush(PROMPT - RECENT - padding)
+    for number in range(8):
+        # The third pass is a short question, padded too.
+        count, gap = (3, 2) if number == 2 else (1, 0)
+        queries, keys = _tokens(count, 1000 + 10 * number)
+        mask = torch.ones(BATCH, count, dtype=torch.bool)
+        mask[1, :gap] = False
+        padded.watch(queries, keys, mask)
+        alone.watch(queries[1:, :, gap:], keys[1:, :, gap:])
+        for run in (padded, alone):
+            run.flush(number % 2)
+            run.ready()
+        found, expected = padded.select(queries)[1:, :, gap:], alone.select(queries[1:, :, gap:])
+        assert (found >= padding).all()
+        assert torch.equal(found.sort(-1).values - padding, expected.sort(-1).values)
+        if number == 3:  # from here on both have the same slots that are valid
+            assert padded.index._bases is not None and alone.index._bases is not None
+            _close(padded.index._bases.query[1:], alone.index._bases.query.double())
+
+
+def test_rows_with_fewer_valid_tokens_than_the_budget_get_all_of_them() -> None:
+    valid = torch.ones(BATCH, PROMPT, dtype=torch.bool)
+    valid[1, : PROMPT - RECENT - 3] = False
+    run = Run(_options()).prompt(valid=valid)
+    for number in range(3):
+        ids = run.step(number)
+        assert (ids[0] >= 0).all() and ((ids[1] >= 0).sum(-1) == 3).all()
+        assert (ids[1].sort(-1).values[..., -3:] == torch.tensor([53, 54, 55])).all()
+    whole = run.select(_tokens(1, 5)[0], budget=run.cold)
+    assert torch.equal(whole[0].sort(-1).values, torch.arange(56).int().expand_as(whole[0]))

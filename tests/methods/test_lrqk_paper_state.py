@@ -1,0 +1,191 @@
+"""PaperLRQKIndex forked, saved, reordered while it generates, beside an undisturbed twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret import LRQKConfig, TokenBlock
+from hf_kvret.methods.lrqk import PaperLRQKIndex
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+
+BATCH, HEADS, GROUP, DIM, RANK = 2, 2, 2, 16, 6
+PROMPT, RECENT, BUDGET = 60, 4, 8
+SCALE = 0.25
+BF16 = 2.0**-8
+
+
+def _options(**changes: Any) -> LRQKConfig:
+    sizes = {"rank": RANK, "lite": 5, "max_draft": 4, "init": "top", "top_k": BUDGET}
+    return LRQKConfig.paper(**{**sizes, **changes})
+
+
+def _normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _tokens(count: int, seed: int, batch: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries ``[B, Hq, n, D]`` and keys ``[B, Hkv, n, D]`` with a spectrum that falls off."""
+    slope = torch.logspace(0.3, -0.6, DIM)
+    queries = _normal(seed, batch, HEADS * GROUP, count, DIM) * slope
+    return queries, _normal(seed + 1, batch, HEADS, count, DIM) * slope
+
+
+class Run:
+    """An index with its store and window, driven as a layer does it."""
+
+    def __init__(self, options: LRQKConfig) -> None:
+        self.index = PaperLRQKIndex(options)
+        self.store = PagedStore(DeviceMemory(torch.device("cpu")))
+        self.window = torch.empty(BATCH, HEADS, 0, DIM)
+        self.built = False
+
+    @property
+    def cold(self) -> int:
+        return len(self.store)
+
+    def watch(self, queries: torch.Tensor, keys: torch.Tensor) -> None:
+        self.index.watch(queries, keys, self.cold + self.window.shape[2], None)
+        self.window = torch.cat([self.window, keys], dim=2)
+
+    def flush(self, count: int) -> None:
+        """The oldest ``count`` tokens of the window go cold."""
+        keys, self.window = self.window[:, :, :count], self.window[:, :, count:]
+        block = TokenBlock(keys, keys, self.cold)
+        self.store.append(block)
+        (self.index.extend if self.built else self.index.observe)(block)
+
+    def prompt(self, pieces: int = 1) -> Run:
+        """A prompt in equal pieces, all but ``RECENT`` tokens of it cold."""
+        queries, keys = _tokens(PROMPT, 0)
+        for part in torch.arange(PROMPT).chunk(pieces):
+            self.watch(queries[:, :, part], keys[:, :, part])
+        self.flush(PROMPT - RECENT)
+        return self
+
+    def select(self, queries: torch.Tensor) -> torch.Tensor:
+        (self.index.refresh if self.built else self.index.build)(self.store)
+        self.built = True
+        valid = torch.ones(len(queries), self.cold, dtype=torch.bool)
+        return self.index.select(queries, BUDGET, valid, SCALE)
+
+    def step(self, seed: int, count: int = 1, flush: int = 0) -> torch.Tensor:
+        """A pass of ``count`` tokens."""
+        queries, keys = _tokens(count, 1000 + 10 * seed, len(self.window))
+        self.watch(queries, keys)
+        self.flush(flush)
+        return self.select(queries)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        self.index.reorder(rows)
+        self.store.reorder(rows)
+        self.window = self.window[rows]
+
+    def fork(self) -> Run:
+        twin = object.__new__(Run)
+        vars(twin).update(vars(self))
+        twin.index, twin.store = self.index.fork(), self.store.fork()
+        return twin
+
+    def load(self) -> Run:
+        """The same after a way to the disk and back."""
+        twin = self.fork()
+        twin.index = PaperLRQKIndex(self.index.options)
+        twin.index.load_state_dict(self.index.state_dict())
+        return twin
+
+
+def _go_on(run: Run, first: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Selections of eight more passes and the proxies in the end."""
+    flushes = (0, 3, 0, 0, 5, 1, 0, 7)
+    ids = [run.step(first + i, 1 + i % 3, flush) for i, flush in enumerate(flushes)]
+    return ids, run.index._proxies.rows
+
+
+def _same(one: Run, other: Run, first: int) -> None:
+    (ids, rows), (more_ids, more_rows) = _go_on(one, first), _go_on(other, first)
+    assert all(torch.equal(a, b) for a, b in zip(ids, more_ids, strict=True))
+    # Products of tensors that lie otherwise in memory may round otherwise, by one bf16 step then.
+    torch.testing.assert_close(rows.float(), more_rows.float(), rtol=2 * BF16, atol=1e-4)
+
+
+def _at(moment: str, init: str) -> Run:
+    """After a prompt, before the first step, or after some."""
+    run = Run(_options(init=init))
+    if moment == "prompt":
+        return run.prompt()
+    run.prompt(pieces=2)
+    for number in range(4):
+        run.step(number, flush=2 * (number == 2))
+    return run
+
+
+@pytest.mark.parametrize("moment", ["prompt", "steps"])
+@pytest.mark.parametrize("init", ["randn", "top"])
+def test_a_fork_or_a_saved_index_goes_on_like_an_undisturbed_one(init: str, moment: str) -> None:
+    original, undisturbed = _at(moment, init), _at(moment, init)
+    fork, loaded = original.fork(), original.load()
+    _same(fork, undisturbed, 100)
+    _same(original, _at(moment, init), 100)
+    _same(loaded, _at(moment, init), 100)
+
+
+@pytest.mark.parametrize("moment", ["prompt", "steps"])
+def test_a_fork_that_goes_its_own_way_leaves_the_original_alone(moment: str) -> None:
+    original = _at(moment, "randn")
+    fork = original.fork()
+    _go_on(fork, 200)
+    fork.index.crop(20)
+    fork.index.reorder(torch.tensor([0, 0]))
+    _same(original, _at(moment, "randn"), 100)
+    other = _at(moment, "randn")
+    quiet = other.fork()
+    _go_on(other, 200)
+    _same(quiet, _at(moment, "randn"), 100)
+
+
+@pytest.mark.parametrize("moment", ["prompt", "steps"])
+def test_reordered_rows_go_on_where_they_are(moment: str) -> None:
+    run, still = _at(moment, "top"), _at(moment, "top")
+    rows = torch.tensor([1, 0])
+    run.reorder(rows)
+    for number in range(6):
+        count, flush = 1 + number % 2, 3 * (number % 3 == 2)
+        queries, keys = _tokens(count, 3000 + 10 * number)
+        still.watch(queries, keys)
+        run.watch(queries[rows], keys[rows])
+        for each in (run, still):
+            each.flush(flush)
+        assert torch.equal(run.select(queries[rows]), still.select(queries)[rows])
+    run.reorder(torch.tensor([0]))
+    assert run.step(50).shape[0] == 1
+
+
+@pytest.mark.parametrize("init", ["randn", "top"])
+@pytest.mark.parametrize("moment", ["prompt", "steps"])
+def test_a_missing_tensor_is_named(moment: str, init: str) -> None:
+    run = _at(moment, init)
+    state = run.index.state_dict()
+    optional = {"selected.ids"}  # none was selected since a crop
+    assert len(state) > 5
+    for name in set(state) - optional:
+        left = {other: x for other, x in state.items() if other != name}
+        with pytest.raises(KeyError, match=name.split(".")[-1]):
+            PaperLRQKIndex(run.index.options).load_state_dict(left)
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    run = Run(_options()).prompt()
+    heads, index = BATCH * HEADS * GROUP, run.index
+    # Two Grams and two rows of column sizes for each query head, and the newest keys.
+    sums = 2 * heads * (DIM * DIM + DIM) * 4
+    assert index.nbytes() == sums + BATCH * HEADS * 5 * DIM * 4
+    run.step(0)
+    bases, rows = 2 * heads * RANK * DIM * 4, heads * run.cold * RANK * 2
+    waiting = 5 * BATCH * HEADS * DIM * 4 + 5 * heads * RANK * 4
+    assert index.nbytes() == bases + rows + heads * 256 * RANK * 2 + waiting
+    selected = heads * BUDGET * DIM * 4
+    assert index.select_nbytes() == rows + 2 * bases + waiting + selected

@@ -1,0 +1,351 @@
+"""LRQKIndex over time: pieces of a prompt, drift, crop, reorder, fork and saving."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from hf_kvret import LRQKConfig, TokenBlock
+from hf_kvret.methods.lrqk import LRQKIndex
+from hf_kvret.recall import measure_recall
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+
+HEADS, GROUP, DIM, HELD = 2, 2, 32, 300
+SCALE = 2 / math.sqrt(DIM)
+
+
+class GuardedStore(PagedStore):
+    """A store that may be told to let nobody read."""
+
+    closed = False
+
+    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        assert not self.closed, "keys were read from the store"
+        return super().chunks(piece_len)
+
+
+class Held(NamedTuple):
+    """A filled index and its store."""
+
+    index: LRQKIndex
+    store: GuardedStore
+
+    def see(self, queries: torch.Tensor, refresh: bool = True) -> None:
+        """A pass of new tokens, which stay in the window."""
+        self.index.watch(queries, torch.zeros_like(queries[:, :HEADS]), len(self.store), None)
+        if refresh:
+            self.index.refresh(self.store)
+
+    def flush(self, keys: torch.Tensor) -> None:
+        """Some tokens leave the window."""
+        block = TokenBlock(keys, keys, len(self.store))
+        self.store.append(block)
+        self.index.extend(block)
+
+    def select(self, query: torch.Tensor, budget: int = 20) -> torch.Tensor:
+        valid = torch.ones(len(query), len(self.store), dtype=torch.bool)
+        return self.index.select(query, budget, valid, SCALE)
+
+    def recall(self, query: torch.Tensor) -> float:
+        """Overlap with the exact top 20."""
+        valid = torch.ones(len(query), len(self.store), dtype=torch.bool)
+        return measure_recall(query, self.select(query), self.store, valid, SCALE).overlap
+
+    def fork(self) -> Held:
+        return Held(self.index.fork(), self.store.fork())
+
+    @property
+    def reprojections(self) -> int:
+        return self.index.stats()["reprojections"]
+
+
+def _options(**changes: Any) -> LRQKConfig:
+    return LRQKConfig.from_options(**{"rank": 12, **changes})
+
+
+def _fill(
+    options: LRQKConfig, queries: torch.Tensor, keys: torch.Tensor, cuts: tuple[int, ...] = ()
+) -> Held:
+    held = Held(LRQKIndex(options), GuardedStore(DeviceMemory(torch.device("cpu"))))
+    for start, end in zip((0, *cuts), (*cuts, keys.shape[2]), strict=True):
+        block = TokenBlock(keys[:, :, start:end], keys[:, :, start:end], start)
+        held.index.watch(queries[:, :, start:end], block.keys, start, None)
+        held.store.append(block)
+        held.index.observe(block)
+    held.index.build(held.store)
+    return held
+
+
+def _normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _queries(count: int, seed: int = 0, first: int = 0, last: int = 16) -> torch.Tensor:
+    """``[2, Hq, count, D]``, in directions ``first`` to ``last`` of a basis."""
+    basis = torch.linalg.qr(_normal(99, DIM, DIM)).Q[:, first:last]
+    return _normal(seed, 2, HEADS * GROUP, count, last - first) @ basis.T
+
+
+def _unseen(count: int, seed: int = 3) -> torch.Tensor:
+    """A question in directions that no query of ``_document`` has."""
+    return _queries(count, seed, 20, 26)
+
+
+def _document(count: int = HELD) -> tuple[torch.Tensor, torch.Tensor]:
+    return _queries(count), _normal(1, 2, HEADS, count, DIM)
+
+
+@pytest.mark.parametrize("cuts", [(100,), (1, 2, 3), (64, 65, 130, 299)])
+def test_a_prompt_in_pieces_is_projected_once_more_and_selects_like_one_pass(
+    cuts: tuple[int, ...],
+) -> None:
+    queries, keys = _document()
+    options, query = _options(shared=False), _queries(3, seed=4)
+    whole, pieces = _fill(options, queries, keys), _fill(options, queries, keys, cuts)
+    assert torch.equal(pieces.select(query).sort(-1).values, whole.select(query).sort(-1).values)
+    assert whole.reprojections == 0 and pieces.reprojections == 1
+    assert pieces.index.stats()["reprojected_rows"] == 2 * HEADS * HELD
+
+
+def test_with_shared_factors_pieces_differ_by_how_long_the_first_queries_are() -> None:
+    queries, keys = _document()
+    options, query = _options(), _queries(3, seed=4)
+    pieces = _fill(options, queries, keys, (100,)).select(query)
+    whole = _fill(options, queries, keys).select(query)
+    same = (pieces.unsqueeze(-1) == whole.unsqueeze(-2)).any(-1).float().mean()
+    # The scale of a head is that of its first pass, which 100 queries tell to a few per cent.
+    assert same > 0.97
+    even = queries / queries.norm(dim=-1, keepdim=True)
+    pieces = _fill(options, even, keys, (100,)).select(query)
+    assert torch.equal(
+        pieces.sort(-1).values, _fill(options, even, keys).select(query).sort(-1).values
+    )
+
+
+def test_an_unseen_question_raises_the_error_and_is_served_after_a_projection() -> None:
+    held, question = _fill(_options(rank=24), *_document()), _unseen(5)
+    before, missed = held.index.stats()["proxy_error"], held.recall(question)
+    held.see(question, refresh=False)
+    raised = held.index.stats()["proxy_error"]
+    assert held.reprojections == 0 and raised > 2 * before + 0.1 and missed < 0.4
+    held.index.refresh(held.store)
+    stats = held.index.stats()
+    assert stats["reprojections"] == 1 and stats["reprojected_rows"] == 2 * HEADS * HELD
+    # 16 directions of the document and 6 of the question fit into rank 24; bf16 is left.
+    assert stats["proxy_error"] < 0.01 and held.recall(question) > 0.97
+    held.store.closed = True
+    held.index.refresh(held.store)
+    held.see(_unseen(4, seed=8))
+    assert held.reprojections == 1
+
+
+@pytest.mark.parametrize("changes", [{"recency": 0.0}, {"drift": math.inf}], ids=str)
+def test_without_recency_or_drift_a_question_changes_nothing(changes: dict[str, float]) -> None:
+    question = _unseen(30)
+    held = _fill(_options(**changes), *_document())
+    before = held.select(question)
+    held.see(question)
+    assert held.reprojections == 0 and torch.equal(held.select(question), before)
+    usual = _fill(_options(), *_document())
+    usual.see(question)
+    assert usual.reprojections == 1 and usual.recall(question) > held.recall(question) + 0.2
+
+
+def test_drafts_like_the_document_read_nothing_again() -> None:
+    held = _fill(_options(), *_document())
+    held.store.closed = True
+    for number in range(5):
+        held.see(_queries(6, seed=20 + number))
+    assert held.reprojections == 0
+
+
+def test_keys_are_not_read_again_before_the_newest_queries_are_others() -> None:
+    held = _fill(_options(rank=24), *_document())
+    held.see(_unseen(20))
+    assert held.reprojections == 1
+    held.store.closed = True
+    held.see(_queries(20, 9, 26, 32))
+    assert held.reprojections == 1, "20 queries after the keys were read"
+    held.store.closed = False
+    held.see(_queries(20, 10, 26, 32))
+    assert held.reprojections == 2
+
+
+def test_single_tokens_wait_for_a_flush() -> None:
+    held, question = _fill(_options(rank=24), *_document()), _unseen(40)
+    held.store.closed = True
+    for token in question.split(1, dim=2):
+        held.see(token)
+    held.store.closed = False
+    held.flush(_normal(6, 2, HEADS, 40, DIM))
+    assert held.reprojections == 0
+    held.see(question[:, :, :1])
+    stats = held.index.stats()
+    assert stats["reprojections"] == 1 and stats["reprojected_rows"] == 2 * HEADS * (HELD + 40)
+    assert held.index._proxies.rows.shape[2] == HELD + 40 and held.recall(question) > 0.97
+
+
+def test_a_head_that_gains_nothing_worth_it_does_not_make_up_for_one_that_cannot_gain() -> None:
+    """Head 0 could go from a 1e-5 share to none; head 1 got worse and new factors don't help."""
+    queries, keys = _queries(600, last=14), _normal(1, 2, HEADS, 600, DIM)
+    options = _options(rank=16, recency=1e-3, drift=1.2)
+    queries[:, GROUP:] = _normal(30, 2, GROUP, 600, DIM)
+    keys[:, 1] *= torch.linspace(1.0, 1.6, DIM)
+    held = _fill(options, queries, keys)
+    factors = held.index._factors
+    assert factors is not None
+    question = _queries(4, seed=31, last=14)
+    question[:, :GROUP] += 1e-2 * _unseen(4)[:, :GROUP]
+    # Queries that head 1 serves worst: those in directions that its factors leave out.
+    left_out = torch.eye(DIM) - factors.to_query[:, 1] @ factors.to_key[:, 1].mT
+    question[:, GROUP:] = 2 * _normal(32, 2, GROUP, 4, DIM) @ left_out[:, None]
+    held.see(question, refresh=False)
+    old, new = held.index._error(factors), held.index._error(held.index._fit())
+    assert (old[:, 0] < 1e-4).all() and (old[:, 0] > 2 * new[:, 0]).all()
+    assert (old[:, 1] > 1.3 * held.index._expected[:, 1]).all()
+    assert (old[:, 1] < 1.1 * new[:, 1]).all()
+    held.store.closed = True
+    held.index.refresh(held.store)
+    assert held.reprojections == 0
+    # What was found not to be worth it is not looked into again and again.
+    torch.testing.assert_close(held.index._expected, old)
+
+
+def test_a_crop_keeps_older_tokens_and_lets_the_same_ones_come_again() -> None:
+    queries, keys = _document()
+    held, query = _fill(_options(), queries, keys), _queries(3, seed=4)
+    expected = held.select(query)
+    held.index.crop(HELD)
+    assert torch.equal(held.select(query), expected)
+    for left in (HELD - 1, 120, 1):
+        twin = held.fork()
+        twin.index.crop(left)
+        twin.store.crop(left)
+        ids = twin.select(query, budget=left)
+        assert torch.equal(ids.sort(-1).values, torch.arange(left).int().expand_as(ids))
+        twin.flush(keys[:, :, left:])
+        assert torch.equal(twin.select(query), expected)
+    assert torch.equal(held.select(query), expected)
+
+
+def test_a_crop_to_nothing_begins_anew() -> None:
+    queries, keys = _document()
+    held, query = _fill(_options(), *(x.flip(2) * 3 for x in (queries, keys))), _queries(3, seed=4)
+    held.see(_unseen(5))
+    held.index.crop(0)
+    held.store.crop(0)
+    assert held.index.nbytes() == 0 and held.index.select_nbytes() == 0
+    assert held.index.stats() == {"proxy_error": None, "reprojections": 0, "reprojected_rows": 0}
+    with pytest.raises(RuntimeError, match="empty"):
+        held.index.select(query, 1, torch.ones(2, 1, dtype=torch.bool), SCALE)
+    with pytest.raises(RuntimeError, match="watch"):
+        held.index.fork().observe(TokenBlock(keys, keys, 0))
+    held.see(queries, refresh=False)
+    held.flush(keys)
+    held.index.refresh(held.store)
+    fresh = _fill(_options(), queries, keys)
+    assert torch.equal(held.select(query), fresh.select(query))
+    assert held.index.nbytes() == fresh.index.nbytes()
+
+
+@pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("order", [[1, 0], [1, 1, 0], [0]], ids=str)
+def test_reordered_rows_take_everything_along(order: list[int], proxy_dtype: str) -> None:
+    options = _options(proxy_dtype=proxy_dtype, rank=24)
+    held, query = _fill(options, *_document()), _queries(3, seed=4)
+    still, rows = _fill(options, *_document()), torch.tensor(order)
+    held.index.reorder(rows)
+    held.store.reorder(rows)
+    assert torch.equal(held.select(query[rows]), still.select(query)[rows])
+    question, later = _unseen(5), _normal(6, 2, HEADS, 30, DIM)
+    for each, taken in ((held, rows), (still, torch.arange(2))):
+        each.flush(later[taken])
+        each.see(question[taken])
+    assert held.reprojections == still.reprojections == 1
+    assert torch.equal(held.select(question[rows]), still.select(question)[rows])
+
+
+@pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("who", ["fork", "original"])
+def test_a_fork_and_its_original_leave_each_other_alone(who: str, proxy_dtype: str) -> None:
+    options = _options(proxy_dtype=proxy_dtype, rank=24)
+    first, query, question = _fill(options, *_document()), _queries(3, seed=4), _unseen(5)
+    first.see(_queries(1, seed=11))
+    twin, expected = first.fork(), first.select(query)
+    assert torch.equal(twin.select(query), expected)
+    active, quiet = (twin, first) if who == "fork" else (first, twin)
+    error, saved = quiet.index.stats()["proxy_error"], quiet.index.state_dict()
+    saved = {name: x.clone() for name, x in saved.items()}
+    active.flush(_normal(6, 2, HEADS, 30, DIM))
+    assert torch.equal(quiet.select(query), expected)
+    active.see(question)
+    assert active.reprojections == 1 and quiet.reprojections == 0
+    active.index.crop(50)
+    active.flush(_normal(7, 2, HEADS, 300, DIM)[:, :, :0])
+    now = quiet.index.state_dict()
+    assert saved.keys() == now.keys() and all(torch.equal(saved[n], now[n]) for n in now)
+    assert torch.equal(quiet.select(query), expected)
+    assert quiet.index.stats()["proxy_error"] == error
+    quiet.flush(_normal(8, 2, HEADS, 30, DIM))
+    fresh = _fill(options, *_document())
+    fresh.see(_queries(1, seed=11))
+    fresh.flush(_normal(8, 2, HEADS, 30, DIM))
+    assert torch.equal(quiet.select(query), fresh.select(query))
+
+
+def test_queries_that_only_a_fork_saw_do_not_count_for_the_original() -> None:
+    """Single queries wait to be folded in; those that wait are not shared."""
+    held, untouched = _fill(_options(rank=24), *_document()), _fill(_options(rank=24), *_document())
+    for each in (held, untouched):
+        each.see(_queries(1, seed=11))
+    fork = held.fork()
+    fork.see(_unseen(1))
+    assert held.index.nbytes() == untouched.index.nbytes()
+    assert held.index.stats() == untouched.index.stats() != fork.index.stats()
+
+
+@pytest.mark.parametrize("changes", [{}, {"shared": False, "proxy_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("pieces", [(), (100,)], ids=str)
+def test_a_saved_index_goes_on_like_the_one_it_was(
+    pieces: tuple[int, ...], changes: dict[str, Any]
+) -> None:
+    options = _options(rank=24, **changes)
+    held, question = _fill(options, *_document(), pieces), _unseen(5)
+    held.see(_queries(1, seed=11))
+    loaded = Held(LRQKIndex(options), held.store.fork())
+    loaded.index.load_state_dict(held.index.state_dict())
+    for each in (held, loaded):
+        each.see(question[:, :, :1])
+        each.flush(_normal(6, 2, HEADS, 30, DIM))
+        each.see(question)
+    assert torch.equal(loaded.select(question), held.select(question))
+    # A saved index counts anew.
+    assert held.reprojections - bool(pieces) == loaded.reprojections == 1
+
+
+def test_a_saved_index_and_a_fork_remember_that_a_look_is_due() -> None:
+    held = _fill(_options(rank=24), *_document())
+    held.see(_unseen(5), refresh=False)
+    loaded = Held(LRQKIndex(held.index.options), held.store)
+    loaded.index.load_state_dict(held.index.state_dict())
+    loaded.index.refresh(loaded.store)
+    fork = held.fork()
+    fork.index.refresh(fork.store)
+    assert loaded.reprojections == fork.reprojections == 1
+
+
+@pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
+def test_a_missing_tensor_is_named(proxy_dtype: str) -> None:
+    options = _options(proxy_dtype=proxy_dtype)
+    state = _fill(options, *_document()).index.state_dict()
+    assert len(state) == (13 if proxy_dtype == "int8" else 12)
+    assert all(x.is_contiguous() for x in state.values())
+    for name in state:
+        left = {other: x for other, x in state.items() if other != name}
+        with pytest.raises(KeyError, match=name.split(".")[-1]):
+            LRQKIndex(options).load_state_dict(left)
