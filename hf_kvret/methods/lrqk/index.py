@@ -64,11 +64,14 @@ class LRQKIndex(Index):
         self._since += queries.shape[2]
 
     def observe(self, block: TokenBlock) -> None:
+        # Of a prompt that comes in pieces, the factors know the first only.
+        self._partial = self._factors is not None
         self._take(block)
 
     def build(self, store: Store) -> None:
         if self._partial:
             self._reproject(self._fit(), store)
+            self._partial, self._since = False, math.inf
         self.refresh(store)
 
     def extend(self, block: TokenBlock) -> None:
@@ -201,8 +204,6 @@ class LRQKIndex(Index):
         if self._factors is None or self._mean is None:
             self._adopt(self._fit(), [block.keys])
             return
-        # Of a prompt that comes in pieces, the factors know the first only.
-        self._partial = True
         for proxies in self._project(self._factors, self._mean, [block.keys]):
             self._proxies.append(proxies)
 
@@ -237,7 +238,6 @@ class LRQKIndex(Index):
         spread = self._keys.spread(factors.to_key, self.options.center)
         self._proxies.replace(self._project(factors, self._mean, keys), spread)
         self._factors, self._expected = factors, self._error(factors)
-        self._partial = False
 
     @staticmethod
     def _project(
