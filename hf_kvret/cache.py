@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_kvret import persistence
-from hf_kvret.compatibility import check_config, model_layers, model_shape
+from hf_kvret.compatibility import check_config, head_dim, model_layers, model_shape
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.index import Index
 from hf_kvret.layer import RetrievalLayer
@@ -64,6 +64,7 @@ class RetrievalCache(Cache):
         ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
         self.options = options
         self.model_shape = model_shape(config)
+        options.check_model(head_dim(config))
         self._stores = StoreChoice(options, len(ours))
         for number in ours:
             make_index = partial(self.make_index, options, number)

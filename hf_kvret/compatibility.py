@@ -81,6 +81,12 @@ def model_shape(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: getattr(text, name, None) for name in names}
 
 
+def head_dim(config: PreTrainedConfig) -> int:
+    """Numbers of a key in one head."""
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
 def model_layers(config: PreTrainedConfig) -> list:
     """The cache layers that transformers itself would give this model."""
     return DynamicCache(config=config).layers

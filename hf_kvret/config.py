@@ -46,6 +46,8 @@ class RetrievalConfig:
     def __post_init__(self) -> None:
         _check_budget(self.top_k)
         _check_slots(self.slots, self.top_k)
+        if not isinstance(self.store, str):
+            raise TypeError(f"store must be a name, got {self.store!r}")
         for name, least in (("sink", 0), ("recent", 1), ("flush", 1), ("max_draft", 1)):
             _check_length(name, getattr(self, name), least)
         if self.dense_below is not None:
@@ -70,6 +72,9 @@ class RetrievalConfig:
     def replace(self, **options: Any) -> Self:
         """A copy with ``options`` changed, validated like a new one."""
         return type(self).from_options(**{**dataclasses.asdict(self), **options})
+
+    def check_model(self, head_dim: int) -> None:
+        """ValueError for options that heads of this dim can't have."""
 
     def budget(self, cold_len: int) -> int:
         """Tokens to select among ``cold_len``: at least 1, at most all of them."""
@@ -133,7 +138,8 @@ def _check_slots(slots: object, top_k: int | float | None) -> None:
     elif slots < top_k:
         raise ValueError(
             f"slots={slots} is less than top_k={top_k}: what a query selects must fit into the "
-            "slots; raise slots, or pass a multiple of the budget, as slots=2.0"
+            "slots; raise slots (a filled cache takes others when saved and loaded), or pass a "
+            "multiple of the budget, as slots=2.0"
         )
 
 

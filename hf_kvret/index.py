@@ -115,7 +115,7 @@ class Index(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors that restore the index, without spare capacity."""
+        """Tensors that restore the index, without spare capacity; empty if it saw nothing."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:

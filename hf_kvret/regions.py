@@ -183,9 +183,11 @@ class Regions:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors on the CPU, named ``window.*``, ``index.*``, ``store.*``, and ``built``."""
         state = {f"window.{name}": value for name, value in self.window.state_dict().items()}
+        # An index may have learnt from what it watched before anything was cold.
+        index = self.index.state_dict()
+        state |= {f"index.{name}": value.cpu() for name, value in index.items()}
         if self.store is not None and self.cold_len:
-            index, store = self.index.state_dict(), self.store.state_dict()
-            state |= {f"index.{name}": value.cpu() for name, value in index.items()}
+            store = self.store.state_dict()
             state |= {f"store.{name}": value for name, value in store.items()}
             state["built"] = torch.tensor(self._built)
         return state
@@ -194,12 +196,13 @@ class Regions:
     def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
         """Become the regions whose ``state_dict`` this is. KeyError names a missing tensor."""
         self.window = Window.from_state(_part(state, "window."), device)
+        index = {name: value.to(device) for name, value in _part(state, "index.").items()}
+        if index or self.window.start:
+            self.index.load_state_dict(index)
         if self.window.start:
             rows = _part(state, "store.")
             self.store = self._make_store(device, rows["keys"].nbytes + rows["values"].nbytes)
             self.store.load_state_dict(rows, device)
-            index = _part(state, "index.")
-            self.index.load_state_dict({name: value.to(device) for name, value in index.items()})
             self._built = bool(state["built"])
 
     def _cool(self, block: TokenBlock) -> None:

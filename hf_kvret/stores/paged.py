@@ -69,10 +69,7 @@ class PagedStore(Store):
         scale: float,
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self.paged_rows()
-        result = gather_attention(query, rows, ids, scale=scale, softcap=softcap)
-        self._addresses = rows.page_address
-        return result
+        return gather_attention(query, self.paged_rows(), ids, scale=scale, softcap=softcap)
 
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.paged_rows().gather(ids)
@@ -88,7 +85,8 @@ class PagedStore(Store):
     def reorder(self, rows: torch.Tensor) -> None:
         if self._table is not None:
             self._table = self._table.index_select(0, rows.to(self._table.device))
-            self._tail, self._rows = None, None
+            self._tail = None
+            self._forget_rows()
 
     def crop(self, cold_len: int) -> None:
         if cold_len < self.length:
@@ -161,6 +159,7 @@ class PagedStore(Store):
         missing = columns * self.page_len - count
         padded = torch.nn.functional.pad(rows, (0, 0, 0, missing))
         paged = padded.view(batch, heads, columns, self.page_len, width).transpose(1, 2)
+        self._forget_rows()
         first, target = self._allocate(batch * columns, (heads, self.page_len, width), rows.dtype)
         self.memory.write(target, paged.reshape(target.shape))
         self._tail = target.view(batch, columns, *target.shape[1:])[:, -1]
@@ -170,6 +169,11 @@ class PagedStore(Store):
             self._table = numbers
         else:
             self._table = torch.cat([self._table[:, :column], numbers], dim=1)
+
+    def _forget_rows(self) -> None:
+        """The table is about to change; the pages stay where they are."""
+        if self._rows is not None and self._rows.page_address is not None:
+            self._addresses = self._rows.page_address
         self._rows = None
 
     def _allocate(

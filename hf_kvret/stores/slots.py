@@ -133,7 +133,7 @@ class SlotBuffer:
         return type(self)(self.held.clone(), slot_map, self.key_dim, *counts)
 
     def nbytes(self) -> int:
-        """Of all tensors, spare room included."""
+        """Of rows and maps, spare room included."""
         slot_map = self.slot_map
         tensors = (self.held, slot_map.table, slot_map.token, slot_map.stamp)
         return sum(tensor.nbytes for tensor in tensors)

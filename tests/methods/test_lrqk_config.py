@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -233,10 +234,34 @@ def test_every_layer_has_a_state_of_its_own(
 
 
 @pytest.mark.parametrize("factors", ["closed", "als"])
-def test_a_rank_above_the_head_dim_is_refused_by_the_first_pass(
-    llama: PreTrainedModel, factors: str
-) -> None:
-    cache = _cache(llama, rank=17, factors=factors)
-    hf_kvret.attach(llama)
+def test_a_rank_above_the_head_dim_is_refused_at_once(llama: PreTrainedModel, factors: str) -> None:
     with pytest.raises(ValueError, match=r"rank=17 is above the head dim 16.*or None"):
-        llama.generate(**_prompt(), **GREEDY, max_new_tokens=2, past_key_values=cache)
+        _cache(llama, rank=17, factors=factors)
+
+
+def test_a_rank_that_no_kernel_has_is_refused_at_once(llama: PreTrainedModel) -> None:
+    config = copy.deepcopy(llama.config)
+    config.head_dim = 512
+    with pytest.raises(ValueError, match=r"rank=300.* or above 256.*choose 1 to 256"):
+        LRQKCache(config, rank=300)
+
+
+@pytest.mark.parametrize("factors", ["closed", "als"])
+def test_a_cache_saved_while_dense_knows_what_it_watched(
+    llama: PreTrainedModel, factors: str, tmp_path: Path
+) -> None:
+    """Nothing is cold yet, but the queries of the prompt were seen."""
+    hf_kvret.attach(llama)
+    tokens = torch.randint(1, 100, (1, 160), generator=torch.Generator().manual_seed(5))
+    cache = _cache(llama, rank=8, factors=factors, dense_below=100, top_k=12)
+    with torch.no_grad():
+        llama(tokens[:, :99], past_key_values=cache)
+        cache.save_pretrained(tmp_path)
+        loaded = LRQKCache.from_pretrained(tmp_path, config=llama.config)
+        for step in range(99, 160):
+            logits = [
+                llama(tokens[:, step : step + 1], past_key_values=one).logits
+                for one in (cache, loaded)
+            ]
+            torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+    assert all(layer["selected"] for layer in loaded.stats()["layers"])

@@ -213,7 +213,34 @@ def test_a_head_that_gains_nothing_worth_it_does_not_make_up_for_one_that_cannot
     held.index.refresh(held.store)
     assert held.reprojections == 0
     # What was found not to be worth it is not looked into again and again.
-    torch.testing.assert_close(held.index._expected, old)
+    torch.testing.assert_close(held.index._expected[:, 1], old[:, 1])
+
+
+@pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
+def test_a_neighbour_in_the_batch_changes_nothing(proxy_dtype: str) -> None:
+    """Row 1 asks what its proxies don't serve; row 0 keeps the very proxies it had."""
+    held = _fill(_options(rank=24, proxy_dtype=proxy_dtype), *_document())
+    question = _queries(40, seed=12)
+    question[1] = _unseen(40)[1]
+    rows = held.index._proxies.rows.clone()
+    before = held.select(question[:, :, :1])
+    held.see(question)
+    assert held.reprojections == 1
+    assert torch.equal(held.index._proxies.rows[0], rows[0])
+    assert not torch.equal(held.index._proxies.rows[1], rows[1])
+    assert torch.equal(
+        held.select(question[:, :, :1])[0].sort(-1).values, before[0].sort(-1).values
+    )
+
+
+def test_a_flush_is_looked_at_however_soon_it_comes() -> None:
+    held = _fill(_options(rank=24), *_document())
+    held.see(_unseen(20))
+    for token in _queries(25, 9, 26, 32).split(1, dim=2):
+        held.see(token)
+    held.flush(_normal(6, 2, HEADS, 40, DIM))
+    held.see(_queries(1, 9, 26, 32))
+    assert held.reprojections == 2
 
 
 def test_a_crop_keeps_older_tokens_and_lets_the_same_ones_come_again() -> None:

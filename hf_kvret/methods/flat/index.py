@@ -60,7 +60,7 @@ class FlatIndex(Index):
         return self._keys.rows.nbytes
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"keys": self._keys.rows.contiguous()}
+        return {"keys": self._keys.rows.contiguous()} if self._keys.length else {}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self._keys = GrowingRows()

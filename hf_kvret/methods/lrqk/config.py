@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from hf_kvret.config import RetrievalConfig
+from hf_kvret_kernels import proxy
 
 _RANK = 32
 _CHOICES = {
@@ -22,7 +23,8 @@ class LRQKConfig(RetrievalConfig):
 
     Attributes:
         top_k: None by default: a count that grows with the length (appendix D).
-        rank: numbers of a proxy, r, at most the head dim; None: 32, or the head dim if it is less.
+        rank: numbers of a proxy, r, at most the head dim and 256; None: 32, or the head dim if it
+            is less.
         factors: ``"closed"``: the best factors there are, from Gram matrices; ``"als"``: the
             paper's, by alternating least squares and with its updates at every step.
         shared: with ``"closed"``, one set of proxies for the query heads of a KV head, or one for
@@ -81,6 +83,8 @@ class LRQKConfig(RetrievalConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name} must be a number, got {value!r}")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed={self.seed} must be below 2^63")
         if not 0.0 <= self.recency < 1.0:
             raise ValueError(f"recency={self.recency}: a weight from 0 to below 1")
         if not 0.0 < self.half_life < math.inf:
@@ -94,12 +98,17 @@ class LRQKConfig(RetrievalConfig):
         """The rank for heads of ``dim``; ValueError where there is no such rank."""
         if self.rank is None:
             return min(_RANK, dim)
-        if self.rank > dim:
+        most = min(dim, proxy.MOST_RANK)
+        if self.rank > most:
             raise ValueError(
-                f"rank={self.rank} is above the head dim {dim}: a proxy has at most as many "
-                f"numbers as a key; choose 1 to {dim}, or None"
+                f"rank={self.rank} is above the head dim {dim}, or above {proxy.MOST_RANK}: a "
+                f"proxy has at most as many numbers as a key; choose 1 to {most}, or None"
             )
         return self.rank
+
+    def check_model(self, head_dim: int) -> None:
+        """ValueError for a rank that heads of this dim do not have."""
+        self.rank_of(head_dim)
 
     @classmethod
     def paper(cls, **changes: Any) -> Self:

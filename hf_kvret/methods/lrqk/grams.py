@@ -10,6 +10,8 @@ import torch
 # Queries older than this many half-lives weigh nothing in fp32.
 _MEMORY = 24
 _PENDING = 64
+# Tokens that are turned into fp32 at a time.
+PIECE = 4096
 
 
 class QueryGrams:
@@ -43,17 +45,24 @@ class QueryGrams:
         pending, self._pending = self._pending, []
         if not pending:
             return
-        queries = torch.cat([part for part, _ in pending], dim=2).float()
-        batch, _, count, dim = queries.shape
+        queries = torch.cat([part for part, _ in pending], dim=2)
         masked = any(valid is not None for _, valid in pending)
-        if masked:
-            masks = [
-                torch.ones(batch, part.shape[2], dtype=torch.bool, device=part.device)
-                if valid is None
-                else valid
-                for part, valid in pending
-            ]
-            queries = queries.masked_fill(~torch.cat(masks, dim=1)[:, None, :, None], 0.0)
+        masks = [
+            torch.ones(len(part), part.shape[2], dtype=torch.bool, device=part.device)
+            if valid is None
+            else valid
+            for part, valid in pending
+        ]
+        for start in range(0, queries.shape[2], PIECE):
+            piece = queries[:, :, start : start + PIECE].float()
+            if masked:
+                valid = torch.cat(masks, dim=1)[:, start : start + PIECE]
+                piece = piece.masked_fill(~valid[:, None, :, None], 0.0)
+            self._fold_piece(piece, masked)
+
+    def _fold_piece(self, queries: torch.Tensor, masked: bool) -> None:
+        """Add ``queries [B, Hq, q, D]`` fp32, zeros where there is padding."""
+        batch, _, count, dim = queries.shape
         self._set_scale(queries, masked)
         assert self.scale is not None
         scaled = (queries * self.scale[:, :, None, None]).view(batch, self.sets, -1, count, dim)
@@ -128,9 +137,13 @@ class KeyGrams:
 
     def add(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
         """Take in ``keys [B, Hkv, n, D]``; ``valid [B, n]`` bool or None."""
-        held = keys.float()
+        for start in range(0, keys.shape[2], PIECE):
+            part = slice(start, start + PIECE)
+            self._add_piece(keys[:, :, part].float(), None if valid is None else valid[:, part])
+
+    def _add_piece(self, held: torch.Tensor, valid: torch.Tensor | None) -> None:
         if valid is None:
-            count = torch.full((len(keys),), keys.shape[2], device=keys.device, dtype=torch.float32)
+            count = torch.full((len(held),), held.shape[2], device=held.device, dtype=torch.float32)
         else:
             held = held.masked_fill(~valid[:, None, :, None], 0.0)
             count = valid.sum(1).float()
@@ -146,7 +159,8 @@ class KeyGrams:
         assert self.gram is not None and self.total is not None and self.count is not None
         if not center:
             return self.gram
-        # The difference of two large matrices: in fp64, or nothing is left of small directions.
+        # The difference of two large matrices. The sums are fp32, which does for a mean of some
+        # hundred times the spread.
         total = self.total.double()
         outer = total.unsqueeze(-1) * total.unsqueeze(-2)
         return self.gram.double() - outer / self.count.clamp(min=1.0)[:, None, None, None]

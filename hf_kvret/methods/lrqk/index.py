@@ -12,12 +12,11 @@ from hf_kvret.block import TokenBlock
 from hf_kvret.index import Index
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import Factors, closed_form
-from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
+from hf_kvret.methods.lrqk.grams import PIECE, KeyGrams, QueryGrams
 from hf_kvret.methods.lrqk.proxies import Proxies
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
 
-_PIECE = 4096
 # A share of the squared scores that is not worth a second reading of the keys.
 _NEGLIGIBLE = 1e-4
 _FITTED = ("to_query", "to_key", "mean", "expected")
@@ -43,8 +42,8 @@ class LRQKIndex(Index):
         self._mean: torch.Tensor | None = None
         # The error for the newest queries when it was last looked at, [B, F].
         self._expected: torch.Tensor | None = None
-        self._partial = self._check = False
-        # Queries since the keys were projected anew, on which drafts alone might call for it.
+        self._partial = self._check = self._flushed = False
+        # Queries since the keys were projected anew: drafts must not call for it every time.
         self._since = math.inf
         self._reprojections = self._reprojected_rows = 0
 
@@ -70,32 +69,33 @@ class LRQKIndex(Index):
 
     def build(self, store: Store) -> None:
         if self._partial:
-            self._reproject(self._fit(), store)
+            rows = torch.ones(len(self._proxies.rows), dtype=torch.bool)
+            self._reproject(self._fit(), store, rows.to(self._proxies.rows.device))
             self._partial, self._since = False, math.inf
         self.refresh(store)
 
     def extend(self, block: TokenBlock) -> None:
         self._take(block)
-        self._check = True
+        self._flushed = True
 
     def refresh(self, store: Store) -> None:
         """Project all keys anew where it is due and worth it.
 
         Looks at the error on the host only after a flush or a pass of several tokens.
         """
-        if not self._check or self._factors is None or self._expected is None:
-            return
-        self._check = False
-        if self._since < 2 * self.options.half_life:
+        asked = self._check and self._since >= 2 * self.options.half_life
+        due, self._check, self._flushed = asked or self._flushed, False, False
+        if not due or self._factors is None or self._expected is None:
             return
         drift, error = self.options.drift, self._error(self._factors)
         worse = error > drift * self._expected.clamp(min=_NEGLIGIBLE)
         if bool(worse.any()):
             factors = self._fit()
-            if bool((worse & (error > drift * self._error(factors))).any()):
-                self._reproject(factors, store)
-            else:
-                self._expected = error
+            gains = worse & (error > drift * self._error(factors))
+            # Not to be asked about again before they are worse still.
+            self._expected = torch.where(worse, error, self._expected)
+            if bool(gains.any()):
+                self._reproject(factors, store, gains.any(dim=1))
 
     def select(
         self,
@@ -149,6 +149,7 @@ class LRQKIndex(Index):
         twin._queries = None if self._queries is None else self._queries.fork()
         twin._set_fitted(self._fitted())
         twin._partial, twin._check, twin._since = self._partial, self._check, self._since
+        twin._flushed = self._flushed
         return twin
 
     def nbytes(self) -> int:
@@ -177,10 +178,12 @@ class LRQKIndex(Index):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         parts = {"keys": self._keys.state_dict(), "proxies": self._proxies.state_dict()}
-        if self._queries is not None:
-            parts["queries"] = self._queries.state_dict()
+        if self._queries is None:
+            return {}
+        parts["queries"] = self._queries.state_dict()
         state = {f"{part}.{name}": x for part, found in parts.items() for name, x in found.items()}
-        flags = torch.tensor([self._partial, self._check, self._since], dtype=torch.float64)
+        due = [self._partial, self._check, self._flushed, self._since]
+        flags = torch.tensor(due, dtype=torch.float64)
         return state | {name: x.contiguous() for name, x in self._fitted().items()} | {"due": flags}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -189,15 +192,15 @@ class LRQKIndex(Index):
                 name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
             }
 
-        self._keys.load_state_dict(part("keys."))
-        self._proxies.load_state_dict(part("proxies."))
-        self._set_fitted({name: state[name] for name in _FITTED})
-        assert self._factors is not None
-        sets = self._factors.to_query.shape[1]
+        sets = state["queries.steady"].shape[1]
         self._queries = QueryGrams(sets, self.options.half_life)
         self._queries.load_state_dict(part("queries."))
-        partial, check, self._since = state["due"].tolist()
-        self._partial, self._check = bool(partial), bool(check)
+        if any(name != "due" and not name.startswith("queries.") for name in state):
+            self._keys.load_state_dict(part("keys."))
+            self._proxies.load_state_dict(part("proxies."))
+            self._set_fitted({name: state[name] for name in _FITTED})
+        *flags, self._since = state["due"].tolist()
+        self._partial, self._check, self._flushed = map(bool, flags)
 
     def _take(self, block: TokenBlock) -> None:
         self._keys.add(block.keys, block.valid)
@@ -225,19 +228,38 @@ class LRQKIndex(Index):
         gram = self._keys.matrix(self.options.center)
         return gram.repeat_interleave(sets // gram.shape[1], dim=1)
 
-    def _reproject(self, factors: Factors, store: Store) -> None:
-        self._adopt(factors, (keys for _, keys, _ in store.chunks()))
+    def _reproject(self, factors: Factors, store: Store, rows: torch.Tensor) -> None:
+        """Make new proxies of all keys for the batch rows where ``rows [B]`` is True.
+
+        The others keep theirs: what is next to a row in a batch must not change it.
+        """
+        assert self._factors is not None
+        chosen = rows[:, None, None, None]
+        mixed = Factors(
+            torch.where(chosen, factors.to_query, self._factors.to_query),
+            torch.where(chosen, factors.to_key, self._factors.to_key),
+        )
+        self._adopt(mixed, (keys for _, keys, _ in store.chunks()), ~rows)
         self._since = 0.0
         self._reprojections += 1
-        self._reprojected_rows += len(store) * self._proxies.rows.shape[0] * self._heads()
+        self._reprojected_rows += len(store) * len(rows) * self._heads()
 
-    def _adopt(self, factors: Factors, keys: Iterable[torch.Tensor]) -> None:
-        """Use ``factors`` from now on, with proxies of ``keys``, which are all there are."""
-        mean = self._keys.mean()
-        self._mean = mean if self.options.center else torch.zeros_like(mean)
+    def _adopt(
+        self, factors: Factors, keys: Iterable[torch.Tensor], kept: torch.Tensor | None = None
+    ) -> None:
+        """Use ``factors`` from now on, with proxies of ``keys``, which are all there are.
+
+        Batch rows where ``kept [B]`` is True have their old factors and keep all that goes with
+        them.
+        """
+        mean, error = self._keys.mean(), self._error(factors)
+        mean = mean if self.options.center else torch.zeros_like(mean)
+        if kept is not None and self._mean is not None and self._expected is not None:
+            mean = torch.where(kept[:, None, None], self._mean, mean)
+            error = torch.where(kept[:, None], self._expected, error)
         spread = self._keys.spread(factors.to_key, self.options.center)
-        self._proxies.replace(self._project(factors, self._mean, keys), spread)
-        self._factors, self._expected = factors, self._error(factors)
+        self._proxies.replace(self._project(factors, mean, keys), spread, kept)
+        self._factors, self._mean, self._expected = factors, mean, error
 
     @staticmethod
     def _project(
@@ -247,7 +269,7 @@ class LRQKIndex(Index):
         batch, heads, dim = mean.shape
         maps = factors.to_key.view(batch, heads, -1, dim, factors.to_key.shape[-1])
         for block in keys:
-            for piece in block.split(_PIECE, dim=2):
+            for piece in block.split(PIECE, dim=2):
                 centered = (piece.float() - mean.unsqueeze(2)).unsqueeze(2)
                 yield (centered @ maps).flatten(1, 2)
 

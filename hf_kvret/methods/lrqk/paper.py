@@ -18,7 +18,6 @@ from hf_kvret.methods.lrqk.waiting import WaitingTokens
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
 
-_PIECE = 4096
 _MOMENTS = ("queries", "keys")
 
 
@@ -214,6 +213,6 @@ class PaperLRQKIndex(Index):
 def _project(to_key: torch.Tensor, store: Store) -> Iterator[torch.Tensor]:
     """Proxies ``[B, Hq, *, r]`` of all keys in the store."""
     batch, _, dim, rank = to_key.shape
-    for _, keys, _ in store.chunks(_PIECE):
+    for _, keys, _ in store.chunks():
         maps = to_key.view(batch, keys.shape[1], -1, dim, rank)
         yield (keys.float().unsqueeze(2) @ maps).flatten(1, 2)

@@ -37,12 +37,19 @@ class Proxies:
         """View ``[B, F, n, r]``."""
         return self._rows.rows
 
-    def replace(self, pieces: Iterable[torch.Tensor], spread: torch.Tensor | None = None) -> None:
+    def replace(
+        self,
+        pieces: Iterable[torch.Tensor],
+        spread: torch.Tensor | None = None,
+        kept: torch.Tensor | None = None,
+    ) -> None:
         """Start anew with ``pieces`` of fp32 rows, ``[B, F, *, r]`` each, at least one.
 
         ``spread [B, F, 1, r]``: root mean square of each column over the tokens that count. With
         it, int8 clamps what is far beyond, so that padding or a freak key doesn't coarsen all.
+        ``kept [B]`` bool: batch rows that stay as they are.
         """
+        old = None if kept is None else (self.rows, self.steps)
         # In bf16 meanwhile: what int8 saves in the end it doesn't need to save while it is made.
         rows = torch.cat([piece.bfloat16() for piece in pieces], dim=2)
         self._rows = GrowingRows()
@@ -52,6 +59,11 @@ class Proxies:
                 largest = torch.minimum(largest, _WIDEST * spread)
             self.steps = largest.clamp(min=1e-30) / _MOST
         self.append(rows)
+        if old is not None and kept is not None:
+            chosen, (old_rows, old_steps) = kept[:, None, None, None], old
+            self.rows.copy_(torch.where(chosen, old_rows, self.rows))
+            if self.steps is not None and old_steps is not None:
+                self.steps = torch.where(chosen, old_steps, self.steps)
 
     def append(self, rows: torch.Tensor) -> None:
         """Add ``rows [B, F, m, r]`` of any floating type."""

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 
 from hf_kvret.methods.lrqk.factors import Sketch
+from hf_kvret.methods.lrqk.grams import PIECE
 
 
 class Moments:
@@ -23,7 +24,10 @@ class Moments:
 
     def add(self, rows: torch.Tensor, rank: int, chance: torch.Generator) -> None:
         """Take in ``rows [B, Hq, n, D]``, zeros where there is padding; r columns of a random A."""
-        rows = rows.float()
+        for piece in rows.split(PIECE, dim=2):
+            self._add_piece(piece.float(), rank, chance)
+
+    def _add_piece(self, rows: torch.Tensor, rank: int, chance: torch.Generator) -> None:
         sums = {"gram": rows.mT @ rows, "sizes": rows.abs().sum(2)}
         if self.random:
             shape = (*rows.shape[:3], rank)

@@ -135,6 +135,8 @@ class ParisIndex(Index):
         return sign.rows.nbytes + int(self.candidates(sign.length, 0) * code)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        if not self._planes["sign"].length:
+            return {}
         state = {name: plane.rows.contiguous() for name, plane in self._planes.items()}
         if self._counts is not None:
             state["counts"] = self._counts

@@ -1,0 +1,76 @@
+"""What host_attention says without its library, with a broken one, and to mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret_kernels import host_attention as host
+from hf_kvret_kernels.host_attention import host_attention, host_scores, library
+from hf_kvret_kernels.paged import PagedRows
+
+ROWS = PagedRows([torch.zeros(9, 2, 8, 32)], torch.zeros(2, 9, dtype=torch.int32), 16)
+QUERY = torch.zeros(2, 4, 1, 16)
+IDS = torch.zeros(2, 2, 1, 3, dtype=torch.int32)
+
+
+@pytest.fixture
+def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(library.PATH_VARIABLE, raising=False)
+    monkeypatch.setattr(library, "_places", lambda: iter([tmp_path / "none.so"]))
+    library._open.cache_clear()
+    yield
+    library._open.cache_clear()
+
+
+def test_without_the_library_torch_does_the_work(no_library: None) -> None:
+    assert not host.available()
+    assert "Install one (GCC or Clang)" in host.why_not()
+    got = host_attention(QUERY, ROWS, IDS, scale=1.0)
+    want = host_attention(QUERY, ROWS, IDS, scale=1.0, backend="naive")
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert torch.equal(host_scores(QUERY, ROWS, IDS, scale=1.0), torch.zeros(2, 4, 1, 3))
+    for options in ({"backend": "cpp"}, {"path": "portable"}):
+        with pytest.raises(ImportError, match="installed without a C\\+\\+ compiler"):
+            host_attention(QUERY, ROWS, IDS, scale=1.0, **options)
+
+
+def test_a_library_that_does_not_load_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / library.FILE_NAME
+    file.write_bytes(b"no library")
+    monkeypatch.setenv(library.PATH_VARIABLE, str(file))
+    assert str(file) in host.why_not()
+    assert f"unset {library.PATH_VARIABLE}" in host.why_not()
+
+
+@pytest.mark.parametrize(
+    ("query", "ids", "options", "message"),
+    [
+        (QUERY.half(), IDS, {}, "query is torch.float16"),
+        (QUERY[..., :8], IDS, {}, "Dk=8"),
+        (QUERY[0], IDS, {}, r"pass \[B, H, T, D\]"),
+        (QUERY.to("meta"), IDS, {}, "reads host memory"),
+        (QUERY.clone().requires_grad_(), IDS, {}, "requires gradients"),
+        (QUERY[:, :3], IDS, {}, "no multiple of the rows' 2"),
+        (QUERY, IDS.long(), {}, "pass int32"),
+        (QUERY, IDS[:1], {}, "its batch must be 2"),
+        (QUERY, IDS.expand(2, 2, 5, 3), {}, "ids has shape"),
+        (QUERY, IDS, {"softcap": 0.0}, "softcap=0.0"),
+        (QUERY, IDS, {"threads": 0}, "threads=0"),
+        (QUERY, IDS, {"backend": "triton"}, "choose one of auto, naive, cpp"),
+        (QUERY, IDS, {"path": "avx2", "backend": "naive"}, "use backend='cpp'"),
+        (QUERY, IDS, {"path": "neon"}, "choose one of avx512, avx2, portable"),
+    ],
+)
+@pytest.mark.parametrize("function", [host_attention, host_scores])
+def test_mistakes_are_refused(
+    function: Any, query: torch.Tensor, ids: torch.Tensor, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        function(query, ROWS, ids, **{"scale": 1.0, **options})
