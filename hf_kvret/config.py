@@ -25,8 +25,9 @@ class RetrievalConfig:
         max_draft: up to this many queries at once (drafted tokens) each retrieve; more of them
             (a second prompt) are attended exactly.
         store: ``"device"``, ``"host"``, ``"resident"`` (the host, with slots on the device for rows
-            in use), or ``"auto"``: the host on accelerators, when the cold rows would take more
-            than a quarter of the free device memory.
+            in use), ``"cpu"`` (the host, where the CPU attends to them), or ``"auto"``: the host on
+            accelerators, when the cold rows would take more than a quarter of the free device
+            memory.
         slots: of ``store="resident"``, rows on the device per head that selects: a count
             (``int >= top_k``), or a multiple of the budget (``float >= 1``). More than the budget
             keep rows that were used recently, for a later query to find.

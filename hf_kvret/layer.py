@@ -188,13 +188,17 @@ class RetrievalLayer(CacheLayerMixin):
         self, regions: Regions, query: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Sink, recent and selected cold tokens, merged."""
+        finish_cold = None
+        if regions.store is not None and regions.cold_len:
+            ids = self._select(regions, query, call)
+            # First, so that a store elsewhere works while the device attends to the window.
+            finish_cold = regions.store.begin(query, ids, call.scale, call.softcap)
         keys, values = regions.window.tokens()
         valid = regions.window.validity(call.valid)
         offset = keys.shape[2] - query.shape[2]
         parts = [call.partial(query, keys, values, valid, causal_offset=offset)]
-        if regions.store is not None and regions.cold_len:
-            ids = self._select(regions, query, call)
-            parts.append(Partial(*regions.store.attend(query, ids, call.scale, call.softcap)))
+        if finish_cold is not None:
+            parts.append(Partial(*finish_cold()))
         return merge(parts, call.sink_logits).out
 
     def _select(self, regions: Regions, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:

@@ -8,12 +8,14 @@ import torch
 
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.stores.base import Store, StoreBytes
+from hf_kvret.stores.cpu import CpuStore
 from hf_kvret.stores.memory import DeviceMemory, HostMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.stores.resident import ResidentStore
 
 __all__ = [
     "STORES",
+    "CpuStore",
     "PagedStore",
     "ResidentStore",
     "Store",
@@ -26,6 +28,7 @@ STORES: dict[str, Callable[[torch.device, RetrievalConfig], Store]] = {
     "device": lambda device, options: PagedStore(DeviceMemory(device)),
     "host": lambda device, options: PagedStore(HostMemory(device)),
     "resident": lambda device, options: ResidentStore(device, options.slots),
+    "cpu": lambda device, options: CpuStore(device),
 }
 
 

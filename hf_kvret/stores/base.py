@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -51,6 +51,21 @@ class Store(ABC):
             ``out [B, Hq, Q, Dv]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the query's
             device; a query without tokens has out 0 and lse -inf.
         """
+
+    def begin(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """Start ``attend``; calling what is returned gives its result.
+
+        What the device does in between runs at the same time where the rows are elsewhere. Only
+        one ``begin`` may be under way, and the store must not change before its result is taken.
+        """
+        result = self.attend(query, ids, scale, softcap)
+        return lambda: result
 
     @abstractmethod
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

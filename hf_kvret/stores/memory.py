@@ -44,10 +44,15 @@ class HostMemory(PageMemory):
 
     Chunks are registered with CUDA at their exact size (torch's pinned allocator rounds up to a
     power of two). Writes run on a side stream; ``wait`` orders the reader behind them.
+
+    Args:
+        device: where rows come from.
+        reader: what reads them, and where page tables lie; None: the same device. The CPU waits in
+            ``wait`` itself.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, reader: torch.device | None = None) -> None:
+        super().__init__(reader or device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._written: torch.cuda.Event | None = None
 
@@ -61,15 +66,19 @@ class HostMemory(PageMemory):
             target.copy_(rows)
             return
         packed = rows.contiguous()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(self._stream):
             _copy_runs(target, packed)
         packed.record_stream(self._stream)
         self._written = self._stream.record_event()
 
     def wait(self) -> None:
-        if self._written is not None:
+        if self._written is None:
+            return
+        if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).wait_event(self._written)
+        else:
+            self._written.synchronize()
 
 
 def _copy_runs(target: torch.Tensor, packed: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Models x modes x methods x {device, host, resident}: same text and logits as full attention.
+"""Models x modes x methods x stores: the same text and logits as full attention.
 
 By default every model runs the most telling modes and four unlike models run every mode, with
 each method and each store once; every pair of them runs the telling modes on the unlike models.
@@ -26,7 +26,7 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "lrqk": LRQKCache,
     "lrqk_paper": partial(LRQKCache, options=LRQKConfig.paper()),
 }
-STORES = ("device", "host", "resident")
+STORES = ("device", "host", "resident", "cpu")
 WHOLE_PAIRS = {("flat", "device"), ("paris", "host"), ("lrqk", "resident")}
 
 # Plain rope; soft cap and sliding; sinks and experts; a linear hybrid.

@@ -101,7 +101,7 @@ def test_paris_with_a_host_store_keeps_little_on_the_device() -> None:
         (["--context", "100"], "use at least"),
         (["--top-k", "0"], "top_k=0: a count must be at least 1"),
         (["--top-k", "1.5"], "a float is a share"),
-        (["--store", "disk"], "store='disk': choose one of device, host, resident, auto"),
+        (["--store", "disk"], "store='disk': choose one of device, host, resident, cpu, auto"),
     ],
 )
 def test_mistakes_print_one_line(

@@ -1,0 +1,163 @@
+"""CpuStore: rows in host memory, attended to where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+import torch
+
+from hf_kvret.block import TokenBlock
+from hf_kvret.stores.base import Store, StoreBytes
+from hf_kvret.stores.memory import HostMemory
+from hf_kvret.stores.paged import PagedStore
+from hf_kvret_kernels.host_attention import host_attention
+
+CPU = torch.device("cpu")
+Result = tuple[torch.Tensor, torch.Tensor]
+
+# One worker serves all stores: their work comes layer after layer, and the kernel has threads.
+_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_kvret-host-attention")
+
+
+class CpuStore(Store):
+    """Selected rows never move: the CPU attends to them, the device to its window, at once.
+
+    Queries and ids go down, outputs and their lse come back; keys and values stay. With queries on
+    a GPU, ``begin`` sends them on a stream of its own and a worker thread waits for them there, so
+    neither the GPU nor the thread that launches its work waits before the two parts are merged.
+    As in CTkvr (section 3.3) and A2ATS, for every index.
+
+    Args:
+        device: where queries are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = PagedStore(HostMemory(device, reader=CPU))
+        self._staging: _Staging | None = None
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+    def append(self, block: TokenBlock) -> None:
+        self._host.append(block)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Result:
+        return self.begin(query, ids, scale, softcap)()
+
+    def begin(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Callable[[], Result]:
+        rows = self._host.paged_rows()
+        if query.device.type == "cpu":
+            return lambda: host_attention(query, rows, ids, scale=scale, softcap=softcap)
+        if self._staging is None:
+            self._staging = _Staging(query.device)
+        staging = self._staging
+        arrived = staging.send(query, ids)
+
+        def work() -> None:
+            arrived.synchronize()
+            staging.send_back(
+                *host_attention(staging.query, rows, staging.ids, scale=scale, softcap=softcap)
+            )
+
+        done = _worker.submit(work)
+
+        def finish() -> Result:
+            done.result()
+            return staging.receive()
+
+        return finish
+
+    def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._host.gather(ids.cpu())
+        return keys.to(self._device), values.to(self._device)
+
+    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        for start, keys, values in self._host.chunks(piece_len):
+            yield start, keys.to(self._device), values.to(self._device)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        self._host.reorder(rows)
+
+    def crop(self, cold_len: int) -> None:
+        self._host.crop(cold_len)
+
+    def fork(self) -> Self:
+        twin = type(self)(self._device)
+        twin._host = self._host.fork()
+        return twin
+
+    def nbytes(self) -> StoreBytes:
+        # The page table lies with the rows here.
+        held = self._host.nbytes()
+        return StoreBytes(host=held.host + held.device)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._host.state_dict()
+
+
+class _Staging:
+    """Pinned memory between a GPU and the CPU, and the stream that copies through it.
+
+    One turn at a time. The copies of a turn run in the order of the stream, so the next turn's
+    queries arrive only after this turn's results have left.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._back: torch.cuda.Event | None = None
+        self.query = self.ids = self._out = self._lse = torch.empty(0)
+        self._result: Result = (self._out, self._lse)
+
+    def send(self, query: torch.Tensor, ids: torch.Tensor) -> torch.cuda.Event:
+        """Start copying to ``self.query`` and ``self.ids``; the event says that they arrived."""
+        self.query, self.ids = _pinned_like(self.query, query), _pinned_like(self.ids, ids)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, source in ((self.query, query), (self.ids, ids)):
+                target.copy_(source, non_blocking=True)
+                source.record_stream(self._stream)
+            return self._stream.record_event()
+
+    def send_back(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Start copying results to the device; called by the worker."""
+        self._out, self._lse = _pinned_like(self._out, out), _pinned_like(self._lse, lse)
+        self._out.copy_(out)
+        self._lse.copy_(lse)
+        with torch.cuda.stream(self._stream):
+            self._result = (
+                self._out.to(self._device, non_blocking=True),
+                self._lse.to(self._device, non_blocking=True),
+            )
+            self._back = self._stream.record_event()
+
+    def receive(self) -> Result:
+        """The results, for the device's current stream, which waits for them."""
+        assert self._back is not None
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(self._back)
+        for part in self._result:
+            part.record_stream(current)
+        return self._result
+
+
+def _pinned_like(held: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Pinned memory with the shape and dtype of ``tensor``; ``held`` itself if it fits."""
+    if held.shape == tensor.shape and held.dtype == tensor.dtype:
+        return held
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

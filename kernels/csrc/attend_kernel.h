@@ -1,0 +1,219 @@
+// The kernels, written once for every instruction set. See rows.h on linkage.
+//
+// Rows go through in blocks: all query heads of the selection are scored against a block, then its
+// values are added to all their sums. So a row comes from memory once, and from a cache after that.
+#pragma once
+
+#include "kernel.h"
+#include "tiles.h"
+#include "vector_math.h"
+
+namespace {
+
+constexpr int64_t kPad = 16; // floats to which buffers are rounded up; a multiple of all lanes
+
+inline int64_t padded(int64_t count) { return (count + kPad - 1) / kPad * kPad; }
+
+// Scratch of one span, cut from one buffer.
+struct Workspace {
+    Workspace(const hfk_request &request, float *scratch)
+        : heads(request.query_heads / request.id_heads), query_stride(padded(request.key_dim)),
+          sum_stride(padded(request.value_dim)) {
+        query = scratch;
+        sums = query + heads * query_stride;
+        scores = sums + heads * sum_stride;
+        weight_sums = scores + heads * kBlock;
+        largest = weight_sums + heads * kPad;
+        rescale = largest + heads;
+    }
+
+    static int64_t floats(const hfk_request &request) {
+        const int64_t heads = request.query_heads / request.id_heads;
+        return heads * (padded(request.key_dim) + padded(request.value_dim) + kBlock + kPad + 2);
+    }
+
+    int64_t heads, query_stride, sum_stride;
+    float *query, *sums, *scores, *weight_sums, *largest, *rescale;
+};
+
+template <class I, class T>
+void load_query(const hfk_request &request, const Span &span, const Workspace &space) {
+    const T *query = static_cast<const T *>(request.query);
+    for (int64_t g = 0; g < space.heads; ++g) {
+        const int64_t head = span.batch * request.query_heads + span.id_head * space.heads + g;
+        const T *from = query + (head * request.queries + span.query) * request.key_dim;
+        float *to = space.query + g * space.query_stride;
+        int64_t d = 0;
+        for (; d + I::lanes <= request.key_dim; d += I::lanes) I::store(to + d, I::load(from + d));
+        if (d < request.key_dim) {
+            I::store(to + d, I::load_some(from + d, static_cast<int>(request.key_dim - d)));
+        }
+    }
+}
+
+// Raw dot products to scores, in place; `count` is padded.
+template <class I> void finish_scores(float *scores, int64_t count, float scale, float softcap) {
+    using V = typename I::V;
+    for (int64_t j = 0; j < count; j += I::lanes) {
+        V s = I::load(scores + j) * I::set1(scale);
+        if (softcap > 0.0f) s = I::set1(softcap) * tanh<I>(s * I::set1(1.0f / softcap));
+        I::store(scores + j, s);
+    }
+}
+
+// Scores of a block to softmax weights, relative to the largest score so far; says in `rescale` what
+// earlier weights must be multiplied with.
+template <class I>
+void weigh(float *scores, int count, float *largest, float *weight_sums, float *rescale) {
+    using V = typename I::V;
+    const int64_t end = padded(count);
+    for (int64_t r = count; r < end; ++r) scores[r] = -__builtin_inff();
+    V top = I::load(scores);
+    for (int64_t j = I::lanes; j < end; j += I::lanes) top = I::max(top, I::load(scores + j));
+    const float block_largest = I::largest(top);
+    const float before = *largest;
+    *largest = block_largest > before ? block_largest : before;
+    // Rows may all have the score -inf; their weights are 0, as they would be beside any other row.
+    const float base = *largest == -__builtin_inff() ? 0.0f : *largest;
+    float factor[I::lanes];
+    I::store(factor, exp_of_nonpositive<I>(I::set1(before - base)));
+    *rescale = factor[0];
+    V sum = I::load(weight_sums) * I::set1(factor[0]);
+    for (int64_t j = 0; j < end; j += I::lanes) {
+        const V weights = exp_of_nonpositive<I>(I::load(scores + j) - I::set1(base));
+        I::store(scores + j, weights);
+        sum = sum + weights;
+    }
+    I::store(weight_sums, sum);
+}
+
+// Calls work(first_head, number_of_heads as a constant) over all heads, in tiles that fit registers.
+template <int Most, class Work> void for_head_tiles(int64_t heads, Work &&work) {
+    int64_t g = 0;
+    for (; g + Most <= heads; g += Most) work.template operator()<Most>(g);
+    if constexpr (Most > 1) {
+        const int64_t rest = heads - g;
+        if (Most > 3 && rest == 3) work.template operator()<(Most > 3 ? 3 : 1)>(g);
+        if (Most > 2 && rest == 2) work.template operator()<(Most > 2 ? 2 : 1)>(g);
+        if (rest == 1) work.template operator()<1>(g);
+    }
+}
+
+template <class I, class T> struct DotTiles {
+    const Block &block;
+    int64_t dim;
+    const Workspace &space;
+
+    template <int H> void operator()(int64_t g) {
+        dot_heads<I, T, H>(block, space.query + g * space.query_stride, space.query_stride, dim,
+                           space.scores + g * kBlock);
+    }
+};
+
+template <class I, class T> struct ValueTiles {
+    const Block &block;
+    const hfk_request &request;
+    const Workspace &space;
+
+    template <int H> void operator()(int64_t g) {
+        add_values<I, T, H>(block, request.key_dim, request.value_dim, space.scores + g * kBlock,
+                            space.rescale + g, space.sums + g * space.sum_stride,
+                            space.sum_stride);
+    }
+};
+
+template <class I, class T>
+void attend(const hfk_request &request, const Span &span, float *scratch, float *out,
+            int64_t out_stride, float *lse, int64_t lse_stride) {
+    const Workspace space(request, scratch);
+    load_query<I, T>(request, span, space);
+    const float scale = static_cast<float>(request.scale);
+    const float softcap = static_cast<float>(request.softcap);
+    for (int64_t i = 0; i < space.heads * space.sum_stride; ++i) space.sums[i] = 0.0f;
+    for (int64_t i = 0; i < space.heads * kPad; ++i) space.weight_sums[i] = 0.0f;
+    for (int64_t g = 0; g < space.heads; ++g) space.largest[g] = -__builtin_inff();
+
+    RowStream stream(request, span, sizeof(T), true);
+    Block block;
+    for (stream.take(block); block.count > 0; stream.take(block)) {
+        for_head_tiles<I::heads>(space.heads,
+                                 DotTiles<I, T>{block, request.key_dim, space});
+        for (int64_t g = 0; g < space.heads; ++g) {
+            float *scores = space.scores + g * kBlock;
+            finish_scores<I>(scores, padded(block.count), scale, softcap);
+            weigh<I>(scores, block.count, space.largest + g, space.weight_sums + g * kPad,
+                     space.rescale + g);
+        }
+        for_head_tiles<I::heads>(space.heads,
+                                 ValueTiles<I, T>{block, request, space});
+    }
+
+    for (int64_t g = 0; g < space.heads; ++g) {
+        float total = 0.0f;
+        for (int i = 0; i < I::lanes; ++i) total += space.weight_sums[g * kPad + i];
+        const bool empty = total == 0.0f;
+        const float factor = empty ? 0.0f : 1.0f / total;
+        const float *sums = space.sums + g * space.sum_stride;
+        for (int64_t d = 0; d < request.value_dim; ++d) out[g * out_stride + d] = sums[d] * factor;
+        lse[g * lse_stride] =
+            empty ? -__builtin_inff() : space.largest[g] + __builtin_logf(total);
+    }
+}
+
+template <class I, class T>
+void score(const hfk_request &request, const Span &span, float *scratch, float *out,
+           int64_t out_stride) {
+    const Workspace space(request, scratch);
+    load_query<I, T>(request, span, space);
+    const float scale = static_cast<float>(request.scale);
+    const float softcap = static_cast<float>(request.softcap);
+    for (int64_t g = 0; g < space.heads; ++g) {
+        for (int64_t k = span.first; k < span.last; ++k) {
+            out[g * out_stride + k] = -__builtin_inff();
+        }
+    }
+    RowStream stream(request, span, sizeof(T), false);
+    Block block;
+    for (stream.take(block); block.count > 0; stream.take(block)) {
+        for_head_tiles<I::heads>(space.heads,
+                                 DotTiles<I, T>{block, request.key_dim, space});
+        for (int64_t g = 0; g < space.heads; ++g) {
+            float *scores = space.scores + g * kBlock;
+            finish_scores<I>(scores, padded(block.count), scale, softcap);
+            for (int r = 0; r < block.count; ++r) out[g * out_stride + block.places[r]] = scores[r];
+        }
+    }
+}
+
+template <class I> struct Entry {
+    static void attend_any(const hfk_request &request, const Span &span, float *scratch, float *out,
+                           int64_t out_stride, float *lse, int64_t lse_stride) {
+        auto *run = request.dtype == HFK_BFLOAT16  ? attend<I, Bf16>
+                    : request.dtype == HFK_FLOAT16 ? attend<I, Half>
+                                                   : attend<I, float>;
+        run(request, span, scratch, out, out_stride, lse, lse_stride);
+    }
+
+    static void score_any(const hfk_request &request, const Span &span, float *scratch, float *out,
+                          int64_t out_stride) {
+        auto *run = request.dtype == HFK_BFLOAT16  ? score<I, Bf16>
+                    : request.dtype == HFK_FLOAT16 ? score<I, Half>
+                                                   : score<I, float>;
+        run(request, span, scratch, out, out_stride);
+    }
+
+    static void exp_all(const float *in, float *out, int64_t count) {
+        for (int64_t i = 0; i < count; i += I::lanes) {
+            const int n = count - i < I::lanes ? static_cast<int>(count - i) : I::lanes;
+            float result[I::lanes];
+            I::store(result, exp_of_nonpositive<I>(I::load_some(in + i, n)));
+            for (int j = 0; j < n; ++j) out[i + j] = result[j];
+        }
+    }
+};
+
+} // namespace
+
+#define HFK_DEFINE_KERNEL(name, I)                                                                 \
+    const Kernel name = {Workspace::floats, Entry<I>::attend_any, Entry<I>::score_any,             \
+                         Entry<I>::exp_all}

@@ -1,0 +1,89 @@
+// Any processor: vectors of four floats, which the compiler maps to what there is.
+#include "attend_kernel.h"
+
+namespace {
+
+struct Portable {
+    typedef float V __attribute__((vector_size(16)));
+    typedef uint32_t U __attribute__((vector_size(16)));
+
+    static constexpr int lanes = 4;
+    static constexpr int heads = 2;   // 8 sums, 4 keys and a query in 16 registers
+    static constexpr int columns = 4;
+
+    static V set1(float x) { return V{x, x, x, x}; }
+
+    static V load(const float *from) {
+        V x;
+        __builtin_memcpy(&x, from, sizeof x);
+        return x;
+    }
+
+    static U widen(const uint16_t *from) {
+        typedef uint16_t S __attribute__((vector_size(8)));
+        S x;
+        __builtin_memcpy(&x, from, sizeof x);
+        return __builtin_convertvector(x, U);
+    }
+
+    static V load(const Bf16 *from) { return as_float(widen(&from->bits) << 16); }
+
+    // Moves the exponent to its place and its bias; what has exponent 0 is then off by 2^-14, which
+    // a subtraction takes away, and what has exponent 31 is Inf or NaN.
+    static V load(const Half *from) {
+        const U bits = widen(&from->bits);
+        const U shifted = (bits & 0x7fffu) << 13;
+        const U exponent = shifted & 0x0f800000u;
+        const U normal = shifted + 0x38000000u;
+        const U special = shifted + 0x70000000u;
+        const U low = as_bits(as_float(shifted + 0x38800000u) - set1(6.103515625e-5f));
+        const U is_low = static_cast<U>(exponent == 0u);
+        const U is_special = static_cast<U>(exponent == 0x0f800000u);
+        const U size =
+            (low & is_low) | (special & is_special) | (normal & ~(is_low | is_special));
+        return as_float(size | ((bits & 0x8000u) << 16));
+    }
+
+    template <class T> static V load_some(const T *from, int count) {
+        T all[lanes] = {};
+        for (int i = 0; i < count; ++i) all[i] = from[i];
+        return load(all);
+    }
+
+    static void store(float *to, V x) { __builtin_memcpy(to, &x, sizeof x); }
+    static V fma(V a, V b, V c) { return a * b + c; }
+    static V max(V a, V b) { return where_less(a, b, b, a); }
+    static V abs(V x) { return as_float(as_bits(x) & 0x7fffffffu); }
+
+    static V copy_sign(V size, V sign) {
+        return as_float(as_bits(size) | (as_bits(sign) & 0x80000000u));
+    }
+
+    static V where_less(V a, V b, V yes, V no) {
+        const U mask = (U)(a < b);
+        return as_float((as_bits(yes) & mask) | (as_bits(no) & ~mask));
+    }
+
+    // 2^n of the n in the low bits of `shifted`.
+    static V power_of_two(V shifted) { return as_float((as_bits(shifted) << 23) + 0x3f800000u); }
+
+    static float largest(V x) {
+        float top = x[0];
+        for (int i = 1; i < lanes; ++i) top = x[i] > top ? x[i] : top;
+        return top;
+    }
+
+    static void store_sums(float *to, V a, V b, V c, V d) {
+        const V sums = {a[0] + a[1] + a[2] + a[3], b[0] + b[1] + b[2] + b[3],
+                        c[0] + c[1] + c[2] + c[3], d[0] + d[1] + d[2] + d[3]};
+        store(to, sums);
+    }
+
+  private:
+    static V as_float(U x) { return (V)x; }
+    static U as_bits(V x) { return (U)x; }
+};
+
+} // namespace
+
+HFK_DEFINE_KERNEL(portable_kernel, Portable);

@@ -1,0 +1,201 @@
+// The C interface: checks a request, chooses the instruction set, and splits the work.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <new>
+#include <vector>
+
+#include "kernel.h"
+#include "pool.h"
+
+namespace {
+
+// A piece of a span takes at least this many ids, so that merging costs little beside it.
+constexpr int64_t kLeastPiece = 256;
+// Pieces begin at multiples of this.
+constexpr int64_t kPieceStep = 16;
+// Items for each thread: threads that are late, or share a core, leave theirs to others.
+constexpr int64_t kItemsPerThread = 4;
+constexpr int32_t kMostThreads = 1024;
+
+const Kernel *find_kernel(int32_t path) {
+    switch (path) {
+    case HFK_PORTABLE:
+        return &portable_kernel;
+#ifdef HFK_X86
+    case HFK_AVX2:
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                       __builtin_cpu_supports("f16c")
+                   ? &avx2_kernel
+                   : nullptr;
+    case HFK_AVX512:
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+                   ? &avx512_kernel
+                   : nullptr;
+#endif
+    case HFK_AUTO:
+        for (int32_t best : {HFK_AVX512, HFK_AVX2}) {
+            if (const Kernel *kernel = find_kernel(best)) return kernel;
+        }
+        return &portable_kernel;
+    default:
+        return nullptr;
+    }
+}
+
+bool divides(int64_t number, int64_t multiple) { return number > 0 && multiple % number == 0; }
+
+bool is_good(const hfk_request &request) {
+    return request.dtype >= HFK_FLOAT32 && request.dtype <= HFK_BFLOAT16 && request.batch >= 0 &&
+           request.queries >= 0 && request.count >= 0 && request.key_dim > 0 &&
+           request.value_dim > 0 && request.page_len > 0 &&
+           divides(request.kv_heads, request.id_heads) &&
+           divides(request.id_heads, request.query_heads);
+}
+
+// One request, split into selections and these into pieces of their ids.
+class Job {
+  public:
+    Job(const hfk_request &request, const Kernel &kernel, bool attends)
+        : request_(request), kernel_(kernel), attends_(attends),
+          heads_(request.query_heads / request.id_heads),
+          spans_(request.batch * request.id_heads * request.queries) {
+        threads_ = std::clamp(request.threads, 1, kMostThreads);
+        if (threads_ > 1 && spans_ > 0 && spans_ < kItemsPerThread * threads_) {
+            const int64_t wanted = (kItemsPerThread * threads_ + spans_ - 1) / spans_;
+            pieces_ = std::clamp<int64_t>(request.count / kLeastPiece, 1, wanted);
+        }
+    }
+
+    void run() {
+        const int64_t items = spans_ * pieces_;
+        if (items == 0) return;
+        const int slots = static_cast<int>(std::min<int64_t>(threads_, items));
+        // A gap of a cache line keeps the slots of two threads apart.
+        scratch_floats_ = kernel_.scratch_floats(request_) + 16;
+        scratch_.resize(scratch_floats_ * slots);
+        if (attends_ && pieces_ > 1) {
+            part_out_.resize(items * heads_ * request_.value_dim);
+            part_lse_.resize(items * heads_);
+        }
+        Pool::instance().run(items, slots, &Job::work, this);
+        if (attends_ && pieces_ > 1) {
+            for (int64_t span = 0; span < spans_; ++span) merge(span);
+        }
+    }
+
+  private:
+    static void work(void *job, int64_t item, int slot) {
+        static_cast<Job *>(job)->work(item, slot);
+    }
+
+    void work(int64_t item, int slot) {
+        const Span span = locate(item);
+        float *scratch = scratch_.data() + slot * scratch_floats_;
+        const int64_t row = first_row(span);
+        if (!attends_) {
+            kernel_.score(request_, span, scratch, request_.out + row * request_.count,
+                          request_.queries * request_.count);
+        } else if (pieces_ == 1) {
+            kernel_.attend(request_, span, scratch, request_.out + row * request_.value_dim,
+                           request_.queries * request_.value_dim, request_.lse + row,
+                           request_.queries);
+        } else {
+            const int64_t part = item * heads_;
+            kernel_.attend(request_, span, scratch, part_out_.data() + part * request_.value_dim,
+                           request_.value_dim, part_lse_.data() + part, 1);
+        }
+    }
+
+    Span locate(int64_t item) const {
+        const int64_t piece = item % pieces_;
+        int64_t rest = item / pieces_;
+        Span span;
+        span.query = rest % request_.queries;
+        rest /= request_.queries;
+        span.id_head = rest % request_.id_heads;
+        span.batch = rest / request_.id_heads;
+        span.first = boundary(piece);
+        span.last = boundary(piece + 1);
+        return span;
+    }
+
+    int64_t boundary(int64_t piece) const {
+        if (piece == pieces_) return request_.count;
+        return request_.count * piece / pieces_ / kPieceStep * kPieceStep;
+    }
+
+    // The row of `out` and `lse` of the span's first query head; the next head's is `queries` on.
+    int64_t first_row(const Span &span) const {
+        const int64_t head = span.batch * request_.query_heads + span.id_head * heads_;
+        return head * request_.queries + span.query;
+    }
+
+    void merge(int64_t index) {
+        const int64_t first = index * pieces_;
+        const int64_t row = first_row(locate(first));
+        const int64_t dim = request_.value_dim;
+        for (int64_t g = 0; g < heads_; ++g) {
+            float *out = request_.out + (row + g * request_.queries) * dim;
+            float &lse = request_.lse[row + g * request_.queries];
+            std::fill(out, out + dim, 0.0f);
+            float largest = -std::numeric_limits<float>::infinity();
+            for (int64_t p = 0; p < pieces_; ++p) {
+                largest = std::max(largest, part_lse_[(first + p) * heads_ + g]);
+            }
+            double total = 0.0;
+            for (int64_t p = 0; p < pieces_; ++p) {
+                const int64_t part = (first + p) * heads_ + g;
+                // NaN is not equal to -inf, so it is merged and shows.
+                if (part_lse_[part] == -std::numeric_limits<float>::infinity()) continue;
+                const double weight = std::exp(static_cast<double>(part_lse_[part]) - largest);
+                total += weight;
+                const float *values = part_out_.data() + part * dim;
+                for (int64_t d = 0; d < dim; ++d) out[d] += static_cast<float>(weight) * values[d];
+            }
+            lse = largest + static_cast<float>(std::log(total));
+            if (total == 0.0) continue;
+            const float factor = static_cast<float>(1.0 / total);
+            for (int64_t d = 0; d < dim; ++d) out[d] *= factor;
+        }
+    }
+
+    const hfk_request &request_;
+    const Kernel &kernel_;
+    const bool attends_;
+    const int64_t heads_, spans_;
+    int32_t threads_;
+    int64_t pieces_ = 1;
+    int64_t scratch_floats_ = 0;
+    std::vector<float> scratch_, part_out_, part_lse_;
+};
+
+int32_t serve(const hfk_request *request, bool attends) {
+    if (!is_good(*request)) return HFK_BAD_REQUEST;
+    const Kernel *kernel = find_kernel(request->path);
+    if (kernel == nullptr) return HFK_NO_PATH;
+    try {
+        Job(*request, *kernel, attends).run();
+    } catch (const std::bad_alloc &) {
+        return HFK_NO_MEMORY;
+    }
+    return HFK_OK;
+}
+
+} // namespace
+
+int32_t hfk_version(void) { return HFK_VERSION; }
+
+int32_t hfk_has_path(int32_t path) { return find_kernel(path) != nullptr; }
+
+int32_t hfk_attend(const hfk_request *request) { return serve(request, true); }
+
+int32_t hfk_scores(const hfk_request *request) { return serve(request, false); }
+
+int32_t hfk_exp(int32_t path, const float *in, float *out, int64_t count) {
+    const Kernel *kernel = find_kernel(path);
+    if (kernel == nullptr) return HFK_NO_PATH;
+    kernel->exp(in, out, count);
+    return HFK_OK;
+}

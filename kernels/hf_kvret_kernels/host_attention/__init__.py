@@ -1,0 +1,196 @@
+"""Exact attention over chosen rows in host memory, computed where they are.
+
+The compiled library (``kernels/csrc``) reads each row once for all query heads that share a
+selection, and asks for rows ahead of their use. Where it was not built, torch does the same work
+more slowly.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+
+from hf_kvret_kernels._dispatch import check_attention_inputs
+from hf_kvret_kernels.host_attention import library, naive
+from hf_kvret_kernels.paged import PagedRows
+
+__all__ = ["available", "host_attention", "host_scores", "paths", "why_not"]
+
+BACKENDS = ("auto", "naive", "cpp")
+
+
+def host_attention(
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    threads: int | None = None,
+    backend: str = "auto",
+    path: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query over exactly the rows that its ids name, on the CPU.
+
+    Args:
+        query: ``[B, Hq, Q, Dk]`` of the rows' dtype, contiguous in the last dimension.
+        rows: the paged keys and values; table and chunks in host memory, pinned or not.
+        ids: ``[B, H, Q, K]`` int32 token numbers, -1 for none. With H = Hkv one selection serves
+            the ``Hq / Hkv`` query heads of a group and each row is read once; with H = Hq every
+            query head has its own. K may be 0. A token named twice counts twice.
+        scale: factor of the dot products.
+        softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
+        threads: of the library, the caller's among them. Default: ``torch.get_num_threads()``, but
+            no more than the process has processors. The naive backend uses torch's threads.
+        backend: ``"cpp"``, the compiled library; ``"naive"``, torch; ``"auto"``, the library
+            where there is one.
+        path: ``"avx512"``, ``"avx2"`` or ``"portable"`` code of the library, which it then needs;
+            None for the best that the processor runs.
+
+    Returns:
+        ``out [B, Hq, Q, Dv]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log). A query without rows
+        has out 0 and lse -inf. All arithmetic is fp32; exp is accurate to 1e-6 relative, and
+        weights below exp(-87.3) of the largest are 0. NaN or Inf in a row make the queries that
+        read it NaN or Inf, and no others.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, gradients, an unknown backend or
+            path, a path that the processor lacks, threads below 1.
+        ImportError: ``"cpp"`` without the library; see ``why_not()``.
+        MemoryError: no room for the work space.
+
+    Token numbers are not checked against the table: that would have to look at the data. Safe from
+    several Python threads at once, which it lets run, and after ``os.fork()``.
+    """
+    _check(query, rows, ids, softcap)
+    if _choose(backend, threads, path) == "naive":
+        return naive.host_attention(query, rows, ids, scale, softcap)
+    batch, heads, queries, _ = query.shape
+    out = query.new_empty(batch, heads, queries, rows.value_dim, dtype=torch.float32)
+    lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
+    library.run(
+        "hfk_attend",
+        query,
+        rows,
+        ids,
+        out,
+        lse,
+        scale=scale,
+        softcap=softcap,
+        threads=_thread_count(threads),
+        path=path,
+    )
+    return out, lse
+
+
+def host_scores(
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    threads: int | None = None,
+    backend: str = "auto",
+    path: str | None = None,
+) -> torch.Tensor:
+    """Score of each query with each of its ids: ``[B, Hq, Q, K]`` fp32, -inf for holes.
+
+    Reads keys alone. A score is ``scale * q.k``, capped where ``softcap`` is given. Arguments and
+    errors are those of ``host_attention``.
+    """
+    _check(query, rows, ids, softcap)
+    if _choose(backend, threads, path) == "naive":
+        return naive.host_scores(query, rows, ids, scale, softcap)
+    scores = query.new_empty(*query.shape[:3], ids.shape[3], dtype=torch.float32)
+    library.run(
+        "hfk_scores",
+        query,
+        rows,
+        ids,
+        scores,
+        None,
+        scale=scale,
+        softcap=softcap,
+        threads=_thread_count(threads),
+        path=path,
+    )
+    return scores
+
+
+def available() -> bool:
+    """Whether the compiled library is there and loads."""
+    return not why_not()
+
+
+def why_not() -> str:
+    """Why the compiled library can't be used, and what helps; empty where it can."""
+    return library.why_not()
+
+
+def paths() -> list[str]:
+    """Values of ``path`` that work here, best first.
+
+    Raises:
+        ImportError: there is no library.
+    """
+    return library.paths()
+
+
+def _check(query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, softcap: float | None) -> None:
+    check_attention_inputs(query=query)
+    rows.check_ids(ids)
+    batch, heads, queries, width = query.shape
+    places = {"query": query, "the page table": rows.table, "the rows": rows.chunks[0]}
+    for name, tensor in places.items():
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"{name} is on {tensor.device}: host attention reads host memory, copy it to the "
+                "CPU or use gather_attention"
+            )
+    if query.dtype != rows.dtype or width != rows.key_dim:
+        raise ValueError(
+            f"query is {query.dtype} with Dk={width}, the rows are {rows.dtype} with "
+            f"Dk={rows.key_dim}: they must agree"
+        )
+    if heads % rows.heads:
+        raise ValueError(f"query has {heads} heads, no multiple of the rows' {rows.heads}")
+    if ids.shape[0] != batch or ids.shape[2] != queries or ids.shape[1] not in (rows.heads, heads):
+        raise ValueError(
+            f"ids has shape {tuple(ids.shape)}: pass [{batch}, {rows.heads} or {heads}, {queries}, "
+            f"K] for a query of shape {tuple(query.shape)}"
+        )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+
+
+def _choose(backend: str, threads: int | None, path: str | None) -> Literal["naive", "cpp"]:
+    """The backend that runs; also checks what is for the library alone."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: choose one of {', '.join(BACKENDS)}")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads}: pass at least 1, or None for torch's number")
+    if path is not None and path not in library.PATHS:
+        raise ValueError(f"path={path!r}: choose one of {', '.join(library.PATHS)}, or None")
+    if path is not None and backend == "naive":
+        raise ValueError(f"path={path!r} is for the library: drop it, or use backend='cpp'")
+    if backend == "naive" or (backend == "auto" and path is None and not available()):
+        return "naive"
+    if path is not None and path not in library.paths():
+        raise ValueError(
+            f"path={path!r}: this processor or this build lacks it, choose one of "
+            f"{', '.join(library.paths())}, or None"
+        )
+    library.load()
+    return "cpp"
+
+
+def _thread_count(threads: int | None) -> int:
+    if threads is not None:
+        return threads
+    # Not every system can tell which processors a process may use.
+    allowed = getattr(os, "sched_getaffinity", None)
+    processors = len(allowed(0)) if allowed else os.cpu_count() or 1
+    return min(torch.get_num_threads(), processors)

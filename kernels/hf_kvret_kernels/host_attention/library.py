@@ -1,0 +1,176 @@
+"""The compiled library of the CPU kernels: finding it, loading it, calling it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from hf_kvret_kernels.paged import PagedRows
+
+FILE_NAME = "libhf_kvret_host.so"
+# Names a library file to load in place of the installed one.
+PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
+VERSION = 1
+
+# Instruction sets that the library has code for, best first, with its numbers for them.
+PATHS = {"avx512": 2, "avx2": 1, "portable": 0}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_AUTO = -1
+_NO_MEMORY = 1
+
+_POINTERS = ("query", "ids", "table", "pages", "out", "lse")
+_SIZES = (
+    "batch",
+    "query_heads",
+    "id_heads",
+    "kv_heads",
+    "queries",
+    "count",
+    "key_dim",
+    "value_dim",
+    "max_pages",
+    "page_len",
+)
+
+
+class Request(ctypes.Structure):
+    """``hfk_request`` of ``csrc/hf_kvret_host.h``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
+        ("dtype", ctypes.c_int32),
+        ("path", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
+def run(
+    function: Literal["hfk_attend", "hfk_scores"],
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    threads: int,
+    path: str | None,
+) -> None:
+    """Write the result of a library function into ``out`` and ``lse``, both fp32 and contiguous.
+
+    The arguments were checked by the caller. Other Python threads run meanwhile.
+
+    Raises:
+        MemoryError: no room for the work space.
+    """
+    # These must live until the call is over: the request has only their addresses.
+    query, ids, table = query.contiguous(), ids.contiguous(), rows.table.contiguous()
+    pages = rows.addresses().contiguous()
+    request = Request(
+        query=query.data_ptr(),
+        ids=ids.data_ptr(),
+        table=table.data_ptr(),
+        pages=pages.data_ptr(),
+        out=out.data_ptr(),
+        lse=None if lse is None else lse.data_ptr(),
+        batch=query.shape[0],
+        query_heads=query.shape[1],
+        id_heads=ids.shape[1],
+        kv_heads=rows.heads,
+        queries=query.shape[2],
+        count=ids.shape[3],
+        key_dim=rows.key_dim,
+        value_dim=rows.value_dim,
+        max_pages=table.shape[1],
+        page_len=rows.page_len,
+        scale=scale,
+        softcap=softcap or 0.0,
+        dtype=DTYPES[rows.dtype],
+        path=_AUTO if path is None else PATHS[path],
+        threads=threads,
+    )
+    status = getattr(load(), function)(ctypes.byref(request))
+    if status == _NO_MEMORY:
+        raise MemoryError(
+            f"no room for the work space of {threads} threads: free memory, or use fewer threads"
+        )
+    assert status == 0, f"{function} returned {status}"
+
+
+def paths() -> list[str]:
+    """Instruction sets that this library and this processor have, best first."""
+    library = load()
+    return [name for name, number in PATHS.items() if library.hfk_has_path(number)]
+
+
+def exponentials(numbers: torch.Tensor, path: str) -> torch.Tensor:
+    """``exp`` of a contiguous 1D fp32 tensor of numbers <= 0, as the kernel of ``path`` has it."""
+    out = torch.empty_like(numbers)
+    status = load().hfk_exp(PATHS[path], numbers.data_ptr(), out.data_ptr(), len(numbers))
+    assert status == 0, f"hfk_exp returned {status}"
+    return out
+
+
+def load() -> ctypes.CDLL:
+    """The library.
+
+    Raises:
+        ImportError: it is not there or doesn't load; the message says what to do.
+    """
+    library = _open(os.environ.get(PATH_VARIABLE))
+    if isinstance(library, str):
+        raise ImportError(library)
+    return library
+
+
+def why_not() -> str:
+    """Why the library can't be used and what helps; empty where it can."""
+    library = _open(os.environ.get(PATH_VARIABLE))
+    return library if isinstance(library, str) else ""
+
+
+@functools.cache
+def _open(override: str | None) -> ctypes.CDLL | str:
+    """The library, or why there is none. Looked for once for each value of the variable."""
+    if override is not None:
+        file = Path(override)
+        remedy = f"correct or unset {PATH_VARIABLE}"
+    else:
+        found = next((path for path in _places() if path.is_file()), None)
+        if found is None:
+            return (
+                "the CPU kernels are not compiled: hf_kvret was installed without a C++ compiler. "
+                "Install one (GCC or Clang) and install hf_kvret again; backend='naive' uses torch"
+            )
+        file, remedy = found, "install hf_kvret again, with a C++ compiler"
+    try:
+        library = ctypes.CDLL(str(file))
+        version = library.hfk_version()
+    except (OSError, AttributeError) as error:
+        return f"{file} could not be loaded ({error}): {remedy}"
+    if version != VERSION:
+        return f"{file} has version {version}, this code needs {VERSION}: {remedy}"
+    for name in ("hfk_attend", "hfk_scores"):
+        getattr(library, name).argtypes = [ctypes.POINTER(Request)]
+    library.hfk_exp.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    return library
+
+
+def _places() -> Iterator[Path]:
+    """Where the library may lie: beside this file, or in site-packages of an editable install."""
+    yield Path(__file__).with_name(FILE_NAME)
+    package = Path(*__name__.split(".")[:-1])
+    for scheme in ("platlib", "purelib"):
+        yield Path(sysconfig.get_path(scheme)) / package / FILE_NAME
