@@ -1,4 +1,4 @@
-"""``hf-kvret bench decode | prefill | memory``: options, and the way from them to a table."""
+"""``hf-kvret bench decode | prefill | memory | host-attention``: from options to a table."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hf_kvret.benchmark.checks import CheckFailed
 from hf_kvret.benchmark.decode import Decode
 from hf_kvret.benchmark.filling import FILLS, choose_fill, measure_rows
 from hf_kvret.benchmark.fitting import fit_cells, fit_row
+from hf_kvret.benchmark.host_attention import HostAttention, add_host_options, measure_host
 from hf_kvret.benchmark.limits import byte_count, check_weights
 from hf_kvret.benchmark.measure import Bench, Measure, Subject
 from hf_kvret.benchmark.memory import Memory
@@ -31,6 +32,7 @@ from hf_kvret.evaluation.command import (
     names,
 )
 from hf_kvret.evaluation.environment import describe_environment
+from hf_kvret.evaluation.report import Measurement
 from hf_kvret.evaluation.results import Results
 
 _LEAST_CONTEXT = 64
@@ -53,7 +55,12 @@ _MEASURES: tuple[tuple[type[Measure], _Defaults], ...] = (
     (Memory, _Defaults("full,static,flat,paris,lrqk", "1,2", 4, 0, 1)),
 )
 
-MEASUREMENTS: dict[str, Measure] = {f"bench {measure.name}": measure() for measure, _ in _MEASURES}
+_HOST = HostAttention()
+
+MEASUREMENTS: dict[str, Measurement] = {
+    **{f"bench {measure.name}": measure() for measure, _ in _MEASURES},
+    f"bench {_HOST.name}": _HOST,
+}
 """The measures by the name in their result files."""
 
 
@@ -83,6 +90,14 @@ def add_bench_parser(commands: argparse._SubParsersAction) -> None:
                 help="say how many sequences fit into this much device memory, as 80GB or 75GiB",
             )
         one.set_defaults(run=run_bench, measure=measure)
+    one = measures.add_parser(
+        _HOST.name,
+        help=_HOST.summary,
+        description=_HOST.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_host_options(one)
+    one.set_defaults(run=run_host)
 
 
 def _add_options(parser: argparse.ArgumentParser, defaults: _Defaults) -> None:
@@ -154,6 +169,22 @@ def run_bench(options: argparse.Namespace) -> int:
     if known:
         print(f"\n{known} rows were finished already and were not measured again")
     _write(options, measure, results)
+    return 0
+
+
+def run_host(options: argparse.Namespace) -> int:
+    """Measure the compiled CPU kernel against torch, print the table, write what was asked for.
+
+    Returns 1 when they disagree: then that size and what follows it is not measured.
+    """
+    check_outputs(options)
+    try:
+        results = measure_host(options)
+    except CheckFailed as error:
+        print(f"hf-kvret: error: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{_HOST.table(results)}")
+    _write(options, _HOST, results)
     return 0
 
 
@@ -240,7 +271,7 @@ def _prepare(options: argparse.Namespace, shape: Shape, layers: int, random: boo
     )
 
 
-def _write(options: argparse.Namespace, measure: Measure, results: Results) -> None:
+def _write(options: argparse.Namespace, measure: Measurement, results: Results) -> None:
     if options.table:
         options.table.parent.mkdir(parents=True, exist_ok=True)
         options.table.write_text(measure.table(results) + "\n", encoding="utf-8")
