@@ -81,8 +81,9 @@ class Index(ABC):
 
         Returns:
             ``[B, Hkv, Q, budget]`` or ``[B, Hq, Q, budget]`` int32 slots, each at most once a
-            row, -1 where fewer than ``budget`` tokens are valid. With ``budget == n`` every
-            valid token is selected: stages that prune must let all pass.
+            row, -1 where fewer than ``budget`` tokens are valid, or where an index that prunes
+            knows fewer. With ``budget == n`` every valid token is selected: stages that prune
+            must let all pass.
         """
 
     @abstractmethod

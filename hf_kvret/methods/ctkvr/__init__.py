@@ -1,0 +1,10 @@
+"""CTkvr: past queries are centroids, and name the tokens to compare exactly.
+
+Not a built-in name yet: ``hf_kvret.register(CTkvrCache)`` makes it one.
+"""
+
+from hf_kvret.methods.ctkvr.cache import CTkvrCache
+from hf_kvret.methods.ctkvr.config import CTkvrConfig
+from hf_kvret.methods.ctkvr.index import CTkvrIndex
+
+__all__ = ["CTkvrCache", "CTkvrConfig", "CTkvrIndex"]

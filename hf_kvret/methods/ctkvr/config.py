@@ -1,0 +1,105 @@
+"""Options of CTkvr."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+from hf_kvret.config import RetrievalConfig
+
+_LARGEST_HEAD = 256
+_CHOICES = {
+    "choice": ("last", "random", "first", "even"),
+    "rerank": ("exact", "codes", "lists"),
+}
+
+
+@dataclass(frozen=True)
+class CTkvrConfig(RetrievalConfig):
+    """CTkvr's options beside those of every retrieval cache.
+
+    Attributes:
+        centroids: most past queries that are centroids, C.
+        tokens_per_centroid: there are no more than one for so many cold tokens.
+        choice: which queries of the prompt: ``"last"``, ``"random"``, ``"first"`` or ``"even"``
+            (table 4). Those other than ``"last"`` are for study.
+        list_ratio: keys of a centroid's list, as a multiple of the budget.
+        probes: centroids whose lists a query recalls, C'.
+        rerank: how the recalled tokens are compared: ``"exact"``, by their keys in the store;
+            ``"codes"``, by compact codes on the device; ``"lists"``, by their rank in the lists.
+        causal: at the first build, a centroid lists no key that comes after it.
+        update: every so many decoded tokens one becomes a centroid, and the oldest is dropped; 0
+            for never.
+        pending: tokens that left the window and are in no list yet are recalled by every query;
+            when there are more than this, all lists are made anew. 0: they are not recalled.
+        coverage: lists are made anew when the share of the cold tokens that is in any list falls
+            below this share of what it was; 0 for never.
+        questions: the queries of a pass of several tokens become centroids before the answer is
+            selected, with lists over all keys.
+        seed: of ``choice="random"`` and of the codes.
+    """
+
+    centroids: int = 2048
+    tokens_per_centroid: int = 16
+    choice: str = "last"
+    list_ratio: float = 2.5
+    probes: int = 4
+    rerank: str = "exact"
+    causal: bool = True
+    update: int = 1
+    pending: int = 2048
+    coverage: float = 0.5
+    questions: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = {"centroids": 1, "tokens_per_centroid": 1, "probes": 1}
+        for name in (*least, "update", "pending", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+            if value < least.get(name, 0):
+                raise ValueError(f"{name}={value} must be at least {least.get(name, 0)}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: choose {' or '.join(map(repr, choices))}"
+                )
+        for name in ("causal", "questions"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("list_ratio", "coverage"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+        if not 1.0 <= self.list_ratio < math.inf:
+            raise ValueError(
+                f"list_ratio={self.list_ratio}: at least 1, so that one list fills a budget"
+            )
+        if not 0.0 <= self.coverage <= 1.0:
+            raise ValueError(f"coverage={self.coverage}: a share from 0 (never) to 1")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed={self.seed} must be below 2^63")
+
+    def check_model(self, head_dim: int) -> None:
+        """ValueError for codes of heads that have none."""
+        if self.rerank == "codes" and head_dim > _LARGEST_HEAD:
+            raise ValueError(
+                f"head dim {head_dim}: codes exist up to {_LARGEST_HEAD}; use rerank='exact'"
+            )
+
+    def centroids_for(self, cold_len: int) -> int:
+        """How many there are for ``cold_len`` tokens: at least 1."""
+        return max(1, min(self.centroids, cold_len // self.tokens_per_centroid))
+
+    def list_len(self, cold_len: int, budget: int) -> int:
+        """Keys of a list."""
+        return min(cold_len, math.ceil(self.list_ratio * budget))
+
+    @classmethod
+    def paper(cls, **changes: Any) -> Self:
+        """The published algorithms: nothing but the FIFO changes the lists."""
+        published = {"causal": False, "pending": 0, "coverage": 0.0, "questions": False}
+        return cls.from_options(**{**published, **changes})

@@ -1,0 +1,120 @@
+"""QueryPool: those of the queries seen that may become centroids."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+
+_BITS = 30
+
+
+class QueryPool:
+    """The best ``most`` valid queries of each batch row, by a rank that a query has for itself.
+
+    So they can be chosen while a prompt of unknown length passes, and padding takes no room from
+    others.
+
+    Args:
+        choice: ``"last"``, ``"first"``, ``"random"`` or ``"even"``.
+        most: queries kept.
+        seed: of ``"random"``.
+    """
+
+    def __init__(self, choice: str, most: int, seed: int = 0) -> None:
+        self.choice, self.most, self.seed = choice, most, seed
+        self._seen = 0
+        # [B, Hq, m, D]; slot and rank [B, m] int64, -1 where a row has fewer.
+        self._queries: torch.Tensor | None = None
+        self._slots: torch.Tensor | None = None
+        self._ranks: torch.Tensor | None = None
+
+    def add(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
+        """Take in ``queries [B, Hq, q, D]`` of slots ``start ..``; ``valid [B, q]``."""
+        batch, _, count, _ = queries.shape
+        numbers = torch.arange(self._seen, self._seen + count, device=queries.device)
+        ranks = self._rank(numbers).expand(batch, count)
+        slots = (numbers - self._seen + start).expand(batch, count)
+        self._seen += count
+        if valid is not None:
+            ranks, slots = ranks.masked_fill(~valid, -1), slots.masked_fill(~valid, -1)
+        # First among the new ones: a copy of all queries of a long prompt would be big.
+        queries, slots, ranks = _best(queries, slots, ranks, self.most)
+        if self._queries is not None and self._slots is not None and self._ranks is not None:
+            queries = torch.cat([self._queries, queries], dim=2)
+            slots = torch.cat([self._slots, slots], dim=1)
+            ranks = torch.cat([self._ranks, ranks], dim=1)
+            queries, slots, ranks = _best(queries, slots, ranks, self.most)
+        self._queries, self._slots, self._ranks = queries, slots, ranks
+
+    def __len__(self) -> int:
+        return 0 if self._queries is None else self._queries.shape[2]
+
+    def best(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """At most ``count`` queries ``[B, Hq, m, D]``, and slots ``[B, m]``, -1 for none."""
+        if self._queries is None or self._slots is None or self._ranks is None:
+            raise RuntimeError("no query was seen: call watch before select")
+        return _best(self._queries, self._slots, self._ranks, count)[:2]
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Batch row b becomes the old row ``rows[b]``."""
+        if self._queries is not None and self._slots is not None and self._ranks is not None:
+            self._queries = self._queries.index_select(0, rows)
+            self._slots = self._slots.index_select(0, rows)
+            self._ranks = self._ranks.index_select(0, rows)
+
+    def fork(self) -> Self:
+        """A copy; tensors are shared, as none is ever written to."""
+        twin = type(self)(self.choice, self.most, self.seed)
+        vars(twin).update(vars(self))
+        return twin
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(x.nbytes for x in (self._queries, self._slots, self._ranks) if x is not None)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors that restore it; empty for none."""
+        if self._queries is None or self._slots is None or self._ranks is None:
+            return {}
+        seen = torch.tensor(self._seen)
+        parts = {"queries": self._queries, "slots": self._slots, "ranks": self._ranks}
+        return {**parts, "seen": seen}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Become what was saved. KeyError names a missing tensor."""
+        self._queries, self._slots, self._ranks = (
+            state["queries"],
+            state["slots"],
+            state["ranks"],
+        )
+        self._seen = int(state["seen"])
+
+    def _rank(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Int64 of at least 0 for the queries with these ``numbers``, in order of arrival."""
+        if self.choice == "last":
+            return numbers
+        if self.choice == "first":
+            return (1 << _BITS) - 1 - numbers
+        if self.choice == "random":
+            # Mixed bits of the number: the same choice however a prompt is cut into passes.
+            mixed = numbers + (self.seed * 7919 + 1 & 0xFFFFFFFF)
+            for factor in (0x45D9F3B, 0x119DE1F3):
+                mixed = ((mixed ^ (mixed >> 16)) * factor) & 0xFFFFFFFF
+            return mixed ^ (mixed >> 16)
+        # Numbers with their bits reversed halve all gaps one after the other.
+        reverse = torch.zeros_like(numbers)
+        for bit in range(_BITS):
+            reverse |= ((numbers >> bit) & 1) << (_BITS - 1 - bit)
+        return (1 << _BITS) - 1 - reverse
+
+
+def _best(
+    queries: torch.Tensor, slots: torch.Tensor, ranks: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The ``count`` of the highest rank, in the order they came."""
+    if queries.shape[2] <= count:
+        return queries.clone(), slots.clone(), ranks.clone()
+    chosen = ranks.topk(count, dim=1).indices.sort(dim=1).values
+    index = chosen[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
+    return queries.gather(2, index), slots.gather(1, chosen), ranks.gather(1, chosen)

@@ -1,0 +1,253 @@
+"""CTkvrIndex: what it selects, apart from the output, and the cache in the conformance suite."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret import TokenBlock
+from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig, CTkvrIndex
+from hf_kvret.recall import exact_scores, group_relevance, measure_recall
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing import COVERING_OPTIONS, run_conformance
+
+HEADS, GROUP, DIM = 2, 3, 32
+SCALE = 2 / math.sqrt(DIM)
+RECENT = 20
+TELLING_MODES = (
+    "greedy_ragged",
+    "beams_ragged",
+    "prompt_lookup",
+    "chunked_prefill",
+    "second_turn_ragged",
+    "crop_deep",
+)
+
+
+def _normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _options(**changes: Any) -> CTkvrConfig:
+    return CTkvrConfig.from_options(**{"tokens_per_centroid": 8, "max_draft": 4, **changes})
+
+
+def _fill(
+    options: CTkvrConfig,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    valid: torch.Tensor | None = None,
+    cuts: tuple[int, ...] = (),
+) -> tuple[CTkvrIndex, PagedStore]:
+    """An index and a store that saw a prompt; its last RECENT tokens are not cold."""
+    index, store = CTkvrIndex(options), PagedStore(DeviceMemory(torch.device("cpu")))
+    cold = keys.shape[2] - RECENT
+    for start, end in zip((0, *cuts), (*cuts, keys.shape[2]), strict=True):
+        mask = None if valid is None else valid[:, start:end]
+        index.watch(queries[:, :, start:end], keys[:, :, start:end], start, mask)
+        gone = min(end, cold)
+        if gone > len(store):
+            part = slice(len(store), gone)
+            block_mask = None if valid is None else valid[:, part]
+            block = TokenBlock(keys[:, :, part], keys[:, :, part], part.start, block_mask)
+            store.append(block)
+            index.observe(block)
+    index.build(store)
+    return index, store
+
+
+def _ragged(batch: int, count: int) -> torch.Tensor:
+    valid = torch.ones(batch, count, dtype=torch.bool)
+    valid[-1, : count // 2] = False
+    valid[0, count // 3 : count // 3 + count // 10] = False
+    return valid
+
+
+def _prompt(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        _normal(seed, batch, HEADS * GROUP, count, DIM),
+        _normal(seed + 1, batch, HEADS, count, DIM),
+    )
+
+
+def _sets(ids: torch.Tensor) -> list[set[int]]:
+    rows = [row[row >= 0].tolist() for row in ids.flatten(0, 2)]
+    assert all(len(set(row)) == len(row) for row in rows), "a slot twice"
+    return [set(row) for row in rows]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("budget", [1, 12, 40])
+@pytest.mark.parametrize("cuts", [(), (90,)])
+@pytest.mark.parametrize("group", [1, GROUP])
+def test_a_query_that_is_a_centroid_recalls_the_exact_top_k(
+    group: int, budget: int, softcap: float | None, cuts: tuple[int, ...]
+) -> None:
+    queries, keys = _prompt(300)
+    queries, valid = queries[:, : HEADS * group], _ragged(2, 300)
+    hidden = ~valid[:, None, :, None]
+    seen = [x.masked_fill(hidden, float("nan")) for x in (queries, keys)]
+    index, store = _fill(_options(), *seen, valid, cuts)
+    query, held = queries[:, :, [-3, -1]], len(store)
+    index.watch(query, keys[:, :, :2], 300, None)
+    ids = index.select(query, budget, valid[:, :held], SCALE, softcap)
+    assert ids.shape == (2, HEADS, 2, budget) and ids.dtype == torch.int32
+    assert all(len(row) == budget for row in _sets(ids))
+    assert index._queue is not None
+    listed = index._queue.recall(query.unflatten(1, (HEADS, group)).transpose(2, 3), 1)[..., 0, :]
+    scores = exact_scores(query, store.gather(_all(held))[0][:, :, 0], SCALE, softcap)
+    scores = scores.masked_fill(~valid[:, None, None, :held], float("-inf"))
+    best = group_relevance(scores, HEADS).topk(budget).indices
+    for wanted, mine in zip(_sets(best), _sets(listed), strict=True):
+        assert wanted <= mine
+    if group == 1:
+        # With more heads than one, what was not recalled is missing in the softmaxes compared.
+        assert _sets(ids) == _sets(best)
+
+
+def _all(held: int) -> torch.Tensor:
+    return torch.arange(held, dtype=torch.int32).expand(2, HEADS, 1, held).contiguous()
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_rerank_takes_the_best_of_what_was_recalled(softcap: float | None) -> None:
+    queries, keys = _prompt(300)
+    index, _ = _fill(_options(update=0), queries, keys)
+    valid, query = torch.ones(2, 280, dtype=torch.bool), _normal(8, 2, HEADS * GROUP, 1, DIM)
+    ids = index.select(query, 15, valid, SCALE, softcap)
+    assert index._queue is not None
+    bundles = query.unflatten(1, (HEADS, GROUP)).transpose(2, 3)
+    named = index._queue.recall(bundles, 4).flatten(2)
+    scores = exact_scores(query, keys[:, :, :280], SCALE, softcap)
+    marked = torch.zeros(2, HEADS, 280, dtype=torch.bool).scatter_(2, named.long(), True)
+    marked = marked.repeat_interleave(GROUP, dim=1).unsqueeze(2)
+    best = group_relevance(scores.masked_fill(~marked, float("-inf")), HEADS).topk(15).indices
+    assert _sets(ids) == _sets(best)
+
+
+def test_other_queries_find_what_similar_centroids_found() -> None:
+    """A query near a centroid does well; it would not with the lists of other queries."""
+    queries, keys = _prompt(600)
+    options = _options()
+    valid = torch.ones(2, 580, dtype=torch.bool)
+    query = 0.8 * queries[:, :, -1:] + 0.4 * _normal(5, 2, HEADS * GROUP, 1, DIM)
+    index, store = _fill(options, queries, keys)
+    near = measure_recall(query, index.select(query, 30, valid, SCALE), store, valid, SCALE)
+    index, store = _fill(options, _prompt(600, seed=9)[0], keys)
+    far = measure_recall(query, index.select(query, 30, valid, SCALE), store, valid, SCALE)
+    assert near.overlap > 0.8 and far.overlap < 0.7
+
+
+@pytest.mark.parametrize("held", [1, 3, 150])
+@pytest.mark.parametrize("rerank", ["exact", "codes", "lists"])
+def test_a_budget_for_all_selects_exactly_the_valid_tokens(held: int, rerank: str) -> None:
+    queries, keys = _prompt(held + RECENT, batch=3)
+    valid = _ragged(3, held + RECENT)
+    valid[1] = False
+    valid[1, -1] = True
+    index, _ = _fill(_options(rerank=rerank), queries, keys, valid)
+    ids = index.select(queries[:, :, :2], held, valid[:, :held], SCALE)
+    expected = [set(row.nonzero().flatten().tolist()) for row in valid[:, :held]]
+    assert ids.shape == (3, HEADS, 2, held)
+    assert _sets(ids) == [expected[b] for b in range(3) for _ in range(HEADS * 2)]
+
+
+@pytest.mark.parametrize("rerank", ["exact", "codes", "lists"])
+def test_sinks_padding_and_holes_are_never_selected(rerank: str) -> None:
+    """They get the largest keys of all, so that any leak would pick them first."""
+    queries, keys = _prompt(220, batch=3)
+    valid = _ragged(3, 220)
+    padding = valid.clone()
+    valid[0, :4] = False  # sinks
+    keys = torch.where(valid[:, None, :, None], keys, 100 * queries[:, ::GROUP, -1:])
+    index, _ = _fill(_options(rerank=rerank), queries, keys, padding)
+    for start in (220, 221):
+        index.watch(queries[:, :, -1:], keys[:, :, -1:], start, None)
+        ids = index.select(queries[:, :, -1:], 20, valid[:, :200], SCALE)
+        for row, chosen in enumerate(_sets(ids)):
+            assert len(chosen) == 20 and all(valid[row // HEADS, list(chosen)])
+
+
+def test_a_row_does_not_change_with_its_neighbours() -> None:
+    queries, keys = _prompt(400, batch=3)
+    valid = _ragged(3, 400)
+    steps = _normal(3, 3, HEADS * GROUP, 60, DIM)
+    chosen = []
+    for pair in ([0, 1], [0, 2]):
+        index, store = _fill(_options(coverage=0.9), queries[pair], keys[pair], valid[pair])
+        mask, answers = valid[pair, : len(store)], []
+        for step in range(60):
+            index.watch(steps[pair, :, step : step + 1], keys[pair, :, :1], 400 + step, None)
+            if step % 20 == 19:
+                index.observe(TokenBlock(keys[pair, :, :0], keys[pair, :, :0], len(store)))
+            index.refresh(store)
+            answers.append(index.select(steps[pair, :, step : step + 1], 10, mask, SCALE)[0])
+        chosen.append(torch.stack(answers))
+    assert torch.equal(*chosen)
+
+
+def test_without_a_rerank_lists_take_turns_from_the_nearest_on() -> None:
+    queries, keys = _prompt(300)
+    index, _ = _fill(_options(rerank="lists"), queries, keys)
+    valid = torch.ones(2, 280, dtype=torch.bool)
+    ids = index.select(queries[:, :, -1:], 8, valid, SCALE)
+    assert index._queue is not None
+    bundles = queries[:, :, -1:].unflatten(1, (HEADS, GROUP)).transpose(2, 3)
+    lists = index._queue.recall(bundles, 4)[:, :, 0]
+    for b in range(2):
+        for h in range(HEADS):
+            named = lists[b, h].T.flatten().tolist()
+            assert ids[b, h, 0].tolist() == list(dict.fromkeys(named))[:8]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_codes_choose_nearly_what_keys_choose(softcap: float | None) -> None:
+    queries, keys = _prompt(600)
+    keys = keys + 2 * _normal(7, 2, HEADS, 1, DIM)
+    valid = torch.ones(2, 580, dtype=torch.bool)
+    query = queries[:, :, -1:]
+    found = {}
+    for rerank in ("codes", "lists"):
+        index, store = _fill(_options(rerank=rerank), queries, keys)
+        ids = index.select(query, 40, valid, SCALE, softcap)
+        found[rerank] = measure_recall(query, ids, store, valid, SCALE, softcap).overlap
+    # A code has about 5 bits a number: neighbours in rank trade places at the edge.
+    assert found["codes"] > 0.75 > found["lists"] + 0.2
+
+
+class _ForcedIndex(CTkvrIndex):
+    """Selects everything, but after the work for a selection that leaves tokens out."""
+
+    def select(self, query: torch.Tensor, budget: int, valid: torch.Tensor, *how: Any) -> Any:
+        held = valid.shape[1]
+        if held > 1:
+            some = super().select(query, max(1, held // 4), valid, *how)
+            flat = some.flatten(1).long()
+            assert valid.gather(1, flat.clamp(min=0))[flat >= 0].all()
+        return super().select(query, held, valid, *how)
+
+
+class _ForcedCache(CTkvrCache):
+    @classmethod
+    def make_index(cls, options: Any, layer: int) -> CTkvrIndex:
+        return _ForcedIndex(options)
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("options", [{}, {"rerank": "codes", "pending": 6}], ids=str)
+def test_conformance(model: str, options: dict[str, Any]) -> None:
+    few = {"tokens_per_centroid": 4, **COVERING_OPTIONS, **options}
+    results = run_conformance(
+        lambda built: _ForcedCache(config=built.config, **few), [model], TELLING_MODES
+    )
+    assert {result.status for result in results} == {"passed"}, results
+
+
+def test_an_index_that_saw_nothing_says_so() -> None:
+    with pytest.raises(RuntimeError, match="watch, observe and build"):
+        valid = torch.ones(1, 4, dtype=torch.bool)
+        CTkvrIndex(_options()).select(torch.zeros(1, 2, 1, DIM), 1, valid, SCALE)

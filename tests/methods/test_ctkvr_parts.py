@@ -1,0 +1,102 @@
+"""CTkvr's options, its choice of queries, and its compact lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret.methods.ctkvr.config import CTkvrConfig
+from hf_kvret.methods.ctkvr.lists import CentroidLists
+from hf_kvret.methods.ctkvr.pool import QueryPool
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"centroids": 0}, ValueError, "centroids=0"),
+        ({"probes": 2.5}, TypeError, "probes must be an int"),
+        ({"update": -1}, ValueError, "update=-1"),
+        ({"choice": "newest"}, ValueError, "'last' or 'random'"),
+        ({"rerank": "cpu"}, ValueError, "'exact' or 'codes'"),
+        ({"causal": 1}, TypeError, "causal must be True or False"),
+        ({"list_ratio": 0.5}, ValueError, "list_ratio=0.5"),
+        ({"list_ratio": "much"}, TypeError, "list_ratio must be a number"),
+        ({"coverage": 1.5}, ValueError, "coverage=1.5"),
+        ({"seed": 2**63}, ValueError, "below 2\\^63"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        CTkvrConfig.from_options(**options)
+
+
+def test_the_numbers_of_the_paper() -> None:
+    paper = CTkvrConfig.paper()
+    assert [paper.centroids_for(n) for n in (3, 800, 32_768, 131_072)] == [1, 50, 2048, 2048]
+    assert [paper.list_len(131_072, b) for b in (512, 1024)] == [1280, 2560]
+    assert (paper.probes, paper.update, paper.choice, paper.rerank) == (4, 1, "last", "exact")
+    assert (paper.pending, paper.coverage, paper.questions) == (0, 0.0, False)
+
+
+def test_codes_are_refused_for_heads_that_have_none() -> None:
+    with pytest.raises(ValueError, match="head dim 512"):
+        CTkvrConfig(rerank="codes").check_model(512)
+    CTkvrConfig().check_model(512)
+
+
+def _chosen(choice: str, count: int, cuts: tuple[int, ...], seed: int = 0) -> list[int]:
+    pool = QueryPool(choice, 2048, seed)
+    for start, end in zip((0, *cuts), (*cuts, 1600), strict=True):
+        queries = torch.arange(start, end).float().view(1, 1, -1, 1).expand(1, 2, -1, 3)
+        pool.add(queries, start, None)
+    queries, slots = pool.best(count)
+    assert torch.equal(queries[0, 1, :, 2].long(), slots[0])
+    return slots[0].tolist()
+
+
+@pytest.mark.parametrize("cuts", [(), (100, 101, 900)])
+def test_the_choices_are_the_ablation_of_table_4(cuts: tuple[int, ...]) -> None:
+    assert _chosen("last", 100, cuts) == list(range(1500, 1600))
+    assert _chosen("first", 100, cuts) == list(range(100))
+    assert _chosen("even", 100, cuts) == list(range(0, 1600, 16))
+    drawn = _chosen("random", 100, cuts)
+    assert drawn == _chosen("random", 100, ()) and drawn != _chosen("random", 100, (), seed=1)
+    # The mean of 100 even draws has a standard deviation of 46.
+    assert abs(sum(drawn) / 100 - 800) < 150 and len(set(drawn)) == 100
+
+
+def test_padding_is_never_chosen_and_takes_no_room() -> None:
+    pool = QueryPool("last", 4)
+    valid = torch.tensor([[True] * 6, [True, True, False, True, False, False]])
+    pool.add(torch.zeros(2, 2, 6, 3), 10, valid)
+    pool.add(torch.zeros(2, 2, 1, 3), 16, torch.tensor([[True], [False]]))
+    assert sorted(pool.best(4)[1][0].tolist()) == [13, 14, 15, 16]
+    assert sorted(pool.best(4)[1][1].tolist()) == [-1, 10, 11, 13]
+
+
+@pytest.mark.parametrize(("tokens", "nbytes"), [(65_535, 2), (65_536, 3), (1 << 24, 3)])
+def test_slots_take_two_bytes_as_long_as_they_can(tokens: int, nbytes: int) -> None:
+    most = min(tokens, (1 << 24) - 1) - 1
+    ids = torch.tensor([-1, 0, 1, 32_766, 32_767, 32_768, most - 1, most], dtype=torch.int32)
+    lists = CentroidLists(10)
+    lists.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[7]]), ids.view(1, 1, 1, -1), tokens)
+    assert lists.ids.flatten().tolist() == [*ids.tolist(), -1, -1]
+    assert lists.list_nbytes() == 10 * nbytes
+    assert lists.take(torch.zeros(1, 1, 1, 3, dtype=torch.long)).shape == (1, 1, 1, 3, 10)
+
+
+def test_lists_grow_wider_when_slots_do() -> None:
+    lists = CentroidLists(2)
+    near, far = (torch.tensor([[[[x, -1]]]], dtype=torch.int32) for x in (65_534, 70_000))
+    lists.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[7]]), near, 65_535)
+    twin = lists.fork()
+    twin.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[8]]), far, 70_001)
+    assert twin.ids.flatten().tolist() == [65_534, -1, 70_000, -1]
+    assert lists.ids.flatten().tolist() == [65_534, -1] and lists.list_nbytes() == 4
+    again = CentroidLists(2)
+    again.load_state_dict(twin.state_dict())
+    assert torch.equal(again.ids, twin.ids) and torch.equal(again.slots, twin.slots)

@@ -1,0 +1,284 @@
+"""CTkvrIndex over a long generation: pending tokens, dropped centroids, questions, and its books.
+
+One query head for a KV head, so that a query which is a centroid with a list over all keys selects
+the exact top-k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret import TokenBlock
+from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex
+from hf_kvret.recall import measure_recall
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+
+HEADS, DIM, BUDGET = 2, 32, 10
+SCALE = 2 / math.sqrt(DIM)
+PROMPT = 400
+
+
+class CountingStore(PagedStore):
+    """A store that counts how often all keys are read."""
+
+    readings = 0
+
+    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        self.readings += 1
+        return super().chunks(piece_len)
+
+
+def _normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Run:
+    """An index in use: a prompt of ``PROMPT`` cold tokens, then steps and flushes."""
+
+    def __init__(self, options: CTkvrConfig, batch: int = 2) -> None:
+        self.index = CTkvrIndex(options)
+        self.store = CountingStore(DeviceMemory(torch.device("cpu")))
+        self.batch, self.end = batch, PROMPT
+        self.queries = _normal(1, batch, HEADS, PROMPT, DIM)
+        keys = _normal(2, batch, HEADS, PROMPT, DIM)
+        self.index.watch(self.queries, keys, 0, None)
+        self._take(keys)
+        self.index.build(self.store)
+
+    def fork(self) -> Run:
+        twin = object.__new__(Run)
+        vars(twin).update(vars(self))
+        twin.index, twin.store = self.index.fork(), self.store.fork()
+        return twin
+
+    def step(self, query: torch.Tensor, select: bool = True) -> torch.Tensor | None:
+        self.index.watch(query, query, self.end, None)
+        self.end += query.shape[2]
+        return self.ask(query) if select else None
+
+    def ask(self, query: torch.Tensor) -> torch.Tensor:
+        self.index.refresh(self.store)
+        valid = torch.ones(self.batch, len(self.store), dtype=torch.bool)
+        return self.index.select(query, BUDGET, valid, SCALE)
+
+    def recall(self, query: torch.Tensor) -> float:
+        """Overlap with the exact top-k, for a decode step."""
+        ids = self.step(query)
+        assert ids is not None
+        valid = torch.ones(self.batch, len(self.store), dtype=torch.bool)
+        return measure_recall(query, ids, self.store, valid, SCALE).overlap
+
+    def flush(self, keys: torch.Tensor) -> None:
+        self._take(keys)
+
+    def _take(self, keys: torch.Tensor) -> None:
+        block = TokenBlock(keys, keys, len(self.store))
+        self.store.append(block)
+        self.index.observe(block)
+
+
+def _options(**changes: Any) -> CTkvrConfig:
+    return CTkvrConfig.from_options(**{"max_draft": 4, **changes})
+
+
+def _paper(**changes: Any) -> CTkvrConfig:
+    return CTkvrConfig.paper(max_draft=4, **changes)
+
+
+def _query(seed: int, batch: int = 2, count: int = 1) -> torch.Tensor:
+    return _normal(seed, batch, HEADS, count, DIM)
+
+
+def test_tokens_that_left_the_window_are_found_with_a_pending_list_and_lost_without() -> None:
+    found = {}
+    for name, options in (("ours", _options()), ("paper", _paper())):
+        run = Run(options)
+        query = run.queries[:, :, -1:]
+        run.step(_query(3))
+        # All that matters to the query is among the new tokens.
+        run.flush(3 * query + 0.5 * _query(4, count=40))
+        found[name] = run.recall(query)
+        assert run.index.stats()["pending_tokens"] == 40
+    assert found == {"ours": 1.0, "paper": 0.0}
+
+
+def test_more_pending_tokens_than_allowed_join_the_lists() -> None:
+    run = Run(_options(pending=50))
+    query = run.queries[:, :, -1:]
+    run.step(_query(3))
+    for flushed in (30, 60):
+        run.flush(3 * query + 0.5 * _query(flushed, count=30))
+        assert run.recall(query) == 1.0
+        builds, pending = (run.index.stats()[name] for name in ("list_builds", "pending_tokens"))
+        assert (builds, pending) == ((1, 30) if flushed == 30 else (2, 0))
+    assert run.index.candidates(460, BUDGET) == 4 * 25
+
+
+def _after_many_steps(options: CTkvrConfig) -> tuple[Run, torch.Tensor]:
+    """More steps than there are centroids, about one thing, then a few about another."""
+    run = Run(options)
+    topic, other = _query(5), _query(6)
+    for step in range(2 * options.centroids_for(PROMPT)):
+        run.step(topic + 0.1 * _query(100 + step))
+    for step in range(3):
+        run.step(other + 0.05 * _query(200 + step))
+    return run, other
+
+
+def test_prompt_tokens_are_found_after_the_fifo_turned_over_with_a_refresh_and_lost_without() -> (
+    None
+):
+    found = {}
+    for name, options in (("ours", _options()), ("paper", _paper())):
+        run, other = _after_many_steps(options)
+        run.flush(0.01 * _query(7, count=4))
+        before = run.index.stats()["list_builds"]
+        found[name] = run.recall(other)
+        assert run.index.stats()["list_builds"] - before == (1 if name == "ours" else 0)
+    assert found["ours"] > 0.9 and found["paper"] < 0.6
+
+
+def test_all_keys_are_read_again_only_after_a_flush() -> None:
+    run, other = _after_many_steps(_options())
+    readings = run.store.readings
+    assert readings == 1
+    run.step(other)
+    assert run.store.readings == readings
+    # Coverage stays what it is now: the next flush asks for nothing.
+    for _ in range(2):
+        run.flush(0.01 * _query(7, count=4))
+        run.step(other)
+    assert run.store.readings == readings + 1
+
+
+@pytest.mark.parametrize("long", [True, False])
+def test_a_question_has_lists_over_all_keys_before_its_answer(long: bool) -> None:
+    found = {}
+    for name, options in (("ours", _options()), ("without", _options(questions=False))):
+        run = Run(options)
+        run.step(_query(3))
+        question = _query(8, count=6 if long else 3)
+        # A long one is attended exactly, without a selection of its own.
+        ids = run.step(question, select=not long)
+        if ids is None:
+            found[name] = run.recall(question[:, :, -1:])
+        else:
+            valid = torch.ones(2, PROMPT, dtype=torch.bool)
+            found[name] = measure_recall(question, ids, run.store, valid, SCALE).overlap
+    assert found["ours"] == 1.0 and found["without"] < 0.9
+
+
+def test_drafts_do_not_read_all_keys_every_time() -> None:
+    run = Run(_options())
+    run.step(_query(3))
+    for step in range(24):
+        run.step(_query(10 + step, count=4))
+    # Once in 32 queries, and once for the prompt.
+    assert run.store.readings == 1 + 3
+
+
+def test_the_newest_centroids_are_those_that_count() -> None:
+    run = Run(_options(centroids=8))
+    for step in range(21):
+        run.step(_query(10 + step))
+    queue = run.index._queue
+    assert queue is not None and len(queue) == 8
+    queries, slots = queue.live()
+    assert slots[0].tolist() == list(range(PROMPT + 13, PROMPT + 21))
+    # The first step selected from the prompt's centroids, which it was one of.
+    assert torch.equal(queries[:, :, -1, 0], _query(30)[:, :, 0])
+
+
+@pytest.mark.parametrize(("update", "expected"), [(0, 0), (1, 12), (5, 2)])
+def test_every_so_many_steps_a_query_joins(update: int, expected: int) -> None:
+    run = Run(_options(update=update))
+    for step in range(13):
+        run.step(_query(10 + step))
+    assert run.index._queue is not None
+    assert int((run.index._queue.live()[1] > PROMPT).sum()) == 2 * expected
+
+
+def _history(run: Run, seeds: range) -> torch.Tensor:
+    answers = [run.step(_query(seed, run.batch)) for seed in seeds]
+    return torch.stack([ids for ids in answers if ids is not None])
+
+
+@pytest.mark.parametrize("rerank", ["exact", "codes"])
+@pytest.mark.parametrize("steps", [0, 3, 30])
+def test_a_saved_index_goes_on_like_the_one_that_was_saved(rerank: str, steps: int) -> None:
+    run = Run(_options(rerank=rerank, pending=20))
+    for seed in range(10, 10 + steps):
+        run.step(_query(seed))
+    twin = run.fork()
+    twin.index = CTkvrIndex(run.index.options)
+    twin.index.load_state_dict({name: x.clone() for name, x in run.index.state_dict().items()})
+    for one in (run, twin):
+        one.flush(_query(4, count=30))
+    assert torch.equal(_history(run, range(60, 90)), _history(twin, range(60, 90)))
+    assert CTkvrIndex(_options()).state_dict() == {}
+
+
+@pytest.mark.parametrize("rerank", ["exact", "codes"])
+def test_forks_do_not_change_each_other(rerank: str) -> None:
+    run, same = (Run(_options(rerank=rerank)) for _ in range(2))
+    for one in (run, same):
+        _history(one, range(10, 20))
+    twin = run.fork()
+    twin.flush(_query(4, count=30))
+    _history(twin, range(300, 340))
+    again = run.fork()
+    expected = _history(same, range(40, 70))
+    assert torch.equal(_history(run, range(40, 70)), expected)
+    assert torch.equal(_history(again, range(40, 70)), expected)
+
+
+@pytest.mark.parametrize("rerank", ["exact", "codes"])
+def test_reordered_rows_answer_like_the_old_ones(rerank: str) -> None:
+    run = Run(_options(rerank=rerank), batch=3)
+    _history(run, range(10, 40))
+    query, rows = _query(50, batch=3), torch.tensor([2, 0, 0])
+    twin = run.fork()
+    twin.index.reorder(rows)
+    twin.store.reorder(rows)
+    before, after = run.step(query), twin.step(query[rows])
+    assert before is not None and after is not None
+    assert torch.equal(after, before[rows])
+
+
+@pytest.mark.parametrize("rerank", ["exact", "codes", "lists"])
+def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(rerank: str) -> None:
+    run = Run(_options(rerank=rerank))
+    _history(run, range(10, 20))
+    for part in (run.store, run.index):
+        part.crop(300)
+    run.end = 310
+    ids = run.step(_query(20))
+    assert ids is not None and int(ids.min()) >= 0 and int(ids.max()) < 300
+    assert run.index._queue is not None
+    assert all(int(piece.max()) < 300 for piece in run.index._queue.pieces())
+    query = run.queries[:, :, -1:]
+    run.flush(3 * query + 0.5 * _query(4, count=40))
+    if rerank == "exact":
+        assert run.recall(query) == 1.0
+    run.index.crop(0)
+    assert run.index.state_dict() == {} and run.index.nbytes() == 0
+
+
+def test_bytes_and_stats_are_of_what_is_held() -> None:
+    run = Run(_options())
+    pool = 25 * (HEADS * DIM * 4 + 16) * 2
+    assert run.index.nbytes() == pool and run.index.select_nbytes() == 0
+    run.step(_query(3))
+    # A buffer with room for 64 more: query, norm and 25 ids of 2 bytes a head, and its slot.
+    row = HEADS * (DIM * 4 + 4 + 25 * 2) + 8
+    assert run.index.nbytes() == 2 * row * (25 + 64) + 8
+    assert run.index.select_nbytes() == 2 * HEADS * (25 * DIM * 4 + 4 * 25 * 2)
+    stats = run.index.stats()
+    assert (stats["centroids"], stats["keys_scored"]) == (25, 2 * HEADS * PROMPT)
+    assert 0.3 < stats["coverage"] <= 1.0
