@@ -86,8 +86,13 @@ class Scenario:
         return cache
 
     def record(self, label: str, value: torch.Tensor) -> None:
-        """Write `value` to the outcome, detached from what may change it later."""
-        assert label not in self.outcome.values, f"{label} is recorded twice"
+        """Write `value` to the outcome, detached from what may change it later.
+
+        Raises:
+            ValueError: `label` was recorded before.
+        """
+        if label in self.outcome.values:
+            raise ValueError(f"{label!r} is recorded twice: give every value a label of its own")
         self.outcome.values[label] = value.detach().clone()
 
     def generate(

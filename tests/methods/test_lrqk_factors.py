@@ -321,3 +321,26 @@ def test_random_sums_are_of_one_random_matrix_without_rows_for_padding() -> None
     torch.testing.assert_close(sketch.cross, (start.mT @ rows).double(), rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(sketch.own, (start.mT @ start).double(), rtol=1e-5, atol=1e-3)
     assert math.isclose(float(start.std()), math.sqrt(float(valid.float().mean())), rel_tol=0.05)
+
+
+@pytest.mark.parametrize("padded_first", [True, False])
+def test_pieces_and_passes_with_and_without_padding_add_up(
+    padded_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One piece after another is turned into fp32; padding of one pass is none of the other's."""
+    queries = torch.randn(2, 4, 50, 8, generator=torch.Generator().manual_seed(3))
+    valid = torch.rand(2, 20, generator=torch.Generator().manual_seed(4)) > 0.3
+    cut = 20 if padded_first else 30
+    masks = (valid, None) if padded_first else (None, valid)
+    all_valid = torch.ones(2, 50, dtype=torch.bool)
+    all_valid[:, :20] &= valid if padded_first else True
+    all_valid[:, 30:] &= True if padded_first else valid
+    whole, pieces = QueryGrams(2, 16.0), QueryGrams(2, 16.0)
+    whole.add(queries, all_valid)
+    expected = whole.weighted(0.5)
+    scale = whole.scale
+    monkeypatch.setattr("hf_kvret.methods.lrqk.grams.PIECE", 7)
+    pieces.scale, pieces._settled = scale, True
+    for part, mask in zip(queries.split([cut, 50 - cut], dim=2), masks, strict=True):
+        pieces.add(part, mask)
+    torch.testing.assert_close(pieces.weighted(0.5), expected, rtol=1e-5, atol=1e-6)

@@ -189,3 +189,9 @@ def test_bytes_are_those_of_the_tensors() -> None:
     assert index.nbytes() == bases + rows + heads * 256 * RANK * 2 + waiting
     selected = heads * BUDGET * DIM * 4
     assert index.select_nbytes() == rows + 2 * bases + waiting + selected
+
+
+def test_building_before_anything_was_watched_is_refused() -> None:
+    store = PagedStore(DeviceMemory(torch.device("cpu")))
+    with pytest.raises(RuntimeError, match="call watch before build"):
+        PaperLRQKIndex(_options()).build(store)

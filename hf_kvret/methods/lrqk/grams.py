@@ -45,20 +45,16 @@ class QueryGrams:
         pending, self._pending = self._pending, []
         if not pending:
             return
-        queries = torch.cat([part for part, _ in pending], dim=2)
-        masked = any(valid is not None for _, valid in pending)
-        masks = [
-            torch.ones(len(part), part.shape[2], dtype=torch.bool, device=part.device)
-            if valid is None
-            else valid
-            for part, valid in pending
-        ]
+        parts = [part for part, _ in pending]
+        # A prompt comes alone; joining it with nothing would copy it.
+        queries = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        valid = _joined_validity(pending)
         for start in range(0, queries.shape[2], PIECE):
             piece = queries[:, :, start : start + PIECE].float()
-            if masked:
-                valid = torch.cat(masks, dim=1)[:, start : start + PIECE]
-                piece = piece.masked_fill(~valid[:, None, :, None], 0.0)
-            self._fold_piece(piece, masked)
+            if valid is not None:
+                inside = valid[:, None, start : start + PIECE, None]
+                piece = piece.masked_fill(~inside, 0.0)
+            self._fold_piece(piece, valid is not None)
 
     def _fold_piece(self, queries: torch.Tensor, masked: bool) -> None:
         """Add ``queries [B, Hq, q, D]`` fp32, zeros where there is padding."""
@@ -204,6 +200,21 @@ class KeyGrams:
         """Bytes of all tensors."""
         parts = (self.gram, self.total, self.count)
         return sum(part.nbytes for part in parts if part is not None)
+
+
+def _joined_validity(
+    pending: list[tuple[torch.Tensor, torch.Tensor | None]],
+) -> torch.Tensor | None:
+    """``[B, q]`` bool over all pending queries; None where no pass had padding."""
+    if all(valid is None for _, valid in pending):
+        return None
+    return torch.cat(
+        [
+            part.new_ones(len(part), part.shape[2], dtype=torch.bool) if valid is None else valid
+            for part, valid in pending
+        ],
+        dim=1,
+    )
 
 
 def _normal(gram: torch.Tensor) -> torch.Tensor:

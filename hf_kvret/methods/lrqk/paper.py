@@ -71,6 +71,8 @@ class PaperLRQKIndex(Index):
     def build(self, store: Store) -> None:
         options = self.options
         queries, keys = (self._moments[name] for name in _MOMENTS)
+        if not queries.sums:
+            raise RuntimeError("no query was seen: call watch before build")
         grams = queries.sums["gram"], keys.sums["gram"]
         rank = options.rank_of(grams[0].shape[-1])
         starts = STARTS[options.init].sketches(queries, keys, rank)

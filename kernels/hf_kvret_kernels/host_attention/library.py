@@ -74,6 +74,7 @@ def run(
 
     Raises:
         MemoryError: no room for the work space.
+        RuntimeError: the library is of another build.
     """
     # These must live until the call is over: the request has only their addresses.
     query, ids, table = query.contiguous(), ids.contiguous(), rows.table.contiguous()
@@ -106,7 +107,8 @@ def run(
         raise MemoryError(
             f"no room for the work space of {threads} threads: free memory, or use fewer threads"
         )
-    assert status == 0, f"{function} returned {status}"
+    if status != 0:
+        raise RuntimeError(_refused(function, status))
 
 
 def paths() -> list[str]:
@@ -119,8 +121,17 @@ def exponentials(numbers: torch.Tensor, path: str) -> torch.Tensor:
     """``exp`` of a contiguous 1D fp32 tensor of numbers <= 0, as the kernel of ``path`` has it."""
     out = torch.empty_like(numbers)
     status = load().hfk_exp(PATHS[path], numbers.data_ptr(), out.data_ptr(), len(numbers))
-    assert status == 0, f"hfk_exp returned {status}"
+    if status != 0:
+        raise RuntimeError(_refused("hfk_exp", status))
     return out
+
+
+def _refused(function: str, status: int) -> str:
+    """What a status means that arguments checked here can't cause."""
+    return (
+        f"{function} returned {status}: the library does not fit this package; unset "
+        f"{PATH_VARIABLE}, and install hf_kvret again"
+    )
 
 
 def load() -> ctypes.CDLL:
