@@ -9,7 +9,8 @@ Importing registers the methods' names with transformers and touches no device.
 from hf_kvret.block import TokenBlock
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.index import Index
+from hf_kvret.index import ColdTokens, Index
+from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
 from hf_kvret.methods.flat import FlatConfig, FlatKVCache
 from hf_kvret.methods.lrqk import LRQKCache, LRQKConfig
 from hf_kvret.methods.paris import ParisConfig, ParisKVCache
@@ -19,6 +20,9 @@ from hf_kvret.stores import Store
 __version__ = "0.1.0"
 
 __all__ = [
+    "CTkvrCache",
+    "CTkvrConfig",
+    "ColdTokens",
     "FlatConfig",
     "FlatKVCache",
     "Index",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -13,13 +14,35 @@ if TYPE_CHECKING:
     from hf_kvret.stores.base import Store
 
 
+@dataclass(frozen=True, eq=False)
+class ColdTokens:
+    """The cold tokens of a layer, and how a query is to be compared with them.
+
+    Attributes:
+        store: holds them; an index may read keys in it.
+        valid: ``[B, n]`` bool; False for padding, holes and sinks: never to be selected.
+        scale: factor of the dot products before the softmax.
+        softcap: as in ``Index.select``, or None.
+        budget: how many of them a query selects now.
+    """
+
+    store: Store
+    valid: torch.Tensor
+    scale: float
+    softcap: float | None
+    budget: int
+
+    def __len__(self) -> int:
+        return self.valid.shape[1]
+
+
 class Index(ABC):
     """Finds the few cold tokens that a query attends to. One per retrieval layer.
 
     Tokens arrive in order and keep their slot number, the number that ``select`` answers with.
-    The life of an index: ``observe`` for each block of the prompt, ``build`` once before the
-    first selection, then ``extend`` for each block that leaves the window, and ``refresh`` before
-    each later selection. ``watch`` announces every forward pass, from the first on. An index keeps
+    The life of an index: ``observe`` for each block of the prompt, ``build`` once, then ``extend``
+    for each block that leaves the window. ``build`` or ``refresh`` comes before each selection, and
+    ``learn`` after it. ``watch`` announces every forward pass, from the first on. An index keeps
     its state in preallocated tensors on the device and never synchronizes the host when one
     token is decoded, unless a block left the window just before.
     """
@@ -47,13 +70,14 @@ class Index(ABC):
     def observe(self, block: TokenBlock) -> None:
         """Take in a block of the prompt. ``block.start`` is the number of tokens held so far."""
 
-    def build(self, store: Store) -> None:  # noqa: B027 - most indexes have nothing left to do
+    def build(self, cold: ColdTokens) -> None:  # noqa: B027 - most indexes have nothing left to do
         """Finish what needs the whole prompt. Called once, with at least one token held.
 
-        ``store`` holds the same tokens, for those who need to read keys again.
+        That is before the first selection, or earlier, when the cache is forked or saved, so that
+        no copy has to do it again. ``cold`` holds the same tokens.
         """
 
-    def refresh(self, store: Store) -> None:  # noqa: B027 - most indexes never go stale
+    def refresh(self, cold: ColdTokens) -> None:  # noqa: B027 - most indexes never go stale
         """Called instead of ``build`` before each later selection: rare upkeep, if any is due."""
 
     def extend(self, block: TokenBlock) -> None:
@@ -85,6 +109,9 @@ class Index(ABC):
             knows fewer. With ``budget == n`` every valid token is selected: stages that prune
             must let all pass.
         """
+
+    def learn(self) -> None:  # noqa: B027 - most indexes learn nothing from a selection
+        """Called while the selected rows are being read: what a selection leaves to be noted."""
 
     @abstractmethod
     def candidates(self, cold_len: int, budget: int) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.index import Index
+from hf_kvret.index import ColdTokens, Index
 from hf_kvret.merge import Partial, merge
 from hf_kvret.recall import Recall, measure_recall
 from hf_kvret.regions import MakeStore, Regions
@@ -74,6 +74,20 @@ class LayerCounters:
     recalls: list[Recall] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _View:
+    """How the newest attention call saw the tokens; names as in ``AttentionCall``."""
+
+    valid: torch.Tensor | None
+    scale: float
+    softcap: float | None
+
+    def reordered(self, rows: torch.Tensor) -> Self:
+        """The same for the batch that the old ``rows`` make."""
+        valid = None if self.valid is None else self.valid.index_select(0, rows)
+        return replace(self, valid=valid)
+
+
 class RetrievalLayer(CacheLayerMixin):
     """Cache of one attention layer: window x index x store.
 
@@ -93,6 +107,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.waiting = False
         self.regions: Regions | None = None
         self._given: tuple[int, torch.Size, torch.Size] | None = None
+        self._view: _View | None = None
         self._make_index = make_index
         self._make_store = make_store
 
@@ -170,9 +185,14 @@ class RetrievalLayer(CacheLayerMixin):
         new = query.shape[2]
         first, self.waiting = self.waiting, False
         past = self.regions.length - (0 if first else new)
+        selects = past > 0 and new <= self.config.max_draft
         if first:
+            if selects:
+                # Of the prompt alone, as in a fork that was made before.
+                self._build_index()
             self.regions.watch(query, key, call.valid)
-        if past == 0 or new > self.config.max_draft:
+        self._view = _View(call.valid, call.scale, call.softcap)
+        if not selects:
             if first:
                 self.regions.take_prompt(key, value, call.valid)
             if past == 0:
@@ -189,10 +209,13 @@ class RetrievalLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """Sink, recent and selected cold tokens, merged."""
         finish_cold = None
-        if regions.store is not None and regions.cold_len:
-            ids = self._select(regions, query, call)
-            # First, so that a store elsewhere works while the device attends to the window.
-            finish_cold = regions.store.begin(query, ids, call.scale, call.softcap)
+        cold = regions.cold(call.valid, call.scale, call.softcap)
+        if cold is not None:
+            index = regions.ready_index(cold)
+            ids = self._select(index, query, cold)
+            # First, so that a store elsewhere works while the device does all the rest.
+            finish_cold = cold.store.begin(query, ids, call.scale, call.softcap)
+            index.learn()
         keys, values = regions.window.tokens()
         valid = regions.window.validity(call.valid)
         offset = keys.shape[2] - query.shape[2]
@@ -201,22 +224,19 @@ class RetrievalLayer(CacheLayerMixin):
             parts.append(Partial(*finish_cold()))
         return merge(parts, call.sink_logits).out
 
-    def _select(self, regions: Regions, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-        index, cold = regions.ready_index(), regions.cold_len
-        budget = self.config.budget(cold)
-        valid = regions.retrievable(call.valid)
-        ids = index.select(query, budget, valid, call.scale, call.softcap)
+    def _select(self, index: Index, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        ids = index.select(query, cold.budget, cold.valid, cold.scale, cold.softcap)
         batch, heads, count, _ = ids.shape
         counters = self.counters
         counters.steps += 1
         counters.queries += count
-        counters.candidates += index.candidates(cold, budget) * batch * heads * count
-        counters.cold_rows += cold * batch * heads * count
+        counters.candidates += index.candidates(len(cold), cold.budget) * batch * heads * count
+        counters.cold_rows += len(cold) * batch * heads * count
         selected = (ids >= 0).sum()
         counters.selected = selected if counters.selected is None else counters.selected + selected
-        if self.config.track_recall and regions.store is not None:
+        if self.config.track_recall:
             counters.recalls.append(
-                measure_recall(query, ids, regions.store, valid, call.scale, call.softcap)
+                measure_recall(query, ids, cold.store, cold.valid, cold.scale, cold.softcap)
             )
         return ids
 
@@ -265,7 +285,10 @@ class RetrievalLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""
         if self.regions is not None:
-            self.regions.reorder(beam_idx.to(self.regions.window.keys.device))
+            rows = beam_idx.to(self.regions.window.keys.device)
+            self.regions.reorder(rows)
+            if self._view is not None:
+                self._view = self._view.reordered(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times."""
@@ -279,7 +302,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens and counts."""
-        self.regions = None
+        self.regions = self._view = None
         self.is_initialized = self.waiting = False
         self.counters = LayerCounters()
 
@@ -294,9 +317,18 @@ class RetrievalLayer(CacheLayerMixin):
         if self.waiting:
             raise RuntimeError("fork() between update and attention: finish the forward pass first")
         twin = type(self)(self.config, self._make_index, self._make_store)
+        self._build_index()
         if self.regions is not None:
             twin.regions, twin.is_initialized = self.regions.fork(), True
         return twin
+
+    def _build_index(self) -> None:
+        """Finish the index of what was taken in so far, if there is anything cold."""
+        if self.regions is None or self._view is None:
+            return
+        cold = self.regions.cold(self._view.valid, self._view.scale, self._view.softcap)
+        if cold is not None:
+            self.regions.build_index(cold)
 
     def set_options(self, config: RetrievalConfig) -> None:
         """Go on with other options, which must fit the tokens held."""
@@ -311,6 +343,7 @@ class RetrievalLayer(CacheLayerMixin):
         """Tensors of the regions on the CPU; empty for a layer that holds nothing."""
         if self.waiting:
             raise RuntimeError("save between update and attention: finish the forward pass first")
+        self._build_index()
         return {} if self.regions is None else self.regions.state_dict()
 
     def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret.block import TokenBlock
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.index import Index
+from hf_kvret.index import ColdTokens, Index
 from hf_kvret.stores.base import Store
 from hf_kvret.window import Window
 
@@ -116,16 +116,30 @@ class Regions:
         window.fit(config.recent + config.flush + config.max_draft)
         window.append(keys[:, :, passed:], values[:, :, passed:])
 
+    def cold(
+        self, valid: torch.Tensor | None, scale: float, softcap: float | None
+    ) -> ColdTokens | None:
+        """What has left the window; None for nothing. ``valid`` as in ``take_step``."""
+        if self.store is None or not self.cold_len:
+            return None
+        budget = self.config.budget(self.cold_len)
+        return ColdTokens(self.store, self.retrievable(valid), scale, softcap, budget)
+
     @_keeps_tensors
-    def ready_index(self) -> Index:
-        """The index, ready to select. There must be cold tokens."""
-        assert self.store is not None
+    def ready_index(self, cold: ColdTokens) -> Index:
+        """The index, ready to select among ``cold``."""
         if self._built:
-            self.index.refresh(self.store)
+            self.index.refresh(cold)
         else:
-            self.index.build(self.store)
-            self._built = True
+            self.build_index(cold)
         return self.index
+
+    @_keeps_tensors
+    def build_index(self, cold: ColdTokens) -> None:
+        """Have the index finish what the prompt left to do; once only."""
+        if not self._built:
+            self.index.build(cold)
+            self._built = True
 
     def retrievable(self, valid: torch.Tensor | None) -> torch.Tensor:
         """``[B, cold]`` bool, False for padding, holes and sinks. ``valid`` as in ``take_step``."""

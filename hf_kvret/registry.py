@@ -15,6 +15,7 @@ from hf_kvret.base_attention import OUR_NAMES, forget_base, record_base, recorde
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.compatibility import check_model, model_layers
 from hf_kvret.masks import retrieval_mask
+from hf_kvret.methods.ctkvr import CTkvrCache
 from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.methods.lrqk import LRQKCache
 from hf_kvret.methods.paris import ParisKVCache
@@ -24,7 +25,12 @@ from hf_kvret_model_patches import generation
 # default cache of a model that was loaded with it.
 ATTENTION_NAME = "hf_kvret"
 
-BUILT_IN: tuple[type[RetrievalCache], ...] = (FlatKVCache, ParisKVCache, LRQKCache)
+BUILT_IN: tuple[type[RetrievalCache], ...] = (
+    FlatKVCache,
+    ParisKVCache,
+    LRQKCache,
+    CTkvrCache,
+)
 
 _methods: dict[str, type[RetrievalCache]] = {}
 _switched: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
+from hf_kvret import CTkvrCache, FlatKVCache, LRQKCache, ParisKVCache, RetrievalCache
+from hf_kvret.index import ColdTokens
+from hf_kvret.methods.ctkvr import CTkvrIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
@@ -84,6 +87,47 @@ def test_the_cold_part_is_shared(llama: PreTrainedModel) -> None:
         indexes = [c.retrieval_layers[0].regions.index for c in (cache, twin)]
         planes = [i._keys if cls is FlatKVCache else i._planes["sign"] for i in indexes]
         assert planes[0].rows.data_ptr() == planes[1].rows.data_ptr()
+
+
+class _CountedCTkvr(CTkvrCache):
+    """Counts the indexes that were built from a prompt."""
+
+    builds = 0
+
+    @classmethod
+    def make_index(cls, options: Any, layer: int) -> CTkvrIndex:
+        class Counted(CTkvrIndex):
+            def build(self, cold: ColdTokens) -> None:
+                cls.builds += 1
+                super().build(cold)
+
+        return Counted(options)
+
+
+@pytest.mark.parametrize("copied", ["fork", "saved"])
+def test_copies_share_what_the_end_of_a_prompt_left_to_build(
+    llama: PreTrainedModel, copied: str, tmp_path: Path
+) -> None:
+    _CountedCTkvr.builds = 0
+    cache = _prefilled(llama, _CountedCTkvr, top_k=4)
+    assert _CountedCTkvr.builds == 0
+    if copied == "fork":
+        twins = [cache.fork() for _ in range(3)]
+    else:
+        cache.save_pretrained(tmp_path)
+        twins = [_CountedCTkvr.from_pretrained(tmp_path, llama.config) for _ in range(3)]
+    answers = [_ask(llama, one, 1) for one in (*twins, cache)]
+    assert _CountedCTkvr.builds == len(cache.retrieval_layers)
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
+
+
+@pytest.mark.parametrize("cls", [CTkvrCache, LRQKCache])
+def test_a_cache_answers_the_same_whether_it_was_forked_before_or_not(
+    llama: PreTrainedModel, cls: type[RetrievalCache]
+) -> None:
+    forked, quiet = (_prefilled(llama, cls, top_k=4) for _ in range(2))
+    forked.fork()
+    assert torch.equal(_ask(llama, forked, 1), _ask(llama, quiet, 1))
 
 
 def test_a_fork_counts_anew_and_the_original_keeps_its_counts(llama: PreTrainedModel) -> None:

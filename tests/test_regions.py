@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hf_kvret import FlatConfig, Index, ParisConfig, RetrievalConfig, TokenBlock
+from hf_kvret.index import ColdTokens
 from hf_kvret.layer import AttentionCall, RetrievalLayer
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.paris import ParisIndex
@@ -218,6 +219,12 @@ def test_short_caches_keep_everything_in_the_window() -> None:
     assert regions.cold_len == 35 and regions.length == 41
 
 
+def _ready(regions: Regions) -> None:
+    cold = regions.cold(None, 1.0, None)
+    assert cold is not None
+    regions.ready_index(cold)
+
+
 class Recorder(FlatIndex):
     """Notes the calls that an index gets."""
 
@@ -239,11 +246,11 @@ class Recorder(FlatIndex):
         assert valid is None and queries.shape[2] == keys.shape[2]
         self.calls.append(("watch", start, start + queries.shape[2]))
 
-    def build(self, store: Store) -> None:
-        self.calls.append(("build", 0, len(store)))
+    def build(self, cold: ColdTokens) -> None:
+        self.calls.append(("build", 0, len(cold)))
 
-    def refresh(self, store: Store) -> None:
-        self.calls.append(("refresh", 0, len(store)))
+    def refresh(self, cold: ColdTokens) -> None:
+        self.calls.append(("refresh", 0, len(cold)))
 
     def extend(self, block: TokenBlock) -> None:
         FlatIndex.observe(self, block)
@@ -256,11 +263,11 @@ def test_an_index_hears_of_every_token_once_and_is_built_once() -> None:
     for count in (20, 8):
         regions.watch(_tokens(count), _tokens(count), None)
         regions.take_prompt(_tokens(count), _tokens(count), None)
-    regions.ready_index()
-    regions.ready_index()
+    _ready(regions)
+    _ready(regions)
     for _ in range(5):
         regions.take_step(_tokens(1), _tokens(1), None)
-    regions.ready_index()
+    _ready(regions)
     assert index.calls == [
         ("watch", 0, 20),
         ("observe", 0, 15),

@@ -25,7 +25,7 @@ import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
-OURS = ("hf_kvret", "flat", "paris", "lrqk")
+OURS = ("hf_kvret", "flat", "paris", "lrqk", "ctkvr")
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 10, "do_sample": False}
 PREPARE = "_prepare_cache_for_generation"
@@ -144,14 +144,14 @@ def test_registering_twice_and_undoing_twice_is_harmless() -> None:
     for part in (clean[0], clean[2], clean[3]):
         assert not set(OURS) & set(part)
     assert not hasattr(clean[1], "__wrapped__") and clean[1] is registered[1].__wrapped__
-    assert tuple(registered[0]) == (*clean[0], "flat", "paris", "lrqk"), "other names are untouched"
+    assert tuple(registered[0]) == (*clean[0], *OURS[1:]), "other names are untouched"
     hf_kvret.register()
     assert registered[0] == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
 
 
 @pytest.mark.usefixtures("names_again")
 def test_other_names_are_checked_as_before() -> None:
-    for name in ("dynamic", "static", "quantized", "offloaded", "paris", "flat", "lrqk"):
+    for name in ("dynamic", "static", "quantized", "offloaded", *OURS[1:]):
         GenerationConfig(cache_implementation=name).validate()
     with pytest.raises(ValueError, match="cache_implementation"):
         GenerationConfig(cache_implementation="pariss").validate()

@@ -82,6 +82,8 @@ FLOOR_PLAN = (
     "hf_kvret/stores",
     "hf_kvret/methods/flat",
     "hf_kvret/methods/paris",
+    "hf_kvret/methods/lrqk",
+    "hf_kvret/methods/ctkvr",
     "hf_kvret/evaluation",
     "hf_kvret/testing",
     "kernels/hf_kvret_kernels",

@@ -50,7 +50,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--caches",
-        default="full,flat,paris,lrqk",
+        default="full,flat,paris,lrqk,ctkvr",
         help=f"comma-separated, options after colons as paris:top_k=100:store=host; "
         f"known: {', '.join(known_caches())}",
     )

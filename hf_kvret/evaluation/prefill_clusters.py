@@ -18,9 +18,8 @@ from hf_kvret.block import TokenBlock
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.growing import GrowingRows
-from hf_kvret.index import Index
+from hf_kvret.index import ColdTokens, Index
 from hf_kvret.recall import exact_scores, group_relevance
-from hf_kvret.stores import Store
 
 _ROUNDS = 10
 
@@ -59,7 +58,7 @@ class PrefillClusterIndex(Index):
             raise ValueError("clusters are compared on rows without padding only")
         self._keys.append(block.keys)
 
-    def build(self, store: Store) -> None:
+    def build(self, cold: ColdTokens) -> None:
         self._learn()
 
     def _learn(self) -> None:

@@ -67,6 +67,19 @@ class Store(ABC):
         result = self.attend(query, ids, scale, softcap)
         return lambda: result
 
+    def scores(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Attention logits ``[B, Hq, Q, k]`` fp32 of the keys that ids name, -inf for -1.
+
+        Computed where ``attend`` computes; arguments are the same. Here, of gathered keys.
+        """
+        return scores_of_gathered(self, query, ids, scale, softcap)
+
     @abstractmethod
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[B, H, Q, k, Dk]``, values ``[..., Dv]`` of ``ids [B, H, Q, k]``; 0 for -1."""
@@ -104,3 +117,21 @@ class Store(ABC):
         if state:
             keys, values = state["keys"].to(device), state["values"].to(device)
             self.append(TokenBlock(keys, values, start=0))
+
+
+def scores_of_gathered(
+    store: Store, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """``Store.scores``, computed on the query's device, to which the keys are fetched."""
+    heads = ids.shape[1]
+    found = []
+    # One query after the other: many queries' keys could not be held at once.
+    for one, wanted in zip(query.split(1, dim=2), ids.split(1, dim=2), strict=True):
+        keys = store.gather(wanted.contiguous())[0].to(query.device)[:, :, 0]
+        grouped = one.float().unflatten(1, (heads, -1)).squeeze(3)
+        logits = grouped @ keys.float().transpose(-1, -2) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(wanted < 0, float("-inf"))
+        found.append(logits.flatten(1, 2).unsqueeze(2))
+    return torch.cat(found, dim=2)

@@ -12,10 +12,12 @@ from hf_kvret.block import TokenBlock
 from hf_kvret.stores.base import Store, StoreBytes
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore
-from hf_kvret_kernels.host_attention import host_attention
+from hf_kvret_kernels.host_attention import host_attention, host_scores
 
 CPU = torch.device("cpu")
 Result = tuple[torch.Tensor, torch.Tensor]
+# (queries, ids) on the CPU -> results there.
+Work = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 
 # One worker serves all stores: their work comes layer after layer, and the kernel has threads.
 _worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_kvret-host-attention")
@@ -36,7 +38,7 @@ class CpuStore(Store):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host = PagedStore(HostMemory(device, reader=CPU))
-        self._staging: _Staging | None = None
+        self._staging: dict[str, _Staging] = {}
 
     def __len__(self) -> int:
         return len(self._host)
@@ -61,22 +63,53 @@ class CpuStore(Store):
         softcap: float | None = None,
     ) -> Callable[[], Result]:
         rows = self._host.paged_rows()
+
+        def work(query: torch.Tensor, ids: torch.Tensor) -> Result:
+            return host_attention(query, rows, ids, scale=scale, softcap=softcap)
+
+        finish = self._start("attend", work, query, ids)
+
+        def result() -> Result:
+            out, lse = finish()
+            return out, lse
+
+        return result
+
+    def scores(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        rows = self._host.paged_rows()
+
+        def work(query: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
+            return (host_scores(query, rows, ids, scale=scale, softcap=softcap),)
+
+        return self._start("scores", work, query, ids)()[0]
+
+    def _start(
+        self, purpose: str, work: Work, query: torch.Tensor, ids: torch.Tensor
+    ) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Have the CPU do ``work``; calling what is returned gives its results on the device.
+
+        ``purpose`` names the staging memory, which keeps the shapes of its last use.
+        """
         if query.device.type == "cpu":
-            return lambda: host_attention(query, rows, ids, scale=scale, softcap=softcap)
-        if self._staging is None:
-            self._staging = _Staging(query.device)
-        staging = self._staging
+            return lambda: work(query, ids)
+        if purpose not in self._staging:
+            self._staging[purpose] = _Staging(query.device)
+        staging = self._staging[purpose]
         arrived = staging.send(query, ids)
 
-        def work() -> None:
+        def turn() -> None:
             arrived.synchronize()
-            staging.send_back(
-                *host_attention(staging.query, rows, staging.ids, scale=scale, softcap=softcap)
-            )
+            staging.send_back(work(staging.query, staging.ids))
 
-        done = _worker.submit(work)
+        done = _worker.submit(turn)
 
-        def finish() -> Result:
+        def finish() -> tuple[torch.Tensor, ...]:
             done.result()
             return staging.receive()
 
@@ -121,8 +154,9 @@ class _Staging:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._back: torch.cuda.Event | None = None
-        self.query = self.ids = self._out = self._lse = torch.empty(0)
-        self._result: Result = (self._out, self._lse)
+        self.query = self.ids = torch.empty(0)
+        self._found: tuple[torch.Tensor, ...] = ()
+        self._result: tuple[torch.Tensor, ...] = ()
 
     def send(self, query: torch.Tensor, ids: torch.Tensor) -> torch.cuda.Event:
         """Start copying to ``self.query`` and ``self.ids``; the event says that they arrived."""
@@ -134,19 +168,17 @@ class _Staging:
                 source.record_stream(self._stream)
             return self._stream.record_event()
 
-    def send_back(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def send_back(self, found: tuple[torch.Tensor, ...]) -> None:
         """Start copying results to the device; called by the worker."""
-        self._out, self._lse = _pinned_like(self._out, out), _pinned_like(self._lse, lse)
-        self._out.copy_(out)
-        self._lse.copy_(lse)
+        held = self._found or found
+        self._found = tuple(map(_pinned_like, held, found))
+        for target, source in zip(self._found, found, strict=True):
+            target.copy_(source)
         with torch.cuda.stream(self._stream):
-            self._result = (
-                self._out.to(self._device, non_blocking=True),
-                self._lse.to(self._device, non_blocking=True),
-            )
+            self._result = tuple(x.to(self._device, non_blocking=True) for x in self._found)
             self._back = self._stream.record_event()
 
-    def receive(self) -> Result:
+    def receive(self) -> tuple[torch.Tensor, ...]:
         """The results, for the device's current stream, which waits for them."""
         assert self._back is not None
         current = torch.cuda.current_stream(self._device)
@@ -158,6 +190,6 @@ class _Staging:
 
 def _pinned_like(held: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Pinned memory with the shape and dtype of ``tensor``; ``held`` itself if it fits."""
-    if held.shape == tensor.shape and held.dtype == tensor.dtype:
+    if held.shape == tensor.shape and held.dtype == tensor.dtype and held.is_pinned():
         return held
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

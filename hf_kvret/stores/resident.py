@@ -68,6 +68,16 @@ class ResidentStore(Store):
         outs, lses = zip(*parts, strict=True)
         return parts[0] if len(parts) == 1 else (torch.cat(outs, dim=2), torch.cat(lses, dim=2))
 
+    def scores(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """As every store's; reads the host's rows and counts as no request."""
+        return self._host.scores(query, ids, scale, softcap)
+
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As every store's; rows that lie in slots are read there."""
         if self._buffer is None:

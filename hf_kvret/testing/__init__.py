@@ -6,6 +6,7 @@ results = run_conformance(lambda model: MyCache(config=model.config, **COVERING_
 assert not [result for result in results if result.status == "failed"]
 """
 
+from hf_kvret.testing.cold import all_valid
 from hf_kvret.testing.conformance import (
     COVERING_OPTIONS,
     LOGIT_TOLERANCE,
@@ -36,6 +37,7 @@ __all__ = [
     "Result",
     "Scenario",
     "TinyModel",
+    "all_valid",
     "check",
     "cold_rows_read",
     "conformance_cases",

@@ -16,7 +16,15 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from hf_kvret import FlatKVCache, LRQKCache, LRQKConfig, ParisKVCache, RetrievalCache
+from hf_kvret import (
+    CTkvrCache,
+    CTkvrConfig,
+    FlatKVCache,
+    LRQKCache,
+    LRQKConfig,
+    ParisKVCache,
+    RetrievalCache,
+)
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, conformance_cases, run_case
 from hf_kvret.testing.scenario import prompt
 
@@ -25,9 +33,11 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "paris": ParisKVCache,
     "lrqk": LRQKCache,
     "lrqk_paper": partial(LRQKCache, options=LRQKConfig.paper()),
+    "ctkvr": CTkvrCache,
+    "ctkvr_paper": partial(CTkvrCache, options=CTkvrConfig.paper()),
 }
 STORES = ("device", "host", "resident", "cpu")
-WHOLE_PAIRS = {("flat", "device"), ("paris", "host"), ("lrqk", "resident")}
+WHOLE_PAIRS = {("flat", "device"), ("paris", "host"), ("lrqk", "resident"), ("ctkvr", "cpu")}
 
 # Plain rope; soft cap and sliding; sinks and experts; a linear hybrid.
 UNLIKE_MODELS = ("llama", "gemma2", "gpt_oss", "qwen3_next")

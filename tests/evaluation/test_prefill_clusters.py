@@ -15,6 +15,7 @@ from hf_kvret.evaluation.prefill_clusters import (
 )
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing import all_valid
 
 HEADS, GROUP, DIM = 2, 2, 16
 
@@ -27,7 +28,7 @@ def _index(kind: type[PrefillClusterIndex], *parts: torch.Tensor) -> PrefillClus
     """The first part is the prompt, the others come later."""
     index = kind(ClusterConfig(clusters=32, candidate_ratio=0.1))
     index.observe(TokenBlock(parts[0], parts[0], 0))
-    index.build(PagedStore(DeviceMemory(torch.device("cpu"))))
+    index.build(all_valid(PagedStore(DeviceMemory(torch.device("cpu"))), 1))
     start = parts[0].shape[2]
     for part in parts[1:]:
         index.extend(TokenBlock(part, part, start))

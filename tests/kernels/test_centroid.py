@@ -1,24 +1,24 @@
-"""Centroid lists: against loops in fp64, in pieces and at once, and around padding."""
+"""Centroid lists against loops in float64: in pieces and at once, around padding, with ties."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from hf_kvret_kernels import centroid
 
-BATCH, HEADS, DIM = 2, 2, 16
-SCALE = 1 / math.sqrt(DIM)
+Place = tuple[str, str]
+NAN = float("nan")
 
 
-def _normal(seed: int, *shape: int) -> torch.Tensor:
+def normal(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _pieces(keys: torch.Tensor, piece: int) -> centroid.Pieces:
+def in_pieces(keys: torch.Tensor, piece: int) -> centroid.Pieces:
     def give() -> Iterator[tuple[int, torch.Tensor]]:
         for start in range(0, keys.shape[2], piece):
             yield start, keys[:, :, start : start + piece]
@@ -26,105 +26,217 @@ def _pieces(keys: torch.Tensor, piece: int) -> centroid.Pieces:
     return give
 
 
-def _case(group: int, held: int = 50) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and a ragged mask; what the mask hides is NaN."""
-    queries, keys = _normal(1, BATCH, HEADS, 7, group, DIM), _normal(2, BATCH, HEADS, held, DIM)
-    valid = torch.ones(BATCH, held, dtype=torch.bool)
+def ragged(held: int) -> torch.Tensor:
+    """``[2, held]``: a hole in one row, padding on the left of the other."""
+    valid = torch.ones(2, held, dtype=torch.bool)
     valid[0, 10:13] = False
-    valid[1, :30] = False
-    return 3 * queries, keys.masked_fill(~valid[:, None, :, None], float("nan")), valid
+    valid[1, : held * 3 // 5] = False
+    return valid
 
 
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("count", [1, 9, 60])
-def test_lists_are_the_best_keys_by_the_largest_softmax_weight(
-    group: int, softcap: float | None, causal: bool, count: int
+def poisoned(keys: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """The same keys as a view of rows that go on with NaN; those that are not valid are NaN."""
+    rows = torch.full((*keys.shape[:3], keys.shape[3] + 8), NAN, dtype=keys.dtype)
+    rows[..., : keys.shape[3]] = keys.masked_fill(~valid[:, None, :, None], NAN)
+    return rows[..., : keys.shape[3]]
+
+
+def _options(valid: torch.Tensor, backend: str = "auto") -> dict[str, Any]:
+    return {"valid": valid, "scale": 1.0, "backend": backend}
+
+
+def best_keys(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    count: int,
+    valid: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``centroid.top_keys`` in float64, centroid by centroid; of equal keys the first."""
+    batch, heads, centroids, group, _ = queries.shape
+    slots = torch.arange(keys.shape[2])
+    ids = torch.full((batch, heads, centroids, count), -1, dtype=torch.int32)
+    for b, h, c in torch.cartesian_prod(*map(torch.arange, (batch, heads, centroids))).tolist():
+        seen = valid[b] if positions is None else valid[b] & (slots <= positions[b, c])
+        logits = queries[b, h, c].double() @ keys[b, h].double().T * scale
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(~seen, float("-inf"))
+        if group > 1 and seen.any():
+            logits = logits.log_softmax(-1)
+        order = logits.amax(0).sort(descending=True, stable=True).indices
+        found = order[: min(count, int(seen.sum()))].int()
+        ids[b, h, c, : len(found)] = found
+    return ids
+
+
+def check(
+    place: Place,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    count: int,
+    valid: torch.Tensor,
+    *,
+    piece: int = 32,
+    softcap: float | None = None,
+    positions: torch.Tensor | None = None,
+    most_scores: int | None = None,
 ) -> None:
-    queries, keys, valid = _case(group)
-    slots = torch.tensor([[5, 12, 20, 33, 40, 49, 60], [2, 31, 35, 40, 44, 48, 49]])
+    """Run in ``place`` and compare with the loops."""
+    backend, device = place
+    scale = queries.shape[-1] ** -0.5
+    room = keys.as_strided((keys.untyped_storage().nbytes() // keys.element_size(),), (1,), 0)
+    moved = room.to(device).as_strided(keys.shape, keys.stride(), keys.storage_offset())
     ids = centroid.top_keys(
-        queries,
-        _pieces(keys, 16),
+        queries.to(device),
+        in_pieces(moved, piece),
         count,
-        valid=valid,
-        scale=SCALE,
+        valid=valid.to(device),
+        scale=scale,
         softcap=softcap,
-        positions=slots if causal else None,
+        positions=None if positions is None else positions.to(device),
+        most_scores=most_scores,
+        backend=backend,
     )
-    assert ids.shape == (BATCH, HEADS, 7, count) and ids.dtype == torch.int32
-    for b in range(BATCH):
-        for h in range(HEADS):
-            for c in range(7):
-                logits = queries[b, h, c].double() @ keys[b, h].double().T * SCALE
-                logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-                seen = valid[b] & ((torch.arange(50) <= slots[b, c]) | (not causal))
-                logits = logits.masked_fill(~seen, float("-inf"))
-                shares = logits.softmax(-1).nan_to_num(nan=0.0).amax(0)
-                expected = shares.argsort(descending=True)[: min(count, int(seen.sum()))]
-                missing = [-1] * (count - len(expected))
-                assert ids[b, h, c].tolist() == expected.tolist() + missing
+    expected = best_keys(queries, keys, count, valid, scale, softcap, positions)
+    assert ids.shape == expected.shape and ids.dtype == torch.int32
+    assert ids.device.type == device
+    assert torch.equal(ids.cpu(), expected)
 
 
-@pytest.mark.parametrize("piece", [1, 7, 50])
-@pytest.mark.parametrize("most_scores", [1, 900])
-def test_pieces_do_not_change_the_lists(piece: int, most_scores: int) -> None:
-    queries, keys, valid = _case(2)
-    whole = centroid.top_keys(queries, _pieces(keys, 50), 9, valid=valid, scale=SCALE)
-    cut = centroid.top_keys(
-        queries, _pieces(keys, piece), 9, valid=valid, scale=SCALE, most_scores=most_scores
+@pytest.mark.parametrize(
+    ("group", "softcap", "causal", "count"),
+    [
+        (1, None, False, 1),
+        (1, 2.0, True, 9),
+        (1, None, True, 60),
+        (3, None, False, 60),
+        (3, 2.0, True, 9),
+        (3, None, True, 1),
+    ],
+)
+def test_lists_are_the_best_keys_by_the_largest_softmax_weight(
+    place: Place, group: int, softcap: float | None, causal: bool, count: int
+) -> None:
+    """A centroid before the first valid token, one that is padding, one after the last."""
+    valid = ragged(50)
+    queries, keys = 3 * normal(1, 2, 1, 3, group, 16), poisoned(normal(2, 2, 1, 50, 16), valid)
+    positions = torch.tensor([[5, 60, -1], [2, 31, 49]]) if causal else None
+    check(place, queries, keys, count, valid, softcap=softcap, positions=positions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes(place: Place, dtype: torch.dtype) -> None:
+    valid = ragged(40)
+    queries, keys = normal(1, 2, 2, 1, 2, 20).to(dtype), normal(2, 2, 2, 40, 20).to(dtype)
+    check(place, queries, poisoned(keys, valid), 7, valid)
+
+
+def test_keys_may_have_another_dtype(place: Place) -> None:
+    valid = ragged(40)
+    queries, keys = normal(1, 2, 1, 2, 2, 20), normal(2, 2, 1, 40, 20).bfloat16()
+    check(place, queries, poisoned(keys, valid), 7, valid)
+
+
+@pytest.mark.parametrize(
+    ("centroids", "group", "dim", "held"),
+    [(3, 3, 16, 150), (13, 5, 8, 70), (17, 2, 256, 40)],
+)
+def test_more_than_one_tile_of_each_side(
+    place: Place, centroids: int, group: int, dim: int, held: int
+) -> None:
+    queries, keys = normal(1, 1, 1, centroids, group, dim), normal(2, 1, 1, held, dim)
+    valid = torch.rand(1, held, generator=torch.Generator().manual_seed(3)) < 0.8
+    check(place, queries, poisoned(keys, valid), 6, valid, piece=held)
+
+
+@pytest.mark.parametrize(("piece", "most_scores"), [(13, None), (30, 1), (50, 900)])
+def test_pieces_do_not_change_the_lists(place: Place, piece: int, most_scores: int | None) -> None:
+    valid = ragged(50)
+    queries, keys = normal(1, 2, 1, 2, 2, 16), poisoned(normal(2, 2, 1, 50, 16), valid)
+    check(place, queries, keys, 9, valid, piece=piece, most_scores=most_scores)
+
+
+def test_pieces_may_be_empty(place: Place) -> None:
+    backend, device = place
+    queries, keys = normal(1, 1, 1, 2, 2, 16).to(device), normal(2, 1, 1, 30, 16).to(device)
+    valid = torch.ones(1, 30, dtype=torch.bool, device=device)
+
+    def pieces() -> Iterator[tuple[int, torch.Tensor]]:
+        yield 0, keys[:, :, :0]
+        yield 0, keys
+        yield 30, keys[:, :, :0]
+
+    options = _options(valid, backend)
+    with_empty = centroid.top_keys(queries, pieces, 5, **options)
+    assert torch.equal(with_empty, centroid.top_keys(queries, in_pieces(keys, 30), 5, **options))
+
+
+def test_equal_keys_are_listed_once_each_and_none_better_is_left_out(place: Place) -> None:
+    """Scores are small whole numbers, so that many are equal to the bit; Triton takes the first."""
+    backend, device = place
+    generator = torch.Generator().manual_seed(4)
+    queries = torch.randint(-1, 2, (1, 2, 2, 1, 4), generator=generator).float()
+    keys = torch.randint(-1, 2, (1, 2, 60, 4), generator=generator).float()
+    valid = torch.ones(1, 60, dtype=torch.bool)
+    found = centroid.top_keys(
+        queries.to(device),
+        in_pieces(keys.to(device), 25),
+        20,
+        valid=valid.to(device),
+        scale=1.0,
+        backend=backend,
+    ).cpu()
+    expected = best_keys(queries, keys, 20, valid, 1.0)
+    scores = torch.einsum("bhcgd,bhnd->bhcn", queries, keys)
+    assert torch.equal(scores.gather(-1, found.long()), scores.gather(-1, expected.long()))
+    assert all(len(set(ids)) == 20 for ids in found.flatten(0, 2).tolist())
+    if backend == "triton":
+        assert torch.equal(found, expected)
+
+
+def test_queries_mask_and_positions_may_be_strided(place: Place) -> None:
+    queries = normal(1, 2, 2, 2, 1, 32).permute(1, 2, 0, 3, 4)[..., ::2]
+    valid = ragged(100)[:, ::2]
+    keys = poisoned(normal(2, 2, 2, 50, 16), valid)
+    positions = torch.tensor([[20, 0, 60, 0], [31, 0, 49, 0]])[:, ::2]
+    check(place, queries, keys, 5, valid, positions=positions)
+
+
+def test_without_centroids_there_are_no_lists(place: Place) -> None:
+    backend, device = place
+    keys, valid = torch.zeros(2, 2, 50, 16, device=device), ragged(50).to(device)
+    queries = torch.zeros(2, 2, 0, 2, 16, device=device)
+    ids = centroid.top_keys(
+        queries, in_pieces(keys, 50), 3, valid=valid, scale=1.0, backend=backend
     )
-    assert torch.equal(cut, whole)
-
-
-def test_similarity_is_the_largest_cosine_of_the_group() -> None:
-    query, centroids = _normal(1, BATCH, HEADS, 3, 2, DIM), _normal(2, BATCH, HEADS, 5, 2, DIM)
-    norms = centroids.norm(dim=-1)
-    found = centroid.similarity(query, centroids, 1 / norms)
-    cosines = torch.nn.functional.cosine_similarity(
-        query.unsqueeze(3).double(), centroids.unsqueeze(2).double(), dim=-1
-    )
-    assert found.shape == (BATCH, HEADS, 3, 5) and found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), cosines.amax(-1), atol=1e-6, rtol=0)
-
-
-def test_united_lists_name_each_valid_token_once_and_where_it_came_first() -> None:
-    drawn = torch.randint(-1, 40, (BATCH, HEADS, 3, 90), generator=torch.Generator().manual_seed(0))
-    valid = _case(1, held=35)[2]
-    ids, places = centroid.unite(drawn.int(), valid)
-    assert ids.shape == drawn.shape and ids.dtype == torch.int32
-    for b in range(BATCH):
-        for named, mine, at in zip(
-            drawn[b].flatten(0, 1).tolist(),
-            ids[b].flatten(0, 1).tolist(),
-            places[b].flatten(0, 1).tolist(),
-            strict=True,
-        ):
-            wanted = sorted({x for x in named if 0 <= x < 35 and valid[b, x]})
-            assert [x for x in mine if x >= 0] == wanted
-            assert all(named.index(x) == p for x, p in zip(mine, at, strict=True) if x >= 0)
+    assert ids.shape == (2, 2, 0, 3) and ids.dtype == torch.int32
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    queries, keys, valid = _case(2)
-    pieces = _pieces(keys, 50)
+    valid = ragged(50)
+    queries, keys = normal(1, 2, 2, 7, 2, 16), normal(2, 2, 2, 50, 16)
+    pieces, options = in_pieces(keys, 50), _options(valid)
     with pytest.raises(ValueError, match="queries"):
-        centroid.top_keys(queries[0], pieces, 3, valid=valid, scale=SCALE)
+        centroid.top_keys(queries[0], pieces, 3, **options)
     with pytest.raises(ValueError, match="count=0"):
-        centroid.top_keys(queries, pieces, 0, valid=valid, scale=SCALE)
+        centroid.top_keys(queries, pieces, 0, **options)
     with pytest.raises(ValueError, match="valid"):
-        centroid.top_keys(queries, pieces, 3, valid=valid[:1], scale=SCALE)
-    with pytest.raises(ValueError, match="positions"):
-        positions = torch.zeros(1, 7)
-        centroid.top_keys(queries, pieces, 3, valid=valid, scale=SCALE, positions=positions)
+        centroid.top_keys(queries, pieces, 3, valid=valid[:1], scale=1.0)
+    for positions in (torch.zeros(1, 7).long(), torch.zeros(2, 7)):
+        with pytest.raises(ValueError, match=r"positions is .* pass int64 \[2, 7\]"):
+            centroid.top_keys(queries, pieces, 3, positions=positions, **options)
     with pytest.raises(ValueError, match="softcap"):
-        centroid.top_keys(queries, pieces, 3, valid=valid, scale=SCALE, softcap=0.0)
-    with pytest.raises(ValueError, match="third dimension"):
-        centroid.similarity(queries, queries[:, :1], queries[:, :1].norm(dim=-1))
-    with pytest.raises(ValueError, match="inverse_norms"):
-        centroid.similarity(queries, queries, queries)
-    with pytest.raises(ValueError, match="ids"):
-        centroid.unite(torch.zeros(2, 3), valid)
-    with pytest.raises(ValueError, match="no token"):
-        centroid.unite(torch.zeros(2, 1, 1, 3, dtype=torch.int32), valid[:, :0])
+        centroid.top_keys(queries, pieces, 3, softcap=0.0, **options)
+    with pytest.raises(ValueError, match="most_scores=0"):
+        centroid.top_keys(queries, pieces, 3, most_scores=0, **options)
+    with pytest.raises(ValueError, match="backend='cpp'"):
+        centroid.top_keys(queries, pieces, 3, **_options(valid, "cpp"))
+    for name, given in {
+        "the piece of slot 0": lambda: [(0, keys[..., :8])],
+        "the slots 1 to 50: valid covers 0 to 49": lambda: [(1, keys)],
+        "a piece is on meta": lambda: [(0, keys.to("meta"))],
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            centroid.top_keys(queries, given, 3, **options)

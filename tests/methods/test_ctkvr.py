@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from hf_kvret import TokenBlock
+from hf_kvret import ColdTokens, TokenBlock
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig, CTkvrIndex
 from hf_kvret.recall import exact_scores, group_relevance, measure_recall
 from hf_kvret.stores import PagedStore
@@ -42,6 +43,10 @@ def _fill(
     keys: torch.Tensor,
     valid: torch.Tensor | None = None,
     cuts: tuple[int, ...] = (),
+    *,
+    budget: int = 20,
+    softcap: float | None = None,
+    sinks: int = 0,
 ) -> tuple[CTkvrIndex, PagedStore]:
     """An index and a store that saw a prompt; its last RECENT tokens are not cold."""
     index, store = CTkvrIndex(options), PagedStore(DeviceMemory(torch.device("cpu")))
@@ -56,7 +61,9 @@ def _fill(
             block = TokenBlock(keys[:, :, part], keys[:, :, part], part.start, block_mask)
             store.append(block)
             index.observe(block)
-    index.build(store)
+    allowed = torch.ones(len(keys), cold, dtype=torch.bool) if valid is None else valid[:, :cold]
+    allowed = allowed & (torch.arange(cold) >= sinks)
+    index.build(ColdTokens(store, allowed, SCALE, softcap, budget))
     return index, store
 
 
@@ -91,14 +98,16 @@ def test_a_query_that_is_a_centroid_recalls_the_exact_top_k(
     queries, valid = queries[:, : HEADS * group], _ragged(2, 300)
     hidden = ~valid[:, None, :, None]
     seen = [x.masked_fill(hidden, float("nan")) for x in (queries, keys)]
-    index, store = _fill(_options(), *seen, valid, cuts)
+    index, store = _fill(_options(), *seen, valid, cuts, budget=budget, softcap=softcap)
     query, held = queries[:, :, [-3, -1]], len(store)
     index.watch(query, keys[:, :, :2], 300, None)
     ids = index.select(query, budget, valid[:, :held], SCALE, softcap)
     assert ids.shape == (2, HEADS, 2, budget) and ids.dtype == torch.int32
     assert all(len(row) == budget for row in _sets(ids))
-    assert index._queue is not None
-    listed = index._queue.recall(query.unflatten(1, (HEADS, group)).transpose(2, 3), 1)[..., 0, :]
+    assert index._keeper.queue is not None
+    listed = index._keeper.queue.recall(query.unflatten(1, (HEADS, group)).transpose(2, 3), 1)[
+        ..., 0, :
+    ]
     scores = exact_scores(query, store.gather(_all(held))[0][:, :, 0], SCALE, softcap)
     scores = scores.masked_fill(~valid[:, None, None, :held], float("-inf"))
     best = group_relevance(scores, HEADS).topk(budget).indices
@@ -116,12 +125,12 @@ def _all(held: int) -> torch.Tensor:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_the_rerank_takes_the_best_of_what_was_recalled(softcap: float | None) -> None:
     queries, keys = _prompt(300)
-    index, _ = _fill(_options(update=0), queries, keys)
+    index, _ = _fill(_options(update=0), queries, keys, budget=15, softcap=softcap)
     valid, query = torch.ones(2, 280, dtype=torch.bool), _normal(8, 2, HEADS * GROUP, 1, DIM)
     ids = index.select(query, 15, valid, SCALE, softcap)
-    assert index._queue is not None
+    assert index._keeper.queue is not None
     bundles = query.unflatten(1, (HEADS, GROUP)).transpose(2, 3)
-    named = index._queue.recall(bundles, 4).flatten(2)
+    named = index._keeper.queue.recall(bundles, 4).flatten(2)
     scores = exact_scores(query, keys[:, :, :280], SCALE, softcap)
     marked = torch.zeros(2, HEADS, 280, dtype=torch.bool).scatter_(2, named.long(), True)
     marked = marked.repeat_interleave(GROUP, dim=1).unsqueeze(2)
@@ -135,36 +144,36 @@ def test_other_queries_find_what_similar_centroids_found() -> None:
     options = _options()
     valid = torch.ones(2, 580, dtype=torch.bool)
     query = 0.8 * queries[:, :, -1:] + 0.4 * _normal(5, 2, HEADS * GROUP, 1, DIM)
-    index, store = _fill(options, queries, keys)
+    index, store = _fill(options, queries, keys, budget=30)
     near = measure_recall(query, index.select(query, 30, valid, SCALE), store, valid, SCALE)
-    index, store = _fill(options, _prompt(600, seed=9)[0], keys)
+    index, store = _fill(options, _prompt(600, seed=9)[0], keys, budget=30)
     far = measure_recall(query, index.select(query, 30, valid, SCALE), store, valid, SCALE)
     assert near.overlap > 0.8 and far.overlap < 0.7
 
 
 @pytest.mark.parametrize("held", [1, 3, 150])
-@pytest.mark.parametrize("rerank", ["exact", "codes", "lists"])
+@pytest.mark.parametrize("rerank", ["auto", "codes", "lists"])
 def test_a_budget_for_all_selects_exactly_the_valid_tokens(held: int, rerank: str) -> None:
     queries, keys = _prompt(held + RECENT, batch=3)
     valid = _ragged(3, held + RECENT)
     valid[1] = False
     valid[1, -1] = True
-    index, _ = _fill(_options(rerank=rerank), queries, keys, valid)
+    index, _ = _fill(_options(rerank=rerank), queries, keys, valid, budget=held)
     ids = index.select(queries[:, :, :2], held, valid[:, :held], SCALE)
     expected = [set(row.nonzero().flatten().tolist()) for row in valid[:, :held]]
     assert ids.shape == (3, HEADS, 2, held)
     assert _sets(ids) == [expected[b] for b in range(3) for _ in range(HEADS * 2)]
 
 
-@pytest.mark.parametrize("rerank", ["exact", "codes", "lists"])
+@pytest.mark.parametrize("rerank", ["auto", "codes", "lists"])
 def test_sinks_padding_and_holes_are_never_selected(rerank: str) -> None:
     """They get the largest keys of all, so that any leak would pick them first."""
     queries, keys = _prompt(220, batch=3)
     valid = _ragged(3, 220)
     padding = valid.clone()
-    valid[0, :4] = False  # sinks
+    valid[:, :4] = False
     keys = torch.where(valid[:, None, :, None], keys, 100 * queries[:, ::GROUP, -1:])
-    index, _ = _fill(_options(rerank=rerank), queries, keys, padding)
+    index, _ = _fill(_options(rerank=rerank), queries, keys, padding, sinks=4)
     for start in (220, 221):
         index.watch(queries[:, :, -1:], keys[:, :, -1:], start, None)
         ids = index.select(queries[:, :, -1:], 20, valid[:, :200], SCALE)
@@ -178,26 +187,29 @@ def test_a_row_does_not_change_with_its_neighbours() -> None:
     steps = _normal(3, 3, HEADS * GROUP, 60, DIM)
     chosen = []
     for pair in ([0, 1], [0, 2]):
-        index, store = _fill(_options(coverage=0.9), queries[pair], keys[pair], valid[pair])
+        index, store = _fill(
+            _options(coverage=0.9), queries[pair], keys[pair], valid[pair], budget=10
+        )
         mask, answers = valid[pair, : len(store)], []
         for step in range(60):
             index.watch(steps[pair, :, step : step + 1], keys[pair, :, :1], 400 + step, None)
             if step % 20 == 19:
                 index.observe(TokenBlock(keys[pair, :, :0], keys[pair, :, :0], len(store)))
-            index.refresh(store)
+            index.refresh(ColdTokens(store, mask, SCALE, None, 10))
             answers.append(index.select(steps[pair, :, step : step + 1], 10, mask, SCALE)[0])
+            index.learn()
         chosen.append(torch.stack(answers))
     assert torch.equal(*chosen)
 
 
 def test_without_a_rerank_lists_take_turns_from_the_nearest_on() -> None:
     queries, keys = _prompt(300)
-    index, _ = _fill(_options(rerank="lists"), queries, keys)
+    index, _ = _fill(_options(rerank="lists"), queries, keys, budget=8)
     valid = torch.ones(2, 280, dtype=torch.bool)
     ids = index.select(queries[:, :, -1:], 8, valid, SCALE)
-    assert index._queue is not None
+    assert index._keeper.queue is not None
     bundles = queries[:, :, -1:].unflatten(1, (HEADS, GROUP)).transpose(2, 3)
-    lists = index._queue.recall(bundles, 4)[:, :, 0]
+    lists = index._keeper.queue.recall(bundles, 4)[:, :, 0]
     for b in range(2):
         for h in range(HEADS):
             named = lists[b, h].T.flatten().tolist()
@@ -212,7 +224,7 @@ def test_codes_choose_nearly_what_keys_choose(softcap: float | None) -> None:
     query = queries[:, :, -1:]
     found = {}
     for rerank in ("codes", "lists"):
-        index, store = _fill(_options(rerank=rerank), queries, keys)
+        index, store = _fill(_options(rerank=rerank), queries, keys, budget=40, softcap=softcap)
         ids = index.select(query, 40, valid, SCALE, softcap)
         found[rerank] = measure_recall(query, ids, store, valid, SCALE, softcap).overlap
     # A code has about 5 bits a number: neighbours in rank trade places at the edge.
@@ -221,6 +233,9 @@ def test_codes_choose_nearly_what_keys_choose(softcap: float | None) -> None:
 
 class _ForcedIndex(CTkvrIndex):
     """Selects everything, but after the work for a selection that leaves tokens out."""
+
+    def refresh(self, cold: ColdTokens) -> None:
+        super().refresh(replace(cold, budget=max(1, len(cold) // 4)))
 
     def select(self, query: torch.Tensor, budget: int, valid: torch.Tensor, *how: Any) -> Any:
         held = valid.shape[1]

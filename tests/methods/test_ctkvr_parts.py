@@ -19,7 +19,8 @@ from hf_kvret.methods.ctkvr.pool import QueryPool
         ({"probes": 2.5}, TypeError, "probes must be an int"),
         ({"update": -1}, ValueError, "update=-1"),
         ({"choice": "newest"}, ValueError, "'last' or 'random'"),
-        ({"rerank": "cpu"}, ValueError, "'exact' or 'codes'"),
+        ({"rerank": "exact"}, ValueError, "'auto' or 'cpu'"),
+        ({"rerank": "cpu"}, ValueError, "store='cpu'"),
         ({"causal": 1}, TypeError, "causal must be True or False"),
         ({"list_ratio": 0.5}, ValueError, "list_ratio=0.5"),
         ({"list_ratio": "much"}, TypeError, "list_ratio must be a number"),
@@ -38,7 +39,7 @@ def test_the_numbers_of_the_paper() -> None:
     paper = CTkvrConfig.paper()
     assert [paper.centroids_for(n) for n in (3, 800, 32_768, 131_072)] == [1, 50, 2048, 2048]
     assert [paper.list_len(131_072, b) for b in (512, 1024)] == [1280, 2560]
-    assert (paper.probes, paper.update, paper.choice, paper.rerank) == (4, 1, "last", "exact")
+    assert (paper.probes, paper.update, paper.choice, paper.rerank) == (4, 1, "last", "auto")
     assert (paper.pending, paper.coverage, paper.questions) == (0, 0.0, False)
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret import TokenBlock
+from hf_kvret import ColdTokens, TokenBlock
 from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex
 from hf_kvret.recall import measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing import all_valid
 
 HEADS, DIM, BUDGET = 2, 32, 10
 SCALE = 2 / math.sqrt(DIM)
@@ -49,7 +50,7 @@ class Run:
         keys = _normal(2, batch, HEADS, PROMPT, DIM)
         self.index.watch(self.queries, keys, 0, None)
         self._take(keys)
-        self.index.build(self.store)
+        self.index.build(self._cold())
 
     def fork(self) -> Run:
         twin = object.__new__(Run)
@@ -63,9 +64,11 @@ class Run:
         return self.ask(query) if select else None
 
     def ask(self, query: torch.Tensor) -> torch.Tensor:
-        self.index.refresh(self.store)
-        valid = torch.ones(self.batch, len(self.store), dtype=torch.bool)
-        return self.index.select(query, BUDGET, valid, SCALE)
+        cold = self._cold()
+        self.index.refresh(cold)
+        ids = self.index.select(query, BUDGET, cold.valid, SCALE)
+        self.index.learn()
+        return ids
 
     def recall(self, query: torch.Tensor) -> float:
         """Overlap with the exact top-k, for a decode step."""
@@ -76,6 +79,9 @@ class Run:
 
     def flush(self, keys: torch.Tensor) -> None:
         self._take(keys)
+
+    def _cold(self) -> ColdTokens:
+        return all_valid(self.store, self.batch, budget=BUDGET, scale=SCALE)
 
     def _take(self, keys: torch.Tensor) -> None:
         block = TokenBlock(keys, keys, len(self.store))
@@ -187,7 +193,7 @@ def test_the_newest_centroids_are_those_that_count() -> None:
     run = Run(_options(centroids=8))
     for step in range(21):
         run.step(_query(10 + step))
-    queue = run.index._queue
+    queue = run.index._keeper.queue
     assert queue is not None and len(queue) == 8
     queries, slots = queue.live()
     assert slots[0].tolist() == list(range(PROMPT + 13, PROMPT + 21))
@@ -200,8 +206,8 @@ def test_every_so_many_steps_a_query_joins(update: int, expected: int) -> None:
     run = Run(_options(update=update))
     for step in range(13):
         run.step(_query(10 + step))
-    assert run.index._queue is not None
-    assert int((run.index._queue.live()[1] > PROMPT).sum()) == 2 * expected
+    assert run.index._keeper.queue is not None
+    assert int((run.index._keeper.queue.live()[1] > PROMPT).sum()) == 2 * expected
 
 
 def _history(run: Run, seeds: range) -> torch.Tensor:
@@ -209,7 +215,7 @@ def _history(run: Run, seeds: range) -> torch.Tensor:
     return torch.stack([ids for ids in answers if ids is not None])
 
 
-@pytest.mark.parametrize("rerank", ["exact", "codes"])
+@pytest.mark.parametrize("rerank", ["auto", "codes"])
 @pytest.mark.parametrize("steps", [0, 3, 30])
 def test_a_saved_index_goes_on_like_the_one_that_was_saved(rerank: str, steps: int) -> None:
     run = Run(_options(rerank=rerank, pending=20))
@@ -224,7 +230,7 @@ def test_a_saved_index_goes_on_like_the_one_that_was_saved(rerank: str, steps: i
     assert CTkvrIndex(_options()).state_dict() == {}
 
 
-@pytest.mark.parametrize("rerank", ["exact", "codes"])
+@pytest.mark.parametrize("rerank", ["auto", "codes"])
 def test_forks_do_not_change_each_other(rerank: str) -> None:
     run, same = (Run(_options(rerank=rerank)) for _ in range(2))
     for one in (run, same):
@@ -238,7 +244,7 @@ def test_forks_do_not_change_each_other(rerank: str) -> None:
     assert torch.equal(_history(again, range(40, 70)), expected)
 
 
-@pytest.mark.parametrize("rerank", ["exact", "codes"])
+@pytest.mark.parametrize("rerank", ["auto", "codes"])
 def test_reordered_rows_answer_like_the_old_ones(rerank: str) -> None:
     run = Run(_options(rerank=rerank), batch=3)
     _history(run, range(10, 40))
@@ -251,7 +257,7 @@ def test_reordered_rows_answer_like_the_old_ones(rerank: str) -> None:
     assert torch.equal(after, before[rows])
 
 
-@pytest.mark.parametrize("rerank", ["exact", "codes", "lists"])
+@pytest.mark.parametrize("rerank", ["auto", "codes", "lists"])
 def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(rerank: str) -> None:
     run = Run(_options(rerank=rerank))
     _history(run, range(10, 20))
@@ -260,20 +266,22 @@ def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(rera
     run.end = 310
     ids = run.step(_query(20))
     assert ids is not None and int(ids.min()) >= 0 and int(ids.max()) < 300
-    assert run.index._queue is not None
-    assert all(int(piece.max()) < 300 for piece in run.index._queue.pieces())
+    assert run.index._keeper.queue is not None
+    assert all(int(piece.max()) < 300 for piece in run.index._keeper.queue.pieces())
     query = run.queries[:, :, -1:]
     run.flush(3 * query + 0.5 * _query(4, count=40))
-    if rerank == "exact":
+    if rerank == "auto":
         assert run.recall(query) == 1.0
     run.index.crop(0)
     assert run.index.state_dict() == {} and run.index.nbytes() == 0
 
 
 def test_bytes_and_stats_are_of_what_is_held() -> None:
-    run = Run(_options())
-    pool = 25 * (HEADS * DIM * 4 + 16) * 2
-    assert run.index.nbytes() == pool and run.index.select_nbytes() == 0
+    index = CTkvrIndex(_options())
+    queries = _query(1, count=PROMPT)
+    index.watch(queries, queries, 0, None)
+    assert index.nbytes() == 25 * (HEADS * DIM * 4 + 16) * 2 and index.select_nbytes() == 0
+    run = Run(_options(update=0))
     run.step(_query(3))
     # A buffer with room for 64 more: query, norm and 25 ids of 2 bytes a head, and its slot.
     row = HEADS * (DIM * 4 + 4 + 25 * 2) + 8

@@ -15,6 +15,7 @@ from hf_kvret.methods.lrqk import LRQKIndex
 from hf_kvret.recall import measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing import all_valid
 
 HEADS, GROUP, DIM = 2, 3, 32
 SCALE = 2 / math.sqrt(DIM)
@@ -40,7 +41,7 @@ class Held(NamedTuple):
         """A pass of new tokens, which stay in the window."""
         start, keys = len(self.store) + 100, torch.zeros_like(queries[:, :HEADS])
         self.index.watch(queries, keys, start, None)
-        self.index.refresh(self.store)
+        self.index.refresh(all_valid(self.store, len(queries)))
 
     def flush(self, keys: torch.Tensor) -> None:
         """Some tokens leave the window."""
@@ -73,7 +74,7 @@ def _fill(
         index.watch(queries[:, :, start:end], block.keys, start, mask)
         store.append(block)
         index.observe(block)
-    index.build(store)
+    index.build(all_valid(store, len(keys)))
     return Held(index, store)
 
 

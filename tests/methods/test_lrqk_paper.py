@@ -11,6 +11,7 @@ from hf_kvret import LRQKConfig, TokenBlock
 from hf_kvret.methods.lrqk import PaperLRQKIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing import all_valid
 
 BATCH, HEADS, GROUP, DIM, RANK = 2, 2, 2, 16, 6
 PROMPT, RECENT, BUDGET = 60, 4, 8
@@ -80,7 +81,7 @@ class Run:
         return self
 
     def ready(self) -> None:
-        (self.index.refresh if self.built else self.index.build)(self.store)
+        (self.index.refresh if self.built else self.index.build)(all_valid(self.store, 2))
         self.built = True
 
     def select(self, query: torch.Tensor, budget: int = BUDGET) -> torch.Tensor:

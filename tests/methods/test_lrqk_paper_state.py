@@ -11,6 +11,7 @@ from hf_kvret import LRQKConfig, TokenBlock
 from hf_kvret.methods.lrqk import PaperLRQKIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing import all_valid
 
 BATCH, HEADS, GROUP, DIM, RANK = 2, 2, 2, 16, 6
 PROMPT, RECENT, BUDGET = 60, 4, 8
@@ -67,7 +68,9 @@ class Run:
         return self
 
     def select(self, queries: torch.Tensor) -> torch.Tensor:
-        (self.index.refresh if self.built else self.index.build)(self.store)
+        (self.index.refresh if self.built else self.index.build)(
+            all_valid(self.store, len(queries))
+        )
         self.built = True
         valid = torch.ones(len(queries), self.cold, dtype=torch.bool)
         return self.index.select(queries, BUDGET, valid, SCALE)
@@ -194,4 +197,4 @@ def test_bytes_are_those_of_the_tensors() -> None:
 def test_building_before_anything_was_watched_is_refused() -> None:
     store = PagedStore(DeviceMemory(torch.device("cpu")))
     with pytest.raises(RuntimeError, match="call watch before build"):
-        PaperLRQKIndex(_options()).build(store)
+        PaperLRQKIndex(_options()).build(all_valid(store, 2))

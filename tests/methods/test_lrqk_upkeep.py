@@ -14,6 +14,7 @@ from hf_kvret.methods.lrqk import LRQKIndex
 from hf_kvret.recall import measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing import all_valid
 
 HEADS, GROUP, DIM, HELD = 2, 2, 32, 300
 SCALE = 2 / math.sqrt(DIM)
@@ -39,7 +40,7 @@ class Held(NamedTuple):
         """A pass of new tokens, which stay in the window."""
         self.index.watch(queries, torch.zeros_like(queries[:, :HEADS]), len(self.store), None)
         if refresh:
-            self.index.refresh(self.store)
+            self.index.refresh(all_valid(self.store, len(queries)))
 
     def flush(self, keys: torch.Tensor) -> None:
         """Some tokens leave the window."""
@@ -77,7 +78,7 @@ def _fill(
         held.index.watch(queries[:, :, start:end], block.keys, start, None)
         held.store.append(block)
         held.index.observe(block)
-    held.index.build(held.store)
+    held.index.build(all_valid(held.store, len(keys)))
     return held
 
 
@@ -133,13 +134,13 @@ def test_an_unseen_question_raises_the_error_and_is_served_after_a_projection() 
     held.see(question, refresh=False)
     raised = held.index.stats()["proxy_error"]
     assert held.reprojections == 0 and raised > 2 * before + 0.1 and missed < 0.4
-    held.index.refresh(held.store)
+    held.index.refresh(all_valid(held.store, 2))
     stats = held.index.stats()
     assert stats["reprojections"] == 1 and stats["reprojected_rows"] == 2 * HEADS * HELD
     # 16 directions of the document and 6 of the question fit into rank 24; bf16 is left.
     assert stats["proxy_error"] < 0.01 and held.recall(question) > 0.97
     held.store.closed = True
-    held.index.refresh(held.store)
+    held.index.refresh(all_valid(held.store, 2))
     held.see(_unseen(4, seed=8))
     assert held.reprojections == 1
 
@@ -210,7 +211,7 @@ def test_a_head_that_gains_nothing_worth_it_does_not_make_up_for_one_that_cannot
     assert (old[:, 1] > 1.3 * held.index._expected[:, 1]).all()
     assert (old[:, 1] < 1.1 * new[:, 1]).all()
     held.store.closed = True
-    held.index.refresh(held.store)
+    held.index.refresh(all_valid(held.store, 2))
     assert held.reprojections == 0
     # What was found not to be worth it is not looked into again and again.
     torch.testing.assert_close(held.index._expected[:, 1], old[:, 1])
@@ -274,7 +275,7 @@ def test_a_crop_to_nothing_begins_anew() -> None:
         held.index.fork().observe(TokenBlock(keys, keys, 0))
     held.see(queries, refresh=False)
     held.flush(keys)
-    held.index.refresh(held.store)
+    held.index.refresh(all_valid(held.store, 2))
     fresh = _fill(_options(), queries, keys)
     assert torch.equal(held.select(query), fresh.select(query))
     assert held.index.nbytes() == fresh.index.nbytes()
@@ -361,9 +362,9 @@ def test_a_saved_index_and_a_fork_remember_that_a_look_is_due() -> None:
     held.see(_unseen(5), refresh=False)
     loaded = Held(LRQKIndex(held.index.options), held.store)
     loaded.index.load_state_dict(held.index.state_dict())
-    loaded.index.refresh(loaded.store)
+    loaded.index.refresh(all_valid(loaded.store, 2))
     fork = held.fork()
-    fork.index.refresh(fork.store)
+    fork.index.refresh(all_valid(fork.store, 2))
     assert loaded.reprojections == fork.reprojections == 1
 
 

@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret import FlatKVCache, LRQKCache, ParisKVCache, RetrievalCache, TokenBlock
+from hf_kvret import (
+    CTkvrCache,
+    FlatKVCache,
+    LRQKCache,
+    ParisKVCache,
+    RetrievalCache,
+    TokenBlock,
+)
 from hf_kvret.registry import attach
 from hf_kvret.stores import CpuStore, PagedStore
+from hf_kvret.stores.base import scores_of_gathered
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
@@ -29,6 +37,16 @@ def _append(stores: tuple[CpuStore, PagedStore], count: int, batch: int, seed: i
         store.append(TokenBlock(keys, values, len(store)))
 
 
+def _scores(
+    query: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor, softcap: float | None
+) -> torch.Tensor:
+    repeats = query.shape[1] // keys.shape[1]
+    dots = (query.unsqueeze(3) * keys.repeat_interleave(repeats, dim=1)).sum(-1) * 0.5
+    capped = dots if softcap is None else softcap * torch.tanh(dots / softcap)
+    holes = (ids < 0).repeat_interleave(repeats, dim=1)
+    return capped.masked_fill(holes, float("-inf"))
+
+
 def _check(stores: tuple[CpuStore, PagedStore], batch: int, choose: random.Random) -> None:
     held, share = len(stores[0]), choose.choice([1, GROUP])
     queries, count = choose.randint(1, 3), choose.randint(1, held)
@@ -37,6 +55,10 @@ def _check(stores: tuple[CpuStore, PagedStore], batch: int, choose: random.Rando
     query = torch.randn(batch, HEADS * GROUP, queries, KEY_DIM)
     softcap = choose.choice([None, 2.0])
     results = [store.attend(query, ids, 0.5, softcap) for store in stores]
+    scores = [store.scores(query, ids, 0.5, softcap) for store in stores]
+    wanted = _scores(query, stores[1].gather(ids)[0], ids, softcap)
+    for found in (*scores, scores_of_gathered(stores[0], query, ids, 0.5, softcap)):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=ERROR)
     later = stores[0].begin(query, ids, 0.5, softcap)
     for got, again, wanted in zip(results[0], later(), results[1], strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=ERROR)
@@ -84,7 +106,7 @@ def test_everything_it_holds_is_host_memory() -> None:
     assert held.device == 0 and held.host == plain.host + plain.device
 
 
-@pytest.mark.parametrize("cache_class", [FlatKVCache, ParisKVCache, LRQKCache])
+@pytest.mark.parametrize("cache_class", [FlatKVCache, ParisKVCache, LRQKCache, CTkvrCache])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_generation_with_every_index(cache_class: type[RetrievalCache], dtype: torch.dtype) -> None:
     model = MODELS["llama"].build().to(dtype)

@@ -1,7 +1,4 @@
-"""CTkvr: past queries are centroids, and name the tokens to compare exactly.
-
-Not a built-in name yet: ``hf_kvret.register(CTkvrCache)`` makes it one.
-"""
+"""CTkvr: past queries are centroids, and name the tokens to compare exactly."""
 
 from hf_kvret.methods.ctkvr.cache import CTkvrCache
 from hf_kvret.methods.ctkvr.config import CTkvrConfig

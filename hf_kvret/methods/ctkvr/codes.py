@@ -8,14 +8,18 @@ import torch
 
 from hf_kvret.block import TokenBlock
 from hf_kvret.growing import GrowingRows
+from hf_kvret.index import ColdTokens
+from hf_kvret.methods.ctkvr.recalled import Recalled
+from hf_kvret.methods.ctkvr.rerank import Rerank
+from hf_kvret.recall import group_relevance
 from hf_kvret_kernels import paris
 
 _PLANES = ("sign", "magnitude", "weight")
 _SUBSPACE_DIM = 8
 
 
-class KeyCodes:
-    """ParisKV's codes (its section 4.1), about 5 bits a number of a key.
+class KeyCodes(Rerank):
+    """By scores that ParisKV's codes estimate (its section 4.1), about 5 bits a number of a key.
 
     The mean key of the first block is subtracted from all keys before they are encoded.
     """
@@ -28,7 +32,16 @@ class KeyCodes:
         self._signs: torch.Tensor | None = None
         self._levels: torch.Tensor | None = None
 
-    def append(self, block: TokenBlock) -> None:
+    def best(
+        self, recalled: Recalled, query: torch.Tensor, count: int, cold: ColdTokens
+    ) -> torch.Tensor:
+        heads = recalled.ids.shape[1]
+        bundles = query.unflatten(1, (heads, -1)).transpose(2, 3)
+        logits = self.logits(bundles, recalled.ids, cold.scale, cold.softcap)
+        flat = logits.transpose(2, 3).flatten(1, 2)
+        return recalled.top(group_relevance(flat, heads), count)
+
+    def observe(self, block: TokenBlock) -> None:
         """Encode the keys of ``block``."""
         if self._mean is None:
             self._start(_mean_key(block))

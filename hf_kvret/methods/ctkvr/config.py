@@ -11,7 +11,7 @@ from hf_kvret.config import RetrievalConfig
 _LARGEST_HEAD = 256
 _CHOICES = {
     "choice": ("last", "random", "first", "even"),
-    "rerank": ("exact", "codes", "lists"),
+    "rerank": ("auto", "cpu", "device", "codes", "lists"),
 }
 
 
@@ -26,8 +26,10 @@ class CTkvrConfig(RetrievalConfig):
             (table 4). Those other than ``"last"`` are for study.
         list_ratio: keys of a centroid's list, as a multiple of the budget.
         probes: centroids whose lists a query recalls, C'.
-        rerank: how the recalled tokens are compared: ``"exact"``, by their keys in the store;
-            ``"codes"``, by compact codes on the device; ``"lists"``, by their rank in the lists.
+        rerank: how the recalled tokens are compared: ``"auto"``, by their keys, where the store
+            attends; ``"cpu"``, the same, for ``store="cpu"`` alone; ``"device"``, by their keys,
+            fetched to the queries' device where they are elsewhere; ``"codes"``, by compact codes
+            on the device; ``"lists"``, by their rank in the lists.
         causal: at the first build, a centroid lists no key that comes after it.
         update: every so many decoded tokens one becomes a centroid, and the oldest is dropped; 0
             for never.
@@ -45,7 +47,7 @@ class CTkvrConfig(RetrievalConfig):
     choice: str = "last"
     list_ratio: float = 2.5
     probes: int = 4
-    rerank: str = "exact"
+    rerank: str = "auto"
     causal: bool = True
     update: int = 1
     pending: int = 2048
@@ -67,6 +69,11 @@ class CTkvrConfig(RetrievalConfig):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: choose {' or '.join(map(repr, choices))}"
                 )
+        if self.rerank == "cpu" and self.store != "cpu":
+            raise ValueError(
+                f"rerank='cpu' with store={self.store!r}: the CPU compares keys where it attends "
+                "to them, so take store='cpu', or rerank='auto'"
+            )
         for name in ("causal", "questions"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -87,7 +94,7 @@ class CTkvrConfig(RetrievalConfig):
         """ValueError for codes of heads that have none."""
         if self.rerank == "codes" and head_dim > _LARGEST_HEAD:
             raise ValueError(
-                f"head dim {head_dim}: codes exist up to {_LARGEST_HEAD}; use rerank='exact'"
+                f"head dim {head_dim}: codes exist up to {_LARGEST_HEAD}; use rerank='auto'"
             )
 
     def centroids_for(self, cold_len: int) -> int:

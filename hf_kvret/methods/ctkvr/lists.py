@@ -86,10 +86,8 @@ class CentroidLists:
 
     def take(self, index: torch.Tensor) -> torch.Tensor:
         """``[B, H, Q, c, rho]`` int32 lists of the centroids ``index [B, H, Q, c]``."""
-        flat = index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, self.width)
-        high = self._planes["high"].rows.gather(2, flat) if self._planes["high"].length else None
-        found = _unpack(self._planes["low"].rows.gather(2, flat), high)
-        return found.view(*index.shape, self.width)
+        high = self._planes["high"].rows if self._planes["high"].length else None
+        return centroid.take_lists(self._planes["low"].rows, high, index)
 
     def replace_ids(self, ids: torch.Tensor) -> None:
         """Put ``ids [B, H, m, rho]`` in the place of all."""

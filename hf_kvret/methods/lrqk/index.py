@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from hf_kvret.block import TokenBlock
-from hf_kvret.index import Index
+from hf_kvret.index import ColdTokens, Index
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import Factors, closed_form
 from hf_kvret.methods.lrqk.grams import PIECE, KeyGrams, QueryGrams
@@ -67,18 +67,18 @@ class LRQKIndex(Index):
         self._partial = self._factors is not None
         self._take(block)
 
-    def build(self, store: Store) -> None:
+    def build(self, cold: ColdTokens) -> None:
         if self._partial:
             rows = torch.ones(len(self._proxies.rows), dtype=torch.bool)
-            self._reproject(self._fit(), store, rows.to(self._proxies.rows.device))
+            self._reproject(self._fit(), cold.store, rows.to(self._proxies.rows.device))
             self._partial, self._since = False, math.inf
-        self.refresh(store)
+        self.refresh(cold)
 
     def extend(self, block: TokenBlock) -> None:
         self._take(block)
         self._flushed = True
 
-    def refresh(self, store: Store) -> None:
+    def refresh(self, cold: ColdTokens) -> None:
         """Project all keys anew where it is due and worth it.
 
         Looks at the error on the host only after a flush or a pass of several tokens.
@@ -95,7 +95,7 @@ class LRQKIndex(Index):
             # Not to be asked about again before they are worse still.
             self._expected = torch.where(worse, error, self._expected)
             if bool(gains.any()):
-                self._reproject(factors, store, gains.any(dim=1))
+                self._reproject(factors, cold.store, gains.any(dim=1))
 
     def select(
         self,

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from hf_kvret.block import TokenBlock
-from hf_kvret.index import Index
+from hf_kvret.index import ColdTokens, Index
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.decoding import Bases, Seen
 from hf_kvret.methods.lrqk.factors import alternating
@@ -68,7 +68,7 @@ class PaperLRQKIndex(Index):
     def observe(self, block: TokenBlock) -> None:
         """Nothing: ``watch`` saw the keys, and ``build`` projects them."""
 
-    def build(self, store: Store) -> None:
+    def build(self, cold: ColdTokens) -> None:
         options = self.options
         queries, keys = (self._moments[name] for name in _MOMENTS)
         if not queries.sums:
@@ -79,22 +79,22 @@ class PaperLRQKIndex(Index):
         found = alternating(*grams, *starts, options.iterations, options.penalty)
         self._bases = Bases(found.query_basis, found.key_basis)
         self._waiting.start(found.to_key)
-        self._proxies.replace(_project(found.to_key, store))
+        self._proxies.replace(_project(found.to_key, cold.store))
         self._moments = {name: Moments(False) for name in _MOMENTS}
 
     def extend(self, block: TokenBlock) -> None:
         if self._bases is not None:
             self._proxies.append(self._waiting.leave(block, self._bases))
 
-    def refresh(self, store: Store) -> None:
+    def refresh(self, cold: ColdTokens) -> None:
         """Read the keys of the step before, which the next query is fitted to."""
         if self._bases is None:
-            self.build(store)
+            self.build(cold)
             return
         self._seen = self._waiting.seen(self.options.lite)
         if self._selected is not None:
             ids = self._selected
-            keys, _ = store.gather(ids)
+            keys, _ = cold.store.gather(ids)
             places = ids[:, :, 0].clamp(min=0).long().unsqueeze(-1)
             rows = self._proxies.rows
             proxies = rows.gather(2, places.expand(*places.shape[:3], rows.shape[-1]))

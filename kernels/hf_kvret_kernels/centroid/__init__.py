@@ -1,26 +1,26 @@
 """CTkvr's operations: past queries as centroids, each with a list of its best keys.
 
 A centroid is a bundle: the G query heads of a KV head at one position. ``top_keys`` makes lists,
-``similarity`` finds the centroids near a query, ``unite`` joins their lists.
-
-Plain torch on every device. On CUDA tensors nothing waits for the host and no shape depends on
-data; there are no Triton versions.
+``similarity`` finds the centroids near a query, ``take_lists`` unpacks theirs, ``unite`` leaves out
+repeats. On CUDA tensors nothing waits for the host and no shape depends on data.
 
 Paper: CTkvr, algorithms 1 and 2. Dimensions: B batch, H KV heads, G query heads of one, C
-centroids, Q queries at once, D head dim, n tokens, M ids.
+centroids, Q queries at once, D head dim, n tokens, M ids, rho ids of a list.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad
+from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
 from hf_kvret_kernels.centroid import naive
 from hf_kvret_kernels.centroid.naive import Pieces
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-__all__ = ["Pieces", "similarity", "top_keys", "unite"]
+__all__ = ["Pieces", "similarity", "take_lists", "top_keys", "unite"]
 
 
 def top_keys(
@@ -32,57 +32,80 @@ def top_keys(
     scale: float,
     softcap: float | None = None,
     positions: torch.Tensor | None = None,
-    most_scores: int = 1 << 22,
+    most_scores: int | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """``[B, H, C, count]`` int32: for each centroid the best keys, best first, then -1.
 
     A key is as good as the largest of the softmax weights that the G queries give it (algorithm
     1, lines 2 to 4). The softmax is over the keys that take part. The matrix of all scores never
     exists: keys come in pieces, and each piece meets some centroids at a time. With G > 1 the
-    pieces are read twice, first for the denominators.
+    pieces are read twice, first for the denominators. Of equal keys any may be listed; Triton
+    lists the first.
 
     Args:
         queries: ``[B, H, C, G, D]`` fp32, bf16 or fp16.
         pieces: gives all keys in order, each time it is called: ``(first slot, keys [B, H, P,
-            D])`` on the queries' device.
+            D])`` on the queries' device, of any of these dtypes.
         count: keys of a list, at least 1; may exceed n.
         valid: ``[B, n]`` bool, any strides; False for tokens that never enter a list.
         scale: factor of the dot products; the paper leaves out ``D ** -0.5``, without which the
             maximum over a group compares other softmaxes than attention's.
         softcap: ``c`` of ``c * tanh(score / c)``, or None.
-        positions: ``[B, C]`` slots of the queries, for a causal mask; None for no mask.
+        positions: ``[B, C]`` int32 or int64 slots of the queries, for a causal mask; None for no
+            mask.
         most_scores: fp32 scores held at once, about; at least those of one centroid and piece.
+            Default: 2^22 with torch, 2^24 with Triton.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices that do not fit, also of a piece.
     """
     check_no_grad(queries=queries)
     _check_bundles("queries", queries)
     if count < 1:
         raise ValueError(f"count={count}: a list holds at least 1 key")
     _check_valid(valid, queries)
-    expected = (queries.shape[0], queries.shape[2])
-    if positions is not None and tuple(positions.shape) != expected:
-        raise ValueError(f"positions has shape {tuple(positions.shape)}: pass {list(expected)}")
+    if positions is not None:
+        _check_positions(positions, queries)
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
-    return naive.top_keys(queries, pieces, count, valid, positions, scale, softcap, most_scores)
+    if most_scores is not None and most_scores < 1:
+        raise ValueError(f"most_scores={most_scores}: pass at least 1, or None for the default")
+
+    def checked() -> Iterator[tuple[int, torch.Tensor]]:
+        for start, keys in pieces():
+            _check_piece(start, keys, queries, valid)
+            yield start, keys
+
+    arguments = (queries, checked, count, valid, positions, scale, softcap, most_scores)
+    if choose_backend(backend, queries) == "naive":
+        return naive.top_keys(*arguments)
+    from hf_kvret_kernels.centroid import triton_lists
+
+    with launching_on(queries):
+        return triton_lists.top_keys(*arguments)
 
 
 def similarity(
-    query: torch.Tensor, centroids: torch.Tensor, inverse_norms: torch.Tensor
+    query: torch.Tensor,
+    centroids: torch.Tensor,
+    inverse_norms: torch.Tensor,
+    *,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """``[B, H, Q, C]`` fp32 cosines, the largest of the group's (algorithm 2, lines 1 and 2).
 
     Each query head is compared with the same head of the bundle.
 
     Args:
-        query: ``[B, H, Q, G, D]``.
-        centroids: ``[B, H, C, G, D]``.
+        query: ``[B, H, Q, G, D]`` fp32, bf16 or fp16.
+        centroids: ``[B, H, C, G, D]`` of any of these dtypes.
         inverse_norms: ``[B, H, C, G]`` fp32, 1 over the length of each of their vectors.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Raises:
-        ValueError: shapes or devices that do not fit.
+        ValueError: shapes, dtypes or devices that do not fit.
     """
     check_no_grad(query=query, centroids=centroids)
     _check_bundles("query", query)
@@ -92,34 +115,92 @@ def similarity(
             f"query has shape {tuple(query.shape)}, centroids {tuple(centroids.shape)}: only the "
             "third dimension may differ"
         )
-    if inverse_norms.shape != centroids.shape[:4]:
+    if inverse_norms.shape != centroids.shape[:4] or inverse_norms.dtype != torch.float32:
         raise ValueError(
-            f"inverse_norms has shape {tuple(inverse_norms.shape)}: pass "
+            f"inverse_norms is {inverse_norms.dtype} {tuple(inverse_norms.shape)}: pass fp32 "
             f"{list(centroids.shape[:4])}"
         )
-    return naive.similarity(query, centroids, inverse_norms)
+    for name, tensor in (("centroids", centroids), ("inverse_norms", inverse_norms)):
+        _check_device(name, tensor, query)
+    if choose_backend(backend, query) == "naive":
+        return naive.similarity(query, centroids, inverse_norms)
+    from hf_kvret_kernels.centroid import triton_recall
+
+    with launching_on(query):
+        return triton_recall.similarity(query, centroids, inverse_norms)
 
 
-def unite(ids: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def take_lists(
+    low: torch.Tensor, high: torch.Tensor | None, index: torch.Tensor, *, backend: str = "auto"
+) -> torch.Tensor:
+    """``[B, H, Q, c, rho]`` int32: the lists of the centroids that ``index`` names, unpacked.
+
+    An id is kept as itself plus 1, so that 0 is none and comes out as -1.
+
+    Args:
+        low: ``[B, H, m, rho]`` int16, the low 16 bits, any strides.
+        high: ``[B, H, m, rho]`` uint8, the 8 bits above, or None for 0.
+        index: ``[B, H, Q, c]`` int64, 0 to m - 1; not checked, that would have to look at the data.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    if low.ndim != 4 or low.dtype != torch.int16:
+        raise ValueError(f"low is {low.dtype} {tuple(low.shape)}: pass int16 [B, H, m, rho]")
+    if high is not None and (high.shape != low.shape or high.dtype != torch.uint8):
+        raise ValueError(
+            f"high is {high.dtype} {tuple(high.shape)}: pass uint8 {list(low.shape)}, or None"
+        )
+    if index.ndim != 4 or index.dtype != torch.int64 or index.shape[:2] != low.shape[:2]:
+        raise ValueError(
+            f"index is {index.dtype} {tuple(index.shape)}: pass int64 "
+            f"[{low.shape[0]}, {low.shape[1]}, Q, c]"
+        )
+    _check_device("index", index, low)
+    if high is not None:
+        _check_device("high", high, low)
+    if choose_backend(backend, low) == "naive":
+        return naive.take_lists(low, high, index)
+    from hf_kvret_kernels.centroid import triton_recall
+
+    with launching_on(low):
+        return triton_recall.take_lists(low, high, index)
+
+
+def unite(
+    ids: torch.Tensor, valid: torch.Tensor, *, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids in which each occurs once, and where it was named first (algorithm 2, line 4).
 
     Args:
         ids: ``[B, H, Q, M]`` int32 or int64; -1 and whatever is above n - 1 name nothing.
         valid: ``[B, n]`` bool, any strides, n at least 1.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Returns:
-        ``ids [B, H, Q, M]`` of the same dtype, ascending with -1 in between for repeats, and for
-        what is not valid; ``places [B, H, Q, M]`` int64, where in the input each of them stood.
+        ``ids [B, H, Q, M]`` of the same dtype and order, -1 in the place of repeats and of what is
+        not valid; ``places [B, H, Q, M]`` int64, where in the input each of them stood, which is
+        where it stands: a view of 0 to M - 1.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
+
+    A table of fp32's size for each token and query is held meanwhile, at most about 64 MiB, or
+    those of one query and each KV head with torch.
     """
     if ids.ndim != 4 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"ids is {ids.dtype} {tuple(ids.shape)}: pass int32 [B, H, Q, M]")
     _check_valid(valid, ids)
     if not valid.shape[1]:
         raise ValueError("valid covers no token: there must be one at least")
-    return naive.unite(ids, valid)
+    places = torch.arange(ids.shape[3], device=ids.device).expand(ids.shape)
+    if choose_backend(backend, ids) == "naive":
+        return naive.unite(ids, valid), places
+    from hf_kvret_kernels.centroid import triton_recall
+
+    with launching_on(ids):
+        return triton_recall.unite(ids, valid), places
 
 
 def _check_bundles(name: str, x: torch.Tensor) -> None:
@@ -132,5 +213,37 @@ def _check_bundles(name: str, x: torch.Tensor) -> None:
 def _check_valid(valid: torch.Tensor, like: torch.Tensor) -> None:
     if valid.dtype != torch.bool or valid.ndim != 2 or len(valid) != len(like):
         raise ValueError(f"valid is {valid.dtype} {tuple(valid.shape)}: pass bool [{len(like)}, n]")
-    if valid.device != like.device:
-        raise ValueError(f"valid is on {valid.device}, the rest on {like.device}: move it there")
+    _check_device("valid", valid, like)
+
+
+def _check_positions(positions: torch.Tensor, queries: torch.Tensor) -> None:
+    expected = [queries.shape[0], queries.shape[2]]
+    integers = positions.dtype in (torch.int32, torch.int64)
+    if list(positions.shape) != expected or not integers:
+        raise ValueError(
+            f"positions is {positions.dtype} {tuple(positions.shape)}: pass int64 {expected}"
+        )
+    _check_device("positions", positions, queries)
+
+
+def _check_piece(
+    start: int, keys: torch.Tensor, queries: torch.Tensor, valid: torch.Tensor
+) -> None:
+    batch, heads, _, _, width = queries.shape
+    wanted = (batch, heads, width)
+    if keys.ndim != 4 or (*keys.shape[:2], keys.shape[3]) != wanted or keys.dtype not in _FLOATS:
+        raise ValueError(
+            f"the piece of slot {start} is {keys.dtype} {tuple(keys.shape)}: give fp32, bf16 or "
+            f"fp16 [{batch}, {heads}, P, {width}]"
+        )
+    if start < 0 or start + keys.shape[2] > valid.shape[1]:
+        raise ValueError(
+            f"a piece has the slots {start} to {start + keys.shape[2] - 1}: valid covers 0 to "
+            f"{valid.shape[1] - 1}"
+        )
+    _check_device("a piece", keys, queries)
+
+
+def _check_device(name: str, x: torch.Tensor, like: torch.Tensor) -> None:
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}, the rest on {like.device}: move it there")

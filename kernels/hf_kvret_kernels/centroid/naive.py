@@ -8,6 +8,11 @@ import torch
 
 Pieces = Callable[[], Iterable[tuple[int, torch.Tensor]]]
 
+# fp32 scores held at once where the caller does not say: 16 MiB.
+_MOST_SCORES = 1 << 22
+# Entries, about, of the tables in which ``unite`` marks tokens; 64 MiB.
+MOST_MARKS = 1 << 24
+
 
 def top_keys(
     queries: torch.Tensor,
@@ -17,10 +22,11 @@ def top_keys(
     positions: torch.Tensor | None,
     scale: float,
     softcap: float | None,
-    most_scores: int,
+    most_scores: int | None,
 ) -> torch.Tensor:
     """See ``hf_kvret_kernels.centroid.top_keys``."""
     B, H, C, G, _ = queries.shape
+    most = most_scores or _MOST_SCORES
 
     def scored() -> Iterator[tuple[int, slice, torch.Tensor]]:
         """First slot, which centroids, and their logits ``[B, H, c, G, P]``, -inf if masked."""
@@ -28,7 +34,7 @@ def top_keys(
             P = keys.shape[2]
             k = keys.float().transpose(-1, -2).unsqueeze(2)
             slots = torch.arange(start, start + P, device=keys.device)
-            step = max(1, most_scores // max(1, B * H * G * P))
+            step = max(1, most // max(1, B * H * G * P))
             for first in range(0, C, step):
                 part = slice(first, first + step)
                 a = torch.matmul(queries[:, :, part].float(), k) * scale
@@ -68,13 +74,33 @@ def similarity(
     return (dots * inverse_norms.transpose(2, 3).unsqueeze(3)).amax(2)
 
 
-def unite(ids: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def take_lists(low: torch.Tensor, high: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor:
+    """See ``hf_kvret_kernels.centroid.take_lists``."""
+    rho = low.shape[-1]
+    flat = index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, rho)
+    ids = low.gather(2, flat).int() & 0xFFFF
+    if high is not None:
+        ids |= high.gather(2, flat).int() << 16
+    return (ids - 1).view(*index.shape, rho)
+
+
+def unite(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """See ``hf_kvret_kernels.centroid.unite``."""
+    B, H, Q, M = ids.shape
     n = valid.shape[1]
-    # Stable, so that of equal ids the one named first stays.
-    united, places = ids.sort(dim=-1, stable=True)
-    keep = (united >= 0) & (united < n)
-    keep[..., 1:] &= united[..., 1:] != united[..., :-1]
-    flat = united.clamp(0, n - 1).long().flatten(1)
-    keep &= valid.gather(1, flat).view(united.shape)
-    return united.masked_fill(~keep, -1), places
+    places = torch.arange(M, dtype=torch.int32, device=ids.device)
+    united = torch.empty_like(ids)
+    # Queries that share a table of all tokens' first places; one row for each head at least.
+    step = max(1, MOST_MARKS // max(1, B * H * n))
+    for first in range(0, Q, step):
+        some = ids[:, :, first : first + step]
+        outside = (some < 0) | (some >= n)
+        tokens = some.long().masked_fill(outside, 0)
+        seen = valid.gather(1, tokens.flatten(1)).view(some.shape) & ~outside
+        # Column n takes what names nothing.
+        tokens = tokens.masked_fill(~seen, n)
+        marks = torch.full((*some.shape[:3], n + 1), M, dtype=torch.int32, device=ids.device)
+        marks.scatter_reduce_(3, tokens, places.expand(some.shape), "amin")
+        seen &= marks.gather(3, tokens) == places
+        united[:, :, first : first + step] = some.masked_fill(~seen, -1)
+    return united

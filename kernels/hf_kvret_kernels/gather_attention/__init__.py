@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from hf_kvret_kernels._dispatch import check_attention_inputs, choose_backend, launching_on
 from hf_kvret_kernels.gather_attention import naive
 from hf_kvret_kernels.paged import PagedRows
 
-__all__ = ["gather_attention"]
+__all__ = ["BACKENDS", "check_chosen_rows", "choose_row_backend", "gather_attention"]
+
+BACKENDS = ("auto", "naive", "triton", "cpp")
 
 
 def gather_attention(
@@ -31,7 +35,9 @@ def gather_attention(
             with H = Hq every query head has its own. K may be 0.
         scale: factor of the dot products.
         softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
-        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+        backend: ``"naive"``, torch, the reference; ``"triton"``; ``"cpp"``, the compiled library of
+            ``host_attention``, for CPU tensors; ``"auto"``, Triton for CUDA tensors, for CPU
+            tensors the library where there is one, else torch.
 
     Returns:
         ``out [B, Hq, Q, Dv]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the query's device.
@@ -40,9 +46,33 @@ def gather_attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
-        ImportError: ``"triton"`` without Triton.
+        ImportError: ``"triton"`` without Triton, ``"cpp"`` without the library.
+        MemoryError: no room for the library's work space.
 
     Token numbers are not checked against the table: that would have to look at the data.
+    """
+    check_chosen_rows(query, rows, ids, softcap)
+    chosen = choose_row_backend(backend, query)
+    if chosen == "naive":
+        return naive.gather_attention(query, rows, ids, scale, softcap)
+    if chosen == "cpp":
+        # Not at the top of the file: the library's reference is this operation's.
+        from hf_kvret_kernels.host_attention import host_attention
+
+        return host_attention(query, rows, ids, scale=scale, softcap=softcap, backend="cpp")
+    from hf_kvret_kernels.gather_attention import triton
+
+    with launching_on(query):
+        return triton.gather_attention(query, rows, ids, scale, softcap)
+
+
+def check_chosen_rows(
+    query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, softcap: float | None
+) -> None:
+    """Check the arguments of operations on the rows that ids name.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, gradients, a cap that is no cap.
     """
     check_attention_inputs(query=query)
     rows.check_ids(ids)
@@ -61,9 +91,28 @@ def gather_attention(
         raise ValueError(f"query has {heads} heads, no multiple of the rows' {rows.heads}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
-    if choose_backend(backend, query) == "naive":
-        return naive.gather_attention(query, rows, ids, scale, softcap)
-    from hf_kvret_kernels.gather_attention import triton
 
-    with launching_on(query):
-        return triton.gather_attention(query, rows, ids, scale, softcap)
+
+def choose_row_backend(backend: str, query: torch.Tensor) -> Literal["naive", "triton", "cpp"]:
+    """The backend for ``query``, with the compiled library among them.
+
+    Raises:
+        ValueError: an unknown backend, or one for other devices than the query's.
+        ImportError: ``"triton"`` without Triton, ``"cpp"`` without the library.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: choose one of {', '.join(BACKENDS)}")
+    on_cpu = query.device.type == "cpu"
+    if backend == "cpp" and not on_cpu:
+        raise ValueError(
+            f"backend='cpp' with a query on {query.device}: the library reads host memory, use "
+            "backend='triton', or move query, ids and the page table to the CPU"
+        )
+    if backend == "cpp" or (backend == "auto" and on_cpu):
+        from hf_kvret_kernels.host_attention import why_not
+
+        reason = why_not()
+        if backend == "cpp" and reason:
+            raise ImportError(reason)
+        return "naive" if reason else "cpp"
+    return choose_backend(backend, query)

@@ -1,0 +1,186 @@
+"""ListKeeper: the centroids of a layer with their lists, and when lists are made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+
+from hf_kvret.index import ColdTokens
+from hf_kvret.methods.ctkvr.config import CTkvrConfig
+from hf_kvret.methods.ctkvr.queue import CentroidQueue
+from hf_kvret_kernels import centroid
+
+
+class ListKeeper:
+    """Makes the lists of centroids, and keeps an eye on what they hold.
+
+    Attributes:
+        queue: the centroids; None before the first lists.
+        listed: tokens that the lists were made from; later ones are pending.
+        list_builds: how often lists over all keys were made.
+        keys_scored: keys that were read for it, over batch and KV heads.
+    """
+
+    def __init__(self, options: CTkvrConfig) -> None:
+        self.options = options
+        self.queue: CentroidQueue | None = None
+        self.listed = self.list_builds = self.keys_scored = 0
+        # Share of the tokens that were in any list, [B] fp32, when it was last looked at.
+        self._covered: torch.Tensor | None = None
+
+    def start(self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor) -> None:
+        """Make the first lists, for centroids ``[B, H, m, G, D]`` of ``slots [B, m]``."""
+        self._list_all(cold, queries, slots, causal=self.options.causal)
+
+    def join(self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor) -> None:
+        """Add centroids with lists over all keys."""
+        assert self.queue is not None
+        made = self._lists(cold, queries, slots, self.queue.width)
+        self.queue.push(queries, slots, made, len(cold))
+
+    def keep_up(self, cold: ColdTokens, flushed: bool) -> None:
+        """Make all lists anew where too much is pending, or where they hold too little.
+
+        Waits for the device only where ``flushed`` says that tokens turned cold just before.
+        """
+        options, queue = self.options, self.queue
+        assert queue is not None
+        late = options.pending and len(cold) - self.listed > options.pending
+        if late or queue.width < cold.budget:
+            self._list_all(cold, *queue.live())
+        elif flushed and self._covered is not None:
+            self._list_where_coverage_fell(cold, queue)
+
+    def pending(self, cold_len: int) -> int:
+        """Tokens that every query recalls beside the lists."""
+        return cold_len - min(cold_len, self.listed) if self.options.pending else 0
+
+    def crop(self, cold_len: int) -> None:
+        """Strike all slots from ``cold_len`` on off the lists."""
+        self.listed = min(self.listed, cold_len)
+        if self.queue is not None:
+            self.queue.crop(cold_len)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Batch row b becomes the old row ``rows[b]``."""
+        if self.queue is not None:
+            self.queue.reorder(rows)
+        if self._covered is not None:
+            self._covered = self._covered.index_select(0, rows)
+
+    def fork(self) -> Self:
+        """A copy that shares what there is; its counts start anew."""
+        twin = type(self)(self.options)
+        twin.queue = None if self.queue is None else self.queue.fork()
+        twin.listed, twin._covered = self.listed, self._covered
+        return twin
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        lists = 0 if self.queue is None else self.queue.nbytes()
+        return lists + (0 if self._covered is None else self._covered.nbytes)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts, and the coverage as it was last looked at; None where it is not."""
+        return {
+            "centroids": 0 if self.queue is None else len(self.queue),
+            "list_builds": self.list_builds,
+            "keys_scored": self.keys_scored,
+            "coverage": None if self._covered is None else float(self._covered.mean()),
+        }
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors that restore it; empty before the first lists."""
+        if self.queue is None:
+            return {}
+        state = {**self.queue.state_dict(), "listed": torch.tensor(self.listed)}
+        return state if self._covered is None else {**state, "covered": self._covered}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Become what was saved. KeyError names a missing tensor."""
+        self.queue = CentroidQueue.from_state(state)
+        self.listed, self._covered = int(state["listed"]), state.get("covered")
+
+    def _list_all(
+        self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor, causal: bool = False
+    ) -> None:
+        """Start the queue anew with these centroids; no token is pending then."""
+        width = self.options.list_len(len(cold), cold.budget)
+        made = self._lists(cold, queries, slots, width, causal)
+        self.queue = CentroidQueue(self.options.centroids_for(len(cold)), width)
+        self.queue.push(queries, slots, made, len(cold))
+        self.listed = len(cold)
+        if self.options.coverage > 0:
+            self._covered = share_listed(self.queue, cold.valid, self.listed)
+
+    def _list_where_coverage_fell(self, cold: ColdTokens, queue: CentroidQueue) -> None:
+        """Make new lists for the batch rows whose lists hold too few of the tokens."""
+        assert self._covered is not None
+        found = share_listed(queue, cold.valid, self.listed)
+        low = found < self.options.coverage * self._covered
+        if not bool(low.any()):
+            return
+        queries, slots = queue.live()
+        made = self._lists(cold, queries, slots, queue.width)
+        # What is next to a row in a batch must not change it.
+        kept = torch.cat(list(queue.pieces()), dim=2)
+        made = torch.where(low[:, None, None, None], made, kept)
+        self.queue = CentroidQueue(queue.room, queue.width)
+        self.queue.push(queries, slots, made, len(cold))
+        # Not to be asked about again before it is lower still.
+        found = share_listed(self.queue, cold.valid, self.listed)
+        self._covered = torch.where(low, found, self._covered)
+
+    def _lists(
+        self,
+        cold: ColdTokens,
+        queries: torch.Tensor,
+        slots: torch.Tensor,
+        width: int,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        self.list_builds += 1
+        self.keys_scored += len(queries) * queries.shape[1] * len(cold)
+        return best_keys(cold, queries, slots, width, causal=causal)
+
+
+def best_keys(
+    cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor, width: int, *, causal: bool
+) -> torch.Tensor:
+    """Lists ``[B, H, m, width]`` int32: the best keys for each centroid, best first, then -1.
+
+    ``queries [B, H, m, G, D]``; ``slots [B, m]``, -1 for what is no centroid: its list is empty.
+    ``causal`` leaves out keys after the centroid. Reads all keys, twice where G > 1.
+    """
+
+    def pieces() -> Iterator[tuple[int, torch.Tensor]]:
+        for start, keys, _ in cold.store.chunks():
+            yield start, keys.to(queries.device)
+
+    ids = centroid.top_keys(
+        queries,
+        pieces,
+        width,
+        valid=cold.valid,
+        scale=cold.scale,
+        softcap=cold.softcap,
+        positions=slots if causal else None,
+    )
+    return ids.masked_fill((slots < 0)[:, None, :, None], -1)
+
+
+def share_listed(queue: CentroidQueue, valid: torch.Tensor, tokens: int) -> torch.Tensor:
+    """``[B]`` fp32: share of the first ``tokens`` valid tokens in any list, mean over heads.
+
+    ``valid [B, n]``; 0 for a row without valid tokens.
+    """
+    count = min(tokens, valid.shape[1])
+    marks = torch.zeros(len(valid), queue.heads, count + 1, dtype=torch.bool, device=valid.device)
+    for ids in queue.pieces():
+        flat = ids.flatten(2).long()
+        marks.scatter_(2, flat.masked_fill((flat < 0) | (flat >= count), count), True)
+    counted = valid[:, None, :count]
+    found = (marks[..., :count] & counted).sum(-1).float().mean(1)
+    return found / counted.sum(-1)[:, 0].clamp(min=1)

@@ -1,0 +1,256 @@
+"""Triton kernels of a recall: cosines with all centroids, their lists, each token once.
+
+Centroids are read once for up to 64 queries. Repeats are found without sorting: in a table of all
+tokens the earliest place that names a token stays, whatever the order in which programs come.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvret_kernels._triton_shared import dot_dtype, load_rows
+from hf_kvret_kernels.centroid.naive import MOST_MARKS
+
+# Bytes of centroids that a program reads at once, and the most of them; queries that meet them.
+_TILE_BYTES = 16 << 10
+_MOST_CENTROIDS = 64
+_MOST_QUERIES = 64
+# Ids of a program that unpacks or unites.
+_IDS = 1024
+
+
+def similarity(
+    query: torch.Tensor, centroids: torch.Tensor, inverse_norms: torch.Tensor
+) -> torch.Tensor:
+    """See ``hf_kvret_kernels.centroid.similarity``."""
+    B, H, Q, G, D = query.shape
+    C = centroids.shape[2]
+    cosines = torch.empty(B, H, Q, C, dtype=torch.float32, device=query.device)
+    if cosines.numel() == 0:
+        return cosines
+    block_d = max(16, triton.next_power_of_2(D))
+    block_c = max(16, min(_MOST_CENTROIDS, _TILE_BYTES // (block_d * centroids.element_size())))
+    blocks = triton.cdiv(C, block_c)
+    same = query.dtype == centroids.dtype
+    _similarity_kernel[(B * H * blocks,)](
+        query,
+        centroids,
+        inverse_norms,
+        cosines,
+        *query.stride(),
+        *centroids.stride(),
+        *inverse_norms.stride(),
+        H,
+        Q,
+        C,
+        blocks,
+        G=G,
+        D=D,
+        BLOCK_D=block_d,
+        BLOCK_Q=max(16, min(_MOST_QUERIES, triton.next_power_of_2(Q))),
+        BLOCK_C=block_c,
+        DOT_DTYPE=dot_dtype(query.dtype) if same else tl.float32,
+        num_warps=4,
+    )
+    return cosines
+
+
+def take_lists(low: torch.Tensor, high: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor:
+    """See ``hf_kvret_kernels.centroid.take_lists``."""
+    rho = low.shape[3]
+    ids = torch.empty(*index.shape, rho, dtype=torch.int32, device=low.device)
+    if ids.numel() == 0:
+        return ids
+    blocks = triton.cdiv(rho, _IDS)
+    _take_kernel[(index.numel() * blocks,)](
+        low,
+        low if high is None else high,
+        index.contiguous(),
+        ids,
+        *low.stride(),
+        *(low if high is None else high).stride(),
+        index.shape[1],
+        index.shape[2] * index.shape[3],
+        rho,
+        blocks,
+        HAS_HIGH=high is not None,
+        BLOCK=_IDS,
+    )
+    return ids
+
+
+def unite(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """See ``hf_kvret_kernels.centroid.unite``."""
+    B, H, Q, M = ids.shape
+    n = valid.shape[1]
+    united = torch.empty(ids.shape, dtype=ids.dtype, device=ids.device)
+    if united.numel() == 0:
+        return united
+    ids, rows, blocks = ids.contiguous(), B * H * Q, triton.cdiv(M, _IDS)
+    step = min(rows, max(1, MOST_MARKS // n))
+    marks = torch.empty(step, n, dtype=torch.int32, device=ids.device)
+    for first in range(0, rows, step):
+        marks.fill_(M)
+        grid = (min(step, rows - first) * blocks,)
+        layout = (*valid.stride(), first, H * Q, M, n, blocks)
+        _mark_kernel[grid](ids, valid.view(torch.uint8), marks, *layout, BLOCK=_IDS)
+        _keep_kernel[grid](ids, marks, united, first, M, n, blocks, BLOCK=_IDS)
+    return united
+
+
+@triton.jit(do_not_specialize=["queries", "length", "blocks"])
+def _similarity_kernel(
+    query_ptr,
+    centroids_ptr,
+    inverse_ptr,
+    cosines_ptr,
+    query_stride_b,
+    query_stride_h,
+    query_stride_q,
+    query_stride_g,
+    query_stride_d,
+    stride_b,
+    stride_h,
+    stride_c,
+    stride_g,
+    stride_d,
+    inverse_stride_b,
+    inverse_stride_h,
+    inverse_stride_c,
+    inverse_stride_g,
+    heads,
+    queries,
+    length,
+    blocks,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """The largest cosine of the group, for a block of centroids of one head and all queries."""
+    index = (tl.program_id(0) // blocks).to(tl.int64)
+    b, h = index // heads, index % heads
+    places = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = places < length
+    columns = tl.arange(0, BLOCK_D)
+    query_ptr += b * query_stride_b + h * query_stride_h
+    centroids_ptr += b * stride_b + h * stride_h
+    inverse_ptr += b * inverse_stride_b + h * inverse_stride_h
+    for start in range(0, queries, BLOCK_Q):
+        asking = start + tl.arange(0, BLOCK_Q)
+        best = tl.full((BLOCK_Q, BLOCK_C), float("-inf"), tl.float32)
+        for g in range(G):
+            row = centroids_ptr + places[:, None] * stride_c + g * stride_g
+            centroid = load_rows(
+                row + columns[None, :] * stride_d, inside, columns, D, BLOCK_D, True
+            )
+            row = query_ptr + asking[:, None] * query_stride_q + g * query_stride_g
+            query = load_rows(
+                row + columns[None, :] * query_stride_d,
+                asking < queries,
+                columns,
+                D,
+                BLOCK_D,
+                True,
+            )
+            inverse = tl.load(
+                inverse_ptr + places * inverse_stride_c + g * inverse_stride_g,
+                mask=inside,
+                other=0.0,
+            )
+            dots = tl.dot(
+                query.to(DOT_DTYPE), tl.trans(centroid).to(DOT_DTYPE), input_precision="ieee"
+            )
+            whole = query.to(tl.float32)
+            length_of_query = tl.maximum(tl.sqrt(tl.sum(whole * whole, 1)), 1e-12)
+            best = tl.maximum(best, dots / length_of_query[:, None] * inverse[None, :])
+        target = (index * queries + asking)[:, None] * length + places[None, :]
+        tl.store(cosines_ptr + target, best, mask=(asking < queries)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["named", "blocks"])
+def _take_kernel(
+    low_ptr,
+    high_ptr,
+    index_ptr,
+    ids_ptr,
+    low_stride_b,
+    low_stride_h,
+    low_stride_m,
+    low_stride_r,
+    high_stride_b,
+    high_stride_h,
+    high_stride_m,
+    high_stride_r,
+    heads,
+    named,
+    rho,
+    blocks,
+    HAS_HIGH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A piece of one list, unpacked; ``named`` lists are asked for of each head."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    places = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < rho
+    b, h = row // named // heads, row // named % heads
+    centroid = tl.load(index_ptr + row)
+    low_ptr += b * low_stride_b + h * low_stride_h + centroid * low_stride_m
+    ids = tl.load(low_ptr + places * low_stride_r, mask=inside, other=0).to(tl.int32) & 65535
+    if HAS_HIGH:
+        high_ptr += b * high_stride_b + h * high_stride_h + centroid * high_stride_m
+        high = tl.load(high_ptr + places * high_stride_r, mask=inside, other=0)
+        ids = ids | (high.to(tl.int32) << 16)
+    tl.store(ids_ptr + row * rho + places, ids - 1, mask=inside)
+
+
+@triton.jit(do_not_specialize=["first", "queries", "count", "length", "blocks"])
+def _mark_kernel(
+    ids_ptr,
+    valid_ptr,
+    marks_ptr,
+    valid_stride_b,
+    valid_stride_n,
+    first,
+    queries,
+    count,
+    length,
+    blocks,
+    BLOCK: tl.constexpr,
+):
+    """The earliest place of each valid token that is named; rows of marks start at ``first``."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    places = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + (first + row) * count + places, mask=places < count, other=-1)
+    named = (ids >= 0) & (ids < length)
+    tokens = ids.to(tl.int64)
+    valid_ptr += ((first + row) // queries) * valid_stride_b
+    named = named & (tl.load(valid_ptr + tokens * valid_stride_n, mask=named, other=0) != 0)
+    tl.atomic_min(marks_ptr + row * length + tokens, places, mask=named, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["first", "count", "length", "blocks"])
+def _keep_kernel(
+    ids_ptr,
+    marks_ptr,
+    united_ptr,
+    first,
+    count,
+    length,
+    blocks,
+    BLOCK: tl.constexpr,
+):
+    """The ids that stand where their token's mark says; a token that is not valid has none."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    places = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    source = (first + row) * count + places
+    ids = tl.load(ids_ptr + source, mask=inside, other=-1)
+    named = (ids >= 0) & (ids < length)
+    mark = tl.load(marks_ptr + row * length + ids.to(tl.int64), mask=named, other=-1)
+    tl.store(united_ptr + source, tl.where(mark == places, ids, -1), mask=inside)

@@ -1,0 +1,146 @@
+"""Scores of chosen keys in Triton: a program takes one selection and a block of its ids.
+
+It follows them through the page table to rows in device or pinned host memory, and scores each
+key with all query heads that share the selection. The values of the rows are not read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvret_kernels._triton_shared import TL_DTYPES, base2_scores, dot_dtype, load_rows
+from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged_triton import row_pointers
+
+# Bytes of keys that a program asks for at once, and the most keys: several 16-byte loads a thread.
+_TILE_BYTES = 16 << 10
+_MOST_KEYS = 64
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "count", "blocks"])
+def _gather_scores_kernel(  # type: ignore[no-untyped-def]
+    query,
+    ids_ptr,
+    table,
+    page_address,
+    scores_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_q_q,
+    stride_ids_b,
+    stride_ids_h,
+    stride_ids_q,
+    stride_ids_k,
+    stride_table_b,
+    stride_table,
+    heads,
+    queries,
+    count,
+    blocks,
+    inner,
+    outer,
+    G: tl.constexpr,
+    SHARE: tl.constexpr,
+    PAGE_LEN: tl.constexpr,
+    DK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    ALIGN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    index = (tl.program_id(0) // blocks).to(tl.int64)
+    positions = (tl.program_id(0) % blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
+    q_index = index % queries
+    h = (index // queries) % heads
+    b = index // (queries * heads)
+
+    ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
+    inside = positions < count
+    ids = tl.load(ids_row + positions.to(tl.int64) * stride_ids_k, mask=inside, other=-1)
+    wanted = ids >= 0
+    rows = row_pointers(
+        ids,
+        wanted,
+        h // SHARE,
+        table + b * stride_table_b,
+        stride_table,
+        page_address,
+        PAGE_LEN,
+        WIDTH,
+        DTYPE,
+    )
+    rows = tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
+    columns = tl.arange(0, BLOCK_DK)
+    key = load_rows(rows + columns[None, :], wanted, columns, DK, BLOCK_DK, True)
+
+    group = tl.arange(0, BLOCK_G)
+    query_heads = h * G + group
+    q_rows = query + b * stride_q_b + query_heads[:, None] * stride_q_h + q_index * stride_q_q
+    q = load_rows(q_rows + columns[None, :], group < G, columns, DK, BLOCK_DK, True)
+    dots = tl.dot(q.to(DOT_DTYPE), tl.trans(key).to(DOT_DTYPE), input_precision="ieee")
+    # Factors without log2(e): the scores are natural ones.
+    scores = base2_scores(dots, inner, outer, SOFTCAP)
+    scores = tl.where(wanted[None, :], scores, float("-inf"))
+    target = (b * heads * G + query_heads) * queries + q_index
+    tl.store(
+        scores_ptr + target[:, None] * count + positions[None, :],
+        scores,
+        mask=(group < G)[:, None] & inside[None, :],
+    )
+
+
+def gather_scores(
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """See ``hf_kvret_kernels.gather_scores.gather_scores``."""
+    batch, query_heads, queries, _ = query.shape
+    heads, count = ids.shape[1], ids.shape[3]
+    scores = torch.empty(
+        batch, query_heads, queries, count, dtype=torch.float32, device=query.device
+    )
+    if scores.numel() == 0:
+        return scores
+    group = query_heads // heads
+    block_dk = max(16, triton.next_power_of_2(rows.key_dim))
+    block_k = max(16, min(_MOST_KEYS, _TILE_BYTES // (block_dk * query.element_size())))
+    blocks = triton.cdiv(count, block_k)
+    _gather_scores_kernel[(batch * heads * queries * blocks,)](
+        query,
+        ids,
+        rows.table,
+        rows.addresses(),
+        scores,
+        *query.stride()[:3],
+        *ids.stride(),
+        *rows.table.stride(),
+        heads,
+        queries,
+        count,
+        blocks,
+        scale if softcap is None else scale / softcap,
+        1.0 if softcap is None else softcap,
+        G=group,
+        SHARE=heads // rows.heads,
+        PAGE_LEN=rows.page_len,
+        DK=rows.key_dim,
+        WIDTH=rows.width,
+        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_K=block_k,
+        BLOCK_DK=block_dk,
+        ALIGN=rows.alignment_bytes(),
+        SOFTCAP=softcap is not None,
+        DTYPE=TL_DTYPES[rows.dtype],
+        DOT_DTYPE=dot_dtype(rows.dtype),
+        num_warps=4,
+    )
+    return scores
