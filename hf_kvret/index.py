@@ -137,6 +137,10 @@ class Index(ABC):
         """Bytes that one ``select`` reads, for reports; all of them unless a method says less."""
         return self.nbytes()
 
+    def keys_read(self, cold_len: int, budget: int) -> int:
+        """Keys that one ``select`` reads in the store, for each query and KV head; for reports."""
+        return 0
+
     def stats(self) -> dict[str, Any]:
         """Plain numbers of the method's own, for ``cache.stats()``; may wait for the device."""
         return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
@@ -17,6 +18,7 @@ from hf_kvret.benchmark.shapes import WeightBytes
 from hf_kvret.benchmark.timing import Bandwidth
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.reader import Usage
+from hf_kvret.layer import RetrievalLayer
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ def decode_floor(
 
     - layers that hold keys and values: those of all tokens held, spare room left out. With
       ``on_host`` they come over the bus.
-    - retrieval layers: sink and recent tokens, what a selection reads of the index, and the keys
-      and values of ``selected``, over the bus or not.
+    - retrieval layers: sink and recent tokens, what a selection reads of the index, the keys that
+      it compares in the store, and the keys and values of ``selected``, over the bus or not.
     - quantized caches and all other layers: what they hold.
 
     Args:
@@ -84,14 +86,28 @@ def decode_floor(
         read = sum(counted) if len(counted) == len(known) else usage.device_bytes + usage.host_bytes
         return Floor(device, float(read)) if on_host else Floor(device + read, 0.0)
     device += cache.memory().other_layers
+    bus = 0.0
     row = 0
     for layer in cache.retrieval_layers:
         if layer.regions is not None:
             keys, values = layer.regions.window.tokens()
             device += keys.nbytes + values.nbytes + layer.regions.index.select_nbytes()
             row = (keys.shape[3] + values.shape[3]) * keys.element_size()
-    near = selected.rows - selected.bus_rows
-    return Floor(device + near * row, selected.bus_rows * row)
+            far, near = _compared_bytes(layer, keys)
+            bus, device = bus + far, device + near
+    near_rows = selected.rows - selected.bus_rows
+    return Floor(device + near_rows * row, bus + selected.bus_rows * row)
+
+
+def _compared_bytes(layer: RetrievalLayer, keys: torch.Tensor) -> tuple[int, int]:
+    """Bytes of the stored keys that one query's selection reads: over the bus, and beside it."""
+    regions = layer.regions
+    if regions is None or regions.store is None or not regions.cold_len:
+        return 0, 0
+    held = regions.cold_len
+    count = regions.index.keys_read(held, layer.config.budget(held))
+    nbytes = count * keys.shape[0] * keys.shape[1] * keys.shape[3] * keys.element_size()
+    return (nbytes, 0) if regions.store.over_bus else (0, nbytes)
 
 
 def prefill_floor(weights: WeightBytes, usage: Usage, batch: int, context: int) -> Floor:
@@ -122,10 +138,12 @@ def selections(cache: Cache) -> Selections:
     """What a cache selected so far. Waits for the device."""
     if not isinstance(cache, RetrievalCache):
         return Selections()
-    stats = cache.stats()
-    layers = stats["layers"]
-    rows = sum(layer["selected"] for layer in layers)
-    # A store that says what it missed has the other rows on the device.
-    all_over = rows if stats["store"] == "host" else 0
-    bus_rows = all_over + sum(layer.get("misses", 0) for layer in layers)
-    return Selections(rows, bus_rows, sum(layer["cold_tokens"] for layer in layers))
+    layers = cache.stats()["layers"]
+    rows, bus_rows = 0, 0
+    for told, layer in zip(layers, cache.retrieval_layers, strict=True):
+        rows += told["selected"]
+        store = None if layer.regions is None else layer.regions.store
+        if store is not None and store.over_bus:
+            # A store that says what it missed has the other rows on the device.
+            bus_rows += told.get("misses", told["selected"])
+    return Selections(rows, bus_rows, sum(told["cold_tokens"] for told in layers))

@@ -23,6 +23,11 @@ class StoreBytes:
 class Store(ABC):
     """Keys and values of one layer's cold tokens, addressed by slot. One per retrieval layer."""
 
+    @property
+    def over_bus(self) -> bool:
+        """Whether the device reads rows in host memory."""
+        return False
+
     @abstractmethod
     def __len__(self) -> int:
         """Tokens held, the same for every row of the batch."""

@@ -16,6 +16,7 @@ from hf_kvret.block import TokenBlock
 from hf_kvret.stores.base import Store, StoreBytes
 from hf_kvret.stores.memory import HostMemory, PageMemory
 from hf_kvret_kernels.gather_attention import gather_attention
+from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.paged import PagedRows
 
 
@@ -41,6 +42,10 @@ class PagedStore(Store):
 
     def __len__(self) -> int:
         return self.length
+
+    @property
+    def over_bus(self) -> bool:
+        return isinstance(self.memory, HostMemory)
 
     def append(self, block: TokenBlock) -> None:
         if block.start != self.length:
@@ -70,6 +75,15 @@ class PagedStore(Store):
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return gather_attention(query, self.paged_rows(), ids, scale=scale, softcap=softcap)
+
+    def scores(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        return gather_scores(query, self.paged_rows(), ids, scale=scale, softcap=softcap)
 
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.paged_rows().gather(ids)
@@ -101,7 +115,7 @@ class PagedStore(Store):
     def nbytes(self) -> StoreBytes:
         rows = sum(chunk.numel() * chunk.element_size() for chunk in self._chunks)
         table = 0 if self._table is None else self._table.numel() * self._table.element_size()
-        if isinstance(self.memory, HostMemory):
+        if self.over_bus:
             return StoreBytes(device=table, host=rows)
         return StoreBytes(device=rows + table)
 

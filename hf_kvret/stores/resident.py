@@ -43,6 +43,10 @@ class ResidentStore(Store):
     def __len__(self) -> int:
         return len(self._host)
 
+    @property
+    def over_bus(self) -> bool:
+        return True
+
     def append(self, block: TokenBlock) -> None:
         self._host.append(block)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache, cache_utils
 
-from hf_kvret import FlatKVCache
+from hf_kvret import CTkvrCache, FlatKVCache
 from hf_kvret.benchmark.filling import feed, random_tokens, serving
 from hf_kvret.benchmark.floors import (
     Selections,
@@ -77,7 +78,29 @@ def test_retrieval_reads_window_index_and_selected_rows(model: PreTrainedModel, 
     assert floor.host_bytes == selected - on_device
 
 
-@pytest.mark.parametrize("store", ["device", "host", "resident"])
+@pytest.mark.parametrize("store", ["device", "host", "resident", "cpu"])
+def test_keys_that_a_rerank_compares_are_read_where_they_lie(
+    model: PreTrainedModel, store: str
+) -> None:
+    floors = []
+    for rerank in ("auto", "lists"):
+        options: dict[str, Any] = {"sink": 4, "recent": 8, "flush": 8, "dense_below": 0}
+        cache = CTkvrCache(
+            model.config, top_k=5, tokens_per_centroid=4, rerank=rerank, store=store, **options
+        )
+        tokens = random_tokens(model, BATCH, TOKENS + 1, seed=0)
+        with serving(model, cache):
+            feed(model, cache, tokens[:, :TOKENS], 0)
+            feed(model, cache, tokens[:, TOKENS:], TOKENS)
+        floors.append(decode_floor(WEIGHTS, cache, no_usage(), BATCH, Selections(), on_host=False))
+    # Two layers and two heads; 4 lists of 13 keys, but there are 32; half a row is the key.
+    compared = 2 * 2 * BATCH * 32 * ROW // 2
+    over_bus = compared if store in ("host", "resident") else 0
+    assert floors[0].host_bytes - floors[1].host_bytes == over_bus
+    assert floors[0].device_bytes - floors[1].device_bytes == compared - over_bus
+
+
+@pytest.mark.parametrize("store", ["device", "host", "resident", "cpu"])
 def test_rows_come_over_the_bus_from_the_host_and_where_slots_miss_them(
     model: PreTrainedModel, store: str
 ) -> None:

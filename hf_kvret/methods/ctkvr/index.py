@@ -163,6 +163,10 @@ class CTkvrIndex(Index):
             return cold_len
         return min(cold_len, self.options.probes * queue.width + self._keeper.pending(cold_len))
 
+    def keys_read(self, cold_len: int, budget: int) -> int:
+        reads = self._rerank.reads_keys and budget < cold_len
+        return self.candidates(cold_len, budget) if reads else 0
+
     def reorder(self, rows: torch.Tensor) -> None:
         for part in self._parts().values():
             part.reorder(rows)
@@ -189,7 +193,6 @@ class CTkvrIndex(Index):
         return sum(part.nbytes() for part in self._parts().values())
 
     def select_nbytes(self) -> int:
-        """Keys that a rerank reads from the store are not among them."""
         queue = self._keeper.queue
         if queue is None:
             return 0

@@ -19,9 +19,11 @@ class Rerank(ABC):
 
     Attributes:
         in_turn: whether recalled tokens must be named in turns through the lists.
+        reads_keys: whether it reads the recalled keys in the store.
     """
 
     in_turn: ClassVar[bool] = False
+    reads_keys: ClassVar[bool] = False
 
     @abstractmethod
     def best(
@@ -61,6 +63,8 @@ class Rerank(ABC):
 class StoredKeys(Rerank):
     """By exact scores, computed where the store attends (algorithm 2, line 6)."""
 
+    reads_keys = True
+
     def best(
         self, recalled: Recalled, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
@@ -70,6 +74,8 @@ class StoredKeys(Rerank):
 
 class FetchedKeys(Rerank):
     """By exact scores on the queries' device, to which the recalled keys are fetched."""
+
+    reads_keys = True
 
     def best(
         self, recalled: Recalled, query: torch.Tensor, count: int, cold: ColdTokens
