@@ -98,7 +98,8 @@ def retrieval_attention(
         )
         return out.transpose(1, 2)
 
-    call = AttentionCall(valid, scale, softcap, sink_logits, prompt)
+    positions = _positions(kwargs.get("position_ids"), query)
+    call = AttentionCall(valid, scale, softcap, sink_logits, prompt, positions)
     out = layer.attend(query, key, value, call)
     return out.transpose(1, 2).contiguous(), None
 
@@ -114,6 +115,13 @@ def _base_builds_matrix(
     if base == "eager":
         return batch * heads * new * key.shape[2] > _DENSE_ELEMENTS
     return info.padding is not None and batch * new * key.shape[2] > _DENSE_ELEMENTS
+
+
+def _positions(position_ids: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """``[B, Q]`` of the new tokens; None where the model doesn't tell, or tells several parts."""
+    if position_ids is None or position_ids.ndim != 2:
+        return None
+    return position_ids.to(query.device).expand(query.shape[0], query.shape[2])
 
 
 def _check_keywords(kwargs: dict[str, Any], dropout: float) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_kvret import persistence
@@ -62,9 +62,9 @@ class RetrievalCache(Cache):
         check_config(config)
         layers: list[Any] = model_layers(config)
         ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        options = self.options_for(options, config)
         self.options = options
         self.model_shape = model_shape(config)
-        options.check_model(head_dim(config))
         self._stores = StoreChoice(options, len(ours))
         for number in ours:
             make_index = partial(self.make_index, options, number)
@@ -73,9 +73,22 @@ class RetrievalCache(Cache):
         super().__init__(layers=layers)
 
     @classmethod
+    def options_for(cls, options: Any, config: PreTrainedConfig) -> Any:
+        """``options``, with what depends on the model filled in.
+
+        Raises:
+            ValueError: options that this model can't have.
+        """
+        options.check_model(head_dim(config))
+        return options
+
+    @classmethod
     def make_index(cls, options: Any, layer: int) -> Index:
         """A new, empty index for the model layer number ``layer``."""
         raise NotImplementedError
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Called by ``generate`` with the model: refuse one that the options are not made for."""
 
     @property
     def retrieval_layers(self) -> list[RetrievalLayer]:

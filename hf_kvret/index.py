@@ -53,6 +53,7 @@ class Index(ABC):
         keys: torch.Tensor,
         start: int,
         valid: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
     ) -> None:
         """See the tokens of a forward pass before anything else is done with them.
 
@@ -64,6 +65,8 @@ class Index(ABC):
             keys: ``[B, Hkv, q, Dk]``, post-RoPE; the same.
             start: slot of the first of the q tokens.
             valid: ``[B, q]`` bool, False for padding; None when all are valid.
+            positions: ``[B, q]`` integers, where the model's RoPE puts the tokens; None where the
+                model does not tell.
         """
 
     @abstractmethod
@@ -132,6 +135,10 @@ class Index(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of all tensors, spare capacity included."""
+
+    def shared_nbytes(self) -> int:
+        """Bytes of what all caches of a process share, as calibrated tensors on the device."""
+        return 0
 
     def select_nbytes(self) -> int:
         """Bytes that one ``select`` reads, for reports; all of them unless a method says less."""

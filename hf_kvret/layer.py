@@ -31,6 +31,7 @@ class AttentionCall:
         sink_logits: ``[Hq]`` learned attention sinks, or None.
         prompt: the base's full causal attention over the new tokens alone,
             ``() -> [B, Hq, Q, Dv]``.
+        positions: ``[B, Q]`` integers, where RoPE puts the new tokens; None if it isn't told.
     """
 
     valid: torch.Tensor | None
@@ -38,6 +39,7 @@ class AttentionCall:
     softcap: float | None
     sink_logits: torch.Tensor | None
     prompt: Callable[[], torch.Tensor]
+    positions: torch.Tensor | None = None
 
     def partial(
         self,
@@ -190,7 +192,7 @@ class RetrievalLayer(CacheLayerMixin):
             if selects:
                 # Of the prompt alone, as in a fork that was made before.
                 self._build_index()
-            self.regions.watch(query, key, call.valid)
+            self.regions.watch(query, key, call.valid, call.positions)
         self._view = _View(call.valid, call.scale, call.softcap)
         if not selects:
             if first:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,6 +55,8 @@ def save(cache: RetrievalCache, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / _TENSORS)
     (directory / _DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+    # safetensors makes files that only their owner can read.
+    shutil.copymode(directory / _DESCRIPTION, directory / _TENSORS)
 
 
 def load(

@@ -67,10 +67,17 @@ class Regions:
         return len(self.window.sink_slots)
 
     @_keeps_tensors
-    def watch(self, queries: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
+    def watch(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        valid: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
+    ) -> None:
         """Show the index the ``queries [B, Hq, n, Dk]`` and keys of tokens about to be taken in."""
         start, end = self.length, self.length + keys.shape[2]
-        self.index.watch(queries, keys, start, None if valid is None else valid[:, start:end])
+        new_valid = None if valid is None else valid[:, start:end]
+        self.index.watch(queries, keys, start, new_valid, positions)
 
     @_keeps_tensors
     def take_step(

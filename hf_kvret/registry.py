@@ -150,6 +150,7 @@ def _prepare_cache(
         _check_options(given, generation_config.cache_config or {})
         generation_config.cache_implementation = None
         _check_request(generation_config, model_kwargs)
+        given.check_model(model)
         attach(model)
         return False
     if given is not None:
@@ -170,7 +171,9 @@ def _prepare_cache(
     options = generation_config.cache_config or {}
     if not isinstance(options, dict):
         raise TypeError(f"cache_config must be a dict of options, got {type(options).__name__}")
-    model_kwargs["past_key_values"] = _methods[name](model.config, **options)
+    cache = _methods[name](model.config, **options)
+    cache.check_model(model)
+    model_kwargs["past_key_values"] = cache
     return True
 
 

@@ -242,6 +242,7 @@ class Recorder(FlatIndex):
         keys: torch.Tensor,
         start: int,
         valid: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
     ) -> None:
         assert valid is None and queries.shape[2] == keys.shape[2]
         self.calls.append(("watch", start, start + queries.shape[2]))
@@ -291,6 +292,7 @@ def test_an_index_sees_which_of_the_new_tokens_are_padding() -> None:
             keys: torch.Tensor,
             start: int,
             valid: torch.Tensor | None,
+            positions: torch.Tensor | None = None,
         ) -> None:
             seen.append(valid)
 

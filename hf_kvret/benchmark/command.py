@@ -1,4 +1,4 @@
-"""``hf-kvret bench decode | prefill | memory | host-attention``: from options to a table."""
+"""``hf-kvret bench decode | prefill | memory | ...``: from options to a table."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from hf_kvret.benchmark.decode import Decode
 from hf_kvret.benchmark.filling import FILLS, choose_fill, measure_rows
 from hf_kvret.benchmark.fitting import fit_cells, fit_row
 from hf_kvret.benchmark.host_attention import HostAttention, add_host_options, measure_host
+from hf_kvret.benchmark.index_build import (
+    IndexBuild,
+    add_index_build_options,
+    measure_index_build,
+)
 from hf_kvret.benchmark.limits import byte_count, check_weights
 from hf_kvret.benchmark.measure import Bench, Measure, Subject
 from hf_kvret.benchmark.memory import Memory
@@ -50,16 +55,18 @@ class _Defaults:
 
 
 _MEASURES: tuple[tuple[type[Measure], _Defaults], ...] = (
-    (Decode, _Defaults("full,dense,static,flat,paris,lrqk", "1", 32, 8, 3)),
-    (Prefill, _Defaults("full,dense,flat,paris,lrqk", "1", 1, 1, 3)),
-    (Memory, _Defaults("full,static,flat,paris,lrqk", "1,2", 4, 0, 1)),
+    (Decode, _Defaults("full,dense,static,flat,paris,lrqk,ctkvr", "1", 32, 8, 3)),
+    (Prefill, _Defaults("full,dense,flat,paris,lrqk,ctkvr", "1", 1, 1, 3)),
+    (Memory, _Defaults("full,static,flat,paris,lrqk,ctkvr", "1,2", 4, 0, 1)),
 )
 
 _HOST = HostAttention()
+_INDEX_BUILD = IndexBuild()
 
 MEASUREMENTS: dict[str, Measurement] = {
     **{f"bench {measure.name}": measure() for measure, _ in _MEASURES},
     f"bench {_HOST.name}": _HOST,
+    f"bench {_INDEX_BUILD.name}": _INDEX_BUILD,
 }
 """The measures by the name in their result files."""
 
@@ -98,6 +105,14 @@ def add_bench_parser(commands: argparse._SubParsersAction) -> None:
     )
     add_host_options(one)
     one.set_defaults(run=run_host)
+    one = measures.add_parser(
+        _INDEX_BUILD.name,
+        help=_INDEX_BUILD.summary,
+        description=_INDEX_BUILD.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_index_build_options(one)
+    one.set_defaults(run=run_index_build)
 
 
 def _add_options(parser: argparse.ArgumentParser, defaults: _Defaults) -> None:
@@ -185,6 +200,15 @@ def run_host(options: argparse.Namespace) -> int:
         return 1
     print(f"\n{_HOST.table(results)}")
     _write(options, _HOST, results)
+    return 0
+
+
+def run_index_build(options: argparse.Namespace) -> int:
+    """Measure how long indexes take to make, print the table, write what was asked for."""
+    check_outputs(options)
+    results = measure_index_build(options)
+    print(f"\n{_INDEX_BUILD.table(results)}")
+    _write(options, _INDEX_BUILD, results)
     return 0
 
 

@@ -41,7 +41,12 @@ class RecordingIndex(FlatIndex):
         self.softcap: float | None = None
 
     def watch(
-        self, queries: torch.Tensor, keys: torch.Tensor, start: int, valid: torch.Tensor | None
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        start: int,
+        valid: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
     ) -> None:
         self.queries.append(queries)
         self.keys.append(keys)

@@ -141,11 +141,21 @@ def test_keys_may_have_another_dtype(place: Place) -> None:
 
 @pytest.mark.parametrize(
     ("centroids", "group", "dim", "held"),
-    [(3, 3, 16, 150), (13, 5, 8, 70), (17, 2, 256, 40)],
+    [(3, 3, 16, 150), (4, 5, 9, 70), (17, 1, 36, 40), (3, 2, 256, 40)],
 )
 def test_more_than_one_tile_of_each_side(
-    place: Place, centroids: int, group: int, dim: int, held: int
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    centroids: int,
+    group: int,
+    dim: int,
+    held: int,
 ) -> None:
+    if place[0] == "triton":
+        from hf_kvret_kernels.centroid import triton_denominators, triton_lists
+
+        for module in (triton_denominators, triton_lists):
+            monkeypatch.setattr(module, "_ROWS", 16)
     queries, keys = normal(1, 1, 1, centroids, group, dim), normal(2, 1, 1, held, dim)
     valid = torch.rand(1, held, generator=torch.Generator().manual_seed(3)) < 0.8
     check(place, queries, poisoned(keys, valid), 6, valid, piece=held)

@@ -59,6 +59,7 @@ class CTkvrIndex(Index):
         keys: torch.Tensor,
         start: int,
         valid: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
     ) -> None:
         options, count = self.options, queries.shape[2]
         rested = self._since >= _PAUSE

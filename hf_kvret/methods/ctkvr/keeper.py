@@ -12,6 +12,9 @@ from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.queue import CentroidQueue
 from hf_kvret_kernels import centroid
 
+# Keys that meet centroids at once: each piece is sorted together with what the lists hold.
+_PIECE_LEN = 1 << 14
+
 
 class ListKeeper:
     """Makes the lists of centroids, and keeps an eye on what they hold.
@@ -156,7 +159,7 @@ def best_keys(
     """
 
     def pieces() -> Iterator[tuple[int, torch.Tensor]]:
-        for start, keys, _ in cold.store.chunks():
+        for start, keys, _ in cold.store.chunks(_PIECE_LEN):
             yield start, keys.to(queries.device)
 
     ids = centroid.top_keys(

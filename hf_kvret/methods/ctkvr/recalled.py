@@ -46,7 +46,7 @@ class Recalled:
             named = torch.cat([lists, last], dim=3).transpose(3, 4).flatten(3)
         else:
             named = torch.cat([lists.flatten(3), newest.expand(*lists.shape[:3], -1)], dim=3)
-        return cls(centroid.unite(named, valid)[0])
+        return cls(centroid.unite(named, valid))
 
     def top(self, relevance: torch.Tensor, count: int) -> torch.Tensor:
         """``[B, H, Q, count]`` int32 ids of the highest ``relevance [B, H, Q, M]``, then -1."""

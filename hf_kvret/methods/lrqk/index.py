@@ -53,6 +53,7 @@ class LRQKIndex(Index):
         keys: torch.Tensor,
         start: int,
         valid: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
     ) -> None:
         if self._queries is None:
             self.options.rank_of(keys.shape[-1])

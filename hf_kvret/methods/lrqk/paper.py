@@ -53,6 +53,7 @@ class PaperLRQKIndex(Index):
         keys: torch.Tensor,
         start: int,
         valid: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
     ) -> None:
         rank = self.options.rank_of(keys.shape[-1])
         self._valid = valid

@@ -168,10 +168,8 @@ def take_lists(
         return triton_recall.take_lists(low, high, index)
 
 
-def unite(
-    ids: torch.Tensor, valid: torch.Tensor, *, backend: str = "auto"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids in which each occurs once, and where it was named first (algorithm 2, line 4).
+def unite(ids: torch.Tensor, valid: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+    """Ids in which each occurs once, where it was named first (algorithm 2, line 4).
 
     Args:
         ids: ``[B, H, Q, M]`` int32 or int64; -1 and whatever is above n - 1 name nothing.
@@ -179,9 +177,8 @@ def unite(
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Returns:
-        ``ids [B, H, Q, M]`` of the same dtype and order, -1 in the place of repeats and of what is
-        not valid; ``places [B, H, Q, M]`` int64, where in the input each of them stood, which is
-        where it stands: a view of 0 to M - 1.
+        ``[B, H, Q, M]`` of the same dtype and order, -1 in the place of repeats and of what is not
+        valid.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
@@ -194,13 +191,12 @@ def unite(
     _check_valid(valid, ids)
     if not valid.shape[1]:
         raise ValueError("valid covers no token: there must be one at least")
-    places = torch.arange(ids.shape[3], device=ids.device).expand(ids.shape)
     if choose_backend(backend, ids) == "naive":
-        return naive.unite(ids, valid), places
+        return naive.unite(ids, valid)
     from hf_kvret_kernels.centroid import triton_recall
 
     with launching_on(ids):
-        return triton_recall.unite(ids, valid), places
+        return triton_recall.unite(ids, valid)
 
 
 def _check_bundles(name: str, x: torch.Tensor) -> None:

@@ -32,12 +32,14 @@ def top_keys(
         """First slot, which centroids, and their logits ``[B, H, c, G, P]``, -inf if masked."""
         for start, keys in pieces():
             P = keys.shape[2]
-            k = keys.float().transpose(-1, -2).unsqueeze(2)
+            k = keys.float().transpose(-1, -2)
             slots = torch.arange(start, start + P, device=keys.device)
             step = max(1, most // max(1, B * H * G * P))
             for first in range(0, C, step):
                 part = slice(first, first + step)
-                a = torch.matmul(queries[:, :, part].float(), k) * scale
+                rows = queries[:, :, part].float() * scale
+                # One matrix of queries a head: torch would copy the keys for each centroid.
+                a = torch.matmul(rows.flatten(2, 3), k).unflatten(2, (-1, G))
                 if softcap is not None:
                     a = softcap * torch.tanh(a / softcap)
                 seen = valid[:, None, start : start + P]
@@ -47,12 +49,12 @@ def top_keys(
 
     lse = None
     if G > 1:
-        lse = torch.full((B, H, C, G, 1), float("-inf"), device=queries.device)
+        lse = torch.full((B, H, C, G, 1), float("-inf"), dtype=torch.float32, device=queries.device)
         for _, part, a in scored():
             lse[:, :, part] = torch.logaddexp(lse[:, :, part], a.logsumexp(-1, keepdim=True))
         lse.clamp_(min=-1e30)
 
-    values = torch.full((B, H, C, count), float("-inf"), device=queries.device)
+    values = torch.full((B, H, C, count), float("-inf"), dtype=torch.float32, device=queries.device)
     ids = torch.full((B, H, C, count), -1, dtype=torch.int32, device=queries.device)
     for start, part, a in scored():
         shares = a if lse is None else a - lse[:, :, part]

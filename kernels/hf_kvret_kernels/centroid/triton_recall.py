@@ -1,6 +1,6 @@
 """Triton kernels of a recall: cosines with all centroids, their lists, each token once.
 
-Centroids are read once for up to 64 queries. Repeats are found without sorting: in a table of all
+Centroids are read once for up to 32 queries. Repeats are found without sorting: in a table of all
 tokens the earliest place that names a token stays, whatever the order in which programs come.
 """
 
@@ -11,13 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_shared import dot_dtype, load_rows
 from hf_kvret_kernels.centroid.naive import MOST_MARKS
+from hf_kvret_kernels.centroid.triton_products import product_shape, products
 
-# Bytes of centroids that a program reads at once, and the most of them; queries that meet them.
-_TILE_BYTES = 16 << 10
-_MOST_CENTROIDS = 64
-_MOST_QUERIES = 64
+# Centroids that a program reads, and the most queries that meet them at once.
+_CENTROIDS = 64
+_MOST_QUERIES = 32
 # Ids of a program that unpacks or unites.
 _IDS = 1024
 
@@ -26,34 +25,34 @@ def similarity(
     query: torch.Tensor, centroids: torch.Tensor, inverse_norms: torch.Tensor
 ) -> torch.Tensor:
     """See ``hf_kvret_kernels.centroid.similarity``."""
-    B, H, Q, G, D = query.shape
+    B, H, Q, G, _ = query.shape
     C = centroids.shape[2]
     cosines = torch.empty(B, H, Q, C, dtype=torch.float32, device=query.device)
     if cosines.numel() == 0:
         return cosines
-    block_d = max(16, triton.next_power_of_2(D))
-    block_c = max(16, min(_MOST_CENTROIDS, _TILE_BYTES // (block_d * centroids.element_size())))
-    blocks = triton.cdiv(C, block_c)
-    same = query.dtype == centroids.dtype
+    query = query.contiguous()
+    if centroids.stride(4) != 1:
+        centroids = centroids.contiguous()
+    query_norms = torch.linalg.vector_norm(query, dim=-1, dtype=torch.float32)
+    blocks = triton.cdiv(C, _CENTROIDS)
     _similarity_kernel[(B * H * blocks,)](
         query,
         centroids,
+        query_norms,
         inverse_norms,
         cosines,
-        *query.stride(),
-        *centroids.stride(),
+        *centroids.stride()[:4],
         *inverse_norms.stride(),
         H,
         Q,
         C,
         blocks,
         G=G,
-        D=D,
-        BLOCK_D=block_d,
         BLOCK_Q=max(16, min(_MOST_QUERIES, triton.next_power_of_2(Q))),
-        BLOCK_C=block_c,
-        DOT_DTYPE=dot_dtype(query.dtype) if same else tl.float32,
+        BLOCK_C=_CENTROIDS,
+        **product_shape(query, centroids),
         num_warps=4,
+        num_stages=2,
     )
     return cosines
 
@@ -105,18 +104,13 @@ def unite(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 def _similarity_kernel(
     query_ptr,
     centroids_ptr,
+    norms_ptr,
     inverse_ptr,
     cosines_ptr,
-    query_stride_b,
-    query_stride_h,
-    query_stride_q,
-    query_stride_g,
-    query_stride_d,
     stride_b,
     stride_h,
     stride_c,
     stride_g,
-    stride_d,
     inverse_stride_b,
     inverse_stride_h,
     inverse_stride_c,
@@ -126,10 +120,10 @@ def _similarity_kernel(
     length,
     blocks,
     G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
     """The largest cosine of the group, for a block of centroids of one head and all queries."""
@@ -137,40 +131,34 @@ def _similarity_kernel(
     b, h = index // heads, index % heads
     places = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = places < length
-    columns = tl.arange(0, BLOCK_D)
-    query_ptr += b * query_stride_b + h * query_stride_h
     centroids_ptr += b * stride_b + h * stride_h
     inverse_ptr += b * inverse_stride_b + h * inverse_stride_h
     for start in range(0, queries, BLOCK_Q):
         asking = start + tl.arange(0, BLOCK_Q)
+        counted = asking < queries
         best = tl.full((BLOCK_Q, BLOCK_C), float("-inf"), tl.float32)
         for g in range(G):
-            row = centroids_ptr + places[:, None] * stride_c + g * stride_g
-            centroid = load_rows(
-                row + columns[None, :] * stride_d, inside, columns, D, BLOCK_D, True
-            )
-            row = query_ptr + asking[:, None] * query_stride_q + g * query_stride_g
-            query = load_rows(
-                row + columns[None, :] * query_stride_d,
-                asking < queries,
-                columns,
+            row = (index * queries + asking) * G + g
+            dots = products(
+                query_ptr + row * D,
+                counted,
+                centroids_ptr + places * stride_c + g * stride_g,
+                inside,
                 D,
                 BLOCK_D,
-                True,
+                BLOCK_Q,
+                BLOCK_C,
+                DOT_DTYPE,
             )
+            norms = tl.maximum(tl.load(norms_ptr + row, mask=counted, other=1.0), 1e-12)
             inverse = tl.load(
                 inverse_ptr + places * inverse_stride_c + g * inverse_stride_g,
                 mask=inside,
                 other=0.0,
             )
-            dots = tl.dot(
-                query.to(DOT_DTYPE), tl.trans(centroid).to(DOT_DTYPE), input_precision="ieee"
-            )
-            whole = query.to(tl.float32)
-            length_of_query = tl.maximum(tl.sqrt(tl.sum(whole * whole, 1)), 1e-12)
-            best = tl.maximum(best, dots / length_of_query[:, None] * inverse[None, :])
+            best = tl.maximum(best, dots / norms[:, None] * inverse[None, :])
         target = (index * queries + asking)[:, None] * length + places[None, :]
-        tl.store(cosines_ptr + target, best, mask=(asking < queries)[:, None] & inside[None, :])
+        tl.store(cosines_ptr + target, best, mask=counted[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["named", "blocks"])

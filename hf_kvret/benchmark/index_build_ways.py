@@ -1,0 +1,271 @@
+"""Ways to index the keys of a layer: our methods, and what faiss has on the same keys."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from hf_kvret.benchmark.index_build_keys import RECENT, LayerKeys
+from hf_kvret.block import TokenBlock
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.index import ColdTokens, Index
+from hf_kvret.methods.ctkvr import CTkvrConfig
+from hf_kvret.recall import exact_scores, group_relevance
+from hf_kvret.stores import STORES
+
+NOT_INSTALLED = "not installed: pip install 'hf-kvret[bench]'"
+# faiss warns of fewer training points than 39 a list, which short prompts don't have.
+_LEAST_POINTS = 1
+_HNSW_LINKS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """The first tokens of a layer, in a store, and the queries that come after the prompt.
+
+    ``queries [1, Hq, n + RECENT, D]`` and ``passed [1, Hkv, n + RECENT, D]`` are the whole
+    prompt's; ``keys [1, Hkv, n, D]`` are those that get an index, for the others are recent.
+    ``asked [1, Hq, Q, D]`` are held out. ``cold`` has the n tokens, and the budget.
+    """
+
+    queries: torch.Tensor
+    passed: torch.Tensor
+    keys: torch.Tensor
+    asked: torch.Tensor
+    cold: ColdTokens
+
+    @classmethod
+    def of(cls, layer: LayerKeys, length: int, asked: int, top_k: int) -> Self:
+        """The first ``length`` tokens of ``layer``; values are 0, as nothing here reads them."""
+        keys = layer.keys[:, :, :length]
+        options = CTkvrConfig(top_k=top_k, store="device")
+        store = STORES[options.store](keys.device, options)
+        store.append(TokenBlock(keys, keys.new_zeros(1, 1, 1, 1).expand_as(keys), start=0))
+        valid = torch.ones(1, length, dtype=torch.bool, device=keys.device)
+        cold = ColdTokens(store, valid, layer.scale, layer.softcap, min(top_k, length))
+        end = length + RECENT
+        queries, passed = layer.queries[:, :, :end], layer.keys[:, :, :end]
+        return cls(queries, passed, keys, layer.queries[:, :, end : end + asked], cold)
+
+    def __len__(self) -> int:
+        return self.keys.shape[2]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an index says to queries.
+
+    Attributes:
+        ids: ``[1, H, Q, k]`` int32, -1 for none; H is Hkv, or Hq where heads select for themselves.
+        compared: keys that a query head compared exactly, or by codes; a mean.
+    """
+
+    ids: torch.Tensor
+    compared: float
+
+
+class Way(ABC):
+    """One way to make an index of all KV heads of a layer.
+
+    Attributes:
+        name: in tables and on the command line.
+    """
+
+    name: str
+
+    @abstractmethod
+    def prepare(self, prompt: Prompt) -> Callable[[], Any]:
+        """What is timed: makes a new index of ``prompt`` whenever it is called.
+
+        Formats are changed here, so that the time is that of the index alone.
+        """
+
+    @abstractmethod
+    def ask(self, made: Any, prompt: Prompt, query: torch.Tensor) -> Answer:
+        """What the index ``made`` selects for ``query [1, Hq, Q, D]``, ``cold.budget`` a query."""
+
+    @abstractmethod
+    def settings(self, prompt: Prompt) -> str:
+        """Sizes that were chosen for this prompt, for the table."""
+
+
+class MethodWay(Way):
+    """A retrieval method of ours, with its configuration's defaults: watch, observe and build."""
+
+    def __init__(self, cache_class: type[RetrievalCache], top_k: int) -> None:
+        self.name = cache_class.name
+        self._class = cache_class
+        self._options = cache_class.config_class.from_options(top_k=top_k, store="device")
+
+    def check(self, head_dim: int) -> None:
+        """ValueError for heads that the method has no index of."""
+        self._options.check_model(head_dim)
+
+    def prepare(self, prompt: Prompt) -> Callable[[], Index]:
+        def build() -> Index:
+            index = self._class.make_index(self._options, 0)
+            index.watch(prompt.queries, prompt.passed, 0, None)
+            index.observe(TokenBlock(prompt.keys, prompt.keys, start=0))
+            index.build(prompt.cold)
+            return index
+
+        return build
+
+    def ask(self, made: Index, prompt: Prompt, query: torch.Tensor) -> Answer:
+        cold = prompt.cold
+        ids = made.select(query, cold.budget, cold.valid, cold.scale, cold.softcap)
+        return Answer(ids, float(made.candidates(len(prompt), cold.budget)))
+
+    def settings(self, prompt: Prompt) -> str:
+        return ""
+
+
+class FaissWay(Way):
+    """An index of faiss for each KV head, over inner products; on the CPU, in fp32.
+
+    Each query head searches for ``budget`` keys, and the best of those that its group found are
+    selected: by exact scores, as the exact top-k is. So what is missing was not found.
+    """
+
+    def __init__(self, faiss: Any) -> None:
+        self._faiss = faiss
+
+    @abstractmethod
+    def make(self, keys: Any) -> Any:
+        """A searchable index of one head's ``keys``, a numpy array ``[n, D]`` fp32."""
+
+    @abstractmethod
+    def aim(self, index: Any, prompt: Prompt) -> None:
+        """Set how much of ``index`` a query searches."""
+
+    @abstractmethod
+    def counted(self) -> Any:
+        """faiss's counters of this kind of index, with ``ndis`` and ``reset()``."""
+
+    def prepare(self, prompt: Prompt) -> Callable[[], list[Any]]:
+        heads = [keys.float().cpu().contiguous().numpy() for keys in prompt.keys[0]]
+        return lambda: [self.make(keys) for keys in heads]
+
+    def ask(self, made: list[Any], prompt: Prompt, query: torch.Tensor) -> Answer:
+        cold, group = prompt.cold, query.shape[1] // len(made)
+        self.counted().reset()
+        found = []
+        for index, queries in zip(made, query[0].float().cpu().split(group), strict=True):
+            self.aim(index, prompt)
+            flat = queries.flatten(0, 1).contiguous().numpy()
+            _, ids = index.search(flat, cold.budget)
+            found.append(torch.from_numpy(ids).view(group, -1, cold.budget))
+        compared = self.counted().ndis / (query.shape[1] * query.shape[2])
+        ids = torch.stack(found).transpose(1, 2).flatten(2)
+        return Answer(_best_found(ids[None].to(query.device), prompt, query), compared)
+
+
+class InvertedLists(FaissWay):
+    """IndexIVFFlat: the lists of the centroids nearest to a query are compared."""
+
+    name = "faiss-ivf"
+
+    def make(self, keys: Any) -> Any:
+        return self._lists(keys, self.lists(len(keys)))
+
+    def lists(self, length: int) -> int:
+        """How many there are for ``length`` keys: 4 times the root, faiss's own advice."""
+        return min(length, math.ceil(4 * math.sqrt(length)))
+
+    def aim(self, index: Any, prompt: Prompt) -> None:
+        index.nprobe = self._probes(prompt)
+
+    def counted(self) -> Any:
+        return self._faiss.cvar.indexIVF_stats
+
+    def settings(self, prompt: Prompt) -> str:
+        return f"{self.lists(len(prompt)):,} lists, {self._probes(prompt)} probed"
+
+    def _probes(self, prompt: Prompt) -> int:
+        """Lists that hold as many keys as ctkvr's do, which repeat some."""
+        length, lists = len(prompt), self.lists(len(prompt))
+        options = CTkvrConfig()
+        recalled = options.probes * options.list_len(length, prompt.cold.budget)
+        return min(lists, math.ceil(recalled * lists / length))
+
+    def _lists(self, keys: Any, count: int, **training: int) -> Any:
+        faiss, dim = self._faiss, keys.shape[1]
+        quantizer = faiss.IndexFlatIP(dim)
+        index = faiss.IndexIVFFlat(quantizer, dim, count, faiss.METRIC_INNER_PRODUCT)
+        index.cp.min_points_per_centroid = _LEAST_POINTS
+        for name, value in training.items():
+            setattr(index.cp, name, value)
+        index.train(keys)
+        index.add(keys)
+        return index
+
+
+class KMeansLists(InvertedLists):
+    """Lloyd's algorithm over all keys, faiss's usual 25 rounds, for as many lists as ctkvr has."""
+
+    name = "faiss-kmeans"
+
+    def make(self, keys: Any) -> Any:
+        most = {"niter": 25, "max_points_per_centroid": len(keys)}
+        return self._lists(keys, self.lists(len(keys)), **most)
+
+    def lists(self, length: int) -> int:
+        """As ctkvr has centroids."""
+        return CTkvrConfig().centroids_for(length)
+
+
+class Graph(FaissWay):
+    """IndexHNSWFlat with 32 links and efConstruction 40; a search keeps the budget in sight."""
+
+    name = "faiss-hnsw"
+
+    def make(self, keys: Any) -> Any:
+        faiss = self._faiss
+        index = faiss.IndexHNSWFlat(keys.shape[1], _HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
+        index.add(keys)
+        return index
+
+    def aim(self, index: Any, prompt: Prompt) -> None:
+        index.hnsw.efSearch = prompt.cold.budget
+
+    def counted(self) -> Any:
+        return self._faiss.cvar.hnsw_stats
+
+    def settings(self, prompt: Prompt) -> str:
+        return f"M {_HNSW_LINKS}, efSearch {prompt.cold.budget}"
+
+
+FAISS_WAYS: Mapping[str, type[FaissWay]] = {
+    "ivf": InvertedLists,
+    "hnsw": Graph,
+    "kmeans": KMeansLists,
+}
+"""By the names of ``--faiss``."""
+
+
+def find_faiss() -> Any | None:
+    """The module, on as many threads as torch; None where it is not installed."""
+    try:
+        faiss = importlib.import_module("faiss")
+    except ModuleNotFoundError:
+        return None
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    return faiss
+
+
+def _best_found(ids: torch.Tensor, prompt: Prompt, query: torch.Tensor) -> torch.Tensor:
+    """``[1, Hkv, Q, budget]`` int32: of ``ids [1, Hkv, Q, M]``, which repeat, the best."""
+    cold = prompt.cold
+    scores = exact_scores(query, prompt.keys, cold.scale, cold.softcap)
+    relevance = group_relevance(scores, ids.shape[1])
+    held = relevance.shape[-1]
+    marks = relevance.new_zeros(*relevance.shape[:-1], held + 1, dtype=torch.bool)
+    marks.scatter_(-1, ids.masked_fill(ids < 0, held), True)
+    best = relevance.masked_fill(~marks[..., :held], float("-inf")).topk(cold.budget, dim=-1)
+    return best.indices.to(torch.int32).masked_fill(best.values == float("-inf"), -1)

@@ -1,0 +1,21 @@
+"""What a method learned about one model: made once, saved, shared on the hub, loaded by name.
+
+from hf_kvret.calibration import CalibrationArtifact
+
+artifact = CalibrationArtifact.from_pretrained("user/name-on-the-hub", method="a2ats")
+artifact.check(model.config)
+artifact.check_weights(model)
+"""
+
+from hf_kvret.calibration.artifact import CalibrationArtifact
+from hf_kvret.calibration.files import FORMAT_VERSION
+from hf_kvret.calibration.identity import ModelIdentity
+from hf_kvret.calibration.weights import WeightSample, WeightsReport
+
+__all__ = [
+    "FORMAT_VERSION",
+    "CalibrationArtifact",
+    "ModelIdentity",
+    "WeightSample",
+    "WeightsReport",
+]

@@ -1,0 +1,163 @@
+"""Which model an artifact belongs to: the facts that must agree, and a sample of the weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_kvret.calibration.weights import WeightSample, sample_weights
+from hf_kvret.compatibility import head_dim
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_COUNTS = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "numbers in a hidden state",
+    "num_attention_heads": "query heads",
+    "num_key_value_heads": "KV heads",
+    "head_dim": "numbers in a head",
+    "vocab_size": "words in its vocabulary",
+}
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """The model that something was learned from.
+
+    Attributes:
+        name: hub id or name of the model, for people; decides nothing.
+        facts: what a model must have to be served, by name: ``model_type``, counts and widths,
+            kinds of layers, and RoPE under ``rope.<parameter>``, or
+            ``rope.<kind of layer>.<parameter>``. Plain JSON.
+        weights: sampled numbers.
+    """
+
+    name: str
+    facts: Mapping[str, Any]
+    weights: tuple[WeightSample, ...] = ()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, name: str | None = None) -> ModelIdentity:
+        """The identity of ``model``.
+
+        Args:
+            model: reads a few hundred numbers of its weights.
+            name: as in ``ModelIdentity``; None for where the model was loaded from. Of a folder
+                on this machine only the last part is taken, because artifacts are shared.
+
+        Raises:
+            ValueError: the weights hold NaN or infinity.
+        """
+        name = name or getattr(model.config, "_name_or_path", "") or model.config.model_type
+        if Path(name).exists():
+            name = Path(name).resolve().name
+        return cls(name, model_facts(model.config), sample_weights(model))
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of the facts. Models of the same architecture share it; weights don't count,
+        because they may be the same in another dtype."""
+        plain = json.dumps(self.facts, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(plain.encode()).hexdigest()
+
+    def difference(self, config: PreTrainedConfig) -> str:
+        """The first fact in which the model with ``config`` differs, in words; empty if none."""
+        found = model_facts(config)
+        for name in [*self.facts, *(name for name in found if name not in self.facts)]:
+            theirs, ours = self.facts.get(name), found.get(name)
+            if theirs != ours:
+                return _in_words(name, theirs, ours)
+        return ""
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain JSON, with the digest."""
+        return {
+            "name": self.name,
+            "sha256": self.sha256,
+            "facts": dict(self.facts),
+            "weights": [sample.as_json() for sample in self.weights],
+        }
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> ModelIdentity:
+        """The inverse of ``as_json``.
+
+        Raises:
+            KeyError, TypeError, ValueError: a part is missing, of another kind, or the digest is
+                not that of the facts.
+        """
+        weights = tuple(WeightSample.from_json(sample) for sample in plain["weights"])
+        identity = cls(str(plain["name"]), dict(plain["facts"]), weights)
+        if identity.sha256 != plain["sha256"]:
+            raise ValueError("the model's sha256 is not that of its facts")
+        return identity
+
+
+def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
+    """What must agree between two models for one to use what was learned from the other.
+
+    Plain JSON, the same in all supported versions of transformers, and the same for a text model
+    alone and inside a multimodal one. Parameters that are None count as absent.
+
+    Raises:
+        TypeError: ``config`` is not a transformers configuration.
+    """
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"config is a {type(config).__name__}: pass model.config")
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or []
+    facts: dict[str, Any] = {
+        "model_type": text.model_type,
+        "num_hidden_layers": text.num_hidden_layers,
+        "hidden_size": text.hidden_size,
+        "num_attention_heads": text.num_attention_heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None)
+        or text.num_attention_heads,
+        "head_dim": head_dim(config),
+        # Some versions list the kinds of layers where all have full attention, others don't.
+        "layer_types": list(kinds) if set(kinds) - {"full_attention"} else None,
+        "no_rope_layers": list(getattr(text, "no_rope_layers", None) or ()) or None,
+        **_rope_facts(text),
+        "vocab_size": text.vocab_size,
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _rope_facts(text: PreTrainedConfig) -> dict[str, Any]:
+    """RoPE parameters by dotted name, numbers as floats, defaults that not all versions write
+    left out."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    parts = {kind: part for kind, part in rope.items() if isinstance(part, Mapping)}
+    parts[""] = {name: value for name, value in rope.items() if name not in parts}
+    facts = {}
+    for kind, part in sorted(parts.items()):
+        prefix = f"rope.{kind}." if kind else "rope."
+        for name, value in sorted(part.items()):
+            default = name == "partial_rotary_factor" and value == 1
+            # `type` is the old name of `rope_type`, which transformers always sets.
+            if value is not None and name != "type" and not default:
+                facts[prefix + name] = _plain(value)
+    return facts
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _in_words(name: str, theirs: Any, ours: Any) -> str:
+    if name == "model_type":
+        return f"made for a {theirs} model, this one is {ours}"
+    if name in _COUNTS:
+        return f"made for {theirs} {_COUNTS[name]}, this model has {ours}"
+    if isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
+        place = next(i for i in range(len(ours)) if theirs[i] != ours[i])
+        return f"made for {name}[{place}]={theirs[place]}, this model has {ours[place]}"
+    theirs, ours = ("none" if value is None else value for value in (theirs, ours))
+    return f"made for {name}={theirs}, this model has {ours}"

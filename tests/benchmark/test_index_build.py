@@ -1,0 +1,277 @@
+"""``hf-kvret bench index-build``: times, recall, limits, resuming, with and without faiss."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret.benchmark import index_build
+from hf_kvret.benchmark.command import MEASUREMENTS
+from hf_kvret.benchmark.index_build import expected_seconds, judge, time_builds
+from hf_kvret.benchmark.index_build_keys import LayerShape, random_layer
+from hf_kvret.benchmark.index_build_ways import Answer, MethodWay, Prompt, Way
+from hf_kvret.cli import main
+from hf_kvret.evaluation.report import write_report
+from hf_kvret.evaluation.results import Results
+from hf_kvret.recall import exact_scores, group_relevance
+from hf_kvret.registry import registered_methods
+
+SIZES = {"heads": 2, "group": 2, "dim": 32, "top-k": 16, "queries": 4, "repeats": 2}
+SMALL = [f"--{name}={value}" for name, value in SIZES.items()]
+METHODS = ["flat", "paris", "lrqk", "ctkvr"]
+
+
+def bench(*arguments: str) -> int:
+    return main(["bench", "index-build", *SMALL, "--device", "cpu", *arguments])
+
+
+def rows_of(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    return {tuple(cell.values()): row for cell, row in Results.load(file)}
+
+
+@pytest.fixture
+def prompt() -> Prompt:
+    layer = random_layer(LayerShape(2, 2, 32), 776, torch.float32, torch.device("cpu"), seed=3)
+    return Prompt.of(layer, 512, asked=8, top_k=16)
+
+
+@pytest.fixture
+def no_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+
+
+class Told(Way):
+    """Answers what it was told to; its index is the number of the build."""
+
+    name = "told"
+
+    def __init__(self, ids: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.ids, self.made = ids, 0
+
+    def prepare(self, prompt: Prompt) -> Callable[[], int]:
+        def build() -> int:
+            self.made += 1
+            return self.made
+
+        return build
+
+    def ask(self, made: int, prompt: Prompt, query: torch.Tensor) -> Answer:
+        return Answer(self.ids(query), 10.0 * query.shape[2])
+
+    def settings(self, prompt: Prompt) -> str:
+        return "as told"
+
+
+def exact_ids(prompt: Prompt, query: torch.Tensor) -> torch.Tensor:
+    relevance = group_relevance(exact_scores(query, prompt.keys, prompt.cold.scale), 2)
+    return relevance.topk(16, dim=-1).indices.int()
+
+
+def test_a_prompt_holds_its_tokens_in_a_store_and_the_queries_behind_them(prompt: Prompt) -> None:
+    assert len(prompt) == len(prompt.cold.store) == len(prompt.cold) == 512
+    assert prompt.cold.budget == 16 and bool(prompt.cold.valid.all())
+    stored = torch.cat([keys for _, keys, _ in prompt.cold.store.chunks()], dim=2)
+    assert torch.equal(stored, prompt.keys)
+    layer = random_layer(LayerShape(2, 2, 32), 776, torch.float32, torch.device("cpu"), seed=3)
+    assert torch.equal(prompt.asked, layer.queries[:, :, 768:])
+    assert torch.equal(prompt.queries, layer.queries[:, :, :768])
+    assert torch.equal(prompt.passed, layer.keys[:, :, :768])
+    assert torch.equal(prompt.keys, layer.keys[:, :, :512])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_makes_a_new_index_that_finds_keys(name: str, prompt: Prompt) -> None:
+    way = MethodWay(registered_methods()[name], top_k=16)
+    build = way.prepare(prompt)
+    first, second = build(), build()
+    assert first is not second
+    found = judge(way, second, prompt)
+    # 16 of 512 at random are 0.03; the synthetic keys are not that hard.
+    assert found["recall"] > 0.4
+    assert 0 < found["mass"] <= found["best_mass"] + 1e-6 < 1
+    if name == "flat":
+        assert found["recall"] == 1.0 and found["compared"] == 512
+        assert found["mass"] == pytest.approx(found["best_mass"], abs=1e-6)
+
+
+def test_recall_is_that_of_what_was_selected_however_queries_are_cut(
+    prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(query: torch.Tensor) -> torch.Tensor:
+        ids = exact_ids(prompt, query)
+        ids[..., 8:] = -1
+        return ids
+
+    for most in (1 << 24, 3 * 4 * 512, 1):
+        monkeypatch.setattr(index_build, "_MOST_SCORES", most)
+        exact = judge(Told(lambda query: exact_ids(prompt, query)), 1, prompt)
+        assert exact["recall"] == 1.0
+        assert exact["mass"] == pytest.approx(exact["best_mass"], abs=1e-6)
+        found = judge(Told(half), 1, prompt)
+        assert found["recall"] == pytest.approx(0.5) and found["mass"] < exact["mass"]
+        nothing = judge(Told(lambda query: exact_ids(prompt, query) * 0 - 1), 1, prompt)
+        assert nothing["recall"] == nothing["mass"] == 0.0
+        assert nothing["best_mass"] == pytest.approx(exact["best_mass"])
+
+
+@pytest.mark.parametrize(
+    ("repeats", "limit", "builds"), [(3, 100.0, 3), (1, 100.0, 1), (5, 3.5, 3), (5, 0.1, 1)]
+)
+def test_builds_are_repeated_as_long_as_the_limit_allows(
+    repeats: int, limit: float, builds: int, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every reading of the clock is a second after the one before.
+    ticks = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    way = Told(lambda query: query)
+    index, seconds = time_builds(way.prepare(prompt), repeats, limit, prompt)
+    assert index == builds and seconds == [1.0] * builds
+
+
+def test_expected_time_follows_the_growth_that_was_seen() -> None:
+    assert expected_seconds([], 4096) is None
+    assert expected_seconds([(1024, 2.0)], 4096) == pytest.approx(8.0)
+    assert expected_seconds([(2048, 3.0), (1024, 1.0)], 4096) == pytest.approx(9.0)
+    # Never slower than linear, never quicker than quadratic.
+    assert expected_seconds([(1024, 3.0), (2048, 3.0)], 4096) == pytest.approx(6.0)
+    assert expected_seconds([(1024, 1.0), (2048, 16.0)], 4096) == pytest.approx(64.0)
+
+
+def test_without_faiss_our_methods_are_measured_and_the_table_names_the_remedy(
+    no_faiss: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, picture, table = (tmp_path / name for name in ("b.json", "b.png", "b.md"))
+    files = ["--json", str(file), "--plot", str(picture), "--table", str(table)]
+    assert bench("--context", "512,256", *files) == 0
+    rows = rows_of(file)
+    for length in (256, 512):
+        for name in METHODS:
+            row = rows[name, length]
+            low, high = row["seconds_quartiles"]
+            assert 0 < row["seconds_least"] <= low <= row["seconds"] <= high and row["timed"] == 2
+        for name in ("faiss-ivf", "faiss-hnsw", "faiss-kmeans"):
+            assert "pip install 'hf-kvret[bench]'" in rows[name, length]["skipped"]
+    assert len(rows) == 14 and picture.stat().st_size > 1000
+    text = table.read_text()
+    assert text.strip() in capsys.readouterr().out
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[4:]]
+    assert [line[0] for line in lines] == ["256"] * 7 + ["512"] * 7
+    assert {line[1]: line[4] for line in lines[:4]}["ctkvr"] == "1"
+    assert {line[1]: line[5] for line in lines[:4]}["flat"] == "1.000"
+
+
+def test_results_make_a_page(no_faiss: None, tmp_path: Path) -> None:
+    file = tmp_path / "b.json"
+    assert bench("--context", "256", "--methods", "flat", "--json", str(file)) == 0
+    page, overview = write_report(tmp_path, MEASUREMENTS)
+    assert "| flat " in page.read_text() and "b.json" in page.read_text()
+    assert "bench index-build" in overview.read_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_of_a_model_are_indexed_while_it_reads_a_text(
+    dtype: str, no_faiss: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, text = tmp_path / "b.json", tmp_path / "text.txt"
+    text.write_text(" ".join(f"Letter {number} came on a Monday." for number in range(99)))
+    some = ["--keys", "model", "--text", str(text), "--top-k", "16", "--queries", "4"]
+    given = ["--context", "256", "--dtype", dtype, "--faiss", "", "--json", str(file)]
+    assert main(["bench", "index-build", *some, *given, "--device", "cpu"]) == 0
+    results = Results.load(file)
+    assert results.setup["model"] == "reference" and results.setup["dtype"] == dtype
+    assert f"Keys of layer {results.setup['layer']}" in capsys.readouterr().out
+    rows = {cell["cache"]: row for cell, row in results}
+    assert list(rows) == METHODS
+    assert rows["flat"]["recall"] > 0.97 and min(row["recall"] for row in rows.values()) > 0.3
+
+
+def test_finished_cells_are_not_measured_again(
+    no_faiss: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "b.json"
+    some = ["--methods", "flat,lrqk", "--faiss", "", "--json", str(file)]
+    assert bench("--context", "256", *some) == 0
+    before = rows_of(file)
+    timed: list[int] = []
+
+    def noting(build: Any, repeats: int, limit: float, prompt: Prompt) -> Any:
+        timed.append(len(prompt))
+        return time_builds(build, repeats, limit, prompt)
+
+    monkeypatch.setattr(index_build, "time_builds", noting)
+    assert bench("--context", "256,512", *some) == 0
+    assert timed == [512, 512]
+    after = rows_of(file)
+    assert len(after) == 4 and before.items() <= after.items()
+
+
+def test_what_would_take_too_long_is_left_out_until_the_limit_allows_it(
+    no_faiss: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "b.json"
+    some = ["--methods", "flat,lrqk", "--faiss", "", "--json", str(file)]
+    assert bench("--context", "256", *some) == 0
+    results = Results("bench index-build", Results.load(file).setup, file)
+    slow = {"cache": "lrqk", "length": 256}
+    results.add(slow, (results.find(slow) or {}) | {"seconds": 100.0})
+    assert bench("--context", "256,512,1K", *some, "--limit", "150") == 0
+    rows = rows_of(file)
+    assert "over --limit 150 s, expected 200 s" in rows["lrqk", 512]["skipped"]
+    assert "expected 400 s" in rows["lrqk", 1024]["skipped"]
+    assert rows["flat", 512]["seconds"] > 0 and rows["flat", 1024]["seconds"] > 0
+    assert "skipped: over --limit 150 s" in capsys.readouterr().out
+    assert bench("--context", "256,512", *some, "--limit", "1000") == 0
+    assert rows_of(file)["lrqk", 512]["seconds"] > 0
+
+
+def test_memory_that_runs_out_leaves_a_row_that_says_so(
+    no_faiss: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "b.json"
+
+    def full(*given: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(index_build, "time_builds", full)
+    assert bench("--context", "256", "--methods", "flat", "--faiss", "", "--json", str(file)) == 0
+    assert rows_of(file) == {("flat", 256): {"skipped": "out of memory (no room)"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "16"], "--top-k 16 with --context 16"),
+        (["--context", "256", "--queries", "0"], "--queries 0: at least 1"),
+        (["--context", "256", "--repeats", "0"], "--repeats 0: at least 1"),
+        (["--context", "256", "--limit", "0"], "--limit 0.0: seconds"),
+        (["--context", "256", "--limit", "nan"], "--limit nan: seconds"),
+        (["--context", "256", "--methods", "faiss"], "--methods faiss: choose of flat"),
+        (["--context", "256", "--methods", "flat,flat"], "the same name twice"),
+        (["--context", "256", "--faiss", "pq"], "--faiss pq: choose of ivf"),
+        (["--context", "256", "--methods", "", "--faiss", ""], "name an index to make"),
+        (["--context", "256", "--dim", "31"], "--dim 31"),
+        (["--context", "256", "--text", "a.txt"], "--text belongs to --keys model"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_keys_do_not_go_into_the_same_file(
+    no_faiss: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "b.json"
+    some = ["--context", "256", "--methods", "flat", "--faiss", "", "--json", str(file)]
+    assert bench(*some) == 0
+    assert bench(*some, "--seed", "1") == 2
+    assert "seed was 42, now 1" in capsys.readouterr().err
+    assert json.loads(file.read_text())["setup"]["keys"] == "random"

@@ -1,0 +1,326 @@
+"""A hub on 127.0.0.1 that speaks enough of the protocol for the real huggingface_hub client.
+
+Repositories live in memory. Files that end in ``.safetensors`` go through LFS: their download is a
+redirect to a store of blobs, their upload a batch request and a PUT. Every request is written down.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import yaml
+
+
+@dataclass
+class Repository:
+    """Commits by sha, each with the bytes of its files; branches and pull requests by name."""
+
+    private: bool = False
+    gated: bool = False
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+
+    def commit(self, ref: str, files: dict[str, bytes], message: str, parent: str = "") -> str:
+        """Put ``files`` on top of ``parent`` (a ref, ``ref`` itself if empty); the new sha."""
+        before = self.commits.get(self.refs.get(parent or ref, ""), {})
+        sha = hashlib.sha1(f"{id(self)} {len(self.commits)}".encode()).hexdigest()
+        self.commits[sha] = {**before, **files}
+        self.refs[ref] = sha
+        self.messages.append(message)
+        return sha
+
+    def files(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        """``(sha, files)`` of a branch or a commit; None if there is none."""
+        sha = self.refs.get(revision, revision)
+        return (sha, self.commits[sha]) if sha in self.commits else None
+
+
+class FakeHub(ThreadingHTTPServer):
+    """The server; ``url`` is its endpoint. Use it as a context manager.
+
+    Attributes:
+        repositories: by id.
+        users: name by token.
+        requests: method and path of each, in order.
+        faults: exceptions in handlers, which a test must find empty.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repositories: dict[str, Repository] = {}
+        self.users = {"hf_alice": "alice", "hf_bob": "bob"}
+        self.blobs: dict[str, bytes] = {}
+        self.requests: list[str] = []
+        self.faults: list[BaseException] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        # The store of blobs is another host, as a CDN is: the client keeps its token from it.
+        self.store = f"http://localhost:{self.server_address[1]}"
+
+    def __enter__(self) -> FakeHub:
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def add(self, repo_id: str, files: dict[str, bytes], ref: str = "main", **kind: bool) -> str:
+        """Commit ``files`` to ``repo_id``, which is made if needed; the commit's sha."""
+        repository = self.repositories.setdefault(repo_id, Repository(**kind))
+        self.blobs |= {_sha256(content): content for content in files.values()}
+        return repository.commit(ref, files, "added by the test")
+
+    def bodies(self) -> list[str]:
+        """The downloads so far: requests that sent the content of a file."""
+        return [line for line in self.requests if re.match(r"GET /(blobs/|.*/resolve/)", line)]
+
+
+class _Refusal(Exception):
+    def __init__(self, status: int, code: str = "", message: str = "", **more: str) -> None:
+        self.status, self.code, self.message, self.more = status, code, message, more
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FakeHub
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    do_HEAD = do_POST = do_PUT = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep the tests' output clean."""
+
+    def _serve(self) -> None:
+        path = urlsplit(self.path).path
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.requests.append(f"{self.command} {path}")
+        try:
+            user = self._user()
+            for command, pattern, action in _ROUTES:
+                match = re.fullmatch(pattern, path)
+                if match and self.command in command.split():
+                    action(self, user, **{k: unquote(v) for k, v in match.groupdict().items()})
+                    return
+            raise _Refusal(404, "NoRoute", f"{self.command} {path}")
+        except _Refusal as refusal:
+            headers = {"X-Error-Code": refusal.code, "X-Error-Message": refusal.message}
+            headers = {name: text for name, text in headers.items() if text}
+            self._send({"error": refusal.message, **refusal.more}, refusal.status, headers)
+        except (KeyError, ValueError, TypeError) as fault:
+            self.server.faults.append(fault)
+            self._send({"error": repr(fault)}, 500)
+
+    def _send(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _user(self) -> str | None:
+        scheme = self.headers.get("Authorization")
+        if scheme is None:
+            return None
+        user = self.server.users.get(scheme.removeprefix("Bearer "))
+        if user is None:
+            raise _Refusal(401, message="Invalid credentials in Authorization header")
+        return user
+
+    def _repository(self, user: str | None, repo: str, *, write: bool = False) -> Repository:
+        repository = self.server.repositories.get(repo)
+        owner = user is not None and repo.split("/")[0] == user
+        if repository is None or (repository.private and not owner):
+            # The hub does not tell strangers whether a repository is private or absent.
+            raise _Refusal(404 if user else 401, "RepoNotFound", "Repository not found")
+        if repository.gated and not owner:
+            raise _Refusal(403, "GatedRepo", "Access to this model is restricted")
+        if write and not owner:
+            raise _Refusal(403 if user else 401, message="No write access to this repository")
+        return repository
+
+    def _commit(self, repository: Repository, revision: str) -> tuple[str, dict[str, bytes]]:
+        found = repository.files(revision)
+        if found is None:
+            raise _Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return found
+
+    # Reading
+
+    def info(self, user: str | None, repo: str, revision: str = "main") -> None:
+        repository = self._repository(user, repo)
+        sha, files = self._commit(repository, revision)
+        siblings = [{"rfilename": name} for name in files]
+        self._send({"id": repo, "sha": sha, "private": repository.private, "siblings": siblings})
+
+    def tree(self, user: str | None, repo: str, revision: str) -> None:
+        _, files = self._commit(self._repository(user, repo), revision)
+        self._send([_entry(name, content) for name, content in files.items()])
+
+    def resolve(self, user: str | None, repo: str, revision: str, name: str) -> None:
+        sha, files = self._commit(self._repository(user, repo), revision)
+        headers = {"X-Repo-Commit": sha}
+        if name not in files:
+            raise _Refusal(404, "EntryNotFound", f"{name} does not exist")
+        content = files[name]
+        if not _is_large(name):
+            self._send(content, headers={**headers, "ETag": f'"{_git_id(content)}"'})
+            return
+        digest = _sha256(content)
+        headers |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(len(content))}
+        self._send(b"", 302, {**headers, "Location": f"{self.server.store}/blobs/{digest}"})
+
+    def blob(self, user: str | None, digest: str) -> None:
+        if user is not None:
+            raise _Refusal(400, message="the token of the hub was sent to another host")
+        self._send(self.server.blobs[digest], headers={"ETag": f'"{digest}"'})
+
+    # Writing
+
+    def create(self, user: str | None) -> None:
+        wish = json.loads(self.body)
+        if user is None:
+            raise _Refusal(401, message="Invalid username or password.")
+        owner = wish.get("organization") or user
+        repo = f"{owner}/{wish['name']}"
+        if owner != user:
+            raise _Refusal(403, message=f"No rights to create a model under {owner}")
+        url = f"{self.server.url}/{repo}"
+        if repo in self.server.repositories:
+            raise _Refusal(409, message="You already created this model repo", url=url)
+        private = bool(wish.get("private")) or wish.get("visibility") == "private"
+        self.server.add(repo, {".gitattributes": b"*.safetensors filter=lfs\n"}, private=private)
+        self._send({"url": url, "name": repo, "id": repo})
+
+    def branch(self, user: str | None, repo: str, revision: str) -> None:
+        repository = self._repository(user, repo, write=True)
+        if revision in repository.refs:
+            raise _Refusal(409, message="Reference already exists")
+        repository.refs[revision] = repository.refs["main"]
+        self._send({})
+
+    def validate_yaml(self, user: str | None) -> None:
+        text = json.loads(self.body)["content"]
+        metadata = yaml.safe_load(text.split("---")[1])
+        errors = [] if isinstance(metadata, dict) else [{"message": "metadata is no mapping"}]
+        self._send({"errors": errors, "warnings": []}, 400 if errors else 200)
+
+    def preupload(self, user: str | None, repo: str, revision: str) -> None:
+        # Who may read a repository may open a pull request there.
+        pull_request = "create_pr=1" in urlsplit(self.path).query
+        repository = self._repository(user, repo, write=not pull_request)
+        _, files = self._commit(repository, revision)
+        answers = [
+            {
+                "path": wish["path"],
+                "uploadMode": "lfs" if _is_large(wish["path"]) else "regular",
+                "shouldIgnore": False,
+                "oid": _entry(wish["path"], files[wish["path"]])["oid"]
+                if wish["path"] in files
+                else None,
+            }
+            for wish in json.loads(self.body)["files"]
+        ]
+        self._send({"files": answers})
+
+    def batch(self, user: str | None, repo: str) -> None:
+        self._repository(user, repo)
+        objects = []
+        for wish in json.loads(self.body)["objects"]:
+            answer = {"oid": wish["oid"], "size": wish["size"]}
+            if wish["oid"] not in self.server.blobs:
+                upload = {"href": f"{self.server.store}/blobs/{wish['oid']}"}
+                verify = {"href": f"{self.server.url}/verify"}
+                answer["actions"] = {"upload": upload, "verify": verify}
+            objects.append(answer)
+        self._send({"transfer": "basic", "objects": objects})
+
+    def put_blob(self, user: str | None, digest: str) -> None:
+        if _sha256(self.body) != digest:
+            raise _Refusal(400, message="content does not have the announced sha256")
+        self.server.blobs[digest] = self.body
+        self._send({})
+
+    def verify(self, user: str | None) -> None:
+        if json.loads(self.body)["oid"] not in self.server.blobs:
+            raise _Refusal(404, message="no such object")
+        self._send({})
+
+    def commit(self, user: str | None, repo: str, revision: str) -> None:
+        pull_request = "create_pr=1" in urlsplit(self.path).query
+        repository = self._repository(user, repo, write=not pull_request)
+        self._commit(repository, revision)
+        files, message = {}, ""
+        for line in self.body.splitlines():
+            entry = json.loads(line)
+            value = entry["value"]
+            if entry["key"] == "header":
+                message = value["summary"]
+            elif entry["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            else:
+                files[value["path"]] = self.server.blobs[value["oid"]]
+        ref = "refs/pr/1" if pull_request else revision
+        sha = repository.commit(ref, files, message, parent=revision)
+        answer = {"commitUrl": f"{self.server.url}/{repo}/commit/{sha}", "commitOid": sha}
+        if pull_request:
+            answer["pullRequestUrl"] = f"{self.server.url}/{repo}/discussions/1"
+        self._send(answer)
+
+
+_REPO, _REVISION = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
+_ROUTES: list[tuple[str, str, Callable[..., None]]] = [
+    ("GET", rf"/api/models/{_REPO}", _Handler.info),
+    ("GET", rf"/api/models/{_REPO}/revision/{_REVISION}", _Handler.info),
+    ("GET", rf"/api/models/{_REPO}/tree/{_REVISION}", _Handler.tree),
+    ("HEAD GET", rf"/{_REPO}/resolve/{_REVISION}/(?P<name>.+)", _Handler.resolve),
+    ("HEAD GET", r"/blobs/(?P<digest>\w+)", _Handler.blob),
+    ("PUT", r"/blobs/(?P<digest>\w+)", _Handler.put_blob),
+    ("POST", r"/verify", _Handler.verify),
+    ("POST", r"/api/repos/create", _Handler.create),
+    ("POST", r"/api/validate-yaml", _Handler.validate_yaml),
+    ("POST", rf"/api/models/{_REPO}/branch/{_REVISION}", _Handler.branch),
+    ("POST", rf"/api/models/{_REPO}/preupload/{_REVISION}", _Handler.preupload),
+    ("POST", rf"/api/models/{_REPO}/commit/{_REVISION}", _Handler.commit),
+    ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler.batch),
+]
+
+
+def _is_large(name: str) -> bool:
+    return name.endswith(".safetensors")
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _git_id(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _entry(name: str, content: bytes) -> dict[str, Any]:
+    """A file in the listing of a commit."""
+    entry: dict[str, Any] = {"type": "file", "path": name, "size": len(content)}
+    if not _is_large(name):
+        return {**entry, "oid": _git_id(content)}
+    digest = _sha256(content)
+    pointer = (
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {len(content)}\n"
+    )
+    lfs = {"oid": digest, "size": len(content), "pointerSize": len(pointer)}
+    return {**entry, "oid": _git_id(pointer.encode()), "lfs": lfs}
