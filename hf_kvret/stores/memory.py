@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import weakref
 from abc import ABC, abstractmethod
 
 import torch
 
 _MEMORY_PAGE = 4096
+# Linux on x86 and most ARM machines; where they have another size, this is only an alignment.
+_HUGE_PAGE = 2 << 20
+# Smaller tensors gain little, and an aligned mapping takes up to a huge page of addresses more.
+_LEAST_HUGE = 2 * _HUGE_PAGE
 
 
 class PageMemory(ABC):
@@ -42,8 +48,10 @@ class DeviceMemory(PageMemory):
 class HostMemory(PageMemory):
     """Rows in host memory, pinned where there is a GPU that reads them over the bus.
 
-    Chunks are registered with CUDA at their exact size (torch's pinned allocator rounds up to a
-    power of two). Writes run on a side stream; ``wait`` orders the reader behind them.
+    Chunks of 4 MiB and more begin at a huge page, and Linux is asked for huge pages: rows at
+    random places are then read without a walk through the page tables for each. They take exactly
+    their size. Chunks are registered with CUDA at that size, too (torch's pinned allocator rounds
+    up to a power of two). Writes run on a side stream; ``wait`` orders the reader behind them.
 
     Args:
         device: where rows come from.
@@ -58,7 +66,10 @@ class HostMemory(PageMemory):
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._stream is None:
-            return torch.empty(shape, dtype=dtype)
+            size = math.prod(shape) * dtype.itemsize
+            if size < _LEAST_HUGE:
+                return torch.empty(shape, dtype=dtype, device="cpu")
+            return _mapped(size).view(dtype).view(shape)
         return _pinned(shape, dtype, self._stream)
 
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
@@ -98,17 +109,47 @@ def _pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Strea
     runtime = torch.cuda.cudart()
     size = math.prod(shape) * dtype.itemsize
     locked = -(-size // _MEMORY_PAGE) * _MEMORY_PAGE
-    raw = torch.empty(locked + _MEMORY_PAGE, dtype=torch.uint8)
-    start = -raw.data_ptr() % _MEMORY_PAGE
-    status = runtime.cudaHostRegister(raw.data_ptr() + start, locked, 0)
+    raw = _mapped(locked)
+    status = runtime.cudaHostRegister(raw.data_ptr(), locked, 0)
     if int(status) != 0:
         raise MemoryError(
             f"cudaHostRegister could not pin {size / 2**30:.1f} GiB of host memory (error "
             f"{int(status)}): raise the locked-memory limit (ulimit -l), or use store='device'"
         )
-    chunk = raw[start : start + size].view(dtype).view(shape)
+    chunk = raw[:size].view(dtype).view(shape)
     weakref.finalize(chunk, _unpin, chunk.data_ptr(), stream).atexit = False
     return chunk
+
+
+def _mapped(size: int) -> torch.Tensor:
+    """``[size]`` uint8 of the CPU in memory pages of its own; unmapped with its last view.
+
+    At its first use the system fills a page with zeros. MemoryError where it refuses.
+    """
+    huge = size >= _LEAST_HUGE
+    length = size + _HUGE_PAGE if huge else size
+    try:
+        mapping = _private_mapping(length)
+    except OSError as error:
+        raise MemoryError(
+            f"no {size / 2**30:.2f} GiB of host memory for rows ({error}): use shorter prompts or "
+            "smaller batches, or free memory"
+        ) from error
+    raw = torch.frombuffer(mapping, dtype=torch.uint8)
+    if not huge:
+        return raw
+    start = -raw.data_ptr() % _HUGE_PAGE
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Whole huge pages only: the rest would take one that it does not fill.
+        with contextlib.suppress(OSError):  # a kernel without them; the memory is good all the same
+            mapping.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE_PAGE * _HUGE_PAGE)
+    return raw[start : start + size]
+
+
+def _private_mapping(length: int) -> mmap.mmap:
+    if hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, length)
 
 
 def _unpin(address: int, stream: torch.cuda.Stream) -> None:

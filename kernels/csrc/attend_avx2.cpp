@@ -8,6 +8,8 @@ namespace {
 struct Avx2 {
     typedef __m256 V;
 
+    template <class T> static constexpr bool multiplies = false;
+    static constexpr bool few_registers = true;
     static constexpr int lanes = 8;
     static constexpr int heads = 2;   // 8 sums, 4 keys and a query in 16 registers
     static constexpr int columns = 4;
@@ -22,6 +24,15 @@ struct Avx2 {
 
     static V load(const Half *from) {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+    }
+
+    static void load_pair(const float *from, V &a, V &b) { a = load(from), b = load(from + lanes); }
+    static void load_pair(const Half *from, V &a, V &b) { a = load(from), b = load(from + lanes); }
+
+    static void load_pair(const Bf16 *from, V &a, V &b) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from));
+        a = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+        b = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(-65536)));
     }
 
     template <class T> static V load_some(const T *from, int count) {

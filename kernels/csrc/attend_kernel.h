@@ -34,16 +34,28 @@ struct Workspace {
 
     int64_t heads, query_stride, sum_stride;
     float *query, *sums, *scores, *weight_sums, *largest, *rescale;
+    // The query heads in the request.
+    const void *given = nullptr;
+    int64_t given_stride = 0;
 };
 
 template <class I, class T>
-void load_query(const hfk_request &request, const Span &span, const Workspace &space) {
-    const T *query = static_cast<const T *>(request.query);
+void load_query(const hfk_request &request, const Span &span, Workspace &space) {
+    const int64_t head = span.batch * request.query_heads + span.id_head * space.heads;
+    const T *given = static_cast<const T *>(request.query) +
+                     (head * request.queries + span.query) * request.key_dim;
+    space.given = given;
+    space.given_stride = request.queries * request.key_dim;
     for (int64_t g = 0; g < space.heads; ++g) {
-        const int64_t head = span.batch * request.query_heads + span.id_head * space.heads + g;
-        const T *from = query + (head * request.queries + span.query) * request.key_dim;
+        const T *from = given + g * space.given_stride;
         float *to = space.query + g * space.query_stride;
         int64_t d = 0;
+        for (; d + 2 * I::lanes <= request.key_dim; d += 2 * I::lanes) {
+            typename I::V a, b;
+            I::load_pair(from + d, a, b);
+            I::store(to + d, a);
+            I::store(to + d + I::lanes, b);
+        }
         for (; d + I::lanes <= request.key_dim; d += I::lanes) I::store(to + d, I::load(from + d));
         if (d < request.key_dim) {
             I::store(to + d, I::load_some(from + d, static_cast<int>(request.key_dim - d)));
@@ -105,8 +117,10 @@ template <class I, class T> struct DotTiles {
     const Workspace &space;
 
     template <int H> void operator()(int64_t g) {
-        dot_heads<I, T, H>(block, space.query + g * space.query_stride, space.query_stride, dim,
-                           space.scores + g * kBlock);
+        const Queries queries = {
+            space.query + g * space.query_stride, space.query_stride,
+            static_cast<const T *>(space.given) + g * space.given_stride, space.given_stride};
+        dot_heads<I, T, H>(block, queries, dim, space.scores + g * kBlock);
     }
 };
 
@@ -125,7 +139,7 @@ template <class I, class T> struct ValueTiles {
 template <class I, class T>
 void attend(const hfk_request &request, const Span &span, float *scratch, float *out,
             int64_t out_stride, float *lse, int64_t lse_stride) {
-    const Workspace space(request, scratch);
+    Workspace space(request, scratch);
     load_query<I, T>(request, span, space);
     const float scale = static_cast<float>(request.scale);
     const float softcap = static_cast<float>(request.softcap);
@@ -154,7 +168,17 @@ void attend(const hfk_request &request, const Span &span, float *scratch, float 
         const bool empty = total == 0.0f;
         const float factor = empty ? 0.0f : 1.0f / total;
         const float *sums = space.sums + g * space.sum_stride;
-        for (int64_t d = 0; d < request.value_dim; ++d) out[g * out_stride + d] = sums[d] * factor;
+        float *to = out + g * out_stride;
+        int64_t d = 0;
+        if constexpr (splits<T>) {
+            for (; d + 2 * I::lanes <= request.value_dim; d += 2 * I::lanes) {
+                for (int i = 0; i < I::lanes; ++i) {
+                    to[d + 2 * i] = sums[d + i] * factor;
+                    to[d + 2 * i + 1] = sums[d + I::lanes + i] * factor;
+                }
+            }
+        }
+        for (; d < request.value_dim; ++d) to[d] = sums[d] * factor;
         lse[g * lse_stride] =
             empty ? -__builtin_inff() : space.largest[g] + __builtin_logf(total);
     }
@@ -163,7 +187,7 @@ void attend(const hfk_request &request, const Span &span, float *scratch, float 
 template <class I, class T>
 void score(const hfk_request &request, const Span &span, float *scratch, float *out,
            int64_t out_stride) {
-    const Workspace space(request, scratch);
+    Workspace space(request, scratch);
     load_query<I, T>(request, span, space);
     const float scale = static_cast<float>(request.scale);
     const float softcap = static_cast<float>(request.softcap);

@@ -7,6 +7,8 @@ struct Portable {
     typedef float V __attribute__((vector_size(16)));
     typedef uint32_t U __attribute__((vector_size(16)));
 
+    template <class T> static constexpr bool multiplies = false;
+    static constexpr bool few_registers = false;
     static constexpr int lanes = 4;
     static constexpr int heads = 2;   // 8 sums, 4 keys and a query in 16 registers
     static constexpr int columns = 4;
@@ -42,6 +44,16 @@ struct Portable {
         const U size =
             (low & is_low) | (special & is_special) | (normal & ~(is_low | is_special));
         return as_float(size | ((bits & 0x8000u) << 16));
+    }
+
+    static void load_pair(const float *from, V &a, V &b) { a = load(from), b = load(from + lanes); }
+    static void load_pair(const Half *from, V &a, V &b) { a = load(from), b = load(from + lanes); }
+
+    static void load_pair(const Bf16 *from, V &a, V &b) {
+        U bits;
+        __builtin_memcpy(&bits, from, sizeof bits);
+        const V low = as_float(bits << 16), high = as_float(bits & 0xffff0000u);
+        a = kLittle ? low : high, b = kLittle ? high : low;
     }
 
     template <class T> static V load_some(const T *from, int count) {
@@ -80,6 +92,8 @@ struct Portable {
     }
 
   private:
+    static constexpr bool kLittle = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__;
+
     static V as_float(U x) { return (V)x; }
     static U as_bits(V x) { return (U)x; }
 };

@@ -69,7 +69,7 @@ struct Case {
         r.dtype = static_cast<int32_t>(pick(0, 2));
         r.threads = static_cast<int32_t>(pick(1, 8));
         do {
-            r.path = static_cast<int32_t>(pick(-1, 2));
+            r.path = static_cast<int32_t>(pick(-1, 3));
         } while (!hfk_has_path(r.path));
         element_bytes = r.dtype == HFK_FLOAT32 ? 4 : 2;
         width = r.key_dim + r.value_dim;

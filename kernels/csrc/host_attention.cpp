@@ -34,8 +34,14 @@ const Kernel *find_kernel(int32_t path) {
                    ? &avx512_kernel
                    : nullptr;
 #endif
+#ifdef HFK_X86_BF16
+    case HFK_AVX512_BF16:
+        return __builtin_cpu_supports("avx512bf16") && find_kernel(HFK_AVX512) != nullptr
+                   ? &avx512_bf16_kernel
+                   : nullptr;
+#endif
     case HFK_AUTO:
-        for (int32_t best : {HFK_AVX512, HFK_AVX2}) {
+        for (int32_t best : {HFK_AVX512_BF16, HFK_AVX512, HFK_AVX2}) {
             if (const Kernel *kernel = find_kernel(best)) return kernel;
         }
         return &portable_kernel;

@@ -32,4 +32,7 @@ extern const Kernel portable_kernel;
 #ifdef HFK_X86
 extern const Kernel avx2_kernel;
 extern const Kernel avx512_kernel;
+#ifdef HFK_X86_BF16
+extern const Kernel avx512_bf16_kernel;
+#endif
 #endif

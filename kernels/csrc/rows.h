@@ -16,6 +16,12 @@ struct Bf16 {
     uint16_t bits;
 };
 
+// Whether a pair of vectors holds elements of even number and elements of odd number, which bf16 is
+// split into more quickly than into halves; else it holds them in their order. Queries and sums of
+// values are kept in the order of pairs.
+template <class T> constexpr bool splits = false;
+template <> constexpr bool splits<Bf16> = true;
+
 // Rows of a block: all are scored, then softmaxed, then summed. Many, because asking for the first
 // lines of many rows at once lets the processor translate their addresses in parallel.
 constexpr int kBlock = 64;

@@ -138,6 +138,13 @@ def test_sequences_share_pages_only_where_memory_is_short(sequences: int) -> Non
     assert torch.equal(rows.table[sequences:], rows.table[: 5 - sequences])
 
 
+def test_rows_lie_in_the_memory_of_a_store() -> None:
+    shape = HostShape(tokens=1 << 14, heads=2, group=1, dim=16)
+    rows = make_rows(shape, torch.float32, 1, 1, seed=0)
+    assert rows.chunks[0].nbytes == 4 << 20
+    assert rows.chunks[0].data_ptr() % (2 << 20) == 0, "not where huge pages begin"
+
+
 def test_ways_take_turns_and_warm_up_calls_do_not_count() -> None:
     called: list[str] = []
     seen: list[int] = []
@@ -155,6 +162,19 @@ def test_ways_take_turns_and_warm_up_calls_do_not_count() -> None:
     turns = ["".join(called[start : start + 3]) for start in range(0, len(called), 3)]
     assert len(turns) == WARMUP + 4 and turns[WARMUP:] == ["abc", "bca", "cab", "abc"]
     assert len(set(seen)) == len(seen)
+
+
+def test_a_slow_way_takes_part_in_one_turn_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_ways, "SLOW_SECONDS", 0.02)
+    rows = make_rows(SHAPE, torch.float32, 1, 1, seed=1)
+
+    def sleep(duration: float, *given: Any) -> torch.Tensor:
+        time.sleep(duration)
+        return torch.empty(0)
+
+    ways = {"slow": partial(sleep, 0.03), "quick": partial(sleep, 0.0)}
+    seconds = time_ways(ways, rows.chunks[0], rows, lambda: torch.empty(0), 6)
+    assert {name: len(taken) for name, taken in seconds.items()} == {"slow": 2, "quick": 6}
 
 
 def test_a_call_waits_until_threads_of_the_one_before_are_calm(

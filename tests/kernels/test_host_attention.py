@@ -230,17 +230,18 @@ def test_rows_and_pages_that_no_id_names_may_hold_anything(place: dict[str, Any]
     check(place, random_query(rows, 4), rows, ids)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), NEVER])
 @pytest.mark.parametrize("half", ["key", "value"])
 def test_what_is_not_finite_stays_in_the_queries_that_read_it(
-    place: dict[str, Any], half: str, bad: float
+    place: dict[str, Any], half: str, bad: float, dtype: torch.dtype
 ) -> None:
-    rows = paged((20,), batch=1)
+    rows = paged((20,), batch=1, dims=(32, 32), dtype=dtype)
     ids = random_ids(rows, 2, 2, 100, holes=0.0)
     ids[ids == 11] = -1
     ids[0, 1, 0, 37] = 11
     page = int(rows.table[0, 11 // 8])
-    columns = slice(0, 1) if half == "key" else slice(16, 17)
+    columns = slice(0, 1) if half == "key" else slice(32, 33)
     query = random_query(rows, 4, 2).abs()
     before, _ = host_attention(query, rows, ids, scale=0.3, threads=3, **place)
     rows.chunks[0][page, 1, 11 % 8, columns] = bad
@@ -276,6 +277,15 @@ def test_two_halves_merge_to_the_whole(place: dict[str, Any]) -> None:
     out = sum((part[1] - total).exp().unsqueeze(-1) * part[0] for part in parts)
     torch.testing.assert_close(total, whole[1], rtol=0, atol=FP32_ERROR)
     torch.testing.assert_close(out, whole[0], rtol=0, atol=FP32_ERROR)
+
+
+def test_numbers_near_zero_and_near_the_largest(place: dict[str, Any]) -> None:
+    rows = paged(dims=(64, 64), dtype=torch.bfloat16)
+    rows.chunks[0][..., :64:2] *= 1e-39
+    rows.chunks[0][..., 1:64:2] *= 2.0**60
+    rows.chunks[0][..., 64::2] *= 1e-39
+    query = random_query(rows, 4) * 2.0**-60
+    check(place, query, rows, random_ids(rows, 2, 1, 40))
 
 
 @pytest.mark.parametrize("path", list(library.PATHS))

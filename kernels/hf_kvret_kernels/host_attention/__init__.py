@@ -46,13 +46,14 @@ def host_attention(
             no more than the process has processors. The naive backend uses torch's threads.
         backend: ``"cpp"``, the compiled library; ``"naive"``, torch; ``"auto"``, the library
             where there is one.
-        path: ``"avx512"``, ``"avx2"`` or ``"portable"`` code of the library, which it then needs;
-            None for the best that the processor runs.
+        path: ``"avx512_bf16"``, ``"avx512"``, ``"avx2"`` or ``"portable"`` code of the library,
+            which it then needs; None for the best that the processor runs.
 
     Returns:
         ``out [B, Hq, Q, Dv]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log). A query without rows
         has out 0 and lse -inf. All arithmetic is fp32; exp is accurate to 1e-6 relative, and
-        weights below exp(-87.3) of the largest are 0. NaN or Inf in a row make the queries that
+        weights below exp(-87.3) of the largest are 0. With ``"avx512_bf16"``, elements of bf16
+        queries and keys below 2^-126 count as 0. NaN or Inf in a row make the queries that
         read it NaN or Inf, and no others.
 
     Raises:
@@ -143,9 +144,9 @@ def _check(query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, softcap: flo
     check_attention_inputs(query=query)
     rows.check_ids(ids)
     batch, heads, queries, width = query.shape
-    places = {"query": query, "the page table": rows.table, "the rows": rows.chunks[0]}
-    for name, tensor in places.items():
-        if tensor.device.type != "cpu":
+    places = (("query", query), ("the page table", rows.table), ("the rows", rows.chunks[0]))
+    for name, tensor in places:
+        if not tensor.is_cpu:
             raise ValueError(
                 f"{name} is on {tensor.device}: host attention reads host memory, copy it to the "
                 "CPU or use gather_attention"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,39 +21,15 @@ PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
 VERSION = 1
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
-PATHS = {"avx512": 2, "avx2": 1, "portable": 0}
+PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _AUTO = -1
 _NO_MEMORY = 1
 
-_POINTERS = ("query", "ids", "table", "pages", "out", "lse")
-_SIZES = (
-    "batch",
-    "query_heads",
-    "id_heads",
-    "kv_heads",
-    "queries",
-    "count",
-    "key_dim",
-    "value_dim",
-    "max_pages",
-    "page_len",
-)
-
-
-class Request(ctypes.Structure):
-    """``hfk_request`` of ``csrc/hf_kvret_host.h``."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in _SIZES),
-        ("scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),
-        ("dtype", ctypes.c_int32),
-        ("path", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    )
+# hfk_request of csrc/hf_kvret_host.h: six addresses, ten sizes, scale and softcap, and dtype, path,
+# threads and a reserved number. Packed in one call: to fill a ctypes.Structure field by field takes
+# so long that it shows where few rows are read.
+_REQUEST = struct.Struct("@6P10q2d4i")
 
 
 def run(
@@ -79,30 +56,32 @@ def run(
     # These must live until the call is over: the request has only their addresses.
     query, ids, table = query.contiguous(), ids.contiguous(), rows.table.contiguous()
     pages = rows.addresses().contiguous()
-    request = Request(
-        query=query.data_ptr(),
-        ids=ids.data_ptr(),
-        table=table.data_ptr(),
-        pages=pages.data_ptr(),
-        out=out.data_ptr(),
-        lse=None if lse is None else lse.data_ptr(),
-        batch=query.shape[0],
-        query_heads=query.shape[1],
-        id_heads=ids.shape[1],
-        kv_heads=rows.heads,
-        queries=query.shape[2],
-        count=ids.shape[3],
-        key_dim=rows.key_dim,
-        value_dim=rows.value_dim,
-        max_pages=table.shape[1],
-        page_len=rows.page_len,
-        scale=scale,
-        softcap=softcap or 0.0,
-        dtype=DTYPES[rows.dtype],
-        path=_AUTO if path is None else PATHS[path],
-        threads=threads,
+    batch, query_heads, queries, key_dim = query.shape
+    request = _REQUEST.pack(
+        query.data_ptr(),
+        ids.data_ptr(),
+        table.data_ptr(),
+        pages.data_ptr(),
+        out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        batch,
+        query_heads,
+        ids.shape[1],
+        rows.heads,
+        queries,
+        ids.shape[3],
+        key_dim,
+        rows.value_dim,
+        table.shape[1],
+        rows.page_len,
+        scale,
+        softcap or 0.0,
+        DTYPES[query.dtype],
+        _AUTO if path is None else PATHS[path],
+        threads,
+        0,
     )
-    status = getattr(load(), function)(ctypes.byref(request))
+    status = getattr(load(), function)(request)
     if status == _NO_MEMORY:
         raise MemoryError(
             f"no room for the work space of {threads} threads: free memory, or use fewer threads"
@@ -174,7 +153,7 @@ def _open(override: str | None) -> ctypes.CDLL | str:
     if version != VERSION:
         return f"{file} has version {version}, this code needs {VERSION}: {remedy}"
     for name in ("hfk_attend", "hfk_scores"):
-        getattr(library, name).argtypes = [ctypes.POINTER(Request)]
+        getattr(library, name).argtypes = [ctypes.c_char_p]
     library.hfk_exp.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     return library
 

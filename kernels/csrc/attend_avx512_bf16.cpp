@@ -1,0 +1,37 @@
+// AVX-512 and its BF16: bf16 keys are multiplied with bf16 queries as they are, two products in each
+// lane. Products are exact and sums are fp32; numbers below 2^-126 count as 0. Other types of rows
+// go to the code for AVX-512.
+#include <type_traits>
+
+#include "avx512.h"
+
+namespace {
+
+struct Avx512Bf16 : Avx512 {
+    template <class T> static constexpr bool multiplies = std::is_same_v<T, Bf16>;
+
+    typedef __m512bh Pair;
+
+    static Pair load_bits(const Bf16 *from) {
+        return reinterpret_cast<Pair>(_mm512_loadu_si512(from));
+    }
+
+    static V multiply_add(Pair a, Pair b, V sum) { return _mm512_dpbf16_ps(sum, a, b); }
+};
+
+void attend_any(const hfk_request &request, const Span &span, float *scratch, float *out,
+                int64_t out_stride, float *lse, int64_t lse_stride) {
+    auto *run = request.dtype == HFK_BFLOAT16 ? attend<Avx512Bf16, Bf16> : avx512_kernel.attend;
+    run(request, span, scratch, out, out_stride, lse, lse_stride);
+}
+
+void score_any(const hfk_request &request, const Span &span, float *scratch, float *out,
+               int64_t out_stride) {
+    auto *run = request.dtype == HFK_BFLOAT16 ? score<Avx512Bf16, Bf16> : avx512_kernel.score;
+    run(request, span, scratch, out, out_stride);
+}
+
+} // namespace
+
+const Kernel avx512_bf16_kernel = {Workspace::floats, attend_any, score_any,
+                                   Entry<Avx512>::exp_all};

@@ -1,0 +1,188 @@
+"""HostMemory's chunks: where they begin, what the system is asked, and how long they live."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret.stores import memory
+from hf_kvret.stores.memory import HostMemory
+
+CPU = torch.device("cpu")
+HUGE_PAGE = 2 << 20
+# Not a whole number of huge pages, nor of pages: 6 MiB and 192 bytes.
+LARGE = (3, (2 << 20) // 2 + 32)
+LARGE_DTYPE = torch.bfloat16
+SMALL = (3, 5)
+
+needs_linux = pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(), reason="the mappings of a process are not to be seen"
+)
+
+
+def _mapping(address: int) -> dict[str, str]:
+    """What the system says of the mapping that holds ``address``; empty where there is none."""
+    found: dict[str, str] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            low, high = (int(part, 16) for part in name.split("-"))
+            inside = low <= address < high
+            if inside:
+                found["start"], found["end"] = str(low), str(high)
+        elif inside:
+            found[name[:-1]] = rest.strip()
+    return found
+
+
+@pytest.mark.parametrize("shape", [LARGE, SMALL, (0, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_chunks_have_the_shape_that_was_asked_for(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    with torch.device("meta"):
+        chunk = HostMemory(CPU).allocate(shape, dtype)
+    assert (tuple(chunk.shape), chunk.dtype, chunk.device) == (shape, dtype, CPU)
+    assert chunk.is_contiguous()
+    numbers = torch.arange(chunk.numel()).remainder(200).to(dtype).view(shape)
+    chunk.copy_(numbers)
+    assert torch.equal(chunk, numbers)
+
+
+def test_large_chunks_begin_at_a_huge_page() -> None:
+    held = [HostMemory(CPU).allocate(LARGE, LARGE_DTYPE) for _ in range(3)]
+    assert [chunk.data_ptr() % HUGE_PAGE for chunk in held] == [0, 0, 0]
+    ends = sorted((chunk.data_ptr(), chunk.data_ptr() + chunk.nbytes) for chunk in held)
+    assert all(first[1] <= second[0] for first, second in pairwise(ends))
+
+
+@needs_linux
+def test_huge_pages_are_asked_for_and_for_no_more_than_the_chunk() -> None:
+    chunk = HostMemory(CPU).allocate(LARGE, LARGE_DTYPE)
+    first = _mapping(chunk.data_ptr())
+    if "VmFlags" not in first:
+        pytest.skip("this kernel does not tell what was asked")
+    assert "hg" in first["VmFlags"].split()
+    assert int(first["end"]) == chunk.data_ptr() + chunk.nbytes // HUGE_PAGE * HUGE_PAGE
+    tail = _mapping(chunk.data_ptr() + chunk.nbytes - 1)
+    assert "hg" not in tail["VmFlags"].split()
+
+
+@needs_linux
+def test_memory_lives_as_long_as_a_view_and_no_longer() -> None:
+    chunk = HostMemory(CPU).allocate(LARGE, LARGE_DTYPE).fill_(3.0)
+    address, view = chunk.data_ptr(), chunk[1, 7:9]
+    del chunk
+    gc.collect()
+    assert view.tolist() == [3.0, 3.0]
+    held = _mapping(address)
+    assert held
+    if "VmFlags" not in held:
+        pytest.skip("this kernel does not tell what was asked")
+    assert "hg" in held["VmFlags"].split()
+    del view
+    gc.collect()
+    # Another mapping may have taken the place; it was not asked to be huge.
+    assert "hg" not in _mapping(address).get("VmFlags", "").split()
+
+
+@pytest.mark.parametrize("how", ["unknown", "refused"])
+def test_a_system_without_huge_pages_gives_good_memory(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    class Refusing(mmap.mmap):
+        def madvise(self, *options: int) -> None:
+            asked.extend(options)
+            raise OSError(22, "Invalid argument")
+
+    if how == "unknown":
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    elif not hasattr(mmap, "MADV_HUGEPAGE"):
+        pytest.skip("nothing to refuse")
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    chunk = HostMemory(CPU).allocate(LARGE, LARGE_DTYPE).fill_(2.0)
+    assert bool(asked) == (how == "refused")
+    assert chunk.float().sum().item() == 2.0 * chunk.numel()
+
+
+@pytest.mark.skipif(sys.maxsize < 2**40, reason="sizes beyond the address space are not to be had")
+def test_what_does_not_fit_is_refused_with_a_remedy() -> None:
+    with pytest.raises(MemoryError, match=r"GiB of host memory.*use shorter prompts"):
+        HostMemory(CPU).allocate((1 << 52,), torch.uint8)
+
+
+class _Driver:
+    """Stands in for the CUDA runtime: notes what is registered."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.registered: dict[int, int] = {}
+        self._status = status
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert flags == 0
+        self.registered[address] = size
+        return self._status
+
+    def cudaHostUnregister(self, address: int) -> None:
+        if address in self.registered:
+            del self.registered[address]
+        else:
+            raise AssertionError(f"{address} was not registered")
+
+
+def _drive(monkeypatch: pytest.MonkeyPatch, driver: _Driver) -> Any:
+    """A stream of a GPU that is not there."""
+    stream = SimpleNamespace(synchronize=lambda: None, device=None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    return stream
+
+
+@pytest.mark.parametrize("shape", [LARGE, SMALL], ids=str)
+def test_pinned_chunks_are_registered_at_their_size_while_they_live(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = _Driver()
+    chunk = memory._pinned(shape, LARGE_DTYPE, _drive(monkeypatch, driver)).fill_(1.0)
+    assert tuple(chunk.shape) == shape
+    (address, size), *others = driver.registered.items()
+    assert not others
+    assert address == chunk.data_ptr()
+    assert address % (HUGE_PAGE if shape == LARGE else 4096) == 0
+    assert 0 <= size - chunk.nbytes < 4096
+    assert size % 4096 == 0
+    del chunk
+    gc.collect()
+    assert not driver.registered
+
+
+def test_memory_that_can_not_be_pinned_is_refused_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = _drive(monkeypatch, _Driver(status=2))
+    with pytest.raises(MemoryError, match="ulimit -l"):
+        memory._pinned(SMALL, LARGE_DTYPE, stream)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [LARGE, SMALL], ids=str)
+def test_a_gpu_copies_from_and_to_pinned_chunks(shape: tuple[int, ...]) -> None:
+    device = torch.device("cuda")
+    host = HostMemory(device)
+    chunk = host.allocate(shape, LARGE_DTYPE)
+    assert chunk.is_pinned()
+    numbers = torch.randn(shape, device=device).to(LARGE_DTYPE)
+    host.write(chunk, numbers)
+    host.wait()
+    assert torch.equal(chunk.to(device, non_blocking=True), numbers)
