@@ -1,5 +1,5 @@
-"""Patches of transformers that no public seam replaces, one module each.
+"""The patches of transformers that hf_kvret needs, all of them.
 
-Every module has ``apply()`` and ``restore()``: applying twice changes nothing more, and
-restoring puts back the very objects that were there. Importing this package applies nothing.
+``generation`` has ``apply()`` and ``restore()``; ``taps`` is a context manager that leaves nothing
+behind; ``rope`` and its neighbours patch nothing: they say how a model rotates.
 """

@@ -19,6 +19,7 @@ from hf_kvret.methods.ctkvr.pool import QueryPool
         ({"probes": 2.5}, TypeError, "probes must be an int"),
         ({"update": -1}, ValueError, "update=-1"),
         ({"choice": "newest"}, ValueError, "'last' or 'random'"),
+        ({"update_lists": "some"}, ValueError, "'all' or 'recalled'"),
         ({"rerank": "exact"}, ValueError, "'auto' or 'cpu'"),
         ({"rerank": "cpu"}, ValueError, "store='cpu'"),
         ({"causal": 1}, TypeError, "causal must be True or False"),
@@ -41,6 +42,7 @@ def test_the_numbers_of_the_paper() -> None:
     assert [paper.list_len(131_072, b) for b in (512, 1024)] == [1280, 2560]
     assert (paper.probes, paper.update, paper.choice, paper.rerank) == (4, 1, "last", "auto")
     assert (paper.pending, paper.coverage, paper.questions) == (0, 0.0, False)
+    assert paper.update_lists == "recalled"
 
 
 def test_codes_are_refused_for_heads_that_have_none() -> None:

@@ -97,6 +97,11 @@ def _paper(**changes: Any) -> CTkvrConfig:
     return CTkvrConfig.paper(max_draft=4, **changes)
 
 
+def _at_once(**changes: Any) -> CTkvrConfig:
+    """Every query becomes a centroid at once, with what it recalled."""
+    return _options(**{"update": 1, "update_lists": "recalled", **changes})
+
+
 def _query(seed: int, batch: int = 2, count: int = 1) -> torch.Tensor:
     return _normal(seed, batch, HEADS, count, DIM)
 
@@ -141,17 +146,30 @@ def test_prompt_tokens_are_found_after_the_fifo_turned_over_with_a_refresh_and_l
     None
 ):
     found = {}
-    for name, options in (("ours", _options()), ("paper", _paper())):
+    for name, options in (("refreshed", _at_once()), ("paper", _paper())):
         run, other = _after_many_steps(options)
         run.flush(0.01 * _query(7, count=4))
         before = run.index.stats()["list_builds"]
         found[name] = run.recall(other)
-        assert run.index.stats()["list_builds"] - before == (1 if name == "ours" else 0)
-    assert found["ours"] > 0.9 and found["paper"] < 0.6
+        assert run.index.stats()["list_builds"] - before == (1 if name == "refreshed" else 0)
+    assert found["refreshed"] > 0.9 and found["paper"] < 0.6
+
+
+def test_queries_of_steps_get_lists_over_all_keys_at_the_next_flush() -> None:
+    run = Run(_options(update=1, coverage=0.0))
+    for step in range(2 * _options().centroids_for(PROMPT)):
+        run.step(_query(5) + 0.1 * _query(100 + step))
+    other = _query(6)
+    run.step(other)
+    assert run.recall(other) < 0.9 and run.index.stats()["list_builds"] == 1
+    run.flush(0.01 * _query(7, count=4))
+    assert run.recall(other) == 1.0 and run.index.stats()["list_builds"] == 2
+    run.step(other)
+    assert run.index.stats()["list_builds"] == 2
 
 
 def test_all_keys_are_read_again_only_after_a_flush() -> None:
-    run, other = _after_many_steps(_options())
+    run, other = _after_many_steps(_at_once())
     readings = run.store.readings
     assert readings == 1
     run.step(other)
@@ -190,7 +208,7 @@ def test_drafts_do_not_read_all_keys_every_time() -> None:
 
 
 def test_the_newest_centroids_are_those_that_count() -> None:
-    run = Run(_options(centroids=8))
+    run = Run(_at_once(centroids=8))
     for step in range(21):
         run.step(_query(10 + step))
     queue = run.index._keeper.queue
@@ -203,7 +221,7 @@ def test_the_newest_centroids_are_those_that_count() -> None:
 
 @pytest.mark.parametrize(("update", "expected"), [(0, 0), (1, 12), (5, 2)])
 def test_every_so_many_steps_a_query_joins(update: int, expected: int) -> None:
-    run = Run(_options(update=update))
+    run = Run(_at_once(update=update))
     for step in range(13):
         run.step(_query(10 + step))
     assert run.index._keeper.queue is not None

@@ -2,6 +2,7 @@
 
 from hf_kvret.evaluation.task import Task
 from hf_kvret.evaluation.tasks.agreement import Agreement
+from hf_kvret.evaluation.tasks.ctkvr_ablation import CTkvrAblation
 from hf_kvret.evaluation.tasks.longbench import LongBench
 from hf_kvret.evaluation.tasks.longgen import LongGeneration
 from hf_kvret.evaluation.tasks.lrqk_factors import LRQKFactors
@@ -25,5 +26,6 @@ TASKS: dict[str, type[Task]] = {
         Misses,
         ParisAblation,
         LRQKFactors,
+        CTkvrAblation,
     )
 }

@@ -12,6 +12,7 @@ _LARGEST_HEAD = 256
 _CHOICES = {
     "choice": ("last", "random", "first", "even"),
     "rerank": ("auto", "cpu", "device", "codes", "lists"),
+    "update_lists": ("all", "recalled"),
 }
 
 
@@ -33,6 +34,8 @@ class CTkvrConfig(RetrievalConfig):
         causal: at the first build, a centroid lists no key that comes after it.
         update: every so many decoded tokens one becomes a centroid, and the oldest is dropped; 0
             for never.
+        update_lists: what its list is made from: ``"all"`` keys, at the next flush; ``"recalled"``
+            keys, at once.
         pending: tokens that left the window and are in no list yet are recalled by every query;
             when there are more than this, all lists are made anew. 0: they are not recalled.
         coverage: lists are made anew when the share of the cold tokens that is in any list falls
@@ -49,7 +52,8 @@ class CTkvrConfig(RetrievalConfig):
     probes: int = 4
     rerank: str = "auto"
     causal: bool = True
-    update: int = 1
+    update: int = 8
+    update_lists: str = "all"
     pending: int = 2048
     coverage: float = 0.5
     questions: bool = True
@@ -108,5 +112,12 @@ class CTkvrConfig(RetrievalConfig):
     @classmethod
     def paper(cls, **changes: Any) -> Self:
         """The published algorithms: nothing but the FIFO changes the lists."""
-        published = {"causal": False, "pending": 0, "coverage": 0.0, "questions": False}
+        published = {
+            "causal": False,
+            "update": 1,
+            "update_lists": "recalled",
+            "pending": 0,
+            "coverage": 0.0,
+            "questions": False,
+        }
         return cls.from_options(**{**published, **changes})

@@ -40,13 +40,14 @@ class CTkvrIndex(Index):
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
         self._pool = QueryPool(options.choice, options.centroids, options.seed)
-        # Queries of a question that have no lists yet.
+        # Queries that have no lists yet: of a question, and of steps since the last flush.
         self._asked = QueryPool("last", options.centroids)
+        self._answered = QueryPool("last", options.centroids)
         self._keeper = ListKeeper(options)
         self._rerank = _make_rerank(options)
         self._cold: ColdTokens | None = None
         self._shape: tuple[int, int] | None = None
-        # Slots [B, q] of the pass whose queries may become centroids, -1 for padding.
+        # Slots [B, q] of the pass whose queries become centroids at once, -1 for padding.
         self._passed: torch.Tensor | None = None
         self._selected: _Selected | None = None
         self._held = self._steps = 0
@@ -64,17 +65,18 @@ class CTkvrIndex(Index):
         options, count = self.options, queries.shape[2]
         rested = self._since >= _PAUSE
         self._shape = (keys.shape[1], queries.shape[1] // keys.shape[1])
-        slots = torch.arange(start, start + count, device=queries.device)
-        slots = slots.expand(len(queries), count)
-        self._passed = slots if valid is None else slots.masked_fill(~valid, -1)
+        self._passed = None
         if self._keeper.queue is None:
             if options.choice == "last":
                 self._pool.most = options.centroids_for(start + count)
             self._pool.add(queries, start, valid)
-            self._passed = None
         elif options.questions and count > 1 and (count > options.max_draft or rested):
             self._asked.add(queries, start, valid)
-            self._passed, self._since = None, 0
+            self._since = 0
+        elif options.update and count <= options.max_draft:
+            before, self._steps = self._steps, self._steps + count
+            if self._steps // options.update > before // options.update:
+                self._let_join(queries, start, valid)
         self._since += count
 
     def observe(self, block: TokenBlock) -> None:
@@ -98,8 +100,12 @@ class CTkvrIndex(Index):
             keeper.start(cold, *self._bundled(self._pool.best(options.centroids_for(len(cold)))))
             self._pool = QueryPool(options.choice, options.centroids)
         assert keeper.queue is not None
+        room = keeper.queue.room
+        if self._flushed and len(self._answered):
+            keeper.join(cold, *self._bundled(self._answered.best(room)))
+            self._answered = QueryPool("last", options.centroids)
         if len(self._asked):
-            keeper.join(cold, *self._bundled(self._asked.best(keeper.queue.room)))
+            keeper.join(cold, *self._bundled(self._asked.best(room)))
             self._asked = QueryPool("last", options.centroids)
         keeper.keep_up(cold, self._flushed)
         self._flushed = False
@@ -145,17 +151,12 @@ class CTkvrIndex(Index):
     # What is kept must be writable later: see Regions.
     @torch.inference_mode(False)
     def learn(self) -> None:
-        """Let the queries of this pass be centroids, with the best of what they recalled."""
-        selected, passed, every = self._selected, self._passed, self.options.update
+        """Let queries of this pass be centroids, with the best of what they recalled."""
+        selected, passed, queue = self._selected, self._passed, self._keeper.queue
         self._selected = self._passed = None
-        queue = self._keeper.queue
-        if selected is None or passed is None or not every or queue is None:
+        if selected is None or passed is None or queue is None:
             return
-        count = selected.queries.shape[2]
-        if passed.shape[1] != count:
-            return
-        before, self._steps = self._steps, self._steps + count
-        if self._steps // every > before // every:
+        if passed.shape[1] == selected.queries.shape[2]:
             queue.push(selected.queries, passed, selected.ids, selected.held)
 
     def candidates(self, cold_len: int, budget: int) -> int:
@@ -187,6 +188,7 @@ class CTkvrIndex(Index):
         shared = ("_shape", "_passed", "_held", "_steps", "_flushed", "_since")
         vars(twin).update({name: vars(self)[name] for name in shared})
         twin._pool, twin._asked = self._pool.fork(), self._asked.fork()
+        twin._answered = self._answered.fork()
         twin._keeper, twin._rerank = self._keeper.fork(), self._rerank.fork()
         return twin
 
@@ -230,10 +232,20 @@ class CTkvrIndex(Index):
             if mine or (part is self._rerank and self._held):
                 part.load_state_dict(mine)
 
+    def _let_join(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
+        """Note queries that become centroids: at the next flush, or when they have selected."""
+        if self.options.update_lists == "all":
+            self._answered.add(queries, start, valid)
+            return
+        slots = torch.arange(start, start + queries.shape[2], device=queries.device)
+        slots = slots.expand(len(queries), -1)
+        self._passed = slots if valid is None else slots.masked_fill(~valid, -1)
+
     def _parts(self) -> dict[str, QueryPool | ListKeeper | Rerank]:
         return {
             "pool": self._pool,
             "asked": self._asked,
+            "answered": self._answered,
             "lists": self._keeper,
             "rerank": self._rerank,
         }

@@ -1,0 +1,357 @@
+"""CTkvr taken apart: the variants are what they are called, the numbers those of the caches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret import CTkvrCache, CTkvrConfig
+from hf_kvret.cli import main
+from hf_kvret.evaluation.contexts import text_windows
+from hf_kvret.evaluation.ctkvr_study import Questions
+from hf_kvret.evaluation.ctkvr_variants import PARTS, UPDATES, Variants, centroid_count
+from hf_kvret.evaluation.results import Results
+from hf_kvret.evaluation.split_recall import SplitCTkvrCache
+from hf_kvret.evaluation.subject import Subject, load_subject
+from hf_kvret.evaluation.tasks.ctkvr_ablation import CTkvrAblation
+
+REGIONS: dict[str, Any] = {"dense_below": 0, "recent": 16, "flush": 16, "tokens_per_centroid": 8}
+CTKVR = ":".join(["ctkvr", *(f"{name}={value}" for name, value in REGIONS.items())])
+LENGTH, NEW, BUDGET, LAYERS = 300, 12, 15, 2
+VARIANTS = Variants(("1/4x", "1x", "20"), (1, 4), (1.0, 2.5), (30, 0.04))
+
+Found = dict[tuple[str, str], dict[str, Any]]
+
+
+def _run(path: Path, *arguments: str) -> Found:
+    assert main(["eval", "ctkvr-ablation", "--json", str(path), *arguments]) == 0
+    cells = json.loads(path.read_text())["cells"]
+    return {(one["cell"]["part"], one["cell"]["variant"]): one["result"] for one in cells}
+
+
+def _arguments(model: Path, text: Path) -> list[str]:
+    arguments = ["--model", str(model), "--text", str(text), "--caches", CTKVR]
+    arguments += ["--lengths", str(LENGTH), "--top-k", str(BUDGET), "--new-tokens", str(NEW)]
+    arguments += ["--step", "4", "--centroids", "1/4x,1x,20", "--probes", "1,4"]
+    arguments += ["--ratios", "1,2.5", "--budgets", "30,0.04"]
+    arguments += ["--questions", "2", "--question-tokens", "40", "--answer-tokens", "5"]
+    arguments += ["--turns", "3", "--turn-tokens", "36", "--turn-measured", "6"]
+    return [*arguments, "--long-tokens", "120", "--every", "40"]
+
+
+@pytest.fixture(scope="module")
+def subject(tiny_model_dir: Path) -> Subject:
+    return load_subject(str(tiny_model_dir))
+
+
+@pytest.fixture(scope="module")
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_text: Path
+) -> tuple[Path, Found]:
+    """A folder with the pictures and the table of all parts, and their numbers."""
+    folder = tmp_path_factory.mktemp("ablation")
+    outputs = ["--plot", str(folder / "a.png"), "--table", str(folder / "a.md")]
+    return folder, _run(folder / "a.json", *_arguments(tiny_model_dir, tiny_text), *outputs)
+
+
+def _cache(subject: Subject, **options: Any) -> CTkvrCache:
+    known = {**REGIONS, "top_k": BUDGET, "track_recall": True, "questions": False}
+    return CTkvrCache(config=subject.model.config, **{**known, **options})
+
+
+def _recalls(cache: CTkvrCache) -> list[Any]:
+    return [one for layer in cache.retrieval_layers for one in layer.counters.recalls]
+
+
+def _check_means(found: dict[str, Any], recalls: list[Any]) -> None:
+    for name in ("overlap", "mass", "best_mass"):
+        mean = sum(getattr(one, name) for one in recalls) / len(recalls)
+        assert found[name] == pytest.approx(mean, rel=1e-5), name
+
+
+def test_one_command_measures_all_parts(whole: tuple[Path, Found]) -> None:
+    folder, found = whole
+    assert set(found) == {(part, name) for part in PARTS for name in VARIANTS.names(part)}
+    for one in found.values():
+        assert 0 < one["overlap"] <= 1 and 0 < one["mass"] <= one["best_mass"] + 1e-6
+        assert 0 < one["read_ratio"] < one["candidate_ratio"] <= 1
+        assert one["rerank_ratio"] == pytest.approx(one["candidate_ratio"] / one["read_ratio"])
+    names = ("", *(f"-{part}" for part in PARTS if part != "choice"), "-generated")
+    for name in names:
+        assert (folder / f"a{name}.png").stat().st_size > 1000
+    lines = [line for line in (folder / "a.md").read_text().splitlines() if line]
+    assert all(line.startswith("|") for line in lines)
+    # A header and a rule for each table; the last part has two tables.
+    assert len(lines) == len(found) + 5 + 2 * 9
+
+
+def test_the_same_cache_has_the_same_numbers_in_every_part(
+    whole: tuple[Path, Found], subject: Subject, tiny_text: Path
+) -> None:
+    """And those of a cache that is made and followed here."""
+    found = whole[1]
+    same = [("centroids", "1x"), ("probes", "4"), ("rerank", "auto, ratio 2.5")]
+    plain = [{**found[one], "seconds_with_recall": 0} for one in same]
+    assert plain[0] == plain[1] == plain[2]
+    (window,) = text_windows(subject, "test", tiny_text, LENGTH, NEW, 1, None)
+    cache = _cache(subject)
+    with torch.inference_mode():
+        subject.model(window[None, :LENGTH], past_key_values=cache)
+        for step in window[LENGTH:].split(4):
+            subject.model(step[None], past_key_values=cache)
+    _check_means(plain[0], _recalls(cache))
+
+
+def test_a_turn_is_read_in_one_pass_and_measured_after_it(
+    whole: tuple[Path, Found], subject: Subject, tiny_text: Path
+) -> None:
+    (window,) = text_windows(subject, "test", tiny_text, LENGTH, 3 * 42, 1, None)
+    for name, options in UPDATES.items():
+        found, cache = whole[1]["update", name], _cache(subject, **options)
+        recalls, rest = [], window[LENGTH:]
+        with torch.inference_mode():
+            subject.model(window[None, :LENGTH], past_key_values=cache)
+            cache = cache.fork()
+            for number in range(3):
+                turn = rest[42 * number : 42 * (number + 1)]
+                subject.model(turn[None, :36], past_key_values=cache)
+                known = [len(layer.counters.recalls) for layer in cache.retrieval_layers]
+                for step in turn[36:].split(1):
+                    subject.model(step[None], past_key_values=cache)
+                recalls.append(
+                    [
+                        one
+                        for layer, start in zip(cache.retrieval_layers, known, strict=True)
+                        for one in layer.counters.recalls[start:]
+                    ]
+                )
+        assert [one["end"] for one in found["stretches"]] == [6, 12, 18]
+        for stretch, own in zip(found["stretches"], recalls, strict=True):
+            _check_means(stretch, own)
+        # With questions, each turn's queries get lists over all keys; of steps, those that wait.
+        if "all keys" not in name:
+            assert found["list_builds"] == (3 * LAYERS if "questions" in name else 0)
+        elif "every 8" in name:
+            assert found["list_builds"] > (3 * LAYERS if "questions" in name else 0)
+
+
+def test_a_question_repeats_a_passage_and_its_continuation_is_measured(
+    whole: tuple[Path, Found], subject: Subject, tiny_text: Path
+) -> None:
+    (window,) = text_windows(subject, "test", tiny_text, LENGTH, 0, 1, None)
+    assert Questions(2, 40, 5).starts(LENGTH) == [100, 200]
+    for name in ("on", "off"):
+        recalls = []
+        for start in (100, 200):
+            cache = _cache(subject, questions=name == "on")
+            with torch.inference_mode():
+                subject.model(window[None], past_key_values=cache)
+                # What comes after a fork is no part of the prompt.
+                cache = cache.fork()
+                subject.model(window[None, start : start + 40], past_key_values=cache)
+                for step in window[start + 40 : start + 45].split(1):
+                    subject.model(step[None], past_key_values=cache)
+            recalls += _recalls(cache)
+        found = whole[1]["questions", name]
+        _check_means(found, recalls)
+        assert found["list_builds"] == (2 * LAYERS if name == "on" else 0)
+
+
+def test_generated_tokens_are_found_with_the_pending_list_only(whole: tuple[Path, Found]) -> None:
+    found = {name: whole[1]["pending", name]["stretches"] for name in VARIANTS.names("pending")}
+    for stretches in found.values():
+        assert [one["end"] for one in stretches] == [40, 80, 120]
+        assert all(one["prompt_recall"] > 0 for one in stretches)
+    shares = [one["generated_share"] for one in found["as published"]]
+    assert 0 < shares[-1] < 1 and shares == sorted(shares)
+    # Not every token of the exact top-k: what relevance is shared by heads depends on what else
+    # was recalled.
+    assert all(one["generated_recall"] > 0.9 for one in found["as given"][1:])
+    assert all(one["generated_recall"] > 0.9 for one in found["published lists and pending"][1:])
+    assert all(one["generated_recall"] == 0 for one in found["as published"][1:])
+
+
+def test_lists_made_anew_find_the_prompts_tokens_again(
+    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
+) -> None:
+    """Asked for full coverage, lists are made at every flush; after more than C steps it shows."""
+    arguments = [*_arguments(tiny_model_dir, tiny_text), "--parts", "pending"]
+    arguments += ["--caches", f"{CTKVR}:coverage=1.0", "--probes", "4"]
+    found = _run(tmp_path / "a.json", *arguments)
+    kept, left = "published lists, pending and coverage", "published lists and pending"
+    ends = [found["pending", name]["stretches"][-1] for name in (kept, left)]
+    assert ends[0]["prompt_recall"] > ends[1]["prompt_recall"] + 0.03
+    assert found["pending", kept]["list_builds"] > found["pending", left]["list_builds"] == 0
+    # New lists hold new tokens too.
+    assert found["pending", "no pending list"]["stretches"][-1]["generated_recall"] > 0
+
+
+def test_a_budget_of_everything_finds_everything(
+    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
+) -> None:
+    parts = ("choice", "questions", "update", "pending")
+    arguments = [*_arguments(tiny_model_dir, tiny_text), "--parts", ",".join(parts)]
+    for one in _run(tmp_path / "a.json", *arguments, "--top-k", "1.0").values():
+        assert one["overlap"] == one["equal"] == 1 and one["mass"] == pytest.approx(1)
+        assert all(stretch.get("prompt_recall", 1) == 1 for stretch in one["stretches"])
+
+
+def test_the_variants_are_what_they_are_called() -> None:
+    given = CTkvrConfig(top_k=7, recent=33, list_ratio=3.0)
+    plain = given.replace(questions=False)
+    length = 1633
+
+    def made(part: str, name: str) -> CTkvrConfig:
+        return VARIANTS.options(part, name, given, length)
+
+    for part, name, changes in (
+        ("choice", "last", {"causal": False}),
+        ("choice", "first, causal", {"choice": "first"}),
+        ("choice", "even", {"choice": "even", "causal": False}),
+        # 1,600 cold tokens have 100 centroids.
+        ("centroids", "1/4x", {"centroids": 25, "tokens_per_centroid": 1}),
+        ("centroids", "20", {"centroids": 20, "tokens_per_centroid": 1}),
+        ("probes", "1", {"probes": 1}),
+        ("rerank", "codes, ratio 1", {"rerank": "codes", "list_ratio": 1.0}),
+        ("rerank", "lists", {"rerank": "lists"}),
+        ("budget", "30", {"top_k": 30}),
+        ("budget", "0.04", {"top_k": 0.04}),
+        ("questions", "on", {"questions": True}),
+        ("questions", "off", {}),
+        ("update", "off", {"update": 0}),
+        ("update", "every 32, of all keys", {"update": 32}),
+        ("update", "every 1, of recalled keys", {"update": 1, "update_lists": "recalled"}),
+        ("update", "off, questions", {"update": 0, "questions": True}),
+        ("pending", "as given", {}),
+        ("pending", "no pending list", {"pending": 0}),
+        (
+            "pending",
+            "as published",
+            {"update": 1, "update_lists": "recalled", "pending": 0, "coverage": 0.0},
+        ),
+    ):
+        assert made(part, name) == plain.replace(**changes), name
+        assert name in VARIANTS.names(part) or name in ("20",)
+    for part in PARTS:
+        assert len({made(part, name) for name in VARIANTS.names(part)}) == len(VARIANTS.names(part))
+
+
+def test_only_the_pending_part_tells_places_apart(subject: Subject) -> None:
+    for part in PARTS:
+        name = VARIANTS.names(part)[0]
+        cache = VARIANTS.choice(part, name, CTkvrConfig(), 400).make(subject.model.config, 9)
+        assert type(cache) is (SplitCTkvrCache if part == "pending" else CTkvrCache)
+
+
+def test_centroids_are_counts_or_multiples() -> None:
+    assert [centroid_count(text, 96) for text in ("1/8x", "0.5x", "2x", "7")] == [12, 48, 192, 7]
+    assert centroid_count("1/8x", 3) == 1
+    for text in ("x", "1/0x", "much", "1.5", "-1x", "0"):
+        with pytest.raises(ValueError, match="--centroids"):
+            centroid_count(text, 96)
+
+
+def test_without_a_text_documents_of_needles_are_read(tmp_path: Path) -> None:
+    arguments = ["--model", "needle", "--caches", CTKVR, "--lengths", "400", "--top-k", "16"]
+    arguments += ["--parts", "probes,questions", "--probes", "1,8", "--new-tokens", "12"]
+    arguments += ["--questions", "1", "--answer-tokens", "4", "--windows", "2"]
+    found = _run(tmp_path / "n.json", *arguments)
+    assert set(found) == {
+        ("probes", "1"),
+        ("probes", "8"),
+        ("questions", "on"),
+        ("questions", "off"),
+    }
+    assert found["probes", "1"]["overlap"] < found["probes", "8"]["overlap"]
+
+
+def test_another_talk_does_not_join_the_same_file(
+    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*_arguments(tiny_model_dir, tiny_text), "--parts", "probes"]
+    _run(tmp_path / "a.json", *arguments)
+    assert len(_run(tmp_path / "a.json", *arguments, "--probes", "1,2")) == 3
+    path = str(tmp_path / "a.json")
+    assert main(["eval", "ctkvr-ablation", "--json", path, *arguments, "--turns", "4"]) == 2
+    assert "turns was 3, now 4" in capsys.readouterr().err
+
+
+def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
+    results = Results("eval ctkvr-ablation", {})
+    numbers: dict[str, Any] = {"overlap": 0.5, "mass": 0.25, "best_mass": 0.75, "equal": 0.875}
+    numbers |= {"candidate_ratio": 0.1, "read_ratio": 0.025, "rerank_ratio": 4.0}
+    for variant, length in (("2", 64), ("3", 128)):
+        results.add(
+            {"cache": "ctkvr", "part": "probes", "variant": variant, "length": length}, numbers
+        )
+    stretch = {"end": 9, "prompt_recall": 0.5, "generated_recall": None}
+    results.add(
+        {"cache": "ctkvr", "part": "pending", "variant": "as published", "length": 64},
+        {**numbers, "stretches": [stretch], "list_builds": 3},
+    )
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in CTkvrAblation.table(results).splitlines()
+        if line
+    ]
+    shown, none = ["0.500", "0.250 of 0.750", "0.875", "10.0%", "2.5%"], ["-"] * 5
+    assert rows[2:4] == [
+        ["ctkvr", "2", *shown, *none, "0.8854"],
+        ["ctkvr", "3", *none, *shown, "-"],
+    ]
+    assert rows[6] == ["ctkvr", "as published", "64", "0.500", "0.500", "3"]
+    assert rows[9] == ["ctkvr", "as published", "64", "-", "-", "3"]
+    CTkvrAblation.plot(tmp_path / "p.png", results)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "p-generated.png",
+        "p-pending.png",
+        "p.png",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--caches", "flat,ctkvr"), "--caches flat: ctkvr-ablation takes ctkvr apart"),
+        (("--parts", "probe"), "unknown part probe: choose among choice, centroids"),
+        (("--parts", ""), "unknown part (none named)"),
+        (("--probes", "1,0"), "probes=0 must be at least 1"),
+        (("--probes", "4,4"), "--probes (4, 4): different values"),
+        (("--ratios", "0.5"), "list_ratio=0.5: at least 1"),
+        (("--budgets", "0"), "top_k=0"),
+        (("--windows", "0"), "--windows 0: at least 1"),
+        (("--new-tokens", "0"), "--new-tokens 0"),
+        (("--step", "0"), "--step 0"),
+        (("--every", "18"), "--every 18 is no multiple of --step 4"),
+        (("--turns", "0"), "--turns 0, --turn-tokens 36, --turn-measured 6: at least 1 each"),
+        (("--question-tokens", "1"), "2 tokens of a question"),
+        (("--question-tokens", "200"), "no room for question and answer"),
+        (("--text", "missing.txt"), "--text missing.txt: no such file"),
+        (("--lengths", "1M"), "fewer than the"),
+        (("--caches", "ctkvr"), "nothing was cold"),
+        (("--caches", f"{CTKVR}:pending=0", "--parts", "pending"), "nothing to switch off"),
+        (("--model", "needle"), "needs a tokenizer"),
+    ],
+)
+def test_mistakes_are_one_line_each(
+    tiny_model_dir: Path,
+    tiny_text: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    known = _arguments(tiny_model_dir, tiny_text)
+    assert main(["eval", "ctkvr-ablation", *known, *arguments]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("hf-kvret: error: ") and message in error
+
+
+def test_a_text_model_without_a_text_is_refused(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "ctkvr-ablation", "--model", str(tiny_model_dir)]) == 2
+    assert "give --text FILE" in capsys.readouterr().err

@@ -1,0 +1,301 @@
+"""Rope: the rotation by its definition, its inverse, and what configurations say about it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from hf_kvret.testing.models import MODELS
+from hf_kvret_model_patches.rope import Rope
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+def llama(**rope: Any) -> PreTrainedConfig:
+    """A small Llama with the RoPE parameters `rope`."""
+    return AutoConfig.for_model(
+        "llama",
+        hidden_size=64,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **rope},
+    )
+
+
+def by_complex_numbers(x: torch.Tensor, positions: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """The definition: pair number p at position m is the complex number z, and becomes
+    ``z * factor * exp(i m inv_freq[p])``. In fp64."""
+    width = rope.rotary_dim
+    turned = x[..., :width].double()
+    if rope.layout == "half":
+        z = torch.complex(turned[..., : width // 2], turned[..., width // 2 :])
+    else:
+        z = torch.complex(turned[..., ::2], turned[..., 1::2])
+    angles = positions.double()[..., None] * rope.inv_freq.double()
+    if angles.ndim == 3:
+        angles = angles[:, None]
+    z = z * torch.polar(torch.full_like(angles, rope.attention_factor), angles)
+    parts = [z.real, z.imag]
+    pair = torch.cat(parts, -1) if rope.layout == "half" else torch.stack(parts, -1).flatten(-2)
+    return torch.cat([pair, x[..., width:].double()], -1)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(0))
+
+
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 7, 130, 2047]])
+ROPES = {
+    "half": Rope.of(llama(), 0),
+    "factor": Rope.of(llama(**YARN), 0),
+    "partial": Rope(torch.tensor([1.0, 0.1, 0.01]), 1.0, "half"),
+    "interleaved": Rope.of(llama(), 0, "interleaved"),
+    "partial_interleaved": Rope(torch.tensor([1.0, 0.1, 0.01]), 1.5, "interleaved"),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotating_is_multiplying_complex_numbers(name: str, x: torch.Tensor) -> None:
+    rope, before = ROPES[name], x.clone()
+    got = rope.rotate(x, POSITIONS)
+    assert got.shape == x.shape and got.dtype == x.dtype
+    # An angle of 2047 in fp32 is known to 1e-4.
+    torch.testing.assert_close(
+        got.double(), by_complex_numbers(x, POSITIONS, rope), atol=3e-4, rtol=0
+    )
+    torch.testing.assert_close(
+        got[0].double(), by_complex_numbers(x, POSITIONS, rope)[0], atol=2e-6, rtol=1e-6
+    )
+    assert torch.equal(got[..., rope.rotary_dim :], x[..., rope.rotary_dim :])
+    assert torch.equal(x, before)
+    lengths = got[..., : rope.rotary_dim].norm(dim=-1) / x[..., : rope.rotary_dim].norm(dim=-1)
+    torch.testing.assert_close(lengths, torch.full_like(lengths, rope.attention_factor))
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_unrotating_is_the_inverse(name: str, x: torch.Tensor) -> None:
+    rope = ROPES[name]
+    for there, back in ((rope.rotate, rope.unrotate), (rope.unrotate, rope.rotate)):
+        found = back(there(x, POSITIONS), POSITIONS)
+        error = (found - x).norm(dim=-1) / x.norm(dim=-1)
+        assert error.max() < 1e-6  # a few fp32 roundings
+
+
+def test_yarn_has_an_attention_factor_so_that_its_inverse_is_not_its_transpose() -> None:
+    assert ROPES["factor"].attention_factor == pytest.approx(0.1 * math.log(8.0) + 1.0)
+
+
+@pytest.mark.parametrize("name", ["half", "interleaved"])
+def test_scores_depend_on_distances_alone(name: str, x: torch.Tensor) -> None:
+    rope, y = ROPES[name], x.flip(-1)
+
+    def scores(offset: int) -> torch.Tensor:
+        return (rope.rotate(x, POSITIONS + offset) * rope.rotate(y, POSITIONS + 9 + offset)).sum(-1)
+
+    torch.testing.assert_close(scores(0), scores(100), atol=3e-3, rtol=0)
+    assert (scores(0) - (x * y).sum(-1)).abs().max() > 0.1
+
+
+def test_positions_may_be_shared_by_the_rows(x: torch.Tensor) -> None:
+    rope, row = ROPES["half"], POSITIONS[1]
+    each = rope.rotate(x, row.expand(2, 5))
+    assert torch.equal(rope.rotate(x, row), each)
+    assert torch.equal(rope.rotate(x, row[None]), each)
+    assert not torch.equal(rope.rotate(x[:, :, :1], row[4:]), each[:, :, :1])
+    assert torch.equal(rope.rotate(x[:, :, 4:], row[4:]), each[:, :, 4:])
+
+
+def test_rotating_to_one_position_is_rotating_all_tokens_there(x: torch.Tensor) -> None:
+    for rope in ROPES.values():
+        there = torch.full((5,), 2048)
+        assert torch.equal(rope.rotate_to(x, 2048), rope.rotate(x, there))
+    assert ROPES["half"].rotate_to(x[:, :, :0], 3).shape == (2, 3, 0, 16)
+
+
+def test_the_arithmetic_is_fp32_and_the_result_has_the_dtype_that_was_asked_for(
+    x: torch.Tensor,
+) -> None:
+    rope, half = ROPES["factor"], x.bfloat16()
+    exact = rope.rotate(half.float(), POSITIONS)
+    assert torch.equal(rope.rotate(half, POSITIONS, dtype=torch.float32), exact)
+    assert torch.equal(rope.rotate(half, POSITIONS), exact.bfloat16())
+    back = rope.unrotate(exact.bfloat16(), POSITIONS)
+    assert back.dtype == torch.bfloat16
+    # Two roundings to 8 bits, each of at most 2 ** -9.
+    assert ((back.float() - half.float()).norm(dim=-1) / half.float().norm(dim=-1)).max() < 4e-3
+
+
+def test_without_rope_all_stays_as_it_is(x: torch.Tensor) -> None:
+    rope = Rope.of(MODELS["gpt2"].config(), 0)
+    assert (rope.layout, rope.rotary_dim) == ("none", 0)
+    assert rope.rotate(x, POSITIONS) is x and rope.unrotate(x, POSITIONS) is x
+    assert rope.rotate_to(x, 7, dtype=torch.float64).dtype == torch.float64
+
+
+EXPECTED = {
+    "llama": ("half", 16, 1.0),
+    "qwen3": ("half", 24, 1.0),
+    "phi3": ("half", 16, 1.0),
+    "gpt_oss": ("half", 16, 0.1 * math.log(8.0) + 1.0),
+    "gpt_neox": ("half", 4, 1.0),
+    "cohere": ("interleaved", 16, 1.0),
+    "glm": ("interleaved", 8, 1.0),
+    "qwen3_next": ("half", 4, 1.0),
+    "qwen2_vl": ("half", 16, 1.0),
+    "lfm2": ("half", 16, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_layout_width_and_factor_are_found_out(name: str) -> None:
+    rope = Rope.of(MODELS[name].config(), 1)
+    layout, width, factor = EXPECTED[name]
+    assert (rope.layout, rope.rotary_dim) == (layout, width)
+    assert rope.attention_factor == pytest.approx(factor)
+
+
+def test_plain_linear_and_partial_frequencies() -> None:
+    plain = [10000.0 ** (-2 * i / 16) for i in range(8)]
+    torch.testing.assert_close(Rope.of(llama(), 0).inv_freq.tolist(), plain, rtol=1e-6, atol=0)
+    linear = Rope.of(llama(rope_type="linear", factor=4.0), 0)
+    torch.testing.assert_close(linear.inv_freq.tolist(), [f / 4 for f in plain], rtol=1e-6, atol=0)
+    partial = Rope.of(MODELS["gpt_neox"].config(), 0)
+    torch.testing.assert_close(partial.inv_freq.tolist(), [1.0, 0.01], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen2_vl", "cohere"])
+def test_frequencies_have_the_very_bits_of_the_models(name: str) -> None:
+    model = MODELS[name].build()
+    embedding = model.get_decoder().rotary_emb
+    rope = Rope.of(model.config, 1)
+    assert torch.equal(rope.inv_freq, embedding.inv_freq)
+    assert rope.attention_factor == embedding.attention_scaling
+
+
+def test_layers_of_different_kinds_have_their_own_rope() -> None:
+    config = MODELS["gemma3"].config()
+    sliding, full = Rope.of(config, 0), Rope.of(config, 1)
+    theta = config.rope_parameters["full_attention"]["rope_theta"]
+    assert theta != config.rope_parameters["sliding_attention"]["rope_theta"]
+    assert full.inv_freq[1].item() == pytest.approx(theta ** (-2 / 16))
+    assert not torch.equal(sliding.inv_freq, full.inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [("smollm3", ["half", "none", "half"]), ("exaone4", ["half", "none", "none"])],
+)
+def test_layers_without_rope_are_known(name: str, layouts: list[str]) -> None:
+    config = MODELS[name].config()
+    assert [Rope.of(config, layer).layout for layer in range(3)] == layouts
+
+
+def test_cohere2_rotates_where_it_slides() -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    config = AutoConfig.for_model("cohere2", num_hidden_layers=2, layer_types=kinds)
+    assert [Rope.of(config, layer).layout for layer in range(2)] == ["interleaved", "none"]
+
+
+def test_a_layout_that_is_given_is_believed() -> None:
+    config = MODELS["exaone4"].config()
+    assert Rope.of(config, 1, "half").rotary_dim == 16
+    assert Rope.of(config, 0, "none").rotary_dim == 0
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "change with the length"),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+                "original_max_position_embeddings": 256,
+                "factor": 8.0,
+            },
+            "another for long ones",
+        ),
+    ],
+)
+def test_frequencies_that_change_are_refused(rope: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rope.of(llama(**rope), 0)
+
+
+def test_what_is_not_known_is_refused() -> None:
+    config = llama()
+    config.rope_parameters = {"rope_type": "spiral", "rope_theta": 1.0}
+    with pytest.raises(ValueError, match="'spiral' in layer 0 is not known"):
+        Rope.of(config, 0)
+    with pytest.raises(ValueError, match="layout='quarter': allowed are 'half'"):
+        Rope.of(llama(), 0, "quarter")
+    with pytest.raises(ValueError, match="layer=2: the model has layers 0 to 1"):
+        Rope.of(llama(), 2)
+    with pytest.raises(TypeError, match="config is a dict"):
+        Rope.of({}, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"modeling_llama4 has no apply_rotary_pos_emb.*layout="):
+        Rope.of(AutoConfig.for_model("llama4_text"), 0)
+    with pytest.raises(ValueError, match="use layout='none'"):
+        Rope.of(MODELS["gpt2"].config(), 0, "half")
+
+
+def test_a_rotation_of_another_kind_is_refused() -> None:
+    """NanoChat turns the other way round."""
+    config = AutoConfig.for_model("nanochat", num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"makes \[4\.0, 5\.0, .* of 0 to 7 at 90 degrees"):
+        Rope.of(config, 0)
+
+
+def test_a_rope_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match="'half' with 0 frequencies"):
+        Rope(torch.empty(0))
+    with pytest.raises(ValueError, match="'none' with 2 frequencies"):
+        Rope(torch.ones(2), layout="none")
+    with pytest.raises(ValueError, match=r"float64 of shape \[2\]"):
+        Rope(torch.ones(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="attention_factor=0"):
+        Rope(torch.ones(2), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (torch.zeros(3, 2, 5, dtype=torch.long), "have several parts"),
+        (torch.zeros(4, dtype=torch.long), r"give \[5\] or \[2, 5\]"),
+        (torch.zeros(3, 5, dtype=torch.long), r"give \[5\] or \[2, 5\]"),
+        (torch.zeros(5), "positions are torch.float32"),
+        (torch.zeros(5, dtype=torch.long, device="meta"), "positions on meta"),
+    ],
+)
+def test_wrong_positions_are_refused(
+    positions: torch.Tensor, message: str, x: torch.Tensor
+) -> None:
+    for turn in (ROPES["half"].rotate, ROPES["half"].unrotate):
+        with pytest.raises(ValueError, match=message):
+            turn(x, positions)
+
+
+def test_wrong_vectors_are_refused(x: torch.Tensor) -> None:
+    rope, row = ROPES["half"], POSITIONS[0]
+    with pytest.raises(ValueError, match="give floats"):
+        rope.rotate(x[0], row)
+    with pytest.raises(ValueError, match="give floats"):
+        rope.rotate(x.long(), row)
+    with pytest.raises(ValueError, match="8 numbers in a head, RoPE turns 16"):
+        rope.rotate(x[..., :8], row)
+    with pytest.raises(ValueError, match="the rotation on meta"):
+        rope.to("meta").rotate(x, row)
+    with pytest.raises(ValueError, match="the rotation on meta"):
+        rope.to("meta").rotate_to(x, 3)
