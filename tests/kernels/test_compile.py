@@ -18,7 +18,24 @@ import torch
 
 TARGETS = {"sm80": 80, "sm90": 90}
 EXPECTED = {
+    "centroid": {
+        "_denominators_kernel",
+        "_relevance_kernel",
+        "_similarity_kernel",
+        "_take_kernel",
+        "_mark_kernel",
+        "_keep_kernel",
+    },
+    "codebook": {
+        "_encode_kernel",
+        "_merge_kernel",
+        "_count_kernel",
+        "_share_kernel",
+        "_lookup_kernel",
+        "_scores_kernel",
+    },
     "gather_attention": {"_attend_kernel"},
+    "gather_scores": {"_gather_scores_kernel"},
     "prompt_attention": {"_attend_kernel"},
     "paged": {"_gather_kernel"},
     "proxy": {
@@ -91,6 +108,7 @@ def _calls(operation: str) -> Iterator[functools.partial]:
     """Calls of every launcher of ``operation``, in bf16 where it takes that."""
     from hf_kvret_kernels import paris
     from hf_kvret_kernels.gather_attention import triton as gather
+    from hf_kvret_kernels.gather_scores import triton as scores_of
     from hf_kvret_kernels.paged import PagedRows
     from hf_kvret_kernels.prompt_attention import triton as prompt
 
@@ -101,6 +119,14 @@ def _calls(operation: str) -> Iterator[functools.partial]:
         for softcap in (None, 50.0):
             query = torch.zeros(1, 8, 1, 128, dtype=half)
             yield functools.partial(gather.gather_attention, query, rows, ids, 0.1, softcap)
+    elif operation == "gather_scores":
+        for softcap in (None, 50.0):
+            query = torch.zeros(1, 8, 1, 128, dtype=half)
+            yield functools.partial(scores_of.gather_scores, query, rows, ids, 0.1, softcap)
+    elif operation == "centroid":
+        yield from _calls_of_centroids()
+    elif operation == "codebook":
+        yield from _calls_of_codebooks()
     elif operation == "paged":
         from hf_kvret_kernels.paged_triton import gather_rows
 
@@ -162,6 +188,55 @@ def _calls(operation: str) -> Iterator[functools.partial]:
         yield functools.partial(triton_collide.collide, codes.sign, bonus, 8, valid)
         yield functools.partial(triton_candidates.candidates, scores, histogram, 100)
         yield functools.partial(triton_rerank.rerank, rotated, codes, ids, levels, 8)
+
+
+def _calls_of_centroids() -> Iterator[functools.partial]:
+    """With one query for each head and with several, and the widest keys in fp32."""
+    from hf_kvret_kernels.centroid import triton_lists, triton_recall
+
+    valid = torch.ones(1, 501, dtype=torch.bool)
+    for group, dim, dtype, softcap, positions in (
+        (1, 128, torch.bfloat16, None, None),
+        (4, 128, torch.bfloat16, 50.0, torch.zeros(1, 65, dtype=torch.int64)),
+        (4, 256, torch.float32, None, None),
+    ):
+        queries = torch.zeros(1, 2, 65, group, dim, dtype=dtype)
+        keys = torch.zeros(1, 2, 501, 2 * dim, dtype=dtype)[..., :dim]
+        pieces = functools.partial(iter, [(0, keys)])
+        arguments = (queries, pieces, 100, valid, positions, 0.1, softcap, None)
+        yield functools.partial(triton_lists.top_keys, *arguments)
+        for count in (1, 40):
+            arguments = (queries[:, :, :count], queries, torch.ones(1, 2, 65, group))
+            yield functools.partial(triton_recall.similarity, *arguments)
+    low = torch.zeros(1, 2, 65, 2560, dtype=torch.int16)
+    index = torch.zeros(1, 2, 1, 4, dtype=torch.int64)
+    for high in (None, low.byte()):
+        yield functools.partial(triton_recall.take_lists, low, high, index)
+    for dtype in (torch.int32, torch.int64):
+        yield functools.partial(triton_recall.unite, index.to(dtype), valid)
+
+
+def _calls_of_codebooks() -> Iterator[functools.partial]:
+    """Few tokens and many, short and long rows of every mixture of dtypes."""
+    from hf_kvret_kernels.codebook import triton_encode, triton_lookup
+    from hf_kvret_kernels.proxy import triton_scores
+
+    half, full = torch.bfloat16, torch.float32
+    for x_dtype, dtype, dim in ((half, half, 128), (full, half, 128), (full, full, 256)):
+        words = torch.zeros(2, 4000, dim, dtype=dtype)
+        for count, splits in ((1, 8), (501, 1)):
+            x = torch.zeros(1, 2, count, dim, dtype=x_dtype)
+            yield functools.partial(triton_encode.encode, x, words, torch.zeros(2, 4000), splits)
+        arguments = (torch.zeros(1, 8, 1, dim), words[None], 8, None, None, None)
+        yield functools.partial(triton_scores.relevance, *arguments)
+    codes = torch.zeros(1, 2, 501, dtype=torch.int16)
+    for valid in (None, torch.ones(1, 501, dtype=torch.bool)):
+        for codewords in (100, 1 << 15):
+            table = torch.zeros(1, 8, 1, codewords)
+            counts = torch.zeros(1, 2, codewords, dtype=torch.int32)
+            yield functools.partial(triton_lookup.code_counts, codes, codewords, valid)
+            yield functools.partial(triton_lookup.best_shares, table, counts)
+            yield functools.partial(triton_lookup.lookup, table, codes, valid)
 
 
 if __name__ == "__main__":

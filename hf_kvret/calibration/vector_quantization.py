@@ -1,0 +1,143 @@
+"""The space in which plain vector quantization of keys is aware of the queries.
+
+A score misses by ``q . (k - k~)``, on average over the queries ``(k - k~) H (k - k~)^T`` with H
+their second moment. With ``H = L L^T`` that is ``|z - z~|^2`` of ``z = k L``, so k-means on z makes
+scores exact where queries look (A2ATS, section 4.2, equations 13 to 19). Keys and queries here are
+those that meet: keys before RoPE, queries rotated to the fixed distance.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Added to the diagonal of H in units of its rms entry, as the authors' code does.
+_RIDGE = 1e-6
+# Of the rms entry: what sums in fp32, in different orders, leave between an entry and its mirror.
+_ASYMMETRY = 1e-3
+
+
+def query_metric(second_moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(L, L_inverse)``, both ``[H, D, D]`` fp32 on the same device, L lower triangular.
+
+    H is divided by the root mean square of its entries, 1e-6 is added to its diagonal, and
+    ``L @ L.mT`` is the result; computed in float64.
+
+    Args:
+        second_moments: ``[H, D, D]`` fp32 or fp64, for each KV head the mean of ``q^T q`` over
+            tokens and the query heads of its group. Fewer than D queries will do, where they were
+            summed up in float64.
+
+    Raises:
+        ValueError: another shape or dtype, numbers that are not finite, or a head whose matrix is
+            zero, not symmetric, or not positive definite with what is added.
+    """
+    shape = tuple(second_moments.shape)
+    floats = (torch.float32, torch.float64)
+    if len(shape) != 3 or shape[1] != shape[2] or 0 in shape or second_moments.dtype not in floats:
+        raise ValueError(
+            f"second_moments is {second_moments.dtype} {shape}: pass fp32 or fp64 [H, D, D]"
+        )
+    moments = second_moments.double()
+    _refuse(
+        ~moments.isfinite().flatten(1).all(1),
+        "has NaN or infinity: leave out tokens that are padding, and sum up in float64",
+    )
+    size = moments.square().mean((1, 2), keepdim=True).sqrt()
+    _refuse(size.flatten() == 0, "is zero: no query was seen, calibrate on a longer text")
+    moments = moments / size
+    _refuse(
+        (moments - moments.mT).abs().amax((1, 2)) > _ASYMMETRY,
+        "is not symmetric: pass the mean of q^T q, not of q^T k or of single heads' products",
+    )
+    moments = (moments + moments.mT) / 2
+    eye = torch.eye(shape[1], dtype=torch.float64, device=moments.device)
+    factor, failed = torch.linalg.cholesky_ex(moments + _RIDGE * eye)
+    _refuse(
+        failed > 0,
+        "is not positive definite: sum q^T q up in float64, over more queries than D",
+    )
+    inverse = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
+    return factor.float(), inverse.float()
+
+
+def to_metric(keys: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """``z = k L``, ``[..., H, n, D]`` fp32 (equation 15).
+
+    Args:
+        keys: ``[..., H, n, D]``, any float dtype.
+        factor: L, ``[H, D, D]`` fp32 on the same device.
+    """
+    _check_last("keys", keys, factor)
+    return keys.float() @ factor
+
+
+def from_metric(z: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """``k = z L^-1``, ``[..., H, n, D]`` fp32, of codewords too (equation 19).
+
+    Args:
+        z: ``[..., H, n, D]``, any float dtype.
+        inverse: ``L_inverse``, ``[H, D, D]`` fp32 on the same device.
+    """
+    _check_last("z", z, inverse)
+    return z.float() @ inverse
+
+
+def fold_query(query: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """``q L^-T``, ``[B, Hq, Q, D]`` fp32: its dot products with codewords z are the scores.
+
+    Args:
+        query: ``[B, Hq, Q, D]``, any float dtype; query head h belongs to KV head ``h // (Hq //
+            H)``.
+        inverse: ``L_inverse``, ``[H, D, D]`` fp32 on the same device.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if query.ndim != 4 or query.shape[1] % len(inverse) or query.shape[3] != inverse.shape[2]:
+        raise ValueError(
+            f"query has shape {tuple(query.shape)}: pass [B, Hq, Q, {inverse.shape[2]}] with a "
+            f"multiple of {len(inverse)} query heads"
+        )
+    B, Hq, Q, D = query.shape
+    grouped = query.float().reshape(B, len(inverse), Hq // len(inverse) * Q, D)
+    return (grouped @ inverse.mT).view(B, Hq, Q, D)
+
+
+def score_error(
+    keys: torch.Tensor, restored: torch.Tensor, second_moments: torch.Tensor
+) -> torch.Tensor:
+    """``[H]`` fp32: mean squared error of scores over that of leaving the keys out.
+
+    0 where nothing is lost, 1 where all scores would be 0 (equation 13, over the mean of ``k H
+    k^T``); for held-out tokens pass their keys and the second moment of their queries.
+
+    Args:
+        keys: ``[H, n, D]`` before quantization, any float dtype.
+        restored: ``[H, n, D]`` their codewords, in the space of the keys.
+        second_moments: ``[H, D, D]`` fp32 or fp64.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if keys.ndim != 3 or restored.shape != keys.shape:
+        raise ValueError(
+            f"keys has shape {tuple(keys.shape)}, restored {tuple(restored.shape)}: pass both as "
+            "[H, n, D]"
+        )
+    _check_last("keys", keys, second_moments)
+    exact, metric = keys.double(), second_moments.double()
+    missed = exact - restored.double()
+    lost = ((missed @ metric) * missed).sum((1, 2))
+    return (lost / ((exact @ metric) * exact).sum((1, 2))).float()
+
+
+def _refuse(bad: torch.Tensor, why: str) -> None:
+    if bad.any():
+        heads = bad.nonzero()[:, 0].tolist()
+        raise ValueError(f"second_moments of head {', '.join(map(str, heads))} {why}")
+
+
+def _check_last(name: str, x: torch.Tensor, matrices: torch.Tensor) -> None:
+    H, D = matrices.shape[0], matrices.shape[-1]
+    if x.ndim < 3 or x.shape[-3] != H or x.shape[-1] != D:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: pass [..., {H}, n, {D}]")

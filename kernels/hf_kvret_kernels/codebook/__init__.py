@@ -1,0 +1,286 @@
+"""Tokens as ids of codewords: which is nearest, and scores of all tokens by looking ids up.
+
+A codebook belongs to a KV head and is shared by all inputs. A step multiplies the query with the C
+codewords once; after that the score of a token is an entry of a table. On CUDA tensors nothing
+waits for the host and no shape depends on data.
+
+Paper: A2ATS, equations 17, 20 and 21. Dimensions: B batch, H KV heads, Hq query heads, G = Hq / H,
+Q queries at once, C codewords, n tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels.codebook import naive
+from hf_kvret_kernels.codebook.naive import half_norms
+
+__all__ = [
+    "MOST_CODEWORDS",
+    "MOST_DIM",
+    "code_counts",
+    "encode",
+    "half_norms",
+    "lookup",
+    "lookup_scores",
+    "score_table",
+]
+
+# Ids are int16.
+MOST_CODEWORDS = 1 << 15
+# A program of the Triton kernel holds whole rows.
+MOST_DIM = 256
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_BOOK_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def encode(
+    x: torch.Tensor,
+    codebook: torch.Tensor,
+    *,
+    norms: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``[B, H, n]`` int16: the nearest codeword, ``argmin_c |x - c|^2`` (equation 17).
+
+    That is ``argmax_c x . c - |c|^2 / 2``. Of codewords that are equally near it is the first.
+    Sums are fp32; with x and codebook in bf16 the products are exact, otherwise they are as good
+    as fp32 ones. A row with NaN gets 0. The n x C scores never exist at once.
+
+    To encode ``x @ L`` without computing it, pass ``codebook @ L.mT`` and the half norms of
+    ``codebook``.
+
+    Args:
+        x: ``[B, H, n, D]`` fp32, bf16 or fp16, any strides; n may be 0, D at most 256.
+        codebook: ``[H, C, D]`` fp32 or bf16, C from 1 to 32768.
+        norms: ``[H, C]`` fp32 of ``half_norms``, for callers that encode often; None computes them.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_no_grad(x=x, codebook=codebook)
+    if x.ndim != 4 or x.dtype not in _FLOATS:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: pass fp32, bf16 or fp16 [B, H, n, D]")
+    _check_codebook(codebook, x.shape[1], x.shape[3])
+    _check_device("codebook", codebook, x)
+    if norms is None:
+        norms = half_norms(codebook)
+    if norms.dtype != torch.float32 or norms.shape != codebook.shape[:2]:
+        raise ValueError(
+            f"norms is {norms.dtype} {tuple(norms.shape)}: pass fp32 {list(codebook.shape[:2])}"
+        )
+    _check_device("norms", norms, x)
+    if choose_backend(backend, x) == "naive":
+        return naive.encode(x, codebook, norms)
+    from hf_kvret_kernels.codebook import triton_encode
+
+    with launching_on(x):
+        return triton_encode.encode(x, codebook, norms)
+
+
+def score_table(
+    query: torch.Tensor,
+    codebook: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``[B, Hq, Q, C]`` fp32: the score of each query and codeword (equation 21).
+
+    A token's score is the entry of its id, so scale and cap are applied here, C times instead of
+    n times. ``"naive"`` is a matrix product of torch; ``"triton"`` is the kernel of
+    ``proxy.relevance``, for which the codewords are the keys, read once and in their own dtype.
+    Sums are fp32.
+
+    Args:
+        query: ``[B, Hq, Q, D]`` fp32, bf16 or fp16, any strides, in the codebook's space; query
+            head h reads codebook ``h // (Hq // H)``.
+        codebook: ``[H, C, D]`` fp32 or bf16, H a divisor of Hq; copied if it is not contiguous.
+        scale: factor of the dot products.
+        softcap: ``c`` of ``c * tanh(score / c)``, or None.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_no_grad(query=query, codebook=codebook)
+    if query.ndim != 4 or query.dtype not in _FLOATS:
+        raise ValueError(
+            f"query is {query.dtype} {tuple(query.shape)}: pass fp32, bf16 or fp16 [B, Hq, Q, D]"
+        )
+    heads = codebook.shape[0] if codebook.ndim else 0
+    _check_codebook(codebook, heads, query.shape[3])
+    if not heads or query.shape[1] % heads:
+        raise ValueError(f"codebook has {heads} heads: must divide the {query.shape[1]} of query")
+    _check_device("codebook", codebook, query)
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    scaled = query.float() * scale
+    if choose_backend(backend, query) == "naive":
+        return naive.score_table(scaled, codebook, softcap)
+    from hf_kvret_kernels.proxy import triton_scores
+
+    rows = codebook.contiguous().expand(len(query), -1, -1, -1)
+    with launching_on(query):
+        return triton_scores.relevance(scaled, rows, query.shape[1], None, None, softcap)
+
+
+def lookup(
+    table: torch.Tensor,
+    codes: torch.Tensor,
+    *,
+    valid: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``[B, Hq, Q, n]`` fp32: ``table``'s entry for each token; -inf for tokens not valid.
+
+    For selection by each query head (A2ATS unites what they select).
+
+    Args:
+        table: ``[B, Hq, Q, C]`` fp32, any strides, as ``score_table`` gives it; query head h reads
+            the codes of head ``h // (Hq // H)``.
+        codes: ``[B, H, n]`` int16, any strides, 0 to C - 1 wherever valid; not checked, that would
+            have to look at the data.
+        valid: ``[B, n]`` bool, any strides, or None for all valid.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    _check_table(table)
+    _check_codes(codes, table)
+    _check_valid(valid, codes)
+    if choose_backend(backend, table) == "naive":
+        return naive.lookup(table, codes, valid)
+    from hf_kvret_kernels.codebook import triton_lookup
+
+    with launching_on(table):
+        return triton_lookup.lookup(table, codes, valid)
+
+
+def lookup_scores(
+    table: torch.Tensor,
+    codes: torch.Tensor,
+    *,
+    valid: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``[B, H, Q, n]`` fp32: the largest log-softmax over tokens of the group's query heads.
+
+    -inf for tokens that are not valid. The softmax of each query head is over the valid tokens.
+    Tokens of one code score alike, so with N_c of them its denominator is the sum over codewords
+    of ``N_c * exp(table_c)``, and the comparison of the G heads is made once for each codeword:
+    a token costs one look-up, not G. ``proxy.top_k`` takes the best.
+
+    Args:
+        table: ``[B, Hq, Q, C]`` fp32, any strides, as ``score_table`` gives it; query head h goes
+            with head ``h // (Hq // H)`` of the codes.
+        codes: ``[B, H, n]`` int16, any strides, 0 to C - 1 wherever valid; not checked.
+        valid: ``[B, n]`` bool, any strides, or None for all valid.
+        counts: ``[B, H, C]`` int32 of ``code_counts`` for these codes and this mask, for callers
+            that keep them up to date; None counts.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    _check_table(table)
+    _check_codes(codes, table)
+    _check_valid(valid, codes)
+    expected = (*codes.shape[:2], table.shape[3])
+    if counts is not None:
+        if counts.dtype != torch.int32 or tuple(counts.shape) != expected:
+            raise ValueError(
+                f"counts is {counts.dtype} {tuple(counts.shape)}: pass int32 {list(expected)}"
+            )
+        _check_device("counts", counts, table)
+    if choose_backend(backend, table) == "naive":
+        if counts is None:
+            counts = naive.code_counts(codes, table.shape[3], valid)
+        return naive.lookup(naive.best_shares(table, counts), codes, valid)
+    from hf_kvret_kernels.codebook import triton_lookup
+
+    with launching_on(table):
+        if counts is None:
+            counts = triton_lookup.code_counts(codes, table.shape[3], valid)
+        return triton_lookup.lookup(triton_lookup.best_shares(table, counts), codes, valid)
+
+
+def code_counts(
+    codes: torch.Tensor,
+    codewords: int,
+    *,
+    valid: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``[B, H, C]`` int32: how many valid tokens have each code.
+
+    Args:
+        codes: ``[B, H, n]`` int16, any strides, 0 to C - 1 wherever valid; not checked.
+        codewords: C, 1 to 32768.
+        valid: ``[B, n]`` bool, any strides, or None for all valid.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, or C out of range.
+    """
+    if codes.ndim != 3 or codes.dtype != torch.int16:
+        raise ValueError(f"codes is {codes.dtype} {tuple(codes.shape)}: pass int16 [B, H, n]")
+    if not 1 <= codewords <= MOST_CODEWORDS:
+        raise ValueError(f"codewords={codewords}: 1 to {MOST_CODEWORDS}")
+    _check_valid(valid, codes)
+    if choose_backend(backend, codes) == "naive":
+        return naive.code_counts(codes, codewords, valid)
+    from hf_kvret_kernels.codebook import triton_lookup
+
+    with launching_on(codes):
+        return triton_lookup.code_counts(codes, codewords, valid)
+
+
+def _check_codebook(codebook: torch.Tensor, heads: int, dim: int) -> None:
+    shape = tuple(codebook.shape)
+    if codebook.dtype not in _BOOK_DTYPES or len(shape) != 3 or shape != (heads, shape[1], dim):
+        raise ValueError(
+            f"codebook is {codebook.dtype} {shape}: pass fp32 or bf16 [{heads}, C, {dim}]"
+        )
+    if not 1 <= shape[1] <= MOST_CODEWORDS:
+        raise ValueError(f"codebook has C={shape[1]} codewords: pass 1 to {MOST_CODEWORDS}")
+    if not 1 <= dim <= MOST_DIM:
+        raise ValueError(f"head dim D is {dim}: pass vectors of 1 to {MOST_DIM} numbers")
+
+
+def _check_table(table: torch.Tensor) -> None:
+    if table.ndim != 4 or table.dtype != torch.float32 or not table.shape[3]:
+        raise ValueError(f"table is {table.dtype} {tuple(table.shape)}: pass fp32 [B, Hq, Q, C]")
+    if table.shape[3] > MOST_CODEWORDS:
+        raise ValueError(f"table has C={table.shape[3]} codewords: pass 1 to {MOST_CODEWORDS}")
+
+
+def _check_codes(codes: torch.Tensor, table: torch.Tensor) -> None:
+    if codes.ndim != 3 or codes.dtype != torch.int16 or len(codes) != len(table):
+        raise ValueError(
+            f"codes is {codes.dtype} {tuple(codes.shape)}: pass int16 [{len(table)}, H, n]"
+        )
+    if not codes.shape[1] or table.shape[1] % codes.shape[1]:
+        raise ValueError(
+            f"codes have {codes.shape[1]} heads: must divide the {table.shape[1]} query heads"
+        )
+    _check_device("codes", codes, table)
+
+
+def _check_valid(valid: torch.Tensor | None, codes: torch.Tensor) -> None:
+    if valid is None:
+        return
+    expected = [codes.shape[0], codes.shape[2]]
+    if valid.dtype != torch.bool or list(valid.shape) != expected:
+        raise ValueError(f"valid is {valid.dtype} {tuple(valid.shape)}: pass bool {expected}")
+    _check_device("valid", valid, codes)
+
+
+def _check_device(name: str, x: torch.Tensor, like: torch.Tensor) -> None:
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}, the rest on {like.device}: move it there")

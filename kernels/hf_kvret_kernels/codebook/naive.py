@@ -1,0 +1,79 @@
+"""Codewords in plain torch: nearest ones, tables of scores, look-ups."""
+
+from __future__ import annotations
+
+import torch
+
+# Scores that ``encode`` holds at once.
+_MOST_SCORES = 1 << 22
+
+
+def half_norms(codebook: torch.Tensor) -> torch.Tensor:
+    """``[H, C]`` fp32: ``|c|^2 / 2`` of ``codebook [H, C, D]``."""
+    return codebook.float().square().sum(-1) / 2
+
+
+def encode(x: torch.Tensor, codebook: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+    """See ``hf_kvret_kernels.codebook.encode``; a piece of tokens at a time."""
+    B, H, n, _ = x.shape
+    C = codebook.shape[1]
+    codes = torch.empty(B, H, n, dtype=torch.int16, device=x.device)
+    columns = codebook.float().transpose(1, 2)
+    step = max(1, _MOST_SCORES // (B * H * C or 1))
+    for start in range(0, n, step):
+        piece = x[:, :, start : start + step].float().transpose(0, 1).flatten(1, 2)
+        scores = torch.baddbmm(norms.unsqueeze(1), piece, columns, beta=-1)
+        nearest = scores.argmax(-1).to(torch.int16).unflatten(1, (B, min(step, n - start)))
+        codes[:, :, start : start + step] = nearest.transpose(0, 1)
+    return codes
+
+
+def score_table(query: torch.Tensor, codebook: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """See ``hf_kvret_kernels.codebook.score_table``; of a query that is scaled already."""
+    B, Hq, Q, _ = query.shape
+    H, C, D = codebook.shape
+    rows = query.reshape(B, H, Hq // H * Q, D).transpose(0, 1).flatten(1, 2)
+    table = torch.bmm(rows, codebook.float().transpose(1, 2))
+    if softcap is not None:
+        table = softcap * torch.tanh(table / softcap)
+    return table.view(H, B, Hq // H, Q, C).transpose(0, 1).reshape(B, Hq, Q, C)
+
+
+def code_counts(codes: torch.Tensor, C: int, valid: torch.Tensor | None) -> torch.Tensor:
+    """See ``hf_kvret_kernels.codebook.code_counts``."""
+    B, H, _ = codes.shape
+    if valid is None:
+        places, ones = codes.long(), torch.ones_like(codes, dtype=torch.int32)
+    else:
+        held = valid[:, None].expand_as(codes)
+        places, ones = codes.long().masked_fill(~held, 0), held.int()
+    counts = torch.zeros(B, H, C, dtype=torch.int32, device=codes.device)
+    return counts.scatter_add_(2, places, ones)
+
+
+def best_shares(table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """``[B, H, Q, C]``: the largest of the group's log-softmaxes that a token of each code has.
+
+    Args:
+        table: ``[B, Hq, Q, C]`` fp32 scores.
+        counts: ``[B, H, C]`` int32 tokens of each code.
+    """
+    B, Hq, Q, C = table.shape
+    H = counts.shape[1]
+    grouped = table.reshape(B, H, Hq // H, Q, C)
+    lse = (grouped + counts.float().log()[:, :, None, None]).logsumexp(-1, keepdim=True)
+    return (grouped - lse.masked_fill(lse == float("-inf"), 0.0)).amax(dim=2)
+
+
+def lookup(table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """See ``hf_kvret_kernels.codebook.lookup``."""
+    B, Hq, Q, C = table.shape
+    H, n = codes.shape[1:]
+    places = codes.long()
+    if valid is not None:
+        places = places.masked_fill(~valid[:, None], 0)
+    grouped = table.reshape(B, H, Hq // H * Q, C)
+    scores = grouped.gather(3, places[:, :, None].expand(B, H, Hq // H * Q, n))
+    if valid is not None:
+        scores = scores.masked_fill(~valid[:, None, None], float("-inf"))
+    return scores.view(B, Hq, Q, n)

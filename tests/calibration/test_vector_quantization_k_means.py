@@ -1,0 +1,281 @@
+"""k-means: clusters that are there, errors that fall, empty clusters, weights, one result."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from hf_kvret.calibration import k_means as module
+from hf_kvret.calibration.k_means import k_means
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator(seed))
+
+
+def errors_by_hand(
+    points: torch.Tensor, codebook: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``[H]`` mean squared distance to the nearest codeword, in float64."""
+    nearest = torch.cdist(points.double(), codebook.double()).amin(-1).square()
+    weights = torch.ones_like(nearest) if weights is None else weights.double()
+    return (nearest * weights).sum(1) / weights.sum(1)
+
+
+def in_order(codebook: torch.Tensor) -> torch.Tensor:
+    """Each head's codewords by their first number."""
+    first = codebook[..., 0].argsort(1)
+    return codebook.gather(1, first.unsqueeze(-1).expand_as(codebook))
+
+
+def test_clusters_that_are_apart_are_found() -> None:
+    """So far from the origin that inner products would drown; each mean is found, up to fp32."""
+    centres = draw(2, 12, 8, seed=0) * 2 + 5000
+    member = torch.arange(12).repeat_interleave(torch.arange(1, 13) * 5)
+    points = centres[:, member] + 0.02 * draw(2, len(member), 8, seed=1)
+    codebook, report = k_means(points, 12, seed=0)
+    assert codebook.shape == (2, 12, 8) and codebook.dtype == torch.float32
+    means = torch.stack([points[:, member == c].double().mean(1) for c in range(12)], 1)
+    assert (in_order(codebook) - in_order(means.float())).abs().max() <= 1e-3
+    assert report.converged == (True, True)
+    assert max(report.rounds) <= 3
+
+
+def test_the_error_falls_and_is_that_of_the_codebook() -> None:
+    points = draw(3, 700, 6, seed=2)
+    codebook, report = k_means(points, 40, seed=1)
+    for errors, rounds in zip(report.errors, report.rounds, strict=True):
+        assert len(errors) == rounds + 1 and rounds > 3
+        assert all(b <= a * (1 + 1e-6) for a, b in pairwise(errors))
+    final = torch.tensor([errors[-1] for errors in report.errors]).double()
+    assert torch.allclose(final, errors_by_hand(points, codebook), rtol=1e-5)
+    # Each codeword is the mean of its points.
+    nearest = torch.cdist(points, codebook).argmin(-1)
+    for head in range(3):
+        for word in range(40):
+            mean = points[head, nearest[head] == word].mean(0)
+            assert (codebook[head, word] - mean).abs().max() <= 1e-3
+
+
+def test_rounds_are_limited() -> None:
+    points = draw(2, 700, 6, seed=3)
+    seeds, report = k_means(points, 40, seed=1, rounds=0)
+    assert report.rounds == (0, 0) and report.converged == (False, False)
+    assert (torch.cdist(seeds.double(), points.double()).amin(-1) <= 1e-6).all()
+    _, report = k_means(points, 40, seed=1, rounds=2)
+    assert report.rounds == (2, 2) and report.converged == (False, False)
+    _, loose = k_means(points, 40, seed=1, tolerance=0.5)
+    assert loose.converged == (True, True) and max(loose.rounds) < 5
+    # Rounds go on to the fixed point.
+    _, strict = k_means(points, 40, seed=1, tolerance=0.0)
+    assert strict.converged == (True, True)
+    assert strict.errors[0][-1] == pytest.approx(strict.errors[0][-2], rel=1e-6)
+
+
+def test_seeds_are_drawn_by_distance() -> None:
+    """One far point among thousands is a seed; drawn alike it would be missed."""
+    points = draw(1, 5000, 4, seed=4)
+    points[0, 77] = 1000.0
+    codebook, _ = k_means(points, 3, seed=0, rounds=0)
+    assert (codebook[0] - 1000).abs().amax(-1).min() <= 1e-3
+    clusters = torch.arange(30.0).repeat_interleave(20).view(1, 600, 1) * 100
+    spread, _ = k_means(clusters + 0.01 * draw(1, 600, 1, seed=5), 30, seed=0, rounds=0)
+    assert (in_order(spread)[0, :, 0] / 100 - torch.arange(30.0)).abs().max() <= 1e-2
+
+
+@pytest.mark.parametrize("draw_", [0.0, 1.0])
+def test_the_ends_of_the_draw_are_points_with_weight(draw_: float) -> None:
+    """Rounded to 62 bits a draw below 1 may name the end itself, which is no point's."""
+    points = torch.tensor([[[-9.0], [1.0], [2.0], [3.0], [9.0]]])
+    weights = torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0]])
+    draws = torch.full((1, 3, 1), draw_, dtype=torch.float64)
+    seeds = module._seed(points, weights, draws)
+    assert sorted(seeds.flatten().tolist()) == [1.0, 2.0, 3.0]
+
+
+def test_of_several_drawn_the_seed_that_leaves_least_stays() -> None:
+    """Fewer seeds than clusters, some of them large: a draw at a time leaves more."""
+    centres = draw(3, 80, 8, seed=19) * 3
+    member = (torch.rand(2000, generator=generator(20)) ** 2 * 80).long()
+    points = centres[:, member] + 0.3 * draw(3, 2000, 8, seed=21)
+    draws = torch.rand(3, 50, 5, generator=generator(22), dtype=torch.float64)
+    weights = torch.ones(3, 2000)
+    one, several = (
+        errors_by_hand(points, module._seed(points, weights, some))
+        for some in (draws[..., :1], draws)
+    )
+    assert (several < 0.8 * one).all(), (several, one)
+
+
+def test_empty_clusters_are_given_the_farthest_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds that are all the same point: without a new place 19 codewords would be of no use."""
+    points = draw(2, 400, 5, seed=6)
+
+    def first_point(points: torch.Tensor, _: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        return points[:, :1].repeat(1, draws.shape[1], 1)
+
+    monkeypatch.setattr(module, "_seed", first_point)
+    codebook, report = k_means(points, 20, seed=0)
+    assert min(report.reseeded) >= 19 and report.converged == (True, True)
+    nearest = torch.cdist(points, codebook).argmin(-1)
+    assert all(len(head.unique()) == 20 for head in nearest)
+    for errors in report.errors:
+        assert all(b <= a * (1 + 1e-6) for a, b in pairwise(errors))
+    first, once = k_means(points, 20, seed=0, rounds=1)
+    assert once.reseeded == (19, 19)
+    farthest = (points[0] - points[0, 0]).norm(dim=-1).topk(19).indices
+    distances = torch.cdist(points[0, farthest].double(), first[0].double())
+    assert (distances.amin(1) <= 1e-6).all()
+    # A point that counts nothing is no place for a codeword.
+    points[:, 9], weights = 1e3, torch.ones(2, 400)
+    weights[:, 9] = 0.0
+    for rounds in (1, 300):
+        codebook, _ = k_means(points, 20, seed=0, weights=weights, rounds=rounds)
+        assert codebook.abs().max() < 10
+
+
+@pytest.mark.parametrize("count", [7, 8, 50])
+def test_fewer_distinct_points_than_codewords_are_met_exactly(count: int) -> None:
+    distinct = draw(2, 7, 5, seed=7) + 10
+    points = distinct.repeat(1, 6, 1)
+    codebook, report = k_means(points, count, seed=0)
+    assert codebook.isfinite().all() and report.converged == (True, True)
+    assert (torch.cdist(distinct.double(), codebook.double()).amin(-1) <= 1e-5).all()
+    assert (torch.cdist(codebook.double(), distinct.double()).amin(-1) <= 1e-5).all()
+    # A codeword to spare is not sent from point to point.
+    assert max(report.rounds) <= 2
+
+
+def test_codewords_to_spare_are_not_sent_to_points_that_are_near_enough() -> None:
+    """Points nearer to their codeword than moves that count are as good as met."""
+    points = draw(2, 7, 5, seed=7).repeat(1, 60, 1)
+    points += 1e-6 * draw(2, 420, 5, seed=23)
+    _, report = k_means(points, 60, seed=0)
+    assert report.reseeded == (0, 0) and report.converged == (True, True)
+
+
+def test_a_single_point_and_equal_points_have_one_codeword() -> None:
+    for points in (torch.full((1, 1, 3), 2.5), torch.zeros(2, 9, 3)):
+        codebook, report = k_means(points, 4, seed=0)
+        assert torch.equal(codebook, points[:, :1].expand_as(codebook))
+        assert all(report.converged) and all(errors[-1] == 0 for errors in report.errors)
+
+
+def test_one_seed_gives_one_codebook() -> None:
+    points = draw(2, 500, 6, seed=8)
+    state = torch.get_rng_state()
+    first, report = k_means(points, 30, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    again, same = k_means(points, 30, seed=3)
+    assert torch.equal(first, again) and report == same
+    other, _ = k_means(points, 30, seed=4)
+    assert not torch.equal(first, other)
+
+
+def test_heads_worked_on_together_are_as_alone() -> None:
+    """Heads that end early are taken out, and the rest goes on."""
+    points = torch.cat([draw(3, 300, 6, seed=9), draw(1, 10, 6, seed=10).repeat(1, 30, 1)])
+    points = points[[3, 0, 1, 2]]
+    alone, expected = k_means(points, 20, seed=0)
+    assert len(set(expected.rounds)) > 1
+    seeds = torch.rand(4, 20, 4, generator=generator(0), dtype=torch.float64)
+    centred = points - points.mean(1, keepdim=True)
+    weights = torch.ones(4, 300)
+    found, runs = module._lloyd(
+        centred, weights, module._seed(centred, weights, seeds), 300, 1e-4, None
+    )
+    assert (found + points.mean(1, keepdim=True) - alone).abs().max() <= 1e-4
+    assert tuple(len(run.errors) - 1 for run in runs) == expected.rounds
+
+
+def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = draw(2, 500, 6, seed=11)
+    whole, _ = k_means(points, 30, seed=0)
+    monkeypatch.setattr(module, "_PIECE_NUMBERS", 100)
+    pieces, _ = k_means(points, 30, seed=0)
+    assert torch.equal(whole, pieces)
+
+
+def test_the_order_of_points_makes_no_difference_to_means() -> None:
+    """Sums of integers: the same to the last bit, which fp32 sums are not."""
+    points = draw(1, 3000, 6, seed=12) * torch.logspace(-3, 3, 3000).view(1, -1, 1)
+    order = torch.randperm(3000, generator=generator(13))
+    codes = torch.randint(0, 5, (1, 3000), generator=generator(14))
+    weights = torch.rand(1, 3000, generator=generator(15))
+    old = torch.zeros(1, 5, 6)
+    means, empty = module._means(points, weights, codes, old)
+    shuffled, _ = module._means(points[:, order], weights[:, order], codes[:, order], old)
+    assert torch.equal(means, shuffled) and not empty.any()
+    for word in range(5):
+        held = codes[0] == word
+        share = weights[0, held].double()
+        expected = (points[0, held].double() * share[:, None]).sum(0) / share.sum()
+        assert torch.allclose(means[0, word].double(), expected, rtol=1e-6)
+
+
+def test_a_weight_of_three_is_three_points() -> None:
+    points = draw(2, 200, 4, seed=16)
+    weights = torch.randint(0, 4, (2, 200), generator=generator(17)).float()
+    weights[0, 5] = 0.0
+    points[0, 5] = 1e4
+    codebook, report = k_means(points, 15, seed=0, weights=weights)
+    # A point without weight draws no codeword, however far it is.
+    assert codebook.abs().max() < 10
+    final = torch.tensor([errors[-1] for errors in report.errors]).double()
+    assert torch.allclose(final, errors_by_hand(points, codebook, weights), rtol=1e-5)
+    nearest = torch.cdist(points, codebook).argmin(-1)
+    for head in range(2):
+        for word in nearest[head].unique().tolist():
+            repeated = points[head].repeat_interleave(
+                (weights[head] * (nearest[head] == word)).long(), 0
+            )
+            if len(repeated):
+                assert (codebook[head, word] - repeated.mean(0)).abs().max() <= 1e-3
+    scaled, _ = k_means(points, 15, seed=0, weights=weights * 2**20)
+    assert torch.equal(scaled, codebook)
+
+
+def test_progress_adds_up_to_all_rounds() -> None:
+    steps: list[int] = []
+    _, report = k_means(draw(3, 200, 4, seed=18), 20, seed=0, rounds=40, progress=steps.append)
+    assert sum(steps) == 3 * 40 and len(steps) > max(report.rounds)
+    steps.clear()
+    k_means(draw(3, 200, 4, seed=18), 20, seed=0, rounds=2, progress=steps.append)
+    assert steps == [1, 1] * 3
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    points, ones = torch.zeros(2, 9, 3), torch.ones(2, 9)
+    for wrong in (points.double(), points[0], points[:, :0]):
+        with pytest.raises(ValueError, match=r"points is .* pass fp32 \[H, n, D\]"):
+            k_means(wrong, 4, seed=0)
+    with pytest.raises(ValueError, match="D=257: at most 256"):
+        k_means(torch.zeros(1, 2, 257), 4, seed=0)
+    for count in (0, 32769):
+        with pytest.raises(ValueError, match=f"count={count}: 1 to 32768"):
+            k_means(points, count, seed=0)
+    with pytest.raises(ValueError, match="rounds=-1"):
+        k_means(points, 4, seed=0, rounds=-1)
+    for tolerance in (-0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"tolerance={tolerance}"):
+            k_means(points, 4, seed=0, tolerance=tolerance)
+    for number in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="points holds NaN or infinity: leave out"):
+            k_means(points + number, 4, seed=0)
+    for unfit in (ones.double(), ones[:1]):
+        with pytest.raises(ValueError, match=r"weights is .* pass fp32 \(2, 9\)"):
+            k_means(points, 4, seed=0, weights=unfit)
+    with pytest.raises(ValueError, match="weights is on meta"):
+        k_means(points, 4, seed=0, weights=ones.to("meta"))
+    for bad in (-ones, ones * math.nan):
+        with pytest.raises(ValueError, match="weights holds NaN, infinity or a number below 0"):
+            k_means(points, 4, seed=0, weights=bad)
+    with pytest.raises(ValueError, match="weights of a head are all 0"):
+        k_means(points, 4, seed=0, weights=torch.stack([ones[0], 0 * ones[0]]))
