@@ -10,7 +10,7 @@ from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.split_recall import SplitCTkvrCache
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
 
-CHOICES = ("last", "random", "first", "even")
+CHOICES = ("mixed", "last", "random", "first", "even")
 # The rank in a list does not depend on its length, so without a rerank one length says all.
 RERANKS = ("auto", "codes")
 BY_RANK = "lists"

@@ -209,9 +209,10 @@ def test_the_variants_are_what_they_are_called() -> None:
         return VARIANTS.options(part, name, given, length)
 
     for part, name, changes in (
-        ("choice", "last", {"causal": False}),
-        ("choice", "first, causal", {"choice": "first"}),
-        ("choice", "even", {"choice": "even", "causal": False}),
+        ("choice", "mixed", {}),
+        ("choice", "last", {"choice": "last"}),
+        ("choice", "first, causal", {"choice": "first", "causal": True}),
+        ("choice", "even", {"choice": "even"}),
         # 1,600 cold tokens have 100 centroids.
         ("centroids", "1/4x", {"centroids": 25, "tokens_per_centroid": 1}),
         ("centroids", "20", {"centroids": 20, "tokens_per_centroid": 1}),

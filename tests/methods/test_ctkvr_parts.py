@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.lists import CentroidLists
-from hf_kvret.methods.ctkvr.pool import QueryPool
+from hf_kvret.methods.ctkvr.pool import QueryPool, make_pool
 
 
 @pytest.mark.parametrize(
@@ -18,7 +19,7 @@ from hf_kvret.methods.ctkvr.pool import QueryPool
         ({"centroids": 0}, ValueError, "centroids=0"),
         ({"probes": 2.5}, TypeError, "probes must be an int"),
         ({"update": -1}, ValueError, "update=-1"),
-        ({"choice": "newest"}, ValueError, "'last' or 'random'"),
+        ({"choice": "newest"}, ValueError, "'mixed' or 'last'"),
         ({"update_lists": "some"}, ValueError, "'all' or 'recalled'"),
         ({"rerank": "exact"}, ValueError, "'auto' or 'cpu'"),
         ({"rerank": "cpu"}, ValueError, "store='cpu'"),
@@ -52,7 +53,7 @@ def test_codes_are_refused_for_heads_that_have_none() -> None:
 
 
 def _chosen(choice: str, count: int, cuts: tuple[int, ...], seed: int = 0) -> list[int]:
-    pool = QueryPool(choice, 2048, seed)
+    pool = make_pool(choice, 2048, seed)
     for start, end in zip((0, *cuts), (*cuts, 1600), strict=True):
         queries = torch.arange(start, end).float().view(1, 1, -1, 1).expand(1, 2, -1, 3)
         pool.add(queries, start, None)
@@ -70,6 +71,26 @@ def test_the_choices_are_the_ablation_of_table_4(cuts: tuple[int, ...]) -> None:
     assert drawn == _chosen("random", 100, ()) and drawn != _chosen("random", 100, (), seed=1)
     # The mean of 100 even draws has a standard deviation of 46.
     assert abs(sum(drawn) / 100 - 800) < 150 and len(set(drawn)) == 100
+
+
+@pytest.mark.parametrize("cuts", [(), (100, 101, 900)])
+def test_mixed_queries_are_the_last_and_others_spread_over_the_rest(cuts: tuple[int, ...]) -> None:
+    slots = _chosen("mixed", 100, cuts)
+    assert slots[50:] == list(range(1550, 1600)) and max(slots[:50]) < 1550
+    gaps = [after - before for before, after in pairwise([0, *slots[:50]])]
+    assert max(gaps) <= 64
+    assert len(set(_chosen("mixed", 101, cuts))) == 101
+    assert _chosen("mixed", 1, cuts) == [1599]
+
+
+def test_mixed_queries_leave_padding_out_row_by_row() -> None:
+    pool = make_pool("mixed", 8)
+    valid = torch.tensor([[False] * 4 + [True] * 6, [True] * 5 + [False] * 5, [False] * 10])
+    pool.add(torch.zeros(3, 2, 10, 3), 0, valid)
+    slots = pool.best(4)[1]
+    assert sorted(slots[0].tolist()[2:]) == [8, 9] and set(slots[0].tolist()[:2]) <= {4, 5, 6, 7}
+    assert sorted(slots[1].tolist()[2:]) == [3, 4] and set(slots[1].tolist()[:2]) <= {0, 1, 2}
+    assert slots[2].tolist() == [-1] * 4
 
 
 def test_padding_is_never_chosen_and_takes_no_room() -> None:

@@ -295,7 +295,7 @@ def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(rera
 
 
 def test_bytes_and_stats_are_of_what_is_held() -> None:
-    index = CTkvrIndex(_options())
+    index = CTkvrIndex(_options(choice="last"))
     queries = _query(1, count=PROMPT)
     index.watch(queries, queries, 0, None)
     assert index.nbytes() == 25 * (HEADS * DIM * 4 + 16) * 2 and index.select_nbytes() == 0

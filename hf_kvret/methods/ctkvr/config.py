@@ -10,7 +10,7 @@ from hf_kvret.config import RetrievalConfig
 
 _LARGEST_HEAD = 256
 _CHOICES = {
-    "choice": ("last", "random", "first", "even"),
+    "choice": ("mixed", "last", "random", "first", "even"),
     "rerank": ("auto", "cpu", "device", "codes", "lists"),
     "update_lists": ("all", "recalled"),
 }
@@ -23,15 +23,16 @@ class CTkvrConfig(RetrievalConfig):
     Attributes:
         centroids: most past queries that are centroids, C.
         tokens_per_centroid: there are no more than one for so many cold tokens.
-        choice: which queries of the prompt: ``"last"``, ``"random"``, ``"first"`` or ``"even"``
-            (table 4). Those other than ``"last"`` are for study.
+        choice: which queries of the prompt: half of them the last and half spread over the rest
+            (``"mixed"``), or all ``"last"``, ``"random"``, ``"first"`` or ``"even"`` (table 4).
         list_ratio: keys of a centroid's list, as a multiple of the budget.
         probes: centroids whose lists a query recalls, C'.
         rerank: how the recalled tokens are compared: ``"auto"``, by their keys, where the store
             attends; ``"cpu"``, the same, for ``store="cpu"`` alone; ``"device"``, by their keys,
             fetched to the queries' device where they are elsewhere; ``"codes"``, by compact codes
             on the device; ``"lists"``, by their rank in the lists.
-        causal: at the first build, a centroid lists no key that comes after it.
+        causal: at the first build, a centroid lists no key that comes after it; not for choices
+            that have early centroids.
         update: every so many decoded tokens one becomes a centroid, and the oldest is dropped; 0
             for never.
         update_lists: what its list is made from: ``"all"`` keys, at the next flush; ``"recalled"``
@@ -47,11 +48,11 @@ class CTkvrConfig(RetrievalConfig):
 
     centroids: int = 2048
     tokens_per_centroid: int = 16
-    choice: str = "last"
+    choice: str = "mixed"
     list_ratio: float = 2.5
     probes: int = 4
     rerank: str = "auto"
-    causal: bool = True
+    causal: bool = False
     update: int = 8
     update_lists: str = "all"
     pending: int = 2048
@@ -113,7 +114,7 @@ class CTkvrConfig(RetrievalConfig):
     def paper(cls, **changes: Any) -> Self:
         """The published algorithms: nothing but the FIFO changes the lists."""
         published = {
-            "causal": False,
+            "choice": "last",
             "update": 1,
             "update_lists": "recalled",
             "pending": 0,

@@ -13,7 +13,7 @@ from hf_kvret.index import ColdTokens, Index
 from hf_kvret.methods.ctkvr.codes import KeyCodes
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.keeper import ListKeeper
-from hf_kvret.methods.ctkvr.pool import QueryPool
+from hf_kvret.methods.ctkvr.pool import Pool, QueryPool, make_pool
 from hf_kvret.methods.ctkvr.recalled import Recalled
 from hf_kvret.methods.ctkvr.rerank import FetchedKeys, ListPlaces, Rerank, StoredKeys
 
@@ -39,7 +39,7 @@ class CTkvrIndex(Index):
 
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
-        self._pool = QueryPool(options.choice, options.centroids, options.seed)
+        self._pool = make_pool(options.choice, options.centroids, options.seed)
         # Queries that have no lists yet: of a question, and of steps since the last flush.
         self._asked = QueryPool("last", options.centroids)
         self._answered = QueryPool("last", options.centroids)
@@ -67,7 +67,7 @@ class CTkvrIndex(Index):
         self._shape = (keys.shape[1], queries.shape[1] // keys.shape[1])
         self._passed = None
         if self._keeper.queue is None:
-            if options.choice == "last":
+            if isinstance(self._pool, QueryPool) and options.choice == "last":
                 self._pool.most = options.centroids_for(start + count)
             self._pool.add(queries, start, valid)
         elif options.questions and count > 1 and (count > options.max_draft or rested):
@@ -98,7 +98,7 @@ class CTkvrIndex(Index):
             if cold.budget >= len(cold):
                 return
             keeper.start(cold, *self._bundled(self._pool.best(options.centroids_for(len(cold)))))
-            self._pool = QueryPool(options.choice, options.centroids)
+            self._pool = make_pool(options.choice, options.centroids, options.seed)
         assert keeper.queue is not None
         room = keeper.queue.room
         if self._flushed and len(self._answered):
@@ -241,7 +241,7 @@ class CTkvrIndex(Index):
         slots = slots.expand(len(queries), -1)
         self._passed = slots if valid is None else slots.masked_fill(~valid, -1)
 
-    def _parts(self) -> dict[str, QueryPool | ListKeeper | Rerank]:
+    def _parts(self) -> dict[str, Pool | ListKeeper | Rerank]:
         return {
             "pool": self._pool,
             "asked": self._asked,

@@ -50,11 +50,20 @@ class QueryPool:
     def __len__(self) -> int:
         return 0 if self._queries is None else self._queries.shape[2]
 
-    def best(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """At most ``count`` queries ``[B, Hq, m, D]``, and slots ``[B, m]``, -1 for none."""
+    def best(
+        self, count: int, before: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """At most ``count`` queries ``[B, Hq, m, D]``, and slots ``[B, m]``, -1 for none.
+
+        Only those of slots below ``before [B, 1]``, where it is given.
+        """
         if self._queries is None or self._slots is None or self._ranks is None:
             raise RuntimeError("no query was seen: call watch before select")
-        return _best(self._queries, self._slots, self._ranks, count)[:2]
+        slots, ranks = self._slots, self._ranks
+        if before is not None:
+            late = slots >= before
+            slots, ranks = slots.masked_fill(late, -1), ranks.masked_fill(late, -1)
+        return _best(self._queries, slots, ranks, count)[:2]
 
     def reorder(self, rows: torch.Tensor) -> None:
         """Batch row b becomes the old row ``rows[b]``."""
@@ -118,3 +127,73 @@ def _best(
     chosen = ranks.topk(count, dim=1).indices.sort(dim=1).values
     index = chosen[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
     return queries.gather(2, index), slots.gather(1, chosen), ranks.gather(1, chosen)
+
+
+class MixedPool:
+    """The last queries, and as many that are spread evenly over what came before them.
+
+    A prompt that ends with its question has the answer's neighbours at its end; a topic that comes
+    back has them anywhere. Each half has ``most`` queries to choose from.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._halves = {name: QueryPool(name, most) for name in ("last", "even")}
+
+    def __len__(self) -> int:
+        return len(self._halves["last"])
+
+    def add(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
+        """As ``QueryPool.add``."""
+        for half in self._halves.values():
+            half.add(queries, start, valid)
+
+    def best(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``QueryPool.best``; no query is in both halves."""
+        queries, slots = self._halves["last"].best(-(-count // 2))
+        # Rows without valid queries have no first one: then nothing comes before it.
+        first = slots.masked_fill(slots < 0, torch.iinfo(slots.dtype).max).amin(1, keepdim=True)
+        earlier, places = self._halves["even"].best(count // 2, before=first)
+        return torch.cat([earlier, queries], dim=2), torch.cat([places, slots], dim=1)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Batch row b becomes the old row ``rows[b]``."""
+        for half in self._halves.values():
+            half.reorder(rows)
+
+    def fork(self) -> Self:
+        """A copy; tensors are shared, as none is ever written to."""
+        twin = object.__new__(type(self))
+        twin._halves = {name: half.fork() for name, half in self._halves.items()}
+        return twin
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(half.nbytes() for half in self._halves.values())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors that restore it; empty for none."""
+        return {
+            f"{part}.{name}": x
+            for part, half in self._halves.items()
+            for name, x in half.state_dict().items()
+        }
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Become what was saved. KeyError names a missing tensor."""
+        for part, half in self._halves.items():
+            prefix = f"{part}."
+            half.load_state_dict(
+                {
+                    name.removeprefix(prefix): x
+                    for name, x in state.items()
+                    if name.startswith(prefix)
+                }
+            )
+
+
+Pool = QueryPool | MixedPool
+
+
+def make_pool(choice: str, most: int, seed: int = 0) -> Pool:
+    """A pool for a ``choice``: one of ``QueryPool``'s, or ``"mixed"``."""
+    return MixedPool(most) if choice == "mixed" else QueryPool(choice, most, seed)
