@@ -179,6 +179,8 @@ class Regions:
         self.window.unpop(keys[:, :, 0].to(device), values[:, :, 0].to(device), left)
         self.store.crop(cold)
         self.index.crop(cold)
+        # Without tokens an index is as new, and the next prompt builds it.
+        self._built = self._built and cold > 0
         self._retrievable = None
 
     @_keeps_tensors

@@ -13,7 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from hf_kvret import FlatKVCache, ParisConfig, ParisKVCache, RetrievalCache
+from hf_kvret import (
+    CTkvrCache,
+    FlatKVCache,
+    LRQKCache,
+    ParisConfig,
+    ParisKVCache,
+    RetrievalCache,
+    attach,
+    registered_methods,
+)
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
@@ -53,6 +62,52 @@ def _prefill(model: PreTrainedModel, cache: RetrievalCache, batch: int = 2) -> R
     ids, mask = _document(batch)
     model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
     return cache
+
+
+PASSES = {
+    "dense": [5],
+    "prompt": [90],
+    "question": [90, 1, 6],
+    "drafts": [90, *[3] * 9],
+    "second prompt": [90, 1, 60],
+}
+
+
+@pytest.mark.parametrize("state", PASSES)
+@pytest.mark.parametrize("name", list(registered_methods()))
+def test_every_method_is_saved_in_every_state(
+    llama: PreTrainedModel, name: str, state: str, tmp_path: Path
+) -> None:
+    """As a model fills it: what an index keeps may be views of the model's tensors."""
+    attach(llama)
+    cache = registered_methods()[name](llama.config, **{**COVERING_OPTIONS, "top_k": 4})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for count in PASSES[state]:
+            llama(torch.randint(3, 128, (2, count), generator=generator), past_key_values=cache)
+        cache.save_pretrained(tmp_path)
+        twin = type(cache).from_pretrained(tmp_path, llama.config)
+        for _ in range(4):
+            ids = torch.randint(3, 128, (2, 1), generator=generator)
+            logits = [llama(ids, past_key_values=one).logits for one in (cache, twin)]
+            assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("cls", [FlatKVCache, CTkvrCache, LRQKCache])
+def test_a_cache_that_was_cropped_to_nothing_is_as_new(
+    llama: PreTrainedModel, cls: type[RetrievalCache]
+) -> None:
+    attach(llama)
+    caches = [cls(llama.config, **{**COVERING_OPTIONS, "top_k": 4}) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for count in (90, 1, 1):
+            llama(torch.randint(3, 128, (1, count), generator=generator), past_key_values=caches[0])
+        caches[0].crop(-92)
+        for count in (80, 1, 1):
+            ids = torch.randint(3, 128, (1, count), generator=generator)
+            logits = [llama(ids, past_key_values=cache).logits for cache in caches]
+            assert torch.equal(*logits)
 
 
 def _copy(source: Path, target: Path) -> Path:

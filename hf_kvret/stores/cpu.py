@@ -188,6 +188,8 @@ class _Staging:
         return self._result
 
 
+# Not an inference tensor, which later steps could not write to outside inference mode.
+@torch.inference_mode(False)
 def _pinned_like(held: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Pinned memory with the shape and dtype of ``tensor``; ``held`` itself if it fits."""
     if held.shape == tensor.shape and held.dtype == tensor.dtype and held.is_pinned():

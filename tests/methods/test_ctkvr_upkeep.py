@@ -303,8 +303,65 @@ def test_bytes_and_stats_are_of_what_is_held() -> None:
     run.step(_query(3))
     # A buffer with room for 64 more: query, norm and 25 ids of 2 bytes a head, and its slot.
     row = HEADS * (DIM * 4 + 4 + 25 * 2) + 8
-    assert run.index.nbytes() == 2 * row * (25 + 64) + 8
+    assert run.index.nbytes() == 2 * row * (25 + 64)
     assert run.index.select_nbytes() == 2 * HEADS * (25 * DIM * 4 + 4 * 25 * 2)
     stats = run.index.stats()
     assert (stats["centroids"], stats["keys_scored"]) == (25, 2 * HEADS * PROMPT)
-    assert 0.3 < stats["coverage"] <= 1.0
+    # New lists over all keys are what they were: coverage is looked at for published ones alone.
+    assert stats["coverage"] is None
+    assert 0.3 < Run(_at_once()).index.stats()["coverage"] <= 1.0
+
+
+def test_a_context_that_grows_has_more_centroids_and_keeps_the_old_ones() -> None:
+    run = Run(_options(recent=4))
+    before = run.index._keeper.queue
+    assert before is not None and len(before) == 25
+    # The same again, in one long question: 50 centroids, half of them of the question at most.
+    question = _query(8, count=400)
+    run.step(question, select=False)
+    run.flush(_query(9, count=400))
+    run.step(_query(3))
+    queue = run.index._keeper.queue
+    assert queue is not None and len(queue) == queue.room == 50
+    slots = queue.live()[1][0]
+    assert int((slots < PROMPT).sum()) == 25 and int(slots.max()) == PROMPT + 399
+
+
+def test_padding_in_a_neighbours_question_pushes_no_centroid_out() -> None:
+    recalls = []
+    for length in (8, 12):
+        run = Run(_options())
+        question, valid = _query(8, count=length), torch.ones(2, length, dtype=torch.bool)
+        question[0, :, -8:] = _query(9, count=8)[0]
+        valid[0, : length - 8] = False
+        run.index.watch(question, question, run.end, valid)
+        run.end += 12
+        run.ask(question[:, :, -1:])
+        queue = run.index._keeper.queue
+        assert queue is not None
+        slots = queue.live()[1][0]
+        recalls.append(int((slots >= 0).sum()))
+    assert recalls == [25, 25]
+
+
+def test_of_drafts_every_eighth_query_joins() -> None:
+    for options in (_options(update=8), _at_once(update=8)):
+        run = Run(options.replace(questions=False))
+        for step in range(8):
+            run.step(_query(10 + step, count=4))
+        run.flush(0.01 * _query(4, count=4))
+        run.step(_query(3))
+        queue = run.index._keeper.queue
+        assert queue is not None
+        joined = queue.live()[1][0]
+        assert joined[joined >= PROMPT].tolist() == [PROMPT + 8 * i + 7 for i in range(4)]
+
+
+def test_lists_that_became_short_for_the_budget_are_made_anew() -> None:
+    run = Run(_options())
+    assert run.index.stats()["list_builds"] == 1
+    for budget, builds in ((BUDGET, 1), (12, 1), (16, 2), (16, 2), (10, 2)):
+        cold = all_valid(run.store, 2, budget=budget, scale=SCALE)
+        run.index.refresh(cold)
+        run.index.select(_query(3), budget, cold.valid, SCALE)
+        assert run.index.stats()["list_builds"] == builds

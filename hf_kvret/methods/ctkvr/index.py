@@ -47,7 +47,8 @@ class CTkvrIndex(Index):
         self._rerank = _make_rerank(options)
         self._cold: ColdTokens | None = None
         self._shape: tuple[int, int] | None = None
-        # Slots [B, q] of the pass whose queries become centroids at once, -1 for padding.
+        # Those of the newest pass that become centroids at once: which, and their slots [B, q].
+        self._columns: list[int] = []
         self._passed: torch.Tensor | None = None
         self._selected: _Selected | None = None
         self._held = self._steps = 0
@@ -65,18 +66,17 @@ class CTkvrIndex(Index):
         options, count = self.options, queries.shape[2]
         rested = self._since >= _PAUSE
         self._shape = (keys.shape[1], queries.shape[1] // keys.shape[1])
-        self._passed = None
+        self._columns, self._passed = [], None
         if self._keeper.queue is None:
-            if isinstance(self._pool, QueryPool) and options.choice == "last":
+            if options.choice in ("last", "mixed"):
+                # So that a short cache copies few at every step.
                 self._pool.most = options.centroids_for(start + count)
             self._pool.add(queries, start, valid)
         elif options.questions and count > 1 and (count > options.max_draft or rested):
             self._asked.add(queries, start, valid)
             self._since = 0
         elif options.update and count <= options.max_draft:
-            before, self._steps = self._steps, self._steps + count
-            if self._steps // options.update > before // options.update:
-                self._let_join(queries, start, valid)
+            self._let_join(queries, start, valid)
         self._since += count
 
     def observe(self, block: TokenBlock) -> None:
@@ -99,15 +99,17 @@ class CTkvrIndex(Index):
                 return
             keeper.start(cold, *self._bundled(self._pool.best(options.centroids_for(len(cold)))))
             self._pool = make_pool(options.choice, options.centroids, options.seed)
-        assert keeper.queue is not None
-        room = keeper.queue.room
+            self._flushed = False
+        # No question is so long that nothing else stays.
+        most = max(1, options.centroids_for(len(cold)) // 2)
+        joining = []
         if self._flushed and len(self._answered):
-            keeper.join(cold, *self._bundled(self._answered.best(room)))
+            joining.append(self._bundled(self._answered.best(most)))
             self._answered = QueryPool("last", options.centroids)
         if len(self._asked):
-            keeper.join(cold, *self._bundled(self._asked.best(room)))
+            joining.append(self._bundled(self._asked.best(most)))
             self._asked = QueryPool("last", options.centroids)
-        keeper.keep_up(cold, self._flushed)
+        keeper.keep_up(cold, joining, self._flushed)
         self._flushed = False
 
     def select(
@@ -144,6 +146,8 @@ class CTkvrIndex(Index):
             in_turn=self._rerank.in_turn,
         )
         cold = replace(self._cold, valid=valid, scale=scale, softcap=softcap, budget=budget)
+        if not self._columns:
+            return self._rerank.best(recalled, query, budget, cold)
         best = self._rerank.best(recalled, query, max(budget, queue.width), cold)
         self._selected = _Selected(bundles, best[..., : queue.width], held)
         return best[..., :budget].contiguous()
@@ -152,12 +156,14 @@ class CTkvrIndex(Index):
     @torch.inference_mode(False)
     def learn(self) -> None:
         """Let queries of this pass be centroids, with the best of what they recalled."""
-        selected, passed, queue = self._selected, self._passed, self._keeper.queue
-        self._selected = self._passed = None
-        if selected is None or passed is None or queue is None:
+        selected, columns, slots = self._selected, self._columns, self._passed
+        self._selected, self._columns, self._passed = None, [], None
+        queue = self._keeper.queue
+        if selected is None or slots is None or queue is None:
             return
-        if passed.shape[1] == selected.queries.shape[2]:
-            queue.push(selected.queries, passed, selected.ids, selected.held)
+        if selected.queries.shape[2] > columns[-1]:
+            queries, ids = selected.queries[:, :, columns], selected.ids[:, :, columns]
+            queue.push(queries, slots, ids, selected.held)
 
     def candidates(self, cold_len: int, budget: int) -> int:
         queue = self._keeper.queue
@@ -173,6 +179,7 @@ class CTkvrIndex(Index):
         for part in self._parts().values():
             part.reorder(rows)
         self._passed = self._selected = self._cold = None
+        self._columns = []
 
     def crop(self, cold_len: int) -> None:
         if cold_len == 0:
@@ -185,7 +192,7 @@ class CTkvrIndex(Index):
 
     def fork(self) -> Self:
         twin = type(self)(self.options)
-        shared = ("_shape", "_passed", "_held", "_steps", "_flushed", "_since")
+        shared = ("_shape", "_columns", "_passed", "_held", "_steps", "_flushed", "_since")
         vars(twin).update({name: vars(self)[name] for name in shared})
         twin._pool, twin._asked = self._pool.fork(), self._asked.fork()
         twin._answered = self._answered.fork()
@@ -234,12 +241,20 @@ class CTkvrIndex(Index):
 
     def _let_join(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
         """Note queries that become centroids: at the next flush, or when they have selected."""
-        if self.options.update_lists == "all":
-            self._answered.add(queries, start, valid)
-            return
-        slots = torch.arange(start, start + queries.shape[2], device=queries.device)
-        slots = slots.expand(len(queries), -1)
-        self._passed = slots if valid is None else slots.masked_fill(~valid, -1)
+        options, count = self.options, queries.shape[2]
+        before, self._steps = self._steps, self._steps + count
+        columns = [i for i in range(count) if (before + i + 1) % options.update == 0]
+        if options.update_lists == "all":
+            for i in columns:
+                one = slice(i, i + 1)
+                shown = None if valid is None else valid[:, one]
+                self._answered.add(queries[:, :, one], start + i, shown)
+        elif columns:
+            slots = torch.tensor([start + i for i in columns], device=queries.device)
+            slots = slots.expand(len(queries), -1)
+            if valid is not None:
+                slots = slots.masked_fill(~valid[:, columns], -1)
+            self._columns, self._passed = columns, slots
 
     def _parts(self) -> dict[str, Pool | ListKeeper | Rerank]:
         return {

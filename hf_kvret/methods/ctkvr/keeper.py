@@ -15,6 +15,9 @@ from hf_kvret_kernels import centroid
 # Keys that meet centroids at once: each piece is sorted together with what the lists hold.
 _PIECE_LEN = 1 << 14
 
+# Lists that are shorter than this share of what they should be are made anew.
+_SHORT = 0.8
+
 
 class ListKeeper:
     """Makes the lists of centroids, and keeps an eye on what they hold.
@@ -37,23 +40,30 @@ class ListKeeper:
         """Make the first lists, for centroids ``[B, H, m, G, D]`` of ``slots [B, m]``."""
         self._list_all(cold, queries, slots, causal=self.options.causal)
 
-    def join(self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor) -> None:
-        """Add centroids with lists over all keys."""
-        assert self.queue is not None
-        made = self._lists(cold, queries, slots, self.queue.width)
-        self.queue.push(queries, slots, made, len(cold))
+    def keep_up(
+        self, cold: ColdTokens, joining: list[tuple[torch.Tensor, torch.Tensor]], flushed: bool
+    ) -> None:
+        """Add centroids; make all lists anew where too much is pending or they hold too little.
 
-    def keep_up(self, cold: ColdTokens, flushed: bool) -> None:
-        """Make all lists anew where too much is pending, or where they hold too little.
+        Waits for the device only where something joins, or where ``flushed`` says that tokens
+        turned cold just before.
 
-        Waits for the device only where ``flushed`` says that tokens turned cold just before.
+        Args:
+            joining: queries ``[B, H, m, G, D]`` with slots ``[B, m]``, for lists over all keys.
         """
         options, queue = self.options, self.queue
         assert queue is not None
+        queue.room = max(queue.room, options.centroids_for(len(cold)))
         late = options.pending and len(cold) - self.listed > options.pending
-        if late or queue.width < cold.budget:
-            self._list_all(cold, *queue.live())
-        elif flushed and self._covered is not None:
+        wanted = options.list_len(len(cold), cold.budget)
+        if late or queue.width < _SHORT * wanted:
+            live = [queue.live(), *joining]
+            queries = torch.cat([one[0] for one in live], dim=2)
+            self._list_all(cold, queries, torch.cat([one[1] for one in live], dim=1))
+            return
+        for queries, slots in joining:
+            self._join(cold, queries, slots, queue)
+        if flushed and self._covered is not None:
             self._list_where_coverage_fell(cold, queue)
 
     def pending(self, cold_len: int) -> int:
@@ -110,13 +120,30 @@ class ListKeeper:
         self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor, causal: bool = False
     ) -> None:
         """Start the queue anew with these centroids; no token is pending then."""
+        queries, slots = _dead_first(queries, slots)
         width = self.options.list_len(len(cold), cold.budget)
         made = self._lists(cold, queries, slots, width, causal)
         self.queue = CentroidQueue(self.options.centroids_for(len(cold)), width)
         self.queue.push(queries, slots, made, len(cold))
         self.listed = len(cold)
-        if self.options.coverage > 0:
+        if self.options.coverage > 0 and self.options.update_lists == "recalled":
             self._covered = share_listed(self.queue, cold.valid, self.listed)
+
+    def _join(
+        self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor, queue: CentroidQueue
+    ) -> None:
+        made = self._lists(cold, queries, slots, queue.width)
+        if not bool((slots < 0).any()):
+            queue.push(queries, slots, made, len(cold))
+            return
+        # Padding of one row must not push centroids of another out: row by row, it goes first.
+        held, places = queue.live()
+        lists = torch.cat([*queue.pieces(), made], dim=2)
+        slots = torch.cat([places, slots], dim=1)
+        queries, _ = _dead_first(torch.cat([held, queries], dim=2), slots)
+        lists, slots = _dead_first(lists, slots)
+        self.queue = CentroidQueue(queue.room, queue.width)
+        self.queue.push(queries, slots, lists, len(cold))
 
     def _list_where_coverage_fell(self, cold: ColdTokens, queue: CentroidQueue) -> None:
         """Make new lists for the batch rows whose lists hold too few of the tokens."""
@@ -147,6 +174,13 @@ class ListKeeper:
         self.list_builds += 1
         self.keys_scored += len(queries) * queries.shape[1] * len(cold)
         return best_keys(cold, queries, slots, width, causal=causal)
+
+
+def _dead_first(x: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x [B, H, m, ...]`` and ``slots [B, m]``, row by row with those of slot -1 in front."""
+    order = (slots >= 0).int().argsort(dim=1, stable=True)
+    rows = torch.arange(len(order), device=order.device)[:, None]
+    return x.transpose(1, 2)[rows, order].transpose(1, 2), slots.gather(1, order)
 
 
 def best_keys(

@@ -41,9 +41,11 @@ class QueryPool:
         # First among the new ones: a copy of all queries of a long prompt would be big.
         queries, slots, ranks = _best(queries, slots, ranks, self.most)
         if self._queries is not None and self._slots is not None and self._ranks is not None:
+            # A pass that starts below what was seen follows a crop.
+            gone = self._slots >= start
             queries = torch.cat([self._queries, queries], dim=2)
-            slots = torch.cat([self._slots, slots], dim=1)
-            ranks = torch.cat([self._ranks, ranks], dim=1)
+            slots = torch.cat([self._slots.masked_fill(gone, -1), slots], dim=1)
+            ranks = torch.cat([self._ranks.masked_fill(gone, -1), ranks], dim=1)
             queries, slots, ranks = _best(queries, slots, ranks, self.most)
         self._queries, self._slots, self._ranks = queries, slots, ranks
 
@@ -123,7 +125,9 @@ def _best(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The ``count`` of the highest rank, in the order they came."""
     if queries.shape[2] <= count:
-        return queries.clone(), slots.clone(), ranks.clone()
+        # Packed, whatever view of the model's they are: as a file takes them.
+        packed = queries.clone(memory_format=torch.contiguous_format)
+        return packed, slots.clone(), ranks.clone()
     chosen = ranks.topk(count, dim=1).indices.sort(dim=1).values
     index = chosen[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
     return queries.gather(2, index), slots.gather(1, chosen), ranks.gather(1, chosen)
@@ -133,11 +137,24 @@ class MixedPool:
     """The last queries, and as many that are spread evenly over what came before them.
 
     A prompt that ends with its question has the answer's neighbours at its end; a topic that comes
-    back has them anywhere. Each half has ``most`` queries to choose from.
+    back has them anywhere.
+
+    Args:
+        most: queries kept in each half.
     """
 
     def __init__(self, most: int) -> None:
         self._halves = {name: QueryPool(name, most) for name in ("last", "even")}
+
+    @property
+    def most(self) -> int:
+        """Queries kept in each half."""
+        return self._halves["last"].most
+
+    @most.setter
+    def most(self, count: int) -> None:
+        for half in self._halves.values():
+            half.most = count
 
     def __len__(self) -> int:
         return len(self._halves["last"])
