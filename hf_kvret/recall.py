@@ -6,24 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_kvret.relevance import group_relevance
 from hf_kvret.stores.base import Store
-
-
-def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
-    """How much each token matters to the query heads of a KV head: max of their log-softmaxes.
-
-    Raw scores of different heads are not comparable: each softmax has a scale of its own.
-
-    Args:
-        scores: ``[B, Hq, Q, n]`` fp32 attention logits, -inf for tokens that don't take part.
-        heads: number of KV heads; ``Hq`` is a multiple.
-
-    Returns:
-        ``[B, heads, Q, n]`` fp32, at most 0; -inf stays -inf for tokens that don't take part.
-    """
-    batch, query_heads, count, tokens = scores.shape
-    shares = scores - torch.logsumexp(scores, dim=-1, keepdim=True).clamp(min=-1e30)
-    return shares.view(batch, heads, query_heads // heads, count, tokens).amax(dim=2)
 
 
 def exact_scores(

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.recall import exact_scores, group_relevance, measure_recall
+from hf_kvret.recall import exact_scores, measure_recall
+from hf_kvret.relevance import group_relevance
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 

@@ -16,7 +16,8 @@ from hf_kvret.block import TokenBlock
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.index import ColdTokens, Index
 from hf_kvret.methods.ctkvr import CTkvrConfig
-from hf_kvret.recall import exact_scores, group_relevance
+from hf_kvret.recall import exact_scores
+from hf_kvret.relevance import group_relevance
 from hf_kvret.stores import STORES
 
 NOT_INSTALLED = "not installed: pip install 'hf-kvret[bench]'"

@@ -22,7 +22,8 @@ from hf_kvret.evaluation.reader import Reader
 from hf_kvret.layer import RetrievalLayer
 from hf_kvret.methods.flat.index import FlatIndex
 from hf_kvret.methods.lrqk.factors import Factors
-from hf_kvret.recall import exact_scores, group_relevance
+from hf_kvret.recall import exact_scores
+from hf_kvret.relevance import group_relevance
 
 
 class RecordingIndex(FlatIndex):

@@ -17,7 +17,8 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.index import ColdTokens, Index
 from hf_kvret.methods.ctkvr import CTkvrCache
-from hf_kvret.recall import exact_scores, group_relevance
+from hf_kvret.recall import exact_scores
+from hf_kvret.relevance import group_relevance
 
 
 @dataclass

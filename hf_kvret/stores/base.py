@@ -10,6 +10,8 @@ from typing import Any, Self
 import torch
 
 from hf_kvret.block import TokenBlock
+from hf_kvret.relevance import group_relevance
+from hf_kvret_kernels.host_attention import host_rank
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,21 @@ class Store(ABC):
         """
         return scores_of_gathered(self, query, ids, scale, softcap)
 
+    def best(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        count: int,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """The ``count`` most relevant of ids, best first, then -1: ``[B, Hkv, Q, count]`` int32.
+
+        A token is as relevant as the largest of the softmax weights, over the ids, that the query
+        heads of its KV head give it. Computed where ``attend`` computes; arguments are the same.
+        """
+        return best_of(self.scores(query, ids, scale, softcap), ids, count)
+
     @abstractmethod
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[B, H, Q, k, Dk]``, values ``[..., Dv]`` of ``ids [B, H, Q, k]``; 0 for -1."""
@@ -140,3 +157,13 @@ def scores_of_gathered(
         logits = logits.masked_fill(wanted < 0, float("-inf"))
         found.append(logits.flatten(1, 2).unsqueeze(2))
     return torch.cat(found, dim=2)
+
+
+def best_of(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """``Store.best`` of known ``scores [B, Hq, Q, k]`` fp32."""
+    if scores.device.type == "cpu":
+        return host_rank(scores, ids, count)
+    relevance = group_relevance(scores, ids.shape[1])
+    found = relevance.topk(min(count, relevance.shape[-1]), dim=-1)
+    best = ids.gather(-1, found.indices).masked_fill(found.values == float("-inf"), -1)
+    return torch.nn.functional.pad(best, (0, count - best.shape[-1]), value=-1)

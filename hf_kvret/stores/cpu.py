@@ -12,7 +12,7 @@ from hf_kvret.block import TokenBlock
 from hf_kvret.stores.base import Store, StoreBytes
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore
-from hf_kvret_kernels.host_attention import host_attention, host_scores
+from hf_kvret_kernels.host_attention import host_attention, host_rank, host_scores
 
 CPU = torch.device("cpu")
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -88,6 +88,23 @@ class CpuStore(Store):
             return (host_scores(query, rows, ids, scale=scale, softcap=softcap),)
 
         return self._start("scores", work, query, ids)()[0]
+
+    def best(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        count: int,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """As every store's; the CPU scores and ranks, and only the best ids come back."""
+        rows = self._host.paged_rows()
+
+        def work(query: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
+            scores = host_scores(query, rows, ids, scale=scale, softcap=softcap)
+            return (host_rank(scores, ids, count),)
+
+        return self._start("best", work, query, ids)()[0]
 
     def _start(
         self, purpose: str, work: Work, query: torch.Tensor, ids: torch.Tensor

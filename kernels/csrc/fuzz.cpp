@@ -118,12 +118,57 @@ struct Case {
         if (hfk_attend(&request) != HFK_OK) return false;
         request.out = scores.data();
         request.lse = nullptr;
-        return hfk_scores(&request) == HFK_OK && is_right();
+        return hfk_scores(&request) == HFK_OK && is_right() && is_ranked();
     }
 
   private:
     static bool close(double got, double want) {
         return got == want || std::abs(got - want) < 2e-5 * (1.0 + std::abs(want));
+    }
+
+    // The best are as many as there can be, all different places of the ids, and none that was left
+    // is more relevant.
+    bool is_ranked() const {
+        const hfk_request &r = request;
+        const int64_t rows = r.batch * r.id_heads * r.queries, group = r.query_heads / r.id_heads;
+        const int64_t wanted = r.count / 2 + 1;
+        std::vector<int32_t> best(rows * wanted, -7);
+        const hfk_ranking ranking = {scores.data(), ids.data(), best.data(), r.batch, r.query_heads,
+                                     r.id_heads,    r.queries,  r.count,     wanted,  r.threads, 0};
+        if (hfk_rank(&ranking) != HFK_OK) return false;
+        for (int64_t row = 0; row < rows; ++row) {
+            const int64_t query = row % r.queries, first = row / r.queries * group;
+            const int32_t *chosen = ids.data() + row * r.count;
+            std::vector<double> relevance(r.count, -kInf);
+            for (int64_t g = 0; g < group; ++g) {
+                const float *own = scores.data() + ((first + g) * r.queries + query) * r.count;
+                double total = 0.0;
+                for (int64_t k = 0; k < r.count; ++k) total += std::exp(double(own[k]));
+                for (int64_t k = 0; k < r.count; ++k) {
+                    const double share = double(own[k]) - (group > 1 ? std::log(total) : 0.0);
+                    relevance[k] = std::max(relevance[k], share);
+                }
+            }
+            std::vector<double> sorted;
+            for (int64_t k = 0; k < r.count; ++k) {
+                if (chosen[k] >= 0) sorted.push_back(relevance[k]);
+            }
+            std::sort(sorted.rbegin(), sorted.rend());
+            for (int64_t k = 0; k < wanted; ++k) {
+                const int32_t id = best[row * wanted + k];
+                if (k >= int64_t(sorted.size())) {
+                    if (id != -1) return false;
+                    continue;
+                }
+                bool named = false;
+                for (int64_t place = 0; place < r.count; ++place) {
+                    named = named || (chosen[place] == id && id >= 0 &&
+                                      close(relevance[place], sorted[k]));
+                }
+                if (!named) return false;
+            }
+        }
+        return true;
     }
 
     bool is_right() const {

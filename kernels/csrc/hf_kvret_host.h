@@ -10,7 +10,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 1
+#define HFK_VERSION 2
 
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2 };
 
@@ -51,6 +51,21 @@ struct hfk_request {
     int32_t reserved;
 };
 
+// What the best tokens are chosen from; all arrays are contiguous.
+struct hfk_ranking {
+    const float *scores;    // [batch, query_heads, queries, count]
+    const int32_t *ids;     // [batch, id_heads, queries, count]; negative is a hole
+    int32_t *best;          // [batch, id_heads, queries, wanted]
+    int64_t batch;
+    int64_t query_heads;    // a multiple of id_heads
+    int64_t id_heads;
+    int64_t queries;
+    int64_t count;
+    int64_t wanted;
+    int32_t threads;        // at most; the calling thread is one of them
+    int32_t reserved;
+};
+
 HFK_API int32_t hfk_version(void);
 
 // 1 where `path` was compiled and the processor has its instructions.
@@ -63,6 +78,11 @@ HFK_API int32_t hfk_attend(const struct hfk_request *request);
 
 // scale * q.k, capped, of each query and each of its ids; -inf for holes. Reads keys alone.
 HFK_API int32_t hfk_scores(const struct hfk_request *request);
+
+// The `wanted` ids of the highest relevance, best first, then -1. A token is as relevant as the
+// largest of the softmax weights that the query heads of its ids give it; of equal ones the first in
+// `ids` comes first. Tokens whose score is NaN or -inf are never chosen.
+HFK_API int32_t hfk_rank(const struct hfk_ranking *request);
 
 // exp of `count` numbers that are not positive, as the softmax of `path` has it; for tests. Below
 // -87.3 the result is 0.

@@ -18,6 +18,8 @@ constexpr int64_t kPieceStep = 16;
 constexpr int64_t kItemsPerThread = 4;
 constexpr int32_t kMostThreads = 1024;
 
+} // namespace
+
 const Kernel *find_kernel(int32_t path) {
     switch (path) {
     case HFK_PORTABLE:
@@ -49,6 +51,8 @@ const Kernel *find_kernel(int32_t path) {
         return nullptr;
     }
 }
+
+namespace {
 
 bool divides(int64_t number, int64_t multiple) { return number > 0 && multiple % number == 0; }
 

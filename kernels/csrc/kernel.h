@@ -28,6 +28,9 @@ struct Kernel {
     void (*exp)(const float *in, float *out, int64_t count);
 };
 
+// The code of `path`; null where it was not compiled or the processor lacks its instructions.
+const Kernel *find_kernel(int32_t path);
+
 extern const Kernel portable_kernel;
 #ifdef HFK_X86
 extern const Kernel avx2_kernel;

@@ -59,6 +59,10 @@ def _check(stores: tuple[CpuStore, PagedStore], batch: int, choose: random.Rando
     wanted = _scores(query, stores[1].gather(ids)[0], ids, softcap)
     for found in (*scores, scores_of_gathered(stores[0], query, ids, 0.5, softcap)):
         torch.testing.assert_close(found, wanted, rtol=0, atol=ERROR)
+    if share == 1:
+        best = stores[0].best(query, ids, count, 0.5, softcap)
+        assert torch.equal(best, stores[1].best(query, ids, count, 0.5, softcap))
+        assert torch.equal(best.sort(-1).values, ids.sort(-1).values), "all of them, best first"
     later = stores[0].begin(query, ids, 0.5, softcap)
     for got, again, wanted in zip(results[0], later(), results[1], strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=ERROR)

@@ -11,7 +11,7 @@ from hf_kvret.growing import GrowingRows
 from hf_kvret.index import ColdTokens
 from hf_kvret.methods.ctkvr.recalled import Recalled
 from hf_kvret.methods.ctkvr.rerank import Rerank
-from hf_kvret.recall import group_relevance
+from hf_kvret.stores.base import best_of
 from hf_kvret_kernels import paris
 
 _PLANES = ("sign", "magnitude", "weight")
@@ -39,7 +39,7 @@ class KeyCodes(Rerank):
         bundles = query.unflatten(1, (heads, -1)).transpose(2, 3)
         logits = self.logits(bundles, recalled.ids, cold.scale, cold.softcap)
         flat = logits.transpose(2, 3).flatten(1, 2)
-        return recalled.top(group_relevance(flat, heads), count)
+        return best_of(flat, recalled.ids, count)
 
     def observe(self, block: TokenBlock) -> None:
         """Encode the keys of ``block``."""

@@ -10,8 +10,7 @@ import torch
 from hf_kvret.block import TokenBlock
 from hf_kvret.index import ColdTokens
 from hf_kvret.methods.ctkvr.recalled import Recalled
-from hf_kvret.recall import group_relevance
-from hf_kvret.stores.base import scores_of_gathered
+from hf_kvret.stores.base import best_of, scores_of_gathered
 
 
 class Rerank(ABC):
@@ -68,8 +67,7 @@ class StoredKeys(Rerank):
     def best(
         self, recalled: Recalled, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        logits = cold.store.scores(query, recalled.ids, cold.scale, cold.softcap)
-        return recalled.top(group_relevance(logits, recalled.ids.shape[1]), count)
+        return cold.store.best(query, recalled.ids, count, cold.scale, cold.softcap)
 
 
 class FetchedKeys(Rerank):
@@ -81,7 +79,7 @@ class FetchedKeys(Rerank):
         self, recalled: Recalled, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
         logits = scores_of_gathered(cold.store, query, recalled.ids, cold.scale, cold.softcap)
-        return recalled.top(group_relevance(logits, recalled.ids.shape[1]), count)
+        return best_of(logits, recalled.ids, count)
 
 
 class ListPlaces(Rerank):

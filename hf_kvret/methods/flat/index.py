@@ -9,7 +9,8 @@ import torch
 from hf_kvret.block import TokenBlock
 from hf_kvret.growing import GrowingRows
 from hf_kvret.index import Index
-from hf_kvret.recall import exact_scores, group_relevance
+from hf_kvret.recall import exact_scores
+from hf_kvret.relevance import group_relevance
 
 
 class FlatIndex(Index):

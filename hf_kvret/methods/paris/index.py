@@ -13,7 +13,7 @@ from hf_kvret.growing import GrowingRows
 from hf_kvret.index import Index
 from hf_kvret.methods.paris.basis import Basis
 from hf_kvret.methods.paris.config import ParisConfig
-from hf_kvret.recall import group_relevance
+from hf_kvret.relevance import group_relevance
 from hf_kvret_kernels import paris
 
 _MOST_POINTS = 254

@@ -16,7 +16,7 @@ from hf_kvret_kernels._dispatch import check_attention_inputs
 from hf_kvret_kernels.host_attention import library, naive
 from hf_kvret_kernels.paged import PagedRows
 
-__all__ = ["available", "host_attention", "host_scores", "paths", "why_not"]
+__all__ = ["available", "host_attention", "host_rank", "host_scores", "paths", "why_not"]
 
 BACKENDS = ("auto", "naive", "cpp")
 
@@ -119,6 +119,57 @@ def host_scores(
         path=path,
     )
     return scores
+
+
+def host_rank(
+    scores: torch.Tensor,
+    ids: torch.Tensor,
+    count: int,
+    *,
+    threads: int | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """The ``count`` best of some tokens, best first, then -1: ``[B, H, Q, count]`` int32.
+
+    A token is as relevant as the largest of the softmax weights, over the tokens named, that the
+    ``Hq / H`` query heads of its ids give it; of equal ones the first named comes first. Tokens
+    whose score is NaN or -inf are never chosen.
+
+    Args:
+        scores: ``[B, Hq, Q, K]`` fp32, as ``host_scores`` gives them.
+        ids: ``[B, H, Q, K]`` int32, -1 for none; Hq is a multiple of H.
+        count: at least 0; may exceed K.
+        threads: as of ``host_attention``.
+        backend: as of ``host_attention``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        ImportError, MemoryError: as of ``host_attention``.
+    """
+    batch, heads, queries, named = ids.shape if ids.ndim == 4 else (0, 0, 0, 0)
+    if ids.dtype != torch.int32 or not heads:
+        raise ValueError(f"ids is {ids.dtype} {tuple(ids.shape)}: pass int32 [B, H, Q, K]")
+    fits = scores.ndim == 4 and scores.shape[1] and not scores.shape[1] % heads
+    if (
+        scores.dtype != torch.float32
+        or not fits
+        or ((scores.shape[0], *scores.shape[2:]) != (batch, queries, named))
+    ):
+        raise ValueError(
+            f"scores is {scores.dtype} {tuple(scores.shape)}: pass fp32 [{batch}, a multiple of "
+            f"{heads}, {queries}, {named}]"
+        )
+    if scores.device.type != "cpu" or ids.device.type != "cpu":
+        raise ValueError(
+            f"scores are on {scores.device}, ids on {ids.device}: copy both to the CPU"
+        )
+    if count < 0:
+        raise ValueError(f"count={count}: pass 0 or more")
+    if _choose(backend, threads, None) == "naive":
+        return naive.host_rank(scores, ids, count)
+    best = ids.new_empty(batch, heads, queries, count)
+    library.rank(scores, ids, best, _thread_count(threads))
+    return best
 
 
 def available() -> bool:

@@ -18,7 +18,7 @@ from hf_kvret_kernels.paged import PagedRows
 FILE_NAME = "libhf_kvret_host.so"
 # Names a library file to load in place of the installed one.
 PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
-VERSION = 1
+VERSION = 2
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
 PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}
@@ -30,6 +30,8 @@ _NO_MEMORY = 1
 # threads and a reserved number. Packed in one call: to fill a ctypes.Structure field by field takes
 # so long that it shows where few rows are read.
 _REQUEST = struct.Struct("@6P10q2d4i")
+# hfk_ranking: three addresses, six sizes, threads and a reserved number.
+_RANKING = struct.Struct("@3P6q2i")
 
 
 def run(
@@ -81,6 +83,22 @@ def run(
         threads,
         0,
     )
+    _call(function, request, threads)
+
+
+def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, threads: int) -> None:
+    """Write the best ids into ``best [B, H, Q, k]`` int32, contiguous.
+
+    ``scores [B, Hq, Q, K]`` fp32; ``ids [B, H, Q, K]`` int32. Errors as of ``run``.
+    """
+    scores, ids = scores.contiguous(), ids.contiguous()
+    batch, heads, queries, count = ids.shape
+    addresses = (scores.data_ptr(), ids.data_ptr(), best.data_ptr())
+    sizes = (batch, scores.shape[1], heads, queries, count, best.shape[3])
+    _call("hfk_rank", _RANKING.pack(*addresses, *sizes, threads, 0), threads)
+
+
+def _call(function: str, request: bytes, threads: int) -> None:
     status = getattr(load(), function)(request)
     if status == _NO_MEMORY:
         raise MemoryError(
@@ -152,7 +170,7 @@ def _open(override: str | None) -> ctypes.CDLL | str:
         return f"{file} could not be loaded ({error}): {remedy}"
     if version != VERSION:
         return f"{file} has version {version}, this code needs {VERSION}: {remedy}"
-    for name in ("hfk_attend", "hfk_scores"):
+    for name in ("hfk_attend", "hfk_scores", "hfk_rank"):
         getattr(library, name).argtypes = [ctypes.c_char_p]
     library.hfk_exp.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     return library
