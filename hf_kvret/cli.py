@@ -1,4 +1,4 @@
-"""The command line: ``hf-kvret demo | eval | bench | lm-eval | report``."""
+"""The command line: ``hf-kvret demo | eval | bench | calibrate | inspect | lm-eval | report``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from hf_kvret.benchmark.command import MEASUREMENTS, add_bench_parser
+from hf_kvret.calibration.command import add_calibrate_parser
 from hf_kvret.evaluation.command import DTYPES, add_eval_parser, budget, device_name
 from hf_kvret.evaluation.lm_eval import add_lm_eval_parser
 from hf_kvret.evaluation.report import add_report_parser
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add_eval_parser(commands)
     add_bench_parser(commands)
     add_lm_eval_parser(commands)
+    add_calibrate_parser(commands)
     tasks = {f"eval {name}": task for name, task in TASKS.items()}
     add_report_parser(commands, {**tasks, **MEASUREMENTS})
     return parser

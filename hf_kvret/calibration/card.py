@@ -45,7 +45,7 @@ def model_card(artifact: CalibrationArtifact, source: str) -> str:
         parts += ["## Quality", _quality(artifact.quality)]
     parts += [
         "## How it was made",
-        _facts("option", artifact.options),
+        _facts("option", {n: v for n, v in artifact.options.items() if n != "layers"}),
         _facts("calibration data", artifact.data),
         "## For which model",
         _facts("the model's", model.facts),

@@ -1,0 +1,218 @@
+"""``hf-kvret calibrate METHOD`` and ``hf-kvret inspect``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_kvret.calibration.a2ats import SPACES, A2ATSCalibration
+from hf_kvret.calibration.artifact import CalibrationArtifact
+from hf_kvret.calibration.hub import is_hub_id
+from hf_kvret.calibration.inspection import describe, plot_quality, quality_table
+from hf_kvret.calibration.runner import calibrate
+from hf_kvret.calibration.sources import (
+    Corpus,
+    cut,
+    hub_text,
+    needle_documents,
+    random_uuids,
+    text_file,
+)
+from hf_kvret.calibration.study import Calibration
+from hf_kvret.evaluation.command import DTYPES, check_outputs, device_name, lengths
+from hf_kvret.evaluation.contexts import describe_file
+from hf_kvret.evaluation.subject import Subject, load_subject
+
+
+def add_calibrate_parser(commands: argparse._SubParsersAction) -> None:
+    """Add ``calibrate`` with one sub-command a method, and ``inspect``, to the program."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="learn what a method must know about a model, and save or share it",
+        description="Learn what a method must know about a model. The same command goes on where "
+        "it was interrupted.",
+    )
+    methods = parser.add_subparsers(required=True, metavar="METHOD")
+    a2ats = methods.add_parser(
+        "a2ats",
+        help="codebooks of keys before RoPE",
+        description=A2ATSCalibration.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_common_options(a2ats)
+    a2ats.add_argument("--codewords", type=int, default=4096, help="of each KV head")
+    a2ats.add_argument("--window", type=int, default=2048, help="position of all queries, b")
+    a2ats.add_argument("--rounds", type=int, default=300, help="of k-means at most")
+    a2ats.add_argument("--space", choices=SPACES, default="windowed", help="rotated: for study")
+    a2ats.add_argument("--plain", action="store_true", help="errors not as queries see them: study")
+    a2ats.add_argument(
+        "--no-compare",
+        action="store_true",
+        help="no plain codebooks to compare with: half the time",
+    )
+    a2ats.set_defaults(run=run_calibrate, calibration=_a2ats)
+    _add_inspect_parser(commands)
+
+
+def _add_common_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="a folder, a hub id, or a bundled model: reference, needle (documents of its own)",
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="text to learn from")
+    parser.add_argument(
+        "--dataset", metavar="ID", help="a data set on the hub instead, as ID or ID:CONFIGURATION"
+    )
+    parser.add_argument("--tokens", type=_length, default="64K", help="of text, held-out included")
+    parser.add_argument(
+        "--uuid-tokens", type=_count, default="16K", help="of random UUIDs beside text; 0 for none"
+    )
+    parser.add_argument("--length", type=_length, default="4K", help="most tokens of a sequence")
+    parser.add_argument(
+        "--held-out", type=float, default=0.1, help="share of the text that only measures quality"
+    )
+    parser.add_argument(
+        "--layers-at-once", type=int, default=4, help="held in memory; fewer take more passes"
+    )
+    parser.add_argument(
+        "--name", help="of the model in the artifact; default: its hub id or folder's name"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--push-to-hub", metavar="ID", help="upload the artifact too")
+    parser.add_argument("--private", action="store_true", help="of a repository that is made")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument(
+        "--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run_calibrate(options: argparse.Namespace) -> int:
+    """Calibrate as the command line says; print what was made."""
+    calibration: Calibration = options.calibration(options)
+    _check_outputs(options)
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: no CUDA device here; use --device cpu")
+    subject = load_subject(options.model, DTYPES[options.dtype], options.device)
+    corpus = make_corpus(options, subject)
+    artifact = calibrate(
+        subject.model,
+        corpus,
+        calibration,
+        options.out,
+        name=options.name,
+        layers_at_once=options.layers_at_once,
+    )
+    print(f"\n{describe(artifact)}\n\n{quality_table(artifact)}\n\nwrote {options.out}")
+    if options.push_to_hub:
+        url = artifact.push_to_hub(options.push_to_hub, private=options.private or None)
+        print(f"pushed to {url}")
+    return 0
+
+
+def make_corpus(options: argparse.Namespace, subject: Subject) -> Corpus:
+    """The sequences that the command line names.
+
+    Raises:
+        ValueError: no source or two, a model without a tokenizer, or too little text.
+    """
+    if not 0.0 <= options.held_out < 1.0:
+        raise ValueError(f"--held-out {options.held_out}: a share from 0, below 1")
+    length, count = options.length, options.tokens
+    told: dict[str, Any] = {"length": length, "seed": options.seed, "tokens": count}
+    uuids: list[torch.Tensor] = []
+    if subject.name == "needle":
+        if options.text or options.dataset:
+            raise ValueError(
+                "--model needle reads no text: leave --text and --dataset out, and documents of "
+                "its language are made"
+            )
+        sequences = list(needle_documents(count, length, options.seed))
+        told["documents"] = "needle language"
+    else:
+        tokenizer = subject.need_tokenizer("calibrate")
+        if bool(options.text) == bool(options.dataset):
+            raise ValueError("give one of --text FILE and --dataset ID")
+        if options.text:
+            ids = text_file(options.text, tokenizer)
+            told["text"] = describe_file("--text", options.text)
+        else:
+            ids = hub_text(options.dataset, count, tokenizer)
+            told |= {"datasets": [options.dataset.partition(":")[0]], "dataset": options.dataset}
+        sequences = cut(ids, length, count, "--tokens")
+        if options.uuid_tokens:
+            drawn = random_uuids(options.uuid_tokens, tokenizer, options.seed)
+            uuids = cut(drawn, length, options.uuid_tokens, "--uuid-tokens")
+            told["uuid_tokens"] = options.uuid_tokens
+    held_out = 0
+    if options.held_out:
+        # At least one, but never all.
+        held_out = min(max(1, round(options.held_out * len(sequences))), len(sequences) - 1)
+    # UUIDs first: what is held out is the end of the text.
+    return Corpus([*uuids, *sequences], held_out, {**told, "held_out_sequences": held_out})
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Look at where results go before the work, not after it."""
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out {options.out} is a file: give a folder")
+    if options.push_to_hub and not is_hub_id(options.push_to_hub):
+        raise ValueError(f"--push-to-hub {options.push_to_hub}: no hub id, write user/name")
+    if options.private and not options.push_to_hub:
+        raise ValueError("--private is of what --push-to-hub uploads: give that too")
+
+
+def _a2ats(options: argparse.Namespace) -> A2ATSCalibration:
+    return A2ATSCalibration(
+        codewords=options.codewords,
+        window=options.window,
+        rounds=options.rounds,
+        space=options.space,
+        query_aware=not options.plain,
+        compare=not options.no_compare,
+        seed=options.seed,
+    )
+
+
+def _add_inspect_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="say what a calibration artifact is",
+        description="Say what a calibration artifact is: method, model, data, sizes and quality.",
+    )
+    parser.add_argument("artifact", help="a folder or a hub id")
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    parser.add_argument("--json", action="store_true", help="print config.json's fields instead")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="a picture of the quality by layer"
+    )
+    parser.set_defaults(run=run_inspect)
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    """Print what an artifact is."""
+    check_outputs(argparse.Namespace(json=None, table=None, plot=options.plot))
+    artifact = CalibrationArtifact.from_pretrained(options.artifact, revision=options.revision)
+    if options.json:
+        print(describe(artifact, as_json=True))
+    else:
+        print(f"{describe(artifact)}\n\n{quality_table(artifact)}")
+    if options.plot:
+        plot_quality(options.plot, artifact)
+        print(f"wrote {options.plot}")
+    return 0
+
+
+def _length(text: str) -> int:
+    found = lengths(text)
+    if len(found) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than one length")
+    return found[0]
+
+
+def _count(text: str) -> int:
+    return 0 if text.strip() == "0" else _length(text)

@@ -1,0 +1,226 @@
+"""Runs a model over texts, layer after layer, and keeps what is finished."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from hf_kvret.calibration.artifact import CalibrationArtifact
+from hf_kvret.calibration.identity import ModelIdentity
+from hf_kvret.calibration.sources import Corpus
+from hf_kvret.calibration.study import Calibration, LayerFindings, LayerStudy
+from hf_kvret.compatibility import check_model, model_layers
+from hf_kvret_model_patches.rope import Rope
+from hf_kvret_model_patches.rope_check import check_rope
+from hf_kvret_model_patches.taps import LayerTokens, tap_attention
+
+_PARTS = ".parts"
+_SETUP = "setup.sha256"
+
+
+def calibrate(
+    model: PreTrainedModel,
+    corpus: Corpus,
+    calibration: Calibration,
+    out: Path,
+    *,
+    name: str | None = None,
+    layers_at_once: int = 4,
+    progress: bool = True,
+) -> CalibrationArtifact:
+    """Learn what a method needs to know about ``model``; write the artifact to ``out``.
+
+    First a trial shows that queries and keys before RoPE can be had of those after it. Then the
+    texts pass through the model once for every ``layers_at_once`` layers, whose tokens are held
+    meanwhile. Finished layers are kept in a folder inside ``out``: the same call goes on after an
+    interruption.
+
+    Args:
+        model: in eval mode, on one device or several (``device_map``).
+        corpus: what to learn from.
+        calibration: of a method.
+        out: a folder, made if needed.
+        name: of the model in the artifact; None for where it was loaded from.
+        layers_at_once: more take fewer passes and more memory.
+        progress: show progress bars, on stderr.
+
+    Returns:
+        the artifact, saved. It covers the layers with full attention.
+
+    Raises:
+        ValueError: a model that no cache can serve, whose RoPE can't be undone or whose layers
+            can't be tapped; one in training mode, or with an offloaded embedding; sequences longer
+            than it has positions; parts of another calibration in ``out``.
+    """
+    if layers_at_once < 1:
+        raise ValueError(f"layers_at_once={layers_at_once}: at least 1")
+    if model.training:
+        raise ValueError("the model is in training mode, where dropout acts: call model.eval()")
+    if model.device.type == "meta":
+        raise ValueError(
+            "the model's embedding is on no device: give it one in device_map, other parts may be "
+            "offloaded"
+        )
+    check_model(model)
+    _check_lengths(model, corpus)
+    ropes = check_rope(model)
+    kinds = model_layers(model.config)
+    ropes = {layer: rope for layer, rope in ropes.items() if type(kinds[layer]) is DynamicLayer}
+    identity = ModelIdentity.of(model, name)
+    setup = {
+        "method": calibration.method,
+        "model": identity.as_json(),
+        "dtype": str(model.dtype),
+        "data": corpus.description,
+        "tokens": _digest(corpus),
+        "options": calibration.options(),
+    }
+    parts = _Parts(out / _PARTS, setup)
+    waiting = [layer for layer in ropes if parts.find(layer) is None]
+    for first in range(0, len(waiting), layers_at_once):
+        group = waiting[first : first + layers_at_once]
+        studies = _read(model, corpus, calibration, {n: ropes[n] for n in group}, progress)
+        for layer in group:
+            # Popped and named nowhere, so that its tokens are gone before the next layer learns.
+            parts.keep(layer, _learn(studies.pop(layer), layer, progress))
+    artifact = _put_together(calibration, identity, corpus, parts, list(ropes))
+    artifact.save_pretrained(out)
+    parts.remove()
+    return artifact
+
+
+def _read(
+    model: PreTrainedModel,
+    corpus: Corpus,
+    calibration: Calibration,
+    ropes: Mapping[int, Rope],
+    progress: bool,
+) -> dict[int, LayerStudy]:
+    """One pass over all sequences; studies of the layers in ``ropes``, on the layers' devices."""
+    studies: dict[int, LayerStudy] = {}
+    learned = len(corpus.sequences) - corpus.held_out
+    decoder = model.get_decoder()
+    numbers = ", ".join(map(str, ropes))
+    with tqdm(
+        total=corpus.tokens, desc=f"reading for layers {numbers}", unit="tok", disable=not progress
+    ) as bar:
+        for index, ids in enumerate(corpus.sequences):
+
+            def take(layer: int, tokens: LayerTokens, held_out: bool = index >= learned) -> None:
+                if layer not in ropes:
+                    return
+                if layer not in studies:
+                    # Weights may be elsewhere (offloading), the tokens are where it computes.
+                    device = tokens.key.device
+                    studies[layer] = calibration.study(layer, ropes[layer], device)
+                studies[layer].add(tokens, held_out)
+
+            with torch.no_grad(), tap_attention(model, take):
+                decoder(ids[None].to(model.device), use_cache=False)
+            bar.update(len(ids))
+    return studies
+
+
+def _learn(study: LayerStudy, layer: int, progress: bool) -> LayerFindings:
+    with tqdm(total=study.work, desc=f"layer {layer}", disable=not progress) as bar:
+        return study.finish(bar.update)
+
+
+class _Parts:
+    """What was learned about finished layers, in a folder of its own."""
+
+    def __init__(self, folder: Path, setup: dict[str, Any]) -> None:
+        self._folder = folder
+        mark = hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()
+        marked = folder / _SETUP
+        if not marked.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished = folder / f"{_SETUP}.unfinished"
+            unfinished.write_text(mark)
+            os.replace(unfinished, marked)
+        elif marked.read_text() != mark:
+            raise ValueError(
+                f"{folder} holds finished layers of another calibration (model, data or options "
+                "differ): delete that folder, or give another --out"
+            )
+
+    def keep(self, layer: int, findings: LayerFindings) -> None:
+        """Write one layer; an interruption leaves nothing half."""
+        told = json.dumps({"told": findings.told, "quality": findings.quality})
+        tensors = {name: x.contiguous() for name, x in findings.tensors.items()}
+        unfinished = self._folder / f"{layer}.unfinished"
+        save_file(tensors, unfinished, {"findings": told})
+        os.replace(unfinished, self._file(layer))
+
+    def find(self, layer: int) -> LayerFindings | None:
+        """A finished layer; None for one that is not, or that can't be read."""
+        try:
+            with safe_open(self._file(layer), "pt") as file:
+                told = json.loads(file.metadata()["findings"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        except (FileNotFoundError, SafetensorError):
+            return None
+        return LayerFindings(tensors, told["told"], told["quality"])
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self._folder)
+
+    def _file(self, layer: int) -> Path:
+        return self._folder / f"layer_{layer}.safetensors"
+
+
+def _put_together(
+    calibration: Calibration,
+    identity: ModelIdentity,
+    corpus: Corpus,
+    parts: _Parts,
+    layers: Sequence[int],
+) -> CalibrationArtifact:
+    tensors: dict[str, torch.Tensor] = {}
+    told: dict[str, Any] = {}
+    quality = []
+    for layer in layers:
+        findings = parts.find(layer)
+        assert findings is not None
+        tensors |= {f"layers.{layer}.{name}": x for name, x in findings.tensors.items()}
+        told[str(layer)] = findings.told
+        quality.append({"layer": layer, **findings.quality})
+    return CalibrationArtifact(
+        method=calibration.method,
+        model=identity,
+        tensors=tensors,
+        data=corpus.description,
+        options={**calibration.options(), "layers": told},
+        quality=quality,
+    )
+
+
+def _check_lengths(model: PreTrainedModel, corpus: Corpus) -> None:
+    text = model.config.get_text_config(decoder=True)
+    most, limit = max(map(len, corpus.sequences)), getattr(text, "max_position_embeddings", None)
+    if limit is not None and most > limit:
+        raise ValueError(
+            f"sequences of {most} tokens, but the model has {limit} positions: give shorter ones "
+            "(--length)"
+        )
+
+
+def _digest(corpus: Corpus) -> str:
+    """Of all token ids, and of what is held out."""
+    seen = hashlib.sha256(str(corpus.held_out).encode())
+    for ids in corpus.sequences:
+        seen.update(f" {len(ids)} ".encode() + ids.cpu().numpy().tobytes())
+    return seen.hexdigest()

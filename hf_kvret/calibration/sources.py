@@ -1,0 +1,143 @@
+"""Token sequences to learn from: texts, data sets of the hub, random UUIDs, the needle language."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from hf_kvret.evaluation.contexts import describe_file
+from hf_kvret.evaluation.needles import NeedleLanguage
+from hf_kvret.evaluation.texts import read_text, token_ids
+
+# Tokens of a needle document for each needle in it, and of the shortest document.
+_NEEDLE_EVERY = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Sequences of token ids, and what they are.
+
+    Attributes:
+        sequences: ``[n]`` int64 each, none empty.
+        held_out: how many of the last are not learned from; fewer than there are.
+        description: plain JSON.
+
+    Raises:
+        ValueError: sequences or ``held_out`` are not so.
+    """
+
+    sequences: list[torch.Tensor]
+    held_out: int
+    description: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for ids in self.sequences:
+            if ids.ndim != 1 or not len(ids) or ids.dtype != torch.int64:
+                raise ValueError(
+                    f"a sequence is {ids.dtype} of shape {list(ids.shape)}: pass int64 token ids "
+                    "[n], at least one"
+                )
+        if not 0 <= self.held_out < len(self.sequences):
+            raise ValueError(
+                f"held_out={self.held_out} of {len(self.sequences)} sequences: at least one must "
+                "be left to learn from"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(map(len, self.sequences))
+
+
+def text_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Token ids ``[n]`` of a file: plain text, or JSON with texts in it.
+
+    Raises:
+        FileNotFoundError, ValueError: as ``read_text``.
+    """
+    describe_file("--text", path)
+    return token_ids(tokenizer, read_text(path))
+
+
+def hub_text(name: str, count: int, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """The first ``count`` token ids of a data set on the hub, streamed; its column ``text``.
+
+    ``name`` may end in a configuration after a colon, as ``HuggingFaceFW/fineweb-edu:sample-10BT``.
+
+    Raises:
+        ModuleNotFoundError: ``datasets`` is not installed.
+        OSError, ValueError: no such data set or configuration; no column ``text``; fewer tokens.
+    """
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"--dataset {name} needs datasets: pip install datasets, or give --text FILE"
+        ) from error
+    repository, _, configuration = name.partition(":")
+    rows: Iterable[dict[str, Any]] = load_dataset(
+        repository, configuration or None, split="train", streaming=True
+    )
+    ids: list[int] = []
+    for row in rows:
+        if "text" not in row:
+            raise ValueError(f"--dataset {name} has columns {', '.join(row)}, but no 'text'")
+        ids += token_ids(tokenizer, row["text"]).tolist()
+        if len(ids) >= count:
+            return torch.tensor(ids[:count])
+    raise ValueError(
+        f"--dataset {name} has {len(ids)} tokens, fewer than --tokens {count}: give another one, "
+        "or a smaller number"
+    )
+
+
+def random_uuids(count: int, tokenizer: PreTrainedTokenizerBase, seed: int) -> torch.Tensor:
+    """At least ``count`` token ids of random UUIDs, a line each: text that nothing predicts."""
+    draw = random.Random(seed)
+    # Some tokenizers know pairs and triples of digits; none makes fewer than eight of 36.
+    lines = (str(uuid.UUID(int=draw.getrandbits(128), version=4)) for _ in range(count // 8 + 1))
+    return token_ids(tokenizer, "\n".join(lines))
+
+
+def needle_documents(count: int, length: int, seed: int) -> Iterator[torch.Tensor]:
+    """Documents of the bundled model's language, with questions and answers at their end.
+
+    ``count`` tokens in all, at most ``length`` in each, alike in size.
+
+    Raises:
+        ValueError: documents too short for a needle.
+    """
+    language, rng = NeedleLanguage(), np.random.default_rng(seed)
+    for part in np.array_split(np.arange(count), -(-count // length)):
+        size = len(part)
+        if size < _NEEDLE_EVERY:
+            raise ValueError(
+                f"documents of {size} tokens are too short for needles: give --tokens and --length "
+                f"of at least {2 * _NEEDLE_EVERY}"
+            )
+        keys, values = language.pairs(rng, size // _NEEDLE_EVERY)
+        asked = language.questions(keys[: max(1, len(keys) // 4)])
+        tail = np.concatenate([asked, values[: len(asked)]], axis=1).ravel()
+        document, _ = language.document(rng, size - len(tail), keys, values)
+        yield torch.from_numpy(np.concatenate([document, tail]))
+
+
+def cut(ids: torch.Tensor, length: int, count: int, option: str) -> list[torch.Tensor]:
+    """The first ``count`` tokens in sequences of at most ``length``, alike in size.
+
+    Raises:
+        ValueError: there are fewer; the message names the ``option`` that asked for them.
+    """
+    if len(ids) < count:
+        raise ValueError(
+            f"{option} {count}: the text has {len(ids)} tokens; give more text, or a smaller number"
+        )
+    return list(ids[:count].tensor_split(-(-count // length)))

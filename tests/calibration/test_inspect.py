@@ -1,0 +1,115 @@
+"""``hf-kvret inspect``: what an artifact is, as text, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_kvret.calibration import CalibrationArtifact
+from hf_kvret.cli import main
+
+
+@pytest.fixture
+def saved(artifact: CalibrationArtifact, tmp_path: Path) -> Path:
+    artifact.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_the_text_tells_what_it_is(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved)]) == 0
+    shown = capsys.readouterr().out
+    assert "method   a2ats, 2 layers" in shown
+    assert "model    meta/tiny-llama (llama, " in shown
+    assert "tokens 4096" in shown and "codewords 8" in shown
+    lines = [line.strip("| ") for line in shown.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    assert rows[0] == ["layer", "score error", "plain error", "note"]
+    assert rows[2:] == [["0", "0.1235", "0.2500", "-"], ["1", "0.0625", "-", "no RoPE"]]
+
+
+def test_json_is_json_with_everything_but_the_numbers(
+    saved: Path, artifact: CalibrationArtifact, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(saved), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["method"] == "a2ats" and found["bytes"] == artifact.nbytes
+    assert found["model"] == artifact.model.as_json()
+    assert found["quality"] == artifact.quality
+    assert found["data"] == artifact.data and found["options"] == artifact.options
+    expected = {"shape": [2, 8, 16], "dtype": "bfloat16"}
+    assert found["tensors"]["layers.0.codebook"] == expected
+    assert found["tensors"].keys() == artifact.tensors.keys()
+
+
+def test_layers_are_told_in_json_alone(
+    artifact: CalibrationArtifact, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {**artifact.options, "layers": {"0": {"layout": "half"}}}
+    dataclasses.replace(artifact, options=options).save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "layout" not in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["options"] == options
+
+
+def test_an_artifact_without_figures_is_told_and_not_drawn(
+    artifact: CalibrationArtifact, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    dataclasses.replace(artifact, quality=()).save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "method   a2ats\n" in shown and "no figures of quality" in shown
+    assert main(["inspect", str(tmp_path), "--plot", str(tmp_path / "a.png")]) == 2
+    assert "no figures of quality; leave the option out" in capsys.readouterr().err
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_the_picture_is_a_picture(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "new" / "quality.png"
+    assert main(["inspect", str(saved), "--plot", str(picture)]) == 0
+    assert f"wrote {picture}" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_unknown_kind_is_one_line(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["inspect", str(saved), "--plot", str(tmp_path / "quality.xyz")]) == 2
+    assert "hf-kvret: error: --plot" in capsys.readouterr().err
+
+
+def test_artifacts_on_the_hub_are_inspected(
+    hub: Any, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {file.name: file.read_bytes() for file in saved.iterdir()}
+    first = hub.add("alice/codebooks", files)
+    other = files["config.json"].replace(b'"seed": null', b'"seed": 7')
+    hub.add("alice/codebooks", {"config.json": other})
+    assert main(["inspect", "alice/codebooks", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["options"]["seed"] == 7
+    assert main(["inspect", "alice/codebooks", "--json", "--revision", first]) == 0
+    assert json.loads(capsys.readouterr().out)["options"]["seed"] is None
+
+
+def test_what_is_no_artifact_is_one_line(
+    hub: Any, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error(*arguments: str) -> str:
+        assert main(["inspect", *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "no repository alice/none" in error("alice/none")
+    assert "config.json is missing" in error(str(tmp_path))
+    assert "is a file: give the folder" in error(str(saved / "config.json"))
+    assert "only artifacts on the hub have revisions" in error(str(saved), "--revision", "v1")
+    (saved / "artifact.safetensors").write_bytes(b"x")
+    assert "is corrupt or truncated" in error(str(saved))

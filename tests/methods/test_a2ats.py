@@ -1,0 +1,395 @@
+"""A2ATSIndex by itself: codes and selection against sums worked out by hand, recall, bytes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from hf_kvret import TokenBlock
+from hf_kvret.calibration import CalibrationArtifact, ModelIdentity
+from hf_kvret.calibration.k_means import k_means
+from hf_kvret.calibration.vector_quantization import query_metric
+from hf_kvret.methods.a2ats import A2ATSConfig, A2ATSIndex
+from hf_kvret.methods.a2ats import learned as learned_module
+from hf_kvret.recall import measure_recall
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+
+HEADS, GROUP, DIM, WORDS, WINDOW = 2, 3, 16, 64, 100
+SCALE = 1.5 / math.sqrt(DIM)
+FREQUENCIES = 300.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
+
+
+class Turn(NamedTuple):
+    """How a layer rotates: the first pairs of a head, by complex numbers."""
+
+    pairs: int = DIM // 2
+    factor: float = 1.0
+    layout: str = "half"
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, sign: int = 1) -> torch.Tensor:
+        """float64 ``x [B, H, n, D]``, turned and stretched; ``sign=-1`` undoes it."""
+        if not self.pairs:
+            return x.double()
+        width = 2 * self.pairs
+        turned, rest = x.double()[..., :width], x.double()[..., width:]
+        split = (2, self.pairs) if self.layout == "half" else (self.pairs, 2)
+        part = turned.unflatten(-1, split).unbind(-2 if self.layout == "half" else -1)
+        angles = positions[..., None].float() * FREQUENCIES[: self.pairs]
+        angles = angles[:, None] if angles.ndim == 3 else angles
+        spun = torch.polar(torch.full_like(angles, self.factor**sign), sign * angles).to(
+            torch.complex128
+        ) * torch.complex(*part)
+        both = (spun.real, spun.imag)
+        joined = torch.cat(both, -1) if self.layout == "half" else torch.stack(both, -1).flatten(-2)
+        return torch.cat([joined, rest], -1)
+
+
+PLAIN = Turn()
+YARN = Turn(factor=1.37)
+PARTIAL_YARN = Turn(pairs=3, factor=1.37)
+INTERLEAVED = Turn(pairs=5, layout="interleaved")
+NO_ROPE = Turn(pairs=0, layout="none")
+TURNS = [PLAIN, YARN, PARTIAL_YARN, INTERLEAVED, NO_ROPE]
+
+
+class Book(NamedTuple):
+    """What a hand-made artifact holds, and where it is."""
+
+    folder: str
+    words: torch.Tensor
+    metric: torch.Tensor
+
+    def index(self, **changes: Any) -> A2ATSIndex:
+        return A2ATSIndex(A2ATSConfig.from_options(artifact=self.folder, **changes), 0)
+
+
+def _normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Book]:
+    """Writes an artifact of one layer; returns it."""
+    numbers = itertools.count()
+
+    def write(
+        turn: Turn = PLAIN,
+        space: str = "windowed",
+        words: torch.Tensor | None = None,
+        metric: torch.Tensor | None = None,
+    ) -> Book:
+        if words is None or metric is None:
+            metric = torch.tril(0.3 * _normal(1, HEADS, DIM, DIM)) + torch.eye(DIM)
+            words = _normal(2, HEADS, WORDS, DIM) @ metric
+        inv_freq = FREQUENCIES[: turn.pairs].clone()
+        tensors = {"codewords": words, "metric": metric, "inv_freq": inv_freq}
+        folder = tmp_path / str(next(numbers))
+        CalibrationArtifact(
+            method="a2ats",
+            model=ModelIdentity("hand-made", {"model_type": "none"}),
+            tensors={f"layers.0.{name}": x.contiguous() for name, x in tensors.items()},
+            options={
+                "space": space,
+                "window": WINDOW,
+                "layers": {"0": {"layout": turn.layout, "attention_factor": turn.factor}},
+            },
+        ).save_pretrained(folder)
+        return Book(str(folder), words, metric)
+
+    return write
+
+
+class Prompt(NamedTuple):
+    """Tokens before RoPE and after it."""
+
+    turn: Turn
+    queries: torch.Tensor
+    keys: torch.Tensor
+    positions: torch.Tensor
+
+    @property
+    def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            self.turn(self.queries, self.positions).float(),
+            self.turn(self.keys, self.positions).float(),
+        )
+
+
+def _prompt(turn: Turn = PLAIN, count: int = 150, batch: int = 2, group: int = GROUP) -> Prompt:
+    positions = torch.arange(count).expand(batch, count)
+    queries = _normal(3, batch, HEADS * group, count, DIM)
+    return Prompt(turn, queries, _normal(4, batch, HEADS, count, DIM), positions)
+
+
+def _filled(index: A2ATSIndex, prompt: Prompt, cuts: tuple[int, ...] = ()) -> A2ATSIndex:
+    """The index after a prompt in pieces, all of it cold."""
+    queries, keys = prompt.seen
+    count = keys.shape[2]
+    for start, end in itertools.pairwise((0, *cuts, count)):
+        part = slice(start, end)
+        positions = prompt.positions[:, part]
+        index.watch(queries[:, :, part], keys[:, :, part], start, None, positions)
+        index.observe(TokenBlock(keys[:, :, part], keys[:, :, part], start))
+    return index
+
+
+def _nearest(book: Book, keys: torch.Tensor) -> torch.Tensor:
+    """``argmin_c |k L - c|`` in float64, of keys before RoPE."""
+    away = torch.cdist(keys.double() @ book.metric.double(), book.words.double())
+    return away.argmin(-1)
+
+
+def _scores(book: Book, prompt: Prompt, query: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """``[B, Hq, Q, n]``: keys decoded, attended to from the fixed distance, as attention would."""
+    decoded = book.words.double() @ torch.linalg.inv(book.metric.double())
+    codes = _nearest(book, prompt.keys)
+    places = codes.unsqueeze(-1).expand(*codes.shape, DIM)
+    near = decoded.expand(len(codes), -1, -1, -1).gather(2, places)
+    turn, (batch, _, count, _) = prompt.turn, query.shape
+    far = turn(query, torch.full((batch, count), WINDOW))
+    near = turn(near, torch.zeros(batch, near.shape[2], dtype=torch.long))
+    group = query.shape[1] // HEADS
+    scores = SCALE * far @ near.repeat_interleave(group, dim=1).mT
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def _valid(batch: int, count: int) -> torch.Tensor:
+    valid = torch.ones(batch, count, dtype=torch.bool)
+    valid[0, : count // 4] = False
+    valid[-1, count // 2 : count // 2 + 9] = False
+    return valid
+
+
+def _rows(ids: torch.Tensor) -> Iterator[tuple[int, int, int, list[int]]]:
+    """``(row, head, query, slots)``; no slot twice."""
+    for b, h, q in itertools.product(*map(range, ids.shape[:3])):
+        slots = [slot for slot in ids[b, h, q].tolist() if slot >= 0]
+        assert len(set(slots)) == len(slots), "a slot twice"
+        yield b, h, q, slots
+
+
+def _select(
+    index: A2ATSIndex, prompt: Prompt, query: torch.Tensor, budget: int, softcap: float | None
+) -> torch.Tensor:
+    """Two drafted queries at the end of the prompt select."""
+    count, positions = prompt.keys.shape[2], torch.tensor([[150, 151]] * len(query))
+    seen = prompt.turn(query, positions).float()
+    index.watch(seen, torch.zeros(len(query), HEADS, 2, DIM), count, None, positions)
+    ids = index.select(seen, budget, _valid(len(query), count), SCALE, softcap)
+    assert ids.shape == (len(query), HEADS, 2, budget) and ids.dtype == torch.int32
+    return ids
+
+
+@pytest.mark.parametrize("turn", TURNS, ids=str)
+def test_codes_are_the_nearest_codewords_of_the_keys_before_rope(
+    turn: Turn, write: Callable[..., Book]
+) -> None:
+    book, prompt = write(turn), _prompt(turn)
+    codes = _filled(book.index(), prompt).state_dict()["codes"]
+    assert codes.dtype == torch.int16 and codes.shape == (2, HEADS, 150)
+    assert torch.equal(codes.long(), _nearest(book, prompt.keys))
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("group", [1, GROUP])
+@pytest.mark.parametrize("turn", TURNS, ids=str)
+def test_the_tokens_with_the_largest_softmax_weights_are_selected(
+    turn: Turn, group: int, softcap: float | None, write: Callable[..., Book]
+) -> None:
+    book, prompt = write(turn), _prompt(turn, group=group)
+    query = 2 * _normal(5, 2, HEADS * group, 2, DIM)
+    ids = _select(_filled(book.index(), prompt), prompt, query, 20, softcap)
+    hidden = ~_valid(2, 150)[:, None, None]
+    scores = _scores(book, prompt, query, softcap).masked_fill(hidden, float("-inf"))
+    weights = scores.softmax(-1).unflatten(1, (HEADS, group)).amax(2)
+    for b, h, q, slots in _rows(ids):
+        found = weights[b, h, q, slots].sort(descending=True).values
+        # Tokens of one code weigh the same: which of them is taken doesn't matter.
+        torch.testing.assert_close(found, weights[b, h, q].topk(20).values, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("group", [1, GROUP])
+@pytest.mark.parametrize("budget", [2, 20])
+def test_a_union_holds_the_best_of_each_query_head_and_nothing_else(
+    budget: int, group: int, softcap: float | None, write: Callable[..., Book]
+) -> None:
+    book, prompt = write(), _prompt(group=group)
+    query = 2 * _normal(5, 2, HEADS * group, 2, DIM)
+    index = _filled(book.index(budget_of="union"), prompt)
+    ids = _select(index, prompt, query, budget, softcap)
+    hidden = ~_valid(2, 150)[:, None, None]
+    scores = _scores(book, prompt, query, softcap).masked_fill(hidden, float("-inf"))
+    each = max(1, budget // group)
+    serving = min(group, budget)
+    for b, h, q, slots in _rows(ids):
+        heads = scores[b, h * group : h * group + serving, q]
+        least = heads.topk(each).values[:, -1:] - 1e-5
+        good = heads[:, slots] >= least
+        assert good.any(0).all(), "a slot that no head wants"
+        assert (good.sum(1) >= each).all(), "a head that lacks some of its best"
+        assert len(slots) <= each * serving
+
+
+@pytest.mark.parametrize("budget_of", ["head", "union"])
+def test_a_budget_for_all_selects_exactly_the_valid_tokens(
+    budget_of: str, write: Callable[..., Book]
+) -> None:
+    prompt, valid = _prompt(), _valid(2, 150)
+    ids = _select(
+        _filled(write().index(budget_of=budget_of), prompt),
+        prompt,
+        prompt.queries[:, :, :2],
+        150,
+        None,
+    )
+    for b, _, _, slots in _rows(ids):
+        assert sorted(slots) == valid[b].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("budget_of", ["head", "union"])
+def test_where_few_tokens_are_valid_the_rest_is_minus_one(
+    budget_of: str, write: Callable[..., Book]
+) -> None:
+    index, query = _filled(write().index(budget_of=budget_of), _prompt()), _prompt().queries
+    valid = torch.zeros(2, 150, dtype=torch.bool)
+    valid[1, [7, 90]] = True
+    index.watch(query[:, :, :1], torch.zeros(2, HEADS, 1, DIM), 150, None, torch.tensor([[150]]))
+    ids = index.select(query[:, :, :1], 30, valid, SCALE)
+    assert [sorted(slots) for _, _, _, slots in _rows(ids)] == [[], [], [7, 90], [7, 90]]
+    assert (ids >= -1).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("turn", [YARN, PARTIAL_YARN, INTERLEAVED], ids=str)
+def test_the_table_holds_the_scores_that_attention_would_give(
+    turn: Turn, softcap: float | None, write: Callable[..., Book]
+) -> None:
+    """Not only their order: the softmaxes of a group are compared."""
+    book, prompt = write(turn), _prompt(turn)
+    index = _filled(book.index(), prompt)
+    query, positions = _normal(5, 2, HEADS * GROUP, 2, DIM), torch.tensor([[9, 70], [8, 150]])
+    learned = index._on(torch.device("cpu"))
+    table = learned.table(turn(query, positions).float(), positions, SCALE, softcap)
+    codes = _nearest(book, prompt.keys).repeat_interleave(GROUP, 1)[:, :, None]
+    found = table.gather(3, codes.expand(-1, -1, 2, -1))
+    expected = _scores(book, prompt, query, softcap).float()
+    # The inverse of the metric, with numbers up to some hundreds, is in fp32.
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_an_unrotated_space_takes_queries_and_keys_as_they_are(write: Callable[..., Book]) -> None:
+    book, prompt = write(YARN, space="rotated"), _prompt(YARN)
+    index = book.index()
+    queries, keys = prompt.seen
+    index.watch(queries, keys, 0, None, None)
+    index.observe(TokenBlock(keys, keys, 0))
+    assert torch.equal(index.state_dict()["codes"].long(), _nearest(book, keys))
+    query, valid = queries[:, :, -1:], torch.ones(2, 150, dtype=torch.bool)
+    ids = index.select(query, 20, valid, SCALE)
+    seen = Prompt(NO_ROPE, queries, keys, prompt.positions)
+    weights = _scores(book, seen, query, None).softmax(-1).unflatten(1, (HEADS, GROUP)).amax(2)
+    for b, h, q, slots in _rows(ids):
+        found = weights[b, h, q, slots].sort(descending=True).values
+        torch.testing.assert_close(found, weights[b, h, q].topk(20).values, rtol=1e-4, atol=0)
+
+
+def test_a_layer_without_rope_needs_no_positions_and_others_say_so(
+    write: Callable[..., Book],
+) -> None:
+    queries, keys = _prompt().seen
+    index = write(NO_ROPE).index()
+    index.watch(queries, keys, 0, None, None)
+    ids = index.select(queries[:, :, -1:], 5, torch.ones(2, 150, dtype=torch.bool), SCALE)
+    assert (ids >= 0).all()
+    index = write().index()
+    with pytest.raises(ValueError, match=r"positions of tokens.*pass position_ids"):
+        index.watch(queries, keys, 0, None, None)
+    assert index.state_dict() == {}
+
+
+@pytest.mark.parametrize("cuts", [(100,), (1, 2, 3), (64, 65, 149)], ids=str)
+def test_a_prompt_in_pieces_has_the_codes_of_a_whole_one(
+    cuts: tuple[int, ...], write: Callable[..., Book], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book, prompt = write(), _prompt()
+    whole = _filled(book.index(), prompt).state_dict()["codes"]
+    pieces = _filled(book.index(), prompt, cuts)
+    assert torch.equal(pieces.state_dict()["codes"], whole)
+    assert pieces.select_nbytes() == _filled(book.index(), prompt).select_nbytes()
+    # Long prompts are encoded in pieces too.
+    monkeypatch.setattr(learned_module, "_PIECE", 7 * 2 * HEADS)
+    assert torch.equal(_filled(book.index(), prompt).state_dict()["codes"], whole)
+
+
+def test_recall_is_far_above_chance_and_rises_with_the_codewords(
+    write: Callable[..., Book],
+) -> None:
+    """Keys in loose clusters, queries in few directions; one codebook for two texts."""
+    turn, count, budget = Turn(pairs=2), 600, 30
+    shape = torch.linspace(0.2, 2.0, DIM)
+    centres = 2 * _normal(10, HEADS, 1, 40, DIM)
+
+    def tokens(seed: int) -> Prompt:
+        chosen = torch.randint(40, (2, HEADS, count), generator=torch.Generator().manual_seed(seed))
+        keys = centres[:, 0].expand(2, -1, -1, -1).gather(
+            2, chosen.unsqueeze(-1).expand(-1, -1, -1, DIM)
+        ) + 0.5 * _normal(seed + 1, 2, HEADS, count, DIM)
+        queries = shape * _normal(seed + 2, 2, HEADS * GROUP, count, DIM)
+        return Prompt(turn, queries, keys, torch.arange(count).expand(2, count))
+
+    learned, asked = tokens(20), tokens(30)
+    far = learned.queries.unflatten(1, (HEADS, GROUP)).transpose(0, 1).flatten(1, 3)
+    metric, _ = query_metric(far.mT.double() @ far.double() / far.shape[1])
+    sample = learned.keys.transpose(0, 1).flatten(1, 2) @ metric
+    recalls = []
+    for codewords in (4, 12, 64):
+        words, _ = k_means(sample, codewords, rounds=20, seed=0)
+        index = _filled(write(turn, words=words, metric=metric).index(), asked)
+        store = PagedStore(DeviceMemory(torch.device("cpu")))
+        queries, keys = asked.seen
+        store.append(TokenBlock(keys, keys, 0))
+        index.watch(queries[:, :, -8:], keys[:, :, -8:], count - 8, None, asked.positions[:, -8:])
+        valid, query = torch.ones(2, count, dtype=torch.bool), queries[:, :, -8:]
+        ids = index.select(query, budget, valid, SCALE)
+        recalls.append(measure_recall(query, ids, store, valid, SCALE).overlap)
+    chance = budget / count
+    assert recalls[0] > 1.5 * chance and recalls[2] > 8 * chance
+    assert recalls[1] > recalls[0] + 0.1 and recalls[2] > recalls[1] + 0.1
+
+
+def test_a_token_takes_two_bytes_for_each_kv_head(write: Callable[..., Book]) -> None:
+    width, count = 128, 8192
+    words, metric = _normal(2, HEADS, 8, width), torch.eye(width).expand(HEADS, -1, -1)
+    book = write(NO_ROPE, words=words, metric=metric)
+    keys = _normal(4, 1, HEADS, count, width).bfloat16()
+    index, other = book.index(), book.index()
+    for each in (index, other):
+        each.watch(keys, keys, 0, None, torch.arange(count)[None])
+        each.observe(TokenBlock(keys, keys, 0))
+    assert index.state_dict()["codes"].nbytes == 2 * HEADS * count
+    # A sixteenth is spare capacity.
+    assert 0.0078 < index.nbytes() / keys.nbytes < 0.0084
+    shared = (words.nbytes + metric.contiguous().nbytes * 2) + 4 * HEADS * 8
+    assert index.shared_nbytes() == shared
+    assert index._learned is other._learned is index.fork()._learned
+    assert index.select_nbytes() == 2 * HEADS * count + words.nbytes + metric.contiguous().nbytes
+    index.crop(100)
+    learned = words.nbytes + metric.contiguous().nbytes
+    assert index.select_nbytes() == 2 * HEADS * 100 + learned, "only cold tokens are looked up"
+    assert index.stats() == {"codewords": 8}
+    assert index.candidates(count, 100) == 0
+    assert book.index().nbytes() == book.index().shared_nbytes() == 0
+
+
+def test_an_index_that_saw_too_little_says_so(write: Callable[..., Book]) -> None:
+    index = _filled(write().index(), _prompt())
+    with pytest.raises(RuntimeError, match="only 150 of 151 tokens were watched"):
+        index.select(_prompt().queries[:, :, :1], 1, torch.ones(2, 151, dtype=torch.bool), SCALE)

@@ -1,0 +1,241 @@
+"""A2ATSCache and its artifact: found, checked, refused; the options; the name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import hf_kvret
+from hf_kvret.calibration import CalibrationArtifact
+from hf_kvret.calibration.a2ats import A2ATSCalibration
+from hf_kvret.calibration.runner import calibrate
+from hf_kvret.calibration.sources import Corpus
+from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
+
+SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 6}
+RUN: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+
+
+def _calibrate(model: PreTrainedModel, folder: Path, seed: int = 0) -> CalibrationArtifact:
+    options = A2ATSCalibration(codewords=16, window=32, rounds=3, compare=False, seed=seed)
+    corpus = Corpus([prompt(1, 120)[0]], 0, {"text": "random"})
+    return calibrate(model, corpus, options, folder, progress=False)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact of the zoo's Llama; not to be written to."""
+    folder = tmp_path_factory.mktemp("a2ats")
+    _calibrate(MODELS["llama"].build(), folder)
+    return folder
+
+
+@pytest.fixture
+def artifact(made: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(made, tmp_path / "artifact"))
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return MODELS["llama"].build()
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """The name ``a2ats``, for one test."""
+    hf_kvret.register(A2ATSCache)
+    yield
+    hf_kvret.unregister()
+    hf_kvret.register()
+
+
+def _fill(model: PreTrainedModel, cache: A2ATSCache) -> None:
+    model.generate(prompt(1, 60), past_key_values=cache, **RUN)
+
+
+def test_a_folder_may_be_a_path_or_its_name(model: PreTrainedModel, artifact: Path) -> None:
+    by_path = A2ATSCache(config=model.config, artifact=artifact, **SMALL)
+    by_name = A2ATSCache(model.config, A2ATSConfig(artifact=str(artifact)), **SMALL)
+    assert by_path.options == by_name.options
+    _fill(model, by_path)
+    assert by_path.stats()["layers"][1]["codewords"] == 16
+
+
+@pytest.mark.usefixtures("registered")
+def test_generate_takes_it_by_name(model: PreTrainedModel, artifact: Path) -> None:
+    options = {**COVERING_OPTIONS, "artifact": str(artifact)}
+    expected = model.generate(prompt(1, 60), **RUN)
+    found = model.generate(
+        prompt(1, 60),
+        cache_implementation="a2ats",
+        cache_config=options,
+        return_dict_in_generate=True,
+        **RUN,
+    )
+    assert type(found.past_key_values) is A2ATSCache
+    assert torch.equal(found.sequences, expected)
+    with pytest.raises(ValueError, match="hf-kvret calibrate a2ats --model MODEL"):
+        model.generate(prompt(1, 60), cache_implementation="a2ats", **RUN)
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_artifact_in_the_models_folder_is_found(tmp_path: Path, model: PreTrainedModel) -> None:
+    home = tmp_path / "model"
+    model.save_pretrained(home)
+    loaded = AutoModelForCausalLM.from_pretrained(home)
+    with pytest.raises(ValueError, match=rf"artifact='folder-or-hub-id'.*--model {home} "):
+        A2ATSCache(loaded.config)
+    _calibrate(model, home / "a2ats")
+    assert A2ATSCache(loaded.config).options.artifact == str(home / "a2ats")
+    found = loaded.generate(
+        prompt(1, 60), cache_implementation="a2ats", return_dict_in_generate=True, **RUN
+    )
+    assert type(found.past_key_values) is A2ATSCache
+
+
+def test_another_architecture_is_refused_when_the_cache_is_made(artifact: Path) -> None:
+    with pytest.raises(ValueError, match="made for a llama model, this one is qwen2"):
+        A2ATSCache(MODELS["qwen2"].config(), artifact=artifact)
+    config = MODELS["llama"].config()
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": 5e5}
+    with pytest.raises(ValueError, match=r"rope_theta=10000.0, this model has 500000.0"):
+        A2ATSCache(config, artifact=artifact)
+
+
+def test_other_weights_are_refused_by_generate_and_can_be_checked_by_hand(
+    model: PreTrainedModel, artifact: Path
+) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    cache = A2ATSCache(model.config, artifact=artifact, **SMALL)
+    with pytest.raises(ValueError, match="was made from other weights"):
+        _fill(model, cache)
+    assert cache.get_seq_length() == 0
+    with pytest.raises(ValueError, match="was made from other weights"):
+        cache.check_model(model)
+
+
+def test_what_is_no_artifact_is_refused_when_the_cache_is_made(
+    model: PreTrainedModel, artifact: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        A2ATSCache(model.config, artifact=tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        A2ATSCache(model.config, artifact=tmp_path / "empty")
+    other = CalibrationArtifact.from_pretrained(artifact)
+    dataclasses.replace(other, method="paris").save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"artifact of 'paris', not of 'a2ats'"):
+        A2ATSCache(model.config, artifact=tmp_path / "other")
+    os.truncate(artifact / "artifact.safetensors", 1000)
+    with pytest.raises(ValueError, match=r"artifact\.safetensors"):
+        A2ATSCache(model.config, artifact=artifact)
+
+
+def test_an_artifact_that_lacks_something_says_what(model: PreTrainedModel, artifact: Path) -> None:
+    whole = CalibrationArtifact.from_pretrained(artifact)
+
+    def write(**changes: Any) -> Path:
+        folder = artifact.with_name("-".join(changes))
+        dataclasses.replace(whole, **changes).save_pretrained(folder)
+        return folder
+
+    tensors = {k: x for k, x in whole.tensors.items() if not k.startswith("layers.1.")}
+    with pytest.raises(ValueError, match=r"no 'layers\.1\.codewords' for layer 1: make it again"):
+        _fill(model, A2ATSCache(model.config, artifact=write(tensors=tensors), **SMALL))
+    with pytest.raises(ValueError, match="space='polar', known are 'windowed', 'rotated'"):
+        A2ATSCache(model.config, artifact=write(options={**whole.options, "space": "polar"}))
+
+
+def test_a_revision_goes_to_the_hub_and_is_refused_for_folders(
+    model: PreTrainedModel, artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="only artifacts on the hub have revisions"):
+        A2ATSCache(model.config, artifact=artifact, revision="v1")
+    asked = []
+    local = CalibrationArtifact.from_pretrained
+
+    def from_hub(name: str, **how: Any) -> CalibrationArtifact:
+        asked.append((name, how))
+        return local(artifact)
+
+    monkeypatch.setattr(CalibrationArtifact, "from_pretrained", from_hub)
+    cache = A2ATSCache(model.config, artifact="someone/codebooks", revision="v1", **SMALL)
+    _fill(model, cache)
+    # Read once, for all layers, checks and caches.
+    A2ATSCache(model.config, cache.options)
+    assert asked == [("someone/codebooks", {"method": "a2ats", "revision": "v1"})]
+    A2ATSCache(model.config, artifact="someone/codebooks", revision="v2")
+    assert asked[1:] == [("someone/codebooks", {"method": "a2ats", "revision": "v2"})]
+
+
+def test_a_folder_that_was_written_anew_is_read_anew(
+    model: PreTrainedModel, artifact: Path, tmp_path: Path
+) -> None:
+    old = A2ATSCache(model.config, artifact=artifact, **SMALL)
+    _fill(model, old)
+    old.save_pretrained(tmp_path / "saved")
+    before = old.retrieval_layers[0].regions.index._learned
+    _calibrate(model, artifact, seed=1)
+    new = A2ATSCache(model.config, artifact=artifact, **SMALL)
+    _fill(model, new)
+    after = new.retrieval_layers[0].regions.index._learned
+    assert not torch.equal(after.words, before.words)
+    assert old.retrieval_layers[0].regions.index._learned is before
+    with pytest.raises(ValueError, match="saved with another artifact than"):
+        A2ATSCache.from_pretrained(tmp_path / "saved", model.config)
+
+
+def test_a_saved_cache_asks_for_its_artifact(
+    model: PreTrainedModel, artifact: Path, tmp_path: Path
+) -> None:
+    cache = A2ATSCache(model.config, artifact=artifact, **SMALL)
+    _fill(model, cache)
+    cache.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "cache.json").read_text())
+    assert saved["options"]["artifact"] == str(artifact)
+    shutil.rmtree(artifact)
+    with pytest.raises(FileNotFoundError, match=str(artifact)):
+        A2ATSCache.from_pretrained(tmp_path / "saved", model.config)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"artefact": "x"}, ValueError, r"no option 'artefact': did you mean 'artifact'\?"),
+        ({"budget_of": "group"}, ValueError, r"budget_of='group': choose 'head' or 'union'"),
+        ({"budget_of": ["head"]}, ValueError, r"budget_of=\['head'\]"),
+        ({"artifact": 3}, TypeError, "artifact must be a name, got 3"),
+        ({"artifact": ""}, TypeError, "artifact must be a name, got ''"),
+        ({"revision": 1.0}, TypeError, "revision must be a name, got 1.0"),
+        ({"top_k": 0}, ValueError, "top_k=0"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        A2ATSConfig.from_options(**options)
+
+
+def test_the_published_options() -> None:
+    default, paper = A2ATSConfig(), A2ATSConfig.paper(artifact="a", sink=8)
+    assert (default.budget_of, default.top_k, default.sink, default.recent) == ("head", 0.06, 4, 64)
+    # 3% of 10,000 tokens for each of the four query heads of Llama-3.1-8B.
+    assert (paper.budget_of, paper.budget(10_000) // 4, paper.recent) == ("union", 300, 64)
+    assert (paper.artifact, paper.sink) == ("a", 8)
+    assert A2ATSConfig.paper(top_k=0.06).top_k == 0.06

@@ -1,0 +1,301 @@
+"""A2ATSCache on models: codes follow their tokens wherever these go, positions, padding, saving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret import ColdTokens
+from hf_kvret.calibration.a2ats import A2ATSCalibration
+from hf_kvret.calibration.runner import calibrate
+from hf_kvret.calibration.sources import Corpus
+from hf_kvret.methods.a2ats import A2ATSCache, A2ATSIndex
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, run_conformance
+from hf_kvret.testing.scenario import prompt, ragged
+
+SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 6}
+TELLING_MODES = (
+    "greedy_ragged",
+    "beams_ragged",
+    "prompt_lookup",
+    "chunked_prefill",
+    "second_turn_ragged",
+    "crop_deep",
+)
+ArtifactOf = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def artifact_of(tmp_path_factory: pytest.TempPathFactory) -> ArtifactOf:
+    """The artifact of a model of the zoo, made when it is asked for."""
+    made: dict[tuple[str, str], str] = {}
+
+    def find(name: str, space: str = "windowed") -> str:
+        if (name, space) not in made:
+            folder = tmp_path_factory.mktemp(f"a2ats-{name}-{space}")
+            options = A2ATSCalibration(
+                codewords=32, window=32, rounds=5, compare=False, space=space
+            )
+            corpus = Corpus([prompt(1, 200, salt)[0] for salt in range(3)], 0, {"text": "random"})
+            calibrate(MODELS[name].build(), corpus, options, folder, progress=False)
+            made[name, space] = str(folder)
+        return made[name, space]
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    model = MODELS["llama"].build()
+    hf_kvret.attach(model)
+    return model
+
+
+def _cache(model: PreTrainedModel, artifact: str, **changes: Any) -> A2ATSCache:
+    return A2ATSCache(config=model.config, artifact=artifact, **{**SMALL, **changes})
+
+
+@torch.no_grad()
+def _read(model: PreTrainedModel, cache: A2ATSCache, ids: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Logits ``[B, n, V]`` of more tokens."""
+    return model(ids, past_key_values=cache, **how).logits
+
+
+def _codes(cache: A2ATSCache) -> torch.Tensor:
+    """``[layers, B, Hkv, n]``: those of all tokens that the cache holds."""
+    length = cache.get_seq_length()
+    rows = [layer.regions.index._codes.rows for layer in cache.retrieval_layers]
+    return torch.stack([row[:, :, :length] for row in rows])
+
+
+def _same(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Share of codes that agree; of two codewords almost as near, rounding chooses."""
+    assert found.shape == wanted.shape
+    return float((found == wanted).float().mean())
+
+
+class _CheckedIndex(A2ATSIndex):
+    """Encodes the store's keys anew before each selection, and leaves tokens out before it takes
+    all: with a budget for all, wrong codes would change nothing."""
+
+    checked: ClassVar[list[int]] = []
+
+    def build(self, cold: ColdTokens) -> None:
+        self._check(cold)
+
+    def refresh(self, cold: ColdTokens) -> None:
+        self._check(cold)
+
+    def select(self, query: torch.Tensor, budget: int, valid: torch.Tensor, *how: Any) -> Any:
+        held = valid.shape[1]
+        some = super().select(query, max(1, held // 4), valid, *how)
+        flat = some.flatten(1).long()
+        assert valid.gather(1, flat.clamp(min=0))[flat >= 0].all()
+        return super().select(query, held, valid, *how)
+
+    def _check(self, cold: ColdTokens) -> None:
+        # The first valid tokens of a row are sinks and not valid here.
+        positions = (cold.valid.long().cumsum(-1) - 1 + COVERING_OPTIONS["sink"]).clamp(min=0)
+        learned = self._on(positions.device)
+        keys = torch.cat([keys for _, keys, _ in cold.store.chunks()], dim=2)
+        z = learned.space.keys(keys, positions) @ learned.metric
+        away = (z.unsqueeze(-2) - learned.words.unsqueeze(1)).square().sum(-1)
+        codes = self._codes.rows[:, :, : len(cold), None].long()
+        excess = away.gather(3, codes)[..., 0] - away.amin(-1)
+        valid = cold.valid[:, None].expand_as(excess)
+        assert (excess <= 1e-3 * z.square().sum(-1))[valid].all(), "a code of another key"
+        self.checked.append(int(valid.sum()))
+
+
+class _CheckedCache(A2ATSCache):
+    @classmethod
+    def make_index(cls, options: Any, layer: int) -> A2ATSIndex:
+        return _CheckedIndex(options, layer)
+
+
+def _conformance() -> Iterator[Any]:
+    """Every model with one store, one model with every store; the rest is slow."""
+    for name in ("llama", "gemma2", "gpt_oss", "smollm3", "qwen2_vl"):
+        for store in ("device", "host", "resident", "cpu"):
+            marks = () if name == "llama" or store == "device" else (pytest.mark.slow,)
+            yield pytest.param(name, store, marks=marks, id=f"{name}-{store}")
+
+
+@pytest.mark.parametrize("budget_of", ["head", "union"])
+@pytest.mark.parametrize(("name", "store"), _conformance())
+def test_conformance(name: str, store: str, budget_of: str, artifact_of: ArtifactOf) -> None:
+    artifact = artifact_of(name, "rotated" if name == "qwen2_vl" else "windowed")
+    options = {**COVERING_OPTIONS, "artifact": artifact, "store": store, "budget_of": budget_of}
+    _CheckedIndex.checked.clear()
+    results = run_conformance(
+        lambda model: _CheckedCache(config=model.config, **options), [name], TELLING_MODES
+    )
+    assert {result.status for result in results} == {"passed"}, results
+    assert sum(_CheckedIndex.checked) > 1000
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen2_vl"])
+def test_codes_don_t_depend_on_padding_or_on_where_positions_begin(
+    name: str, artifact_of: ArtifactOf
+) -> None:
+    model = MODELS[name].build()
+    hf_kvret.attach(model)
+    ids, mask = ragged((60, 41))
+    wanted = _cache(model, artifact_of(name))
+    _read(model, wanted, ids[1:, 19:])
+    padded = _cache(model, artifact_of(name))
+    _read(model, padded, ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+    assert _same(_codes(padded)[:, 1:, :, 19:], _codes(wanted)) > 0.99
+    if name == "gpt2":
+        return  # its positions are learned, and part of its keys
+    moved = _cache(model, artifact_of(name))
+    _read(model, moved, ids[1:, 19:], position_ids=torch.arange(300, 341)[None])
+    assert _same(_codes(moved), _codes(wanted)) > 0.99
+
+
+def test_codes_of_rotated_keys_do_depend_on_positions(
+    llama: PreTrainedModel, artifact_of: ArtifactOf
+) -> None:
+    """Figure 1, and a proof that the test above can fail."""
+    caches = [_cache(llama, artifact_of("llama", "rotated")) for _ in range(2)]
+    for cache, start in zip(caches, (0, 300), strict=True):
+        _read(llama, cache, prompt(1, 41), position_ids=torch.arange(start, start + 41)[None])
+    assert _same(_codes(caches[0]), _codes(caches[1])) < 0.9
+
+
+def test_a_prompt_in_pieces_answers_like_a_whole_one(
+    llama: PreTrainedModel, artifact_of: ArtifactOf
+) -> None:
+    ids, more = prompt(2, 63), prompt(2, 6, salt=1)
+    whole, pieces = (_cache(llama, artifact_of("llama")) for _ in range(2))
+    _read(llama, whole, ids)
+    for part in ids.split(21, dim=1):
+        _read(llama, pieces, part)
+    assert _same(_codes(pieces), _codes(whole)) > 0.99
+    torch.testing.assert_close(
+        _read(llama, pieces, more), _read(llama, whole, more), rtol=0, atol=3e-4
+    )
+
+
+@pytest.mark.parametrize("drop", [3, 20, 55, 70])
+def test_a_crop_leaves_what_a_cache_of_the_rest_would_hold(
+    drop: int, llama: PreTrainedModel, artifact_of: ArtifactOf
+) -> None:
+    ids, more = prompt(2, 70), prompt(2, 30, salt=1)
+    cropped, wanted = (_cache(llama, artifact_of("llama")) for _ in range(2))
+    _read(llama, cropped, ids)
+    cropped.crop(-drop)
+    if drop < 70:
+        _read(llama, wanted, ids[:, :-drop])
+        assert _same(_codes(cropped), _codes(wanted)) > 0.99
+    for cache in (cropped, wanted):
+        _read(llama, cache, more)
+    assert _same(_codes(cropped), _codes(wanted)) > 0.99
+
+
+def test_forks_and_original_never_see_each_others_codes(
+    llama: PreTrainedModel, artifact_of: ArtifactOf
+) -> None:
+    def filled(*salts: int) -> tuple[A2ATSCache, torch.Tensor]:
+        cache = _cache(llama, artifact_of("llama"))
+        logits = _read(llama, cache, prompt(1, 60))
+        for salt in salts:
+            for token in prompt(1, 20, salt).split(1, dim=1):
+                logits = _read(llama, cache, token)
+        return cache, logits
+
+    original, _ = filled()
+    twins = [original.fork(), original.fork()]
+    for cache, salt in ((twins[0], 1), (original, 2), (twins[1], 3)):
+        for token in prompt(1, 20, salt).split(1, dim=1):
+            logits = _read(llama, cache, token)
+        wanted, expected = filled(salt)
+        assert torch.equal(_codes(cache), _codes(wanted)) and torch.equal(logits, expected)
+    twins[0].crop(-30)
+    for token in prompt(1, 5, 4).split(1, dim=1):
+        _read(llama, twins[0], token)
+    assert torch.equal(_codes(original), _codes(filled(2)[0]))
+
+
+@pytest.mark.parametrize("rows", [[1, 0], [1, 1, 0], [0]], ids=str)
+def test_reordered_rows_take_their_codes_along(
+    rows: list[int], llama: PreTrainedModel, artifact_of: ArtifactOf
+) -> None:
+    cache = _cache(llama, artifact_of("llama"))
+    _read(llama, cache, prompt(2, 60))
+    before = _codes(cache)
+    cache.reorder_cache(torch.tensor(rows))
+    assert torch.equal(_codes(cache), before[:, rows])
+    logits = _read(llama, cache, prompt(2, 1, salt=1)[rows])
+    straight = _cache(llama, artifact_of("llama"))
+    _read(llama, straight, prompt(2, 60))
+    expected = _read(llama, straight, prompt(2, 1, salt=1))[rows]
+    # Sums over other numbers of rows differ in their last bits.
+    torch.testing.assert_close(logits, expected, rtol=0, atol=3e-4)
+
+
+def test_a_saved_cache_has_the_codes_of_its_window_too(
+    llama: PreTrainedModel, artifact_of: ArtifactOf, tmp_path: Path
+) -> None:
+    cache = _cache(llama, artifact_of("llama"))
+    _read(llama, cache, prompt(2, 60))
+    for token in prompt(2, 3, salt=1).split(1, dim=1):
+        _read(llama, cache, token)
+    cache.save_pretrained(tmp_path)
+    loaded = A2ATSCache.from_pretrained(tmp_path, llama.config)
+    assert loaded.options == cache.options
+    assert torch.equal(_codes(loaded), _codes(cache)) and _codes(cache).shape[-1] == 63
+    for token in prompt(2, 20, salt=2).split(1, dim=1):
+        assert torch.equal(_read(llama, loaded, token), _read(llama, cache, token))
+    cold = cache.retrieval_layers[0].regions.cold_len
+    assert cold == loaded.retrieval_layers[0].regions.cold_len > 60
+
+
+def test_without_positions_nothing_is_taken_in_and_the_way_out_is_told(
+    llama: PreTrainedModel, artifact_of: ArtifactOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = _cache(llama, artifact_of("llama"))
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_kvret.attention._positions", lambda ids, query: None)
+        with pytest.raises(ValueError, match="pass position_ids to the model, or use another"):
+            _read(llama, cache, prompt(1, 60))
+    assert cache.get_seq_length() == 0
+    wanted = _cache(llama, artifact_of("llama"))
+    for each in (cache, wanted):
+        _read(llama, each, prompt(1, 60))
+    assert torch.equal(_codes(cache), _codes(wanted))
+
+
+def test_a_model_with_images_is_refused_unless_keys_stay_rotated(artifact_of: ArtifactOf) -> None:
+    """Its attention is told positions that are not those of its RoPE, or none."""
+    model = MODELS["qwen2_vl"].build()
+    with pytest.raises(ValueError, match=r"positions of three parts.*--space rotated"):
+        _cache(model, artifact_of("qwen2_vl"))
+    cache = _cache(model, artifact_of("qwen2_vl", "rotated"))
+    model.generate(prompt(1, 60), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert cache.stats()["layers"][0]["selected"] > 0
+    # The text decoder by itself knows no images.
+    text = model.config.get_text_config()
+    assert A2ATSCache(config=text, artifact=artifact_of("qwen2_vl")).options.artifact
+
+
+def test_codes_take_two_bytes_each_and_learned_tensors_are_shared(
+    llama: PreTrainedModel, artifact_of: ArtifactOf
+) -> None:
+    caches = [_cache(llama, artifact_of("llama")) for _ in range(2)]
+    for cache in caches:
+        _read(llama, cache, prompt(1, 60))
+    assert _codes(caches[0]).nbytes == 2 * 2 * 2 * 60
+    layers = [cache.retrieval_layers[0].regions.index for cache in caches]
+    assert layers[0]._learned is layers[1]._learned
+    # 32 codewords with their norms, and two matrices.
+    assert layers[0].shared_nbytes() == 2 * (32 * 16 * 4 + 32 * 4 + 2 * 16 * 16 * 4)
+    assert caches[0].memory().index == sum(
+        layer.regions.index.nbytes() for layer in caches[0].retrieval_layers
+    )
