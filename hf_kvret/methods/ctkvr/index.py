@@ -34,7 +34,8 @@ class CTkvrIndex(Index):
     """Past queries as centroids, each with a list of the keys that were best for it.
 
     A query recalls the lists of the centroids nearest to it, all recalled tokens are compared, and
-    the best are selected. The query becomes a centroid itself, with the best of what it recalled.
+    the best are selected. Some queries become centroids themselves: at the next flush, with lists
+    over all keys, or, as published, at once, with the best of what they recalled.
     """
 
     def __init__(self, options: CTkvrConfig) -> None:
