@@ -326,7 +326,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     def _build_index(self) -> None:
         """Finish the index of what was taken in so far, if there is anything cold."""
-        if self.regions is None or self._view is None:
+        if self.regions is None or self._view is None or self.regions.built:
             return
         cold = self.regions.cold(self._view.valid, self._view.scale, self._view.softcap)
         if cold is not None:

@@ -62,6 +62,11 @@ class Regions:
         return 0 if self.store is None else len(self.store)
 
     @property
+    def built(self) -> bool:
+        """Whether the index has finished what the prompt left to do."""
+        return self._built
+
+    @property
     def batch_size(self) -> int:
         """Rows of the batch."""
         return len(self.window.sink_slots)

@@ -282,6 +282,18 @@ def test_an_index_hears_of_every_token_once_and_is_built_once() -> None:
     ]
 
 
+def test_what_an_index_left_to_do_is_done_once() -> None:
+    index = Recorder()
+    regions = _regions(FlatConfig(**SIZES), index)
+    regions.watch(_tokens(20), _tokens(20), None)
+    regions.take_prompt(_tokens(20), _tokens(20), None)
+    cold = regions.cold(None, 1.0, None)
+    assert cold is not None and not regions.built
+    for _ in range(2):
+        regions.build_index(cold)
+    assert regions.built and [name for name, *_ in index.calls].count("build") == 1
+
+
 def test_an_index_sees_which_of_the_new_tokens_are_padding() -> None:
     seen = []
 

@@ -96,7 +96,8 @@ class CodebookStudy(LayerStudy):
         self._moments[held_out] = moments + self._moments.get(held_out, torch.zeros_like(moments))
 
     def finish(self, progress: Progress) -> LayerFindings:
-        assert self._keys[False], "nothing to learn from"
+        if not self._keys[False]:
+            raise ValueError("no tokens to learn from: add sequences that are not held out first")
         options = self.options
         keys = self._gathered(False)
         identity = torch.eye(keys.shape[-1], device=self.device).expand(len(keys), -1, -1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.evaluation.plots import plot_lines
@@ -69,8 +71,7 @@ def plot_quality(path: Path, artifact: CalibrationArtifact) -> None:
     plot_lines(path, lines, title=title, x="layer", y="share", low=0.0)
 
 
-def _listed(values: object) -> str:
-    assert isinstance(values, dict)
+def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 

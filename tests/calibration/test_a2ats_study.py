@@ -214,3 +214,8 @@ def test_a_layer_tells_how_it_rotates() -> None:
 def test_wrong_options_are_named(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         A2ATSCalibration(**wrong)
+
+
+def test_nothing_to_learn_from_is_said() -> None:
+    with pytest.raises(ValueError, match="no tokens to learn from"):
+        study([])

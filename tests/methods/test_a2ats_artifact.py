@@ -19,7 +19,7 @@ from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.a2ats import A2ATSCalibration
 from hf_kvret.calibration.runner import calibrate
 from hf_kvret.calibration.sources import Corpus
-from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
+from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig, A2ATSIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
@@ -239,3 +239,9 @@ def test_the_published_options() -> None:
     assert (paper.budget_of, paper.budget(10_000) // 4, paper.recent) == ("union", 300, 64)
     assert (paper.artifact, paper.sink) == ("a", 8)
     assert A2ATSConfig.paper(top_k=0.06).top_k == 0.06
+
+
+def test_an_index_without_an_artifact_says_how_to_name_one() -> None:
+    keys = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ValueError, match=r"A2ATSConfig\(artifact="):
+        A2ATSIndex(A2ATSConfig(), 0).watch(keys, keys, 0, None)

@@ -43,7 +43,11 @@ class A2ATSIndex(Index):
     ) -> None:
         learned = self._on(keys.device)
         self._codes.crop(start)
-        assert self._codes.length == start, f"{self._codes.length} tokens seen, not {start}"
+        if self._codes.length != start:
+            raise RuntimeError(
+                f"tokens come from slot {start} on, but {self._codes.length} were watched: call "
+                "watch for every pass, in order, or load the index with its state"
+            )
         self._codes.append(learned.encode(keys, positions))
         self._positions = positions
 
@@ -130,7 +134,11 @@ class A2ATSIndex(Index):
         """What was learned about the layer, on ``device``; loaded when the first tokens come."""
         if self._learned is None:
             options = self.options
-            assert options.artifact is not None
+            if options.artifact is None:
+                raise ValueError(
+                    "the options name no artifact: pass A2ATSConfig(artifact='folder-or-hub-id'), "
+                    "or make an A2ATSCache, which looks beside the model"
+                )
             found = load(options.artifact, options.revision)
             self._learned = learned_layer(found, self.layer, device)
         return self._learned
