@@ -10,6 +10,7 @@ from hf_kvret.block import TokenBlock
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.index import ColdTokens, Index
+from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
 from hf_kvret.methods.flat import FlatConfig, FlatKVCache
 from hf_kvret.methods.lrqk import LRQKCache, LRQKConfig
@@ -20,6 +21,8 @@ from hf_kvret.stores import Store
 __version__ = "0.1.0"
 
 __all__ = [
+    "A2ATSCache",
+    "A2ATSConfig",
     "CTkvrCache",
     "CTkvrConfig",
     "ColdTokens",

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from hf_kvret.base_attention import attend_with_base, base_name
-from hf_kvret.layer import HANDLE, AttentionCall, RetrievalLayer
+from hf_kvret.calls import AttentionCall
+from hf_kvret.layer import HANDLE, RetrievalLayer
 from hf_kvret.masks import base_mask, mask_info, slot_validity
 from hf_kvret.merge import Partial, merge
 from hf_kvret_kernels.prompt_attention import prompt_attention

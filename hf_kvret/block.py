@@ -16,12 +16,15 @@ class TokenBlock:
         values: ``[B, Hkv, n, Dv]``.
         start: cache slot of the first token.
         valid: ``[B, n]`` bool, False for padding and holes; None when all are valid.
+        positions: ``[B, n]`` integers, where the model's RoPE put the tokens; None unless the index
+            keeps them (``Index.positions``).
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     start: int
     valid: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.keys.shape[2]

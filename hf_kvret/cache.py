@@ -18,7 +18,7 @@ from hf_kvret.config import RetrievalConfig
 from hf_kvret.index import Index
 from hf_kvret.layer import RetrievalLayer
 from hf_kvret.reports import MemoryReport, layer_stats, memory_report
-from hf_kvret.stores import StoreChoice
+from hf_kvret.stores import Store, StoreChoice
 
 
 class RetrievalCache(Cache):
@@ -40,6 +40,8 @@ class RetrievalCache(Cache):
 
     name: ClassVar[str]
     config_class: ClassVar[type[RetrievalConfig]]
+    # Whether the options must name what `hf-kvret calibrate` learned about the model.
+    needs_artifact: ClassVar[bool] = False
     options: RetrievalConfig
 
     def __init__(
@@ -68,9 +70,11 @@ class RetrievalCache(Cache):
         self._stores = StoreChoice(options, len(ours))
         for number in ours:
             make_index = partial(self.make_index, options, number)
-            layers[number] = RetrievalLayer(options, make_index, self._stores.make)
+            make_store = partial(self.make_store, options, number, self._stores)
+            layers[number] = RetrievalLayer(options, make_index, make_store)
         self._newest: RetrievalLayer | None = None
         super().__init__(layers=layers)
+        self._stack_layers()
 
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> Any:
@@ -86,6 +90,13 @@ class RetrievalCache(Cache):
     def make_index(cls, options: Any, layer: int) -> Index:
         """A new, empty index for the model layer number ``layer``."""
         raise NotImplementedError
+
+    @classmethod
+    def make_store(
+        cls, options: Any, layer: int, stores: StoreChoice, device: torch.device, cold_bytes: int
+    ) -> Store:
+        """A new, empty store for the model layer number ``layer``; see ``StoreChoice.make``."""
+        return stores.make(device, cold_bytes)
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Called by ``generate`` with the model: refuse one that the options are not made for."""
@@ -134,7 +145,9 @@ class RetrievalCache(Cache):
         transformers 5.17 passes a tensor while it drafts. It becomes a number here, before lengths
         are made of it that change with the tensor.
         """
-        super().crop(int(tokens_to_remove))
+        # From the top: rows that come back from a store may be made of those of the layer below.
+        for layer in reversed(self.layers):
+            layer.crop(int(tokens_to_remove))
 
     def memory(self) -> MemoryReport:
         """Bytes on device and host by part, and what full attention would need."""
@@ -164,11 +177,12 @@ class RetrievalCache(Cache):
         ``changes`` are options that leave the held tokens as they are, for instance
         ``fork(top_k=64, track_recall=True)``; ValueError for others.
         """
-        persistence.check_changes(changes, {"store", "slots"})
+        persistence.check_fork(changes)
         twin = object.__new__(type(self))
         twin.__dict__ = dict(vars(self))
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
         twin._newest = None
+        twin._stack_layers()
         if changes:
             twin.options = self.options.replace(**changes)
             for layer in twin.retrieval_layers:
@@ -177,6 +191,12 @@ class RetrievalCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.fork()
+
+    def _stack_layers(self) -> None:
+        """Tell each retrieval layer which one is below it."""
+        ours = self.retrieval_layers
+        for layer, below in zip(ours[1:], ours, strict=False):
+            layer.below = below
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the filled cache to ``directory``: ``cache.safetensors`` and ``cache.json``."""
@@ -196,7 +216,8 @@ class RetrievalCache(Cache):
             directory: where it was written.
             config: the model's configuration; another shape than the saved one is refused.
             device: where the model's queries are.
-            **changes: options to change, for instance ``store="host"``.
+            **changes: options to change, for instance ``store="host"``, or ``artifact`` where it
+                lies elsewhere now.
 
         Raises:
             FileNotFoundError: no cache there.

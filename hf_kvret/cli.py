@@ -19,14 +19,27 @@ from hf_kvret.evaluation.report import add_report_parser
 from hf_kvret.evaluation.tasks import TASKS
 from hf_kvret.stores import store_names
 
+# 128 and the number of SIGINT, as shells have it.
+_INTERRUPTED = 130
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status. A user's mistake prints one line, not a trace."""
+    """Run the command; returns the exit status. A user's mistake prints one line, not a trace.
+
+    So does Ctrl-C on the command line, with status 130. Callers who pass ``arguments`` get the
+    KeyboardInterrupt, which may be meant for them.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     transformers_logging.disable_progress_bar()
     try:
         return options.run(options)
+    except KeyboardInterrupt:
+        if arguments is not None:
+            raise
+        # A progress bar may have left the cursor in the middle of a line.
+        print(f"\nhf-kvret: interrupted{_what_is_kept(options)}", file=sys.stderr)
+        return _INTERRUPTED
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         print(f"hf-kvret: error: {error}", file=sys.stderr)
         return 2
@@ -34,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-kvret", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     demo = commands.add_parser(
         "demo",
         help="ask questions about a long document, with the bundled model",
@@ -44,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--context", type=int, default=16_384, help="document length in tokens")
     demo.add_argument(
         "--caches",
-        default="full,flat,paris,lrqk,ctkvr",
+        default="full,flat,paris,lrqk,ctkvr,a2ats",
         help="comma-separated, options after colons as lrqk:rank=16:store=resident",
     )
     demo.add_argument("--questions", type=int, default=128, help="needles asked for")
@@ -65,6 +78,15 @@ def _parser() -> argparse.ArgumentParser:
     tasks = {f"eval {name}": task for name, task in TASKS.items()}
     add_report_parser(commands, {**tasks, **MEASUREMENTS})
     return parser
+
+
+def _what_is_kept(options: argparse.Namespace) -> str:
+    """What an interrupted command leaves to go on from, as the end of a sentence."""
+    measures = options.command in ("eval", "bench")
+    learns = options.command == "calibrate" and (options.out / ".parts").is_dir()
+    if learns or (measures and options.json):
+        return ": the same command goes on where it stopped"
+    return ", and nothing is kept: with --json FILE the same command goes on" if measures else ""
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -25,12 +25,15 @@ class RetrievalConfig:
         max_draft: up to this many queries at once (drafted tokens) each retrieve; more of them
             (a second prompt) are attended exactly.
         store: ``"device"``, ``"host"``, ``"resident"`` (the host, with slots on the device for rows
-            in use), ``"cpu"`` (the host, where the CPU attends to them), or ``"auto"``: the host on
-            accelerators, when the cold rows would take more than a quarter of the free device
-            memory.
+            in use), ``"cpu"`` (the host, where the CPU attends to them), ``"higgs"`` and
+            ``"higgs-host"`` (in ``bits`` a number, on the device and on the host), or ``"auto"``:
+            the host on accelerators, when the cold rows would take more than a quarter of the free
+            device memory.
         slots: of ``store="resident"``, rows on the device per head that selects: a count
             (``int >= top_k``), or a multiple of the budget (``float >= 1``). More than the budget
             keep rows that were used recently, for a later query to find.
+        bits: of ``store="higgs"`` and ``"higgs-host"``, for each number of a key or value: 2, 3, 4,
+            or 16, which is the model's own dtype.
         track_recall: compare every selection with the exact top-k. Reads all keys: for study.
     """
 
@@ -42,11 +45,13 @@ class RetrievalConfig:
     max_draft: int = 32
     store: str = "auto"
     slots: int | float = 1.0
+    bits: int = 4
     track_recall: bool = False
 
     def __post_init__(self) -> None:
         _check_budget(self.top_k)
         _check_slots(self.slots, self.top_k)
+        _check_bits(self.bits)
         if not isinstance(self.store, str):
             raise TypeError(f"store must be a name, got {self.store!r}")
         for name, least in (("sink", 0), ("recent", 1), ("flush", 1), ("max_draft", 1)):
@@ -73,6 +78,11 @@ class RetrievalConfig:
     def replace(self, **options: Any) -> Self:
         """A copy with ``options`` changed, validated like a new one."""
         return type(self).from_options(**{**dataclasses.asdict(self), **options})
+
+    @property
+    def lacks_artifact(self) -> bool:
+        """Whether calibration must have taught the method, and the options don't say where."""
+        return False
 
     def check_model(self, head_dim: int) -> None:
         """ValueError for options that heads of this dim can't have."""
@@ -102,6 +112,9 @@ _BUDGETS: tuple[tuple[float, int], ...] = (
     (32_768, 1024),
     (math.inf, 2048),
 )
+
+
+_BITS = (2, 3, 4, 16)
 
 
 def _check_budget(top_k: object) -> None:
@@ -142,6 +155,11 @@ def _check_slots(slots: object, top_k: int | float | None) -> None:
             "slots; raise slots (a filled cache takes others when saved and loaded), or pass a "
             "multiple of the budget, as slots=2.0"
         )
+
+
+def _check_bits(bits: object) -> None:
+    if isinstance(bits, bool) or bits not in _BITS:
+        raise ValueError(f"bits={bits!r}: choose {', '.join(map(str, _BITS))}")
 
 
 def _check_length(name: str, value: object, least: int) -> None:

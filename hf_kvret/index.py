@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
@@ -45,7 +45,13 @@ class Index(ABC):
     ``learn`` after it. ``watch`` announces every forward pass, from the first on. An index keeps
     its state in preallocated tensors on the device and never synchronizes the host when one
     token is decoded, unless a block left the window just before.
+
+    Attributes:
+        whole: all cold tokens are attended to, always. The layer then reads the store piece by
+            piece and never calls ``select``, ``learn`` or ``candidates``.
     """
+
+    whole: ClassVar[bool] = False
 
     def watch(  # noqa: B027 - most indexes learn from keys alone
         self,
@@ -68,6 +74,13 @@ class Index(ABC):
             positions: ``[B, q]`` integers, where the model's RoPE puts the tokens; None where the
                 model does not tell.
         """
+
+    def positions(self, start: int, end: int) -> torch.Tensor | None:
+        """``[B, end - start]`` integers that ``watch`` was told for these slots.
+
+        None unless the index keeps them, for a store that needs them in its blocks.
+        """
+        return None
 
     @abstractmethod
     def observe(self, block: TokenBlock) -> None:

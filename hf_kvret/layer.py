@@ -3,64 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_kvret.calls import AttentionCall, View
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.index import ColdTokens, Index
 from hf_kvret.merge import Partial, merge
 from hf_kvret.recall import Recall, measure_recall
 from hf_kvret.regions import MakeStore, Regions
-from hf_kvret_kernels.prompt_attention import prompt_attention
+from hf_kvret.stores.base import Store
 
 HANDLE = "hf_kvret_layer"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """What one attention call says beside its tensors.
-
-    Attributes:
-        valid: ``[B, T]`` bool over all slots, the new tokens' included; None: all valid.
-        scale: factor of the dot products.
-        softcap: ``c`` of ``c * tanh(score / c)``, or None.
-        sink_logits: ``[Hq]`` learned attention sinks, or None.
-        prompt: the base's full causal attention over the new tokens alone,
-            ``() -> [B, Hq, Q, Dv]``.
-        positions: ``[B, Q]`` integers, where RoPE puts the new tokens; None if it isn't told.
-    """
-
-    valid: torch.Tensor | None
-    scale: float
-    softcap: float | None
-    sink_logits: torch.Tensor | None
-    prompt: Callable[[], torch.Tensor]
-    positions: torch.Tensor | None = None
-
-    def partial(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        valid: torch.Tensor | None,
-        causal_offset: int | None,
-    ) -> Partial:
-        """Attention over some dense tokens; arguments as in ``prompt_attention``."""
-        out, lse = prompt_attention(
-            query,
-            keys,
-            values,
-            scale=self.scale,
-            causal_offset=causal_offset,
-            valid=valid,
-            softcap=self.softcap,
-            out_dtype=torch.float32,
-        )
-        return Partial(out, lse)
 
 
 @dataclass
@@ -75,19 +34,12 @@ class LayerCounters:
     selected: torch.Tensor | None = None
     recalls: list[Recall] = field(default_factory=list)
 
-
-@dataclass(frozen=True)
-class _View:
-    """How the newest attention call saw the tokens; names as in ``AttentionCall``."""
-
-    valid: torch.Tensor | None
-    scale: float
-    softcap: float | None
-
-    def reordered(self, rows: torch.Tensor) -> Self:
-        """The same for the batch that the old ``rows`` make."""
-        valid = None if self.valid is None else self.valid.index_select(0, rows)
-        return replace(self, valid=valid)
+    def count(self, cold: ColdTokens, heads: int, queries: int, selected: torch.Tensor) -> None:
+        """Count a step of ``queries`` queries, for ``heads`` heads of all rows of the batch."""
+        self.steps += 1
+        self.queries += queries
+        self.cold_rows += len(cold) * heads * queries
+        self.selected = selected if self.selected is None else self.selected + selected
 
 
 class RetrievalLayer(CacheLayerMixin):
@@ -95,6 +47,9 @@ class RetrievalLayer(CacheLayerMixin):
 
     ``update`` only notes the new tokens and returns them with a handle to this layer; the
     registered attention function finds the handle and calls ``attend``, which takes them in.
+
+    Attributes:
+        below: the retrieval layer before this one in the model; set by the cache.
     """
 
     is_sliding = False
@@ -108,15 +63,16 @@ class RetrievalLayer(CacheLayerMixin):
         self.counters = LayerCounters()
         self.waiting = False
         self.regions: Regions | None = None
+        self.below: RetrievalLayer | None = None
         self._given: tuple[int, torch.Size, torch.Size] | None = None
-        self._view: _View | None = None
+        self._view: View | None = None
         self._make_index = make_index
         self._make_store = make_store
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the regions for tokens shaped like these, ``[B, Hkv, *, D]``."""
         self.regions = Regions(
-            self.config, self._make_index(), self._make_store, key_states, value_states
+            self.config, self._make_index(), self._new_store, key_states, value_states
         )
         self.is_initialized = True
 
@@ -193,7 +149,7 @@ class RetrievalLayer(CacheLayerMixin):
                 # Of the prompt alone, as in a fork that was made before.
                 self._build_index()
             self.regions.watch(query, key, call.valid, call.positions)
-        self._view = _View(call.valid, call.scale, call.softcap)
+        self._view = View(call.valid, call.scale, call.softcap)
         if not selects:
             if first:
                 self.regions.take_prompt(key, value, call.valid)
@@ -210,14 +166,17 @@ class RetrievalLayer(CacheLayerMixin):
         self, regions: Regions, query: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Sink, recent and selected cold tokens, merged."""
-        finish_cold = None
+        finish_cold: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
         cold = regions.cold(call.valid, call.scale, call.softcap)
         if cold is not None:
             index = regions.ready_index(cold)
-            ids = self._select(index, query, cold)
-            # First, so that a store elsewhere works while the device does all the rest.
-            finish_cold = cold.store.begin(query, ids, call.scale, call.softcap)
-            index.learn()
+            if index.whole:
+                finish_cold = partial(self._attend_whole, query, cold, call)
+            else:
+                ids = self._select(index, query, cold)
+                # First, so that a store elsewhere works while the device does all the rest.
+                finish_cold = cold.store.begin(query, ids, call.scale, call.softcap)
+                index.learn()
         keys, values = regions.window.tokens()
         valid = regions.window.validity(call.valid)
         offset = keys.shape[2] - query.shape[2]
@@ -230,17 +189,25 @@ class RetrievalLayer(CacheLayerMixin):
         ids = index.select(query, cold.budget, cold.valid, cold.scale, cold.softcap)
         batch, heads, count, _ = ids.shape
         counters = self.counters
-        counters.steps += 1
-        counters.queries += count
+        counters.count(cold, batch * heads, count, (ids >= 0).sum())
         counters.candidates += index.candidates(len(cold), cold.budget) * batch * heads * count
-        counters.cold_rows += len(cold) * batch * heads * count
-        selected = (ids >= 0).sum()
-        counters.selected = selected if counters.selected is None else counters.selected + selected
         if self.config.track_recall:
             counters.recalls.append(
                 measure_recall(query, ids, cold.store, cold.valid, cold.scale, cold.softcap)
             )
         return ids
+
+    def _attend_whole(self, query: torch.Tensor, cold: ColdTokens, call: AttentionCall) -> Partial:
+        """All cold tokens, piece by piece."""
+        merged, heads = None, 0
+        for start, keys, values in cold.store.chunks():
+            valid, heads = cold.valid[:, start : start + keys.shape[2]], keys.shape[1]
+            part = call.partial(query, keys, values, valid, causal_offset=None)
+            merged = part if merged is None else merge([merged, part])
+        assert merged is not None, "a cold region holds tokens"
+        count = query.shape[2]
+        self.counters.count(cold, len(query) * heads, count, cold.valid.sum() * heads * count)
+        return merged
 
     def _attend_exactly(
         self,
@@ -253,14 +220,18 @@ class RetrievalLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """All tokens before slot ``past``, piece by piece, and the new ones, causally."""
         self.counters.exact_rows += min(past, regions.cold_len) * len(key) * key.shape[1]
-        valid = call.valid
+        valid, window = call.valid, regions.window
         new_valid = None if valid is None else valid[:, past:]
-        merged = call.partial(query, key, value, new_valid, causal_offset=0)
-        for start, keys, values in regions.pieces():
+        near = call.partial(
+            query, *window.tokens(), window.validity(valid, past), causal_offset=None
+        )
+        merged = merge([call.partial(query, key, value, new_valid, causal_offset=0), near])
+        for start, keys, values in () if regions.store is None else regions.store.chunks():
             count = min(keys.shape[2], past - start)
             if count > 0:
+                # Sinks are in the window, and exact there whatever the store does to its rows.
+                old_valid = regions.retrievable(valid)[:, start : start + count]
                 old = keys[:, :, :count], values[:, :, :count]
-                old_valid = None if valid is None else valid[:, start : start + count]
                 merged = merge([merged, call.partial(query, *old, old_valid, causal_offset=None)])
         return merge([merged], call.sink_logits).out
 
@@ -321,8 +292,19 @@ class RetrievalLayer(CacheLayerMixin):
         twin = type(self)(self.config, self._make_index, self._make_store)
         self._build_index()
         if self.regions is not None:
-            twin.regions, twin.is_initialized = self.regions.fork(), True
+            twin.regions, twin.is_initialized = self.regions.fork(twin._new_store), True
+            if twin.regions.store is not None:
+                twin.regions.store.below = twin._store_below
         return twin
+
+    def _new_store(self, device: torch.device, cold_bytes: int) -> Store:
+        store = self._make_store(device, cold_bytes)
+        store.below = self._store_below
+        return store
+
+    def _store_below(self) -> Store | None:
+        below = None if self.below is None else self.below.regions
+        return None if below is None else below.store
 
     def _build_index(self) -> None:
         """Finish the index of what was taken in so far, if there is anything cold."""

@@ -30,6 +30,9 @@ _TENSORS, _DESCRIPTION = "cache.safetensors", "cache.json"
 
 # Options that decide nothing about what is stored, so that a load may change them.
 _FREE_OPTIONS = {"top_k", "store", "slots", "track_recall", "max_draft", "flush"}
+# These too where a cache is loaded: what calibration taught may lie elsewhere there. The index
+# itself refuses another artifact than it was saved with.
+_MOVABLE_OPTIONS = {"artifact", "revision"}
 
 
 def save(cache: RetrievalCache, directory: Path) -> None:
@@ -73,7 +76,8 @@ def load(
             f"{directory} holds a {description['method']!r} cache, not {cls.name!r}: load it with "
             "the class of that method"
         )
-    check_changes(changes, set())
+    movable = _MOVABLE_OPTIONS if cls.needs_artifact else set()
+    check_changes(changes, _FREE_OPTIONS | movable)
     options = cls.config_class.from_options(**description["options"]).replace(**changes)
     cache = cls(config, options)
     saved_types = [layer["type"] for layer in description["layers"]]
@@ -105,9 +109,13 @@ def load(
     return cache
 
 
-def check_changes(changes: dict[str, Any], fixed: set[str]) -> None:
-    """ValueError unless all ``changes`` are options that leave the held tokens as they are."""
-    free = _FREE_OPTIONS - fixed
+def check_fork(changes: dict[str, Any]) -> None:
+    """ValueError unless all ``changes`` are options that a fork can have of its own."""
+    check_changes(changes, _FREE_OPTIONS - {"store", "slots"})
+
+
+def check_changes(changes: dict[str, Any], free: set[str]) -> None:
+    """ValueError unless all ``changes`` are among the options that are ``free`` to change."""
     bound = sorted(set(changes) - free)
     if bound:
         raise ValueError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -163,12 +164,6 @@ class Regions:
             self._retrievable = marks[:, :cold]
         return self._retrievable if valid is None else self._retrievable & valid[:, :cold]
 
-    def pieces(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """All tokens in order, cold and recent: ``(first slot, keys [B, Hkv, n, Dk], values)``."""
-        if self.store is not None:
-            yield from self.store.chunks()
-        yield self.window.start, *self.window.recent()
-
     @_keeps_tensors
     def crop(self, count: int) -> None:
         """Drop the newest ``count`` tokens; a deep crop pulls cold rows back into the window."""
@@ -198,10 +193,10 @@ class Regions:
         self._retrievable = None
 
     @_keeps_tensors
-    def fork(self) -> Self:
-        """An independent copy that shares the cold part."""
+    def fork(self, make_store: MakeStore) -> Self:
+        """An independent copy that shares the cold part; ``make_store`` as for a new one."""
         twin = type(self)(
-            self.config, self.index.fork(), self._make_store, self.window.keys, self.window.values
+            self.config, self.index.fork(), make_store, self.window.keys, self.window.values
         )
         twin.window = self.window.fork()
         twin.store = None if self.store is None else self.store.fork()
@@ -229,7 +224,7 @@ class Regions:
             self.index.load_state_dict(index)
         if self.window.start:
             rows = _part(state, "store.")
-            self.store = self._make_store(device, rows["keys"].nbytes + rows["values"].nbytes)
+            self.store = self._make_store(device, sum(x.nbytes for x in rows.values()))
             self.store.load_state_dict(rows, device)
             self._built = bool(state["built"])
 
@@ -239,6 +234,9 @@ class Regions:
             size = block.keys.nbytes + block.values.nbytes
             self.store = self._make_store(block.keys.device, size)
         self.window.take_sinks(block)
+        positions = self.index.positions(block.start, block.end)
+        if positions is not None:
+            block = replace(block, positions=positions)
         self.store.append(block)
         if self._built:
             self.index.extend(block)

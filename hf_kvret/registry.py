@@ -15,6 +15,7 @@ from hf_kvret.base_attention import OUR_NAMES, forget_base, record_base, recorde
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.compatibility import check_model, model_layers
 from hf_kvret.masks import retrieval_mask
+from hf_kvret.methods.a2ats import A2ATSCache
 from hf_kvret.methods.ctkvr import CTkvrCache
 from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.methods.lrqk import LRQKCache
@@ -30,6 +31,7 @@ BUILT_IN: tuple[type[RetrievalCache], ...] = (
     ParisKVCache,
     LRQKCache,
     CTkvrCache,
+    A2ATSCache,
 )
 
 _methods: dict[str, type[RetrievalCache]] = {}

@@ -18,6 +18,8 @@ class MemoryReport:
     Attributes:
         window: sink and recent tokens, on the device.
         index: what finds cold tokens, on the device.
+        shared: what indexes were taught by calibration, on the device, one copy for all caches of
+            the process.
         store_device: cold rows and page tables on the device.
         store_host: cold rows in host memory.
         other_layers: sliding, linear and other layers that keep their own cache.
@@ -27,6 +29,7 @@ class MemoryReport:
 
     window: int
     index: int
+    shared: int
     store_device: int
     store_host: int
     other_layers: int
@@ -35,7 +38,7 @@ class MemoryReport:
     @property
     def device(self) -> int:
         """All bytes on the device."""
-        return self.window + self.index + self.store_device + self.other_layers
+        return self.window + self.index + self.shared + self.store_device + self.other_layers
 
     @property
     def host(self) -> int:
@@ -48,20 +51,22 @@ class MemoryReport:
 
         return (
             f"device {mib(self.device)} (window {mib(self.window)}, index {mib(self.index)}, "
-            f"store {mib(self.store_device)}, other layers {mib(self.other_layers)}), "
+            f"shared {mib(self.shared)}, store {mib(self.store_device)}, "
+            f"other layers {mib(self.other_layers)}), "
             f"host {mib(self.host)}; full attention {mib(self.full_attention)}"
         )
 
 
 def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryReport:
     """The report over all ``layers``, of which ``retrieval`` are ours."""
-    window = index = device = host = full = 0
+    window = index = shared = device = host = full = 0
     for layer in retrieval:
         regions = layer.regions
         if regions is None:
             continue
         window += regions.window.nbytes()
         index += regions.index.nbytes()
+        shared += regions.index.shared_nbytes()
         if regions.store is not None:
             held = regions.store.nbytes()
             device, host = device + held.device, host + held.host
@@ -69,7 +74,7 @@ def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryR
         full += regions.batch_size * regions.length * heads * _row_bytes(layer)
     ours = set(map(id, retrieval))
     other = sum(_tensor_bytes(vars(layer)) for layer in layers if id(layer) not in ours)
-    return MemoryReport(window, index, device, host, other, full + other)
+    return MemoryReport(window, index, shared, device, host, other, full + other)
 
 
 def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
@@ -86,7 +91,7 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
         "cold_rows": counters.cold_rows,
         "read_ratio": selected / counters.cold_rows if counters.cold_rows else 0.0,
         "exact_rows": counters.exact_rows,
-        "bytes_fetched": rows * _row_bytes(layer),
+        "bytes_fetched": rows * _stored_row_bytes(layer),
     }
     if layer.regions is not None:
         stats |= layer.regions.index.stats()
@@ -104,6 +109,12 @@ def _row_bytes(layer: RetrievalLayer) -> int:
         return 0
     keys, values = layer.regions.window.keys, layer.regions.window.values
     return (keys.shape[3] + values.shape[3]) * keys.element_size()
+
+
+def _stored_row_bytes(layer: RetrievalLayer) -> int:
+    """The same as the store keeps it."""
+    plain, regions = _row_bytes(layer), layer.regions
+    return plain if regions is None or regions.store is None else regions.store.row_nbytes(plain)
 
 
 def _tensor_bytes(value: Any) -> int:

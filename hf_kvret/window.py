@@ -123,13 +123,17 @@ class Window:
         part = slice(0, self.sink + self.length)
         return self.keys[:, :, part], self.values[:, :, part]
 
-    def validity(self, valid: torch.Tensor | None) -> torch.Tensor | None:
+    def validity(self, valid: torch.Tensor | None, past: int | None = None) -> torch.Tensor | None:
         """``[B, sink + n]`` bool for ``tokens()``, None when all are valid.
 
-        ``valid [B, T]`` covers all slots up to ``end``; None means that all are valid.
+        ``valid [B, T]`` covers all slots up to ``end``; None means that all are valid. With
+        ``past``, tokens from that slot on count as not valid.
         """
-        if valid is None and self._sinks_full:
+        if valid is None and self._sinks_full and (past is None or past >= self.end):
             return None
+        if past is not None:
+            before = torch.arange(self.end, device=self.keys.device) < past
+            valid = before.expand(len(self.sink_slots), -1) if valid is None else valid & before
         sinks = self.sink_slots >= 0
         batch = len(self.sink_slots)
         if valid is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,3 +36,25 @@ def place(request: pytest.FixtureRequest) -> tuple[str, str]:
             "Triton runs on the CPU with TRITON_INTERPRET=1 only; the GPU is tested instead"
         )
     return backend, device
+
+
+@pytest.fixture(scope="session")
+def artifact_options(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, str], dict[str, str]]:
+    """``(method, model of the zoo)`` -> the options that name its artifact, if it needs one."""
+    # Imported here, because the lines above must come before any module with a kernel.
+    from hf_kvret import registered_methods
+    from hf_kvret.testing import MODELS, tiny_artifact
+
+    made: dict[tuple[str, str], str] = {}
+
+    def find(method: str, model: str) -> dict[str, str]:
+        if not registered_methods()[method].needs_artifact:
+            return {}
+        if (method, model) not in made:
+            folder = tmp_path_factory.mktemp(f"{method}-{model}")
+            made[method, model] = tiny_artifact(MODELS[model].build(), method, folder)
+        return {"artifact": made[method, model]}
+
+    return find

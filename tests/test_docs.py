@@ -21,12 +21,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_kvret
 from hf_kvret.cli import main
-from hf_kvret.testing import MODELS
+from hf_kvret.testing import MODELS, tiny_artifact
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 FIRST_STEPS = DOCS / "tutorials" / "first-steps.md"
+# Runs in tests/calibration/test_tutorial_calibration.py, where there is a hub.
+SHARING = DOCS / "tutorials" / "calibrate-share-load.md"
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 
@@ -100,8 +102,8 @@ def name(page: Path) -> str:
 
 
 def pages_with_code() -> list[Path]:
-    """All but the first steps, which have a test of their own."""
-    pages = [page for page in PAGES if page != FIRST_STEPS]
+    """All but the tutorials, which have tests of their own."""
+    pages = [page for page in PAGES if page not in (FIRST_STEPS, SHARING)]
     return [page for page in pages if any(one.language == "python" for one in blocks(page))]
 
 
@@ -287,10 +289,16 @@ def test_the_list_of_models_is_that_of_the_conformance_suite() -> None:
     assert sorted(cells[0].strip("`") for cells in rows) == sorted(MODELS)
 
 
-def test_concepts_name_the_counts_and_bytes_of_the_code(namespace: dict[str, Any]) -> None:
+def test_concepts_name_the_counts_and_bytes_of_the_code(
+    namespace: dict[str, Any], tmp_path: Path
+) -> None:
     counted: set[str] = set()
-    for cls in hf_kvret.registered_methods().values():
-        cache = cls(namespace["model"].config, top_k=8, track_recall=True, store="resident")
+    options = {"top_k": 8, "track_recall": True, "store": "resident"}
+    for name, cls in hf_kvret.registered_methods().items():
+        model, learned = namespace["model"], {}
+        if cls.needs_artifact:
+            learned = {"artifact": tiny_artifact(model, name, tmp_path / name)}
+        cache = cls(model.config, **options, **learned)
         namespace["model"].generate(
             **namespace["inputs"], past_key_values=cache, max_new_tokens=2, do_sample=False
         )

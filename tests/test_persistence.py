@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,16 @@ PASSES = {
 @pytest.mark.parametrize("state", PASSES)
 @pytest.mark.parametrize("name", list(registered_methods()))
 def test_every_method_is_saved_in_every_state(
-    llama: PreTrainedModel, name: str, state: str, tmp_path: Path
+    llama: PreTrainedModel,
+    name: str,
+    state: str,
+    tmp_path: Path,
+    artifact_options: Callable[[str, str], dict[str, str]],
 ) -> None:
     """As a model fills it: what an index keeps may be views of the model's tensors."""
     attach(llama)
-    cache = registered_methods()[name](llama.config, **{**COVERING_OPTIONS, "top_k": 4})
+    options = {**COVERING_OPTIONS, "top_k": 4, **artifact_options(name, "llama")}
+    cache = registered_methods()[name](llama.config, **options)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for count in PASSES[state]:

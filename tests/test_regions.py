@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from hf_kvret import FlatConfig, Index, ParisConfig, RetrievalConfig, TokenBlock
+from hf_kvret.calls import AttentionCall
 from hf_kvret.index import ColdTokens
-from hf_kvret.layer import AttentionCall, RetrievalLayer
+from hf_kvret.layer import RetrievalLayer
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.paris import ParisIndex
 from hf_kvret.regions import Regions
 from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
+from hf_kvret.testing import held_tokens
 
 CPU = torch.device("cpu")
 HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 2, 12, 8
@@ -115,13 +117,9 @@ class Dense:
         regions = self.layer.regions
         if regions is None:
             return
-        end = 0
-        for start, keys, values in regions.pieces():
-            assert start == end
-            end += keys.shape[2]
-            assert torch.equal(keys, self.keys[:, :, start:end])
-            assert torch.equal(values, self.values[:, :, start:end])
-        assert end == self.length
+        keys, values = held_tokens(regions)
+        assert torch.equal(keys, self.keys)
+        assert torch.equal(values, self.values)
 
 
 def _new_valid(choose: random.Random, dense: Dense, count: int) -> torch.Tensor:
@@ -334,4 +332,4 @@ def test_a_deep_crop_to_nothing_starts_afresh() -> None:
     assert (regions.window.sink_slots == -1).all()
     keys = _tokens(20)
     regions.take_prompt(keys, _tokens(20), None)
-    assert torch.equal(torch.cat([k for _, k, _ in regions.pieces()], dim=2), keys)
+    assert torch.equal(held_tokens(regions)[0], keys)

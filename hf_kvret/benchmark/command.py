@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from hf_kvret.benchmark.index_build import (
     add_index_build_options,
     measure_index_build,
 )
+from hf_kvret.benchmark.kernels import Kernels, add_kernels_options, measure_kernels
 from hf_kvret.benchmark.limits import byte_count, check_weights
 from hf_kvret.benchmark.measure import Bench, Measure, Subject
 from hf_kvret.benchmark.memory import Memory
@@ -26,6 +29,7 @@ from hf_kvret.benchmark.opponents import bench_caches, choose_bench_caches
 from hf_kvret.benchmark.prefill import Prefill
 from hf_kvret.benchmark.runs import cells, check_contexts, check_stores, run_cells
 from hf_kvret.benchmark.shapes import SHAPES, Shape, load_shape, random_model, weight_bytes
+from hf_kvret.benchmark.stand_ins import make_stand_ins
 from hf_kvret.benchmark.timing import measure_bandwidth
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.command import (
@@ -55,18 +59,20 @@ class _Defaults:
 
 
 _MEASURES: tuple[tuple[type[Measure], _Defaults], ...] = (
-    (Decode, _Defaults("full,dense,static,flat,paris,lrqk,ctkvr", "1", 32, 8, 3)),
-    (Prefill, _Defaults("full,dense,flat,paris,lrqk,ctkvr", "1", 1, 1, 3)),
-    (Memory, _Defaults("full,static,flat,paris,lrqk,ctkvr", "1,2", 4, 0, 1)),
+    (Decode, _Defaults("full,dense,static,flat,paris,lrqk,ctkvr,a2ats", "1", 32, 8, 3)),
+    (Prefill, _Defaults("full,dense,flat,paris,lrqk,ctkvr,a2ats", "1", 1, 1, 3)),
+    (Memory, _Defaults("full,static,flat,paris,lrqk,ctkvr,a2ats", "1,2", 4, 0, 1)),
 )
 
 _HOST = HostAttention()
 _INDEX_BUILD = IndexBuild()
+_KERNELS = Kernels()
 
 MEASUREMENTS: dict[str, Measurement] = {
     **{f"bench {measure.name}": measure() for measure, _ in _MEASURES},
     f"bench {_HOST.name}": _HOST,
     f"bench {_INDEX_BUILD.name}": _INDEX_BUILD,
+    f"bench {_KERNELS.name}": _KERNELS,
 }
 """The measures by the name in their result files."""
 
@@ -113,6 +119,14 @@ def add_bench_parser(commands: argparse._SubParsersAction) -> None:
     )
     add_index_build_options(one)
     one.set_defaults(run=run_index_build)
+    one = measures.add_parser(
+        _KERNELS.name,
+        help=_KERNELS.summary,
+        description=_KERNELS.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_kernels_options(one)
+    one.set_defaults(run=run_kernels)
 
 
 def _add_options(parser: argparse.ArgumentParser, defaults: _Defaults) -> None:
@@ -170,15 +184,18 @@ def run_bench(options: argparse.Namespace) -> int:
     unfitted = [cell for cell in fits if results.find(cell) is None]
     if waiting or unfitted:
         bench = _prepare(options, shape, layers, "random" in _fills(options, choices))
-        try:
-            run_cells(bench, measure, choices, waiting, options.fill, results)
-        except CheckFailed as error:
-            print(f"hf-kvret: error: {error}", file=sys.stderr)
-            return 1
-        for cell in unfitted:
-            choice = choices[cell["cache"]]
-            row = fit_row(bench, choice, cell, options.batch, options.fill, results)
-            results.add(cell, row)
+        models = [subject.model for subject in bench.subjects]
+        with tempfile.TemporaryDirectory() as folder:
+            make_stand_ins(models, choices.values(), Path(folder), options.seed)
+            try:
+                run_cells(bench, measure, choices, waiting, options.fill, results)
+            except CheckFailed as error:
+                print(f"hf-kvret: error: {error}", file=sys.stderr)
+                return 1
+            for cell in unfitted:
+                choice = choices[cell["cache"]]
+                row = fit_row(bench, choice, cell, options.batch, options.fill, results)
+                results.add(cell, row)
     print(f"\n{measure.table(results)}")
     known = len(wanted) + len(fits) - len(waiting) - len(unfitted)
     if known:
@@ -209,6 +226,22 @@ def run_index_build(options: argparse.Namespace) -> int:
     results = measure_index_build(options)
     print(f"\n{_INDEX_BUILD.table(results)}")
     _write(options, _INDEX_BUILD, results)
+    return 0
+
+
+def run_kernels(options: argparse.Namespace) -> int:
+    """Measure single operations against their floors, print the table, write what was asked for.
+
+    Returns 1 when a way and plain torch disagree: then that size and what follows is not measured.
+    """
+    check_outputs(options)
+    try:
+        results = measure_kernels(options)
+    except CheckFailed as error:
+        print(f"hf-kvret: error: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{_KERNELS.table(results)}")
+    _write(options, _KERNELS, results)
     return 0
 
 
@@ -245,7 +278,7 @@ def _understand(
         )
     check_contexts(shape.config, choices, options.context)
     if layers < shape.layers:
-        check_stores(shape.config, choices)
+        check_stores(choices)
     _fills(options, choices)
     return shape, layers, choices
 

@@ -12,8 +12,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.calls import AttentionCall
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.layer import AttentionCall, RetrievalLayer
+from hf_kvret.layer import RetrievalLayer
 from hf_kvret.registry import attach, restore
 
 FILLS = ("auto", "prefill", "random")

@@ -93,6 +93,8 @@ def decode_floor(
             keys, values = layer.regions.window.tokens()
             device += keys.nbytes + values.nbytes + layer.regions.index.select_nbytes()
             row = (keys.shape[3] + values.shape[3]) * keys.element_size()
+            if layer.regions.store is not None:
+                row = layer.regions.store.row_nbytes(row)
             far, near = _compared_bytes(layer, keys)
             bus, device = bus + far, device + near
     near_rows = selected.rows - selected.bus_rows

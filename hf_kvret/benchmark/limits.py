@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.caches import CacheChoice
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -57,10 +56,9 @@ def predict_need(
     rows = layer * config.num_hidden_layers
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     passing = 3 * layer + batch * context * max(2 * heads * dim, 3 * inner) * dtype.itemsize
-    cache = choice.make(config, context)
-    if isinstance(cache, RetrievalCache):
+    if choice.options is not None:
         index = int(_INDEX_SHARE * rows)
-        if cache.options.store == "host":
+        if choice.options.store == "host":
             return Need(index + passing, rows)
         return Need(rows + index + passing, 0)
     return Need(passing, rows) if choice.on_host else Need(rows + passing, 0)

@@ -15,7 +15,7 @@ from hf_kvret.benchmark.checks import Checker
 from hf_kvret.benchmark.filling import choose_fill
 from hf_kvret.benchmark.limits import predict_need, shortage
 from hf_kvret.benchmark.measure import Bench, Measure, Turn
-from hf_kvret.cache import RetrievalCache
+from hf_kvret.compatibility import head_dim
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.results import Cell, Results
 
@@ -138,10 +138,10 @@ def check_contexts(
 ) -> None:
     """ValueError for a context at which a retrieval cache would be plain attention."""
     for name, choice in choices.items():
-        cache = choice.make(config, max(contexts))
-        if not isinstance(cache, RetrievalCache):
+        options = choice.options
+        if options is None:
             continue
-        options = cache.options
+        options.check_model(head_dim(config))
         dense = max(options.dense_len, options.recent + options.flush + 1)
         short = [context for context in contexts if context < dense]
         if short:
@@ -153,11 +153,10 @@ def check_contexts(
             )
 
 
-def check_stores(config: PreTrainedConfig, choices: dict[str, CacheChoice]) -> None:
+def check_stores(choices: dict[str, CacheChoice]) -> None:
     """ValueError for a retrieval cache whose store depends on how many layers there are."""
     for name, choice in choices.items():
-        cache = choice.make(config, 1)
-        if isinstance(cache, RetrievalCache) and cache.options.store == "auto":
+        if choice.options is not None and choice.options.store == "auto":
             raise ValueError(
                 f"{name} with store=auto decides by the number of layers, so fewer of them may "
                 "decide otherwise: give --store device or host with --layers"

@@ -11,6 +11,7 @@ import torch
 from hf_kvret.calibration.k_means import k_means
 from hf_kvret.calibration.study import Calibration, LayerFindings, LayerStudy, Progress
 from hf_kvret.calibration.vector_quantization import (
+    at_distance,
     from_metric,
     query_metric,
     score_error,
@@ -21,6 +22,7 @@ from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
 SPACES = ("windowed", "rotated")
+CODEWORD_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class A2ATSCalibration(Calibration):
         space: ``"windowed"``: keys before RoPE; ``"rotated"``: after it, for study (table 2).
         query_aware: whether errors count as queries see them (equations 13 to 15); False for study.
         compare: also make a plain codebook, for the figure of its error; takes twice the time.
+        codeword_dtype: of the codewords in the artifact and in memory, ``"bfloat16"`` or
+            ``"float32"``. Codewords are learned in fp32 and rounded; errors count with the rounded.
         seed: of k-means.
     """
 
@@ -47,6 +51,7 @@ class A2ATSCalibration(Calibration):
     space: str = "windowed"
     query_aware: bool = True
     compare: bool = True
+    codeword_dtype: str = "bfloat16"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -59,6 +64,11 @@ class A2ATSCalibration(Calibration):
             raise ValueError(f"tolerance={self.tolerance}: 0 or more, 1e-4 is usual")
         if self.space not in SPACES:
             raise ValueError(f"space={self.space!r}: choose {' or '.join(map(repr, SPACES))}")
+        if self.codeword_dtype not in CODEWORD_DTYPES:
+            raise ValueError(
+                f"codeword_dtype={self.codeword_dtype!r}: choose "
+                f"{' or '.join(map(repr, CODEWORD_DTYPES))}"
+            )
 
     def study(self, layer: int, rope: Rope, device: torch.device) -> CodebookStudy:
         return CodebookStudy(self, rope, device)
@@ -70,8 +80,9 @@ class A2ATSCalibration(Calibration):
 class CodebookStudy(LayerStudy):
     """Gathers keys and second moments of queries; learns one codebook a KV head.
 
-    Found are ``codewords [H, C, D]`` in the space of ``metric [H, D, D]``, which is L of equation
-    14, and ``inv_freq`` of the layer's RoPE, all fp32; ``score_error`` is that of held-out tokens.
+    Found are ``codewords [H, C, D]`` of ``codeword_dtype`` in the space of ``metric [H, D, D]``,
+    which is L of equation 14, and ``inv_freq`` of the layer's RoPE, both fp32; ``score_error`` is
+    that of held-out tokens.
     """
 
     def __init__(self, options: A2ATSCalibration, rope: Rope, device: torch.device) -> None:
@@ -95,7 +106,7 @@ class CodebookStudy(LayerStudy):
         moments = (grouped.mT @ grouped).cpu()
         self._moments[held_out] = moments + self._moments.get(held_out, torch.zeros_like(moments))
 
-    def finish(self, progress: Progress) -> LayerFindings:
+    def finish(self, progress: Progress, carried: object = None) -> LayerFindings:
         if not self._keys[False]:
             raise ValueError("no tokens to learn from: add sequences that are not held out first")
         options = self.options
@@ -119,8 +130,8 @@ class CodebookStudy(LayerStudy):
         """Keys and queries as they meet the metric, ``[1, H, n, D]``."""
         if self.options.space == "rotated":
             return tokens.key, tokens.query
-        rope, window = self.rope.to(tokens.query_before.device), self.options.window
-        return tokens.key_before, rope.rotate_to(tokens.query_before, window, dtype=torch.float32)
+        rope = self.rope.to(tokens.query_before.device)
+        return tokens.key_before, at_distance(tokens.query_before, rope, self.options.window)
 
     def _gathered(self, held_out: bool) -> torch.Tensor:
         """All keys, ``[H, n, D]`` fp32 on the device."""
@@ -129,7 +140,7 @@ class CodebookStudy(LayerStudy):
     def _learn(
         self, keys: torch.Tensor, factor: torch.Tensor, inverse: torch.Tensor, progress: Progress
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Codewords ``[H, C, D]`` in the metric's space, and their figures."""
+        """Codewords ``[H, C, D]`` in the metric's space, as they are saved, and their figures."""
         options = self.options
         words, report = k_means(
             to_metric(keys, factor),
@@ -139,6 +150,7 @@ class CodebookStudy(LayerStudy):
             seed=options.seed,
             progress=progress,
         )
+        words = words.to(CODEWORD_DTYPES[options.codeword_dtype])
         return words, {
             "rounds": max(report.rounds),
             "reseeded": sum(report.reseeded),

@@ -50,7 +50,12 @@ def model_card(artifact: CalibrationArtifact, source: str) -> str:
         "## For which model",
         _facts("the model's", model.facts),
         f"Format version {artifact.format_version}; sha256 of the model's facts `{model.sha256}`; "
-        f"{len(model.weights)} parameters sampled to tell its weights from others.",
+        + (
+            f"{len(model.weights)} parameters sampled to tell its weights from others."
+            if model.weights
+            else "no parameters were sampled (all were offloaded or quantized), so that nothing "
+            "tells its weights from others: make sure that you have the same model."
+        ),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

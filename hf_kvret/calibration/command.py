@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from hf_kvret.calibration.a2ats import SPACES, A2ATSCalibration
+from hf_kvret.calibration.aqua import AquaCalibration
+from hf_kvret.calibration.aqua_command import add_aqua_options, aqua_calibration
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.calibration.hub import is_hub_id
 from hf_kvret.calibration.inspection import describe, plot_quality, quality_table
@@ -54,10 +56,19 @@ def add_calibrate_parser(commands: argparse._SubParsersAction) -> None:
         help="no plain codebooks to compare with: half the time",
     )
     a2ats.set_defaults(run=run_calibrate, calibration=_a2ats)
+    aqua = methods.add_parser(
+        "aqua",
+        help="predictors of a layer's keys and values from those of the layer below",
+        description=AquaCalibration.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_common_options(aqua, uuid_tokens="0")
+    add_aqua_options(aqua)
+    aqua.set_defaults(run=run_calibrate, calibration=aqua_calibration)
     _add_inspect_parser(commands)
 
 
-def _add_common_options(parser: argparse.ArgumentParser) -> None:
+def _add_common_options(parser: argparse.ArgumentParser, uuid_tokens: str = "16K") -> None:
     parser.add_argument(
         "--model",
         required=True,
@@ -69,7 +80,10 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=_length, default="64K", help="of text, held-out included")
     parser.add_argument(
-        "--uuid-tokens", type=_count, default="16K", help="of random UUIDs beside text; 0 for none"
+        "--uuid-tokens",
+        type=_count,
+        default=uuid_tokens,
+        help=f"of random UUIDs beside text; 0 for none; {uuid_tokens} if left out",
     )
     parser.add_argument("--length", type=_length, default="4K", help="most tokens of a sequence")
     parser.add_argument(

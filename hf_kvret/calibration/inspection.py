@@ -68,7 +68,7 @@ def plot_quality(path: Path, artifact: CalibrationArtifact) -> None:
     if not lines:
         raise ValueError("--plot: this artifact has no figures of quality; leave the option out")
     title = f"{artifact.method} of {artifact.model.name}"
-    plot_lines(path, lines, title=title, x="layer", y="share", low=0.0)
+    plot_lines(path, lines, title=title, x="layer", y="share", whole_x=True, low=0.0)
 
 
 def _listed(values: Mapping[str, Any]) -> str:

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.calibration.identity import ModelIdentity
+from hf_kvret.calibration.parts import Parts
 from hf_kvret.calibration.sources import Corpus
-from hf_kvret.calibration.study import Calibration, LayerFindings, LayerStudy
+from hf_kvret.calibration.study import Calibration, Carried, LayerFindings, LayerStudy
 from hf_kvret.compatibility import check_model, model_layers
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.rope_check import check_rope
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
 _PARTS = ".parts"
-_SETUP = "setup.sha256"
 
 
 def calibrate(
@@ -45,7 +40,7 @@ def calibrate(
     First a trial shows that queries and keys before RoPE can be had of those after it. Then the
     texts pass through the model once for every ``layers_at_once`` layers, whose tokens are held
     meanwhile. Finished layers are kept in a folder inside ``out``: the same call goes on after an
-    interruption.
+    interruption. Layers learn in ascending order, each with what the one before it carried on.
 
     Args:
         model: in eval mode, on one device or several (``device_map``).
@@ -87,14 +82,16 @@ def calibrate(
         "tokens": _digest(corpus),
         "options": calibration.options(),
     }
-    parts = _Parts(out / _PARTS, setup)
-    waiting = [layer for layer in ropes if parts.find(layer) is None]
+    parts = Parts(out / _PARTS, setup)
+    waiting, carried = parts.left(list(ropes))
     for first in range(0, len(waiting), layers_at_once):
         group = waiting[first : first + layers_at_once]
         studies = _read(model, corpus, calibration, {n: ropes[n] for n in group}, progress)
         for layer in group:
             # Popped and named nowhere, so that its tokens are gone before the next layer learns.
-            parts.keep(layer, _learn(studies.pop(layer), layer, progress))
+            findings = _learn(studies.pop(layer), layer, carried, progress)
+            parts.keep(layer, findings, last=layer == waiting[-1])
+            carried = findings.carried
     artifact = _put_together(calibration, identity, corpus, parts, list(ropes))
     artifact.save_pretrained(out)
     parts.remove()
@@ -133,60 +130,16 @@ def _read(
     return studies
 
 
-def _learn(study: LayerStudy, layer: int, progress: bool) -> LayerFindings:
+def _learn(study: LayerStudy, layer: int, carried: Carried | None, progress: bool) -> LayerFindings:
     with tqdm(total=study.work, desc=f"layer {layer}", disable=not progress) as bar:
-        return study.finish(bar.update)
-
-
-class _Parts:
-    """What was learned about finished layers, in a folder of its own."""
-
-    def __init__(self, folder: Path, setup: dict[str, Any]) -> None:
-        self._folder = folder
-        mark = hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()
-        marked = folder / _SETUP
-        if not marked.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            unfinished = folder / f"{_SETUP}.unfinished"
-            unfinished.write_text(mark)
-            os.replace(unfinished, marked)
-        elif marked.read_text() != mark:
-            raise ValueError(
-                f"{folder} holds finished layers of another calibration (model, data or options "
-                "differ): delete that folder, or give another --out"
-            )
-
-    def keep(self, layer: int, findings: LayerFindings) -> None:
-        """Write one layer; an interruption leaves nothing half."""
-        told = json.dumps({"told": findings.told, "quality": findings.quality})
-        tensors = {name: x.contiguous() for name, x in findings.tensors.items()}
-        unfinished = self._folder / f"{layer}.unfinished"
-        save_file(tensors, unfinished, {"findings": told})
-        os.replace(unfinished, self._file(layer))
-
-    def find(self, layer: int) -> LayerFindings | None:
-        """A finished layer; None for one that is not, or that can't be read."""
-        try:
-            with safe_open(self._file(layer), "pt") as file:
-                told = json.loads(file.metadata()["findings"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        except (FileNotFoundError, SafetensorError):
-            return None
-        return LayerFindings(tensors, told["told"], told["quality"])
-
-    def remove(self) -> None:
-        """Delete the folder."""
-        shutil.rmtree(self._folder)
-
-    def _file(self, layer: int) -> Path:
-        return self._folder / f"layer_{layer}.safetensors"
+        return study.finish(bar.update, carried)
 
 
 def _put_together(
     calibration: Calibration,
     identity: ModelIdentity,
     corpus: Corpus,
-    parts: _Parts,
+    parts: Parts,
     layers: Sequence[int],
 ) -> CalibrationArtifact:
     tensors: dict[str, torch.Tensor] = {}

@@ -13,6 +13,8 @@ from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
 Progress = Callable[[int], object]
+Carried = Mapping[str, torch.Tensor]
+"""What a layer hands to the next one, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +25,14 @@ class LayerFindings:
         tensors: by name, without the layer's; on the CPU.
         told: what the method must know about the layer, plain JSON.
         quality: figures of the layer by name, for people.
+        carried: tensors for the next layer that is studied, on the CPU; no part of the artifact.
+            None where layers don't build on each other.
     """
 
     tensors: Mapping[str, torch.Tensor]
     told: Mapping[str, Any] = field(default_factory=dict)
     quality: Mapping[str, float | int | str | None] = field(default_factory=dict)
+    carried: Carried | None = None
 
 
 class LayerStudy(ABC):
@@ -37,12 +42,17 @@ class LayerStudy(ABC):
     def add(self, tokens: LayerTokens, held_out: bool) -> None:
         """Take in a sequence of one row, from position 0 on, without padding.
 
-        What is ``held_out`` is for figures of quality alone. Tensors must be copied.
+        What is ``held_out`` is for figures of quality alone, and comes last. Every layer is shown
+        the same sequences in the same order. Tensors must be copied.
         """
 
     @abstractmethod
-    def finish(self, progress: Progress) -> LayerFindings:
-        """Learn. Calls ``progress`` with units of work that were done, ``work`` in all."""
+    def finish(self, progress: Progress, carried: Carried | None = None) -> LayerFindings:
+        """Learn. Calls ``progress`` with units of work that were done, ``work`` in all.
+
+        Layers finish in ascending order. ``carried`` is what the layer that finished before left in
+        its findings, not to be written to; None for the first one.
+        """
 
     @property
     @abstractmethod

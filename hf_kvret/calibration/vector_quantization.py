@@ -8,12 +8,32 @@ those that meet: keys before RoPE, queries rotated to the fixed distance.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+
+from hf_kvret_model_patches.rope import Rope
 
 # Added to the diagonal of H in units of its rms entry, as the authors' code does.
 _RIDGE = 1e-6
 # Of the rms entry: what sums in fp32, in different orders, leave between an entry and its mirror.
 _ASYMMETRY = 1e-3
+
+
+def at_distance(query: torch.Tensor, rope: Rope, window: int) -> torch.Tensor:
+    """``[B, Hq, n, D]`` fp32: queries whose dot products with keys before RoPE are the scores of
+    keys ``window`` tokens back (equation 10).
+
+    YaRN multiplies the rotated numbers of queries and of keys by its factor. Keys before RoPE don't
+    have it, so these queries have it twice; numbers that RoPE leaves alone have it in neither.
+
+    Args:
+        query: ``[B, Hq, n, D]`` before RoPE, any float dtype.
+        rope: that of the layer, on the same device.
+        window: b, in tokens.
+    """
+    squared = replace(rope, attention_factor=rope.attention_factor**2)
+    return squared.rotate_to(query, window, dtype=torch.float32)
 
 
 def query_metric(second_moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

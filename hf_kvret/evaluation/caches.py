@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
+from hf_kvret.config import RetrievalConfig
 from hf_kvret.registry import registered_methods
 
 OPPONENTS = ("full", "static", "offloaded", "quantized", "kvpress")
@@ -43,12 +44,24 @@ class CacheChoice:
         around_prefill: a context manager that is active while the context is read; kvpress
             compresses in there.
         on_host: rows live in host memory whatever device their tensors name.
+        options: of a retrieval cache.
     """
 
     name: str
     make: Callable[[PreTrainedConfig, int], Cache]
     around_prefill: Callable[[PreTrainedModel], AbstractContextManager[Any]] = _nothing
     on_host: bool = False
+    options: RetrievalConfig | None = None
+
+    @property
+    def method(self) -> str:
+        """The name without options."""
+        return self.name.partition(":")[0].strip()
+
+    @property
+    def lacks_artifact(self) -> bool:
+        """Whether an artifact is needed and not named; the model's folder may have it."""
+        return self.options is not None and self.options.lacks_artifact
 
 
 def known_caches() -> list[str]:
@@ -110,7 +123,11 @@ def choose_caches(
 def _retrieval(text: str, name: str, options: dict[str, Any]) -> CacheChoice:
     cache_class = registered_methods()[name]
     chosen = cache_class.config_class.from_options(**options)
-    return CacheChoice(text, lambda config, capacity: cache_class(config=config, options=chosen))
+    return CacheChoice(
+        text,
+        lambda config, capacity: cache_class(config=config, options=chosen),
+        options=chosen,
+    )
 
 
 def _quantized(text: str, options: dict[str, Any]) -> CacheChoice:

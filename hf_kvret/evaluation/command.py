@@ -11,11 +11,14 @@ import torch
 from hf_kvret.evaluation.caches import choose_caches, known_caches
 from hf_kvret.evaluation.plots import require_matplotlib
 from hf_kvret.evaluation.results import Results
-from hf_kvret.evaluation.subject import load_subject
+from hf_kvret.evaluation.subject import load_subject, model_folder
 from hf_kvret.evaluation.task import Task, run_task
 from hf_kvret.evaluation.tasks import TASKS
+from hf_kvret.registry import registered_methods
 from hf_kvret.stores import store_names
 
+# What `--caches` means by itself.
+_CACHES = ("full", "flat", "paris", "lrqk", "ctkvr")
 _PICTURES = (".png", ".svg", ".pdf")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,9 +53,9 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--caches",
-        default="full,flat,paris,lrqk,ctkvr",
-        help=f"comma-separated, options after colons as paris:top_k=100:store=host; "
-        f"known: {', '.join(known_caches())}",
+        help="comma-separated, options after colons as paris:top_k=100:store=host; known: "
+        f"{', '.join(known_caches())}; default: {','.join(_CACHES)}, and what the model's folder has "
+        "an artifact of",
     )
     add_budget_options(parser)
     add_run_options(parser)
@@ -143,13 +146,21 @@ def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def default_caches(model: str) -> list[str]:
+    """Those that ``--caches`` means when it is not given, for the ``model`` of ``--model``."""
+    home = model_folder(model)
+    learned = [name for name, cls in registered_methods().items() if cls.needs_artifact]
+    return [*_CACHES, *(name for name in learned if (home / name).is_dir())]
+
+
 def run_eval(options: argparse.Namespace) -> int:
     """Run the task that the command line names, print its table, write what was asked for."""
     check_outputs(options)
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {options.device}: no CUDA device here; use --device cpu")
     retrieval = {"top_k": options.top_k, "store": options.store}
-    choices = choose_caches(names(options.caches), retrieval, options.device)
+    caches = names(options.caches) if options.caches else default_caches(options.model)
+    choices = choose_caches(caches, retrieval, options.device)
     task: Task = options.task.from_options(options)
     subject = load_subject(options.model, DTYPES[options.dtype], options.device)
     setup = subject.describe() | {"device": options.device, "seed": options.seed} | retrieval

@@ -28,10 +28,14 @@ def plot_lines(
     y: str,
     log_x: bool = False,
     log_y: bool = False,
+    whole_x: bool = False,
     low: float | None = None,
     high: float | None = None,
 ) -> None:
-    """One line a name, each ``(xs, ys)``, with markers; ``low`` and ``high`` bound y."""
+    """One line a name, each ``(xs, ys)``, with markers; ``low`` and ``high`` bound y.
+
+    ``whole_x`` is for counts and numbers of layers: no tick falls between two of them.
+    """
     figure, axis = _figure(6.4, 4.0)
     for name, (xs, ys) in lines.items():
         axis.plot(xs, ys, marker="o", markersize=3.5, linewidth=1.4, label=name)
@@ -40,6 +44,8 @@ def plot_lines(
         ticks = sorted({value for xs, _ in lines.values() for value in xs})
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
+    elif whole_x:
+        axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     if log_y:
         axis.set_yscale("log")
     axis.set_ylim(low, high)

@@ -205,6 +205,8 @@ def _step_bytes(layer: RetrievalLayer) -> int:
         return read
     selected = layer.config.budget(regions.cold_len)
     row = (keys.shape[3] + values.shape[3]) * keys.element_size()
+    if regions.store is not None:
+        row = regions.store.row_nbytes(row)
     rows = keys.shape[0] * keys.shape[1] * selected
     return read + regions.index.select_nbytes() + rows * row
 

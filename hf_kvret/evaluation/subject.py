@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +69,11 @@ class Subject:
         return seen.hexdigest()[:16]
 
 
+def model_folder(name: str) -> Path:
+    """Where the model ``name`` lies, as for ``load_subject``; for a hub id no such folder is."""
+    return _BUNDLED.get(name, Path(name))
+
+
 def load_subject(
     name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Subject:
@@ -80,7 +86,7 @@ def load_subject(
         ValueError: no model there, or one that can't be loaded or that retrieval can't serve; the
             message says what was tried.
     """
-    place = str(_BUNDLED.get(name, name))
+    place = str(model_folder(name))
     if name in _BUNDLED and not (_BUNDLED[name] / "model.safetensors").is_file():
         raise FileNotFoundError(
             f"--model {name}: the bundled model is missing from {place}: install hf_kvret again, "

@@ -9,14 +9,16 @@ import torch
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.stores.base import Store, StoreBytes
 from hf_kvret.stores.cpu import CpuStore
-from hf_kvret.stores.memory import DeviceMemory, HostMemory
+from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
 from hf_kvret.stores.paged import PagedStore
+from hf_kvret.stores.quantized import QuantizedStore
 from hf_kvret.stores.resident import ResidentStore
 
 __all__ = [
     "STORES",
     "CpuStore",
     "PagedStore",
+    "QuantizedStore",
     "ResidentStore",
     "Store",
     "StoreBytes",
@@ -29,7 +31,14 @@ STORES: dict[str, Callable[[torch.device, RetrievalConfig], Store]] = {
     "host": lambda device, options: PagedStore(HostMemory(device)),
     "resident": lambda device, options: ResidentStore(device, options.slots),
     "cpu": lambda device, options: CpuStore(device),
+    "higgs": lambda device, options: _coded(DeviceMemory(device), options),
+    "higgs-host": lambda device, options: _coded(HostMemory(device), options),
 }
+
+
+def _coded(memory: PageMemory, options: RetrievalConfig) -> Store:
+    """Rows of ``options.bits``; 16 are rows as they are."""
+    return PagedStore(memory) if options.bits == 16 else QuantizedStore(memory, options.bits)
 
 
 def store_names() -> str:

@@ -22,8 +22,21 @@ class StoreBytes:
     host: int = 0
 
 
+def _nothing_below() -> Store | None:
+    return None
+
+
 class Store(ABC):
-    """Keys and values of one layer's cold tokens, addressed by slot. One per retrieval layer."""
+    """Keys and values of one layer's cold tokens, addressed by slot. One per retrieval layer.
+
+    Attributes:
+        below: finds the store of the retrieval layer below, for a store whose rows are made of
+            that one's; None where there is none, or where it is empty. In a forward pass it has
+            taken in the same tokens just before, and it forgets tokens after this one. Set by the
+            cache, also in a fork.
+    """
+
+    below: Callable[[], Store | None] = staticmethod(_nothing_below)
 
     @property
     def over_bus(self) -> bool:
@@ -126,16 +139,28 @@ class Store(ABC):
     def nbytes(self) -> StoreBytes:
         """Bytes held. Rows shared with a fork count in both."""
 
+    def row_nbytes(self, plain: int) -> int:
+        """Bytes of a token's key and value in one head, which are ``plain`` in the model's dtype."""
+        return plain
+
     def stats(self) -> dict[str, Any]:
         """Plain numbers of the store's own, for ``cache.stats()``; may wait for the device."""
         return {}
 
     @abstractmethod
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """``keys [B, Hkv, n, Dk]`` and ``values [B, Hkv, n, Dv]`` on the CPU; empty when n = 0."""
+        """``keys [B, Hkv, n, Dk]`` and ``values [B, Hkv, n, Dv]`` on the CPU; empty when n = 0.
+
+        A store of coded rows gives its codes instead.
+        """
 
     def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
         """Fill an empty store with what ``state_dict`` gave, for queries on ``device``."""
+        if state and "keys" not in state:
+            raise ValueError(
+                "the cache was saved with coded rows, which other stores can't take: load it with "
+                "the store that it was saved with"
+            )
         if state:
             keys, values = state["keys"].to(device), state["values"].to(device)
             self.append(TokenBlock(keys, values, start=0))

@@ -6,7 +6,8 @@ results = run_conformance(lambda model: MyCache(config=model.config, **COVERING_
 assert not [result for result in results if result.status == "failed"]
 """
 
-from hf_kvret.testing.cold import all_valid
+from hf_kvret.testing.artifacts import tiny_artifact
+from hf_kvret.testing.cold import all_valid, held_tokens
 from hf_kvret.testing.conformance import (
     COVERING_OPTIONS,
     LOGIT_TOLERANCE,
@@ -41,8 +42,10 @@ __all__ = [
     "check",
     "cold_rows_read",
     "conformance_cases",
+    "held_tokens",
     "no_proof",
     "reads_cold_rows",
     "run_case",
     "run_conformance",
+    "tiny_artifact",
 ]

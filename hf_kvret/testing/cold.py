@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvret.index import ColdTokens
+from hf_kvret.regions import Regions
 from hf_kvret.stores import Store
 
 
@@ -19,3 +20,18 @@ def all_valid(
     """All tokens of a store on the CPU, for ``Index.build`` and ``refresh``; none is padding."""
     valid = torch.ones(batch, len(store), dtype=torch.bool)
     return ColdTokens(store, valid, scale, softcap, budget)
+
+
+def held_tokens(regions: Regions) -> tuple[torch.Tensor, torch.Tensor]:
+    """All keys ``[B, Hkv, n, Dk]`` and values that a layer holds, in the order of their slots."""
+    chunks = [] if regions.store is None else list(regions.store.chunks())
+    end = 0
+    for start, keys, _ in chunks:
+        assert start == end, f"a chunk starts at slot {start}, the one before ends at {end}"
+        end += keys.shape[2]
+    assert end == regions.window.start, "the window goes on where the store ends"
+    keys, values = regions.window.recent()
+    return (
+        torch.cat([*(piece for _, piece, _ in chunks), keys], dim=2),
+        torch.cat([*(piece for _, _, piece in chunks), values], dim=2),
+    )

@@ -34,13 +34,14 @@ def check_rope(
             the second row, or for all tokens where ``input_ids`` are given.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as ``tap_attention`` and ``Rope.of``.
+        TypeError, ValueError, RuntimeError: as ``tap_attention``, ``Rope.of``, ``input_device``.
         ValueError: a layer that neither layout reproduces; more tokens than the model has
             positions; a dtype that has no tolerance.
     """
     text = model.config.get_text_config(decoder=True)
     ids, mask = _tokens(text.vocab_size, input_ids, attention_mask)
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    device = input_device(model)
+    ids, mask = ids.to(device), mask.to(device)
     first = (mask.cumsum(-1) - 1).clamp(min=0)
     limit = getattr(text, "max_position_embeddings", None) or ids.shape[1]
     if ids.shape[1] > limit:
@@ -51,6 +52,30 @@ def check_rope(
         with torch.no_grad(), tap_attention(model, trial.compare):
             model(ids, attention_mask=mask, position_ids=trial.positions, use_cache=False)
     return {layer: trial.best(layer) for layer in sorted(trial.errors)}
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids belong: the device on which the model's embedding computes.
+
+    ``model.device`` is where a weight is, and accelerate keeps the weights that it offloads on
+    ``meta`` until their module runs.
+
+    Raises:
+        ValueError: the embedding is on no device, and nothing will bring it to one.
+    """
+    embedding = model.get_input_embeddings()
+    hook = getattr(embedding, "_hf_hook", None)
+    for one in (hook, *getattr(hook, "hooks", ())):
+        device = getattr(one, "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    device = next(embedding.parameters()).device
+    if device.type == "meta":
+        raise ValueError(
+            "the model's embedding is on no device: load the weights, and offload with accelerate "
+            "(device_map), which brings it to one"
+        )
+    return device
 
 
 class _Trial:

@@ -25,6 +25,7 @@ from hf_kvret.benchmark.opponents import PreallocatedCache, choose_bench_caches
 from hf_kvret.benchmark.shapes import load_shape, random_model
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.methods.flat import FlatIndex
+from hf_kvret.testing import held_tokens
 
 CACHES = ["full", "dense", "static", "flat", "paris", "paris:store=host"]
 
@@ -174,9 +175,9 @@ def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own
         fill_randomly(model, ours, rows, batch=2, context=300, seed=5)
     regions = ours.retrieval_layers[1].regions
     assert regions is not None and (regions.length, regions.cold_len) == (300, 268)
-    pieces = list(regions.pieces())
-    assert torch.equal(torch.cat([piece[1] for piece in pieces], dim=2), plain.layers[1].keys)
-    assert torch.equal(torch.cat([piece[2] for piece in pieces], dim=2), plain.layers[1].values)
+    keys, values = held_tokens(regions)
+    assert torch.equal(keys, plain.layers[1].keys)
+    assert torch.equal(values, plain.layers[1].values)
 
 
 def test_random_rows_and_tokens_follow_the_seed() -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hf_kvret.calibration import CalibrationArtifact, ModelIdentity
 from hf_kvret.calibration.a2ats import A2ATSCalibration
 from hf_kvret.calibration.study import LayerFindings
-from hf_kvret.calibration.vector_quantization import query_metric
+from hf_kvret.calibration.vector_quantization import at_distance, query_metric
+from hf_kvret.methods.a2ats.learned import learned_layer, load
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
@@ -67,9 +70,30 @@ def seen_moments(seen: list[LayerTokens], rope: Rope = ROPE) -> torch.Tensor:
     for one in seen:
         at = torch.full((one.query_before.shape[2],), WINDOW)
         turned = rope.rotate(one.query_before, at, dtype=torch.float32).double()[0]
+        # Once more: keys before RoPE lack the factor that attention's keys have.
+        turned[..., : rope.rotary_dim] *= rope.attention_factor
         for head in range(QUERY_HEADS):
             total[head // (QUERY_HEADS // HEADS)] += turned[head].T @ turned[head]
     return total
+
+
+PARTIAL = Rope(10000.0 ** -(torch.arange(0, DIM // 2, 2) / DIM), 1.5)
+
+
+def test_scores_of_partly_rotated_heads_are_those_of_attention() -> None:
+    # Where the factor is wrong, numbers that pass count too much or too little in the metric.
+    seen = tokens(60, 0, rope=PARTIAL)
+    found = study([seen], rope=PARTIAL, codewords=60, rounds=0).tensors
+    expected, _ = query_metric(seen_moments([seen], PARTIAL))
+    assert torch.allclose(found["metric"], expected, rtol=1e-5, atol=1e-6)
+    # A query at position b sees a key at position 0 by the score of attention itself.
+    query, key = at_distance(seen.query_before, PARTIAL, WINDOW), seen.key_before
+    there, here = torch.full((60,), WINDOW), torch.zeros(60, dtype=torch.long)
+    rotated = PARTIAL.rotate(seen.query_before, there), PARTIAL.rotate(key, here)
+    for head in range(QUERY_HEADS):
+        of = head // (QUERY_HEADS // HEADS)
+        exact = rotated[0][0, head] @ rotated[1][0, of].T
+        assert torch.allclose(query[0, head] @ key[0, of].T, exact, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -87,7 +111,8 @@ def test_the_metric_is_that_of_queries_at_one_position(dtype: torch.dtype) -> No
 def test_with_a_word_for_each_key_the_words_are_the_keys_before_rope() -> None:
     seen = tokens(6, 3)
     for space, keys in (("windowed", seen.key_before[0]), ("rotated", seen.key[0])):
-        found = study([seen], codewords=6, rounds=0, space=space, query_aware=False)
+        options = {"space": space, "query_aware": False, "codeword_dtype": "float32"}
+        found = study([seen], codewords=6, rounds=0, **options)
         assert torch.equal(found.tensors["metric"], torch.eye(DIM).expand(HEADS, -1, -1))
         distances = torch.cdist(found.tensors["codewords"], keys)
         # The mean is taken off and put back, which rounds.
@@ -96,7 +121,7 @@ def test_with_a_word_for_each_key_the_words_are_the_keys_before_rope() -> None:
 
 def test_in_query_aware_space_the_words_are_keys_times_the_metric() -> None:
     seen = tokens(6, 3)
-    found = study([seen], codewords=6, rounds=0).tensors
+    found = study([seen], codewords=6, rounds=0, codeword_dtype="float32").tensors
     restored = torch.linalg.solve(found["metric"], found["codewords"], left=False)
     assert torch.cdist(restored, seen.key_before[0]).amin(2).max() < 1e-2
 
@@ -104,7 +129,7 @@ def test_in_query_aware_space_the_words_are_keys_times_the_metric() -> None:
 def test_figures_are_the_variance_that_held_out_scores_lose() -> None:
     held = tokens(50, 20)
     found = study([tokens(200, 0)], [held])
-    factor, words = found.tensors["metric"], found.tensors["codewords"]
+    factor, words = found.tensors["metric"], found.tensors["codewords"].float()
     at = torch.full((50,), WINDOW)
     queries = ROPE.rotate(held.query_before, at)[0]
     shares = []
@@ -141,6 +166,20 @@ def test_where_nothing_is_held_out_there_is_no_error() -> None:
     # One key has no variance.
     quality = study([tokens(20, 0)], [tokens(1, 5)]).quality
     assert quality["score_error"] is None and quality["plain_score_error"] is None
+
+
+def test_codewords_are_saved_in_half_the_bytes_and_measured_so() -> None:
+    seen, held = [tokens(300, 0)], [tokens(60, 20)]
+    short = study(seen, held, codewords=32)
+    full = study(seen, held, codewords=32, codeword_dtype="float32")
+    words = short.tensors["codewords"], full.tensors["codewords"]
+    assert [x.dtype for x in words] == [torch.bfloat16, torch.float32]
+    assert torch.equal(words[0], words[1].bfloat16()) and 2 * words[0].nbytes == words[1].nbytes
+    assert torch.equal(short.tensors["metric"], full.tensors["metric"])
+    # bf16 rounds by 2^-9 of a number, far below the distance of a key to its codeword here.
+    for name in ("score_error", "plain_score_error"):
+        assert short.quality[name] != full.quality[name]
+        assert short.quality[name] == pytest.approx(full.quality[name], rel=0.02)
 
 
 def test_tokens_are_copied_and_what_they_were_a_part_of_is_let_go() -> None:
@@ -207,6 +246,7 @@ def test_a_layer_tells_how_it_rotates() -> None:
         ({"seed": -1}, "seed=-1"),
         ({"tolerance": -1.0}, "tolerance=-1.0: 0 or more"),
         ({"tolerance": float("nan")}, "tolerance=nan"),
+        ({"codeword_dtype": "float16"}, "codeword_dtype='float16': choose 'bfloat16' or 'float32'"),
         ({"space": "plain"}, "space='plain': choose 'windowed' or 'rotated'"),
     ],
     ids=str,
@@ -219,3 +259,34 @@ def test_wrong_options_are_named(wrong: dict[str, Any], message: str) -> None:
 def test_nothing_to_learn_from_is_said() -> None:
     with pytest.raises(ValueError, match="no tokens to learn from"):
         study([])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_codes_are_the_nearest_words_as_saved_in_new_and_old_artifacts(
+    dtype: str, identity: ModelIdentity, tmp_path: Path
+) -> None:
+    found = study([tokens(300, 0)], codewords=64, codeword_dtype=dtype)
+    options = A2ATSCalibration(codewords=64, window=WINDOW, codeword_dtype=dtype).options()
+    if dtype == "float32":
+        # As artifacts were before there was a choice.
+        del options["codeword_dtype"]
+    named = {f"layers.0.{name}": x for name, x in found.tensors.items()}
+    told = {**options, "layers": {"0": found.told}}
+    CalibrationArtifact("a2ats", identity, named, options=told).save_pretrained(tmp_path)
+    learned = learned_layer(load(str(tmp_path), None), 0, torch.device("cpu"))
+    words, factor = found.tensors["codewords"].float(), found.tensors["metric"]
+    assert learned.words.dtype == getattr(torch, dtype)
+    seen = tokens(50, 40)
+    codes = learned.encode(seen.key, torch.arange(50)[None])[0].long()
+    for head in range(HEADS):
+        distances = torch.cdist(
+            (seen.key_before[0, head] @ factor[head]).double(), words[head].double()
+        )
+        chosen = distances.gather(1, codes[head, :, None])[:, 0]
+        # Un-rotating rounds, so of two words that are equally near either may be chosen.
+        assert torch.allclose(chosen, distances.amin(1), rtol=1e-4)
+    table = learned.table(seen.query, torch.arange(50)[None], 1.0, None)
+    plain = at_distance(seen.query_before, ROPE, WINDOW)
+    restored = torch.linalg.solve(factor, words, left=False)
+    exact = plain.unflatten(1, (HEADS, -1)) @ restored.mT[:, None]
+    assert torch.allclose(table, exact.flatten(1, 2), rtol=1e-2, atol=1e-2 * float(exact.std()))

@@ -134,14 +134,14 @@ def test_the_same_command_goes_on_after_an_interruption(
 ) -> None:
     finish, finished = CodebookStudy.finish, []
 
-    def counted(self: CodebookStudy, progress: Progress) -> LayerFindings:
-        finished.append(finish(self, progress))
+    def counted(self: CodebookStudy, progress: Progress, carried: object) -> LayerFindings:
+        finished.append(finish(self, progress, carried))
         return finished[-1]
 
-    def third_time(self: CodebookStudy, progress: Progress) -> LayerFindings:
+    def third_time(self: CodebookStudy, progress: Progress, carried: object) -> LayerFindings:
         if len(finished) == 2:
             raise KeyboardInterrupt
-        return counted(self, progress)
+        return counted(self, progress, carried)
 
     with monkeypatch.context() as patch:
         patch.setattr(CodebookStudy, "finish", third_time)
@@ -277,7 +277,7 @@ def test_what_cant_be_pushed_is_saved(
 
 def test_the_page_names_the_options_of_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     page = PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
-    for command in (["calibrate", "a2ats"], ["inspect"]):
+    for command in (["calibrate", "a2ats"], ["calibrate", "aqua"], ["inspect"]):
         with pytest.raises(SystemExit):
             main([*command, "--help"])
         offered = set(re.findall(r"--[\w-]+", capsys.readouterr().out)) - {"--help"}

@@ -95,6 +95,14 @@ def test_an_artifact_without_figures_has_no_empty_parts(artifact: CalibrationArt
     assert "\n\n\n" not in text and 'method="aqua"' in text
 
 
+def test_a_card_says_when_no_weights_were_sampled(artifact: CalibrationArtifact) -> None:
+    last = model_card(artifact, "x").splitlines()[-1]
+    assert f"{len(artifact.model.weights)} parameters sampled to tell its weights" in last
+    blind = dataclasses.replace(artifact, model=dataclasses.replace(artifact.model, weights={}))
+    last = model_card(blind, "x").splitlines()[-1]
+    assert "no parameters were sampled" in last and "make sure that you have the same model" in last
+
+
 def test_bytes_are_told_in_three_units() -> None:
     counts = (0, 1023, 1024, 1536, 1 << 20, 268_435_456, 3 << 30)
     assert [in_bytes(count) for count in counts] == [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hf_kvret.calibration import CalibrationArtifact
+from hf_kvret.calibration.inspection import plot_quality
 from hf_kvret.cli import main
 
 
@@ -77,6 +78,24 @@ def test_the_picture_is_a_picture(
     assert main(["inspect", str(saved), "--plot", str(picture)]) == 0
     assert f"wrote {picture}" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 32])
+def test_layers_in_a_picture_are_whole_numbers(
+    layers: int, artifact: CalibrationArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[list[float]] = []
+
+    def ticks(figure: Any, path: Path) -> None:
+        axis = figure.axes[0]
+        low, high = axis.get_xlim()
+        drawn.append([tick for tick in axis.get_xticks() if low <= tick <= high])
+
+    monkeypatch.setattr("hf_kvret.evaluation.plots._save", ticks)
+    quality = [{"layer": layer, "score_error": 0.1} for layer in range(layers)]
+    plot_quality(tmp_path / "a.png", dataclasses.replace(artifact, quality=quality))
+    assert drawn[0] and all(tick == round(tick) for tick in drawn[0])
 
 
 def test_a_picture_of_unknown_kind_is_one_line(

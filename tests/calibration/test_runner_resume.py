@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {"codewords": 8, "window": 32, "rounds": 3}
 TEXT = {"text": "a.txt"}
 
 
-def _press(progress: Progress) -> LayerFindings:
+def _press(progress: Progress, carried: object) -> LayerFindings:
     progress(1)
     raise KeyboardInterrupt
 

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 from hf_kvret import (
+    A2ATSCache,
+    A2ATSConfig,
     CTkvrCache,
     CTkvrConfig,
     FlatKVCache,
@@ -35,9 +36,19 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "lrqk_paper": partial(LRQKCache, options=LRQKConfig.paper()),
     "ctkvr": CTkvrCache,
     "ctkvr_paper": partial(CTkvrCache, options=CTkvrConfig.paper()),
+    "a2ats": A2ATSCache,
+    "a2ats_paper": partial(A2ATSCache, options=A2ATSConfig.paper()),
 }
+ArtifactOptions = Callable[[str, str], dict[str, str]]
+
 STORES = ("device", "host", "resident", "cpu")
-WHOLE_PAIRS = {("flat", "device"), ("paris", "host"), ("lrqk", "resident"), ("ctkvr", "cpu")}
+WHOLE_PAIRS = {
+    ("flat", "device"),
+    ("paris", "host"),
+    ("lrqk", "resident"),
+    ("ctkvr", "cpu"),
+    ("a2ats", "cpu"),
+}
 
 # Plain rope; soft cap and sliding; sinks and experts; a linear hybrid.
 UNLIKE_MODELS = ("llama", "gemma2", "gpt_oss", "qwen3_next")
@@ -92,13 +103,13 @@ def _matrix() -> list[Any]:
     return params
 
 
-def _make(method: str, store: str, model: PreTrainedModel) -> RetrievalCache:
-    return CACHES[method](config=model.config, store=store, **COVERING_OPTIONS)
-
-
 @pytest.mark.parametrize(("case", "method", "store"), _matrix())
-def test_same_as_full_attention(case: Case, method: str, store: str) -> None:
-    result = run_case(case, partial(_make, method, store))
+def test_same_as_full_attention(
+    case: Case, method: str, store: str, artifact_options: ArtifactOptions
+) -> None:
+    learned = artifact_options(method.partition("_")[0], case.model)
+    options = {"store": store, **learned, **COVERING_OPTIONS}
+    result = run_case(case, lambda model: CACHES[method](config=model.config, **options))
     if result.status == "skipped":
         if RELEASE in IMPOSSIBLE:
             assert case.mode in IMPOSSIBLE[RELEASE].get(case.model, ()), result.detail
@@ -110,5 +121,7 @@ def test_a_model_that_served_a_retrieval_cache_gives_the_same_text_without_one()
     model = MODELS["llama"].build()
     greedy = {"max_new_tokens": 8, "do_sample": False}
     before = model.generate(prompt(1, 60), **greedy)
-    model.generate(prompt(1, 60), past_key_values=_make("flat", "device", model), **greedy)
+    model.generate(
+        prompt(1, 60), past_key_values=FlatKVCache(model.config, **COVERING_OPTIONS), **greedy
+    )
     assert torch.equal(model.generate(prompt(1, 60), **greedy), before)

@@ -126,7 +126,7 @@ def test_more_slots_miss_less_and_share_the_run_without(
 
 def test_runs_differ_where_a_token_or_the_best_one_does() -> None:
     def run(tokens: list[int], choices: list[int]) -> Generation:
-        memory = MemoryReport(0, 0, 0, 0, 0, 0)
+        memory = MemoryReport(0, 0, 0, 0, 0, 0, 0)
         return Generation(torch.tensor(tokens), torch.tensor(choices), [], memory, 0.0)
 
     one = run([1, 2, 3], [1, 5, 3, 4])

@@ -36,6 +36,7 @@ EXPECTED = {
     },
     "gather_attention": {"_attend_kernel"},
     "gather_scores": {"_gather_scores_kernel"},
+    "higgs": {"_higgs_kernel", "_minmax_kernel", "_decode_kernel", "_attend_kernel"},
     "prompt_attention": {"_attend_kernel"},
     "paged": {"_gather_kernel"},
     "proxy": {
@@ -127,6 +128,8 @@ def _calls(operation: str) -> Iterator[functools.partial]:
         yield from _calls_of_centroids()
     elif operation == "codebook":
         yield from _calls_of_codebooks()
+    elif operation == "higgs":
+        yield from _calls_of_higgs()
     elif operation == "paged":
         from hf_kvret_kernels.paged_triton import gather_rows
 
@@ -237,6 +240,30 @@ def _calls_of_codebooks() -> Iterator[functools.partial]:
             yield functools.partial(triton_lookup.code_counts, codes, codewords, valid)
             yield functools.partial(triton_lookup.best_shares, table, counts)
             yield functools.partial(triton_lookup.lookup, table, codes, valid)
+
+
+def _calls_of_higgs() -> Iterator[functools.partial]:
+    """Every number of bits, short groups and long ones, heads of whole groups and of several."""
+    from hf_kvret_kernels.higgs import HiggsCodec, MinMaxCodec, triton_attend
+    from hf_kvret_kernels.paged import PagedRows
+
+    half, full = torch.bfloat16, torch.float32
+    cases = [(kind(bits, 64), half) for kind in (HiggsCodec, MinMaxCodec) for bits in (2, 3, 4)]
+    cases += [(HiggsCodec(2, 1024), full), (HiggsCodec(3, 128), full), (MinMaxCodec(8, 8), full)]
+    for codec, dtype in cases:
+        rows = torch.zeros(5, 1024, dtype=dtype)
+        codes, scales = codec.encode(rows, "naive")
+        yield functools.partial(codec.encode_rows, rows, "triton")
+        yield functools.partial(codec.decode_rows, codes, scales, dtype, "triton")
+        if codec.group > 128:
+            continue
+        sizes = 2 * codec.code_bytes(128), 2 * codec.scale_bytes(128)
+        page = torch.zeros(8, 2, 64, sum(sizes), dtype=torch.uint8)
+        paged = PagedRows([page], torch.zeros(1, 8).int(), sizes[0])
+        query, ids = torch.zeros(1, 8, 1, 128, dtype=dtype), torch.zeros(1, 2, 1, 256).int()
+        options = (query, paged, ids, codec, 128, 128, 0.1)
+        for softcap in (None, 50.0) if codec.bits == 2 else (None,):
+            yield functools.partial(triton_attend.attend, *options, softcap)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import hf_kvret
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.a2ats import A2ATSCalibration
 from hf_kvret.calibration.runner import calibrate
@@ -52,15 +50,6 @@ def model() -> PreTrainedModel:
     return MODELS["llama"].build()
 
 
-@pytest.fixture
-def registered() -> Iterator[None]:
-    """The name ``a2ats``, for one test."""
-    hf_kvret.register(A2ATSCache)
-    yield
-    hf_kvret.unregister()
-    hf_kvret.register()
-
-
 def _fill(model: PreTrainedModel, cache: A2ATSCache) -> None:
     model.generate(prompt(1, 60), past_key_values=cache, **RUN)
 
@@ -73,7 +62,6 @@ def test_a_folder_may_be_a_path_or_its_name(model: PreTrainedModel, artifact: Pa
     assert by_path.stats()["layers"][1]["codewords"] == 16
 
 
-@pytest.mark.usefixtures("registered")
 def test_generate_takes_it_by_name(model: PreTrainedModel, artifact: Path) -> None:
     options = {**COVERING_OPTIONS, "artifact": str(artifact)}
     expected = model.generate(prompt(1, 60), **RUN)
@@ -90,7 +78,6 @@ def test_generate_takes_it_by_name(model: PreTrainedModel, artifact: Path) -> No
         model.generate(prompt(1, 60), cache_implementation="a2ats", **RUN)
 
 
-@pytest.mark.usefixtures("registered")
 def test_an_artifact_in_the_models_folder_is_found(tmp_path: Path, model: PreTrainedModel) -> None:
     home = tmp_path / "model"
     model.save_pretrained(home)
@@ -207,9 +194,16 @@ def test_a_saved_cache_asks_for_its_artifact(
     cache.save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "cache.json").read_text())
     assert saved["options"]["artifact"] == str(artifact)
-    shutil.rmtree(artifact)
+    moved = artifact.rename(tmp_path / "moved")
     with pytest.raises(FileNotFoundError, match=str(artifact)):
         A2ATSCache.from_pretrained(tmp_path / "saved", model.config)
+    loaded = A2ATSCache.from_pretrained(tmp_path / "saved", model.config, artifact=moved)
+    assert loaded.options.artifact == str(moved)
+    with pytest.raises(ValueError, match="artifact: not an option that a filled cache can change"):
+        cache.fork(artifact=moved)
+    _calibrate(model, tmp_path / "another", seed=1)
+    with pytest.raises(ValueError, match="saved with another artifact than"):
+        A2ATSCache.from_pretrained(tmp_path / "saved", model.config, artifact=tmp_path / "another")
 
 
 @pytest.mark.parametrize(

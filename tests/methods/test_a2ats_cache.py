@@ -294,8 +294,11 @@ def test_codes_take_two_bytes_each_and_learned_tensors_are_shared(
     assert _codes(caches[0]).nbytes == 2 * 2 * 2 * 60
     layers = [cache.retrieval_layers[0].regions.index for cache in caches]
     assert layers[0]._learned is layers[1]._learned
-    # 32 codewords with their norms, and two matrices.
-    assert layers[0].shared_nbytes() == 2 * (32 * 16 * 4 + 32 * 4 + 2 * 16 * 16 * 4)
-    assert caches[0].memory().index == sum(
-        layer.regions.index.nbytes() for layer in caches[0].retrieval_layers
-    )
+    # 32 codewords in bf16 with their norms, and two matrices.
+    assert layers[0].shared_nbytes() == 2 * (32 * 16 * 2 + 32 * 4 + 2 * 16 * 16 * 4)
+    report = caches[0].memory()
+    indexes = [layer.regions.index for layer in caches[0].retrieval_layers]
+    assert report.index == sum(index.nbytes() for index in indexes)
+    assert report.shared == sum(index.shared_nbytes() for index in indexes) > 0
+    parts = (report.window, report.index, report.shared, report.store_device)
+    assert report.device == sum(parts)

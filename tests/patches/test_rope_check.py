@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_kvret.testing.models import MODELS
 from hf_kvret.testing.tiny import spread_weights
 from hf_kvret_model_patches.rope import Rope
-from hf_kvret_model_patches.rope_check import TOLERANCE, check_rope
+from hf_kvret_model_patches.rope_check import TOLERANCE, check_rope, input_device
 
 
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -207,3 +208,41 @@ def test_the_model_and_transformers_are_as_before() -> None:
     assert home.apply_rotary_pos_emb is rotation
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
     assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk", "embedding on disk"])
+def test_offloaded_models_are_tried_where_they_compute(where: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="offloading is accelerate's")
+    model = MODELS["llama"].build()
+    expected = check_rope(model)
+    cpu = torch.device("cpu")
+    if where == "cpu":
+        accelerate.cpu_offload(model, cpu)
+    elif where == "disk":
+        accelerate.disk_offload(model, tmp_path, cpu)
+    else:
+        parts = {"model.embed_tokens": "disk", "model": "cpu", "lm_head": "cpu"}
+        accelerate.dispatch_model(model, parts, main_device="cpu", offload_dir=tmp_path)
+    assert model.get_input_embeddings().weight.device.type == "meta"
+    assert input_device(model) == cpu
+    found = check_rope(model)
+    assert list(found) == list(expected)
+    for layer, rope in found.items():
+        assert rope.layout == expected[layer].layout
+        assert torch.equal(rope.inv_freq, expected[layer].inv_freq)
+
+
+def test_hooks_in_a_chain_are_asked_too() -> None:
+    hooks = pytest.importorskip("accelerate.hooks", reason="offloading is accelerate's")
+    model = MODELS["llama"].build()
+    chain = hooks.SequentialHook(hooks.ModelHook(), hooks.AlignDevicesHook("cpu", offload=True))
+    hooks.add_hook_to_module(model.get_input_embeddings(), chain)
+    assert model.get_input_embeddings().weight.device.type == "meta"
+    assert input_device(model) == torch.device("cpu")
+
+
+def test_a_model_that_is_nowhere_is_refused() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(MODELS["llama"].config())
+    with pytest.raises(ValueError, match="embedding is on no device: load the weights"):
+        check_rope(model)

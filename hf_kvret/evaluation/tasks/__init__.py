@@ -1,6 +1,7 @@
 """The evaluation tasks, one a file."""
 
 from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.tasks.a2ats_ablation import A2ATSAblation
 from hf_kvret.evaluation.tasks.agreement import Agreement
 from hf_kvret.evaluation.tasks.ctkvr_ablation import CTkvrAblation
 from hf_kvret.evaluation.tasks.longbench import LongBench
@@ -27,5 +28,6 @@ TASKS: dict[str, type[Task]] = {
         ParisAblation,
         LRQKFactors,
         CTkvrAblation,
+        A2ATSAblation,
     )
 }

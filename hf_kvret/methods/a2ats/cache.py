@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.calibration.beside import artifact_beside
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.methods.a2ats.config import A2ATSConfig
 from hf_kvret.methods.a2ats.index import A2ATSIndex
@@ -23,6 +23,7 @@ class A2ATSCache(RetrievalCache):
 
     name: ClassVar[str] = "a2ats"
     config_class: ClassVar[type[RetrievalConfig]] = A2ATSConfig
+    needs_artifact: ClassVar[bool] = True
 
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> A2ATSConfig:
@@ -33,8 +34,8 @@ class A2ATSCache(RetrievalCache):
                 rotation can't be undone.
         """
         options = super().options_for(options, config)
-        if options.artifact is None:
-            options = options.replace(artifact=_artifact_beside(config))
+        if options.lacks_artifact:
+            options = options.replace(artifact=artifact_beside(config, cls.name))
         artifact = load(options.artifact, options.revision)
         artifact.check(config)
         space_of(artifact).check_model(config)
@@ -53,16 +54,3 @@ class A2ATSCache(RetrievalCache):
         """
         assert isinstance(self.options, A2ATSConfig) and self.options.artifact is not None
         load(self.options.artifact, self.options.revision).check_weights(model)
-
-
-def _artifact_beside(config: PreTrainedConfig) -> str:
-    """The artifact in the model's own folder."""
-    home = getattr(config, "_name_or_path", "")
-    beside = Path(home) / A2ATSCache.name
-    if not home or not beside.is_dir():
-        raise ValueError(
-            "A2ATS needs a calibration artifact of the model: pass artifact='folder-or-hub-id', or "
-            f"make one with `hf-kvret calibrate a2ats --model {home or 'MODEL'} --text FILE --out "
-            "DIR`"
-        )
-    return str(beside)

@@ -43,6 +43,10 @@ class A2ATSConfig(RetrievalConfig):
                 f"budget_of={self.budget_of!r}: choose {' or '.join(map(repr, _BUDGETS))}"
             )
 
+    @property
+    def lacks_artifact(self) -> bool:
+        return self.artifact is None
+
     @classmethod
     def paper(cls, **changes: Any) -> Self:
         """The published selection: each query head chooses 3%, and a group attends to all of these.

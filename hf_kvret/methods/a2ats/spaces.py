@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Self
 
 import torch
 from transformers import PreTrainedConfig
 
+from hf_kvret.calibration.vector_quantization import at_distance
 from hf_kvret_model_patches.rope import Rope
 
 
@@ -68,11 +68,7 @@ class WindowedSpace(KeySpace):
         return self._before(keys, positions)
 
     def queries(self, queries: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        return self._squared.rotate_to(self._before(queries, positions), self.window)
-
-    @cached_property
-    def _squared(self) -> Rope:
-        return replace(self.rope, attention_factor=self.rope.attention_factor**2)
+        return at_distance(self._before(queries, positions), self.rope, self.window)
 
     def _before(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         if not self.rope.rotary_dim:

@@ -1,0 +1,106 @@
+"""Clocks for single operations: cold caches before each call, and how fast products are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from hf_kvret.benchmark.host_ways import CALM_SECONDS
+from hf_kvret.benchmark.timing import StepClock, synchronize
+
+_CPU_FLUSH_BYTES = 1 << 27
+_CUDA_FLUSH_BYTES = 1 << 28
+# About a millisecond of work on a large GPU, in which the host launches the call to be timed.
+_CUDA_PASSES = 8
+_CPU_SIDE = 1024
+_CUDA_SIDE = 8192
+_PRODUCT_REPEATS = 10
+
+
+class CacheFlush:
+    """Reads and writes a buffer larger than the caches, so that nothing of a call before is left.
+
+    On CUDA it passes over it several times: while that runs, the host launches what follows, so
+    that launches are not in the time between two events. On several threads of a CPU it waits until
+    torch's have stopped to spin, which would be in the way of the compiled library's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        size, self._passes = _CPU_FLUSH_BYTES, 1
+        if device.type == "cuda":
+            cache = torch.cuda.get_device_properties(device).L2_cache_size
+            size, self._passes = max(_CUDA_FLUSH_BYTES, 2 * cache), _CUDA_PASSES
+        self._buffer = torch.zeros(size // 4, dtype=torch.int32, device=device)
+
+    def __call__(self) -> None:
+        """Flush; on CUDA in the stream, without waiting."""
+        for _ in range(self._passes):
+            # Not zeros: such writes may go around a processor's caches and leave them as they are.
+            self._buffer.add_(1)
+        if self._buffer.device.type == "cpu" and torch.get_num_threads() > 1:
+            # Not asleep: a processor that slept is slow to begin with.
+            calm = time.perf_counter() + CALM_SECONDS
+            while time.perf_counter() < calm:
+                pass
+
+
+def time_calls(
+    calls: Mapping[str, Callable[[], Any]],
+    repeats: Mapping[str, int],
+    flush: Callable[[], None],
+    device: torch.device,
+) -> dict[str, list[float]]:
+    """Seconds of each call, ``repeats`` of it by name; each begins with cold caches.
+
+    The calls take turns, each turn beginning with another one, so that all of them see the same
+    moods of the machine. On CUDA nothing here waits for the device before the last call.
+    """
+    names = list(calls)
+    clocks = {name: StepClock(device) for name in names}
+    for turn in range(max(repeats.values())):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            if turn >= repeats[name]:
+                continue
+            flush()
+            clocks[name].mark()
+            calls[name]()
+            clocks[name].mark()
+    # Every second interval is what lay between two calls.
+    return {name: clock.seconds()[::2] for name, clock in clocks.items()}
+
+
+def time_once(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """What the call returned, and its seconds by the wall clock, until the device is done."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return result, time.perf_counter() - start
+
+
+@torch.inference_mode()
+def measure_products(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Multiply-adds a second of square matrix products, in ``dtype`` and in fp32, by its name.
+
+    The best of ten: a floor is what no way can undercut. Precision is torch's setting, by default
+    without TF32.
+    """
+    side = _CUDA_SIDE if device.type == "cuda" else _CPU_SIDE
+    rates = {}
+    for kind in dict.fromkeys((dtype, torch.float32)):
+        left, right = (torch.randn(side, side, dtype=kind, device=device) for _ in range(2))
+        out = torch.empty_like(left)
+        product = partial(torch.mm, left, right, out=out)
+        product()
+        seconds = time_calls({"": product}, {"": _PRODUCT_REPEATS}, _nothing, device)[""]
+        rates[str(kind).removeprefix("torch.")] = side**3 / min(seconds)
+    return rates
+
+
+def _nothing() -> None:
+    """Products find their factors wherever they are."""

@@ -1,0 +1,43 @@
+"""Artifacts for models with random weights, so that methods that need one can be timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvret.benchmark.filling import random_tokens
+from hf_kvret.calibration.a2ats import A2ATSCalibration
+from hf_kvret.calibration.runner import calibrate
+from hf_kvret.calibration.sources import Corpus
+from hf_kvret.calibration.study import Calibration
+from hf_kvret.evaluation.caches import CacheChoice
+
+# The methods' own sizes, learned in the least time: what codewords say changes no times.
+_SIZES: dict[str, Calibration] = {
+    "a2ats": A2ATSCalibration(rounds=0, compare=False),
+}
+_SEQUENCES, _LENGTH = 2, 2560
+
+
+def make_stand_ins(
+    models: Iterable[PreTrainedModel], choices: Iterable[CacheChoice], folder: Path, seed: int
+) -> None:
+    """Put artifacts for the ``choices`` that name none where each model's own are looked for.
+
+    They are learned from random tokens, below ``folder``, which becomes the place that the models'
+    configurations name.
+    """
+    lacking = {choice.method for choice in choices if choice.lacks_artifact}
+    for model in models if lacking else ():
+        home = folder / str(model.config.num_hidden_layers)
+        model.config._name_or_path = str(home)
+        text = model.config.get_text_config(decoder=True)
+        length = min(_LENGTH, getattr(text, "max_position_embeddings", None) or _LENGTH)
+        texts = list(random_tokens(model, _SEQUENCES, length, seed).cpu())
+        for method in sorted(lacking):
+            corpus = Corpus(texts, 0, {"text": "random tokens"})
+            with torch.inference_mode(False):
+                calibrate(model, corpus, _SIZES[method], home / method)

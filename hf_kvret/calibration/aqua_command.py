@@ -1,0 +1,89 @@
+"""Options of ``hf-kvret calibrate aqua``."""
+
+from __future__ import annotations
+
+import argparse
+
+from hf_kvret.calibration.aqua import (
+    BITS,
+    KEY_INPUTS,
+    SPACES,
+    VALUE_INPUTS,
+    AquaCalibration,
+)
+from hf_kvret.calibration.aqua_coding import BACKBONES
+from hf_kvret.calibration.aqua_predictors import PREDICTORS
+
+
+def add_aqua_options(parser: argparse.ArgumentParser) -> None:
+    """Add what is AQUA-KV's own; defaults are those of ``AquaCalibration``."""
+    usual = AquaCalibration()
+    parser.add_argument(
+        "--bits", type=int, choices=BITS, default=usual.bits, help="of residuals; 16: not coded"
+    )
+    parser.add_argument(
+        "--first-bits",
+        type=_first_bits,
+        default=usual.first_bits,
+        metavar="{2,3,4,16,auto}",
+        help="of anchors; 16: left as they are; auto: 4 or 16, by the error",
+    )
+    parser.add_argument(
+        "--group", type=int, help="numbers that share a scale; default: as many as fit, up to 1024"
+    )
+    parser.add_argument("--backbone", choices=BACKBONES, default=usual.backbone)
+    parser.add_argument("--predictor", choices=PREDICTORS, default=usual.predictor)
+    parser.add_argument("--rank", type=int, default=usual.rank, help="of low_rank")
+    parser.add_argument("--hidden", type=int, help="units of mlp; default: twice its outputs")
+    parser.add_argument("--steps", type=int, default=usual.steps, help="of training of mlp")
+    parser.add_argument(
+        "--predictor-bits", type=int, choices=(16, 4), default=16, help="4 by GPTQ, not for mlp"
+    )
+    parser.add_argument(
+        "--ridge", type=float, default=usual.ridge, help="in mean variances of an input"
+    )
+    parser.add_argument(
+        "--sinks", type=int, default=usual.sinks, help="first tokens of a sequence, left out"
+    )
+    parser.add_argument("--space", choices=SPACES, default=usual.space, help="of keys, and RoPE")
+    parser.add_argument(
+        "--anchor-every", type=int, metavar="LAYERS", help="also later layers without predictors"
+    )
+    parser.add_argument("--anchor-mean", action="store_true", help="take the mean off in anchors")
+    parser.add_argument(
+        "--key-inputs", choices=KEY_INPUTS, default=usual.key_inputs, help="none: for study"
+    )
+    parser.add_argument(
+        "--value-inputs", choices=VALUE_INPUTS, default=usual.value_inputs, help="for study"
+    )
+
+
+def aqua_calibration(options: argparse.Namespace) -> AquaCalibration:
+    """As the command line says.
+
+    Raises:
+        ValueError: options that don't go together.
+    """
+    return AquaCalibration(
+        bits=options.bits,
+        first_bits=options.first_bits,
+        group=options.group,
+        backbone=options.backbone,
+        predictor=options.predictor,
+        rank=options.rank,
+        hidden=options.hidden,
+        steps=options.steps,
+        predictor_bits=options.predictor_bits,
+        ridge=options.ridge,
+        sinks=options.sinks,
+        space=options.space,
+        anchor_every=options.anchor_every,
+        anchor_mean=options.anchor_mean,
+        key_inputs=options.key_inputs,
+        value_inputs=options.value_inputs,
+        seed=options.seed,
+    )
+
+
+def _first_bits(text: str) -> int | str:
+    return int(text) if text.isdigit() else text

@@ -1,0 +1,170 @@
+"""QuantizedStore: rows at 2 to 4 bits a number, on the device or in host memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Self
+
+import torch
+
+from hf_kvret.block import TokenBlock
+from hf_kvret.stores.base import Store, StoreBytes
+from hf_kvret.stores.memory import PageMemory
+from hf_kvret.stores.paged import PagedStore
+from hf_kvret_kernels import higgs
+from hf_kvret_kernels.higgs.codec import LARGEST_GROUP, SMALLEST_GROUP
+
+
+class QuantizedStore(Store):
+    """A paged store of coded rows, for every index (AQUA-KV's codec, without its predictors).
+
+    Keys and values of each KV head are coded by themselves, so that single rows can be read:
+    ``bits / 8 + 2 / group`` bytes a number, with the largest power of two that divides the head's
+    dims as group. What was coded stays as it is, whatever happens to the cache; keys and values
+    that come back from here have lost what the codec loses.
+
+    Args:
+        memory: where the bytes lie.
+        bits: 2, 3 or 4.
+    """
+
+    def __init__(self, memory: PageMemory, bits: int) -> None:
+        self._rows = PagedStore(memory)
+        self._bits = bits
+        self._codec: higgs.HiggsCodec | None = None
+        self._dims = (0, 0)
+        self._dtype = torch.float32
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def over_bus(self) -> bool:
+        return self._rows.over_bus
+
+    def append(self, block: TokenBlock) -> None:
+        if len(block) == 0:
+            return
+        codec = self._made_for(block.keys, block.values)
+        keys, values = codec.encode(block.keys), codec.encode(block.values)
+        self._append(
+            torch.cat([keys.codes, values.codes], dim=-1),
+            torch.cat([keys.scales, values.scales], dim=-1),
+            block.start,
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._codec is not None, "a store that is attended to holds rows"
+        key_dim, value_dim = self._dims
+        return higgs.attend(
+            query,
+            self._rows.paged_rows(),
+            ids,
+            self._codec,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            scale=scale,
+            softcap=softcap,
+        )
+
+    def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As every store's, in the dtype of the model."""
+        keys, values = self._decoded(*self._rows.gather(ids))
+        gone = (ids < 0).unsqueeze(-1)
+        return keys.masked_fill(gone, 0), values.masked_fill(gone, 0)
+
+    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        for start, codes, scales in self._rows.chunks(piece_len):
+            yield start, *self._decoded(codes, scales)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        self._rows.reorder(rows)
+
+    def crop(self, cold_len: int) -> None:
+        self._rows.crop(cold_len)
+
+    def fork(self) -> Self:
+        twin = type(self)(self._rows.memory, self._bits)
+        twin._rows, twin._codec = self._rows.fork(), self._codec
+        twin._dims, twin._dtype = self._dims, self._dtype
+        return twin
+
+    def nbytes(self) -> StoreBytes:
+        return self._rows.nbytes()
+
+    def row_nbytes(self, plain: int) -> int:
+        if self._codec is None:
+            return plain
+        return sum(self._codec.code_bytes(d) + self._codec.scale_bytes(d) for d in self._dims)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """``codes`` and ``scales [B, Hkv, n, bytes]`` uint8, and an empty row of each half."""
+        held = self._rows.state_dict()
+        if not held:
+            return {}
+        key_like, value_like = (torch.empty(0, dim, dtype=self._dtype) for dim in self._dims)
+        return {
+            "codes": held["keys"],
+            "scales": held["values"],
+            "bits": torch.tensor(self._bits),
+            "key_like": key_like,
+            "value_like": value_like,
+        }
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+        """Fill an empty store with what a store gave, coded or not."""
+        if "codes" not in state:
+            super().load_state_dict(state, device)
+            return
+        bits = int(state["bits"])
+        if bits != self._bits:
+            raise ValueError(
+                f"the cache was saved with rows of {bits} bits, and bits={self._bits} is asked for: "
+                "coded rows stay as they are, leave bits out"
+            )
+        self._made_for(state["key_like"].to(device), state["value_like"].to(device))
+        self._append(state["codes"].to(device), state["scales"].to(device), 0)
+
+    def _append(self, codes: torch.Tensor, scales: torch.Tensor, start: int) -> None:
+        """Codes take the place of keys, scales that of values."""
+        self._rows.append(TokenBlock(codes, scales, start))
+
+    def _made_for(self, keys: torch.Tensor, values: torch.Tensor) -> higgs.HiggsCodec:
+        """The codec, made when the first rows come.
+
+        Raises:
+            ValueError: heads whose dims no group divides.
+        """
+        if self._codec is None:
+            dims = keys.shape[-1], values.shape[-1]
+            whole = math.gcd(*dims)
+            group = min(LARGEST_GROUP, whole & -whole)
+            if group < SMALLEST_GROUP:
+                raise ValueError(
+                    f"heads of {dims[0]} and {dims[1]} numbers: coded rows need dims that "
+                    f"{SMALLEST_GROUP} divides; use store='device' or 'host'"
+                )
+            self._codec = higgs.HiggsCodec(self._bits, group).to(keys.device)
+            self._dims, self._dtype = dims, keys.dtype
+        return self._codec
+
+    def _decoded(
+        self, codes: torch.Tensor, scales: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[..., D]`` of rows' bytes."""
+        codec = self._codec
+        assert codec is not None, "rows were coded before they are decoded"
+        halves = zip(
+            codes.split([codec.code_bytes(dim) for dim in self._dims], dim=-1),
+            scales.split([codec.scale_bytes(dim) for dim in self._dims], dim=-1),
+            strict=True,
+        )
+        keys, values = (codec.decode(*half, self._dtype) for half in halves)
+        return keys, values

@@ -1,0 +1,43 @@
+"""Calibration artifacts of tiny models, made in a moment: for tests of methods that need one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_kvret.calibration.a2ats import A2ATSCalibration
+from hf_kvret.calibration.runner import calibrate
+from hf_kvret.calibration.sources import Corpus
+from hf_kvret.calibration.study import Calibration
+
+_SEQUENCES, _LENGTH = 3, 200
+
+
+def tiny_artifact(model: PreTrainedModel, method: str, folder: Path) -> str:
+    """The path of an artifact for ``model`` in ``folder``, learned from 600 random tokens.
+
+    Raises:
+        ValueError: ``method`` needs no artifact.
+    """
+    if method not in _TINY:
+        raise ValueError(f"{method!r} needs no artifact: those that do are {', '.join(_TINY)}")
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    texts = [
+        torch.randint(3, vocabulary, (_LENGTH,), generator=generator) for _ in range(_SEQUENCES)
+    ]
+    calibration = _TINY[method](model.config)
+    calibrate(model, Corpus(texts, 0, {"text": "random"}), calibration, folder, progress=False)
+    return str(folder)
+
+
+def _a2ats(config: PreTrainedConfig) -> Calibration:
+    rotation = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    space = "rotated" if "mrope_section" in rotation else "windowed"
+    return A2ATSCalibration(codewords=32, window=32, rounds=5, compare=False, space=space)
+
+
+_TINY: dict[str, Callable[[PreTrainedConfig], Calibration]] = {"a2ats": _a2ats}

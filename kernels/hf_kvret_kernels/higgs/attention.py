@@ -1,0 +1,105 @@
+"""Attention over chosen rows that are kept coded."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret_kernels._dispatch import check_attention_inputs, choose_backend, launching_on
+from hf_kvret_kernels.higgs import naive
+from hf_kvret_kernels.higgs.codec import Codec
+from hf_kvret_kernels.paged import PagedRows
+
+
+def attend(
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    codec: Codec,
+    *,
+    key_dim: int,
+    value_dim: int,
+    scale: float,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query over exactly the rows that its ids name, decoded on the way.
+
+    A row holds, for one token and KV head, four runs of bytes: codes of the key, codes of the
+    value, scales of the key, scales of the value, each as ``codec.encode`` makes them of the
+    ``key_dim`` or ``value_dim`` numbers. ``rows.key_dim`` is the length of both codes.
+
+    The Triton kernel never forms a key or a value: with HIGGS the query is transformed instead of
+    the keys, values are summed up as they lie, and the sum is transformed back, once for each
+    piece of the ids. This needs groups within a head.
+
+    Args:
+        query: ``[B, Hq, Q, key_dim]`` fp32, bf16 or fp16, contiguous in the last dimension.
+        rows: the paged bytes; its table lies on the query's device, its chunks there too or in
+            pinned host memory (Triton only).
+        ids: ``[B, H, Q, K]`` int32 token numbers, -1 for none, distinct otherwise; H is Hkv, then
+            one selection serves a group of query heads, or Hq. K may be 0.
+        codec: what the rows were encoded with; its group divides both dims.
+        key_dim: numbers of a key.
+        value_dim: numbers of a value.
+        scale: factor of the dot products.
+        softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
+        backend: ``"auto"``, ``"naive"`` (decodes every row to fp32) or ``"triton"``.
+
+    Returns:
+        ``out [B, Hq, Q, value_dim]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the query's
+        device. A query without rows has out 0 and lse -inf. Softmax and sums are fp32; the Triton
+        kernel rounds the transformed query, scaled grid points and softmax weights to the query's
+        dtype before they are multiplied.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, rows of another codec's size, an
+            unknown backend, gradients.
+        ImportError: ``"triton"`` without Triton.
+
+    Token numbers are not checked against the table: that would have to look at the data.
+    """
+    check_attention_inputs(query=query)
+    _check_rows(rows, codec, key_dim, value_dim)
+    rows.check_ids(ids)
+    batch, heads, queries, width = query.shape
+    if width != key_dim or query.device != rows.table.device:
+        raise ValueError(
+            f"query is on {query.device} with vectors of {width} numbers, the page table is on "
+            f"{rows.table.device} and key_dim={key_dim}: they must agree"
+        )
+    if ids.shape[0] != batch or ids.shape[2] != queries or ids.shape[1] not in (rows.heads, heads):
+        raise ValueError(
+            f"ids has shape {tuple(ids.shape)}: pass [{batch}, {rows.heads} or {heads}, {queries}, "
+            f"K] for a query of shape {tuple(query.shape)}"
+        )
+    if heads % rows.heads:
+        raise ValueError(f"query has {heads} heads, no multiple of the rows' {rows.heads}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    if choose_backend(backend, query) == "triton":
+        from hf_kvret_kernels.higgs import triton_attend
+
+        with launching_on(query):
+            return triton_attend.attend(query, rows, ids, codec, key_dim, value_dim, scale, softcap)
+    codes, scales = rows.gather(ids, backend="naive")
+    keys, values = (
+        codec.decode(
+            codes.split([codec.code_bytes(key_dim), codec.code_bytes(value_dim)], -1)[half],
+            scales.split([codec.scale_bytes(key_dim), codec.scale_bytes(value_dim)], -1)[half],
+            backend="naive",
+        )
+        for half in (0, 1)
+    )
+    return naive.attention(query, keys, values, ids, scale, softcap)
+
+
+def _check_rows(rows: PagedRows, codec: Codec, key_dim: int, value_dim: int) -> None:
+    code_bytes = codec.code_bytes(key_dim) + codec.code_bytes(value_dim)
+    scale_bytes = codec.scale_bytes(key_dim) + codec.scale_bytes(value_dim)
+    if rows.dtype != torch.uint8:
+        raise ValueError(f"rows are {rows.dtype}: pass coded rows, bytes (uint8)")
+    if (rows.key_dim, rows.value_dim) != (code_bytes, scale_bytes):
+        raise ValueError(
+            f"rows have {rows.key_dim} bytes of codes and {rows.value_dim} of scales; {codec} has "
+            f"{code_bytes} and {scale_bytes} for key_dim={key_dim} and value_dim={value_dim}"
+        )

@@ -1,0 +1,316 @@
+"""Codecs: rows of numbers as bit-packed codes and fp16 scales, and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+
+from hf_kvret_kernels._dispatch import Backend, check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels.higgs import naive, tables
+from hf_kvret_kernels.higgs.packing import pack, unpack
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SMALLEST_GROUP, LARGEST_GROUP = 8, 1024
+
+
+class Coded(NamedTuple):
+    """Rows of numbers, coded; both are bytes, and contiguous when they come from ``encode``.
+
+    Attributes:
+        codes: ``[..., code_bytes(W)]`` uint8, laid out as ``packing`` says.
+        scales: ``[..., scale_bytes(W)]`` uint8: the bytes of fp16 numbers, low byte first, those
+            of each group together, groups in order.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """Rows of W numbers as W codes of ``bits`` bits and a few fp16 numbers for every group.
+
+    A codec holds options and no tensors: it is hashable, equal to another of the same options, and
+    works on every device.
+
+    Attributes:
+        bits: of the codes, for one number.
+        group: neighbouring numbers of a row that share scales; a power of two, 8 to 1024.
+
+    Raises:
+        ValueError: bits or a group that the codec does not have.
+    """
+
+    bits: int
+    group: int
+
+    allowed_bits: ClassVar[tuple[int, ...]]
+    # fp16 numbers that a group has beside its codes, and numbers that one code stands for.
+    group_scales: ClassVar[int]
+    code_width: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        if self.bits not in self.allowed_bits:
+            allowed = ", ".join(map(str, self.allowed_bits))
+            raise ValueError(f"bits={self.bits}: {type(self).__name__} has {allowed}")
+        group = self.group
+        if not SMALLEST_GROUP <= group <= LARGEST_GROUP or group & (group - 1):
+            raise ValueError(
+                f"group={group}: pass a power of two from {SMALLEST_GROUP} to {LARGEST_GROUP}"
+            )
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of one code: those of all the numbers that it stands for."""
+        return self.bits * self.code_width
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits that a number takes in all: codes and scales."""
+        return self.bits + 16 * self.group_scales / self.group
+
+    def code_bytes(self, width: int) -> int:
+        """Bytes of the codes of a row of ``width`` numbers.
+
+        Raises:
+            ValueError: a width that is no multiple of the group.
+        """
+        self.check_width(width)
+        return width * self.bits // 8
+
+    def scale_bytes(self, width: int) -> int:
+        """Bytes of the scales of a row of ``width`` numbers.
+
+        Raises:
+            ValueError: a width that is no multiple of the group.
+        """
+        self.check_width(width)
+        return width // self.group * self.group_scales * 2
+
+    def check_width(self, width: int) -> None:
+        """Raise ValueError unless rows of ``width`` numbers are made of whole groups."""
+        if width < 1 or width % self.group:
+            raise ValueError(
+                f"rows have {width} numbers, group is {self.group}: pass rows of a multiple of it, "
+                f"or make the codec with a smaller power of two (at least {SMALLEST_GROUP})"
+            )
+
+    def to(self, device: torch.device | str) -> Self:
+        """The codec itself, once its tables are on ``device``.
+
+        Nothing has to call this; but the first use on a device copies the tables there, which a
+        CUDA graph cannot do while it is captured.
+        """
+        self.make_tables(torch.empty(0, device=device).device)
+        return self
+
+    def encode(self, x: torch.Tensor, backend: str = "auto") -> Coded:
+        """Codes and scales of the rows of ``x``, on its device; each row by itself.
+
+        A group with a NaN or an infinity decodes to NaN altogether, and so does with HIGGS one
+        whose squares add up beyond fp32, 3e38; other groups decode as if it were not there.
+
+        Args:
+            x: ``[..., W]`` fp32, bf16 or fp16, any strides (other than contiguous rows are
+                copied); W a multiple of the group. There may be no rows.
+            backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+        Raises:
+            ValueError: a shape or dtype that does not fit, an unknown backend, gradients.
+            ImportError: ``"triton"`` without Triton.
+        """
+        check_no_grad(x=x)
+        if x.ndim < 1 or x.dtype not in FLOATS:
+            raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: pass fp32, bf16 or fp16 [..., W]")
+        lead, width = x.shape[:-1], x.shape[-1]
+        code_bytes, scale_bytes = self.code_bytes(width), self.scale_bytes(width)
+        chosen = choose_backend(backend, x)
+        with launching_on(x):
+            codes, scales = self.encode_rows(x.reshape(-1, width).contiguous(), chosen)
+        return Coded(
+            codes.view(*lead, code_bytes),
+            scales.view(torch.uint8).view(*lead, scale_bytes),
+        )
+
+    def decode(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        dtype: torch.dtype = torch.float32,
+        backend: str = "auto",
+    ) -> torch.Tensor:
+        """``[..., W]`` of ``dtype``, contiguous: what ``encode`` made codes and scales of, about.
+
+        Args:
+            codes: ``[..., code_bytes(W)]`` uint8; may be a part of wider rows.
+            scales: ``[..., scale_bytes(W)]`` uint8, likewise, on the device of the codes.
+            dtype: fp32, bf16 or fp16.
+            backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+        Raises:
+            ValueError: a shape, dtype or device that does not fit, an unknown backend.
+            ImportError: ``"triton"`` without Triton.
+        """
+        if dtype not in FLOATS:
+            raise ValueError(f"dtype={dtype}: choose fp32, bf16 or fp16")
+        for name, part in (("codes", codes), ("scales", scales)):
+            if part.ndim < 1 or part.dtype != torch.uint8:
+                raise ValueError(f"{name} is {part.dtype} {tuple(part.shape)}: pass bytes, uint8")
+        width = codes.shape[-1] * 8 // self.bits
+        if self.code_bytes(width) != codes.shape[-1]:
+            raise ValueError(
+                f"codes has rows of {codes.shape[-1]} bytes: rows of W numbers, a multiple of "
+                f"{self.group}, have W * {self.bits} / 8"
+            )
+        expected = (*codes.shape[:-1], self.scale_bytes(width))
+        if tuple(scales.shape) != expected:
+            raise ValueError(
+                f"scales has shape {tuple(scales.shape)}: pass {list(expected)} for codes of shape "
+                f"{tuple(codes.shape)}"
+            )
+        if scales.device != codes.device:
+            raise ValueError(f"scales is on {scales.device}, codes on {codes.device}: move one")
+        parts = codes.reshape(-1, codes.shape[-1]), scales.reshape(-1, expected[-1])
+        chosen = choose_backend(backend, codes)
+        with launching_on(codes):
+            rows = self.decode_rows(*parts, dtype, chosen)
+        return rows.view(*codes.shape[:-1], width)
+
+    @abstractmethod
+    def make_tables(self, device: torch.device) -> None:
+        """Put what encoding and decoding look up on ``device``."""
+
+    @abstractmethod
+    def encode_rows(
+        self, rows: torch.Tensor, backend: Backend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(codes, scales)`` of ``rows [n, W]``, contiguous; uint8 and fp16 of any shapes."""
+
+    @abstractmethod
+    def decode_rows(
+        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, backend: Backend
+    ) -> torch.Tensor:
+        """``n * W`` numbers of ``codes [n, code_bytes]`` and ``scales [n, scale_bytes]``, uint8."""
+
+    def _by_group(
+        self, codes: torch.Tensor, scales: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes ``[groups, group / code_width]`` int32 and scales ``[groups, ...]`` fp16."""
+        unpacked = unpack(codes, self.code_bits).view(-1, self.group // self.code_width)
+        return unpacked, naive.half_numbers(scales).view(-1, self.group_scales)
+
+
+@dataclass(frozen=True)
+class HiggsCodec(Codec):
+    """HIGGS: signed Hadamard transform of each group, pairs rounded to a grid for normal pairs.
+
+    ``x`` of a group is multiplied by random signs and transformed; what comes out looks normally
+    distributed. Its root mean square is the scale, fp16. Pairs over the scale are rounded to the
+    nearest of ``4^bits`` points that are best for a standard normal pair: squared errors of
+    0.1076, 0.0296 and 0.0078 of the mean square at 2, 3 and 4 bits. A number takes
+    ``bits + 16 / group`` bits.
+
+    Without the signs a constant offset lands in a single number, where the grid ends: at an offset
+    of three deviations the error is eight times as large. The authors of AQUA-KV leave them out.
+    All groups of a row have the same signs.
+
+    A group whose root mean square is below 3e-8 decodes to zeros, as its scale does; below 6e-5
+    fp16 scales are coarse. From 65504 on the scale stays there, and large numbers are cut off.
+
+    Attributes:
+        bits: 2, 3 or 4.
+        group: as in ``Codec``.
+        seed: of the signs, which are drawn on the CPU: the same on every device.
+        signs: False leaves them out, for comparisons.
+
+    Paper: AQUA-KV, section 3.3; Malinovskii et al. 2024, HIGGS.
+    """
+
+    seed: int = 0
+    signs: bool = True
+
+    allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4)
+    group_scales: ClassVar[int] = 1
+    code_width: ClassVar[int] = 2
+
+    def sign_tensor(self, device: torch.device) -> torch.Tensor:
+        """``[group]`` fp32 of +1 and -1 on ``device``; shared, not to be written to."""
+        return tables.random_signs(self.group, self.seed if self.signs else None, device)
+
+    def make_tables(self, device: torch.device) -> None:
+        self.sign_tensor(device)
+        tables.grid_merits(self.bits, device)
+        tables.grid_words(self.bits, device)
+
+    def encode_rows(
+        self, rows: torch.Tensor, backend: Backend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        signs = self.sign_tensor(rows.device)
+        if backend == "triton":
+            from hf_kvret_kernels.higgs import triton_encode
+
+            merits = tables.grid_merits(self.bits, rows.device)
+            return triton_encode.higgs_encode(rows, signs, merits, self.group, self.code_bits)
+        codes, scales = naive.higgs_encode(rows.view(-1, self.group), signs, self.bits)
+        return pack(codes.view(len(rows), rows.shape[1] // 2), self.code_bits), scales
+
+    def decode_rows(
+        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, backend: Backend
+    ) -> torch.Tensor:
+        signs = self.sign_tensor(codes.device)
+        if backend == "triton":
+            from hf_kvret_kernels.higgs import triton_decode
+
+            words = tables.grid_words(self.bits, codes.device)
+            return triton_decode.decode(
+                codes, scales, dtype, self.group, self.code_bits, signs, words
+            )
+        groups = naive.higgs_decode(*self._by_group(codes, scales), signs, self.bits)
+        return groups.to(dtype)
+
+
+@dataclass(frozen=True)
+class MinMaxCodec(Codec):
+    """Round to nearest between the smallest and the largest number of each group.
+
+    A number is a count of steps above the group's smallest number; both are kept in fp16, and
+    counted from and by as they are kept. A number takes ``bits + 32 / group`` bits. This is what
+    Quanto does, the second backbone of AQUA-KV's tables, with its zero in fp16.
+
+    Numbers beyond 65504, fp16's largest, are cut off; a group whose step rounds to 0 decodes to its
+    smallest number.
+
+    Attributes:
+        bits: 2, 3, 4 or 8.
+        group: as in ``Codec``.
+    """
+
+    allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
+    group_scales: ClassVar[int] = 2
+    code_width: ClassVar[int] = 1
+
+    def make_tables(self, device: torch.device) -> None:
+        """Nothing is looked up."""
+
+    def encode_rows(
+        self, rows: torch.Tensor, backend: Backend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if backend == "triton":
+            from hf_kvret_kernels.higgs import triton_encode
+
+            return triton_encode.minmax_encode(rows, self.group, self.bits)
+        codes, scales = naive.minmax_encode(rows.view(-1, self.group), self.bits)
+        return pack(codes.view(rows.shape), self.bits), scales
+
+    def decode_rows(
+        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, backend: Backend
+    ) -> torch.Tensor:
+        if backend == "triton":
+            from hf_kvret_kernels.higgs import triton_decode
+
+            return triton_decode.decode(codes, scales, dtype, self.group, self.bits)
+        groups = naive.minmax_decode(*self._by_group(codes, scales))
+        return groups.to(dtype)

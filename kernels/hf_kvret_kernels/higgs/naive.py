@@ -1,0 +1,120 @@
+"""The codecs and attention over coded rows in plain torch, fp32 throughout.
+
+Groups are the rows ``[n, group]`` of a matrix here; inputs were checked by the wrappers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret_kernels.higgs.tables import grid_merits, grid_points
+from hf_kvret_kernels.paris.naive import hadamard
+
+HALF_MAX = 65504.0
+# Scores of pairs and grid points that ``nearest_points`` holds at once.
+_MOST_SCORES = 1 << 22
+
+
+def half_numbers(raw: torch.Tensor) -> torch.Tensor:
+    """``[n, m]`` fp16 of their bytes ``raw [n, 2 * m]``, wherever these lie: no alignment."""
+    low, high = raw.unflatten(-1, (-1, 2)).to(torch.int16).unbind(-1)
+    return (low | (high << 8)).view(torch.float16)
+
+
+def transform(x: torch.Tensor) -> torch.Tensor:
+    """Orthonormal Walsh-Hadamard transform of the last dimension, its own inverse.
+
+    With ``H_ab = H_a (x) H_b`` the rows become matrices ``[a, b]``, multiplied from both sides.
+    """
+    group = x.shape[-1]
+    b = 1 << (group.bit_length() // 2)
+    a = group // b
+    matrices = x.unflatten(-1, (a, b))
+    mixed = hadamard(a, x.device) @ matrices @ hadamard(b, x.device)
+    return mixed.flatten(-2) * group**-0.5
+
+
+def nearest_points(pairs: torch.Tensor, bits: int) -> torch.Tensor:
+    """``[n]`` int64: the grid point nearest to each of ``pairs [n, 2]``; the first of equals."""
+    merits = grid_merits(bits, pairs.device)
+    pieces = pairs.split(max(1, _MOST_SCORES // len(merits)))
+    found = [torch.addmm(-merits[:, 2], piece, merits[:, :2].T).argmax(1) for piece in pieces]
+    return torch.cat(found)
+
+
+def higgs_encode(
+    groups: torch.Tensor, signs: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(codes [n, group / 2] int64, scales [n, 1] fp16)`` of ``groups [n, group]``.
+
+    Pairs are divided by the scale as it is stored, so nothing is lost to its rounding.
+    """
+    x = groups.float()
+    energy = x.square().sum(1, keepdim=True)
+    bounded = energy < float("inf")
+    scales = (energy / x.shape[1]).sqrt().clamp_max(HALF_MAX).half()
+    scales = scales.masked_fill(~bounded, float("nan"))
+    used = scales.float()
+    x = transform(x * signs) * torch.where(used > 0, 1 / used, 0.0)
+    pairs = x.masked_fill(~bounded, 0.0).view(-1, 2)
+    return nearest_points(pairs, bits).view(len(groups), groups.shape[1] // 2), scales
+
+
+def higgs_decode(
+    codes: torch.Tensor, scales: torch.Tensor, signs: torch.Tensor, bits: int
+) -> torch.Tensor:
+    """``[n, group]`` fp32 of ``codes [n, group / 2]`` and ``scales [n, 1]`` fp16."""
+    points = grid_points(bits, codes.device)
+    x = points.index_select(0, codes.flatten()).view(len(codes), len(signs))
+    return transform(x * scales.float()) * signs
+
+
+def minmax_encode(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(codes [n, group] int32, scales [n, 2] fp16)``, a step and a zero for each group.
+
+    Codes count steps from the zero as it is stored, the smallest number rounded to fp16.
+    """
+    x = groups.float()
+    bounded = (x.abs() < float("inf")).all(1, keepdim=True)
+    x = x.masked_fill(~bounded, 0.0)
+    most = (1 << bits) - 1
+    zeros = x.amin(1, keepdim=True).clamp(-HALF_MAX, HALF_MAX).half()
+    x = x - zeros.float()
+    steps = (x.amax(1, keepdim=True) / most).clamp(0.0, HALF_MAX).half()
+    used = steps.float()
+    x = x * torch.where(used > 0, 1 / used, 0.0)
+    codes = (x + 0.5).floor().clamp(0, most).int()
+    return codes, torch.cat([steps, zeros], 1).masked_fill(~bounded, float("nan"))
+
+
+def minmax_decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """``[n, group]`` fp32 of ``codes [n, group]`` and ``scales [n, 2]`` fp16."""
+    steps, zeros = scales.float().chunk(2, 1)
+    return codes.float() * steps + zeros
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ids: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out [B, Hq, Q, Dv], lse [B, Hq, Q])`` fp32 over rows gathered with ``ids [B, H, Q, K]``.
+
+    Args:
+        query: ``[B, Hq, Q, Dk]``; head h attends to what head ``h // (Hq / H)`` chose.
+        key: ``[B, H, Q, K, Dk]`` fp32; value: ``[B, H, Q, K, Dv]`` fp32, finite also for holes.
+    """
+    B, Hq, Q, Dk = query.shape
+    H = ids.shape[1]
+    q = query.float().reshape(B, H, Hq // H, Q, Dk).transpose(2, 3)
+    scores = torch.matmul(q, key.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill((ids < 0).unsqueeze(3), float("-inf"))
+    lse = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0)).exp()
+    out = torch.matmul(weights, value).transpose(2, 3).reshape(B, Hq, Q, value.shape[-1])
+    return out, lse.squeeze(-1).transpose(2, 3).reshape(B, Hq, Q)

@@ -1,0 +1,301 @@
+"""Attention over coded rows in Triton: the ids of a query are split over several programs.
+
+As in ``gather_attention``, a program takes one selection and a piece of its ids, and a second small
+kernel merges the pieces. Rows are unpacked in registers and stay transformed: the queries of the
+program are transformed once, and so is what it summed up.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvret_kernels._triton_shared import (
+    TL_DTYPES,
+    base2_scores,
+    combine_splits,
+    device_limits,
+    dot_dtype,
+    finish_softmax,
+    load_rows,
+    partial_buffers,
+    score_factors,
+    softmax_step,
+)
+from hf_kvret_kernels.higgs.codec import Codec, HiggsCodec
+from hf_kvret_kernels.higgs.packing import WORDS
+from hf_kvret_kernels.higgs.tables import grid_words
+from hf_kvret_kernels.higgs.triton_tiles import load_numbers
+from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged_triton import row_pointers
+from hf_kvret_kernels.paris.triton_encode import _walsh_hadamard
+
+# Programs per multiprocessor to aim at: the loads have a long way, so several must be under way.
+_WAVES = 4
+_MOST_SPLITS = 64
+
+
+@triton.jit
+def _transform(
+    x,
+    signs,
+    factor,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LOG_GROUP: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """Signed orthonormal Hadamard transform of each group of ``x [ROWS, GROUPS * GROUP]``."""
+    if not BACK:
+        x = x * signs
+    x = tl.reshape(x, (ROWS * GROUPS, GROUP))
+    x = _walsh_hadamard(x, GROUP, LOG_GROUP, ROWS * GROUPS) * factor
+    x = tl.reshape(x, (ROWS, GROUPS * GROUP))
+    if BACK:
+        x = x * signs
+    return x
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "count", "split_len"])
+def _attend_kernel(
+    query,
+    ids_ptr,
+    table,
+    page_address,
+    signs_ptr,
+    grid_ptr,
+    out,
+    lse,
+    stride_q_b,
+    stride_q_h,
+    stride_q_q,
+    stride_ids_b,
+    stride_ids_h,
+    stride_ids_q,
+    stride_ids_k,
+    stride_table_b,
+    stride_table,
+    heads,
+    queries,
+    count,
+    split_len,
+    inner,
+    outer,
+    factor,
+    G: tl.constexpr,
+    SHARE: tl.constexpr,
+    PAGE_LEN: tl.constexpr,
+    KEY_BYTES: tl.constexpr,
+    VALUE_BYTES: tl.constexpr,
+    KEY_GROUPS: tl.constexpr,
+    VALUE_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LOG_GROUP: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    PLANES: tl.constexpr,
+    HIGGS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """BLOCK_KEY and BLOCK_VALUE count groups; KEY_BYTES and VALUE_BYTES are those of codes."""
+    DK: tl.constexpr = KEY_GROUPS * GROUP
+    DV: tl.constexpr = VALUE_GROUPS * GROUP
+    BLOCK_DK: tl.constexpr = BLOCK_KEY * GROUP
+    BLOCK_DV: tl.constexpr = BLOCK_VALUE * GROUP
+    SCALE_BYTES: tl.constexpr = 2 if HIGGS else 4
+    SCALES: tl.constexpr = KEY_BYTES + VALUE_BYTES
+    WIDTH: tl.constexpr = SCALES + (KEY_GROUPS + VALUE_GROUPS) * SCALE_BYTES
+    index = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    q_index = index % queries
+    h = (index // queries) % heads
+    b = index // (queries * heads)
+
+    group = tl.arange(0, BLOCK_G)
+    key_columns = tl.arange(0, BLOCK_DK)
+    value_columns = tl.arange(0, BLOCK_DV)
+    query_heads = h * G + group
+    q_rows = query + b * stride_q_b + query_heads[:, None] * stride_q_h + q_index * stride_q_q
+    q = load_rows(q_rows + key_columns[None, :], group < G, key_columns, DK, BLOCK_DK, True)
+    if HIGGS:
+        signs = tl.load(signs_ptr + key_columns % GROUP)[None, :]
+        q = _transform(q.to(tl.float32), signs, factor, BLOCK_G, BLOCK_KEY, GROUP, LOG_GROUP, False)
+    q = q.to(DTYPE).to(DOT_DTYPE)
+    ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
+
+    peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
+    first = split * split_len
+    last = tl.minimum(first + split_len, count)
+    for start in range(first, last, BLOCK_K):
+        positions = start + tl.arange(0, BLOCK_K)
+        ids = tl.load(ids_row + positions * stride_ids_k, mask=positions < last, other=-1)
+        wanted = ids >= 0
+        rows = row_pointers(
+            ids,
+            wanted,
+            h // SHARE,
+            table + b * stride_table_b,
+            stride_table,
+            page_address,
+            PAGE_LEN,
+            WIDTH,
+            tl.uint8,
+        )
+        rows = tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
+        key = load_numbers(
+            rows,
+            rows + SCALES,
+            wanted,
+            KEY_BYTES // PLANES,
+            grid_ptr,
+            KEY_GROUPS,
+            GROUP,
+            BLOCK_K,
+            BLOCK_KEY,
+            CODE_BITS,
+            PER_WORD,
+            PLANES,
+            HIGGS,
+            ALIGN % 2 == 0,
+        )
+        key = key.to(DTYPE).to(DOT_DTYPE)
+        dots = tl.dot(q, tl.trans(key), input_precision="ieee")
+        scores = base2_scores(dots, inner, outer, SOFTCAP)
+        scores = tl.where(wanted[None, :], scores, float("-inf"))
+        weights, shrink, peak, total = softmax_step(scores, peak, total)
+        value = load_numbers(
+            rows + KEY_BYTES,
+            rows + SCALES + KEY_GROUPS * SCALE_BYTES,
+            wanted,
+            VALUE_BYTES // PLANES,
+            grid_ptr,
+            VALUE_GROUPS,
+            GROUP,
+            BLOCK_K,
+            BLOCK_VALUE,
+            CODE_BITS,
+            PER_WORD,
+            PLANES,
+            HIGGS,
+            ALIGN % 2 == 0,
+        )
+        value = value.to(DTYPE).to(DOT_DTYPE)
+        weights = weights.to(DTYPE).to(DOT_DTYPE)
+        acc = tl.dot(weights, value, acc * shrink[:, None], input_precision="ieee")
+
+    result, log_total = finish_softmax(acc, peak, total)
+    if HIGGS:
+        signs = tl.load(signs_ptr + value_columns % GROUP)[None, :]
+        result = _transform(result, signs, factor, BLOCK_G, BLOCK_VALUE, GROUP, LOG_GROUP, True)
+    target = ((b * heads * G + query_heads) * queries + q_index) * tl.num_programs(1) + split
+    tl.store(
+        out + target[:, None] * DV + value_columns[None, :],
+        result,
+        mask=(group < G)[:, None] & (value_columns < DV)[None, :],
+    )
+    tl.store(lse + target, log_total, mask=group < G)
+
+
+def attend(
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    codec: Codec,
+    key_dim: int,
+    value_dim: int,
+    scale: float,
+    softcap: float | None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``hf_kvret_kernels.higgs.attend``.
+
+    ``splits`` is the number of pieces the ids are cut into, None for as many as fill the device.
+    """
+    batch, query_heads, queries, _ = query.shape
+    heads, count = ids.shape[1], ids.shape[3]
+    out = torch.empty(
+        batch, query_heads, queries, value_dim, dtype=torch.float32, device=query.device
+    )
+    lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device)
+    if lse.numel() == 0:
+        return out, lse
+    shared = query_heads // heads
+    group = codec.group
+    # A dot of tensor cores has at least 16 numbers.
+    block_key = max(16 // group, triton.next_power_of_2(key_dim // group))
+    block_value = max(16 // group, triton.next_power_of_2(value_dim // group))
+    # fp32 has no tensor cores: larger tiles, or fewer warps, spill registers.
+    full = query.dtype == torch.float32
+    block_k = 16 if full or (block_key + block_value) * group > 256 else 32
+    programs = batch * heads * queries
+    blocks = max(1, triton.cdiv(count, block_k))
+    if splits is None:
+        processors, _ = device_limits(query.device)
+        splits = max(1, min(_MOST_SPLITS, blocks, _WAVES * processors // programs))
+    split_len = triton.cdiv(blocks, splits) * block_k
+    splits = max(1, triton.cdiv(count, split_len))
+    part_out, part_lse = partial_buffers(out, lse, splits)
+    inner, outer = score_factors(scale, softcap)
+    per_word, planes = WORDS[codec.code_bits]
+    # Min-max looks nothing up: any pointer will do.
+    signs, grid = rows.table, rows.table
+    if isinstance(codec, HiggsCodec):
+        signs, grid = codec.sign_tensor(query.device), grid_words(codec.bits, query.device)
+    _attend_kernel[(programs, splits)](
+        query,
+        ids,
+        rows.table,
+        rows.addresses(),
+        signs,
+        grid,
+        part_out,
+        part_lse,
+        *query.stride()[:3],
+        *ids.stride(),
+        *rows.table.stride(),
+        heads,
+        queries,
+        count,
+        split_len,
+        inner,
+        outer,
+        group**-0.5,
+        G=shared,
+        SHARE=heads // rows.heads,
+        PAGE_LEN=rows.page_len,
+        KEY_BYTES=codec.code_bytes(key_dim),
+        VALUE_BYTES=codec.code_bytes(value_dim),
+        KEY_GROUPS=key_dim // group,
+        VALUE_GROUPS=value_dim // group,
+        GROUP=group,
+        LOG_GROUP=group.bit_length() - 1,
+        CODE_BITS=codec.code_bits,
+        PER_WORD=per_word,
+        PLANES=planes,
+        HIGGS=isinstance(codec, HiggsCodec),
+        BLOCK_G=max(16, triton.next_power_of_2(shared)),
+        BLOCK_K=block_k,
+        BLOCK_KEY=block_key,
+        BLOCK_VALUE=block_value,
+        ALIGN=rows.alignment_bytes(),
+        SOFTCAP=softcap is not None,
+        DTYPE=TL_DTYPES[query.dtype],
+        DOT_DTYPE=dot_dtype(query.dtype),
+        num_warps=8 if full else 4,
+        num_stages=3,
+    )
+    if splits > 1:
+        combine_splits(part_out, part_lse, out, lse)
+    return out, lse

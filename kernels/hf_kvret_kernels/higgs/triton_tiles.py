@@ -1,0 +1,124 @@
+"""Pieces that the Triton kernels of coded rows share: words, codes, scales, and numbers of them.
+
+CODE_BITS, PER_WORD and PLANES say how codes lie in bytes, see ``packing``.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_words(bytes_ptr, mask, plane_stride, PLANES: tl.constexpr):
+    """int32 words whose lowest bytes are at ``bytes_ptr``; 0 outside ``mask``."""
+    words = tl.load(bytes_ptr, mask=mask, other=0).to(tl.int32)
+    for plane in tl.static_range(1, PLANES):
+        part = tl.load(bytes_ptr + plane * plane_stride, mask=mask, other=0)
+        words |= part.to(tl.int32) << (8 * plane)
+    return words
+
+
+@triton.jit
+def store_codes(
+    bytes_ptr,
+    codes,
+    mask,
+    plane_stride,
+    ROWS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    PLANES: tl.constexpr,
+):
+    """Pack ``codes [ROWS, NUMBERS]`` int32; lowest bytes go to ``bytes_ptr``, one for each word."""
+    parts = tl.reshape(codes, (ROWS, NUMBERS // PER_WORD, PER_WORD))
+    shifts = CODE_BITS * tl.arange(0, PER_WORD)
+    words = tl.sum(parts << shifts[None, None, :], axis=2)
+    for plane in tl.static_range(PLANES):
+        part = ((words >> (8 * plane)) & 255).to(tl.uint8)
+        tl.store(bytes_ptr + plane * plane_stride, part, mask=mask)
+
+
+@triton.jit
+def load_halves(bytes_ptr, mask, EVEN: tl.constexpr):
+    """fp32 of the fp16 numbers whose low bytes are at ``bytes_ptr``; 0 outside ``mask``.
+
+    EVEN promises even addresses: a number then is one load, not two.
+    """
+    if EVEN:
+        numbers = tl.load(bytes_ptr.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0)
+    else:
+        low = tl.load(bytes_ptr, mask=mask, other=0).to(tl.int16)
+        high = tl.load(bytes_ptr + 1, mask=mask, other=0).to(tl.int16)
+        numbers = (low | (high << 8)).to(tl.float16, bitcast=True)
+    return numbers.to(tl.float32)
+
+
+@triton.jit
+def unscaled_numbers(
+    words,
+    grid_ptr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    HIGGS: tl.constexpr,
+):
+    """fp32 ``[ROWS, n]`` of ``words [ROWS, WORDS]``: grid points, or with HIGGS false the codes."""
+    shifts = CODE_BITS * tl.arange(0, PER_WORD)
+    codes = (words[:, :, None] >> shifts[None, None, :]) & ((1 << CODE_BITS) - 1)
+    codes = tl.reshape(codes, (ROWS, WORDS * PER_WORD))
+    if HIGGS:
+        # A point is one word: x in its low half, y in its high half.
+        points = tl.load(grid_ptr + codes)
+        x = points.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        y = (points >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        numbers = tl.reshape(tl.join(x, y), (ROWS, 2 * WORDS * PER_WORD))
+    else:
+        numbers = codes.to(tl.float32)
+    return numbers
+
+
+@triton.jit
+def load_numbers(
+    codes_ptr,
+    scales_ptr,
+    rows_mask,
+    plane_stride,
+    grid_ptr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    PLANES: tl.constexpr,
+    HIGGS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """fp32 ``[ROWS, BLOCK_GROUPS * GROUP]``: coded numbers, transformed still if it is HIGGS.
+
+    Those beyond GROUPS groups and outside ``rows_mask`` are 0.
+
+    Args:
+        codes_ptr: ``[ROWS, 1]`` pointers to the codes of rows of whole groups.
+        scales_ptr: ``[ROWS, 1]`` pointers to the bytes of their scales; EVEN if these are so.
+    """
+    NUMBERS: tl.constexpr = BLOCK_GROUPS * GROUP
+    WORDS: tl.constexpr = NUMBERS // (2 * PER_WORD) if HIGGS else NUMBERS // PER_WORD
+    KNOWN: tl.constexpr = GROUPS * WORDS // BLOCK_GROUPS
+    SCALE_BYTES: tl.constexpr = 2 if HIGGS else 4
+    columns = tl.arange(0, WORDS)[None, :]
+    mask = rows_mask[:, None] & (columns < KNOWN)
+    words = load_words(codes_ptr + columns, mask, plane_stride, PLANES)
+    numbers = unscaled_numbers(words, grid_ptr, ROWS, WORDS, CODE_BITS, PER_WORD, HIGGS)
+    groups = tl.arange(0, BLOCK_GROUPS)[None, :]
+    mask = rows_mask[:, None] & (groups < GROUPS)
+    steps = load_halves(scales_ptr + groups * SCALE_BYTES, mask, EVEN)
+    numbers = tl.reshape(numbers, (ROWS, BLOCK_GROUPS, GROUP)) * steps[:, :, None]
+    if not HIGGS:
+        zeros = load_halves(scales_ptr + groups * SCALE_BYTES + 2, mask, EVEN)
+        numbers += zeros[:, :, None]
+    return tl.reshape(numbers, (ROWS, NUMBERS))

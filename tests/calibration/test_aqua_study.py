@@ -1,0 +1,389 @@
+"""AQUA-KV's study of a layer: what is fitted to which tokens, reconstructions, anchors, figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret.calibration.aqua import AquaCalibration
+from hf_kvret.calibration.aqua_mlp import BATCH
+from hf_kvret.calibration.aqua_predictors import Rows, predict, unpacked
+from hf_kvret.calibration.study import Carried, LayerFindings
+from hf_kvret_kernels import higgs
+from hf_kvret_model_patches.rope import Rope
+from hf_kvret_model_patches.taps import LayerTokens
+
+HEADS, DIM = 2, 16
+WIDTH = HEADS * DIM
+ROPE = Rope(10000.0 ** -(torch.arange(0, DIM, 2) / DIM), 1.5)
+CPU = torch.device("cpu")
+SEQUENCES = (300, 200, 150)
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def heads(rows: torch.Tensor) -> torch.Tensor:
+    """``[n, W]`` as the model makes them, ``[1, H, n, D]``."""
+    return rows.view(len(rows), HEADS, DIM).transpose(0, 1)[None]
+
+
+def tokens(key: torch.Tensor, value: torch.Tensor) -> LayerTokens:
+    before = heads(key)
+    after = ROPE.rotate(before, torch.arange(len(key)))
+    query = torch.zeros_like(before)
+    return LayerTokens(query, before, query, after, heads(value), None, None, None, None)
+
+
+@dataclass
+class Chain:
+    """Layers of keys and values ``[n, W]`` for each sequence; each follows from the one below."""
+
+    layers: list[list[tuple[torch.Tensor, torch.Tensor]]]
+
+    @classmethod
+    def of(cls, count: int = 3, offset: float = 0.0, dtype: torch.dtype = torch.float32) -> Chain:
+        layers = []
+        total = sum(SEQUENCES)
+        key, value = draw(total, WIDTH, seed=0), draw(total, WIDTH, seed=1)
+        for layer in range(count):
+            shown = (key + offset).to(dtype), (value - offset).to(dtype)
+            parts = [x.split(SEQUENCES) for x in shown]
+            layers.append(list(zip(*parts, strict=True)))
+            mix = [draw(WIDTH, WIDTH, seed=10 * layer + n) / WIDTH**0.5 for n in (2, 3, 4)]
+            fresh = [0.3 * draw(total, WIDTH, seed=10 * layer + n) for n in (5, 6)]
+            key = key @ mix[0] + fresh[0]
+            value = 0.7 * (key @ mix[1] + value @ mix[2]) + fresh[1]
+        return cls(layers)
+
+    def rows(self, layer: int, side: int, sinks: int = 4) -> torch.Tensor:
+        """All keys (0) or values (1) beyond the sinks."""
+        return torch.cat([part[side][sinks:] for part in self.layers[layer]])
+
+    def study(self, held_out: int = 1, device: str = "cpu", **options: Any) -> list[LayerFindings]:
+        calibration, carried = AquaCalibration(**options), None
+        found = []
+        for number, layer in enumerate(self.layers):
+            study = calibration.study(2 * number + 1, ROPE, torch.device(device))
+            for n, part in enumerate(layer):
+                study.add(tokens(*part), n >= len(layer) - held_out)
+            found.append(study.finish(lambda done: None, carried))
+            carried = found[-1].carried
+        return found
+
+
+LEARNED = sum(SEQUENCES[:2]) - 8
+
+
+def part(findings: LayerFindings, name: str) -> dict[str, torch.Tensor]:
+    """Tensors of one predictor, ready to predict."""
+    prefix = f"{name}."
+    return unpacked(
+        {k.removeprefix(prefix): x for k, x in findings.tensors.items() if k.startswith(prefix)}
+    )
+
+
+def carried(findings: LayerFindings) -> Carried:
+    assert findings.carried is not None
+    return findings.carried
+
+
+def recoded(x: torch.Tensor, bits: int, group: int = WIDTH, seed: int = 0) -> torch.Tensor:
+    codec = higgs.HiggsCodec(bits, group, seed=seed)
+    return codec.decode(*codec.encode(x), torch.float32)
+
+
+def share(error: torch.Tensor, of: torch.Tensor) -> float:
+    return float(error.square().sum() / (of - of.mean(0)).square().sum())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bits": 3, "first_bits": 2, "group": 8, "seed": 5},
+        {"predictor": "low_rank", "rank": 16, "predictor_bits": 4},
+        {"predictor": "mlp", "steps": 3, "hidden": 40},
+        {"value_inputs": "keys"},
+        {"value_inputs": "values", "predictor_bits": 4},
+        {"key_inputs": "none", "value_inputs": "none"},
+        {"anchor_mean": True},
+    ],
+    ids=str,
+)
+def test_what_is_carried_follows_from_the_artifact(options: dict[str, Any]) -> None:
+    """Reconstruction from tensors and options alone, as a cache would do it."""
+    chain = Chain.of(offset=2.0)
+    made, below = AquaCalibration(**options), None
+    for number, findings in enumerate(chain.study(**options)):
+        key, value = (chain.rows(number, side) for side in (0, 1))
+        bits, group = findings.told["bits"], findings.told["group"]
+        near: dict[str, torch.Tensor] = {}
+        for name, exact in (("key", key), ("value", value)):
+            predictor, predicted = part(findings, name), torch.zeros_like(exact)
+            if below is None:
+                assert (set(predictor) == {"bias"}) == made.anchor_mean
+                predicted = predicted + predictor.get("bias", 0.0)
+            elif name == "key" and made.key_inputs == "keys":
+                predicted = predict(predictor, below["key"])
+            elif name == "value" and made.value_inputs != "none":
+                sources = {"keys": near["key"] if near else None, "values": below["value"]}
+                inputs = [sources[source] for source in made.value_inputs.split("+")]
+                predicted = predict(predictor, torch.cat(inputs, dim=1))
+            near[name] = predicted + recoded(exact - predicted, bits, group, made.seed)
+            found = carried(findings)[name]
+            # Codes at the border of two points may differ by rounding; next to none do.
+            far = (found - near[name]).abs().amax(1) > 1e-4
+            assert found.shape == exact.shape and far.float().mean() < 0.01, (number, name)
+        below = carried(findings)
+        assert int(below["layer"]) == 2 * number + 1
+
+
+def test_predictors_are_fitted_to_reconstructions_not_to_what_the_model_made() -> None:
+    chain, options = Chain.of(), AquaCalibration(bits=2)
+    first, second, _ = chain.study(bits=2, first_bits=2)
+    learned = slice(LEARNED)
+    below, here = carried(first), carried(second)
+    key, value = (chain.rows(1, side)[learned] for side in (0, 1))
+    expected = options.fit(Rows([below["key"][learned]], key, CPU), lambda done: None)
+    for name, x in expected.items():
+        assert torch.equal(second.tensors[f"key.{name}"], x), name
+    inputs = [here["key"][learned], below["value"][learned]]
+    expected = options.fit(Rows(inputs, value, CPU), lambda done: None)
+    for name, x in expected.items():
+        assert torch.equal(second.tensors[f"value.{name}"], x), name
+    exact = options.fit(Rows([chain.rows(0, 0)[learned]], key, CPU), lambda done: None)
+    assert not torch.allclose(exact["weight"], second.tensors["key.weight"], atol=1e-2)
+
+
+def test_names_and_dtypes_are_those_of_the_table() -> None:
+    W, two = WIDTH, 2 * WIDTH
+    chain = Chain.of(2)
+
+    def shapes(**options: Any) -> dict[str, tuple[int, ...]]:
+        anchor, predicted = chain.study(**options)
+        assert set(anchor.tensors) == {"inv_freq"}
+        for name, x in predicted.tensors.items():
+            matrix = x.ndim == 2 and not name.endswith(("codes", "scale", "low"))
+            if matrix:
+                assert x.dtype == torch.bfloat16, name
+            elif "bias" in name or name == "inv_freq":
+                assert x.dtype == torch.float32, name
+        return {name: tuple(x.shape) for name, x in predicted.tensors.items()}
+
+    bias = {"inv_freq": (DIM // 2,), "key.bias": (W,), "value.bias": (W,)}
+    assert shapes() == {**bias, "key.weight": (W, W), "value.weight": (W, two)}
+    assert shapes(value_inputs="values") == {**bias, "key.weight": (W, W), "value.weight": (W, W)}
+    low_rank = {"key.down": (5, W), "key.up": (W, 5), "value.down": (5, two), "value.up": (W, 5)}
+    assert shapes(predictor="low_rank", rank=5) == {**bias, **low_rank}
+    packed = {
+        "key.weight.codes": (W, W // 2),
+        "key.weight.scale": (W, 1),
+        "key.weight.low": (W, 1),
+        "value.weight.codes": (W, W),
+        "value.weight.scale": (W, 1),
+        "value.weight.low": (W, 1),
+    }
+    assert shapes(predictor_bits=4) == {**bias, **packed}
+    perceptron = {
+        f"{name}.{kind}": shape
+        for name, width in (("key", W), ("value", two))
+        for kind, shape in (
+            ("hidden.weight", (two, width)),
+            ("hidden.bias", (two,)),
+            ("out.weight", (W, two)),
+        )
+    }
+    assert shapes(predictor="mlp", steps=1) == {**bias, **perceptron}
+    assert set(shapes(key_inputs="none", value_inputs="none")) == {"inv_freq"}
+
+
+def test_layers_are_told_what_a_cache_must_know() -> None:
+    anchor, predicted = Chain.of(2).study()
+    shared = {
+        "layout": "half",
+        "attention_factor": 1.5,
+        "group": WIDTH,
+        "value_group": WIDTH,
+        "heads": HEADS,
+        "head_dim": DIM,
+        "value_head_dim": DIM,
+    }
+    assert anchor.told == {**shared, "role": "anchor", "previous": None, "bits": 4}
+    assert predicted.told == {**shared, "role": "predicted", "previous": 1, "bits": 2}
+
+
+def test_sinks_are_left_out() -> None:
+    chain, other = Chain.of(2), Chain.of(2)
+    for layer in other.layers:
+        for key, value in layer:
+            key[:4] += 1000.0
+            value[:4] -= 1000.0
+    for one, two in zip(chain.study(), other.study(), strict=True):
+        assert all(torch.equal(x, two.tensors[name]) for name, x in one.tensors.items())
+        assert one.quality == two.quality
+    assert carried(chain.study(sinks=0)[0])["key"].shape == (sum(SEQUENCES), WIDTH)
+    assert carried(chain.study(sinks=64)[0])["key"].shape == (sum(SEQUENCES) - 192, WIDTH)
+
+
+def test_nothing_is_learned_from_what_is_held_out() -> None:
+    chain, other = Chain.of(), Chain.of()
+    for layer in other.layers:
+        for x in layer[-1]:
+            x *= -3.0
+    options = {"first_bits": "auto", "anchor_mean": True}
+    for one, two in zip(chain.study(**options), other.study(**options), strict=True):
+        assert all(torch.equal(x, two.tensors[name]) for name, x in one.tensors.items())
+        assert one.told == two.told and one.quality != two.quality
+
+
+def test_keys_are_those_before_or_after_rope() -> None:
+    chain = Chain.of(1)
+    before, after = (chain.study(space=space, first_bits=16)[0] for space in ("before", "after"))
+    assert torch.equal(carried(before)["key"], chain.rows(0, 0))
+    seen = [tokens(*one).key[0] for one in chain.layers[0]]
+    rows = torch.cat([x[:, 4:].transpose(0, 1).flatten(1) for x in seen])
+    assert torch.equal(carried(after)["key"], rows)
+    assert torch.equal(carried(after)["value"], chain.rows(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("every", "roles"),
+    [(None, "appp"), (1, "aaaa"), (2, "apap"), (3, "appa"), (9, "appp")],
+)
+def test_anchors_come_every_so_many_studied_layers(every: int | None, roles: str) -> None:
+    found = Chain.of(4).study(anchor_every=every)
+    assert "".join(one.told["role"][0] for one in found) == roles
+    for number, one in enumerate(found):
+        anchor = roles[number] == "a"
+        assert ("key.weight" in one.tensors) != anchor
+        assert one.told["previous"] == (None if anchor else 2 * number - 1)
+        assert one.told["bits"] == (4 if anchor else 2)
+
+
+def test_anchors_in_16_bits_are_as_the_model_made_them() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        chain = Chain.of(2, dtype=dtype)
+        anchor, predicted = chain.study(first_bits=16)
+        for side, name in enumerate(("key", "value")):
+            assert carried(anchor)[name].dtype == dtype
+            assert torch.equal(carried(anchor)[name], chain.rows(0, side))
+            assert carried(predicted)[name].dtype == dtype
+        assert anchor.quality["key_error"] == 0.0
+
+
+def test_an_anchor_is_left_in_16_bits_where_4_would_lose_it_to_an_offset() -> None:
+    for offset, bits in ((0.0, 4), (2.0, 4), (10.0, 16)):
+        anchor = Chain.of(1, offset=offset).study(first_bits="auto")[0]
+        assert anchor.told["bits"] == anchor.quality["bits"] == bits, offset
+        # With its mean taken off there is no offset.
+        centred = Chain.of(1, offset=offset).study(first_bits="auto", anchor_mean=True)[0]
+        assert centred.told["bits"] == 4
+        assert centred.quality["key_error"] == pytest.approx(0.0077, rel=0.15)
+    # Also where nothing is held out to measure.
+    assert Chain.of(1, offset=10.0).study(0, first_bits="auto")[0].told["bits"] == 16
+
+
+def test_figures_are_shares_of_the_held_out_variance() -> None:
+    chain = Chain.of(2, offset=1.0)
+    anchor, predicted = chain.study()
+    held = slice(LEARNED, None)
+    key, value = (chain.rows(0, side)[held] for side in (0, 1))
+    for bits in (4, 3, 2):
+        for name, exact in (("key", key), ("value", value)):
+            expected = share(exact - recoded(exact, bits), exact)
+            assert anchor.quality[f"{name}_error_in_{bits}_bits"] == pytest.approx(
+                expected, rel=1e-3
+            )
+    assert anchor.quality["key_error"] == anchor.quality["key_error_in_4_bits"]
+    assert anchor.quality["key_explained"] is None
+    key, value = (chain.rows(1, side)[held] for side in (0, 1))
+    below, here = (
+        {name: x[held] for name, x in carried(one).items() if x.ndim} for one in (anchor, predicted)
+    )
+    inputs = {"key": below["key"], "value": torch.cat([here["key"], below["value"]], dim=1)}
+    for name, exact in (("key", key), ("value", value)):
+        left = exact - predict(part(predicted, name), inputs[name])
+        explained = 1 - share(left - left.mean(0), exact)
+        figures = {figure: predicted.quality[f"{name}_{figure}"] for figure in FIGURES}
+        assert figures["explained"] == pytest.approx(explained, abs=1e-5)
+        assert figures["error"] == pytest.approx(share(exact - here[name], exact), rel=1e-4)
+        plain = share(exact - recoded(exact, 2), exact)
+        assert figures["error_unpredicted"] == pytest.approx(plain, rel=1e-3)
+        assert 0.5 < figures["explained"] < 1 and figures["error"] < 0.6 * plain
+
+
+FIGURES = ("explained", "error", "error_unpredicted")
+
+
+def test_where_nothing_is_held_out_there_are_no_figures() -> None:
+    for one in Chain.of(2).study(0):
+        figures = {name: x for name, x in one.quality.items() if name not in ("role", "bits")}
+        assert len(figures) >= 6 and set(figures.values()) == {None}
+
+
+def test_min_max_is_another_backbone() -> None:
+    chain = Chain.of(1)
+    found = chain.study(backbone="minmax")[0]
+    codec = higgs.MinMaxCodec(4, WIDTH)
+    for side, name in enumerate(("key", "value")):
+        exact = chain.rows(0, side)
+        expected = codec.decode(*codec.encode(exact), torch.float32)
+        assert torch.equal(carried(found)[name], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("predictor", ["linear", "low_rank", "mlp"])
+def test_on_a_cuda_device_it_learns_the_same(predictor: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    options = {"predictor": predictor, "rank": 16, "steps": 10, "anchor_mean": True}
+    chain = Chain.of(3, offset=1.0)
+    here, there = chain.study(**options), chain.study(device="cuda", **options)
+    for one, two in zip(here, there, strict=True):
+        assert {x.device.type for x in (*two.tensors.values(), *carried(two).values())} == {"cpu"}
+        for name in ("key_error", "value_error"):
+            assert two.quality[name] == pytest.approx(one.quality[name], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"first_bits": "auto"}, {"predictor": "mlp", "steps": 4}], ids=str
+)
+def test_progress_adds_up_to_the_work(options: dict[str, Any]) -> None:
+    chain, calibration = Chain.of(2), AquaCalibration(**options)
+    given = None
+    for layer in chain.layers:
+        study = calibration.study(0, ROPE, CPU)
+        for one in layer:
+            study.add(tokens(*one), False)
+        done: list[int] = []
+        work = study.work
+        given = study.finish(done.append, given).carried
+        trained = 2 * 4 * BATCH if options.get("predictor") == "mlp" else 0
+        anchor = layer is chain.layers[0]
+        assert sum(done) == work - (trained if anchor else 0)
+
+
+def test_rows_that_dont_fit_are_refused_at_once() -> None:
+    for options, message in (
+        ({"group": 64}, "group=64 does not divide the 32 numbers"),
+        ({"predictor": "low_rank"}, r"rank=256: layer 7 has 32 numbers of keys .*at most that"),
+    ):
+        study = AquaCalibration(**options).study(7, ROPE, CPU)
+        with pytest.raises(ValueError, match=message):
+            study.add(tokens(*Chain.of(1).layers[0][0]), False)
+    study = AquaCalibration().study(0, ROPE, CPU)
+    odd = torch.zeros(1, 1, 9, 6)
+    with pytest.raises(ValueError, match=r"are 6 numbers: .*and none divides that"):
+        study.add(LayerTokens(odd, odd, odd, odd, odd, None, None, None, None), False)
+
+
+def test_sequences_of_sinks_alone_are_nothing_to_learn_from() -> None:
+    study = AquaCalibration().study(0, ROPE, CPU)
+    study.add(tokens(draw(4, WIDTH, seed=0), draw(4, WIDTH, seed=1)), False)
+    with pytest.raises(ValueError, match="no tokens to learn from beyond the first 4"):
+        study.finish(lambda done: None)

@@ -1,0 +1,281 @@
+"""Codecs of 2 to 8 bits: what comes back, in how many bytes, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+import torch
+
+from hf_kvret_kernels.higgs import Codec, HiggsCodec, MinMaxCodec, naive, tables
+from hf_kvret_kernels.higgs.packing import WORDS, pack, unpack
+from hf_kvret_kernels.higgs.tables import grid_points, random_signs
+
+CODECS = [HiggsCodec(bits, 64) for bits in (2, 3, 4)]
+CODECS += [MinMaxCodec(bits, 64) for bits in (2, 3, 4, 8)]
+GROUPS = (8, 16, 32, 128, 256, 512, 1024)
+# Ten butterflies of numbers up to 4 in fp32, times a scale of about 1; and between codes no two
+# backends may differ by more than a distance that is this near to the least.
+FP32_ERROR = 1e-5
+
+Place = tuple[str, str]
+
+
+def name(codec: Codec) -> str:
+    return f"{type(codec).__name__}-{codec.bits}-{codec.group}"
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def hadamard(group: int) -> torch.Tensor:
+    """Orthonormal, entry by entry: the parity of the bits that row and column share."""
+    shared = [[bin(i & j).count("1") % 2 for j in range(group)] for i in range(group)]
+    return (1 - 2 * torch.tensor(shared, dtype=torch.float64)) / math.sqrt(group)
+
+
+def unpack_slowly(packed: list[int], code_bits: int) -> list[int]:
+    """Codes of a row, bit by bit from the definition: planes of bytes, lowest code lowest."""
+    planes = WORDS[code_bits][1]
+    count = len(packed) // planes
+    codes = []
+    for i in range(count):
+        word = sum(packed[plane * count + i] << (8 * plane) for plane in range(planes))
+        codes += [word >> shift & (2**code_bits - 1) for shift in range(0, 8 * planes, code_bits)]
+    return codes
+
+
+def parts(codec: Codec, x: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(codes [groups, n] int64, scales [groups, ...] fp64)`` of the rows ``x [n, W]``."""
+    coded = codec.encode(x.to(place[1]), backend=place[0])
+    assert coded.codes.dtype == coded.scales.dtype == torch.uint8
+    assert coded.codes.shape == (*x.shape[:-1], codec.code_bytes(x.shape[-1]))
+    assert coded.scales.shape == (*x.shape[:-1], codec.scale_bytes(x.shape[-1]))
+    rows = [unpack_slowly(row, codec.code_bits) for row in coded.codes.cpu().tolist()]
+    codes = torch.tensor(rows).view(-1, codec.group // codec.code_width)
+    scales = coded.scales.cpu().view(torch.float16).double()
+    return codes, scales.view(len(codes), codec.group_scales)
+
+
+def decode_slowly(codec: Codec, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """fp64 groups of their codes and scales, from the definition."""
+    if isinstance(codec, MinMaxCodec):
+        return codes * scales[:, :1] + scales[:, 1:]
+    points = grid_points(codec.bits, torch.device("cpu")).double()[codes].flatten(1)
+    signs = codec.sign_tensor(torch.device("cpu")).double()
+    return points * scales @ hadamard(codec.group) * signs
+
+
+@pytest.mark.parametrize("code_bits", WORDS)
+def test_packing_is_undone_exactly(code_bits: int) -> None:
+    for words in (0, 1, 5):
+        codes = torch.randint(0, 2**code_bits, (3, 2, words * WORDS[code_bits][0]))
+        packed = pack(codes, code_bits)
+        assert packed.dtype == torch.uint8
+        assert packed.shape == (3, 2, codes.shape[-1] * code_bits // 8)
+        assert torch.equal(unpack(packed, code_bits).long(), codes)
+        for row, expected in zip(packed.view(6, -1).tolist(), codes.view(6, -1), strict=True):
+            assert unpack_slowly(row, code_bits) == expected.tolist()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=name)
+@pytest.mark.parametrize("rows", [1, 7])
+def test_each_number_gets_the_best_code(place: Place, codec: Codec, rows: int) -> None:
+    """Against all codes, in fp64: nearest points of the transformed group, nearest steps."""
+    x = draw(rows, 3 * codec.group, seed=rows) * 2 + 0.3
+    codes, scales = parts(codec, x, place)
+    groups = x.double().view(len(codes), -1)
+    if isinstance(codec, HiggsCodec):
+        rms = groups.square().mean(1, keepdim=True).sqrt()
+        assert (scales - rms).abs().max() <= 2.0**-11 * rms.max() + FP32_ERROR
+        signs = codec.sign_tensor(torch.device("cpu")).double()
+        pairs = (groups * signs @ hadamard(codec.group) / scales).view(len(codes), -1, 2)
+        far = (pairs[:, :, None] - grid_points(codec.bits, torch.device("cpu"))).norm(dim=-1)
+    else:
+        low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+        half_ulp = 2.0**-11 * groups.abs().max()
+        assert (scales[:, 1:] - low).abs().max() <= half_ulp
+        assert (scales[:, :1] * (2**codec.bits - 1) - (high - low)).abs().max() <= 4 * half_ulp
+        steps = torch.arange(2**codec.bits) * scales[:, :1] + scales[:, 1:]
+        far = (groups[:, :, None] - steps[:, None]).abs()
+    chosen = far.gather(2, codes.unsqueeze(2)).squeeze(2)
+    assert (chosen - far.amin(2)).max() <= FP32_ERROR
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=name)
+def test_decoding_follows_the_definition(place: Place, codec: Codec, dtype: torch.dtype) -> None:
+    x = draw(5, 2 * codec.group, dtype=dtype)
+    codes, scales = parts(codec, x, place)
+    expected = decode_slowly(codec, codes, scales).view_as(x)
+    coded = codec.encode(x.to(place[1]), backend=place[0])
+    back = codec.decode(*coded, dtype, backend=place[0])
+    assert back.dtype == dtype and back.device.type == place[1] and back.shape == x.shape
+    # Triton's interpreter cuts bf16 off instead of rounding it.
+    rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}[dtype]
+    error = (back.cpu().double() - expected).abs()
+    assert (error <= FP32_ERROR + rounding * expected.abs()).all()
+    assert (expected - x.double()).square().mean() < 0.3
+
+
+@pytest.mark.parametrize("kind", [HiggsCodec, MinMaxCodec])
+@pytest.mark.parametrize("group", GROUPS)
+def test_triton_agrees_with_torch_for_all_groups(
+    place: Place, group: int, kind: type[Codec]
+) -> None:
+    codec = kind(3, group)
+    x = draw(3, 3 * group, seed=group)
+    expected = codec.encode(x, backend="naive")
+    coded = codec.encode(x.to(place[1]), backend=place[0])
+    plain = codec.decode(*expected, backend="naive")
+    back = codec.decode(*(part.to(place[1]) for part in expected), backend=place[0])
+    torch.testing.assert_close(back.cpu(), plain, rtol=0, atol=FP32_ERROR)
+    # A number halfway between two codes, or a scale between two fp16 numbers, may go either way.
+    differ = (coded.codes.cpu() != expected.codes).double().mean()
+    assert differ <= 0.01
+    again = codec.decode(coded.codes.cpu(), coded.scales.cpu(), backend="naive")
+    assert abs((again - x).square().mean() / (plain - x).square().mean() - 1) < 0.01
+    if kind is HiggsCodec and group > 8:
+        assert (plain - x).square().mean() < 0.035
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=name)
+def test_zeros_come_back_as_zeros(place: Place, codec: Codec) -> None:
+    x = draw(3, 2 * codec.group)
+    x[1] = 0.0
+    x[2, codec.group :] = 1e-9
+    back = codec.decode(*codec.encode(x.to(place[1]), place[0]), backend=place[0]).cpu()
+    assert (back[1] == 0).all() and (back[2, codec.group :] == 0).all()
+    assert (back[0] != 0).any() and (back[2, : codec.group] != 0).any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("codec", CODECS, ids=name)
+def test_a_group_with_nan_or_infinity_is_nan_and_no_other(
+    place: Place, codec: Codec, bad: float
+) -> None:
+    x = draw(3, 2 * codec.group)
+    plain = codec.encode(x, backend="naive")
+    x[1, 5] = bad
+    coded = codec.encode(x.to(place[1]), backend=place[0])
+    back = codec.decode(*coded, backend=place[0]).cpu()
+    struck = torch.zeros_like(x, dtype=torch.bool)
+    struck[1, : codec.group] = True
+    assert torch.equal(back.isnan(), struck)
+    expected = codec.decode(*plain, backend="naive")
+    torch.testing.assert_close(back[~struck], expected[~struck], rtol=0, atol=FP32_ERROR)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=name)
+def test_numbers_too_large_for_fp16_are_cut_off(place: Place, codec: Codec) -> None:
+    x = draw(2, codec.group) * 1e9
+    back = codec.decode(*codec.encode(x.to(place[1]), place[0]), backend=place[0]).cpu()
+    assert back.isfinite().all()
+    assert back.abs().max() >= 60000
+    # fp16's own largest numbers are not cut off.
+    x = torch.full((1, codec.group), 60000.0).half()
+    x[0, ::2] *= -1
+    back = codec.decode(*codec.encode(x.to(place[1]), place[0]), backend=place[0]).cpu()
+    assert ((back - x).square().mean().sqrt() <= 60000 * 0.5).all()
+
+
+def test_a_half_between_two_steps_goes_up(place: Place) -> None:
+    x = torch.tensor([[0.0, 15.0, 0.5, 1.5, 2.5, 7.5, 14.5, 3.0]])
+    codes, _ = parts(MinMaxCodec(4, 8), x, place)
+    assert codes.tolist() == [[0, 15, 1, 2, 3, 8, 15, 3]]
+
+
+def test_of_equally_near_points_the_first_is_taken(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With each of 16 points four times over, as one of 64."""
+    merits = tables.grid_merits(2, torch.device("cpu")).repeat_interleave(4, 0)
+    for module in (naive, tables):
+        monkeypatch.setattr(module, "grid_merits", lambda bits, device: merits.to(device))
+    codes, _ = parts(HiggsCodec(3, 64), draw(7, 64), place)
+    assert (codes % 4 == 0).all() and len(codes.unique()) > 12
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=name)
+def test_rows_in_wider_ones_and_strided_inputs(place: Place, codec: Codec) -> None:
+    """Parts of rows are read where they lie, at odd addresses too; no rows are no rows."""
+    x = draw(2, 3, 4, 2 * codec.group).to(place[1]).transpose(0, 2)
+    coded = codec.encode(x, backend=place[0])
+    plain = codec.encode(x.contiguous(), backend=place[0])
+    assert all(map(torch.equal, coded, plain))
+    assert coded.codes.is_contiguous() and coded.scales.is_contiguous()
+    sizes = coded.codes.shape[-1], coded.scales.shape[-1]
+    for lead in (1, 2):
+        wide = torch.full((4, 3, 2, lead + sum(sizes) + 2), 255, dtype=torch.uint8)
+        codes, scales = wide.to(place[1]).split([lead, *sizes, 2], -1)[1:3]
+        codes.copy_(coded.codes)
+        scales.copy_(coded.scales)
+        back = codec.decode(codes, scales, backend=place[0])
+        assert torch.equal(back, codec.decode(*coded, backend=place[0]))
+    none = codec.encode(x[:0], backend=place[0])
+    assert codec.decode(*none, torch.bfloat16, backend=place[0]).shape == (0, 3, 2, x.shape[-1])
+
+
+@pytest.mark.parametrize("group", [8, 64, 128, 1024])
+def test_bytes_are_those_that_are_promised(group: int) -> None:
+    x = draw(2, 4 * group)
+    for bits in (2, 3, 4):
+        codec = HiggsCodec(bits, group)
+        coded = codec.encode(x)
+        assert sum(part.nbytes for part in coded) == x.numel() * (bits / 8 + 2 / group)
+        assert codec.bits_per_value == bits + 16 / group
+    for bits in (2, 3, 4, 8):
+        codec = MinMaxCodec(bits, group)
+        coded = codec.encode(x)
+        assert sum(part.nbytes for part in coded) == x.numel() * (bits / 8 + 4 / group)
+        assert codec.bits_per_value == bits + 32 / group
+
+
+def test_a_codec_is_its_options() -> None:
+    codec = HiggsCodec(2, 128, seed=3)
+    assert codec == HiggsCodec(2, 128, 3) and codec != HiggsCodec(2, 128, 4)
+    assert hash(codec) == hash(pickle.loads(pickle.dumps(codec)))
+    assert codec.to("cpu") is codec
+    state = torch.random.get_rng_state()
+    cpu = torch.device("cpu")
+    signs = random_signs(256, 11, cpu)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert set(signs.tolist()) == {-1.0, 1.0}
+    assert not torch.equal(signs, random_signs(256, 12, cpu))
+    assert (HiggsCodec(2, 64, signs=False).sign_tensor(cpu) == 1).all()
+
+
+def test_mistakes_are_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match="bits=8: HiggsCodec has 2, 3, 4"):
+        HiggsCodec(8, 64)
+    with pytest.raises(ValueError, match="bits=5: MinMaxCodec has 2, 3, 4, 8"):
+        MinMaxCodec(5, 64)
+    for group in (4, 96, 2048):
+        with pytest.raises(ValueError, match=f"group={group}: pass a power of two from 8 to 1024"):
+            HiggsCodec(2, group)
+    codec = HiggsCodec(2, 64)
+    for width in (0, 32, 96):
+        with pytest.raises(ValueError, match=f"rows have {width} numbers, group is 64: pass rows"):
+            codec.encode(torch.zeros(2, width))
+    for wrong in (torch.zeros(2, 64).double(), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"x is .*: pass fp32, bf16 or fp16 \[..., W\]"):
+            codec.encode(wrong)
+    with pytest.raises(ValueError, match="x requires gradients"):
+        codec.encode(torch.zeros(2, 64, requires_grad=True))
+    codes, scales = codec.encode(torch.zeros(2, 64))
+    with pytest.raises(ValueError, match=r"dtype=torch\.float64: choose"):
+        codec.decode(codes, scales, torch.float64)
+    with pytest.raises(ValueError, match=r"codes is torch\.int32"):
+        codec.decode(codes.int(), scales)
+    with pytest.raises(ValueError, match=r"scales is torch\.float16"):
+        codec.decode(codes, scales.view(torch.float16))
+    with pytest.raises(ValueError, match="rows have 60 numbers, group is 64"):
+        codec.decode(codes[:, :15], scales)
+    with pytest.raises(ValueError, match=r"scales has shape \(1, 2\): pass \[2, 2\]"):
+        codec.decode(codes, scales[:1])
+    with pytest.raises(ValueError, match="scales is on meta, codes on cpu"):
+        codec.decode(codes, scales.to("meta"))
+    with pytest.raises(ValueError, match="choose one of auto"):
+        codec.encode(torch.zeros(2, 64), backend="cpp")
