@@ -13,6 +13,7 @@ from hf_kvret.index import ColdTokens, Index
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
 from hf_kvret.methods.flat import FlatConfig, FlatKVCache
+from hf_kvret.methods.h2o import H2OCache, H2OConfig
 from hf_kvret.methods.lrqk import LRQKCache, LRQKConfig
 from hf_kvret.methods.paris import ParisConfig, ParisKVCache
 from hf_kvret.registry import attach, register, registered_methods, restore, unregister
@@ -28,6 +29,8 @@ __all__ = [
     "ColdTokens",
     "FlatConfig",
     "FlatKVCache",
+    "H2OCache",
+    "H2OConfig",
     "Index",
     "LRQKCache",
     "LRQKConfig",

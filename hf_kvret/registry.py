@@ -18,6 +18,7 @@ from hf_kvret.masks import retrieval_mask
 from hf_kvret.methods.a2ats import A2ATSCache
 from hf_kvret.methods.ctkvr import CTkvrCache
 from hf_kvret.methods.flat import FlatKVCache
+from hf_kvret.methods.h2o import H2OCache
 from hf_kvret.methods.lrqk import LRQKCache
 from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret_model_patches import generation
@@ -32,6 +33,7 @@ BUILT_IN: tuple[type[RetrievalCache], ...] = (
     LRQKCache,
     CTkvrCache,
     A2ATSCache,
+    H2OCache,
 )
 
 _methods: dict[str, type[RetrievalCache]] = {}

@@ -30,6 +30,13 @@ from hf_kvret import FlatConfig, ParisConfig, RetrievalConfig
         ({"recent": 8.0}, TypeError, "recent must be an int"),
         ({"flush": False}, TypeError, "flush must be an int"),
         ({"track_recall": 1}, TypeError, "track_recall must be True or False"),
+        ({"bits": 5}, ValueError, "bits=5: choose 2, 3, 4, 16"),
+        ({"bits": 8}, ValueError, "bits=8: choose 2, 3, 4, 16"),
+        ({"bits": 0}, ValueError, "bits=0"),
+        ({"bits": True}, ValueError, "bits=True"),
+        ({"bits": 4.0}, ValueError, "bits=4.0"),
+        ({"bits": "4"}, ValueError, "bits='4'"),
+        ({"bits": None}, ValueError, "bits=None"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_name(
@@ -67,6 +74,12 @@ def test_replace_validates_and_leaves_the_original() -> None:
 )
 def test_the_budget_is_a_count_or_a_share(top_k: float, cold: int, budget: int) -> None:
     assert RetrievalConfig(top_k=top_k).budget(cold) == budget
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 16])
+def test_rows_may_have_these_bits(bits: int) -> None:
+    assert FlatConfig.from_options(store="higgs", bits=bits).bits == bits
+    assert FlatConfig().bits == 4
 
 
 def test_short_caches_stay_dense_by_default() -> None:

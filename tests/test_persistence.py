@@ -150,6 +150,45 @@ def test_a_loaded_cache_goes_on_with_the_same_tokens(
     assert (loaded.memory().host > 0) == (store == "host")
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(("before", "after"), [("higgs", "higgs-host"), ("higgs-host", "higgs")])
+def test_coded_rows_come_back_as_they_were(
+    llama: PreTrainedModel, before: str, after: str, bits: int, tmp_path: Path
+) -> None:
+    cache = _prefill(llama, ParisKVCache(llama.config, store=before, bits=bits, **SMALL))
+    cache.save_pretrained(tmp_path)
+    loaded = ParisKVCache.from_pretrained(tmp_path, llama.config, store=after)
+    assert (loaded.options.store, loaded.options.bits) == (after, bits)
+    names = [name for name in load_file(tmp_path / TENSORS) if name.startswith("layers.0.store.")]
+    assert {"codes", "scales"} <= {name.rpartition(".")[2] for name in names}
+    assert not any(name.endswith(("keys", "values")) for name in names), "nothing is kept twice"
+    assert torch.equal(_continue(llama, loaded), _continue(llama, cache))
+    assert (loaded.memory().store_host > 0) == (after == "higgs-host")
+
+
+def test_coded_rows_stay_in_stores_for_coded_rows(llama: PreTrainedModel, tmp_path: Path) -> None:
+    cache = _prefill(llama, FlatKVCache(llama.config, store="higgs", bits=4, **SMALL))
+    cache.save_pretrained(tmp_path)
+    for store in ("device", "host", "resident", "cpu"):
+        with pytest.raises(ValueError, match="saved with coded rows, which other stores can't"):
+            FlatKVCache.from_pretrained(tmp_path, llama.config, store=store)
+    with pytest.raises(ValueError, match="bits: not an option that a filled cache can change"):
+        cache.fork(bits=2)
+
+
+def test_plain_rows_are_coded_by_a_store_for_coded_rows(
+    llama: PreTrainedModel, saved: Path, tmp_path: Path
+) -> None:
+    coded = FlatKVCache.from_pretrained(saved, llama.config, store="higgs")
+    fresh = _prefill(llama, FlatKVCache(llama.config, store="higgs", **SMALL))
+    assert coded.memory().store_device == fresh.memory().store_device
+    assert torch.equal(_continue(llama, coded), _continue(llama, fresh))
+    whole = _prefill(llama, FlatKVCache(llama.config, store="higgs", bits=16, **SMALL))
+    whole.save_pretrained(tmp_path)
+    plain = FlatKVCache.from_pretrained(tmp_path, llama.config, store="host")
+    assert torch.equal(_continue(llama, plain), _continue(llama, whole))
+
+
 def test_published_options_come_back(llama: PreTrainedModel, tmp_path: Path) -> None:
     options = ParisConfig.paper(**SMALL)
     cache = _prefill(llama, ParisKVCache(llama.config, options))

@@ -99,6 +99,26 @@ def test_bytes_of_a_hand_made_case(llama: PreTrainedModel, store: str) -> None:
     assert f"full attention {report.full_attention / 2**20:.1f} MiB" in str(report)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 16])
+@pytest.mark.parametrize("store", ["higgs", "higgs-host"])
+def test_bytes_of_coded_rows(llama: PreTrainedModel, store: str, bits: int) -> None:
+    """A key or value of 16 numbers: their codes and one scale; with 16 bits, four bytes each."""
+    row = 2 * 16 * 4 if bits == 16 else 2 * (16 * bits // 8 + 2)
+    cache = FlatKVCache(llama.config, store=store, bits=bits, **SMALL)
+    _feed(llama, cache, 72)  # 64 cold tokens: one page of 64 for each layer
+    report, layers = cache.memory(), 2
+    pages, table = layers * 64 * 2 * row, layers * 4
+    expected = (pages + table, 0) if store == "higgs" else (table, pages)
+    assert (report.store_device, report.store_host) == expected
+    assert report.full_attention == layers * 72 * 2 * 128, "what other caches would take"
+    _feed(llama, cache, 1)
+    _feed(llama, cache, 9)  # more than max_draft: 74 cold, 73 of them came before these nine
+    for layer in cache.stats()["layers"]:
+        assert (layer["selected"], layer["exact_rows"]) == (5 * 2, 73 * 2)
+        assert layer["bytes_fetched"] == (5 + 73) * 2 * row
+    assert cache.stats()["store"] == store
+
+
 def test_layers_that_are_not_ours_count_on_both_sides() -> None:
     model = MODELS["gemma3"].build()
     hf_kvret.attach(model)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_kvret.calibration.a2ats import SPACES, A2ATSCalibration
+from hf_kvret.calibration.a2ats import CODEWORD_DTYPES, SPACES, A2ATSCalibration
 from hf_kvret.calibration.aqua import AquaCalibration
 from hf_kvret.calibration.aqua_command import add_aqua_options, aqua_calibration
 from hf_kvret.calibration.artifact import CalibrationArtifact
@@ -46,6 +46,9 @@ def add_calibrate_parser(commands: argparse._SubParsersAction) -> None:
     )
     _add_common_options(a2ats)
     a2ats.add_argument("--codewords", type=int, default=4096, help="of each KV head")
+    a2ats.add_argument(
+        "--codeword-dtype", choices=CODEWORD_DTYPES, default="bfloat16", help="as they are saved"
+    )
     a2ats.add_argument("--window", type=int, default=2048, help="position of all queries, b")
     a2ats.add_argument("--rounds", type=int, default=300, help="of k-means at most")
     a2ats.add_argument("--space", choices=SPACES, default="windowed", help="rotated: for study")
@@ -183,6 +186,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
 def _a2ats(options: argparse.Namespace) -> A2ATSCalibration:
     return A2ATSCalibration(
         codewords=options.codewords,
+        codeword_dtype=options.codeword_dtype,
         window=options.window,
         rounds=options.rounds,
         space=options.space,

@@ -19,7 +19,7 @@ from hf_kvret.calibration.sources import Corpus
 from hf_kvret.calibration.study import Calibration, Carried, LayerFindings, LayerStudy
 from hf_kvret.compatibility import check_model, model_layers
 from hf_kvret_model_patches.rope import Rope
-from hf_kvret_model_patches.rope_check import check_rope
+from hf_kvret_model_patches.rope_check import check_rope, input_device
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
 _PARTS = ".parts"
@@ -56,18 +56,13 @@ def calibrate(
 
     Raises:
         ValueError: a model that no cache can serve, whose RoPE can't be undone or whose layers
-            can't be tapped; one in training mode, or with an offloaded embedding; sequences longer
-            than it has positions; parts of another calibration in ``out``.
+            can't be tapped; one in training mode, or with an embedding that is on no device; sequences
+            longer than it has positions; parts of another calibration in ``out``.
     """
     if layers_at_once < 1:
         raise ValueError(f"layers_at_once={layers_at_once}: at least 1")
     if model.training:
         raise ValueError("the model is in training mode, where dropout acts: call model.eval()")
-    if model.device.type == "meta":
-        raise ValueError(
-            "the model's embedding is on no device: give it one in device_map, other parts may be "
-            "offloaded"
-        )
     check_model(model)
     _check_lengths(model, corpus)
     ropes = check_rope(model)
@@ -125,7 +120,7 @@ def _read(
                 studies[layer].add(tokens, held_out)
 
             with torch.no_grad(), tap_attention(model, take):
-                decoder(ids[None].to(model.device), use_cache=False)
+                decoder(ids[None].to(input_device(model)), use_cache=False)
             bar.update(len(ids))
     return studies
 

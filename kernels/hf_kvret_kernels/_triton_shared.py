@@ -158,3 +158,14 @@ def partial_buffers(
     shape = (*lse.shape, splits)
     part_out = torch.empty(*shape, out.shape[-1], dtype=torch.float32, device=out.device)
     return part_out, torch.empty(shape, dtype=torch.float32, device=out.device)
+
+
+@triton.jit
+def walsh_hadamard(x, DIM: tl.constexpr, LOG_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Unscaled transform of the rows of ``x [BLOCK, DIM]`` by ``LOG_DIM`` butterflies."""
+    for i in tl.static_range(LOG_DIM):
+        pairs = tl.reshape(x, (BLOCK, DIM // (2 << i), 2, 1 << i))
+        first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+        pairs = tl.join(first + second, first - second)
+        x = tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (BLOCK, DIM))
+    return x

@@ -9,6 +9,9 @@ import triton.language as tl
 from hf_kvret_kernels._triton_shared import TL_DTYPES
 from hf_kvret_kernels.paged import PagedRows
 
+# Coded rows are bytes.
+_ROW_DTYPES = {**TL_DTYPES, torch.uint8: tl.uint8}
+
 
 @triton.jit
 def row_pointers(  # type: ignore[no-untyped-def]
@@ -123,6 +126,6 @@ def gather_rows(rows: PagedRows, ids: torch.Tensor) -> tuple[torch.Tensor, torch
         BLOCK_DK=triton.next_power_of_2(rows.key_dim),
         BLOCK_DV=triton.next_power_of_2(rows.value_dim),
         ALIGN=rows.alignment_bytes(),
-        DTYPE=TL_DTYPES[rows.dtype],
+        DTYPE=_ROW_DTYPES[rows.dtype],
     )
     return keys, values

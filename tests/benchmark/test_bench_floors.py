@@ -78,6 +78,29 @@ def test_retrieval_reads_window_index_and_selected_rows(model: PreTrainedModel, 
     assert floor.host_bytes == selected - on_device
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 16])
+@pytest.mark.parametrize("store", ["higgs", "higgs-host"])
+def test_coded_rows_are_read_as_they_are_kept(
+    model: PreTrainedModel, store: str, bits: int
+) -> None:
+    options: dict[str, Any] = {"sink": 4, "recent": 8, "flush": 8, "dense_below": 0, "top_k": 5}
+    name, floors = f"flat:store={store}:bits={bits}", []
+    choice = choose_bench_caches([name], {**options, "store": "device"}, "cpu")[name]
+    cache = choice.make(model.config, TOKENS)
+    with serving(model, cache):
+        feed(model, cache, random_tokens(model, BATCH, TOKENS, seed=0), 0)
+    for rows in (0.0, 60.0):
+        chosen = Selections(rows, rows if store == "higgs-host" else 0.0)
+        floors.append(decode_floor(WEIGHTS, cache, no_usage(), BATCH, chosen, on_host=False))
+    # Keys and values of 64 numbers, each of them with a scale of two bytes.
+    row = ROW if bits == 16 else 2 * (64 * bits // 8 + 2)
+    read = (
+        floors[1].device_bytes - floors[0].device_bytes,
+        floors[1].host_bytes - floors[0].host_bytes,
+    )
+    assert read == ((60 * row, 0) if store == "higgs" else (0, 60 * row))
+
+
 @pytest.mark.parametrize("store", ["device", "host", "resident", "cpu"])
 def test_keys_that_a_rerank_compares_are_read_where_they_lie(
     model: PreTrainedModel, store: str

@@ -331,11 +331,14 @@ def test_a_model_in_training_mode_is_refused(tmp_path: Path) -> None:
     refused(MODELS["llama"].build().train(), tmp_path, r"training mode.*: call model\.eval\(\)")
 
 
-def test_an_offloaded_embedding_is_refused(tmp_path: Path) -> None:
+def test_an_offloaded_model_gives_the_same_tensors(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     weights, device = str(tmp_path / "weights"), torch.device("cpu")
     model = accelerate.disk_offload(MODELS["llama"].build(), weights, execution_device=device)
-    refused(model, tmp_path, "embedding is on no device: give it one in device_map")
+    found = calibrate(model, corpus(40), SMALL, tmp_path / "off", progress=False)
+    wanted = calibrate(MODELS["llama"].build(), corpus(40), SMALL, tmp_path / "on", progress=False)
+    assert found.tensors.keys() == wanted.tensors.keys()
+    assert all(torch.equal(x, wanted.tensors[name]) for name, x in found.tensors.items())
 
 
 def test_at_least_one_layer_is_read_at_once(tmp_path: Path) -> None:

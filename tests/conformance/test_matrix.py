@@ -21,6 +21,7 @@ from hf_kvret import (
     CTkvrCache,
     CTkvrConfig,
     FlatKVCache,
+    H2OCache,
     LRQKCache,
     LRQKConfig,
     ParisKVCache,
@@ -37,6 +38,7 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "ctkvr": CTkvrCache,
     "ctkvr_paper": partial(CTkvrCache, options=CTkvrConfig.paper()),
     "a2ats": A2ATSCache,
+    "h2o": H2OCache,
     "a2ats_paper": partial(A2ATSCache, options=A2ATSConfig.paper()),
 }
 ArtifactOptions = Callable[[str, str], dict[str, str]]

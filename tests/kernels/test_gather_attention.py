@@ -239,15 +239,19 @@ def test_splitting_the_ids_changes_nothing(place: Place) -> None:
 
 @pytest.mark.parametrize("heads", [2, 6])
 @pytest.mark.parametrize("chunks", [(9,), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
 def test_gather_returns_the_rows_in_order(
-    place: Place, chunks: tuple[int, ...], heads: int
+    place: Place, chunks: tuple[int, ...], heads: int, dtype: torch.dtype
 ) -> None:
     rows = paged(place, TWO_ROWS, chunks, dims=(12, 20), dtype=torch.bfloat16)
+    if dtype == torch.uint8:
+        bytes_of = [(chunk.float().abs() * 50).to(dtype) for chunk in rows.chunks]
+        rows = PagedRows(bytes_of, rows.table, rows.key_dim)
     ids = random_ids(rows, heads, 2, 7)
     keys, values = rows.gather(ids, backend=place[0])
     assert keys.shape == (2, heads, 2, 7, 12)
     assert values.shape == (2, heads, 2, 7, 20)
-    assert keys.dtype == values.dtype == torch.bfloat16
+    assert keys.dtype == values.dtype == dtype
     both = torch.cat([keys, values], -1).double()
     for b, h, i, j in torch.cartesian_prod(*map(torch.arange, ids.shape)).tolist():
         token = int(ids[b, h, i, j])

@@ -3,6 +3,7 @@
 from hf_kvret.evaluation.task import Task
 from hf_kvret.evaluation.tasks.a2ats_ablation import A2ATSAblation
 from hf_kvret.evaluation.tasks.agreement import Agreement
+from hf_kvret.evaluation.tasks.aqua_ablation import AquaAblation
 from hf_kvret.evaluation.tasks.ctkvr_ablation import CTkvrAblation
 from hf_kvret.evaluation.tasks.longbench import LongBench
 from hf_kvret.evaluation.tasks.longgen import LongGeneration
@@ -29,5 +30,6 @@ TASKS: dict[str, type[Task]] = {
         LRQKFactors,
         CTkvrAblation,
         A2ATSAblation,
+        AquaAblation,
     )
 }

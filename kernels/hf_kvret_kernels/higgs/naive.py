@@ -12,7 +12,7 @@ from hf_kvret_kernels.paris.naive import hadamard
 
 HALF_MAX = 65504.0
 # Scores of pairs and grid points that ``nearest_points`` holds at once.
-_MOST_SCORES = 1 << 22
+_MOST_SCORES = 1 << 20
 
 
 def half_numbers(raw: torch.Tensor) -> torch.Tensor:

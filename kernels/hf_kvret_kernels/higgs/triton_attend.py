@@ -23,6 +23,7 @@ from hf_kvret_kernels._triton_shared import (
     partial_buffers,
     score_factors,
     softmax_step,
+    walsh_hadamard,
 )
 from hf_kvret_kernels.higgs.codec import Codec, HiggsCodec
 from hf_kvret_kernels.higgs.packing import WORDS
@@ -30,7 +31,6 @@ from hf_kvret_kernels.higgs.tables import grid_words
 from hf_kvret_kernels.higgs.triton_tiles import load_numbers
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.paged_triton import row_pointers
-from hf_kvret_kernels.paris.triton_encode import _walsh_hadamard
 
 # Programs per multiprocessor to aim at: the loads have a long way, so several must be under way.
 _WAVES = 4
@@ -52,7 +52,7 @@ def _transform(
     if not BACK:
         x = x * signs
     x = tl.reshape(x, (ROWS * GROUPS, GROUP))
-    x = _walsh_hadamard(x, GROUP, LOG_GROUP, ROWS * GROUPS) * factor
+    x = walsh_hadamard(x, GROUP, LOG_GROUP, ROWS * GROUPS) * factor
     x = tl.reshape(x, (ROWS, GROUPS * GROUP))
     if BACK:
         x = x * signs

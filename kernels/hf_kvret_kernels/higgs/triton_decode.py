@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._triton_shared import walsh_hadamard
 from hf_kvret_kernels.higgs.packing import WORDS
 from hf_kvret_kernels.higgs.triton_tiles import load_numbers
-from hf_kvret_kernels.paris.triton_encode import _walsh_hadamard
 
 # Numbers that a program of four warps holds in registers.
 _TILE = 4096
@@ -112,6 +112,6 @@ def _decode_kernel(
     )
     columns = tl.arange(0, GROUP)[None, :]
     if HIGGS:
-        x = _walsh_hadamard(x, GROUP, LOG_GROUP, BLOCK) * factor * tl.load(signs_ptr + columns)
+        x = walsh_hadamard(x, GROUP, LOG_GROUP, BLOCK) * factor * tl.load(signs_ptr + columns)
     target = out_ptr + index[:, None] * GROUP + columns
     tl.store(target, x.to(out_ptr.dtype.element_ty), mask=inside[:, None])

@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._triton_shared import walsh_hadamard
 from hf_kvret_kernels.higgs.naive import HALF_MAX
 from hf_kvret_kernels.higgs.packing import WORDS
 from hf_kvret_kernels.higgs.triton_tiles import store_codes
-from hf_kvret_kernels.paris.triton_encode import _walsh_hadamard
 
 # Numbers that a program of four warps holds in registers.
 _TILE = 4096
@@ -138,7 +138,7 @@ def _higgs_kernel(
     used = tl.where(bounded, scales.to(tl.float32), 0.0)
     inverse = tl.where(used > 0, 1.0 / tl.where(used > 0, used, 1.0), 0.0)
     x = tl.where(bounded[:, None], x, 0.0) * tl.load(signs_ptr + columns)
-    x = _walsh_hadamard(x, GROUP, LOG_GROUP, BLOCK) * factor * inverse[:, None]
+    x = walsh_hadamard(x, GROUP, LOG_GROUP, BLOCK) * factor * inverse[:, None]
     first, second = tl.split(tl.reshape(x, (BLOCK, GROUP // 2, 2)))
     best = tl.full((BLOCK, GROUP // 2), float("-inf"), tl.float32)
     codes = tl.zeros((BLOCK, GROUP // 2), tl.int32)

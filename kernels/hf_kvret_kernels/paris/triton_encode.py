@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._triton_shared import walsh_hadamard
 from hf_kvret_kernels.paris.codes import LEVELS, ParisCodes
 
 # Elements that a program of four warps holds in registers.
@@ -71,17 +72,6 @@ def encode(
 
 
 @triton.jit
-def _walsh_hadamard(x, DIM: tl.constexpr, LOG_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Unscaled transform of the rows of ``x [BLOCK, DIM]`` by ``LOG_DIM`` butterflies."""
-    for i in tl.static_range(LOG_DIM):
-        pairs = tl.reshape(x, (BLOCK, DIM // (2 << i), 2, 1 << i))
-        first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-        pairs = tl.join(first + second, first - second)
-        x = tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (BLOCK, DIM))
-    return x
-
-
-@triton.jit
 def _rotate_kernel(
     x_ptr,
     signs_ptr,
@@ -99,7 +89,7 @@ def _rotate_kernel(
     cols = tl.arange(0, DIM)[None, :]
     inside = (rows < length) & (cols < head_dim)
     x = tl.load(x_ptr + rows * x_stride + cols * x_stride_d, mask=inside, other=0.0).to(tl.float32)
-    x = _walsh_hadamard(x * tl.load(signs_ptr + cols), DIM, LOG_DIM, BLOCK) * scale
+    x = walsh_hadamard(x * tl.load(signs_ptr + cols), DIM, LOG_DIM, BLOCK) * scale
     tl.store(out_ptr + rows * DIM + cols, x, mask=rows < length)
 
 
@@ -148,7 +138,7 @@ def _encode_kernel(
     if HAS_MEAN:
         mean_ptr += (b * heads + h) * head_dim
         x -= tl.load(mean_ptr + cols + tokens * 0, mask=inside, other=0.0)
-    x = _walsh_hadamard(x * tl.load(signs_ptr + cols), DIM, LOG_DIM, BLOCK) * scale
+    x = walsh_hadamard(x * tl.load(signs_ptr + cols), DIM, LOG_DIM, BLOCK) * scale
 
     x_b = tl.reshape(x, (BLOCK, SUBSPACES, M))
     r = tl.sqrt(tl.sum(x_b * x_b, axis=2))

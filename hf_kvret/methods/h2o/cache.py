@@ -1,0 +1,25 @@
+"""H2OCache: what was attended much so far is kept, what was not is evicted for good."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.methods.h2o.config import H2OConfig
+from hf_kvret.methods.h2o.index import H2OIndex
+
+
+class H2OCache(RetrievalCache):
+    """Attends to the ``top_k`` cold tokens that gathered most attention, never to the others (H2O).
+
+    Evicted tokens stay in the store, so memory falls by the store's means alone.
+    """
+
+    name: ClassVar[str] = "h2o"
+    config_class: ClassVar[type[RetrievalConfig]] = H2OConfig
+
+    @classmethod
+    def make_index(cls, options: Any, layer: int) -> H2OIndex:
+        """A new, empty index; the same for every layer."""
+        return H2OIndex(options)

@@ -1,0 +1,262 @@
+"""H2OIndex: accumulated attention decides which cold tokens stay (H2O, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+
+from hf_kvret.block import TokenBlock
+from hf_kvret.growing import GrowingRows
+from hf_kvret.index import ColdTokens, Index
+from hf_kvret.methods.h2o.config import H2OConfig
+from hf_kvret.methods.h2o.received import Asked, Piece, received, received_by_few
+from hf_kvret.methods.h2o.trail import Scores, Trail
+
+# Keys of the store that meet queries at once.
+_PIECE_LEN = 4096
+
+
+class H2OIndex(Index):
+    """Keeps for each KV head the tokens that gathered most attention; the others never come back.
+
+    The softmax weights that queries give a token are summed, over queries and the heads of a
+    group. A query counts when the next pass shows that it stayed: drafts that are rejected leave
+    no trace. When tokens leave the window, they and those kept so far compete for the budget.
+
+    A crop forgets what dropped tokens gathered, not what their queries gave to others. Tokens that
+    it pulls back into the window keep what they gathered; evicted ones are attended there again,
+    and are evicted still when they leave it.
+    """
+
+    def __init__(self, options: H2OConfig) -> None:
+        self.options = options
+        # Queries that do not count yet, and keys of tokens that are not cold.
+        self._queries, self._keys = Trail(), Trail()
+        # [B, 1, T] bool, of all tokens.
+        self._valid = GrowingRows()
+        self._scores = Scores()
+        # The newest of the queries, which may be rejected drafts.
+        self._tentative = 0
+        # Slots [B, Hkv, k] int32, the sinks' before them [B, Hkv, s + k]; chosen for that many
+        # cold tokens and that budget.
+        self._kept: torch.Tensor | None = None
+        self._attended: torch.Tensor | None = None
+        self._chosen_for = (0, 0)
+
+    def watch(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        start: int,
+        valid: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
+    ) -> None:
+        options, count = self.options, queries.shape[2]
+        assert start <= len(self._scores), "a pass was not watched"
+        # The first pass of all is a prompt, however short.
+        self._tentative = count if start and count <= options.max_draft else 0
+        self._queries.add(queries, start)
+        self._keys.add(keys, start)
+        self._scores.start(keys, start)
+        if valid is None:
+            valid = torch.ones(len(keys), count, dtype=torch.bool, device=keys.device)
+        self._valid.crop(start)
+        self._valid.append(valid.unsqueeze(1))
+        if options.observed is not None:
+            self._queries.drop(start + count - options.observed - options.max_draft)
+
+    def observe(self, block: TokenBlock) -> None:
+        """Tokens are cold now. Where few queries wait, the keys do too: they were seen together."""
+        if not self._are_few(len(self._queries)):
+            self._keys.drop(block.end)
+
+    def build(self, cold: ColdTokens) -> None:
+        self.refresh(cold)
+
+    def refresh(self, cold: ColdTokens) -> None:
+        """Count the queries before the newest pass; then choose, if tokens came or went.
+
+        Here and not in ``learn``, which comes before it is known whether drafts are accepted, and
+        while the store may be at work.
+        """
+        self._count(cold)
+        self._keys.drop(len(cold))
+        if self._kept is None or self._chosen_for != (len(cold), cold.budget):
+            self._choose(cold)
+
+    def select(
+        self,
+        query: torch.Tensor,
+        budget: int,
+        valid: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """The kept tokens, the same for every query; -1 where fewer than ``budget`` are left.
+
+        So a budget that covers all does not bring back what was evicted before. RuntimeError for
+        other tokens or another budget than ``build`` or ``refresh`` was told of.
+        """
+        kept = self._kept
+        if kept is None or self._chosen_for != (valid.shape[1], budget):
+            raise RuntimeError(
+                f"nothing is chosen for {valid.shape[1]} tokens and a budget of {budget}: call "
+                "watch, observe and build, or refresh, first"
+            )
+        allowed = valid[:, None].expand(-1, kept.shape[1], -1).gather(2, kept.clamp(min=0).long())
+        ids = kept.masked_fill(~allowed, -1)
+        return ids[:, :, None].expand(-1, -1, query.shape[2], -1).contiguous()
+
+    def candidates(self, cold_len: int, budget: int) -> int:
+        return min(budget, cold_len)
+
+    def keys_read(self, cold_len: int, budget: int) -> int:
+        """The kept ones, which every query is compared with once more, to be counted."""
+        return min(budget + self.options.sink, cold_len)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        for part in (self._queries, self._keys, self._valid, self._scores):
+            part.reorder(rows)
+        if self._kept is not None and self._attended is not None:
+            self._kept = self._kept.index_select(0, rows)
+            self._attended = self._attended.index_select(0, rows)
+
+    def crop(self, cold_len: int) -> None:
+        """Choose anew among the first ``cold_len`` tokens, before the next selection.
+
+        Which of the later ones are pulled back into the window and which are dropped is seen by
+        the slot that the next pass starts at.
+        """
+        if cold_len < self._chosen_for[0]:
+            self._kept = self._attended = None
+            self._chosen_for = (0, 0)
+
+    def fork(self) -> Self:
+        twin = type(self)(self.options)
+        twin._queries, twin._keys = self._queries.fork(), self._keys.fork()
+        twin._valid, twin._scores = self._valid.fork(), self._scores.fork()
+        twin._tentative, twin._chosen_for = self._tentative, self._chosen_for
+        twin._kept, twin._attended = self._kept, self._attended
+        return twin
+
+    def nbytes(self) -> int:
+        parts = (self._queries, self._keys, self._valid, self._scores)
+        chosen = (self._kept, self._attended)
+        return sum(part.nbytes() for part in parts) + sum(x.nbytes for x in chosen if x is not None)
+
+    def select_nbytes(self) -> int:
+        """Ids of the kept tokens, and the keys in the window, which queries are compared with."""
+        if self._kept is None:
+            return 0
+        return self._kept.nbytes + self._keys.rows.nbytes
+
+    def stats(self) -> dict[str, Any]:
+        """``evicted``: tokens that never come back, summed over batch and KV heads."""
+        if not len(self._scores):
+            return {"evicted": 0}
+        return {"evicted": int((self._scores.all == float("-inf")).sum())}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        if not len(self._scores):
+            return {}
+        state = {
+            f"{name}.{part}": x
+            for name, trail in (("queries", self._queries), ("keys", self._keys))
+            for part, x in trail.state_dict().items()
+        }
+        state["valid"] = self._valid.rows.contiguous()
+        state["scores"] = self._scores.all.contiguous()
+        state["counts"] = torch.tensor([self._tentative, *self._chosen_for])
+        if self._kept is not None and self._attended is not None:
+            state |= {"kept": self._kept, "attended": self._attended}
+        return state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, trail in (("queries", self._queries), ("keys", self._keys)):
+            trail.load_state_dict({part: state[f"{name}.{part}"] for part in ("rows", "first")})
+        self._valid = GrowingRows()
+        self._valid.append(state["valid"])
+        self._scores.load(state["scores"])
+        self._tentative, *chosen_for = state["counts"].tolist()
+        self._chosen_for = (chosen_for[0], chosen_for[1])
+        self._kept = self._attended = None
+        if self._chosen_for[0]:
+            self._kept, self._attended = state["kept"], state["attended"]
+
+    def _are_few(self, queries: int) -> bool:
+        """Whether so many queries are compared with the kept tokens alone: of two short passes."""
+        return self._kept is not None and queries <= 2 * self.options.max_draft
+
+    def _count(self, cold: ColdTokens) -> None:
+        """Add what all queries but the tentative ones give, and forget them."""
+        end = self._queries.end - self._tentative
+        if self.options.observed is not None:
+            self._queries.drop(end - self.options.observed)
+        first = self._queries.first
+        count = end - first
+        if count <= 0:
+            return
+        asked = Asked(self._queries.rows[:, :, :count], first, self._valid.rows[:, 0, first:end])
+        # Tokens between those that were chosen from and the keys at hand must be read in the store.
+        # A crop leaves a gap too, of tokens that are not cold: there is nothing to read.
+        near = self._keys.first <= self._chosen_for[0] or self._chosen_for[0] == len(cold)
+        if near and self._are_few(count):
+            self._count_few(asked, cold)
+        else:
+            found = received(
+                asked, lambda: self._pieces(cold), scale=cold.scale, softcap=cold.softcap
+            )
+            for slot, weights in found:
+                self._scores.add(slot, weights)
+        self._queries.drop(end)
+
+    def _count_few(self, asked: Asked, cold: ColdTokens) -> None:
+        assert self._attended is not None
+        ids = self._attended[:, :, None].expand(-1, -1, asked.queries.shape[2], -1).contiguous()
+        far = cold.store.scores(asked.queries, ids, cold.scale, cold.softcap)
+        near = self._piece(self._keys.rows, self._keys.first)
+        old, new = received_by_few(asked, far, near, scale=cold.scale, softcap=cold.softcap)
+        self._scores.add_at(self._attended, old)
+        self._scores.add(near.first, new)
+
+    def _pieces(self, cold: ColdTokens) -> Iterator[Piece]:
+        """All tokens that are not evicted: cold ones from the store, then those in the window."""
+        device = self._keys.rows.device
+        for start, keys, _ in cold.store.chunks(_PIECE_LEN):
+            yield self._piece(keys.to(device), start)
+        start = max(self._keys.first, len(cold))
+        keys = self._keys.since(start)
+        if keys.shape[2]:
+            yield self._piece(keys, start)
+
+    def _piece(self, keys: torch.Tensor, start: int) -> Piece:
+        part = slice(start, start + keys.shape[2])
+        left = self._scores.all[:, :, part] > float("-inf")
+        return Piece(keys, start, self._valid.rows[:, :, part] & left)
+
+    def _choose(self, cold: ColdTokens) -> None:
+        """Keep the best of the cold tokens, evict the others."""
+        scores = self._scores.all[:, :, : len(cold)]
+        retrievable = cold.valid[:, None]
+        best = scores.masked_fill(~retrievable, float("-inf")).topk(cold.budget, dim=-1)
+        missing = best.values == float("-inf")
+        marks = torch.zeros(
+            *scores.shape[:2], len(cold) + 1, dtype=torch.bool, device=scores.device
+        )
+        marks.scatter_(2, best.indices.masked_fill(missing, len(cold)), True)
+        self._scores.evict(retrievable & ~marks[..., : len(cold)])
+        self._kept = best.indices.int().masked_fill(missing, -1)
+        self._attended = torch.cat([self._sinks(len(cold)), self._kept], dim=2)
+        self._chosen_for = (len(cold), cold.budget)
+
+    def _sinks(self, cold_len: int) -> torch.Tensor:
+        """``[B, Hkv, s]`` int32: the first valid cold tokens of each row, -1 for none."""
+        valid = self._valid.rows[:, :, :cold_len]
+        first = valid & (valid.cumsum(-1) <= self.options.sink)
+        slots = torch.arange(cold_len, dtype=torch.int32, device=valid.device)
+        slots = slots.expand(valid.shape).masked_fill(~first, cold_len)
+        found = slots.topk(min(self.options.sink, cold_len), largest=False).values
+        found = found.masked_fill(found == cold_len, -1)
+        return found.expand(-1, self._scores.all.shape[1], -1)

@@ -1,0 +1,175 @@
+"""Methods x coded stores: what is lost is what the codec loses of each row, and nothing else.
+
+A coded store runs beside a plain one whose rows went through the codec when they were appended;
+whatever the cache reads, both must give. Two runs, one with each, would not do: rounding errors of
+attention reach the next layer's keys, and where one of those lies between two codes, it is rounded
+to another in one of the runs. With 16 bits the outcome is that of full attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import pytest
+import torch
+
+from hf_kvret import FlatKVCache, RetrievalCache, TokenBlock, attach, registered_methods
+from hf_kvret.stores import PagedStore, QuantizedStore, Store, StoreBytes
+from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing import (
+    COVERING_OPTIONS,
+    LOGIT_TOLERANCE,
+    MODELS,
+    MODES,
+    Case,
+    reads_cold_rows,
+    run_case,
+)
+from hf_kvret.testing.conformance import baseline_of, first_difference
+from hf_kvret_kernels.higgs import HiggsCodec
+
+METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats")
+STORES = ("higgs", "higgs-host")
+# Of unlike models, the group: the largest power of two that divides their heads' dim.
+GROUPS = {"llama": 16, "gemma2": 16, "gpt_oss": 16, "qwen3_next": 16, "qwen3": 8}
+TELLING_MODES = (
+    "greedy_ragged",
+    "beams_ragged",
+    "prompt_lookup",
+    "chunked_prefill",
+    "second_turn_ragged",
+    "crop_deep",
+)
+# fp32 sums over up to 150 tokens in another order, logits up to about 10.
+ERROR = 5e-5
+
+ArtifactOptions = Callable[[str, str], dict[str, str]]
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class CheckedStore(Store):
+    """``coded``, and beside it a plain store of rows that went through ``codec``."""
+
+    def __init__(self, coded: Store, plain: Store, codec: HiggsCodec) -> None:
+        self.coded, self.plain, self.codec = coded, plain, codec
+
+    def __len__(self) -> int:
+        assert len(self.coded) == len(self.plain)
+        return len(self.coded)
+
+    def append(self, block: TokenBlock) -> None:
+        self.coded.append(block)
+        keys, values = (
+            self.codec.decode(*self.codec.encode(part), part.dtype)
+            for part in (block.keys, block.values)
+        )
+        self.plain.append(TokenBlock(keys, values, block.start, block.valid))
+
+    def attend(self, *arguments: Any) -> Pair:
+        return _same(self.coded.attend(*arguments), self.plain.attend(*arguments))
+
+    def scores(self, *arguments: Any) -> torch.Tensor:
+        return _same((self.coded.scores(*arguments),), (self.plain.scores(*arguments),))[0]
+
+    def gather(self, ids: torch.Tensor) -> Pair:
+        return _same(self.coded.gather(ids), self.plain.gather(ids))
+
+    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        for coded, plain in zip(
+            self.coded.chunks(piece_len), self.plain.chunks(piece_len), strict=True
+        ):
+            assert coded[0] == plain[0]
+            yield coded[0], *_same(coded[1:], plain[1:])
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        self.coded.reorder(rows)
+        self.plain.reorder(rows)
+
+    def crop(self, cold_len: int) -> None:
+        self.coded.crop(cold_len)
+        self.plain.crop(cold_len)
+
+    def fork(self) -> Self:
+        return type(self)(self.coded.fork(), self.plain.fork(), self.codec)
+
+    def nbytes(self) -> StoreBytes:
+        return self.coded.nbytes()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.coded.state_dict()
+
+
+def _same(got: Any, wanted: Any) -> Any:
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=ERROR, rtol=ERROR)
+    return got
+
+
+def _checked_cache(method: str, codec: HiggsCodec) -> type[RetrievalCache]:
+    """The cache of ``method``, whose stores are checked."""
+    cache_class: Any = registered_methods()[method]
+
+    class CheckedCache(cache_class):
+        @classmethod
+        def make_store(
+            cls, options: Any, layer: int, stores: Any, device: torch.device, cold_bytes: int
+        ) -> Store:
+            coded = super().make_store(options, layer, stores, device, cold_bytes)
+            assert isinstance(coded, QuantizedStore)
+            return CheckedStore(coded, PagedStore(DeviceMemory(device)), codec)
+
+    return CheckedCache
+
+
+def _check(case: Case, method: str, store: str, bits: int, learned: dict[str, str]) -> None:
+    full = baseline_of(case)
+    if isinstance(full, str):
+        pytest.skip(full)
+    model, mode = MODELS[case.model].build(), MODES[case.mode]
+    if mode.direct:
+        attach(model)
+    cache_class = _checked_cache(method, HiggsCodec(bits, GROUPS[case.model]))
+    options = {**COVERING_OPTIONS, **learned, "store": store, "bits": bits}
+    outcome = mode.run(model, lambda: cache_class(model.config, **options))
+    assert any(map(reads_cold_rows, outcome.caches))
+    told = first_difference(outcome, full, LOGIT_TOLERANCE)
+    assert told is not None, "rows of few bits that change nothing were not read"
+
+
+def _combinations() -> list[Any]:
+    """All, of which the default run has the telling modes on one model, and one mode on others."""
+    params = []
+    for model in GROUPS:
+        for mode in TELLING_MODES:
+            for place, method in enumerate(METHODS):
+                for store in STORES:
+                    likely = store == STORES[place % 2]
+                    default = likely and (model == "llama" or mode == "second_turn_ragged")
+                    marks = () if default else (pytest.mark.slow,)
+                    case = Case(model, mode)
+                    name = f"{case}-{method}-{store}"
+                    params.append(pytest.param(case, method, store, marks=marks, id=name))
+    return params
+
+
+@pytest.mark.parametrize(("case", "method", "store"), _combinations())
+def test_reads_what_went_through_the_codec(
+    case: Case, method: str, store: str, artifact_options: ArtifactOptions
+) -> None:
+    _check(case, method, store, 4, artifact_options(method, case.model))
+
+
+@pytest.mark.parametrize("mode", TELLING_MODES)
+@pytest.mark.parametrize("bits", [2, 3])
+def test_reads_what_went_through_the_codec_of_fewer_bits(bits: int, mode: str) -> None:
+    _check(Case("llama", mode), "flat", "higgs-host", bits, {})
+
+
+@pytest.mark.parametrize("mode", TELLING_MODES)
+@pytest.mark.parametrize("store", STORES)
+def test_with_16_bits_it_is_full_attention(store: str, mode: str) -> None:
+    options = {**COVERING_OPTIONS, "store": store, "bits": 16}
+    case = Case("llama", mode)
+    result = run_case(case, lambda model: FlatKVCache(model.config, **options))
+    assert result.status == "passed", result.detail

@@ -1,0 +1,382 @@
+"""H2OIndex against a simulation in fp64, token by token, on the regions of a cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret import ColdTokens, TokenBlock
+from hf_kvret.methods.h2o import H2OConfig, H2OIndex, received
+from hf_kvret.methods.h2o import index as index_module
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+
+HEADS, GROUP, DIM = 2, 3, 16
+SCALE = 3 / math.sqrt(DIM)
+OPTIONS: dict[str, Any] = {
+    "top_k": 0.25,
+    "sink": 2,
+    "recent": 6,
+    "flush": 4,
+    "max_draft": 5,
+    "dense_below": 0,
+}
+Tokens = tuple[torch.Tensor, torch.Tensor]
+
+
+def _tokens(seed: int, count: int, batch: int = 2) -> Tokens:
+    """Queries and keys, some of which all queries like."""
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(batch, HEADS * GROUP, count, DIM, generator=generator) + 0.3
+    keys = torch.randn(batch, HEADS, count, DIM, generator=generator)
+    return queries, keys
+
+
+class Run:
+    """An index and a store, given what a layer gives them, by the regions' rules."""
+
+    def __init__(self, softcap: float | None = None, batch: int = 2, **changes: Any) -> None:
+        self.options = H2OConfig.from_options(**{**OPTIONS, **changes})
+        self.softcap = softcap
+        self.index = H2OIndex(self.options)
+        self.store = PagedStore(DeviceMemory(torch.device("cpu")))
+        self.keys = torch.empty(batch, HEADS, 0, DIM)
+        self.valid = torch.ones(batch, 0, dtype=torch.bool)
+        self.built = False
+
+    @property
+    def length(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def cold(self) -> ColdTokens:
+        held = len(self.store)
+        valid = self.valid[:, :held]
+        retrievable = valid & (valid.cumsum(1) > self.options.sink)
+        return ColdTokens(self.store, retrievable, SCALE, self.softcap, self.options.budget(held))
+
+    def prompt(self, tokens: Tokens, valid: torch.Tensor | None = None) -> None:
+        """A pass that is attended exactly."""
+        self._watch(tokens, valid)
+        options, end = self.options, self.length
+        if end - len(self.store) > options.recent + options.flush:
+            self._cool(end - options.recent)
+
+    def step(self, tokens: Tokens) -> torch.Tensor:
+        """The slots that a pass selects; tokens must be cold before it or from it on."""
+        self.build()
+        end = self.length
+        self._watch(tokens, None)
+        if end - len(self.store) >= self.options.recent + self.options.flush:
+            self._cool(end - self.options.recent)
+        ready = self.index.refresh if self.built else self.index.build
+        ready(self.cold)
+        self.built = True
+        ids = self.index.select(tokens[0], self.cold.budget, self.cold.valid, SCALE, self.softcap)
+        self.index.learn()
+        return ids
+
+    def build(self) -> None:
+        if not self.built and len(self.store):
+            self.index.build(self.cold)
+            self.built = True
+
+    def crop(self, count: int) -> None:
+        left = self.length - count
+        self.keys, self.valid = self.keys[:, :, :left], self.valid[:, :left]
+        if left < len(self.store):
+            cold = max(0, left - self.options.recent)
+            self.store.crop(cold)
+            self.index.crop(cold)
+            self.built = self.built and cold > 0
+
+    @property
+    def scores(self) -> torch.Tensor:
+        return self.index.state_dict()["scores"].clone()
+
+    @property
+    def evicted(self) -> torch.Tensor:
+        return self.scores == float("-inf")
+
+    def _watch(self, tokens: Tokens, valid: torch.Tensor | None) -> None:
+        queries, keys = tokens
+        self.index.watch(queries, keys, self.length, valid)
+        if valid is None:
+            valid = torch.ones(len(keys), keys.shape[2], dtype=torch.bool)
+        self.keys = torch.cat([self.keys, keys], dim=2)
+        self.valid = torch.cat([self.valid, valid], dim=1)
+
+    def _cool(self, end: int) -> None:
+        part = slice(len(self.store), end)
+        keys = self.keys[:, :, part]
+        block = TokenBlock(keys, keys, part.start, self.valid[:, part])
+        self.store.append(block)
+        (self.index.extend if self.built else self.index.observe)(block)
+
+
+class Simulation:
+    """H2O as its paper tells it, one query after the other, over all tokens, in fp64."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.queries = self.keys = torch.empty(0)
+        self.gathered = torch.zeros(len(run.valid), HEADS, 0, dtype=torch.float64)
+        self.evicted = torch.zeros(len(run.valid), HEADS, 0, dtype=torch.bool)
+        self.counted = 0
+
+    def take(self, tokens: Tokens) -> None:
+        queries, keys = (x.double() for x in tokens)
+        have = self.gathered.shape[2]
+        self.queries = torch.cat([self.queries, queries], dim=2) if have else queries
+        self.keys = torch.cat([self.keys, keys], dim=2) if have else keys
+        more = torch.zeros(*keys.shape[:3], dtype=torch.float64)
+        self.gathered = torch.cat([self.gathered, more], dim=2)
+        self.evicted = torch.cat([self.evicted, more.bool()], dim=2)
+
+    def count(self, end: int) -> None:
+        """Add what the queries up to slot ``end`` give to the tokens that are left."""
+        for slot in range(self.counted, end):
+            for b in range(len(self.keys)):
+                if not self.run.valid[b, slot]:
+                    continue
+                for h in range(HEADS):
+                    left = self.run.valid[b, : slot + 1] & ~self.evicted[b, h, : slot + 1]
+                    heads = self.queries[b, h * GROUP : (h + 1) * GROUP, slot]
+                    logits = heads @ self.keys[b, h, : slot + 1].T * SCALE
+                    if self.run.softcap is not None:
+                        logits = self.run.softcap * torch.tanh(logits / self.run.softcap)
+                    logits = logits.masked_fill(~left, float("-inf"))
+                    self.gathered[b, h, : slot + 1] += logits.softmax(-1).sum(0)
+        self.counted = max(end, self.counted)
+
+    def choose(self) -> list[set[int]]:
+        """Evict what the budget has no room for; the kept tokens of each row and head."""
+        held, kept = len(self.run.store), []
+        budget = self.run.options.budget(held)
+        for b in range(len(self.keys)):
+            valid = self.run.valid[b, :held]
+            slots = valid.nonzero().flatten().tolist()[self.run.options.sink :]
+            for h in range(HEADS):
+                left = [slot for slot in slots if not self.evicted[b, h, slot]]
+                left.sort(key=lambda slot: -float(self.gathered[b, h, slot]))
+                self.evicted[b, h, left[budget:]] = True
+                kept.append(set(left[:budget]))
+        return kept
+
+    def check(self, ids: torch.Tensor) -> None:
+        """The index selects what is kept here, and knows what is gathered here."""
+        kept = self.choose()
+        for query in range(ids.shape[2]):
+            assert _sets(ids[:, :, query]) == kept
+        assert torch.equal(self.run.evicted, self.evicted)
+        wanted = self.gathered.masked_fill(self.evicted, float("-inf"))
+        # Sums of at most some hundred weights, each good to fp32.
+        torch.testing.assert_close(self.run.scores.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def _sets(ids: torch.Tensor) -> list[set[int]]:
+    rows = [row[row >= 0].tolist() for row in ids.flatten(0, 1)]
+    assert all(len(set(row)) == len(row) for row in rows), "a slot twice"
+    return [set(row) for row in rows]
+
+
+def _ragged(count: int) -> torch.Tensor:
+    valid = torch.ones(2, count, dtype=torch.bool)
+    valid[0, : count // 3] = False
+    valid[1, count // 2 : count // 2 + 3] = False
+    return valid
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("cuts", [(), (17,), (20, 40)])
+def test_it_keeps_and_evicts_what_the_simulation_does(
+    monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...], softcap: float | None
+) -> None:
+    """A padded prompt, drafts of which some are rejected, flushes, and a long second prompt."""
+    # So that there are several pieces of keys and, in each, several blocks of queries.
+    monkeypatch.setattr(index_module, "_PIECE_LEN", 16)
+    monkeypatch.setattr(received, "_SCORES_CPU", 2 * HEADS * GROUP * 16 * 7)
+    run = Run(softcap)
+    simulation = Simulation(run)
+    (queries, keys), valid = _tokens(0, 60), _ragged(60)
+    # What stands in padding never matters.
+    hidden = ~valid[:1, None, :, None]
+    for x in (queries, keys):
+        x[:1].masked_fill_(hidden, float("nan"))
+    for start, end in zip((0, *cuts), (*cuts, 60), strict=True):
+        run.prompt((queries[:, :, start:end], keys[:, :, start:end]), valid[:, start:end])
+    simulation.take((queries.nan_to_num(), keys.nan_to_num()))
+    for number in range(30):
+        length = run.length
+        if number == 17:
+            long = _tokens(99, 14)
+            run.prompt(long)
+            simulation.take(long)
+            length += 14
+        drafts, accepted = (1, 1) if number % 3 else (5, 1 + number % 5)
+        tokens = _tokens(100 + number, drafts)
+        ids = run.step(tokens)
+        assert ids.dtype == torch.int32
+        assert ids.shape == (2, HEADS, drafts, run.options.budget(len(run.store)))
+        simulation.count(length)
+        simulation.take(tokens)
+        simulation.check(ids)
+        rejected = drafts - accepted
+        if rejected:
+            run.crop(rejected)
+            for name in ("queries", "keys", "gathered", "evicted"):
+                setattr(simulation, name, getattr(simulation, name)[:, :, :-rejected])
+    assert int(run.evicted.sum()) == run.index.stats()["evicted"] > 150
+
+
+def test_no_more_scores_than_allowed_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = 0
+    plain = received.Piece.logits
+
+    def measured(*how: Any) -> torch.Tensor:
+        nonlocal largest
+        logits = plain(*how)
+        largest = max(largest, logits.numel())
+        return logits
+
+    monkeypatch.setattr(received.Piece, "logits", measured)
+    monkeypatch.setattr(received, "_SCORES_CPU", 2000)
+    monkeypatch.setattr(index_module, "_PIECE_LEN", 16)
+    run = Run()
+    run.prompt(_tokens(0, 200))
+    run.build()
+    assert 0 < largest <= 2000
+
+
+@pytest.mark.parametrize("top_k", [1.0, 10**6])
+def test_a_covering_budget_keeps_every_valid_token(top_k: int | float) -> None:
+    run, valid = Run(top_k=top_k), _ragged(50)
+    run.prompt(_tokens(0, 50), valid)
+    for number in range(12):
+        ids = run.step(_tokens(10 + number, 1))
+        held = len(run.store)
+        slots = [run.valid[b, :held].nonzero().flatten().tolist()[2:] for b in range(2)]
+        assert _sets(ids[:, :, 0]) == [set(slots[b]) for b in range(2) for _ in range(HEADS)]
+    assert run.index.stats() == {"evicted": 0}
+
+
+def test_heads_of_a_group_are_summed() -> None:
+    """Three heads like token 1 somewhat, one likes token 2 more: the sum is what counts."""
+    run = Run(top_k=1, sink=1, recent=1, batch=1)
+    keys = torch.zeros(1, HEADS, 12, DIM)
+    keys[:, :, 1, 0], keys[:, :, 2, 1] = 1.0, 1.0
+    queries = torch.zeros(1, HEADS * GROUP, 12, DIM)
+    queries[..., 0] = 4.0
+    queries[:, ::GROUP, :, 0], queries[:, ::GROUP, :, 1] = 0.0, 6.0
+    run.prompt((queries, keys))
+    ids = run.step(_tokens(1, 1, batch=1))
+    assert ids.flatten().tolist() == [1] * HEADS
+
+
+def test_an_evicted_token_never_comes_back_however_well_it_would_fit() -> None:
+    run = Run()
+    queries, keys = _tokens(0, 60)
+    run.prompt((queries, keys))
+    run.step(_tokens(1, 1))
+    gone = [set(row.nonzero().flatten().tolist()) for row in run.evicted.flatten(0, 1)]
+    assert all(len(row) >= 35 for row in gone)
+    slot = min(gone[0])
+    # From now on every query asks for one of the evicted tokens.
+    wanted = 5 * keys[:, :, slot : slot + 1].repeat_interleave(GROUP, dim=1)
+    for number in range(30):
+        ids = run.step((wanted, _tokens(10 + number, 1)[1]))
+        assert not any(a & b for a, b in zip(_sets(ids[:, :, 0]), gone, strict=True))
+    assert len(run.store) == 60 - 6 + 28
+
+
+def test_a_larger_budget_does_not_bring_evicted_tokens_back() -> None:
+    run = Run()
+    run.prompt(_tokens(0, 60))
+    before = run.step(_tokens(1, 1))
+    run.options = run.options.replace(top_k=1.0)
+    after = run.step(_tokens(2, 1))
+    assert after.shape[-1] == 54
+    assert _sets(after[:, :, 0]) == _sets(before[:, :, 0])
+
+
+def test_only_the_observed_queries_of_a_prompt_count() -> None:
+    """The same as if the earlier queries had been padding that is attended."""
+    tokens = _tokens(0, 60)
+    run = Run(observed=8)
+    run.prompt(tokens)
+    assert run.index.state_dict()["queries.rows"].shape[2] == 8 + OPTIONS["max_draft"]
+    run.build()
+    queries, keys = tokens[0][:, :, 52:].double(), tokens[1].double()
+    logits = queries @ keys.repeat_interleave(GROUP, dim=1).mT * SCALE
+    later = torch.arange(60) > torch.arange(52, 60)[:, None]
+    weights = logits.masked_fill(later, float("-inf")).softmax(-1)
+    wanted = weights.unflatten(1, (HEADS, GROUP)).sum((2, 3))
+    found = run.scores.double()
+    left = ~run.evicted
+    torch.testing.assert_close(found[left], wanted[left], rtol=1e-4, atol=1e-5)
+    order = wanted[:, :, 2:54].topk(run.options.budget(54)).indices + 2
+    ids = run.step(_tokens(1, 1))
+    assert _sets(ids[:, :, 0]) == _sets(order)
+
+
+def test_an_index_that_was_not_built_for_the_question_says_so() -> None:
+    run = Run()
+    valid = torch.ones(2, 54, dtype=torch.bool)
+    query = _tokens(1, 1)[0]
+    with pytest.raises(RuntimeError, match="call watch, observe and build"):
+        run.index.select(query, 5, valid, SCALE)
+    run.prompt(_tokens(0, 60))
+    run.step(_tokens(1, 1))
+    with pytest.raises(RuntimeError, match="budget of 5"):
+        run.index.select(query, 5, valid, SCALE)
+
+
+def test_what_is_left_of_a_long_question_counts_as_if_nothing_had_been_dropped() -> None:
+    """So few are left that the kept tokens alone would do, but for those that are cold since."""
+    run = Run()
+    simulation = Simulation(run)
+    text = _tokens(0, 60)
+    run.prompt(text)
+    simulation.take(text)
+    for number in range(2):
+        tokens = _tokens(10 + number, 1)
+        ids = run.step(tokens)
+        simulation.count(run.length - 1)
+        simulation.take(tokens)
+        simulation.check(ids)
+    (queries, keys), held = _tokens(20, 14), len(run.store)
+    run.prompt((queries, keys))
+    assert len(run.store) > held
+    run.crop(5)
+    simulation.take((queries[:, :, :9], keys[:, :, :9]))
+    tokens = _tokens(30, 1)
+    ids = run.step(tokens)
+    simulation.count(run.length - 1)
+    simulation.take(tokens)
+    simulation.check(ids)
+
+
+def test_keys_that_wait_and_are_cold_already_count_once() -> None:
+    """Of two questions the first flushes and is short, and both together are long."""
+    run = Run(flush=8)
+    simulation = Simulation(run)
+    for number, count in enumerate((60, 1, 1, 1, 1, 1, 1, 1, 1, 6, 7)):
+        tokens = _tokens(10 + number, count)
+        simulation.take(tokens)
+        if count > 1:
+            run.prompt(tokens)
+        else:
+            ids = run.step(tokens)
+            simulation.count(run.length - 1)
+            simulation.check(ids)
+    # The last question is in the window, where the first one was not long enough to stay.
+    assert len(run.store) == 68 and run.length == 81
+    assert run.index.state_dict()["keys.rows"].shape[2] > 13
+    tokens = _tokens(30, 1)
+    ids = run.step(tokens)
+    simulation.count(run.length - 1)
+    simulation.take(tokens)
+    simulation.check(ids)

@@ -1,0 +1,299 @@
+"""H2OIndex over a long use: drafts, forks, beams, crops, saving, and its books."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret.methods.h2o import H2OConfig, H2OIndex
+from hf_kvret.regions import Regions
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+
+HEADS, GROUP, DIM, SCALE = 2, 3, 16, 0.75
+OPTIONS: dict[str, Any] = {
+    "top_k": 0.25,
+    "sink": 2,
+    "recent": 6,
+    "flush": 4,
+    "max_draft": 5,
+    "dense_below": 0,
+}
+Tokens = tuple[torch.Tensor, torch.Tensor]
+
+
+def _tokens(seed: int, count: int = 1, batch: int = 2) -> Tokens:
+    """Queries and keys."""
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(batch, HEADS * GROUP, count, DIM, generator=generator),
+        torch.randn(batch, HEADS, count, DIM, generator=generator),
+    )
+
+
+class CountingStore(PagedStore):
+    """A store that counts how often all keys are read."""
+
+    readings = 0
+
+    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        self.readings += 1
+        return super().chunks(piece_len)
+
+
+def _store(device: torch.device, size: int) -> CountingStore:
+    return CountingStore(DeviceMemory(device))
+
+
+class Run:
+    """An index in the regions of a layer, asked as the layer asks."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.options = H2OConfig.from_options(**{**OPTIONS, **changes})
+        keys = torch.empty(2, HEADS, 0, DIM)
+        self.regions = Regions(self.options, H2OIndex(self.options), _store, keys, keys)
+
+    @property
+    def index(self) -> H2OIndex:
+        assert isinstance(self.regions.index, H2OIndex)
+        return self.regions.index
+
+    @property
+    def length(self) -> int:
+        return self.regions.length
+
+    @property
+    def cold_len(self) -> int:
+        return self.regions.cold_len
+
+    @property
+    def scores(self) -> torch.Tensor:
+        return self.index.state_dict()["scores"].clone()
+
+    def prompt(self, tokens: Tokens) -> None:
+        """A pass that is attended exactly."""
+        queries, keys = tokens
+        self.regions.watch(queries, keys, None)
+        self.regions.take_prompt(keys, keys, None)
+
+    def build(self) -> None:
+        cold = self.regions.cold(None, SCALE, None)
+        if cold is not None:
+            self.regions.build_index(cold)
+
+    def step(self, tokens: Tokens) -> torch.Tensor:
+        """The slots that a pass selects."""
+        queries, keys = tokens
+        self.build()
+        self.regions.watch(queries, keys, None)
+        self.regions.take_step(keys, keys, None)
+        return self.ask(queries)
+
+    def ask(self, queries: torch.Tensor) -> torch.Tensor:
+        cold = self.regions.cold(None, SCALE, None)
+        assert cold is not None
+        index = self.regions.ready_index(cold)
+        ids = index.select(queries, cold.budget, cold.valid, SCALE)
+        index.learn()
+        return ids
+
+    def steps(self, seeds: range, rows: list[int] | None = None) -> list[torch.Tensor]:
+        """What queries of these seeds select, one after the other; of two rows, or of ``rows``."""
+        found = []
+        for seed in seeds:
+            queries, keys = _tokens(seed)
+            found.append(
+                self.step((queries, keys) if rows is None else (queries[rows], keys[rows]))
+            )
+        return found
+
+    def fork(self) -> Run:
+        self.build()
+        twin = object.__new__(Run)
+        twin.options, twin.regions = self.options, self.regions.fork(_store)
+        return twin
+
+
+def _read(length: int = 60, **changes: Any) -> Run:
+    """A run that has read a prompt."""
+    run = Run(**changes)
+    run.prompt(_tokens(0, length))
+    return run
+
+
+def _assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    assert len(one) == len(other)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_all_keys_are_read_for_a_prompt_alone() -> None:
+    """Twice; steps, drafts and flushes read the kept ones."""
+    run = _read()
+    run.build()
+    assert isinstance(run.regions.store, CountingStore)
+    assert run.regions.store.readings == 2
+    run.steps(range(10, 40))
+    for seed in range(40, 50):
+        run.step(_tokens(seed, 5))
+        run.regions.crop(2)
+    assert run.cold_len > 100 and run.regions.store.readings == 2
+    run.prompt(_tokens(50, 20))
+    run.steps(range(50, 53))
+    assert run.regions.store.readings == 4
+
+
+def test_rejected_drafts_leave_no_trace() -> None:
+    """Also where the cache is forked before the pass that shows it."""
+    # Without a flush: what goes together depends on drafts that overflow the window.
+    plain, drafted = _read(120, flush=100), _read(120, flush=100)
+    for seed in range(10, 30):
+        queries, keys = _tokens(seed, 5)
+        accepted = 1 + seed % 3
+        some = queries[:, :, :accepted], keys[:, :, :accepted]
+        assert torch.equal(drafted.step((queries, keys))[:, :, :accepted], plain.step(some))
+        drafted.regions.crop(5 - accepted)
+        if seed % 5 == 0:
+            drafted = drafted.fork()
+    assert plain.length == drafted.length > 155
+    for run in (plain, drafted):
+        run.step(_tokens(5))
+    # Sums over other numbers of columns: the last bits may differ.
+    torch.testing.assert_close(drafted.scores, plain.scores, rtol=1e-5, atol=1e-6)
+    assert (plain.scores[:, :, 120:-1] > 0).all()
+
+
+def test_asking_twice_in_a_pass_counts_once() -> None:
+    """Layers that share their cache ask again."""
+    run = _read()
+    run.steps(range(10, 15))
+    before = run.scores
+    run.ask(_tokens(14)[0])
+    assert torch.equal(run.scores, before)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 9])
+def test_forks_do_not_change_each_other(steps: int) -> None:
+    one, same = _read(), _read()
+    for run in (one, same):
+        run.steps(range(10, 10 + steps))
+    twin = one.fork()
+    twin.steps(range(300, 320))
+    again = one.fork()
+    expected = same.steps(range(40, 60))
+    _assert_same(one.steps(range(40, 60)), expected)
+    _assert_same(again.steps(range(40, 60)), expected)
+    assert torch.equal(one.scores, same.scores)
+    assert not torch.equal(one.scores, twin.scores)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 9])
+def test_a_saved_index_goes_on_like_the_one_that_was_saved(steps: int) -> None:
+    run = _read()
+    run.steps(range(10, 10 + steps))
+    twin = run.fork()
+    twin.regions.index = H2OIndex(run.options)
+    twin.index.load_state_dict({name: x.clone() for name, x in run.index.state_dict().items()})
+    _assert_same(run.steps(range(60, 80)), twin.steps(range(60, 80)))
+    assert torch.equal(run.scores, twin.scores)
+    state = run.index.state_dict()
+    del state["scores"]
+    with pytest.raises(KeyError, match="scores"):
+        H2OIndex(run.options).load_state_dict(state)
+
+
+def test_an_index_that_saw_nothing_has_nothing_to_save() -> None:
+    index = H2OIndex(H2OConfig())
+    assert index.state_dict() == {} and index.nbytes() == index.select_nbytes() == 0
+    assert index.stats() == {"evicted": 0} and index.fork().state_dict() == {}
+
+
+def test_reordered_rows_go_on_like_the_old_ones() -> None:
+    rows = [1, 0, 0]
+    run, moved = _read(), _read()
+    for each in (run, moved):
+        each.steps(range(10, 17))
+    moved.regions.reorder(torch.tensor(rows))
+    expected = [ids[rows] for ids in run.steps(range(40, 52))]
+    _assert_same(moved.steps(range(40, 52), rows), expected)
+
+
+def test_what_is_cropped_is_forgotten_and_what_was_evicted_stays_so() -> None:
+    run = _read()
+    run.steps(range(10, 40))
+    before = run.scores
+    assert run.length == 90 and run.cold_len == 82
+    run.regions.crop(30)
+    assert run.cold_len == 54
+    ids = run.step(_tokens(50))
+    after = run.scores
+    assert after.shape[2] == 61 and int(ids.max()) < 54
+    gone = before[:, :, :60] == float("-inf")
+    assert gone[:, :, 54:].any(), "none of those that came back was evicted: nothing is shown"
+    assert (after[:, :, :60][gone] == float("-inf")).all()
+    # Tokens pulled back into the window keep what they had, those in the dropped slots start anew.
+    assert torch.equal(after[:, :, 54:60], before[:, :, 54:60])
+    assert (after[:, :, 60] == 0).all()
+    ids = run.steps(range(60, 80))[-1]
+    assert run.cold_len > 70
+    for chosen, evicted in zip(ids.flatten(0, 2), gone.flatten(0, 1), strict=True):
+        assert not evicted[chosen[(chosen >= 0) & (chosen < 60)].long()].any()
+
+
+def test_other_tokens_in_the_slots_of_cropped_ones_are_chosen_from_anew() -> None:
+    """Also where as many tokens are cold as before, so that the length tells nothing."""
+    run = _read()
+    run.steps(range(10, 40))
+    held = run.cold_len
+    run.regions.crop(30)
+    run.prompt(_tokens(70, held + OPTIONS["recent"] - 60))
+    assert run.cold_len == held
+    ids = run.step(_tokens(50))
+    left = run.scores[:, :, :held] > float("-inf")
+    left[:, :, : OPTIONS["sink"]] = False
+    for chosen, kept in zip(ids.flatten(0, 2), left.flatten(0, 1), strict=True):
+        assert set(chosen[chosen >= 0].tolist()) == set(kept.nonzero().flatten().tolist())
+    assert int(ids.max()) >= 60
+
+
+@pytest.mark.parametrize("left", [0, 5])
+def test_a_crop_to_nothing_cold_starts_a_new_text(left: int) -> None:
+    """What is left of the old text is in the window, and goes cold with the new one."""
+    run, fresh, text = _read(), Run(), _tokens(77, 60)
+    run.steps(range(10, 20))
+    run.regions.crop(run.length - left)
+    assert run.cold_len == 0
+    for each in (run, fresh):
+        each.prompt(text)
+    ids = run.step(_tokens(50))
+    assert int(ids.min()) >= 0 and int(ids.max()) < run.cold_len == left + 54
+    if not left:
+        assert torch.equal(ids, fresh.step(_tokens(50)))
+        assert torch.equal(run.scores, fresh.scores)
+
+
+def test_memory_is_bounded_while_text_is_generated() -> None:
+    run = _read(length=2000)
+    # Once the prompt's tokens are cold only the keys in the window are left.
+    assert run.index.state_dict()["keys.rows"].shape[2] == OPTIONS["recent"]
+    run.steps(range(10, 310))
+    state = run.index.state_dict()
+    # The newest query waits to be accepted.
+    assert state["queries.rows"].shape[2] == 1
+    assert state["keys.rows"].shape[2] == run.length - run.cold_len <= 11
+    # Buffers: what is held, dropped rows that wait to be moved (256), and spare capacity (64).
+    rows = 2 * HEADS * DIM * 4 * (GROUP * (1 + 256 + 64 + 32) + (11 + 256 + 64 + 32))
+    tokens = 2 * (HEADS * 4 + 1) * (2300 + 256 + 150)
+    kept = 2 * 2 * HEADS * 4 * (2 + run.options.budget(2300))
+    assert run.index.nbytes() <= rows + tokens + kept
+
+
+def test_numbers_for_reports() -> None:
+    run = _read()
+    ids = run.step(_tokens(1))
+    assert run.cold_len == 54 and ids.shape == (2, HEADS, 1, 14)
+    assert run.index.stats() == {"evicted": 2 * HEADS * (54 - 2 - 14)}
+    assert run.index.candidates(54, 14) == 14 and run.index.keys_read(54, 14) == 16
+    assert run.index.select_nbytes() == 2 * HEADS * (14 * 4 + 7 * DIM * 4)
