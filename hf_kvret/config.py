@@ -86,6 +86,11 @@ class RetrievalConfig:
 
     def check_model(self, head_dim: int) -> None:
         """ValueError for options that heads of this dim can't have."""
+        if self.store.startswith("higgs") and self.bits != 16 and head_dim % 8:
+            raise ValueError(
+                f"store={self.store!r} with heads of {head_dim} numbers: coded rows need dims that "
+                "8 divides; use store='device' or 'host'"
+            )
 
     def budget(self, cold_len: int) -> int:
         """Tokens to select among ``cold_len``: at least 1, at most all of them."""
@@ -158,7 +163,7 @@ def _check_slots(slots: object, top_k: int | float | None) -> None:
 
 
 def _check_bits(bits: object) -> None:
-    if isinstance(bits, bool) or bits not in _BITS:
+    if not isinstance(bits, int) or isinstance(bits, bool) or bits not in _BITS:
         raise ValueError(f"bits={bits!r}: choose {', '.join(map(str, _BITS))}")
 
 

@@ -41,7 +41,7 @@ def _filled(model: PreTrainedModel, batch: int = 1) -> FlatKVCache:
         ({"top_k": 0}, "top_k=0: a count must be at least 1"),
         ({"recent": -1}, "recent=-1 must be at least 1"),
         ({"topk": 5}, "no option 'topk': did you mean 'top_k'?"),
-        ({"store": "hots"}, "store='hots': choose one of device, host, resident, cpu, auto"),
+        ({"store": "hots"}, "store='hots': choose one of device, host, resident, cpu, higgs, higgs-host, auto"),
         ({"subspace_dim": 5}, "subspace_dim=5: choose 4 or 8"),
     ],
 )

@@ -108,7 +108,11 @@ def _compared_bytes(layer: RetrievalLayer, keys: torch.Tensor) -> tuple[int, int
         return 0, 0
     held = regions.cold_len
     count = regions.index.keys_read(held, layer.config.budget(held))
-    nbytes = count * keys.shape[0] * keys.shape[1] * keys.shape[3] * keys.element_size()
+    key = keys.shape[3] * keys.element_size()
+    plain = key + regions.window.values.shape[3] * keys.element_size()
+    row = regions.store.row_nbytes(plain)
+    # Coded rows are read in whole.
+    nbytes = count * keys.shape[0] * keys.shape[1] * (key if row == plain else row)
     return (nbytes, 0) if regions.store.over_bus else (0, nbytes)
 
 

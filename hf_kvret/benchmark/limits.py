@@ -57,8 +57,8 @@ def predict_need(
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     passing = 3 * layer + batch * context * max(2 * heads * dim, 3 * inner) * dtype.itemsize
     if choice.options is not None:
-        index = int(_INDEX_SHARE * rows)
-        if choice.options.store == "host":
+        index, store = int(_INDEX_SHARE * rows), choice.options.store
+        if store in ("host", "resident", "cpu", "higgs-host"):
             return Need(index + passing, rows)
         return Need(rows + index + passing, 0)
     return Need(passing, rows) if choice.on_host else Need(rows + passing, 0)

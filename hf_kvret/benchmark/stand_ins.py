@@ -10,14 +10,16 @@ from transformers import PreTrainedModel
 
 from hf_kvret.benchmark.filling import random_tokens
 from hf_kvret.calibration.a2ats import A2ATSCalibration
+from hf_kvret.calibration.aqua import AquaCalibration
 from hf_kvret.calibration.runner import calibrate
 from hf_kvret.calibration.sources import Corpus
 from hf_kvret.calibration.study import Calibration
 from hf_kvret.evaluation.caches import CacheChoice
 
-# The methods' own sizes, learned in the least time: what codewords say changes no times.
+# The methods' own sizes, learned in the least time: what they say changes no times.
 _SIZES: dict[str, Calibration] = {
     "a2ats": A2ATSCalibration(rounds=0, compare=False),
+    "aqua": AquaCalibration(),
 }
 _SEQUENCES, _LENGTH = 2, 2560
 

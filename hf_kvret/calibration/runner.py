@@ -56,8 +56,8 @@ def calibrate(
 
     Raises:
         ValueError: a model that no cache can serve, whose RoPE can't be undone or whose layers
-            can't be tapped; one in training mode, or with an embedding that is on no device; sequences
-            longer than it has positions; parts of another calibration in ``out``.
+            can't be tapped; one in training mode, or with an embedding that is on no device;
+            sequences longer than it has positions; parts of another calibration in ``out``.
     """
     if layers_at_once < 1:
         raise ValueError(f"layers_at_once={layers_at_once}: at least 1")

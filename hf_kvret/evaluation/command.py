@@ -54,8 +54,8 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--caches",
         help="comma-separated, options after colons as paris:top_k=100:store=host; known: "
-        f"{', '.join(known_caches())}; default: {','.join(_CACHES)}, and what the model's folder has "
-        "an artifact of",
+        f"{', '.join(known_caches())}; default: {','.join(_CACHES)}, and those that the model's "
+        "folder has an artifact for",
     )
     add_budget_options(parser)
     add_run_options(parser)

@@ -140,7 +140,7 @@ class Store(ABC):
         """Bytes held. Rows shared with a fork count in both."""
 
     def row_nbytes(self, plain: int) -> int:
-        """Bytes of a token's key and value in one head, which are ``plain`` in the model's dtype."""
+        """Bytes of a token's key and value in one head; ``plain`` of them in the model's dtype."""
         return plain
 
     def stats(self) -> dict[str, Any]:

@@ -21,8 +21,8 @@ class QuantizedStore(Store):
 
     Keys and values of each KV head are coded by themselves, so that single rows can be read:
     ``bits / 8 + 2 / group`` bytes a number, with the largest power of two that divides the head's
-    dims as group. What was coded stays as it is, whatever happens to the cache; keys and values
-    that come back from here have lost what the codec loses.
+    dims as group. What was coded stays as it is while it is held; keys and values that come back
+    from here have lost what the codec loses, and lose again, far less, if they are appended anew.
 
     Args:
         memory: where the bytes lie.
@@ -126,8 +126,8 @@ class QuantizedStore(Store):
         bits = int(state["bits"])
         if bits != self._bits:
             raise ValueError(
-                f"the cache was saved with rows of {bits} bits, and bits={self._bits} is asked for: "
-                "coded rows stay as they are, leave bits out"
+                f"the cache was saved with rows of {bits} bits, and bits={self._bits} is asked "
+                "for: coded rows stay as they are, leave bits out"
             )
         self._made_for(state["key_like"].to(device), state["value_like"].to(device))
         self._append(state["codes"].to(device), state["scales"].to(device), 0)

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.calibration.a2ats import A2ATSCalibration
+from hf_kvret.calibration.aqua import AquaCalibration
 from hf_kvret.calibration.runner import calibrate
 from hf_kvret.calibration.sources import Corpus
 from hf_kvret.calibration.study import Calibration
@@ -35,9 +36,18 @@ def tiny_artifact(model: PreTrainedModel, method: str, folder: Path) -> str:
 
 
 def _a2ats(config: PreTrainedConfig) -> Calibration:
-    rotation = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    space = "rotated" if "mrope_section" in rotation else "windowed"
+    space = "rotated" if _puts_images(config) else "windowed"
     return A2ATSCalibration(codewords=32, window=32, rounds=5, compare=False, space=space)
 
 
-_TINY: dict[str, Callable[[PreTrainedConfig], Calibration]] = {"a2ats": _a2ats}
+def _aqua(config: PreTrainedConfig) -> Calibration:
+    return AquaCalibration(space="after" if _puts_images(config) else "before")
+
+
+def _puts_images(config: PreTrainedConfig) -> bool:
+    """Whether positions have three parts, which attention isn't told."""
+    rotation = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return "mrope_section" in rotation
+
+
+_TINY: dict[str, Callable[[PreTrainedConfig], Calibration]] = {"a2ats": _a2ats, "aqua": _aqua}

@@ -12,6 +12,7 @@ from hf_kvret import ParisKVCache
 from hf_kvret.cli import main
 from hf_kvret.evaluation.bundled import load_bundled_model
 from hf_kvret.evaluation.demo import DemoSetup, run_demo
+from hf_kvret.stores import store_names
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_paris_with_a_host_store_keeps_little_on_the_device() -> None:
         (["--context", "100"], "use at least"),
         (["--top-k", "0"], "top_k=0: a count must be at least 1"),
         (["--top-k", "1.5"], "a float is a share"),
-        (["--store", "disk"], "store='disk': choose one of device, host, resident, cpu, higgs, higgs-host, auto"),
+        (["--store", "disk"], f"store='disk': choose one of {store_names()}"),
     ],
 )
 def test_mistakes_print_one_line(

@@ -97,6 +97,7 @@ class CTkvrConfig(RetrievalConfig):
 
     def check_model(self, head_dim: int) -> None:
         """ValueError for codes of heads that have none."""
+        super().check_model(head_dim)
         if self.rerank == "codes" and head_dim > _LARGEST_HEAD:
             raise ValueError(
                 f"head dim {head_dim}: codes exist up to {_LARGEST_HEAD}; use rerank='auto'"

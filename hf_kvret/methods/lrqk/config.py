@@ -108,6 +108,7 @@ class LRQKConfig(RetrievalConfig):
 
     def check_model(self, head_dim: int) -> None:
         """ValueError for a rank that heads of this dim do not have."""
+        super().check_model(head_dim)
         self.rank_of(head_dim)
 
     @classmethod
