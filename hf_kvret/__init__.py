@@ -11,6 +11,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.index import ColdTokens, Index
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
+from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
 from hf_kvret.methods.flat import FlatConfig, FlatKVCache
 from hf_kvret.methods.h2o import H2OCache, H2OConfig
@@ -24,6 +25,8 @@ __version__ = "0.1.0"
 __all__ = [
     "A2ATSCache",
     "A2ATSConfig",
+    "AquaConfig",
+    "AquaKVCache",
     "CTkvrCache",
     "CTkvrConfig",
     "ColdTokens",

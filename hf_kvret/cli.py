@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--context", type=int, default=16_384, help="document length in tokens")
     demo.add_argument(
         "--caches",
-        default="full,flat,paris,lrqk,ctkvr,a2ats",
+        default="full,flat,paris,lrqk,ctkvr,a2ats,aqua",
         help="comma-separated, options after colons as lrqk:rank=16:store=resident",
     )
     demo.add_argument("--questions", type=int, default=128, help="needles asked for")

@@ -84,6 +84,10 @@ class RetrievalConfig:
         """Whether calibration must have taught the method, and the options don't say where."""
         return False
 
+    def exact(self) -> Self:
+        """The same with a budget that covers everything, and rows that are kept as they are."""
+        return self.replace(top_k=1.0, slots=1.0, bits=16)
+
     def check_model(self, head_dim: int) -> None:
         """ValueError for options that heads of this dim can't have."""
         if self.store.startswith("higgs") and self.bits != 16 and head_dim % 8:

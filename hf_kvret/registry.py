@@ -16,6 +16,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.compatibility import check_model, model_layers
 from hf_kvret.masks import retrieval_mask
 from hf_kvret.methods.a2ats import A2ATSCache
+from hf_kvret.methods.aqua import AquaKVCache
 from hf_kvret.methods.ctkvr import CTkvrCache
 from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.methods.h2o import H2OCache
@@ -33,6 +34,7 @@ BUILT_IN: tuple[type[RetrievalCache], ...] = (
     LRQKCache,
     CTkvrCache,
     A2ATSCache,
+    AquaKVCache,
     H2OCache,
 )
 

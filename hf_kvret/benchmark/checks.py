@@ -134,17 +134,15 @@ class Checker:
 
 
 def covering(cache: Cache, model: PreTrainedModel, length: int) -> Cache:
-    """An empty retrieval cache like ``cache`` with a budget that covers all; others as they are.
+    """An empty retrieval cache like ``cache`` that should be exact; others as they are.
 
-    Its window is small enough that most of ``length`` tokens are cold, so they are retrieved.
+    Its budget covers everything, its rows are not coded. Its window is small enough that most of ``length`` tokens are cold, so they are retrieved.
     """
     if not isinstance(cache, RetrievalCache):
         return cache
     options = cache.options
     part = max(1, length // 8)
-    changed = options.replace(
-        top_k=1.0,
-        slots=1.0,
+    changed = options.exact().replace(
         dense_below=0,
         sink=min(options.sink, part),
         recent=min(options.recent, part),

@@ -59,9 +59,9 @@ class _Defaults:
 
 
 _MEASURES: tuple[tuple[type[Measure], _Defaults], ...] = (
-    (Decode, _Defaults("full,dense,static,flat,paris,lrqk,ctkvr,a2ats", "1", 32, 8, 3)),
-    (Prefill, _Defaults("full,dense,flat,paris,lrqk,ctkvr,a2ats", "1", 1, 1, 3)),
-    (Memory, _Defaults("full,static,flat,paris,lrqk,ctkvr,a2ats", "1,2", 4, 0, 1)),
+    (Decode, _Defaults("full,dense,static,flat,paris,lrqk,ctkvr,a2ats,aqua", "1", 32, 8, 3)),
+    (Prefill, _Defaults("full,dense,flat,paris,lrqk,ctkvr,a2ats,aqua", "1", 1, 1, 3)),
+    (Memory, _Defaults("full,static,flat,paris,lrqk,ctkvr,a2ats,aqua", "1,2", 4, 0, 1)),
 )
 
 _HOST = HostAttention()

@@ -18,6 +18,7 @@ import transformers
 from hf_kvret import (
     A2ATSCache,
     A2ATSConfig,
+    AquaKVCache,
     CTkvrCache,
     CTkvrConfig,
     FlatKVCache,
@@ -39,6 +40,8 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "ctkvr_paper": partial(CTkvrCache, options=CTkvrConfig.paper()),
     "a2ats": A2ATSCache,
     "h2o": H2OCache,
+    "aqua": partial(AquaKVCache, bits=16),
+    "aqua_codec": partial(AquaKVCache, bits=16, predictor="none"),
     "a2ats_paper": partial(A2ATSCache, options=A2ATSConfig.paper()),
 }
 ArtifactOptions = Callable[[str, str], dict[str, str]]
@@ -91,12 +94,17 @@ IMPOSSIBLE: dict[str, dict[str, set[str]]] = {
 RELEASE = ".".join(transformers.__version__.split(".")[:2])
 
 
+def _stores(method: str) -> tuple[str, ...]:
+    """AQUA-KV's rows are its own codes, here at 16 bits."""
+    return ("device", "host") if method.startswith("aqua") else STORES
+
+
 def _matrix() -> list[Any]:
     params = []
     for case in conformance_cases():
         unlike, telling = case.model in UNLIKE_MODELS, case.mode in TELLING_MODES
         for method in CACHES:
-            for store in STORES:
+            for store in _stores(method):
                 whole = (method, store) in WHOLE_PAIRS
                 by_default = (unlike or telling) if whole else (unlike and telling)
                 marks = () if by_default else (pytest.mark.slow,)

@@ -27,12 +27,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 def test_every_cache_answers_and_reads_few_rows(report: dict) -> None:
     rows = {row["cache"]: row for row in report["results"]}
-    assert list(rows) == ["full", "flat", "paris", "lrqk", "ctkvr", "a2ats"]
+    assert list(rows) == ["full", "flat", "paris", "lrqk", "ctkvr", "a2ats", "aqua"]
     for row in rows.values():
         # 16 questions: one may go wrong in a model that is 98% right.
         assert row["right_ratio"] >= 15 / 16
         assert row["tokens_per_second"] > 0
     assert rows["full"]["read_ratio"] == 1.0
+    assert rows["aqua"]["read_ratio"] > 0.99
+    assert rows["aqua"]["host_bytes"] < 0.1 * rows["aqua"]["full_bytes"]
     for name in ("flat", "paris", "lrqk", "ctkvr", "a2ats"):
         cold = 4096 - (64 if name == "a2ats" else 256)
         assert rows[name]["read_ratio"] == pytest.approx(64 / cold, rel=0.01)

@@ -1,0 +1,98 @@
+"""AquaKVCache: all cold tokens, in about two bits a number."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.calibration.aqua_coding import check_group, default_group
+from hf_kvret.calibration.beside import artifact_beside
+from hf_kvret.compatibility import head_dim
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
+from hf_kvret.methods.aqua.index import AquaIndex
+from hf_kvret.methods.aqua.kivi import KiviStore
+from hf_kvret.methods.aqua.learned import check_space, load
+from hf_kvret.methods.aqua.plan import layer_plan
+from hf_kvret.methods.aqua.store import AquaStore
+from hf_kvret.stores import PagedStore, Store, StoreChoice
+
+
+class AquaKVCache(RetrievalCache):
+    """Attends to all tokens; cold ones are codes of what the layer below doesn't predict (AQUA-KV).
+
+    ``AquaKVCache(config=model.config, artifact="folder-or-hub-id")``, or without an artifact
+    ``AquaKVCache(config=model.config, predictor="none")``, which is the codec alone.
+    """
+
+    name: ClassVar[str] = "aqua"
+    config_class: ClassVar[type[RetrievalConfig]] = AquaConfig
+    needs_artifact: ClassVar[bool] = True
+
+    @classmethod
+    def options_for(cls, options: Any, config: PreTrainedConfig) -> AquaConfig:
+        """``options`` with the model's artifact, which must have been made for this architecture.
+
+        Raises:
+            OSError, ValueError: no artifact, a damaged one, or that of another model; a model whose
+                rotation can't be undone; a group that doesn't fit.
+        """
+        options = super().options_for(options, config)
+        if options.predictor == "artifact":
+            if options.lacks_artifact:
+                options = options.replace(artifact=artifact_beside(config, cls.name))
+            artifact = load(options.artifact, options.revision)
+            artifact.check(config)
+            check_space(artifact, config)
+        _check_width(options, config)
+        return options
+
+    @classmethod
+    def make_index(cls, options: AquaConfig, layer: int) -> AquaIndex:
+        """A new, empty index for the model layer number ``layer``."""
+        return AquaIndex(layer_plan(options, layer))
+
+    @classmethod
+    def make_store(
+        cls,
+        options: AquaConfig,
+        layer: int,
+        stores: StoreChoice,
+        device: torch.device,
+        cold_bytes: int,
+    ) -> Store:
+        """A new, empty store for the model layer number ``layer``."""
+        coded = options.bits if options.keep == "codes" else NOT_CODED
+        pages = stores.make(device, cold_bytes * coded // NOT_CODED)
+        assert isinstance(pages, PagedStore), "AquaConfig refuses the others"
+        if options.backbone == "kivi" and options.bits != NOT_CODED:
+            return KiviStore(options, pages.memory)
+        return AquaStore(layer_plan(options, layer), pages.memory)
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Refuse a model with other weights than the artifact was made from.
+
+        Raises:
+            ValueError: it has.
+        """
+        options = self.options
+        assert isinstance(options, AquaConfig)
+        if options.predictor == "artifact":
+            assert options.artifact is not None
+            load(options.artifact, options.revision).check_weights(model)
+
+
+def _check_width(options: AquaConfig, config: PreTrainedConfig) -> None:
+    """ValueError unless a codec's groups fill a token's keys."""
+    if options.backbone == "kivi" or options.bits == options.first_bits == NOT_CODED:
+        return
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = heads * head_dim(config)
+    if options.group is not None:
+        check_group(options.group, width)
+    elif options.bits != NOT_CODED:
+        default_group(options.backbone, width)

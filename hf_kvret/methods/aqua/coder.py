@@ -1,0 +1,222 @@
+"""RowCoder: rows of one layer as codes of what the layer below does not predict, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from hf_kvret.calibration.aqua_coding import check_group, default_group, make_codec
+from hf_kvret.methods.aqua.config import NOT_CODED
+from hf_kvret.methods.aqua.decoded import joined, split
+from hf_kvret.methods.aqua.learned import LearnedLayer, Predictor, learned_layer
+from hf_kvret.methods.aqua.plan import LayerPlan
+from hf_kvret_kernels.higgs import Codec, Coded
+
+
+@dataclass(eq=False)
+class Rows:
+    """Reconstructions of some consecutive tokens, as predictors read them: heads side by side.
+
+    Attributes:
+        start: slot of the first token.
+        keys: ``[B, n, Hkv * Dk]`` in the model's dtype, before RoPE where keys are turned back.
+        values: ``[B, n, Hkv * Dv]``.
+    """
+
+    start: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def empty_like(cls, other: Rows, start: int, end: int) -> Rows:
+        """Room for slots ``start .. end``."""
+        # Also where a pass runs in inference mode: what is made there can't be written to outside.
+        with torch.inference_mode(False):
+            made = [
+                x.new_empty(len(x), end - start, x.shape[2]) for x in (other.keys, other.values)
+            ]
+        return cls(start, *made)
+
+    @property
+    def end(self) -> int:
+        """Slot after the last token."""
+        return self.start + self.keys.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def part(self, first: int, last: int) -> Rows:
+        """Views of slots ``first .. last``."""
+        where = slice(first - self.start, last - self.start)
+        return Rows(first, self.keys[:, where], self.values[:, where])
+
+    def covers(self, first: int, last: int) -> bool:
+        """Whether it has these slots."""
+        return self.start <= first and last <= self.end
+
+    def like(self, other: Rows) -> bool:
+        """Whether rows are as wide and of the dtype of ``other``'s."""
+        return all(
+            len(a) == len(b) and a.shape[2] == b.shape[2] and a.dtype == b.dtype
+            for a, b in ((self.keys, other.keys), (self.values, other.values))
+        )
+
+    def put(self, rows: Rows) -> None:
+        """Overwrite the slots of ``rows``."""
+        part = self.part(rows.start, rows.end)
+        part.keys.copy_(rows.keys)
+        part.values.copy_(rows.values)
+
+
+@dataclass(frozen=True, eq=False)
+class RowCoder:
+    """Codes of one layer's tokens. Shutova et al. (2025), sections 3.1 to 3.3, algorithm 1.
+
+    Attributes:
+        heads, key_dim, value_dim: of its tokens.
+        dtype: of the model.
+        bits: of codes.
+        key_codec, value_codec: of rows of all heads; None where rows are kept as they are.
+        learned: predictors and rotation; None where neither is used.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    bits: int
+    key_codec: Codec | None
+    value_codec: Codec | None
+    learned: LearnedLayer | None
+
+    @classmethod
+    def of(
+        cls,
+        plan: LayerPlan,
+        lowest: bool,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Self:
+        """The coder that the plan asks for, of tokens of ``shape`` (heads, key dim, value dim).
+
+        Raises:
+            ValueError: a shape that predictors or groups don't fit.
+        """
+        learned, seed = None, 0
+        if plan.found is not None:
+            predicted = plan.previous is not None
+            learned = learned_layer(plan.found, plan.layer, predicted, device, dtype)
+            learned.check_shape(*shape)
+            seed = int(plan.found.options["seed"])
+        bits = plan.lowest_bits if lowest else plan.bits
+        heads, key_dim, value_dim = shape
+        codecs = [_codec(plan, bits, heads * dim, seed, device) for dim in (key_dim, value_dim)]
+        return cls(heads, key_dim, value_dim, dtype, bits, codecs[0], codecs[1], learned)
+
+    def unpacked(self) -> RowCoder:
+        """The same with matrices of predictors unpacked: for a few pieces of tokens."""
+        learned = None if self.learned is None else self.learned.unpacked()
+        return self if learned is self.learned else replace(self, learned=learned)
+
+    @property
+    def turns(self) -> bool:
+        """Whether keys are coded before RoPE, and positions are needed."""
+        return self.learned is not None and self.learned.rope is not None
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a token's codes and scales, keys and values, for each KV head."""
+        assert self.key_codec is not None and self.value_codec is not None
+        sides = (self.key_codec, self.key_dim), (self.value_codec, self.value_dim)
+        bits = sum(codec.bits_per_value * self.heads * dim for codec, dim in sides)
+        return int(bits) // (8 * self.heads)
+
+    def before(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """``[B, n, H * Dk]`` fp32 of post-RoPE ``keys [B, H, n, Dk]`` at ``positions [B, n]``."""
+        if self.learned is not None and self.learned.rope is not None:
+            assert positions is not None, "the lowest store keeps positions where keys are turned"
+            keys = self.learned.rope.unrotate(keys, positions, dtype=torch.float32)
+        return joined(keys.float())
+
+    def attended(
+        self, rows: Rows, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys ``[B, H, n, Dk]`` as attention reads them, and values, views where they can be."""
+        keys = split(rows.keys, self.heads)
+        if self.learned is not None and self.learned.rope is not None:
+            assert positions is not None, "the lowest store keeps positions where keys are turned"
+            keys = self.learned.rope.rotate(keys, positions)
+        return keys, split(rows.values, self.heads)
+
+    def rows(
+        self, start: int, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
+    ) -> Rows:
+        """``Rows`` of tokens as attention reads them, ``[B, H, n, D]``."""
+        return Rows(start, self.before(keys, positions).to(self.dtype), joined(values))
+
+    def encode(
+        self, start: int, keys: torch.Tensor, values: torch.Tensor, below: Rows | None
+    ) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+        """Codes and scales ``[B, n, bytes]`` of keys and values, and what they decode to.
+
+        Args:
+            start: slot of the first token.
+            keys: ``[B, n, H * Dk]`` fp32, of ``before``.
+            values: ``[B, n, H * Dv]``.
+            below: the same tokens in the layer that predicts this one; None for an anchor.
+        """
+        assert self.key_codec is not None and self.value_codec is not None
+        predicted = self._predicted_keys(below)
+        key_coded = self.key_codec.encode(keys - predicted)
+        near_keys = self._near(self.key_codec, key_coded, predicted)
+        predicted = self._predicted_values(near_keys, below)
+        value_coded = self.value_codec.encode(values.float() - predicted)
+        near_values = self._near(self.value_codec, value_coded, predicted)
+        codes, scales = zip(key_coded, value_coded, strict=True)
+        return torch.cat(codes, -1), torch.cat(scales, -1), Rows(start, near_keys, near_values)
+
+    def decode(
+        self, start: int, codes: torch.Tensor, scales: torch.Tensor, below: Rows | None
+    ) -> Rows:
+        """What ``encode`` returned last, of its codes and scales; ``below`` as there."""
+        key_codec, value_codec = self.key_codec, self.value_codec
+        assert key_codec is not None and value_codec is not None
+        width = self.heads * self.key_dim
+        at, scale_at = key_codec.code_bytes(width), key_codec.scale_bytes(width)
+        coded = Coded(codes[..., :at], scales[..., :scale_at])
+        keys = self._near(key_codec, coded, self._predicted_keys(below))
+        coded = Coded(codes[..., at:], scales[..., scale_at:])
+        values = self._near(value_codec, coded, self._predicted_values(keys, below))
+        return Rows(start, keys, values)
+
+    def _near(self, codec: Codec, coded: Coded, predicted: torch.Tensor | float) -> torch.Tensor:
+        return (codec.decode(*coded, torch.float32) + predicted).to(self.dtype)
+
+    def _predicted_keys(self, below: Rows | None) -> torch.Tensor | float:
+        predictor = None if self.learned is None else self.learned.key
+        return _predicted(predictor, [] if below is None else [below.keys])
+
+    def _predicted_values(self, keys: torch.Tensor, below: Rows | None) -> torch.Tensor | float:
+        if self.learned is None or below is None:
+            return _predicted(None if self.learned is None else self.learned.value, [])
+        parts = {"keys": keys, "values": below.values}
+        chosen = [x for name, x in parts.items() if name in self.learned.value_inputs]
+        return _predicted(self.learned.value, chosen)
+
+
+def _codec(plan: LayerPlan, bits: int, width: int, seed: int, device: torch.device) -> Codec | None:
+    if bits == NOT_CODED:
+        return None
+    options = plan.options
+    group = options.group or default_group(options.backbone, width)
+    check_group(group, width)
+    return make_codec(options.backbone, bits, group, seed, device)
+
+
+def _predicted(predictor: Predictor | None, parts: list[torch.Tensor]) -> torch.Tensor | float:
+    return 0.0 if predictor is None else predictor(parts)

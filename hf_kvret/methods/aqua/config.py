@@ -1,0 +1,134 @@
+"""Options of AQUA-KV."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Self
+
+from hf_kvret.config import RetrievalConfig
+
+NOT_CODED = 16
+"""Bits of rows that are kept as they are."""
+
+_BITS = (2, 3, 4, NOT_CODED)
+_GROUPS = tuple(2**n for n in range(3, 11))
+_BACKBONES = ("higgs", "minmax", "kivi")
+_PREDICTORS = ("artifact", "none")
+_KEEP = ("codes", "rows")
+_STORES = ("auto", "device", "host")
+
+
+@dataclass(frozen=True)
+class AquaConfig(RetrievalConfig):
+    """AQUA-KV's options beside those of every retrieval cache.
+
+    All cold tokens are attended to: ``top_k`` changes nothing. Stores that keep selected rows
+    (``"resident"``), attend on the CPU (``"cpu"``) or have a codec (``"higgs"``) are refused.
+
+    Attributes:
+        bits: of what predictors miss, or of the rows themselves: 2, 3 or 4; 16 keeps rows as they
+            are.
+        first_bits: of anchors, the layers that nothing predicts, as the first one; None: what the
+            artifact says, or ``bits`` where nothing is predicted at all, with 16 too.
+        group: numbers that share a scale, a power of two from 8 to 1024; None: the largest that
+            divides KV heads times head dim, 64 at most for ``"minmax"``. Of ``"kivi"`` the tokens
+            of a key's scale and the numbers of a value's, 32 for None.
+        backbone: ``"higgs"``; ``"minmax"``, round-to-nearest from a group's least to largest; or
+            ``"kivi"``, the same with keys grouped along tokens, one channel at a time.
+        predictor: ``"artifact"``; ``"none"``, or None, codes keys after RoPE, and values, as they
+            are.
+        anchor_every: a layer in so many is an anchor, which bounds the chain of reconstructions;
+            None: as in the artifact, whose anchors are so in any case.
+        keep: ``"codes"``; ``"rows"`` reconstructs once, when a token is coded, and takes the memory
+            of full attention, for study.
+        artifact: folder or hub id of the calibration artifact that belongs to the model; None for
+            the folder ``aqua`` in the model's own folder.
+        revision: of the artifact on the hub; None for its main branch.
+    """
+
+    top_k: int | float | None = 1.0
+    recent: int = 64
+    flush: int = 64
+    bits: int = 2
+    first_bits: int | None = None
+    group: int | None = None
+    backbone: str = "higgs"
+    predictor: str | None = "artifact"
+    anchor_every: int | None = None
+    keep: str = "codes"
+    artifact: str | None = None
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.artifact, os.PathLike):
+            object.__setattr__(self, "artifact", os.fspath(self.artifact))
+        for name in ("artifact", "revision"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise TypeError(f"{name} must be a name, got {value!r}")
+        if self.predictor is None:
+            # What a command line makes of the word.
+            object.__setattr__(self, "predictor", "none")
+        choices: dict[str, tuple[object, ...]] = {
+            "first_bits": (None, *_BITS),
+            "group": (None, *_GROUPS),
+            "backbone": _BACKBONES,
+            "predictor": _PREDICTORS,
+            "keep": _KEEP,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                shown = ", ".join(map(repr, allowed))
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {shown}")
+        if self.store not in _STORES:
+            raise ValueError(
+                f"store={self.store!r}: AQUA-KV reads all cold tokens at each step and rebuilds "
+                "them on the device, with codes of its own, so no store can keep selected rows, "
+                f"attend elsewhere or code them once more; choose {', '.join(map(repr, _STORES))}"
+            )
+        self._check_anchors()
+        if self.backbone == "kivi":
+            self._check_kivi()
+
+    @property
+    def lacks_artifact(self) -> bool:
+        return self.predictor == "artifact" and self.artifact is None
+
+    def exact(self) -> Self:
+        return super().exact().replace(first_bits=None)
+
+    def _check_anchors(self) -> None:
+        every = self.anchor_every
+        if every is None:
+            return
+        if isinstance(every, bool) or not isinstance(every, int):
+            raise TypeError(f"anchor_every must be an int (layers) or None, got {every!r}")
+        if every < 1:
+            raise ValueError(f"anchor_every={every}: 1 or more, or None for what the artifact says")
+        if self.predictor == "none":
+            raise ValueError(
+                f"anchor_every={every} with predictor='none': nothing is predicted, so there is no "
+                "chain to bound; leave it out"
+            )
+
+    def _check_kivi(self) -> None:
+        if self.predictor != "none":
+            raise ValueError(
+                "backbone='kivi' codes keys along tokens, after RoPE, and has no predictors: give "
+                "predictor='none'"
+            )
+        if self.first_bits is not None or self.keep != "codes":
+            raise ValueError(
+                f"first_bits={self.first_bits}, keep={self.keep!r}: backbone='kivi' has neither; "
+                "leave them out"
+            )
+
+    @classmethod
+    def paper(cls, **changes: Any) -> Self:
+        """The published regions: up to 128 recent tokens gather, then all but the newest are coded.
+
+        The authors code that one too, and keep no recent window after it.
+        """
+        return cls.from_options(**{"recent": 1, "flush": 127, "dense_below": 0, **changes})

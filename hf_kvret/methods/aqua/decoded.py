@@ -1,0 +1,113 @@
+"""Stores that decode rows to read them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+
+from hf_kvret.block import TokenBlock
+from hf_kvret.stores.base import Store
+from hf_kvret.stores.memory import DeviceMemory, PageMemory
+from hf_kvret.stores.paged import PagedStore
+
+PIECE = 4096
+"""Tokens that are coded or decoded at once."""
+
+
+# A tile of 32 longer rows would not fit a kernel's registers.
+_LONGEST_ROW = 2048
+
+
+class BytePages(PagedStore):
+    """A paged store that is read from any slot on."""
+
+    def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[B, H, last - first, *]`` of slots ``first .. last``, on the device."""
+        rows = self.paged_rows()
+        on_gpu = self.memory.device.type == "cuda"
+        if on_gpu and rows.width * rows.dtype.itemsize <= _LONGEST_ROW:
+            return self.gathered(first, last)
+        start = first // self.page_len
+        dense = self._dense(start, -(-last // self.page_len))
+        skipped = start * self.page_len
+        dense = dense[:, :, first - skipped : last - skipped].to(self.memory.device)
+        return dense[..., : self._key_dim], dense[..., self._key_dim :]
+
+    def gathered(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by a kernel that follows the page table: no wait for a GPU, nor a copy of pages
+        in host memory before they cross the bus."""
+        rows = self.paged_rows()
+        ids = torch.arange(first, last, dtype=torch.int32, device=rows.table.device)
+        found = rows.gather(ids.expand(len(rows.table), rows.heads, 1, -1))
+        return found[0][:, :, 0], found[1][:, :, 0]
+
+
+class DecodedStore(Store):
+    """Reads in pieces that are decoded for it.
+
+    ``gather``, ``attend`` and ``scores`` decode all tokens from the first to the last that is
+    asked for: they serve crops and comparisons, decoding reads ``chunks``.
+
+    Args:
+        memory: where codes lie.
+    """
+
+    def __init__(self, memory: PageMemory) -> None:
+        self.memory = memory
+
+    @abstractmethod
+    def pieces(
+        self, first: int, last: int, piece_len: int = PIECE
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Slots ``first .. last`` in order: ``(slot, keys [B, Hkv, n, Dk], values)``."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, ids = self._dense(ids)
+        return rows.attend(query, ids, scale, softcap)
+
+    def scores(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        rows, ids = self._dense(ids)
+        return rows.scores(query, ids, scale, softcap)
+
+    def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, ids = self._dense(ids)
+        return rows.gather(ids)
+
+    def _dense(self, ids: torch.Tensor) -> tuple[PagedStore, torch.Tensor]:
+        """A store with the tokens that ids name, and those between them; ids as it counts."""
+        named = ids[ids >= 0]
+        first, last = (int(named.min()), int(named.max()) + 1) if len(named) else (0, 1)
+        rows = PagedStore(DeviceMemory(self.memory.device))
+        for start, keys, values in self.pieces(first, last):
+            rows.append(TokenBlock(keys, values, start - first))
+        return rows, torch.where(ids >= 0, ids - first, ids)
+
+
+def spans(first: int, last: int, piece_len: int) -> Iterator[tuple[int, int]]:
+    """``first .. last`` in pieces."""
+    for start in range(first, last, piece_len):
+        yield start, min(start + piece_len, last)
+
+
+def joined(x: torch.Tensor) -> torch.Tensor:
+    """``[B, n, H * D]``, the heads of each token side by side, of ``[B, H, n, D]``."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def split(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """``[B, H, n, D]``, a view of ``[B, n, H * D]``."""
+    return rows.unflatten(2, (heads, -1)).transpose(1, 2)

@@ -1,0 +1,128 @@
+"""AquaIndex: nothing to choose; the first layer notes the positions of recent tokens."""
+
+from __future__ import annotations
+
+from typing import NoReturn, Self
+
+import torch
+
+from hf_kvret.block import TokenBlock
+from hf_kvret.index import Index
+from hf_kvret.methods.aqua.learned import LearnedLayer, learned_layer
+from hf_kvret.methods.aqua.plan import LayerPlan
+
+UNKNOWN = -(2**31)
+"""In place of a position that the store knows: of a token that a crop brought back."""
+
+
+class AquaIndex(Index):
+    """All cold tokens are attended to.
+
+    Where keys are coded before RoPE, the index of the first layer notes the positions of recent
+    tokens, 4 bytes each, and tells them to the store when they leave the window.
+
+    Args:
+        plan: of the layer.
+    """
+
+    whole = True
+
+    def __init__(self, plan: LayerPlan) -> None:
+        self.plan = plan
+        self._learned: LearnedLayer | None = None
+        # Positions [B, n] int32 of the slots from _start on.
+        self._noted: torch.Tensor | None = None
+        self._start = 0
+
+    def watch(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        start: int,
+        valid: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
+    ) -> None:
+        plan = self.plan
+        if plan.found is not None and self._learned is None:
+            predicted = plan.previous is not None
+            self._learned = learned_layer(
+                plan.found, plan.layer, predicted, keys.device, keys.dtype
+            )
+        if not plan.keeps_positions:
+            return
+        if positions is None:
+            raise ValueError(
+                "this model does not tell its attention the positions of tokens, and keys are "
+                "coded before RoPE: pass position_ids to the model, use predictor='none', or an "
+                "artifact made with `hf-kvret calibrate aqua --space after`"
+            )
+        new, kept = positions.to(torch.int32), max(0, start - self._start)
+        if self._noted is None or not kept:
+            self._start, self._noted = start, new.clone()
+        else:
+            self._noted = torch.cat([self._noted[:, :kept], new], dim=1)
+
+    def positions(self, start: int, end: int) -> torch.Tensor | None:
+        """``[B, end - start]`` int32, ``UNKNOWN`` for tokens that the store held before."""
+        if self._noted is None:
+            return None
+        first, last = (max(0, slot - self._start) for slot in (start, end))
+        noted = self._noted[:, first:last]
+        return torch.nn.functional.pad(noted, (end - start - noted.shape[1], 0), value=UNKNOWN)
+
+    def observe(self, block: TokenBlock) -> None:
+        if self._noted is not None and block.end > self._start:
+            self._noted = self._noted[:, block.end - self._start :].clone()
+            self._start = block.end
+
+    def select(
+        self,
+        query: torch.Tensor,
+        budget: int,
+        valid: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> NoReturn:
+        """Never called.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("AQUA-KV attends to all cold tokens: read them with store.chunks()")
+
+    def candidates(self, cold_len: int, budget: int) -> int:
+        """0: nothing is compared."""
+        return 0
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        if self._noted is not None:
+            self._noted = self._noted.index_select(0, rows)
+
+    def crop(self, cold_len: int) -> None:
+        """Nothing: ``watch`` drops what was noted of tokens that are no more."""
+
+    def fork(self) -> Self:
+        twin = type(self)(self.plan)
+        twin._learned, twin._noted, twin._start = self._learned, self._noted, self._start
+        return twin
+
+    def nbytes(self) -> int:
+        """Positions of recent tokens."""
+        return 0 if self._noted is None else self._noted.nbytes
+
+    def shared_nbytes(self) -> int:
+        """The layer's predictors."""
+        return 0 if self._learned is None else self._learned.nbytes
+
+    def select_nbytes(self) -> int:
+        """0: there is no selection."""
+        return 0
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        if self._noted is None:
+            return {}
+        return {"positions": self._noted.contiguous(), "start": torch.tensor(self._start)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        if self.plan.keeps_positions:
+            self._noted, self._start = state["positions"], int(state["start"])

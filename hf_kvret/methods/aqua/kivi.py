@@ -1,0 +1,168 @@
+"""KiviStore: min-max codes with keys grouped along tokens, a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+
+from hf_kvret.block import TokenBlock
+from hf_kvret.methods.aqua.config import AquaConfig
+from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, joined, spans, split
+from hf_kvret.stores.base import StoreBytes
+from hf_kvret.stores.memory import PageMemory
+from hf_kvret_kernels.higgs import MinMaxCodec
+
+_GROUP = 32
+"""Liu et al. (2024), section 4: group size 32."""
+
+
+class KiviStore(DecodedStore):
+    """Post-RoPE keys in groups of tokens, channel by channel; values in groups of numbers.
+
+    Liu et al., *KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache* (2024). The newest
+    keys, fewer than a group, are kept as they are. A crop into a group decodes what is left of it.
+    Padding is coded like any token, in the group of its neighbours.
+
+    Args:
+        options: of the cache.
+        memory: where codes lie.
+    """
+
+    def __init__(self, options: AquaConfig, memory: PageMemory) -> None:
+        super().__init__(memory)
+        self.options = options
+        self.group = options.group or _GROUP
+        # A row is a group of tokens here, and a token there.
+        self._key_groups, self._values = BytePages(memory, page_len=1), BytePages(memory)
+        self._newest: torch.Tensor | None = None
+        self._shape = (0, 0, 0)
+        self._dtype = torch.float32
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def over_bus(self) -> bool:
+        return self._values.over_bus
+
+    def append(self, block: TokenBlock) -> None:
+        if block.start != len(self):
+            raise ValueError(f"block starts at slot {block.start}, the store ends at {len(self)}")
+        if len(block) == 0:
+            return
+        self._shape = block.keys.shape[1], block.keys.shape[3], block.values.shape[3]
+        self._dtype = block.keys.dtype
+        keys = joined(block.keys)
+        if self._newest is not None:
+            keys = torch.cat([self._newest, keys], dim=1)
+        whole = keys.shape[1] // self.group * self.group
+        if whole:
+            grouped = keys[:, :whole].unflatten(1, (-1, self.group)).transpose(2, 3)
+            coded = [x.flatten(2)[:, None] for x in self._key_codec.encode(grouped)]
+            self._key_groups.append(TokenBlock(coded[0], coded[1], len(self._key_groups)))
+        self._newest = keys[:, whole:].clone()
+        codes, scales = self._value_codec.encode(joined(block.values))
+        self._values.append(TokenBlock(codes[:, None], scales[:, None], block.start))
+
+    def pieces(
+        self, first: int, last: int, piece_len: int = PIECE
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        heads = self._shape[0]
+        for start, end in spans(first, last, piece_len):
+            codes, scales = (x[:, 0] for x in self._values.read(start, end))
+            values = self._value_codec.decode(codes, scales, self._dtype)
+            yield start, split(self._keys(start, end), heads), split(values, heads)
+
+    def chunks(self, piece_len: int = PIECE) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        yield from self.pieces(0, len(self), piece_len)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        self._key_groups.reorder(rows)
+        self._values.reorder(rows)
+        if self._newest is not None:
+            self._newest = self._newest.index_select(0, rows)
+
+    def crop(self, cold_len: int) -> None:
+        if cold_len >= len(self):
+            return
+        whole = cold_len // self.group
+        # Before anything is forgotten: it may be a part of a group.
+        self._newest = self._keys(whole * self.group, cold_len).clone()
+        self._key_groups.crop(whole)
+        self._values.crop(cold_len)
+
+    def fork(self) -> Self:
+        twin = type(self)(self.options, self.memory)
+        twin._key_groups, twin._values = self._key_groups.fork(), self._values.fork()
+        twin._newest, twin._shape, twin._dtype = self._newest, self._shape, self._dtype
+        return twin
+
+    def nbytes(self) -> StoreBytes:
+        """Codes, scales, page tables, and the newest keys."""
+        parts = self._key_groups.nbytes(), self._values.nbytes()
+        newest = 0 if self._newest is None else self._newest.nbytes
+        device, host = sum(part.device for part in parts), sum(part.host for part in parts)
+        return StoreBytes(device=device + newest, host=host)
+
+    def row_nbytes(self, plain: int) -> int:
+        if not len(self):
+            return plain
+        _, key_dim, value_dim = self._shape
+        keys = self._key_codec.bits_per_value * key_dim
+        return int(keys + self._value_codec.bits_per_value * value_dim) // 8
+
+    def stats(self) -> dict[str, Any]:
+        """``bits`` of the codes."""
+        return {"bits": self.options.bits}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """``keys`` codes and ``values`` scales of values; ``group_*`` of keys; and the rest."""
+        state = self._values.state_dict()
+        if not state:
+            return {}
+        assert self._newest is not None
+        groups = self._key_groups.state_dict()
+        state |= {f"group_{name}": x for name, x in groups.items()}
+        state["newest"] = self._newest.cpu().contiguous()
+        state["shape"] = torch.tensor(self._shape)
+        return state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+        if not state:
+            return
+        heads, key_dim, value_dim = map(int, state["shape"])
+        self._shape, self._newest = (heads, key_dim, value_dim), state["newest"].to(device)
+        self._dtype = self._newest.dtype
+        self._values.load_state_dict(state, device)
+        names = ("keys", "values")
+        groups = {name: state[f"group_{name}"] for name in names if f"group_{name}" in state}
+        self._key_groups.load_state_dict(groups, device)
+
+    @property
+    def _key_codec(self) -> MinMaxCodec:
+        return MinMaxCodec(self.options.bits, self.group)
+
+    @property
+    def _value_codec(self) -> MinMaxCodec:
+        heads, _, value_dim = self._shape
+        width = heads * value_dim
+        return MinMaxCodec(self.options.bits, min(self.group, width & -width))
+
+    def _keys(self, first: int, last: int) -> torch.Tensor:
+        """``[B, last - first, H * Dk]`` of slots ``first .. last``."""
+        assert self._newest is not None
+        coded = len(self._key_groups) * self.group
+        newest = self._newest[:, max(0, first - coded) : max(0, last - coded)]
+        if first >= min(last, coded):
+            return newest
+        lowest, highest = first // self.group, -(-min(last, coded) // self.group)
+        codec, width = self._key_codec, self._shape[0] * self._shape[1]
+        codes, scales = (
+            x[:, 0].unflatten(2, (width, -1)) for x in self._key_groups.read(lowest, highest)
+        )
+        found = codec.decode(codes, scales, self._dtype).transpose(2, 3).flatten(1, 2)
+        skipped = lowest * self.group
+        found = found[:, first - skipped : min(last, coded) - skipped]
+        return torch.cat([found, newest], dim=1)

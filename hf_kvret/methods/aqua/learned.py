@@ -1,0 +1,230 @@
+"""What an artifact says about one layer: predictors and rotation, on the device that asks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedConfig
+
+from hf_kvret.calibration import CalibrationArtifact
+from hf_kvret.calibration.aqua import KEY_INPUTS, SPACES, VALUE_INPUTS
+from hf_kvret.calibration.aqua_predictors import unpacked
+from hf_kvret.calibration.files import DESCRIPTION
+from hf_kvret_model_patches.rope import Rope
+
+METHOD = "aqua"
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """A linear, reduced-rank or one-hidden-layer map of rows.
+
+    Products are made in ``dtype``, the model's; biases are added in fp32, because keys may have
+    offsets far beyond their spread.
+
+    Attributes:
+        tensors: by the names that ``hf_kvret.calibration.aqua`` gives, all on one device: biases
+            fp32, matrices in ``dtype``, or as 4-bit codes, which are unpacked at each use.
+        dtype: of the inputs.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    dtype: torch.dtype
+
+    def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """``[B, n, out]`` fp32 of inputs that stand side by side, ``[B, n, *]`` in ``dtype``.
+
+        Without a matrix there is the bias alone, ``[out]``.
+        """
+        held = self.unpacked().tensors
+        if set(held) == {"bias"}:
+            return held["bias"]
+        x = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
+        if "down" in held:
+            found = F.linear(F.linear(x, held["down"]), held["up"])
+        elif "hidden.weight" in held:
+            hidden = F.linear(x, held["hidden.weight"]).float() + held["hidden.bias"]
+            found = F.linear(F.gelu(hidden).to(self.dtype), held["out.weight"])
+        else:
+            found = F.linear(x, held["weight"])
+        return found.float() + held["bias"]
+
+    def unpacked(self) -> Predictor:
+        """The same, with 4-bit matrices as matrices in ``dtype``: to be used a few times."""
+        if not any(name.endswith(".codes") for name in self.tensors):
+            return self
+        matrices = unpacked(self.tensors)
+        tensors = {n: x.to(self.dtype) if x.ndim == 2 else x for n, x in matrices.items()}
+        return Predictor(tensors, self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedLayer:
+    """What predicts one layer, shared by all caches.
+
+    Attributes:
+        key: predicts keys from those of the layer below; None: nothing is predicted.
+        value: predicts values, of what ``value_inputs`` names; None: the same.
+        value_inputs: ``"keys"`` of this layer, ``"values"`` of the one below, in this order.
+        rope: how keys are turned back before they are coded, None: they are not.
+        shape: KV heads, key dim and value dim that it was learned from.
+        source: all tensors of the layer, on the CPU.
+    """
+
+    key: Predictor | None
+    value: Predictor | None
+    value_inputs: tuple[str, ...]
+    rope: Rope | None
+    shape: tuple[int, int, int]
+    source: dict[str, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, as they are held on the device."""
+        held = [p.tensors for p in (self.key, self.value) if p is not None]
+        frequencies = 0 if self.rope is None else self.rope.inv_freq.nbytes
+        return frequencies + sum(x.nbytes for tensors in held for x in tensors.values())
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """Of the artifact's tensors, 63 bits: codes mean nothing with others."""
+        digest = hashlib.sha256()
+        for name, x in sorted(self.source.items()):
+            digest.update(name.encode())
+            digest.update(x.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return int.from_bytes(digest.digest()[:8]) >> 1
+
+    def unpacked(self) -> LearnedLayer:
+        """The same with ``Predictor.unpacked`` ones."""
+        key, value = (None if p is None else p.unpacked() for p in (self.key, self.value))
+        return (
+            self if (key, value) == (self.key, self.value) else replace(self, key=key, value=value)
+        )
+
+    def check_shape(self, heads: int, key_dim: int, value_dim: int) -> None:
+        """ValueError unless tokens are as those that it was learned from."""
+        if (heads, key_dim, value_dim) != self.shape:
+            names = "{} KV heads, key dim {}, value dim {}"
+            raise ValueError(
+                f"the aqua artifact was learned from {names.format(*self.shape)}; this layer has "
+                f"{names.format(heads, key_dim, value_dim)}: all KV heads of a token predict "
+                "together, so a part of them (tensor parallelism) can't be served; use "
+                "predictor='none'"
+            )
+
+
+def load(artifact: str, revision: str | None) -> CalibrationArtifact:
+    """The artifact of a folder or hub id, read once for a process, or when a folder was rewritten.
+
+    Raises:
+        OSError, ValueError: as ``CalibrationArtifact.from_pretrained``.
+    """
+    described = (Path(artifact).expanduser() / DESCRIPTION).absolute()
+    stamp = (str(described), described.stat().st_mtime_ns) if described.is_file() else None
+    return _load(artifact, revision, stamp)
+
+
+@lru_cache(maxsize=4)
+def _load(
+    artifact: str, revision: str | None, stamp: tuple[str, int] | None
+) -> CalibrationArtifact:
+    return CalibrationArtifact.from_pretrained(artifact, method=METHOD, revision=revision)
+
+
+def check_space(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
+    """Refuse a model whose keys can't be turned back.
+
+    Raises:
+        ValueError: it is one, or the artifact names options that we don't know.
+    """
+    for name, known in (
+        ("space", SPACES),
+        ("key_inputs", KEY_INPUTS),
+        ("value_inputs", VALUE_INPUTS),
+    ):
+        if artifact.options.get(name) not in known:
+            raise ValueError(
+                f"the aqua artifact of {artifact.model.name} has {name}="
+                f"{artifact.options.get(name)!r}, known are {', '.join(map(repr, known))}: upgrade "
+                "hf-kvret, or make it again with `hf-kvret calibrate aqua`"
+            )
+    text = config.get_text_config(decoder=True)
+    rotation = getattr(text, "rope_parameters", None) or {}
+    before = artifact.options["space"] == "before"
+    if before and text is not config and "mrope_section" in rotation:
+        raise ValueError(
+            f"{config.model_type} puts images at positions of three parts and doesn't tell its "
+            "attention all of them, so the rotation of its keys can't be undone: use "
+            "predictor='none', or an artifact made with `hf-kvret calibrate aqua --space after`"
+        )
+
+
+def needs_positions(artifact: CalibrationArtifact) -> bool:
+    """Whether keys of some layer are turned back."""
+    told = artifact.options["layers"].values()
+    return artifact.options["space"] == "before" and any(one["layout"] != "none" for one in told)
+
+
+@lru_cache(maxsize=512)
+def learned_layer(
+    found: CalibrationArtifact,
+    layer: int,
+    predicted: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> LearnedLayer:
+    """Layer number ``layer`` of an artifact, on ``device``, one for all caches.
+
+    Args:
+        found: the artifact.
+        layer: number of the layer in the model.
+        predicted: False leaves out predictors that have inputs.
+        device: where they work.
+        dtype: of the model.
+
+    Raises:
+        ValueError: the artifact has no such layer.
+    """
+    prefix = f"layers.{layer}."
+    source = {n.removeprefix(prefix): x for n, x in found.tensors.items() if n.startswith(prefix)}
+    try:
+        told = found.options["layers"][str(layer)]
+        rope = Rope(source["inv_freq"], told["attention_factor"], told["layout"]).to(device)
+        shape = told["heads"], told["head_dim"], told["value_head_dim"]
+    except KeyError as missing:
+        raise ValueError(
+            f"the aqua artifact of {found.model.name} has no {missing} for layer {layer}: make it "
+            "again with `hf-kvret calibrate aqua`"
+        ) from missing
+    turned = found.options["space"] == "before" and rope.rotary_dim > 0
+    key, value = (_predictor(source, side, predicted, device, dtype) for side in ("key", "value"))
+    inputs = tuple(found.options["value_inputs"].split("+"))
+    return LearnedLayer(key, value, inputs, rope if turned else None, shape, source)
+
+
+def _predictor(
+    source: dict[str, torch.Tensor],
+    side: str,
+    predicted: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Predictor | None:
+    tensors = {
+        name.removeprefix(f"{side}."): x
+        for name, x in source.items()
+        if name.startswith(f"{side}.")
+    }
+    if not tensors or (set(tensors) != {"bias"} and not predicted):
+        return None
+    # Scales and offsets of 4-bit matrices are fp16 and stay so; bf16 is what matrices are saved in.
+    held = {
+        name: x.to(device, dtype if x.dtype == torch.bfloat16 else x.dtype)
+        for name, x in tensors.items()
+    }
+    return Predictor(held, dtype)

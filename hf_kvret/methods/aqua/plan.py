@@ -1,0 +1,86 @@
+"""Which layers are anchors, which predict, and in how many bits: decided before any token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_kvret.calibration import CalibrationArtifact
+from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
+from hf_kvret.methods.aqua.learned import load, needs_positions
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlan:
+    """What is done with one layer.
+
+    Attributes:
+        options: of the cache.
+        layer: number of the layer in the model.
+        bits: 2, 3, 4, or 16 for rows that are kept as they are.
+        lowest_bits: the same, should there be no retrieval layer below.
+        previous: the layer whose reconstruction predicts this one; None for an anchor, and for
+            one that is kept as it is.
+        feeds: whether the layer above is predicted from this one.
+        found: the artifact; None where nothing is predicted.
+        lowest: whether it is the artifact's first layer, which keeps the positions for all.
+    """
+
+    options: AquaConfig
+    layer: int
+    bits: int
+    lowest_bits: int
+    previous: int | None = None
+    feeds: bool = False
+    found: CalibrationArtifact | None = None
+    lowest: bool = False
+
+    @property
+    def keeps_positions(self) -> bool:
+        """Whether positions are to be kept here, for all layers."""
+        return self.found is not None and self.lowest and needs_positions(self.found)
+
+
+def layer_plan(options: AquaConfig, layer: int) -> LayerPlan:
+    """The plan of model layer number ``layer``.
+
+    Raises:
+        ValueError: no artifact is named, or it doesn't know the layer.
+        OSError: the artifact can't be read.
+    """
+    if options.predictor == "none":
+        return LayerPlan(options, layer, options.bits, options.first_bits or options.bits)
+    if options.artifact is None:
+        raise ValueError(
+            "the options name no artifact: pass AquaConfig(artifact='folder-or-hub-id') or "
+            "predictor='none', or make an AquaKVCache, which looks beside the model"
+        )
+    found = load(options.artifact, options.revision)
+    layers = sorted(map(int, found.options["layers"]))
+    if layer not in layers:
+        raise ValueError(
+            f"the aqua artifact of {found.model.name} has no layer {layer}: make it again with "
+            "`hf-kvret calibrate aqua`"
+        )
+    number = layers.index(layer)
+    bits, previous = _role(options, found, layers, number)
+    above = number + 1 < len(layers) and _role(options, found, layers, number + 1)[1] is not None
+    return LayerPlan(options, layer, bits, bits, previous, above, found, lowest=number == 0)
+
+
+def _role(
+    options: AquaConfig, found: CalibrationArtifact, layers: list[int], number: int
+) -> tuple[int, int | None]:
+    """Bits, and the layer that predicts this one, if any does."""
+    all_told = found.options["layers"]
+    told = all_told[str(layers[number])]
+    made = options.anchor_every is not None and number % options.anchor_every == 0
+    if options.bits == NOT_CODED:
+        # Nothing is coded, but anchors where the options say so.
+        first = options.first_bits if told["previous"] is None or made else None
+        return first or NOT_CODED, None
+    if told["previous"] is None:
+        return options.first_bits or told["bits"], None
+    if made:
+        # The artifact coded it as a predicted layer; an anchor is as its first one.
+        return options.first_bits or all_told[str(layers[0])]["bits"], None
+    return options.bits, told["previous"]

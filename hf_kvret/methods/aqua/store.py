@@ -1,0 +1,259 @@
+"""AquaStore: the codes of one layer, read with the reconstruction of the layer below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+
+from hf_kvret.block import TokenBlock
+from hf_kvret.growing import GrowingRows
+from hf_kvret.methods.aqua.coder import RowCoder, Rows
+from hf_kvret.methods.aqua.config import NOT_CODED
+from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, joined, spans
+from hf_kvret.methods.aqua.index import UNKNOWN
+from hf_kvret.methods.aqua.plan import LayerPlan
+from hf_kvret.stores.base import StoreBytes
+from hf_kvret.stores.memory import PageMemory
+
+
+class AquaStore(DecodedStore):
+    """Codes of what the layer below does not predict, or of keys and values as they are.
+
+    A token is one row: codes of keys and values of all heads, then their scales. Where rows are
+    kept as they are (16 bits), or reconstructed once (``keep="rows"``), they lie here in full.
+
+    Reading needs the same tokens of the layer below, which are made of those below it. Layers are
+    read in order, so each one leaves its reconstruction to the next, which takes it and writes its
+    own over it: one layer is reconstructed at a time. Where nothing was left, the chain is
+    followed down. The first store keeps the positions of all tokens, the others ask it.
+
+    Args:
+        plan: of the layer.
+        memory: where codes lie.
+    """
+
+    def __init__(self, plan: LayerPlan, memory: PageMemory) -> None:
+        super().__init__(memory)
+        self.plan = plan
+        self._pages = BytePages(memory)
+        # Of tokens that a crop brought back too, until others come in their place.
+        self._positions = GrowingRows()
+        self._coder: RowCoder | None = None
+        self._left: Rows | None = None
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    @property
+    def over_bus(self) -> bool:
+        return self._pages.over_bus
+
+    @property
+    def reconstruction(self) -> Rows | None:
+        """What is left for the layer above now."""
+        return self._left
+
+    def append(self, block: TokenBlock) -> None:
+        if block.start != len(self):
+            raise ValueError(f"block starts at slot {block.start}, the store ends at {len(self)}")
+        if len(block) == 0:
+            return
+        if self._coder is None:
+            shape = block.keys.shape[1], block.keys.shape[3], block.values.shape[3]
+            lowest = self.below() is None
+            self._coder = RowCoder.of(self.plan, lowest, shape, block.keys.dtype, block.keys.device)
+        if self.plan.keeps_positions:
+            self._keep_positions(block)
+        if self._coder.bits == NOT_CODED:
+            self._pages.append(block)
+        else:
+            self._encode(self._coder, block)
+
+    def pieces(
+        self, first: int, last: int, piece_len: int = PIECE
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        for start, end in spans(first, last, piece_len):
+            if self._full:
+                yield start, *self._pages.read(start, end)
+            else:
+                yield start, *self._attended(self._lend(start, end))
+
+    def chunks(self, piece_len: int = PIECE) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        end, left = len(self), self._left
+        if self._full:
+            yield from self._pages.chunks(piece_len)
+            return
+        if left is not None and left.covers(0, end):
+            for first, last in spans(0, end, piece_len):
+                keys, values = self._attended(left.part(first, last))
+                # Copies: the layer above writes over what is left.
+                yield first, keys.clone(), values.clone()
+            return
+        assert self._coder is not None
+        coder, source = self._coder.unpacked(), self._take_below(0, end)
+        target: Rows | None = None
+        for first, last in spans(0, end, piece_len):
+            given = self._lent(first, last) if source is None else source.part(first, last)
+            rows = self._decode(coder, first, last, given)
+            if self.plan.feeds:
+                target = target or _room(source, rows, 0, end)
+                target.put(rows)
+            yield first, *self._attended(rows)
+        self._left = target
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        self._left = None
+        self._pages.reorder(rows)
+        self._positions.reorder(rows)
+
+    def crop(self, cold_len: int) -> None:
+        self._left = None
+        self._pages.crop(cold_len)
+
+    def fork(self) -> Self:
+        twin = type(self)(self.plan, self.memory)
+        twin._pages, twin._positions = self._pages.fork(), self._positions.fork()
+        twin._coder = self._coder
+        return twin
+
+    def nbytes(self) -> StoreBytes:
+        """Codes, scales, page tables, positions, and a reconstruction that is left."""
+        held = self._pages.nbytes()
+        more = self._positions.nbytes() + (0 if self._left is None else self._left.nbytes)
+        return StoreBytes(device=held.device + more, host=held.host)
+
+    def row_nbytes(self, plain: int) -> int:
+        return plain if self._full or self._coder is None else self._coder.row_nbytes
+
+    def stats(self) -> dict[str, Any]:
+        """``bits`` of the codes; 16 where rows are kept as they are."""
+        return {} if self._coder is None else {"bits": self._coder.bits}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """``keys`` codes and ``values`` scales ``[B, 1, n, bytes]``, or full rows; and the rest."""
+        state = self._pages.state_dict()
+        if not state:
+            return {}
+        coder = self._coder
+        assert coder is not None
+        state["shape"] = torch.tensor([coder.heads, coder.key_dim, coder.value_dim])
+        state["dtype"] = torch.zeros(1, dtype=coder.dtype)
+        if self._positions.length:
+            state["positions"] = self._positions.rows.cpu().contiguous()
+        if coder.learned is not None:
+            state["learned"] = torch.tensor(coder.learned.fingerprint)
+        return state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+        if not state:
+            return
+        heads, key_dim, value_dim = map(int, state["shape"])
+        dtype, lowest = state["dtype"].dtype, self.below() is None
+        self._coder = RowCoder.of(self.plan, lowest, (heads, key_dim, value_dim), dtype, device)
+        learned = self._coder.learned
+        if learned is not None and learned.fingerprint != int(state["learned"]):
+            raise ValueError(
+                f"the cache was saved with another artifact than {self.plan.options.artifact} is "
+                "now: its codes are of what other predictors missed. Bring that artifact back, or "
+                "fill a new cache"
+            )
+        if self.plan.keeps_positions:
+            self._positions.append(state["positions"].to(device))
+        self._pages.load_state_dict(state, device)
+
+    @property
+    def _full(self) -> bool:
+        """Whether rows are here in full, as attention reads them."""
+        coded = self._coder is not None and self._coder.bits != NOT_CODED
+        return not coded or self.plan.options.keep == "rows"
+
+    def _encode(self, coder: RowCoder, block: TokenBlock) -> None:
+        # Later blocks are left to ``chunks``, which comes in the same pass and leaves all tokens.
+        leaves = self.plan.feeds and (block.start == 0 or self._full)
+        source = self._take_below(block.start, block.end)
+        target: Rows | None = None
+        coder, parts = coder.unpacked(), []
+        for first, last in spans(block.start, block.end, PIECE):
+            where = slice(first - block.start, last - block.start)
+            given = self._lent(first, last) if source is None else source.part(first, last)
+            keys = coder.before(block.keys[:, :, where], self._positions_of(first, last))
+            values = joined(block.values[:, :, where])
+            codes, scales, rows = coder.encode(first, keys, values, given)
+            if leaves:
+                target = target or _room(source, rows, block.start, block.end)
+                target.put(rows)
+            parts.append(self._attended(rows) if self._full else (codes[:, None], scales[:, None]))
+        # Together, so that the pages of a prompt have exactly its size.
+        kept = [torch.cat(side, dim=2) for side in zip(*parts, strict=True)]
+        self._pages.append(TokenBlock(kept[0], kept[1], block.start))
+        self._left = target
+
+    def _decode(self, coder: RowCoder, first: int, last: int, below: Rows | None) -> Rows:
+        codes, scales = (x[:, 0] for x in self._pages.read(first, last))
+        return coder.decode(first, codes, scales, below)
+
+    def _attended(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._coder is not None
+        return self._coder.attended(rows, self._positions_of(rows.start, rows.end))
+
+    def _lend(self, first: int, last: int) -> Rows:
+        """Reconstruction of slots ``first .. last``: a view of what is left, or made now."""
+        if self._left is not None and self._left.covers(first, last):
+            return self._left.part(first, last)
+        coder = self._coder
+        assert coder is not None, "in a pass, the layer below comes first"
+        if self._full:
+            keys, values = self._pages.read(first, last)
+            return coder.rows(first, keys, values, self._positions_of(first, last))
+        return self._decode(coder, first, last, self._lent(first, last))
+
+    def _predicting(self) -> AquaStore | None:
+        """The store that this one is predicted from; None for an anchor."""
+        if self.plan.previous is None:
+            return None
+        below = self.below()
+        assert isinstance(below, AquaStore) and below.plan.layer == self.plan.previous
+        return below
+
+    def _lent(self, first: int, last: int) -> Rows | None:
+        below = self._predicting()
+        return None if below is None else below._lend(first, last)
+
+    def _take_below(self, first: int, last: int) -> Rows | None:
+        """What the layer below left, if it is just this; it has nothing left then."""
+        below = self._predicting()
+        left = None if below is None else below._left
+        if below is None or left is None or (left.start, left.end) != (first, last):
+            return None
+        below._left = None
+        return left
+
+    def _positions_of(self, first: int, last: int) -> torch.Tensor | None:
+        if self._coder is None or not self._coder.turns:
+            return None
+        store: AquaStore = self
+        while (below := store.below()) is not None:
+            assert isinstance(below, AquaStore)
+            store = below
+        return store._positions.rows[:, 0, first:last]
+
+    def _keep_positions(self, block: TokenBlock) -> None:
+        assert block.positions is not None, "the index of the same layer notes them"
+        held, given = self._positions, block.positions[:, None]
+        behind = held.rows[:, :, block.end :].clone() if held.length else given[:, :, :0]
+        if held.length > block.start:
+            known = held.rows[:, :, block.start : block.end]
+            known = torch.nn.functional.pad(known, (0, len(block) - known.shape[2]))
+            given = torch.where(given == UNKNOWN, known, given)
+        held.crop(block.start)
+        held.append(given)
+        held.append(behind)
+
+
+def _room(source: Rows | None, rows: Rows, start: int, end: int) -> Rows:
+    """Where slots ``start .. end`` are written: over those of the layer below, if they fit."""
+    if source is not None and source.like(rows):
+        return source
+    return Rows.empty_like(rows, start, end)

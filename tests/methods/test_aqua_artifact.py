@@ -1,0 +1,337 @@
+"""AQUA-KV with every kind of artifact: predictors, spaces, anchors, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret.calibration import CalibrationArtifact
+from hf_kvret.calibration.aqua import AquaCalibration
+from hf_kvret.calibration.aqua_predictors import predict, unpacked
+from hf_kvret.calibration.runner import calibrate
+from hf_kvret.calibration.sources import Corpus
+from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
+from hf_kvret.methods.aqua.learned import load
+from hf_kvret.methods.aqua.plan import layer_plan
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, run_conformance
+from hf_kvret.testing.scenario import prompt, ragged
+from hf_kvret_kernels.higgs import HiggsCodec, MinMaxCodec
+
+ArtifactOf = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def artifact_of(tmp_path_factory: pytest.TempPathFactory) -> ArtifactOf:
+    """The artifact of a model of the zoo, made when it is asked for."""
+    made: dict[str, str] = {}
+
+    def find(name: str, **options: Any) -> str:
+        key = f"{name} {options}"
+        if key not in made:
+            folder = tmp_path_factory.mktemp(f"aqua-{name}")
+            corpus = Corpus([prompt(1, 200, salt)[0] for salt in range(3)], 0, {"text": "random"})
+            calibration = AquaCalibration(**{"bits": 4, **options})
+            calibrate(MODELS[name].build(), corpus, calibration, folder, progress=False)
+            made[key] = str(folder)
+        return made[key]
+
+    return find
+
+
+def _built(name: str) -> PreTrainedModel:
+    model = MODELS[name].build()
+    hf_kvret.attach(model)
+    return model
+
+
+def _cache(model: PreTrainedModel, artifact: str, **changes: Any) -> AquaKVCache:
+    options = {**COVERING_OPTIONS, "artifact": artifact, "bits": 4, **changes}
+    return AquaKVCache(model.config, **options)
+
+
+@torch.no_grad()
+def _read(model: PreTrainedModel, cache: AquaKVCache, ids: torch.Tensor, **how: Any) -> Any:
+    return model(ids, past_key_values=cache, **how).logits
+
+
+def _stores(cache: AquaKVCache) -> list[AquaStore]:
+    return [layer.regions.store for layer in cache.retrieval_layers]
+
+
+def _tokens(store: AquaStore) -> list[torch.Tensor]:
+    parts = [(keys, values) for _, keys, values in store.chunks()]
+    return [torch.cat(side, dim=2) for side in zip(*parts, strict=True)]
+
+
+def _reference(cache: AquaKVCache, artifact: str) -> list[list[torch.Tensor]]:
+    """Keys and values of all layers as heads side by side, before RoPE where they are coded so."""
+    found, below, dense = load(artifact, None), None, []
+    options = found.options
+    for store in _stores(cache):
+        number = str(store.plan.layer)
+        told, state = options["layers"][number], store._pages.state_dict()
+        rows: list[torch.Tensor] = []
+        code_at = scale_at = 0
+        for side, dim in (("key", "head_dim"), ("value", "value_head_dim")):
+            prefix, width = f"layers.{number}.{side}.", told["heads"] * told[dim]
+            tensors = {n.removeprefix(prefix): x for n, x in found.tensors.items() if prefix in n}
+            kind = HiggsCodec if cache.options.backbone == "higgs" else MinMaxCodec
+            codec = kind(store.plan.bits, min(told["heads"] * told[dim], 32))
+            codes = state["keys"][:, 0, :, code_at : code_at + codec.code_bytes(width)]
+            scales = state["values"][:, 0, :, scale_at : scale_at + codec.scale_bytes(width)]
+            code_at, scale_at = code_at + codes.shape[-1], scale_at + scales.shape[-1]
+            row = codec.decode(codes, scales)
+            if told["previous"] is None:
+                row = row + tensors.get("bias", torch.zeros(()))
+            elif tensors:
+                inputs = below[:1]
+                if side == "value":
+                    parts = {"keys": rows, "values": below[1:]}
+                    inputs = [x for name in options["value_inputs"].split("+") for x in parts[name]]
+                row = row + predict(unpacked(tensors), torch.cat(inputs, dim=-1))
+            rows.append(row)
+        below = rows
+        dense.append(rows)
+    return dense
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"predictor": "low_rank", "rank": 8},
+        {"predictor": "mlp", "hidden": 16, "steps": 20},
+        {"predictor_bits": 4},
+        {"predictor": "low_rank", "rank": 16, "predictor_bits": 4},
+        {"space": "after"},
+        {"value_inputs": "keys"},
+        {"value_inputs": "values"},
+        {"value_inputs": "none", "key_inputs": "none"},
+        {"anchor_mean": True},
+        {"backbone": "minmax"},
+        {"anchor_every": 1},
+    ],
+    ids=str,
+)
+def test_every_artifact_decodes_to_what_calibration_says(
+    options: dict[str, Any], artifact_of: ArtifactOf
+) -> None:
+    model, artifact = _built("llama"), artifact_of("llama", **options)
+    cache = _cache(model, artifact, backbone=options.get("backbone", "higgs"))
+    exact = _cache(model, artifact, bits=16)
+    for each in (cache, exact):
+        _read(model, each, prompt(2, 60))
+    rotated = options.get("space") == "after"
+    for store, other, wanted in zip(
+        _stores(cache), _stores(exact), _reference(cache, artifact), strict=True
+    ):
+        for x, full in zip(_tokens(store), _tokens(other), strict=True):
+            assert (x - full).square().sum() < 0.03 * full.square().sum()
+        lent = store._lend(0, len(store))
+        torch.testing.assert_close([lent.keys, lent.values], wanted, rtol=1e-5, atol=1e-5)
+        turned = torch.equal(_tokens(store)[0], lent.keys.unflatten(2, (2, -1)).transpose(1, 2))
+        assert turned == rotated
+    assert all(store._positions.length == 0 for store in _stores(cache)) == rotated
+
+
+@pytest.mark.parametrize("name", ["smollm3", "gpt_neox", "cohere", "glm", "gpt2", "gpt_oss"])
+def test_every_kind_of_rotation_is_undone_and_done_again(
+    name: str, artifact_of: ArtifactOf
+) -> None:
+    """Layers without RoPE, partial and interleaved ones, learned positions, YaRN; padded rows."""
+    model = _built(name)
+    caches = [_cache(model, artifact_of(name), bits=bits) for bits in (4, 16)]
+    ids, mask = ragged((60, 41))
+    for cache in caches:
+        places = (mask.cumsum(-1) - 1).clamp(min=0)
+        _read(model, cache, ids, attention_mask=mask, position_ids=places)
+    valid = mask[:, None, :52, None]
+    for coded, full in zip(*map(_stores, caches), strict=True):
+        for x, wanted in zip(_tokens(coded), _tokens(full), strict=True):
+            missed = ((x - wanted) * valid).square().sum()
+            assert missed < 0.03 * (wanted * valid).square().sum()
+
+
+def test_predictors_leave_less_to_the_codes(artifact_of: ArtifactOf) -> None:
+    model, artifact = _built("smollm3"), artifact_of("smollm3")
+    exact = _cache(model, artifact, bits=16)
+    _read(model, exact, prompt(1, 120, salt=1))
+    missed = []
+    for changes in ({}, {"predictor": "none"}):
+        cache = _cache(model, artifact, bits=2, first_bits=4, **changes)
+        _read(model, cache, prompt(1, 120, salt=1))
+        pairs = zip(_stores(cache)[1:], _stores(exact)[1:], strict=True)
+        missed.append(
+            sum(
+                float((x - y).square().sum() / y.square().sum())
+                for pair in pairs
+                for x, y in zip(*map(_tokens, pair), strict=True)
+            )
+        )
+    assert missed[0] < 0.9 * missed[1]
+
+
+def test_the_plan_of_layers(artifact_of: ArtifactOf) -> None:
+    artifact = artifact_of("smollm3", bits=2)
+
+    def plans(**changes: Any) -> list[tuple[int, int | None, bool]]:
+        options = AquaConfig(artifact=artifact, **changes)
+        made = [layer_plan(options, layer) for layer in range(3)]
+        return [(plan.bits, plan.previous, plan.feeds) for plan in made]
+
+    assert plans() == [(4, None, True), (2, 0, True), (2, 1, False)]
+    assert plans(bits=3, first_bits=16) == [(16, None, True), (3, 0, True), (3, 1, False)]
+    assert plans(anchor_every=2) == [(4, None, True), (2, 0, False), (4, None, False)]
+    assert plans(anchor_every=1, first_bits=3) == 3 * [(3, None, False)]
+    assert plans(bits=16) == 3 * [(16, None, False)]
+    assert plans(bits=16, first_bits=4)[0] == (4, None, False)
+    told = AquaConfig(artifact=artifact_of("smollm3", anchor_every=2), bits=2)
+    assert [layer_plan(told, n).previous for n in range(3)] == [None, 0, None]
+    with pytest.raises(ValueError, match="has no layer 7"):
+        layer_plan(AquaConfig(artifact=artifact), 7)
+    with pytest.raises(ValueError, match="name no artifact"):
+        layer_plan(AquaConfig(), 0)
+
+
+def test_predictors_are_held_once_and_in_the_bits_they_were_made_with(
+    artifact_of: ArtifactOf,
+) -> None:
+    model, shared = _built("llama"), []
+    for options in ({}, {"predictor_bits": 4}):
+        caches = [_cache(model, artifact_of("llama", **options)) for _ in range(2)]
+        for cache in caches:
+            _read(model, cache, prompt(1, 60))
+        indexes = [cache.retrieval_layers[1].regions.index for cache in caches]
+        assert indexes[0]._learned is indexes[1]._learned
+        shared.append(caches[0].memory().shared)
+    # fp32 as the model is, against 4 bits and two fp16 numbers for each row of a matrix.
+    numbers, biases, frequencies = 3 * 32 * 32, 2 * 32 * 4, 2 * 8 * 4
+    assert shared[0] == numbers * 4 + biases + frequencies
+    assert shared[1] == numbers // 2 + 2 * 32 * 4 + biases + frequencies
+    unpredicted = _cache(model, artifact_of("llama"), anchor_every=1)
+    _read(model, unpredicted, prompt(1, 60))
+    assert unpredicted.memory().shared == frequencies
+
+
+def test_with_an_artifact_sixteen_bits_are_full_attention_too(artifact_of: ArtifactOf) -> None:
+    results = run_conformance(
+        lambda model: _cache(model, artifact_of("gemma2"), bits=16),
+        ["gemma2"],
+        ["greedy_ragged", "beams_ragged", "prompt_lookup"],
+    )
+    assert {result.status for result in results} == {"passed"}, results
+
+
+def test_an_artifact_beside_the_model_is_found(artifact_of: ArtifactOf, tmp_path: Path) -> None:
+    model = MODELS["llama"].build()
+    with pytest.raises(ValueError, match="hf-kvret calibrate aqua"):
+        AquaKVCache(model.config)
+    (tmp_path / "aqua").symlink_to(artifact_of("llama"))
+    model.config._name_or_path = str(tmp_path)
+    assert AquaKVCache(model.config).options.artifact == str(tmp_path / "aqua")
+
+
+def test_artifacts_of_other_models_and_methods_are_refused(
+    artifact_of: ArtifactOf, tmp_path: Path
+) -> None:
+    artifact, other = artifact_of("llama"), MODELS["qwen2"].build()
+    with pytest.raises(ValueError, match="artifact"):
+        AquaKVCache(other.config, artifact=artifact)
+    model = MODELS["llama"].build()
+    cache = AquaKVCache(model.config, artifact=artifact)
+    cache.check_model(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.5)
+    with pytest.raises(ValueError, match="weights"):
+        cache.check_model(model)
+    AquaKVCache(model.config, predictor="none").check_model(model)
+    found = load(artifact, None)
+    CalibrationArtifact("a2ats", found.model, found.tensors).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="not of 'aqua'"):
+        AquaKVCache(model.config, artifact=str(tmp_path))
+    with pytest.raises(FileNotFoundError):
+        AquaKVCache(model.config, artifact=str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [("space", "has space='elsewhere'"), ("value_inputs", "has value_inputs='elsewhere'")],
+)
+def test_an_artifact_of_another_kind_is_refused(
+    changed: str, message: str, artifact_of: ArtifactOf, tmp_path: Path
+) -> None:
+    found = load(artifact_of("llama"), None)
+    options = {**found.options, changed: "elsewhere"}
+    CalibrationArtifact("aqua", found.model, found.tensors, found.data, options).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ValueError, match=message):
+        AquaKVCache(MODELS["llama"].build().config, artifact=str(tmp_path))
+
+
+def test_a_saved_cache_goes_on_with_its_own_artifact_only(
+    artifact_of: ArtifactOf, tmp_path: Path
+) -> None:
+    model = _built("llama")
+    cache = _cache(model, artifact_of("llama"))
+    _read(model, cache, prompt(1, 60))
+    cache.save_pretrained(tmp_path)
+    moved = tmp_path / "moved"
+    load(artifact_of("llama"), None).save_pretrained(moved)
+    loaded = AquaKVCache.from_pretrained(tmp_path, model.config, artifact=str(moved))
+    token = prompt(1, 1, salt=1)
+    assert torch.equal(_read(model, loaded, token), _read(model, cache, token))
+    with pytest.raises(ValueError, match="saved with another artifact"):
+        AquaKVCache.from_pretrained(
+            tmp_path, model.config, artifact=artifact_of("llama", predictor_bits=4)
+        )
+    with pytest.raises(ValueError, match="bits"):
+        AquaKVCache.from_pretrained(tmp_path, model.config, bits=4)
+
+
+def test_without_positions_nothing_is_taken_in_and_the_way_out_is_told(
+    artifact_of: ArtifactOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _built("llama")
+    cache = _cache(model, artifact_of("llama"))
+    monkeypatch.setattr("hf_kvret.attention._positions", lambda ids, query: None)
+    with pytest.raises(ValueError, match=r"pass position_ids to the model, use predictor='none'"):
+        _read(model, cache, prompt(1, 60))
+    assert cache.get_seq_length() == 0
+    for options in ({"predictor": "none"}, {"artifact": artifact_of("llama", space="after")}):
+        other = AquaKVCache(model.config, **{**COVERING_OPTIONS, **options})
+        assert torch.isfinite(_read(model, other, prompt(1, 60))).all()
+
+
+def test_a_model_with_images_is_refused_unless_keys_stay_rotated(artifact_of: ArtifactOf) -> None:
+    model = _built("qwen2_vl")
+    with pytest.raises(ValueError, match=r"positions of three parts.*--space after"):
+        _cache(model, artifact_of("qwen2_vl"))
+    for cache in (
+        _cache(model, artifact_of("qwen2_vl", space="after")),
+        _cache(model, artifact_of("qwen2_vl"), predictor="none"),
+    ):
+        model.generate(prompt(1, 60), past_key_values=cache, max_new_tokens=4, do_sample=False)
+        assert cache.stats()["layers"][1]["selected"] > 0
+
+
+def test_a_part_of_the_heads_is_refused(artifact_of: ArtifactOf) -> None:
+    """As a rank of a tensor-parallel model has them."""
+    model = _built("llama")
+    store = _stores_for_one_head(model, artifact_of("llama"))
+    keys = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(ValueError, match=r"2 KV heads.*this layer has 1 KV heads"):
+        store.append(hf_kvret.TokenBlock(keys, keys, 0))
+
+
+def _stores_for_one_head(model: PreTrainedModel, artifact: str) -> AquaStore:
+    cache = _cache(model, artifact)
+    _read(model, cache, prompt(1, 60))
+    return AquaStore(layer_plan(cache.options, 0), _stores(cache)[0].memory)
