@@ -90,3 +90,9 @@ def head_dim(config: PreTrainedConfig) -> int:
 def model_layers(config: PreTrainedConfig) -> list:
     """The cache layers that transformers itself would give this model."""
     return DynamicCache(config=config).layers
+
+
+def retrieval_layers(config: PreTrainedConfig) -> list[int]:
+    """Numbers of the layers that retrieve: those whose attention is full."""
+    kinds = enumerate(model_layers(config))
+    return [number for number, layer in kinds if type(layer) is DynamicLayer]

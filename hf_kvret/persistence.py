@@ -78,6 +78,9 @@ def load(
         )
     movable = _MOVABLE_OPTIONS if cls.needs_artifact else set()
     check_changes(changes, _FREE_OPTIONS | movable)
+    if "artifact" in changes:
+        # The revision that was saved is of the artifact that was saved.
+        changes = {"revision": None, **changes}
     options = cls.config_class.from_options(**description["options"]).replace(**changes)
     cache = cls(config, options)
     saved_types = [layer["type"] for layer in description["layers"]]

@@ -153,7 +153,7 @@ def _prepare_cache(
                 f"past_key_values is a {type(given).__name__}, cache_implementation={name!r} asks "
                 "for another cache: pass one of the two"
             )
-        _check_options(given, generation_config.cache_config or {})
+        _check_options(given, generation_config.cache_config or {}, model.config)
         generation_config.cache_implementation = None
         _check_request(generation_config, model_kwargs)
         given.check_model(model)
@@ -193,9 +193,11 @@ def _check_layers(model: PreTrainedModel, cache: RetrievalCache) -> None:
         )
 
 
-def _check_options(cache: RetrievalCache, options: dict[str, Any]) -> None:
+def _check_options(
+    cache: RetrievalCache, options: dict[str, Any], config: PreTrainedConfig
+) -> None:
     """``cache_config`` beside a cache of ours must say what the cache was made with."""
-    asked = cache.config_class.from_options(**options)
+    asked = cache.options_for(cache.options.replace(**options), config) if options else None
     for name in options:
         held = getattr(cache.options, name)
         if held != getattr(asked, name):

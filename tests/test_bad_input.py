@@ -13,6 +13,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_kvret
 from hf_kvret import FlatConfig, FlatKVCache, ParisConfig, ParisKVCache
+from hf_kvret.stores import store_names
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, REFUSED
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
@@ -41,7 +42,7 @@ def _filled(model: PreTrainedModel, batch: int = 1) -> FlatKVCache:
         ({"top_k": 0}, "top_k=0: a count must be at least 1"),
         ({"recent": -1}, "recent=-1 must be at least 1"),
         ({"topk": 5}, "no option 'topk': did you mean 'top_k'?"),
-        ({"store": "hots"}, "store='hots': choose one of device, host, resident, cpu, higgs, higgs-host, auto"),
+        ({"store": "hots"}, f"store='hots': choose one of {store_names()}"),
         ({"subspace_dim": 5}, "subspace_dim=5: choose 4 or 8"),
     ],
 )

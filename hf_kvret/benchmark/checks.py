@@ -136,7 +136,8 @@ class Checker:
 def covering(cache: Cache, model: PreTrainedModel, length: int) -> Cache:
     """An empty retrieval cache like ``cache`` that should be exact; others as they are.
 
-    Its budget covers everything, its rows are not coded. Its window is small enough that most of ``length`` tokens are cold, so they are retrieved.
+    Its budget covers everything, its rows are not coded. Its window is small enough that most of
+    ``length`` tokens are cold, so they are retrieved.
     """
     if not isinstance(cache, RetrievalCache):
         return cache

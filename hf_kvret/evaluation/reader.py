@@ -73,6 +73,8 @@ class Reader:
             )
         self.model, self.choice, self.capacity = model, choice, capacity
         self.cache: Cache = choice.make(model.config, capacity)
+        if isinstance(self.cache, RetrievalCache):
+            self.cache.check_model(model)
         self.length = 0
         self.seconds = 0.0
 

@@ -13,6 +13,9 @@ from typing import Any, ClassVar, Self
 import torch
 from tqdm import tqdm
 
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.calibration.files import read_description
+from hf_kvret.calibration.hub import find_folder
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
@@ -80,14 +83,44 @@ def run_task(
     Returns the cells that ran out of memory, with the reason; the others are run all the same.
     """
     waiting = [cell for cell in task.cells(list(choices)) if results.find(cell) is None]
+    artifacts = {name: artifact_sha256(choice, subject) for name, choice in choices.items()}
+    check_artifacts(results, artifacts)
     failed = []
     for cell in (bar := tqdm(waiting, desc=task.name, unit="cell")):
         bar.set_postfix_str(" ".join(str(value) for value in cell.values()))
         try:
-            results.add(cell, task.run(cell, subject, choices[cell["cache"]]))
+            found = task.run(cell, subject, choices[cell["cache"]])
+            artifact = artifacts[cell["cache"]]
+            results.add(cell, found if artifact is None else {**found, "artifact": artifact})
         except (torch.OutOfMemoryError, MemoryError) as error:
             failed.append((cell, str(error).split("\n")[0] or "no memory left"))
     return failed
+
+
+def artifact_sha256(choice: CacheChoice, subject: Subject) -> str | None:
+    """Which artifact a cache works with; None where it needs none, or a task makes its own."""
+    if choice.options is None or not hasattr(choice.options, "artifact"):
+        return None
+    home = Path(subject.model.config._name_or_path)
+    if choice.lacks_artifact and not (home / choice.method).is_dir():
+        return None
+    cache = choice.make(subject.model.config, 1)
+    assert isinstance(cache, RetrievalCache)
+    artifact, revision = (getattr(cache.options, name) for name in ("artifact", "revision"))
+    if artifact is None:
+        return None
+    return read_description(find_folder(artifact, revision=revision))["tensors_sha256"]
+
+
+def check_artifacts(results: Results, artifacts: dict[str, str | None]) -> None:
+    """ValueError for finished cells of the same caches that had other artifacts."""
+    for cell, found in results:
+        now, then = artifacts.get(cell.get("cache", "")), found.get("artifact")
+        if now is not None and then is not None and now != then:
+            raise ValueError(
+                f"{results.path} has {cell['cache']} with another artifact (sha256 {then[:12]}, "
+                f"now {now[:12]}): give another --json, or delete the file"
+            )
 
 
 def mean_points(results: Results, score: str, best: float = 1.0) -> dict[str, tuple[float, float]]:

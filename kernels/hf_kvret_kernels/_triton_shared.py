@@ -161,7 +161,9 @@ def partial_buffers(
 
 
 @triton.jit
-def walsh_hadamard(x, DIM: tl.constexpr, LOG_DIM: tl.constexpr, BLOCK: tl.constexpr):
+def walsh_hadamard(  # type: ignore[no-untyped-def]
+    x, DIM: tl.constexpr, LOG_DIM: tl.constexpr, BLOCK: tl.constexpr
+):
     """Unscaled transform of the rows of ``x [BLOCK, DIM]`` by ``LOG_DIM`` butterflies."""
     for i in tl.static_range(LOG_DIM):
         pairs = tl.reshape(x, (BLOCK, DIM // (2 << i), 2, 1 << i))

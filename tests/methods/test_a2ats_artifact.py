@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +143,8 @@ def test_an_artifact_that_lacks_something_says_what(model: PreTrainedModel, arti
         return folder
 
     tensors = {k: x for k, x in whole.tensors.items() if not k.startswith("layers.1.")}
-    with pytest.raises(ValueError, match=r"no 'layers\.1\.codewords' for layer 1: make it again"):
-        _fill(model, A2ATSCache(model.config, artifact=write(tensors=tensors), **SMALL))
+    with pytest.raises(ValueError, match=r"no layers\.1\.inv_freq: make it again"):
+        A2ATSCache(model.config, artifact=write(tensors=tensors))
     with pytest.raises(ValueError, match="space='polar', known are 'windowed', 'rotated'"):
         A2ATSCache(model.config, artifact=write(options={**whole.options, "space": "polar"}))
 
@@ -239,3 +241,104 @@ def test_an_index_without_an_artifact_says_how_to_name_one() -> None:
     keys = torch.zeros(1, 2, 3, 8)
     with pytest.raises(ValueError, match=r"A2ATSConfig\(artifact="):
         A2ATSIndex(A2ATSConfig(), 0).watch(keys, keys, 0, None)
+
+
+def _spoilt(whole: CalibrationArtifact, fault: str) -> CalibrationArtifact:
+    """``whole`` with one thing wrong in layer 1, or in its options."""
+    tensors, options = dict(whole.tensors), json.loads(json.dumps(whole.options))
+    words, metric = tensors["layers.1.codewords"].clone(), tensors["layers.1.metric"].clone()
+    told = options["layers"]["1"]
+    if fault == "nan":
+        words[0, 3] = torch.nan
+    elif fault == "metric":
+        metric.zero_()
+    elif fault == "heads":
+        words = words[:1]
+    elif fault == "frequencies":
+        tensors["layers.1.inv_freq"] = tensors["layers.1.inv_freq"][:3].clone()
+    elif fault == "factor":
+        told["attention_factor"] = "x"
+    elif fault == "no factor":
+        del told["attention_factor"]
+    elif fault == "layers":
+        options["layers"] = [told]
+    elif fault == "window":
+        options["window"] = "2048"
+    else:
+        options["space"] = ["windowed"]
+    tensors |= {"layers.1.codewords": words, "layers.1.metric": metric}
+    return dataclasses.replace(whole, tensors=tensors, options=options)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("nan", r"layers\.1\.codewords with NaN or infinity"),
+        ("metric", "a metric of layer 1 that can't be inverted"),
+        ("heads", r"layers\.1\.metric \(2, 16, 16\), not \[1, 16, 16\]"),
+        ("frequencies", "has 3 frequencies for layer 1, the model 8"),
+        ("factor", "doesn't tell attention_factor of layer 1"),
+        ("no factor", "doesn't tell attention_factor of layer 1"),
+        ("layers", "doesn't tell attention_factor, layout of layer 0"),
+        ("window", "has window='2048'"),
+        ("space", r"has space=\['windowed'\]"),
+    ],
+)
+def test_a_damaged_artifact_is_refused_before_the_first_token(
+    fault: str, message: str, model: PreTrainedModel, artifact: Path
+) -> None:
+    whole = CalibrationArtifact.from_pretrained(artifact)
+    _spoilt(whole, fault).save_pretrained(artifact)
+    with pytest.raises(ValueError, match=f"{message}.*hf-kvret calibrate a2ats"):
+        A2ATSCache(model.config, artifact=artifact)
+
+
+def test_a_relative_path_means_the_folder_that_it_meant_first(
+    model: PreTrainedModel, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(artifact.parent)
+    cache = A2ATSCache(model.config, artifact=artifact.name, **SMALL)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    _fill(model, cache)
+    cache.reset()
+    _fill(model, cache)
+    # The same options beside the cache are no contradiction, in whatever form.
+    monkeypatch.chdir(artifact.parent)
+    options = {"artifact": artifact.name}
+    model.generate(prompt(1, 90), past_key_values=cache.fork(), cache_config=options, **RUN)
+
+
+def test_a_revision_without_an_artifact_is_refused() -> None:
+    with pytest.raises(ValueError, match="revision='v1' without artifact: name the artifact's hub"):
+        A2ATSConfig(revision="v1")
+
+
+def test_a_saved_cache_moves_from_the_hub_to_a_folder(
+    model: PreTrainedModel, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = CalibrationArtifact.from_pretrained
+    with monkeypatch.context() as patch:
+        patch.setattr(CalibrationArtifact, "from_pretrained", lambda name, **how: local(artifact))
+        cache = A2ATSCache(model.config, artifact="me/moving", revision="v1", **SMALL)
+        _fill(model, cache)
+        cache.save_pretrained(tmp_path / "saved")
+    loaded = A2ATSCache.from_pretrained(tmp_path / "saved", model.config, artifact=artifact)
+    assert loaded.options.revision is None and loaded.get_seq_length() == cache.get_seq_length()
+
+
+def test_what_no_cache_uses_any_more_is_let_go(
+    model: PreTrainedModel, made: Path, tmp_path: Path
+) -> None:
+    folders = [Path(shutil.copytree(made, tmp_path / str(number))) for number in range(6)]
+    held = []
+    for folder in folders:
+        cache = A2ATSCache(model.config, artifact=folder, **SMALL)
+        _fill(model, cache)
+        held.append(weakref.ref(cache.retrieval_layers[0].regions.index._learned))
+    first = A2ATSCache(model.config, artifact=folders[-1], **SMALL)
+    _fill(model, first)
+    assert first.retrieval_layers[0].regions.index._learned is held[-1]()
+    del cache, first
+    gc.collect()
+    assert [one() is None for one in held] == [True, True, False, False, False, False]

@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.calibration.beside import artifact_beside
+from hf_kvret.calibration.shared import artifact_place, check_rotations
+from hf_kvret.compatibility import retrieval_layers
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.methods.a2ats.config import A2ATSConfig
 from hf_kvret.methods.a2ats.index import A2ATSIndex
-from hf_kvret.methods.a2ats.learned import load, space_of
+from hf_kvret.methods.a2ats.learned import check_learned, load, space_of
 
 
 class A2ATSCache(RetrievalCache):
@@ -34,11 +35,12 @@ class A2ATSCache(RetrievalCache):
                 rotation can't be undone.
         """
         options = super().options_for(options, config)
-        if options.lacks_artifact:
-            options = options.replace(artifact=artifact_beside(config, cls.name))
+        options = options.replace(artifact=artifact_place(options.artifact, config, cls.name))
         artifact = load(options.artifact, options.revision)
         artifact.check(config)
         space_of(artifact).check_model(config)
+        check_learned(artifact, retrieval_layers(config))
+        check_rotations(artifact, config)
         return options
 
     @classmethod

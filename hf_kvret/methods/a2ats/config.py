@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Self
 
+from hf_kvret.calibration.shared import check_revision
 from hf_kvret.config import RetrievalConfig
 
 _BUDGETS = ("head", "union")
@@ -38,6 +39,7 @@ class A2ATSConfig(RetrievalConfig):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise TypeError(f"{name} must be a name, got {value!r}")
+        check_revision(self.artifact, self.revision)
         if self.budget_of not in _BUDGETS:
             raise ValueError(
                 f"budget_of={self.budget_of!r}: choose {' or '.join(map(repr, _BUDGETS))}"
@@ -45,6 +47,7 @@ class A2ATSConfig(RetrievalConfig):
 
     @property
     def lacks_artifact(self) -> bool:
+        """Whether the model's folder must have it."""
         return self.artifact is None
 
     @classmethod

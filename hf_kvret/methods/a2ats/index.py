@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 
 from hf_kvret.block import TokenBlock
+from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.growing import GrowingRows
 from hf_kvret.index import Index
 from hf_kvret.methods.a2ats.config import A2ATSConfig
@@ -27,6 +28,7 @@ class A2ATSIndex(Index):
 
     def __init__(self, options: A2ATSConfig, layer: int) -> None:
         self.options, self.layer = options, layer
+        self._found: CalibrationArtifact | None = None
         self._learned: LearnedLayer | None = None
         self._codes = GrowingRows()
         self._cold = 0
@@ -92,7 +94,8 @@ class A2ATSIndex(Index):
 
     def fork(self) -> Self:
         twin = type(self)(self.options, self.layer)
-        twin._learned, twin._codes = self._learned, self._codes.fork()
+        twin._found, twin._learned = self._found, self._learned
+        twin._codes = self._codes.fork()
         twin._cold, twin._positions = self._cold, self._positions
         return twin
 
@@ -123,7 +126,14 @@ class A2ATSIndex(Index):
                 f"the cache was saved with another artifact than {self.options.artifact} is now: "
                 "its codes name other codewords. Bring that artifact back, or fill a new cache"
             )
-        self._codes, self._cold, self._positions = GrowingRows(), int(state["cold"]), None
+        words, cold = self._on(codes.device).words.shape[1], int(state["cold"])
+        if not 0 <= int(codes.min()) <= int(codes.max()) < words or codes.shape[2] < cold:
+            raise ValueError(
+                f"the cache was saved with codes {int(codes.min())} to {int(codes.max())} of "
+                f"{codes.shape[2]} tokens; there are {words} codewords and {cold} cold tokens: the "
+                "file is damaged, save the cache again"
+            )
+        self._codes, self._cold, self._positions = GrowingRows(), cold, None
         self._codes.append(codes)
 
     def stats(self) -> dict[str, Any]:
@@ -139,6 +149,6 @@ class A2ATSIndex(Index):
                     "the options name no artifact: pass A2ATSConfig(artifact='folder-or-hub-id'), "
                     "or make an A2ATSCache, which looks beside the model"
                 )
-            found = load(options.artifact, options.revision)
-            self._learned = learned_layer(found, self.layer, device)
+            self._found = load(options.artifact, options.revision)
+            self._learned = learned_layer(self._found, self.layer, device)
         return self._learned

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Self
 
 import torch
 
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.files import DESCRIPTION
+from hf_kvret.calibration.shared import check_tensor, learned_rope, made_once, shared_artifact
 from hf_kvret.methods.a2ats.spaces import SPACES, KeySpace
 from hf_kvret_kernels import codebook
-from hf_kvret_model_patches.rope import Rope
 
 METHOD = "a2ats"
 
@@ -97,21 +96,31 @@ class LearnedLayer:
 
 
 def load(artifact: str, revision: str | None) -> CalibrationArtifact:
-    """The artifact of a folder or hub id, read once for a process, or when a folder was rewritten.
+    """The artifact of a folder or hub id; OSError or ValueError as ``shared_artifact``."""
+    return shared_artifact(artifact, revision, METHOD)
+
+
+def check_learned(found: CalibrationArtifact, layers: Iterable[int]) -> None:
+    """Refuse an artifact that is not whole, before a token is taken in. Looks once.
 
     Raises:
-        OSError, ValueError: as ``CalibrationArtifact.from_pretrained``.
+        ValueError: a layer or field is missing, of another form, or not of finite numbers.
     """
-    described = (Path(artifact).expanduser() / DESCRIPTION).absolute()
-    stamp = (str(described), described.stat().st_mtime_ns) if described.is_file() else None
-    return _load(artifact, revision, stamp)
+    for layer in layers:
+        made_once(found, ("checked", layer), partial(_check_layer, found, layer))
 
 
-@lru_cache(maxsize=4)
-def _load(
-    artifact: str, revision: str | None, stamp: tuple[str, int] | None
-) -> CalibrationArtifact:
-    return CalibrationArtifact.from_pretrained(artifact, method=METHOD, revision=revision)
+def _check_layer(found: CalibrationArtifact, layer: int) -> bool:
+    learned_rope(found, layer)
+    heads, _, dim = check_tensor(found, f"layers.{layer}.codewords", (None, None, None)).shape
+    metric = check_tensor(found, f"layers.{layer}.metric", (heads, dim, dim))
+    window = found.options.get("window")
+    if not isinstance(window, int) or not bool((metric.diagonal(dim1=1, dim2=2) > 0).all()):
+        raise ValueError(
+            f"the a2ats artifact of {found.model.name} has window={window!r}, or a metric of layer "
+            f"{layer} that can't be inverted: make it again with `hf-kvret calibrate a2ats`"
+        )
+    return True
 
 
 def space_of(artifact: CalibrationArtifact) -> type[KeySpace]:
@@ -121,7 +130,7 @@ def space_of(artifact: CalibrationArtifact) -> type[KeySpace]:
         ValueError: the artifact doesn't say, or names a space that we don't know.
     """
     told = artifact.options.get("space")
-    if told not in SPACES:
+    if not isinstance(told, str) or told not in SPACES:
         raise ValueError(
             f"the a2ats artifact of {artifact.model.name} has space={told!r}, known are "
             f"{', '.join(map(repr, SPACES))}: upgrade hf-kvret, or make it again with "
@@ -130,24 +139,17 @@ def space_of(artifact: CalibrationArtifact) -> type[KeySpace]:
     return SPACES[told]
 
 
-@lru_cache(maxsize=512)
 def learned_layer(found: CalibrationArtifact, layer: int, device: torch.device) -> LearnedLayer:
     """Layer number ``layer`` of an artifact, on ``device``, one for all caches.
 
     Raises:
-        ValueError: the artifact has no such layer, or is of a kind that we don't know.
+        ValueError: as ``check_learned``, or the artifact is of a kind that we don't know.
     """
-    space = space_of(found)
-    try:
-        words = found.tensors[f"layers.{layer}.codewords"]
-        metric = found.tensors[f"layers.{layer}.metric"]
-        frequencies = found.tensors[f"layers.{layer}.inv_freq"]
-        told = found.options["layers"][str(layer)]
-        window = found.options["window"]
-    except KeyError as missing:
-        raise ValueError(
-            f"the a2ats artifact of {found.model.name} has no {missing} for layer {layer}: make it "
-            "again with `hf-kvret calibrate a2ats`"
-        ) from missing
-    rope = Rope(frequencies, told["attention_factor"], told["layout"])
-    return LearnedLayer(words, metric.float(), space(rope, window)).to(device)
+    check_learned(found, [layer])
+
+    def make() -> LearnedLayer:
+        words, metric = (found.tensors[f"layers.{layer}.{x}"] for x in ("codewords", "metric"))
+        space = space_of(found)(learned_rope(found, layer), found.options["window"])
+        return LearnedLayer(words, metric.float(), space).to(device)
+
+    return made_once(found, (layer, device), make)

@@ -9,13 +9,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.calibration.aqua_coding import check_group, default_group
-from hf_kvret.calibration.beside import artifact_beside
-from hf_kvret.compatibility import head_dim
+from hf_kvret.calibration.shared import artifact_place, check_rotations
+from hf_kvret.compatibility import head_dim, retrieval_layers
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
 from hf_kvret.methods.aqua.index import AquaIndex
 from hf_kvret.methods.aqua.kivi import KiviStore
-from hf_kvret.methods.aqua.learned import check_space, load
+from hf_kvret.methods.aqua.learned import check_learned, check_space, load
 from hf_kvret.methods.aqua.plan import layer_plan
 from hf_kvret.methods.aqua.store import AquaStore
 from hf_kvret.stores import PagedStore, Store, StoreChoice
@@ -42,11 +42,13 @@ class AquaKVCache(RetrievalCache):
         """
         options = super().options_for(options, config)
         if options.predictor == "artifact":
-            if options.lacks_artifact:
-                options = options.replace(artifact=artifact_beside(config, cls.name))
-            artifact = load(options.artifact, options.revision)
+            place = artifact_place(options.artifact, config, cls.name)
+            options = options.replace(artifact=place)
+            artifact = load(place, options.revision)
             artifact.check(config)
             check_space(artifact, config)
+            check_learned(artifact, retrieval_layers(config))
+            check_rotations(artifact, config)
         _check_width(options, config)
         return options
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Self
 
+from hf_kvret.calibration.shared import check_revision
 from hf_kvret.config import RetrievalConfig
 
 NOT_CODED = 16
@@ -68,6 +69,7 @@ class AquaConfig(RetrievalConfig):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise TypeError(f"{name} must be a name, got {value!r}")
+        check_revision(self.artifact, self.revision)
         if self.predictor is None:
             # What a command line makes of the word.
             object.__setattr__(self, "predictor", "none")
@@ -94,6 +96,7 @@ class AquaConfig(RetrievalConfig):
 
     @property
     def lacks_artifact(self) -> bool:
+        """Whether the model's folder must have it."""
         return self.predictor == "artifact" and self.artifact is None
 
     def exact(self) -> Self:

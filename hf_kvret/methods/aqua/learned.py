@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from pathlib import Path
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,13 @@ from transformers import PreTrainedConfig
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.aqua import KEY_INPUTS, SPACES, VALUE_INPUTS
 from hf_kvret.calibration.aqua_predictors import unpacked
-from hf_kvret.calibration.files import DESCRIPTION
+from hf_kvret.calibration.shared import (
+    check_tensor,
+    check_told,
+    learned_rope,
+    made_once,
+    shared_artifact,
+)
 from hf_kvret_model_patches.rope import Rope
 
 METHOD = "aqua"
@@ -120,21 +125,33 @@ class LearnedLayer:
 
 
 def load(artifact: str, revision: str | None) -> CalibrationArtifact:
-    """The artifact of a folder or hub id, read once for a process, or when a folder was rewritten.
+    """The artifact of a folder or hub id; OSError or ValueError as ``shared_artifact``."""
+    return shared_artifact(artifact, revision, METHOD)
+
+
+def check_learned(found: CalibrationArtifact, layers: Iterable[int]) -> None:
+    """Refuse an artifact that is not whole, before a token is taken in. Looks once.
 
     Raises:
-        OSError, ValueError: as ``CalibrationArtifact.from_pretrained``.
+        ValueError: a layer or field is missing, of another form, or not of finite numbers.
     """
-    described = (Path(artifact).expanduser() / DESCRIPTION).absolute()
-    stamp = (str(described), described.stat().st_mtime_ns) if described.is_file() else None
-    return _load(artifact, revision, stamp)
+    for layer in layers:
+        made_once(found, ("checked", layer), partial(_check_layer, found, layer))
 
 
-@lru_cache(maxsize=4)
-def _load(
-    artifact: str, revision: str | None, stamp: tuple[str, int] | None
-) -> CalibrationArtifact:
-    return CalibrationArtifact.from_pretrained(artifact, method=METHOD, revision=revision)
+def _check_layer(found: CalibrationArtifact, layer: int) -> bool:
+    learned_rope(found, layer)
+    told = check_told(
+        found, layer, dict.fromkeys(("heads", "head_dim", "value_head_dim", "bits"), int)
+    )
+    prefix = f"layers.{layer}."
+    for name, tensor in found.tensors.items():
+        if name.startswith(prefix):
+            check_tensor(found, name, (None,) * tensor.ndim)
+    for side, dim in (("key", told["head_dim"]), ("value", told["value_head_dim"])):
+        if f"{prefix}{side}.bias" in found.tensors:
+            check_tensor(found, f"{prefix}{side}.bias", (told["heads"] * dim,))
+    return True
 
 
 def check_space(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
@@ -171,7 +188,6 @@ def needs_positions(artifact: CalibrationArtifact) -> bool:
     return artifact.options["space"] == "before" and any(one["layout"] != "none" for one in told)
 
 
-@lru_cache(maxsize=512)
 def learned_layer(
     found: CalibrationArtifact,
     layer: int,
@@ -189,22 +205,27 @@ def learned_layer(
         dtype: of the model.
 
     Raises:
-        ValueError: the artifact has no such layer.
+        ValueError: as ``check_learned``.
     """
+    check_learned(found, [layer])
+    make = partial(_make_layer, found, layer, predicted, device, dtype)
+    return made_once(found, (layer, predicted, device, dtype), make)
+
+
+def _make_layer(
+    found: CalibrationArtifact,
+    layer: int,
+    predicted: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> LearnedLayer:
     prefix = f"layers.{layer}."
     source = {n.removeprefix(prefix): x for n, x in found.tensors.items() if n.startswith(prefix)}
-    try:
-        told = found.options["layers"][str(layer)]
-        rope = Rope(source["inv_freq"], told["attention_factor"], told["layout"]).to(device)
-        shape = told["heads"], told["head_dim"], told["value_head_dim"]
-    except KeyError as missing:
-        raise ValueError(
-            f"the aqua artifact of {found.model.name} has no {missing} for layer {layer}: make it "
-            "again with `hf-kvret calibrate aqua`"
-        ) from missing
+    told, rope = found.options["layers"][str(layer)], learned_rope(found, layer).to(device)
     turned = found.options["space"] == "before" and rope.rotary_dim > 0
     key, value = (_predictor(source, side, predicted, device, dtype) for side in ("key", "value"))
     inputs = tuple(found.options["value_inputs"].split("+"))
+    shape = told["heads"], told["head_dim"], told["value_head_dim"]
     return LearnedLayer(key, value, inputs, rope if turned else None, shape, source)
 
 

@@ -1,0 +1,156 @@
+"""Artifacts in use: read once for a process, and what is made of them made once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from transformers import PreTrainedConfig
+
+from hf_kvret.calibration.artifact import CalibrationArtifact
+from hf_kvret.calibration.files import DESCRIPTION
+from hf_kvret.compatibility import retrieval_layers
+from hf_kvret_model_patches.rope import Rope
+
+Made = TypeVar("Made")
+
+# Whoever uses an artifact holds it; the newest few are held here, for the next cache.
+_known: WeakValueDictionary[tuple[Any, ...], CalibrationArtifact] = WeakValueDictionary()
+_newest: deque[CalibrationArtifact] = deque(maxlen=4)
+_made: WeakKeyDictionary[CalibrationArtifact, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def artifact_place(artifact: str | None, config: PreTrainedConfig, method: str) -> str:
+    """A hub id as it is, a folder's absolute path; for None the one beside the model.
+
+    That is the folder named ``method`` in the folder that the model was loaded from.
+
+    Raises:
+        ValueError: the model came from elsewhere, or has none; says how to make one.
+    """
+    if artifact is not None:
+        folder = Path(artifact).expanduser()
+        return str(folder.absolute()) if folder.is_dir() else artifact
+    home = getattr(config, "_name_or_path", "")
+    folder = Path(home) / method
+    if not home or not folder.is_dir():
+        raise ValueError(
+            f"{method} needs a calibration artifact of the model: pass "
+            f"artifact='folder-or-hub-id', or make one with `hf-kvret calibrate {method} --model "
+            f"{home or 'MODEL'} --text FILE --out DIR`"
+        )
+    return str(folder.absolute())
+
+
+def shared_artifact(artifact: str, revision: str | None, method: str) -> CalibrationArtifact:
+    """The artifact of a folder or hub id; read anew when a folder was rewritten.
+
+    Raises:
+        OSError, ValueError: as ``CalibrationArtifact.from_pretrained``.
+    """
+    described = (Path(artifact).expanduser() / DESCRIPTION).absolute()
+    stamp = (str(described), described.stat().st_mtime_ns) if described.is_file() else None
+    key = method, artifact, revision, stamp
+    found = _known.get(key)
+    if found is None:
+        found = CalibrationArtifact.from_pretrained(artifact, method=method, revision=revision)
+        _known[key] = found
+    if not _newest or _newest[-1] is not found:
+        _newest.append(found)
+    return found
+
+
+def made_once(found: CalibrationArtifact, key: Hashable, make: Callable[[], Made]) -> Made:
+    """What ``make`` gives for ``key``, kept as long as the artifact is."""
+    known = _made.setdefault(found, {})
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+def check_revision(artifact: str | None, revision: str | None) -> None:
+    """ValueError for a revision of no artifact."""
+    if revision is not None and artifact is None:
+        raise ValueError(
+            f"revision={revision!r} without artifact: name the artifact's hub id too, or leave the "
+            "revision out"
+        )
+
+
+def check_tensor(
+    found: CalibrationArtifact, name: str, shape: tuple[int | None, ...]
+) -> torch.Tensor:
+    """The tensor ``name`` of an artifact, of finite numbers and of ``shape``; None: any size.
+
+    Raises:
+        ValueError: it is missing or of another form; says how to make the artifact again.
+    """
+    again = f"make it again with `hf-kvret calibrate {found.method}`"
+    told = f"the {found.method} artifact of {found.model.name}"
+    tensor = found.tensors.get(name)
+    if tensor is None:
+        raise ValueError(f"{told} has no {name}: {again}")
+    fits = len(shape) == tensor.ndim and all(
+        wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        sizes = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(f"{told} has {name} {tuple(tensor.shape)}, not [{sizes}]: {again}")
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        raise ValueError(f"{told} has {name} with NaN or infinity: {again}")
+    return tensor
+
+
+def check_told(
+    found: CalibrationArtifact, layer: int, fields: Mapping[str, type | tuple[type, ...]]
+) -> dict[str, Any]:
+    """What an artifact tells of a layer, with ``fields`` of these types.
+
+    Raises:
+        ValueError: a field is missing or of another type.
+    """
+    layers = found.options.get("layers")
+    told = layers.get(str(layer)) if isinstance(layers, dict) else None
+    known = told if isinstance(told, dict) else {}
+    wrong = [name for name, kind in fields.items() if not isinstance(known.get(name), kind)]
+    if wrong:
+        raise ValueError(
+            f"the {found.method} artifact of {found.model.name} doesn't tell {', '.join(wrong)} of "
+            f"layer {layer} as it should: make it again with `hf-kvret calibrate {found.method}`"
+        )
+    return known
+
+
+def learned_rope(found: CalibrationArtifact, layer: int) -> Rope:
+    """How layer number ``layer`` rotates, as the artifact says; on the CPU.
+
+    Raises:
+        ValueError: it doesn't say, or nothing that could be.
+    """
+    fields = {"attention_factor": (int, float), "layout": (str,)}
+    told = check_told(found, layer, fields)
+    frequencies = check_tensor(found, f"layers.{layer}.inv_freq", (None,))
+    try:
+        return Rope(frequencies, float(told["attention_factor"]), told["layout"])
+    except ValueError as error:
+        raise ValueError(
+            f"the {found.method} artifact of {found.model.name} is damaged at layer {layer} "
+            f"({error}): make it again with `hf-kvret calibrate {found.method}`"
+        ) from error
+
+
+def check_rotations(found: CalibrationArtifact, config: PreTrainedConfig) -> None:
+    """ValueError unless the artifact has all layers that retrieve, rotated as in the model."""
+    for layer in retrieval_layers(config):
+        rope = learned_rope(found, layer)
+        wanted = Rope.of(config, layer, rope.layout).inv_freq
+        if len(wanted) != len(rope.inv_freq):
+            raise ValueError(
+                f"the {found.method} artifact of {found.model.name} has {len(rope.inv_freq)} "
+                f"frequencies for layer {layer}, the model {len(wanted)}: make it again with "
+                f"`hf-kvret calibrate {found.method}`"
+            )
