@@ -94,12 +94,12 @@ class WindowAttention(KernelOp):
 
     def work(self, shape: KernelShape) -> Work:
         """Reads keys and values ``[B, H, n, D]`` once for a group, the query and a byte of mask a
-        token; writes the output in the keys' dtype and a log-sum in fp32 for each query head. Two
+        token; writes the output in fp32, to be merged, and a log-sum for each query head. Two
         multiply-adds for each number of a key and query head."""
         tokens, queries = shape.all_heads * shape.length, shape.batch * shape.query_heads
         return Work(
             shape.vectors(2 * tokens + queries) + shape.batch * shape.length,
-            shape.vectors(queries) + queries * _FP32_BYTES,
+            queries * (shape.head_dim + 1) * _FP32_BYTES,
             2 * tokens * shape.group * shape.head_dim,
         )
 
@@ -111,7 +111,14 @@ class WindowAttention(KernelOp):
 
         def run(backend: str) -> tuple[torch.Tensor, ...]:
             return prompt_attention(
-                query, key, value, scale=scale, causal_offset=None, valid=valid, backend=backend
+                query,
+                key,
+                value,
+                scale=scale,
+                causal_offset=shape.length - 1,
+                valid=valid,
+                out_dtype=torch.float32,
+                backend=backend,
             )
 
         return Call(run, distance, ATTENTION_ERRORS[shape.dtype])

@@ -1,4 +1,8 @@
-"""Operations on codewords (A2ATS), as ``bench kernels`` measures them."""
+"""Operations on codewords (A2ATS), as ``bench kernels`` measures them.
+
+A2ATS brings keys and queries to the space of its codewords in fp32, so that none of this depends on
+the dtype of the model.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ from hf_kvret_kernels import codebook
 
 _CODE_BYTES = 2
 _FP32_BYTES = 4
+# As `hf-kvret calibrate a2ats` saves codewords by default.
+_BOOK_DTYPE = torch.bfloat16
 # Keys nearly half-way between two codewords go to either; sums of scores are in fp32.
 _OTHER_CODES = 1e-3
 _SCORE_ERROR = 1e-3
@@ -28,25 +34,25 @@ class _CodebookOp(KernelOp):
 
 
 class Encode(_CodebookOp):
-    """Keys to ids of their nearest codewords, with the half norms given, as a flush does."""
+    """Keys to ids of their nearest codewords, the half norms given, as when tokens arrive."""
 
     name = "codebook.encode"
 
     def work(self, shape: KernelShape) -> Work:
-        """Reads the keys ``[B, H, n, D]``, the codebook ``[H, C, D]`` and its half norms ``[H, C]``
-        in fp32 once; writes 2 bytes a token and KV head. A multiply-add for each number of a key
-        and codeword: with thousands of codewords these are the floor, not the bytes."""
+        """Reads the keys ``[B, H, n, D]`` in fp32, the codebook ``[H, C, D]`` in bf16 and its half
+        norms ``[H, C]`` in fp32 once; writes 2 bytes a token and KV head. A multiply-add for each
+        number of a key and codeword: with thousands of codewords these are the floor, not the
+        bytes."""
         tokens = shape.all_heads * shape.length
-        words = shape.heads * shape.codewords
-        book = words * (shape.head_dim * _book_dtype(shape).itemsize + _FP32_BYTES)
+        norms = shape.heads * shape.codewords * _FP32_BYTES
         return Work(
-            shape.vectors(tokens) + book,
+            tokens * shape.head_dim * _FP32_BYTES + _book_bytes(shape) + norms,
             tokens * _CODE_BYTES,
             tokens * shape.codewords * shape.head_dim,
         )
 
     def prepare(self, shape: KernelShape, draw: Draw) -> Call:
-        x = draw.normal(shape.batch, shape.heads, shape.length, shape.head_dim, dtype=shape.dtype)
+        x = draw.normal(shape.batch, shape.heads, shape.length, shape.head_dim)
         book = _draw_book(shape, draw)
         norms = codebook.half_norms(book)
         return Call(
@@ -62,18 +68,19 @@ class ScoreTable(_CodebookOp):
     name = "codebook.score_table"
 
     def work(self, shape: KernelShape) -> Work:
-        """Reads the query ``[B, Hq, 1, D]`` and the codebook ``[H, C, D]`` once; writes the table
-        ``[B, Hq, 1, C]`` in fp32. A multiply-add for each number of a query head and codeword."""
-        entries = shape.batch * shape.query_heads * shape.codewords
-        book = shape.heads * shape.codewords * shape.head_dim * _book_dtype(shape).itemsize
+        """Reads the query ``[B, Hq, 1, D]`` in fp32 and the codebook ``[H, C, D]`` in bf16 once;
+        writes the table ``[B, Hq, 1, C]`` in fp32. A multiply-add for each number of a query head
+        and codeword."""
+        queries = shape.batch * shape.query_heads
+        entries = queries * shape.codewords
         return Work(
-            shape.vectors(shape.batch * shape.query_heads) + book,
+            queries * shape.head_dim * _FP32_BYTES + _book_bytes(shape),
             entries * _FP32_BYTES,
             entries * shape.head_dim,
         )
 
     def prepare(self, shape: KernelShape, draw: Draw) -> Call:
-        query = draw.normal(shape.batch, shape.query_heads, 1, shape.head_dim, dtype=shape.dtype)
+        query = draw.normal(shape.batch, shape.query_heads, 1, shape.head_dim)
         book = _draw_book(shape, draw)
         return Call(
             lambda backend: (
@@ -85,7 +92,7 @@ class ScoreTable(_CodebookOp):
 
 
 class Lookup(_CodebookOp):
-    """Scores of all tokens for each query head."""
+    """Scores of all tokens for each query head, as ``budget_of="union"`` needs them."""
 
     name = "codebook.lookup"
 
@@ -133,13 +140,12 @@ def _table_and_codes(shape: KernelShape) -> int:
     return table + codes + shape.batch * shape.length
 
 
-def _book_dtype(shape: KernelShape) -> torch.dtype:
-    # A codebook is bf16 or fp32.
-    return torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float32
+def _book_bytes(shape: KernelShape) -> int:
+    return shape.heads * shape.codewords * shape.head_dim * _BOOK_DTYPE.itemsize
 
 
 def _draw_book(shape: KernelShape, draw: Draw) -> torch.Tensor:
-    return draw.normal(shape.heads, shape.codewords, shape.head_dim, dtype=_book_dtype(shape))
+    return draw.normal(shape.heads, shape.codewords, shape.head_dim, dtype=_BOOK_DTYPE)
 
 
 def _draw_table(shape: KernelShape, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,7 @@
-"""Coded keys and values, as ``bench kernels`` measures them: HIGGS at 2 bits, groups of a head."""
+"""Coded keys and values, as ``bench kernels`` measures them: as ``store="higgs"`` has them.
+
+That is with its default of bits, in groups of a head, and in the dtype of the model.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,11 @@ from hf_kvret.benchmark.kernels_work import (
     distance,
     unequal,
 )
+from hf_kvret.config import RetrievalConfig
 from hf_kvret_kernels import higgs
 from hf_kvret_kernels.paged import PagedRows
 
-_BITS = 2
+_BITS = RetrievalConfig.bits
 _FP32_BYTES = 4
 _ID_BYTES = 4
 # Pairs nearly half-way between two points go to either; scales are rounded to fp16.
@@ -35,13 +39,13 @@ class _HiggsOp(KernelOp):
 
 
 class HiggsEncode(_HiggsOp):
-    """Vectors to codes and scales, as a flush does."""
+    """Keys, or values, to codes and scales, as a flush does."""
 
     name = "higgs.encode"
     copies = 16
 
     def work(self, shape: KernelShape) -> Work:
-        """Reads the vectors ``[B, H, n, D]``; writes 2 bits a number and 2 bytes a group. The
+        """Reads the vectors ``[B, H, n, D]``; writes the codes and 2 bytes a group. The
         transform is additions, and a nearest point can be found without a product for each point,
         so no multiply-adds count."""
         vectors = shape.all_heads * shape.length

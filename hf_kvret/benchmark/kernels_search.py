@@ -21,6 +21,8 @@ from hf_kvret.methods.ctkvr import CTkvrConfig
 from hf_kvret_kernels import centroid, proxy
 
 _FP32_BYTES = 4
+# LRQK keeps proxies so, whatever the dtype of the model.
+_PROXY_DTYPE = torch.bfloat16
 _ID_BYTES = 4
 _SCORE_ERROR = 1e-3
 # Keys at the end of a list are nearly as good as those behind it.
@@ -36,21 +38,21 @@ class ProxyRelevance(KernelOp):
     copies = 8
 
     def work(self, shape: KernelShape) -> Work:
-        """Reads the proxies ``[B, H, n, r]`` once, although a softmax over tokens takes two passes
-        or room for all scores, the queries' ``[B, Hq, 1, r]`` in fp32, and a byte of mask a token;
-        writes 4 bytes a token and KV head. A multiply-add for each number of a proxy and query
-        head."""
+        """Reads the proxies ``[B, H, n, r]`` in bf16 once, although a softmax over tokens takes two
+        passes or room for all scores, the queries' ``[B, Hq, 1, r]`` in fp32, and a byte of mask a
+        token; writes 4 bytes a token and KV head. A multiply-add for each number of a proxy and
+        query head."""
         tokens = shape.all_heads * shape.length
         queries = shape.batch * shape.query_heads * shape.rank * _FP32_BYTES
         return Work(
-            tokens * shape.rank * shape.dtype.itemsize + queries + shape.batch * shape.length,
+            tokens * shape.rank * _PROXY_DTYPE.itemsize + queries + shape.batch * shape.length,
             tokens * _FP32_BYTES,
             tokens * shape.group * shape.rank,
         )
 
     def prepare(self, shape: KernelShape, draw: Draw) -> Call:
         query = draw.normal(shape.batch, shape.query_heads, 1, shape.rank) * shape.scale
-        rows = draw.normal(shape.batch, shape.heads, shape.length, shape.rank, dtype=shape.dtype)
+        rows = draw.normal(shape.batch, shape.heads, shape.length, shape.rank, dtype=_PROXY_DTYPE)
         valid = draw.all_valid(shape)
         return Call(
             lambda backend: (

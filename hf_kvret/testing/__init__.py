@@ -1,9 +1,9 @@
 """For authors of indexes and stores: does a cache of yours give what full attention gives?
 
-from hf_kvret.testing import COVERING_OPTIONS, run_conformance
+from hf_kvret.testing import COVERING_OPTIONS, failures, run_conformance
 
 results = run_conformance(lambda model: MyCache(config=model.config, **COVERING_OPTIONS))
-assert not [result for result in results if result.status == "failed"]
+assert not failures(results)
 """
 
 from hf_kvret.testing.artifacts import tiny_artifact
@@ -16,6 +16,7 @@ from hf_kvret.testing.conformance import (
     check,
     cold_rows_read,
     conformance_cases,
+    failures,
     no_proof,
     reads_cold_rows,
     run_case,
@@ -42,6 +43,7 @@ __all__ = [
     "check",
     "cold_rows_read",
     "conformance_cases",
+    "failures",
     "held_tokens",
     "no_proof",
     "reads_cold_rows",

@@ -240,6 +240,23 @@ def run_conformance(
     return results
 
 
+def failures(results: Iterable[Result]) -> list[Result]:
+    """The results that speak against a cache: none if it conforms.
+
+    Those are the failed cases. A skipped one says nothing: transformers' own cache can't do it
+    either, and which ones these are differs between releases of transformers. Where no case passed
+    at all, nothing was shown, and the skipped ones are returned too.
+
+    Raises:
+        ValueError: no results.
+    """
+    found = list(results)
+    if not found:
+        raise ValueError("there are no results: run_conformance was given no models or no modes")
+    shown = any(result.status == "passed" for result in found)
+    return [result for result in found if result.status == "failed" or not shown]
+
+
 def _known(names: Iterable[str] | None, known: dict[str, Any], what: str) -> list[str]:
     chosen = list(known) if names is None else list(names)
     for name in chosen:

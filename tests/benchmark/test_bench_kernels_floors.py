@@ -35,11 +35,11 @@ CPU = torch.device("cpu")
 # 6 KV heads of both sequences, 12 query heads, 600 tokens of all KV heads, 32 bytes a vector.
 COUNTED = {
     "codebook.encode": Work(
-        600 * 32 + 3 * 32 * 32 + 3 * 32 * 4,  # keys, codewords, half norms
+        600 * 64 + 3 * 32 * 32 + 3 * 32 * 4,  # keys in fp32, codewords, half norms
         600 * 2,
         600 * 32 * 16,
     ),
-    "codebook.score_table": Work(12 * 32 + 3 * 32 * 32, 12 * 32 * 4, 12 * 32 * 16),
+    "codebook.score_table": Work(12 * 64 + 3 * 32 * 32, 12 * 32 * 4, 12 * 32 * 16),
     "codebook.lookup": Work(12 * 32 * 4 + 600 * 2 + 200, 1200 * 4),
     "codebook.lookup_scores": Work(12 * 32 * 4 + 600 * 2 + 200, 600 * 4),
     "proxy.relevance": Work(600 * 8 + 12 * 16 + 200, 600 * 4, 1200 * 4),
@@ -53,13 +53,13 @@ COUNTED = {
     # Half of the tokens are candidates.
     "paris.candidates": Work(600 + 6 * 256 * 4, 300 * 4),
     "paris.rerank": Work(300 * (4 + 12) + 12 * 16 * 4 + 8 * 4, 600 * 4, 600 * 16),
-    # Coded at 2 bits with one scale, a vector has 6 bytes.
-    "higgs.encode": Work(600 * 32, 600 * 6),
-    "higgs.decode": Work(600 * 6, 600 * 32),
-    "higgs.attend": Work(60 * 4 + 60 * 12 + 12 * 32, 12 * 17 * 4, 2 * 120 * 16),
+    # Coded at 4 bits with one scale, a vector has 10 bytes.
+    "higgs.encode": Work(600 * 32, 600 * 10),
+    "higgs.decode": Work(600 * 10, 600 * 32),
+    "higgs.attend": Work(60 * 4 + 60 * 20 + 12 * 32, 12 * 17 * 4, 2 * 120 * 16),
     "gather_attention": Work(60 * 4 + 120 * 32 + 12 * 32, 12 * 17 * 4, 2 * 120 * 16),
     "gather_scores": Work(60 * 4 + 60 * 32 + 12 * 32, 120 * 4, 120 * 16),
-    "prompt_attention": Work(1200 * 32 + 12 * 32 + 200, 12 * 32 + 12 * 4, 2 * 1200 * 16),
+    "prompt_attention": Work(1200 * 32 + 12 * 32 + 200, 12 * 17 * 4, 2 * 1200 * 16),
 }
 
 
@@ -70,6 +70,12 @@ def test_every_operation_is_counted_here() -> None:
 @pytest.mark.parametrize("name", COUNTED)
 def test_floors_are_the_bytes_and_products_counted_by_hand(name: str) -> None:
     assert OPS[name].work(SHAPE) == COUNTED[name]
+
+
+@pytest.mark.parametrize("name", ["codebook.encode", "codebook.score_table", "proxy.relevance"])
+def test_what_a_method_keeps_in_a_dtype_of_its_own_has_it_with_every_model(name: str) -> None:
+    for dtype in (torch.float32, torch.float16):
+        assert OPS[name].work(dataclasses.replace(SHAPE, dtype=dtype)) == COUNTED[name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -22,8 +22,10 @@ from hf_kvret.testing import (
     MODES,
     REFUSED,
     Case,
+    Result,
     check,
     conformance_cases,
+    failures,
     no_proof,
     run_case,
     run_conformance,
@@ -39,7 +41,8 @@ def leave_alone(model: PreTrainedModel) -> None:
     """Preparation for transformers' own caches: none."""
 
 
-run_plain = partial(run_case, prepare=leave_alone, proof=no_proof)
+PLAIN: dict[str, Any] = {"prepare": leave_alone, "proof": no_proof}
+run_plain = partial(run_case, **PLAIN)
 
 
 class Faulty(DynamicCache):
@@ -210,6 +213,26 @@ def test_a_cache_that_raises_is_reported_as_failed() -> None:
 
     (result,) = run_conformance(Raises, ["qwen2"], ["greedy"], proof=no_proof)
     assert (result.status, result.detail) == ("failed", "raised RuntimeError: out of paper")
+
+
+def test_failures_are_what_failed_and_all_where_nothing_passed() -> None:
+    passed, failed, skipped = (
+        Result(Case("llama", "greedy"), status) for status in ("passed", "failed", "skipped")
+    )
+    assert failures([passed, skipped]) == []
+    assert failures([passed, skipped, failed]) == [failed]
+    assert failures([skipped]) == [skipped]
+    assert failures([skipped, failed]) == [skipped, failed]
+    with pytest.raises(ValueError, match="no results: run_conformance was given no models"):
+        failures(run_conformance(dynamic_cache, [], ["greedy"]))
+
+
+def test_what_transformers_own_cache_cannot_do_is_no_failure_of_another() -> None:
+    """A recurrent state can't go back; a mode that it can do is shown beside."""
+    modes = ["greedy", "crop_small"]
+    results = run_conformance(dynamic_cache, ["qwen3_next"], modes, **PLAIN)
+    assert [result.status for result in results] == ["passed", "skipped"]
+    assert not failures(results) and failures(results[1:]) == results[1:]
 
 
 @pytest.mark.parametrize("name", MODELS)
