@@ -21,7 +21,8 @@ _SIZES: dict[str, Calibration] = {
     "a2ats": A2ATSCalibration(rounds=0, compare=False),
     "aqua": AquaCalibration(),
 }
-_SEQUENCES, _LENGTH = 2, 2560
+# More than the codewords of "a2ats", in sequences that most models have positions for.
+_TOKENS, _LENGTH = 5120, 2560
 
 
 def make_stand_ins(
@@ -38,7 +39,8 @@ def make_stand_ins(
         model.config._name_or_path = str(home)
         text = model.config.get_text_config(decoder=True)
         length = min(_LENGTH, getattr(text, "max_position_embeddings", None) or _LENGTH)
-        texts = list(random_tokens(model, _SEQUENCES, length, seed).cpu())
+        count = -(-_TOKENS // length)
+        texts = list(random_tokens(model, count, length, seed).cpu())
         for method in sorted(lacking):
             corpus = Corpus(texts, 0, {"text": "random tokens"})
             with torch.inference_mode(False):

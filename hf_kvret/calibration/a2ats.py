@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.calibration.k_means import k_means
+from hf_kvret.calibration.option_kinds import check_kinds
 from hf_kvret.calibration.study import Calibration, LayerFindings, LayerStudy, Progress
 from hf_kvret.calibration.vector_quantization import (
     at_distance,
@@ -30,7 +31,8 @@ class A2ATSCalibration(Calibration):
     """Codebooks of each KV head, one for all inputs.
 
     Attributes:
-        codewords: C, of each KV head; the paper has 4096.
+        codewords: C, of each KV head, at most as many as there are tokens to learn from; the paper
+            has 4096.
         window: b, the position at which queries are seen (equation 10).
         rounds: most rounds of k-means; 300 is the authors' choice.
         tolerance: shift at which k-means stops.
@@ -40,6 +42,10 @@ class A2ATSCalibration(Calibration):
         codeword_dtype: of the codewords in the artifact and in memory, ``"bfloat16"`` or
             ``"float32"``. Codewords are learned in fp32 and rounded; errors count with the rounded.
         seed: of k-means.
+
+    Raises:
+        TypeError: an option of another kind than above.
+        ValueError: one that is out of its range.
     """
 
     method: ClassVar[str] = "a2ats"
@@ -55,6 +61,7 @@ class A2ATSCalibration(Calibration):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         if not 1 <= self.codewords <= codebook.MOST_CODEWORDS:
             raise ValueError(f"codewords={self.codewords}: 1 to {codebook.MOST_CODEWORDS}")
         for name in ("window", "rounds", "seed"):
@@ -111,6 +118,11 @@ class CodebookStudy(LayerStudy):
             raise ValueError("no tokens to learn from: add sequences that are not held out first")
         options = self.options
         keys = self._gathered(False)
+        if options.codewords > keys.shape[1]:
+            raise ValueError(
+                f"codewords={options.codewords} of {keys.shape[1]} tokens: give more --tokens or "
+                "fewer --codewords"
+            )
         identity = torch.eye(keys.shape[-1], device=self.device).expand(len(keys), -1, -1)
         plain = aware = (identity, identity)
         if options.query_aware:

@@ -55,6 +55,7 @@ from hf_kvret.calibration.aqua_coding import BACKBONES, NOT_CODED
 from hf_kvret.calibration.aqua_mlp import fit_mlp
 from hf_kvret.calibration.aqua_predictors import PREDICTORS, Rows, fit_linear, fit_low_rank
 from hf_kvret.calibration.aqua_study import AquaStudy
+from hf_kvret.calibration.option_kinds import check_kinds
 from hf_kvret.calibration.study import Calibration, Progress
 from hf_kvret_model_patches.rope import Rope
 
@@ -91,6 +92,10 @@ class AquaCalibration(Calibration):
             with the whole row, and an offset is the same for all tokens.
         key_inputs, value_inputs: what predicts keys and values (table 5).
         seed: of the codec's signs, and of ``"mlp"``.
+
+    Raises:
+        TypeError: an option of another kind than above.
+        ValueError: one that is out of its range, or that doesn't go with another.
     """
 
     method: ClassVar[str] = "aqua"
@@ -114,6 +119,7 @@ class AquaCalibration(Calibration):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         choices: dict[str, tuple[object, ...]] = {
             "bits": BITS,
             "first_bits": (*BITS, "auto"),

@@ -81,6 +81,11 @@ class CalibrationArtifact:
 
         ``directory`` is made if needed; other files in it stay. An interruption leaves what was
         there before, or, between two of the final moves, a folder that ``from_pretrained`` refuses.
+
+        Raises:
+            FileExistsError, NotADirectoryError: ``directory``, or a part of it, is a file.
+            ValueError: ``config.json`` there is a model's, or of another method: an artifact
+                replaces only an older one of its method.
         """
         path = Path(directory).expanduser()
         self._write(path, path.resolve().name)
@@ -165,7 +170,7 @@ class CalibrationArtifact:
         """Upload the artifact in one commit; returns the URL of the commit or pull request.
 
         The repository, and the branch ``revision``, are made where they don't exist. The model card
-        there is replaced.
+        there is replaced, an artifact only by one of the same method.
 
         Args:
             repo_id: ``user/name``, or ``name`` for the user who is logged in.
@@ -177,7 +182,8 @@ class CalibrationArtifact:
 
         Raises:
             PermissionError: not logged in, or with a token that may not write there.
-            ValueError: no hub id, or a pull request against another branch than ``main``.
+            ValueError: no hub id, ``config.json`` there is a model's or of another method, or a
+                pull request against another branch than ``main``.
             ConnectionError: ``HF_HUB_OFFLINE`` is set.
         """
         with tempfile.TemporaryDirectory() as name:
@@ -185,6 +191,7 @@ class CalibrationArtifact:
             return upload_folder(
                 Path(name),
                 repo_id,
+                self.method,
                 private=private,
                 revision=revision,
                 token=token,
@@ -243,7 +250,10 @@ class CalibrationArtifact:
                 f"artifact of your model with `hf-kvret calibrate {self.method}`"
             )
             if strict:
-                raise ValueError(f"{message}, or pass strict=False to use this one all the same")
+                raise ValueError(
+                    f"{message}, or look on with artifact.check_weights(model, strict=False), "
+                    "which only warns"
+                )
             warnings.warn(message, stacklevel=2)
         return report
 

@@ -25,14 +25,12 @@ def model_card(artifact: CalibrationArtifact, source: str) -> str:
         source: folder or hub id that the code in the card loads from.
     """
     model = artifact.model
-    shown = (
-        f"[{model.name}](https://huggingface.co/{model.name})"
-        if _is_full_id(model.name)
-        else (f"`{model.name}`")
-    )
+    # A name of several lines would end the heading and the link.
+    name = " ".join(model.name.split())
+    shown = f"[{name}](https://huggingface.co/{name})" if _is_full_id(name) else f"`{name}`"
     parts = [
         f"---\n{_metadata(artifact)}\n---",
-        f"# {artifact.method} artifact for {model.name}",
+        f"# {artifact.method} artifact for {name}",
         f"What the method `{artifact.method}` of hf-kvret, KV-cache retrieval inside Hugging Face "
         f"transformers, learned about the keys of {shown}. It holds no weights of that model and "
         "is of no use for another one, not for another tune of the same base either.",

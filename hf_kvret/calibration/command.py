@@ -12,12 +12,14 @@ from hf_kvret.calibration.a2ats import CODEWORD_DTYPES, SPACES, A2ATSCalibration
 from hf_kvret.calibration.aqua import AquaCalibration
 from hf_kvret.calibration.aqua_command import add_aqua_options, aqua_calibration
 from hf_kvret.calibration.artifact import CalibrationArtifact
-from hf_kvret.calibration.hub import is_hub_id
+from hf_kvret.calibration.files import check_folder
+from hf_kvret.calibration.hub import check_repository, is_hub_id
 from hf_kvret.calibration.inspection import describe, plot_quality, quality_table
 from hf_kvret.calibration.runner import calibrate
 from hf_kvret.calibration.sources import (
     Corpus,
     cut,
+    dataset_loader,
     hub_text,
     needle_documents,
     random_uuids,
@@ -65,13 +67,13 @@ def add_calibrate_parser(commands: argparse._SubParsersAction) -> None:
         description=AquaCalibration.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_common_options(aqua, uuid_tokens="0")
+    _add_common_options(aqua, usual_uuid_tokens="0")
     add_aqua_options(aqua)
     aqua.set_defaults(run=run_calibrate, calibration=aqua_calibration)
     _add_inspect_parser(commands)
 
 
-def _add_common_options(parser: argparse.ArgumentParser, uuid_tokens: str = "16K") -> None:
+def _add_common_options(parser: argparse.ArgumentParser, usual_uuid_tokens: str = "16K") -> None:
     parser.add_argument(
         "--model",
         required=True,
@@ -85,9 +87,9 @@ def _add_common_options(parser: argparse.ArgumentParser, uuid_tokens: str = "16K
     parser.add_argument(
         "--uuid-tokens",
         type=_count,
-        default=uuid_tokens,
-        help=f"of random UUIDs beside text; 0 for none; {uuid_tokens} if left out",
+        help=f"of random UUIDs beside text; 0 for none; {usual_uuid_tokens} if left out",
     )
+    parser.set_defaults(usual_uuid_tokens=_count(usual_uuid_tokens))
     parser.add_argument("--length", type=_length, default="4K", help="most tokens of a sequence")
     parser.add_argument(
         "--held-out", type=float, default=0.1, help="share of the text that only measures quality"
@@ -111,7 +113,8 @@ def _add_common_options(parser: argparse.ArgumentParser, uuid_tokens: str = "16K
 def run_calibrate(options: argparse.Namespace) -> int:
     """Calibrate as the command line says; print what was made."""
     calibration: Calibration = options.calibration(options)
-    _check_outputs(options)
+    _check_outputs(options, calibration.method)
+    check_sources(options)
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {options.device}: no CUDA device here; use --device cpu")
     subject = load_subject(options.model, DTYPES[options.dtype], options.device)
@@ -131,29 +134,50 @@ def run_calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
-def make_corpus(options: argparse.Namespace, subject: Subject) -> Corpus:
-    """The sequences that the command line names.
+def check_sources(options: argparse.Namespace) -> None:
+    """Look at what to learn from before the model is loaded.
 
     Raises:
-        ValueError: no source or two, a model without a tokenizer, or too little text.
+        FileNotFoundError: no such ``--text``.
+        ModuleNotFoundError: ``--dataset`` without ``datasets``.
+        ValueError: no source or two; one, or UUIDs, for a model that makes its own documents; a
+            share that is none.
     """
     if not 0.0 <= options.held_out < 1.0:
         raise ValueError(f"--held-out {options.held_out}: a share from 0, below 1")
-    length, count = options.length, options.tokens
-    told: dict[str, Any] = {"length": length, "seed": options.seed, "tokens": count}
-    uuids: list[torch.Tensor] = []
-    if subject.name == "needle":
+    if options.model == "needle":
         if options.text or options.dataset:
             raise ValueError(
                 "--model needle reads no text: leave --text and --dataset out, and documents of "
                 "its language are made"
             )
+        if options.uuid_tokens is not None:
+            raise ValueError(
+                f"--model needle knows no UUIDs: leave --uuid-tokens {options.uuid_tokens} out"
+            )
+        return
+    if bool(options.text) == bool(options.dataset):
+        raise ValueError("give one of --text FILE and --dataset ID")
+    if options.text:
+        describe_file("--text", options.text)
+    else:
+        dataset_loader(options.dataset)
+
+
+def make_corpus(options: argparse.Namespace, subject: Subject) -> Corpus:
+    """The sequences that the command line names, which ``check_sources`` has seen.
+
+    Raises:
+        ValueError: a model without a tokenizer, too little text, or none left to hold out.
+    """
+    length, count = options.length, options.tokens
+    told: dict[str, Any] = {"length": length, "seed": options.seed, "tokens": count}
+    uuids: list[torch.Tensor] = []
+    if subject.name == "needle":
         sequences = list(needle_documents(count, length, options.seed))
         told["documents"] = "needle language"
     else:
         tokenizer = subject.need_tokenizer("calibrate")
-        if bool(options.text) == bool(options.dataset):
-            raise ValueError("give one of --text FILE and --dataset ID")
         if options.text:
             ids = text_file(options.text, tokenizer)
             told["text"] = describe_file("--text", options.text)
@@ -161,26 +185,39 @@ def make_corpus(options: argparse.Namespace, subject: Subject) -> Corpus:
             ids = hub_text(options.dataset, count, tokenizer)
             told |= {"datasets": [options.dataset.partition(":")[0]], "dataset": options.dataset}
         sequences = cut(ids, length, count, "--tokens")
-        if options.uuid_tokens:
-            drawn = random_uuids(options.uuid_tokens, tokenizer, options.seed)
-            uuids = cut(drawn, length, options.uuid_tokens, "--uuid-tokens")
-            told["uuid_tokens"] = options.uuid_tokens
+        wanted = options.uuid_tokens
+        if wanted is None:
+            wanted = options.usual_uuid_tokens
+        if wanted:
+            drawn = random_uuids(wanted, tokenizer, options.seed)
+            uuids = cut(drawn, length, wanted, "--uuid-tokens")
+            told["uuid_tokens"] = wanted
     held_out = 0
     if options.held_out:
+        if len(sequences) < 2:
+            raise ValueError(
+                f"--held-out {options.held_out} of one sequence with {len(sequences[0])} tokens: "
+                "it takes at least two sequences: give a shorter --length or --held-out 0"
+            )
         # At least one, but never all.
         held_out = min(max(1, round(options.held_out * len(sequences))), len(sequences) - 1)
     # UUIDs first: what is held out is the end of the text.
     return Corpus([*uuids, *sequences], held_out, {**told, "held_out_sequences": held_out})
 
 
-def _check_outputs(options: argparse.Namespace) -> None:
-    """Look at where results go before the work, not after it."""
+def _check_outputs(options: argparse.Namespace, method: str) -> None:
+    """Look at where results go, and at numbers of the run, before the work, not after it."""
+    if options.layers_at_once < 1:
+        raise ValueError(f"--layers-at-once {options.layers_at_once}: at least 1")
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out {options.out} is a file: give a folder")
+    check_folder(options.out, method)
     if options.push_to_hub and not is_hub_id(options.push_to_hub):
         raise ValueError(f"--push-to-hub {options.push_to_hub}: no hub id, write user/name")
     if options.private and not options.push_to_hub:
         raise ValueError("--private is of what --push-to-hub uploads: give that too")
+    if options.push_to_hub:
+        check_repository(options.push_to_hub, method)
 
 
 def _a2ats(options: argparse.Namespace) -> A2ATSCalibration:

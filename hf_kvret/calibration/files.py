@@ -36,6 +36,42 @@ _KINDS = {
 _LFS_POINTER = b"version https://git-lfs"
 
 
+def check_folder(directory: Path, method: str) -> None:
+    """Refuse a folder where an artifact of ``method`` would replace what is something else's.
+
+    A new folder is fine, and so is one with an older artifact of the same method.
+
+    Raises:
+        FileExistsError: ``directory`` is a file.
+        ValueError: as ``check_description``.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise FileExistsError(f"{directory} is a file: give a folder")
+    path = directory / DESCRIPTION
+    if path.is_file():
+        way_out = f"give a new folder, for instance MODEL/{method}"
+        check_description(path.read_bytes(), method, str(path), way_out)
+
+
+def check_description(content: bytes, method: str, place: str, way_out: str) -> None:
+    """Refuse ``content`` of a ``config.json`` at ``place`` that is no artifact's of ``method``.
+
+    Raises:
+        ValueError: it is of a model, or of anything else than an artifact; of another method.
+    """
+    try:
+        description = json.loads(content)
+    except ValueError:
+        description = None
+    if not isinstance(description, dict) or not {"format_version", "method"} <= description.keys():
+        owner = "not of a calibration artifact (but of a model, perhaps)"
+    elif description["method"] != method:
+        owner = f"of an artifact of {description['method']!r}, not of {method!r}"
+    else:
+        return
+    raise ValueError(f"{place} is {owner}, and would be replaced: {way_out}")
+
+
 def write_folder(
     directory: Path, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], card: str
 ) -> None:
@@ -47,13 +83,16 @@ def write_folder(
 
     Args:
         directory: where to.
-        description: plain JSON; the format version and the list of tensors are added.
+        description: plain JSON with ``method``; the format version and the list of tensors are
+            added.
         tensors: on any device, of any layout.
         card: text of the model card.
 
     Raises:
         FileExistsError, NotADirectoryError: ``directory``, or a part of it, is a file.
+        ValueError: ``config.json`` there is not of an artifact of this method.
     """
+    check_folder(directory, description["method"])
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".unfinished-") as name:
         folder = Path(name)

@@ -6,6 +6,7 @@ So its settings hold: ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME``, ``HF_HUB_OFFLI
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from huggingface_hub import (
@@ -16,6 +17,7 @@ from huggingface_hub import (
     snapshot_download,
 )
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -26,7 +28,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 import hf_kvret
-from hf_kvret.calibration.files import FILES
+from hf_kvret.calibration.files import DESCRIPTION, FILES, check_description
 
 _LOG_IN = (
     "log in with huggingface_hub.login() or `hf auth login`, set HF_TOKEN, or pass token= "
@@ -122,9 +124,56 @@ def find_folder(
     return Path(folder)
 
 
+def check_repository(
+    repo_id: str,
+    method: str,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> None:
+    """Refuse a repository where an artifact of ``method`` would replace what is something else's.
+
+    Its ``config.json`` is looked at, of ``main`` where there is no branch ``revision`` yet. One
+    that is not there, or can't be seen with this token, is fine: the upload makes or refuses it.
+
+    Raises:
+        ConnectionError: the hub can't be reached, or ``HF_HUB_OFFLINE`` is set.
+        PermissionError: the token is not valid.
+        ValueError: as ``check_description``.
+    """
+    api = HfApi(token=token, library_name="hf-kvret", library_version=hf_kvret.__version__)
+    # Into a folder of its own: a copy in the cache may be older than what would be replaced.
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = api.hf_hub_download(repo_id, DESCRIPTION, revision=revision, local_dir=folder)
+        except RevisionNotFoundError:
+            if revision is not None:
+                check_repository(repo_id, method, token=token)
+            return
+        except LocalEntryNotFoundError as error:
+            raise ConnectionError(
+                f"{constants.ENDPOINT} does not tell what is in {repo_id} "
+                f"({error.__cause__ or error}): upload while online (HF_HUB_OFFLINE unset)"
+            ) from error
+        except (EntryNotFoundError, RepositoryNotFoundError):
+            return
+        except HfHubHTTPError as error:
+            if error.response.status_code not in (401, 403):
+                raise
+            raise PermissionError(
+                f"{constants.ENDPOINT} refuses the token for {repo_id}: "
+                f"{_LOG_IN.format(do='write')}"
+            ) from error
+        content = Path(path).read_bytes()
+    place = f"{DESCRIPTION} of {repo_id} on {constants.ENDPOINT}"
+    way_out = f"give a new repository, for instance USER/MODEL-{method}"
+    check_description(content, method, place, way_out)
+
+
 def upload_folder(
     folder: Path,
     repo_id: str,
+    method: str,
     *,
     private: bool | None = None,
     revision: str | None = None,
@@ -132,14 +181,15 @@ def upload_folder(
     commit_message: str,
     create_pr: bool = False,
 ) -> str:
-    """Upload the artifact's files of ``folder`` in one commit; returns its URL, or that of the
-    pull request.
+    """Upload the files of ``folder``, an artifact of ``method``, in one commit; returns its URL, or
+    that of the pull request.
 
     The repository and the branch are made where they don't exist.
 
     Raises:
         PermissionError: not logged in, or with a token that may not write there.
-        ValueError: ``repo_id`` is none, or a pull request against another branch than ``main``.
+        ValueError: ``repo_id`` is none, ``config.json`` there is not of an artifact of ``method``,
+            or a pull request against another branch than ``main``.
         OfflineModeIsEnabled: a ConnectionError, with ``HF_HUB_OFFLINE`` set.
     """
     if create_pr and revision not in (None, constants.DEFAULT_REVISION):
@@ -151,6 +201,7 @@ def upload_folder(
     operations = [CommitOperationAdd(name, str(folder / name)) for name in FILES]
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        check_repository(repo_id, method, revision=revision, token=token)
         # A pull request that is open has a branch of its own, refs/pr/<number>.
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)

@@ -78,4 +78,4 @@ def _listed(values: Mapping[str, Any]) -> str:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

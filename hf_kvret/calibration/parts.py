@@ -1,12 +1,14 @@
-"""What was learned about finished layers, kept until all are finished."""
+"""What was learned about finished layers, kept until all are finished; one writer at a time."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,64 @@ from safetensors.torch import save_file
 from hf_kvret.calibration.study import Carried, LayerFindings
 
 _SETUP = "setup.sha256"
+_LOCK = ".lock"
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other calibrations out of ``folder``, which is made if needed, with a file ``.lock``.
+
+    The file holds the process and its machine. That of a process that ended without deleting it is
+    taken over; of a process on another machine nobody can tell.
+
+    Raises:
+        ValueError: another calibration is, or may be, at work there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / _LOCK
+    _take(lock)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+
+
+def _take(lock: Path) -> None:
+    mine = f"{os.getpid()} {platform.node()}"
+    for stale in (False, True):
+        try:
+            with lock.open("x", encoding="utf-8") as file:
+                file.write(mine)
+            return
+        except FileExistsError:
+            owner = lock.read_text(encoding="utf-8") if lock.exists() else ""
+            if stale or _may_run(owner):
+                raise ValueError(
+                    f"another calibration writes to {lock.parent} (process {owner or 'unknown'}): "
+                    f"wait for it, or give another --out; if it is not running, delete {lock}"
+                ) from None
+            lock.unlink(missing_ok=True)
+
+
+def _may_run(owner: str) -> bool:
+    """Whether the process that a lock names may be at work still."""
+    number, _, machine = owner.partition(" ")
+    # On Windows a signal of 0 is no question but Ctrl-C.
+    if not number.isdecimal() or machine != platform.node() or os.name == "nt":
+        return True
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 class Parts:
     """A folder of finished layers, and of what the newest of them carries to the next one.
+
+    A folder without any takes on another ``setup``.
 
     Raises:
         ValueError: the folder holds layers of another ``setup`` (plain JSON).
@@ -30,7 +86,7 @@ class Parts:
         self._folder = folder
         mark = hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()
         marked = folder / _SETUP
-        if not marked.is_file():
+        if not marked.is_file() or not any(folder.glob("layer_*.safetensors")):
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = folder / f"{_SETUP}.unfinished"
             unfinished.write_text(mark)

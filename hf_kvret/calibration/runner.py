@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from hf_kvret.calibration.artifact import CalibrationArtifact
+from hf_kvret.calibration.files import check_folder
 from hf_kvret.calibration.identity import ModelIdentity
-from hf_kvret.calibration.parts import Parts
+from hf_kvret.calibration.parts import Parts, alone_in
 from hf_kvret.calibration.sources import Corpus
 from hf_kvret.calibration.study import Calibration, Carried, LayerFindings, LayerStudy
 from hf_kvret.compatibility import check_model, model_layers
@@ -29,7 +31,7 @@ def calibrate(
     model: PreTrainedModel,
     corpus: Corpus,
     calibration: Calibration,
-    out: Path,
+    out: str | os.PathLike[str],
     *,
     name: str | None = None,
     layers_at_once: int = 4,
@@ -46,8 +48,8 @@ def calibrate(
         model: in eval mode, on one device or several (``device_map``).
         corpus: what to learn from.
         calibration: of a method.
-        out: a folder, made if needed.
-        name: of the model in the artifact; None for where it was loaded from.
+        out: a folder, made if needed. An artifact of the same method in it is replaced.
+        name: of the model in the artifact, one line; None for where it was loaded from.
         layers_at_once: more take fewer passes and more memory.
         progress: show progress bars, on stderr.
 
@@ -57,8 +59,18 @@ def calibrate(
     Raises:
         ValueError: a model that no cache can serve, whose RoPE can't be undone or whose layers
             can't be tapped; one in training mode, or with an embedding that is on no device;
-            sequences longer than it has positions; parts of another calibration in ``out``.
+            sequences longer than it has positions; parts of another calibration in ``out``, one at
+            work there, or the ``config.json`` of something else; what the method refuses, as too
+            few tokens.
+        FileExistsError: ``out`` is a file.
+        TypeError: ``out`` is no path.
     """
+    if not isinstance(out, str | os.PathLike):
+        raise TypeError(f"out is a {type(out).__name__}: pass the path of a folder")
+    folder = Path(out).expanduser()
+    check_folder(folder, calibration.method)
+    if name is not None and len(name.splitlines()) > 1:
+        raise ValueError(f"name={name!r} has several lines: give a hub id, or a name in one line")
     if layers_at_once < 1:
         raise ValueError(f"layers_at_once={layers_at_once}: at least 1")
     if model.training:
@@ -77,19 +89,20 @@ def calibrate(
         "tokens": _digest(corpus),
         "options": calibration.options(),
     }
-    parts = Parts(out / _PARTS, setup)
-    waiting, carried = parts.left(list(ropes))
-    for first in range(0, len(waiting), layers_at_once):
-        group = waiting[first : first + layers_at_once]
-        studies = _read(model, corpus, calibration, {n: ropes[n] for n in group}, progress)
-        for layer in group:
-            # Popped and named nowhere, so that its tokens are gone before the next layer learns.
-            findings = _learn(studies.pop(layer), layer, carried, progress)
-            parts.keep(layer, findings, last=layer == waiting[-1])
-            carried = findings.carried
-    artifact = _put_together(calibration, identity, corpus, parts, list(ropes))
-    artifact.save_pretrained(out)
-    parts.remove()
+    with alone_in(folder):
+        parts = Parts(folder / _PARTS, setup)
+        waiting, carried = parts.left(list(ropes))
+        for first in range(0, len(waiting), layers_at_once):
+            group = waiting[first : first + layers_at_once]
+            studies = _read(model, corpus, calibration, {n: ropes[n] for n in group}, progress)
+            for layer in group:
+                # Popped and named nowhere, so that its tokens are gone before the next one learns.
+                findings = _learn(studies.pop(layer), layer, carried, progress)
+                parts.keep(layer, findings, last=layer == waiting[-1])
+                carried = findings.carried
+        artifact = _put_together(calibration, identity, corpus, parts, list(ropes))
+        artifact.save_pretrained(folder)
+        parts.remove()
     return artifact
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,21 @@ def text_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     return token_ids(tokenizer, read_text(path))
 
 
+def dataset_loader(name: str) -> Callable[..., Iterable[dict[str, Any]]]:
+    """``datasets.load_dataset``, for the data set ``name``.
+
+    Raises:
+        ModuleNotFoundError: ``datasets`` is not installed.
+    """
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"--dataset {name} needs datasets: pip install datasets, or give --text FILE"
+        ) from error
+    return load_dataset
+
+
 def hub_text(name: str, count: int, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """The first ``count`` token ids of a data set on the hub, streamed; its column ``text``.
 
@@ -76,16 +91,9 @@ def hub_text(name: str, count: int, tokenizer: PreTrainedTokenizerBase) -> torch
         ModuleNotFoundError: ``datasets`` is not installed.
         OSError, ValueError: no such data set or configuration; no column ``text``; fewer tokens.
     """
-    try:
-        from datasets import load_dataset
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"--dataset {name} needs datasets: pip install datasets, or give --text FILE"
-        ) from error
+    load_dataset = dataset_loader(name)
     repository, _, configuration = name.partition(":")
-    rows: Iterable[dict[str, Any]] = load_dataset(
-        repository, configuration or None, split="train", streaming=True
-    )
+    rows = load_dataset(repository, configuration or None, split="train", streaming=True)
     ids: list[int] = []
     for row in rows:
         if "text" not in row:

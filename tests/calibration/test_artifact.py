@@ -83,7 +83,10 @@ def test_another_tune_is_refused_unless_it_is_wanted(
     with torch.no_grad():
         tune.model.layers[1].self_attn.k_proj.weight.add_(0.01)
     artifact.check(tune.config)
-    words = r"other weights: 1 of \d+ .*layers.1.self_attn.k_proj.weight has .*pass strict=False"
+    words = r"other weights: 1 of \d+ .*layers.1.self_attn.k_proj.weight has .*make an artifact of "
+    words += (
+        r"your model .*, or look on with artifact\.check_weights\(model, strict=False\), which only"
+    )
     with pytest.raises(ValueError, match=words):
         artifact.check_weights(tune)
     with pytest.warns(UserWarning, match="made from other weights: 1 of"):

@@ -114,7 +114,8 @@ def test_the_defaults_are_the_papers() -> None:
     made = options.calibration(options)
     assert (made.codewords, made.window, made.rounds, made.space) == (4096, 2048, 300, "windowed")
     assert made.query_aware and made.compare
-    assert (options.tokens, options.uuid_tokens, options.length) == (65_536, 16_384, 4096)
+    assert (options.tokens, options.length) == (65_536, 4096)
+    assert (options.uuid_tokens, options.usual_uuid_tokens) == (None, 16_384)
 
 
 def test_the_bundled_model_learns_from_its_own_language(
@@ -127,6 +128,8 @@ def test_the_bundled_model_learns_from_its_own_language(
     assert all(0 < row["score_error"] < 1 for row in artifact.quality)
     message = failing(capsys, [*where, "--text", str(tmp_path / "a.txt")])
     assert "--model needle reads no text: leave --text and --dataset out" in message
+    message = failing(capsys, [*where, "--uuid-tokens", "2K"])
+    assert "--model needle knows no UUIDs: leave --uuid-tokens 2048 out" in message
 
 
 def test_the_same_command_goes_on_after_an_interruption(
@@ -178,7 +181,10 @@ def test_the_held_out_text_is_the_end_of_the_text(model_dir: Path, text: Path) -
         2,
         3,
     ]
-    assert corpus("--tokens", "100").held_out == 0
+    few = r"--held-out 0\.1 of one sequence with 100 tokens: .* shorter --length or --held-out 0"
+    with pytest.raises(ValueError, match=few):
+        corpus("--tokens", "100")
+    assert corpus("--tokens", "100", "--held-out", "0").held_out == 0
     assert len(corpus("--uuid-tokens", "0").sequences) == 4
 
 
@@ -200,8 +206,16 @@ def test_mistakes_are_one_line_each(
         (["--held-out", "1"], r"--held-out 1.0: a share from 0, below 1"),
         (["--held-out", "nan"], r"--held-out nan: a share"),
         (["--codewords", "0"], r"codewords=0: 1 to 32768"),
-        (["--layers-at-once", "0"], r"layers_at_once=0: at least 1"),
-        (["--length", "2K", "--uuid-tokens", "2K"], r"2048 tokens, but the model has 1024 pos"),
+        (["--layers-at-once", "0"], r"--layers-at-once 0: at least 1"),
+        (
+            ["--length", "2K", "--uuid-tokens", "2K", "--held-out", "0"],
+            r"2048 tokens, but the model has 1024 pos",
+        ),
+        (["--length", "400"], r"--held-out 0\.1 of one sequence with 400 tokens: .* two sequences"),
+        (
+            ["--codewords", "401", "--uuid-tokens", "0"],
+            r"codewords=401 of 300 tokens: give more --tokens or fewer --codewords",
+        ),
         (["--push-to-hub", "a/b/c"], r"--push-to-hub a/b/c: no hub id, write user/name"),
         (["--private"], r"--private is of what --push-to-hub uploads"),
         (["--model", str(tmp_path / "none")], r"can't be loaded"),
@@ -210,7 +224,9 @@ def test_mistakes_are_one_line_each(
     assert both in failing(capsys, where)
     if not torch.cuda.is_available():
         assert "no CUDA device here" in failing(capsys, [*arguments, "--device", "cuda"])
-    assert not (tmp_path / "out").exists()
+    # Found out when tokens were read, and not in the way of a command that goes well.
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert main([*arguments, "--codewords", "4"]) == 0
 
 
 def test_a_model_without_a_tokenizer_is_refused(

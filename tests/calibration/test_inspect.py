@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.inspection import plot_quality
+from hf_kvret.calibration.inspection import plot_quality, quality_table
 from hf_kvret.cli import main
 
 
@@ -29,7 +29,7 @@ def test_the_text_tells_what_it_is(saved: Path, capsys: pytest.CaptureFixture[st
     lines = [line.strip("| ") for line in shown.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.split("|")] for line in lines]
     assert rows[0] == ["layer", "score error", "plain error", "note"]
-    assert rows[2:] == [["0", "0.1235", "0.2500", "-"], ["1", "0.0625", "-", "no RoPE"]]
+    assert rows[2:] == [["0", "0.1235", "0.25", "-"], ["1", "0.0625", "-", "no RoPE"]]
 
 
 def test_json_is_json_with_everything_but_the_numbers(
@@ -44,6 +44,13 @@ def test_json_is_json_with_everything_but_the_numbers(
     expected = {"shape": [2, 8, 16], "dtype": "bfloat16"}
     assert found["tensors"]["layers.0.codebook"] == expected
     assert found["tensors"].keys() == artifact.tensors.keys()
+
+
+def test_small_figures_keep_their_digits(artifact: CalibrationArtifact) -> None:
+    rows = [{"layer": 0, "score_error": 3.456789e-05, "seen": 123456}]
+    shown = quality_table(dataclasses.replace(artifact, quality=rows))
+    cells = [cell.strip() for cell in shown.splitlines()[-1].strip("| ").split("|")]
+    assert cells == ["0", "3.457e-05", "123456"]
 
 
 def test_layers_are_told_in_json_alone(
