@@ -12,7 +12,7 @@ import torch
 from hf_kvret import A2ATSCache
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.cli import main
-from hf_kvret.evaluation import a2ats_artifacts
+from hf_kvret.evaluation import study_artifacts
 from hf_kvret.evaluation.a2ats_artifacts import EXACT_KEYS, FULL_METHOD, SWITCHES
 from hf_kvret.evaluation.a2ats_exact import ExactKeysCache
 from hf_kvret.evaluation.following import full_choices
@@ -187,7 +187,7 @@ def test_artifacts_that_fit_are_used_and_others_refused(
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("calibrated again")
 
-    monkeypatch.setattr(a2ats_artifacts, "calibrate", forbidden)
+    monkeypatch.setattr(study_artifacts, "calibrate", forbidden)
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--parts", "switches"]
     arguments += ["--artifacts", str(whole[0] / "a-artifacts")]
     found = _run(tmp_path / "b.json", *arguments)

@@ -16,8 +16,8 @@ from hf_kvret.calibration.sources import Corpus
 from hf_kvret.evaluation.a2ats_artifacts import FULL_METHOD, SWITCHES, Artifacts
 from hf_kvret.evaluation.a2ats_exact import ExactKeysCache, with_exact_keys
 from hf_kvret.evaluation.a2ats_study import likeness, similarity
-from hf_kvret.evaluation.a2ats_texts import Texts
 from hf_kvret.evaluation.caches import choose_cache
+from hf_kvret.evaluation.study_texts import Texts
 from hf_kvret.evaluation.subject import Subject, load_subject
 from hf_kvret.evaluation.texts import read_text, token_ids
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention

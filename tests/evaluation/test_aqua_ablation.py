@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.cli import main
-from hf_kvret.evaluation import aqua_artifacts
+from hf_kvret.evaluation import study_artifacts
 from hf_kvret.evaluation.aqua_variants import (
     EXPLAINED,
     ablation_rows,
@@ -240,7 +240,7 @@ def test_artifacts_that_fit_are_used_and_others_refused(
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("calibrated again")
 
-    monkeypatch.setattr(aqua_artifacts, "calibrate", forbidden)
+    monkeypatch.setattr(study_artifacts, "calibrate", forbidden)
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--parts", "bits,variance"]
     arguments += ["--artifacts", str(whole[0] / "a-artifacts")]
     found = _run(tmp_path / "b.json", *arguments)

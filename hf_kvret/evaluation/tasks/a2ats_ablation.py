@@ -13,10 +13,10 @@ from hf_kvret.evaluation.a2ats_artifacts import EXACT_KEYS, FULL_METHOD, SWITCHE
 from hf_kvret.evaluation.a2ats_exact import with_exact_keys
 from hf_kvret.evaluation.a2ats_report import PLACES, ablation_tables, plot_ablation
 from hf_kvret.evaluation.a2ats_study import follow, likeness
-from hf_kvret.evaluation.a2ats_texts import Texts
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import Pace
+from hf_kvret.evaluation.study_texts import Texts
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.task import Task
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig

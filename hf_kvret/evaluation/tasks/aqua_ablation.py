@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from hf_kvret.calibration.aqua import AquaCalibration
-from hf_kvret.evaluation.a2ats_texts import Texts
 from hf_kvret.evaluation.aqua_artifacts import Artifacts
 from hf_kvret.evaluation.aqua_layers import one_layer_each
 from hf_kvret.evaluation.aqua_memory import PREDICTORS, measure
@@ -25,6 +24,7 @@ from hf_kvret.evaluation.aqua_variants import (
 )
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
 from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.study_texts import Texts
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.task import Task
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache

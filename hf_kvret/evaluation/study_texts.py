@@ -1,4 +1,4 @@
-"""What A2ATS's ablation reads: a text to learn from, contexts after it, and inputs to compare."""
+"""Texts of a study that calibrates by itself: to learn from, contexts after it, and inputs."""
 
 from __future__ import annotations
 
