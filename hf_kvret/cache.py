@@ -136,6 +136,13 @@ class RetrievalCache(Cache):
                 "layers: make it with config=model.config"
             )
         layer = self.layers[layer_idx]
+        ours = self.retrieval_layers
+        if layer is ours[0] and len({one.get_seq_length() for one in ours}) > 1:
+            lengths = ", ".join(str(one.get_seq_length()) for one in ours)
+            raise RuntimeError(
+                f"the layers hold different numbers of tokens ({lengths}): a forward pass broke "
+                "off in the middle. Start with a new cache or cache.reset()"
+            )
         self._newest = layer if isinstance(layer, RetrievalLayer) else newest
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -185,8 +192,9 @@ class RetrievalCache(Cache):
         twin._stack_layers()
         if changes:
             twin.options = self.options.replace(**changes)
-            for layer in twin.retrieval_layers:
-                layer.set_options(twin.options)
+            for number, layer in enumerate(twin.layers):
+                if isinstance(layer, RetrievalLayer):
+                    layer.set_options(twin.options, partial(self.make_index, twin.options, number))
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -79,6 +79,16 @@ class RetrievalConfig:
         """A copy with ``options`` changed, validated like a new one."""
         return type(self).from_options(**{**dataclasses.asdict(self), **options})
 
+    @classmethod
+    def takes_store(cls, store: str) -> bool:
+        """Whether the method works with this kind of store."""
+        return True
+
+    @property
+    def row_bits(self) -> int:
+        """Bits of a number in the store; 16: as the model has it."""
+        return self.bits if self.store.startswith("higgs") else 16
+
     @property
     def lacks_artifact(self) -> bool:
         """Whether calibration must have taught the method, and the options don't say where."""

@@ -145,6 +145,14 @@ class Index(ABC):
     def fork(self) -> Self:
         """An independent copy; big tensors are shared until one side writes."""
 
+    def set_options(self, options: Any) -> None:
+        """Go on with other options, of those that a fork may change.
+
+        Replaces the attribute ``options``, where an index has one.
+        """
+        if hasattr(self, "options"):
+            self.options = options
+
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of all tensors, spare capacity included."""

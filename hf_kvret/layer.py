@@ -140,26 +140,32 @@ class RetrievalLayer(CacheLayerMixin):
                 "this model changes keys or values between its cache and its attention, so what "
                 "was cached is not what it attends to: use cache_implementation='dynamic'"
             )
-        new = query.shape[2]
-        first, self.waiting = self.waiting, False
+        new, first = query.shape[2], self.waiting
         past = self.regions.length - (0 if first else new)
         selects = past > 0 and new <= self.config.max_draft
         if first:
             if selects:
                 # Of the prompt alone, as in a fork that was made before.
                 self._build_index()
-            self.regions.watch(query, key, call.valid, call.positions)
+            try:
+                self.regions.watch(query, key, call.valid, call.positions)
+            except ValueError:
+                # Nothing was taken in: the cache stays as it was, for a call without the mistake.
+                self.waiting = False
+                raise
         self._view = View(call.valid, call.scale, call.softcap)
         if not selects:
             if first:
                 self.regions.take_prompt(key, value, call.valid)
             if past == 0:
+                self.waiting = False
                 return call.prompt()
             out = self._attend_exactly(self.regions, query, key, value, past, call)
         else:
             if first:
                 self.regions.take_step(key, value, call.valid)
             out = self._attend_selected(self.regions, query, call)
+        self.waiting = False
         return out.to(query.dtype)
 
     def _attend_selected(
@@ -316,11 +322,12 @@ class RetrievalLayer(CacheLayerMixin):
         if cold is not None:
             self.regions.build_index(cold)
 
-    def set_options(self, config: RetrievalConfig) -> None:
+    def set_options(self, config: RetrievalConfig, make_index: Callable[[], Index]) -> None:
         """Go on with other options, which must fit the tokens held."""
-        self.config = config
+        self.config, self._make_index = config, make_index
         if self.regions is not None:
             self.regions.config = config
+            self.regions.index.set_options(config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.fork()

@@ -109,7 +109,9 @@ def test_a_keyword_that_is_none_or_harmless_passes() -> None:
 
 
 def test_layers_that_share_a_cache_layer_take_tokens_in_once() -> None:
-    cache = FlatKVCache(MODELS["llama"].config(), **SMALL)
+    config = MODELS["llama"].config()
+    config.num_hidden_layers = 1
+    cache = FlatKVCache(config, **SMALL)
     key, value = cache.update(torch.randn(1, 2, 10, 16), torch.randn(1, 2, 10, 16), 0)
     module: nn.Module = MODELS["llama"].build().model.layers[0].self_attn
     query = torch.randn(1, 4, 10, 16)

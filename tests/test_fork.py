@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import hf_kvret
 from hf_kvret import CTkvrCache, FlatKVCache, LRQKCache, ParisKVCache, RetrievalCache
 from hf_kvret.index import ColdTokens
 from hf_kvret.methods.ctkvr import CTkvrIndex
@@ -175,3 +176,17 @@ def test_a_fork_costs_a_window_not_a_cache() -> None:
                 chunk.untyped_storage().data_ptr() for chunk in layer.regions.store._chunks
             }
     assert len(storages) == 2, "eleven caches, one chunk for each layer"
+
+
+def test_a_forks_options_reach_its_index_also_after_a_reset() -> None:
+    model = MODELS["llama"].build()
+    hf_kvret.attach(model)
+    cache = hf_kvret.H2OCache(model.config, **{**COVERING_OPTIONS, "max_draft": 4})
+    with torch.no_grad():
+        model(torch.randint(3, 128, (1, 40)), past_key_values=cache)
+        fork = cache.fork(max_draft=9)
+        assert [one.regions.index.options.max_draft for one in fork.retrieval_layers] == [9, 9]
+        fork.reset()
+        model(torch.randint(3, 128, (1, 40)), past_key_values=fork)
+    assert [one.regions.index.options.max_draft for one in fork.retrieval_layers] == [9, 9]
+    assert [one.regions.index.options.max_draft for one in cache.retrieval_layers] == [4, 4]

@@ -220,3 +220,35 @@ def test_generate_batch_is_refused_with_the_remedy(llama: PreTrainedModel) -> No
     llama.generation_config.cache_implementation = "paris"
     with pytest.raises(ValueError, match=r"hf_kvret\.restore\(model\)"):
         llama.generate_batch(inputs=[[5, 6, 7]])
+
+
+@pytest.mark.parametrize("where", ["append", "mlp"])
+def test_a_forward_pass_that_broke_off_is_noticed_by_the_next_one(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a layer, or between two: what some layers took in, others lack."""
+    model = MODELS["llama"].build()
+    hf_kvret.attach(model)
+    cache = hf_kvret.FlatKVCache(model.config, **{**COVERING_OPTIONS, "top_k": 4})
+    ids = torch.randint(3, 128, (1, 60), generator=torch.Generator().manual_seed(0))
+    step = ids[:, :1]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with monkeypatch.context() as patch:
+
+            def broken(*args: object, **kwargs: object) -> None:
+                raise MemoryError("out of paper")
+
+            if where == "append":
+                patch.setattr(cache.retrieval_layers[1].regions.store, "append", broken)
+            else:
+                patch.setattr(model.model.layers[0].mlp, "forward", broken)
+            with pytest.raises(MemoryError):
+                for _ in range(10):
+                    model(step, past_key_values=cache)
+        with pytest.raises(RuntimeError, match=r"broke off.*reset\(\)"):
+            model(step, past_key_values=cache)
+        cache.reset()
+        model(ids, past_key_values=cache)
+        model(step, past_key_values=cache)
+    assert cache.get_seq_length() == 61

@@ -65,7 +65,8 @@ class Checker:
 
         At ``min(context, 2048)`` tokens and at most two sequences: logits after the prompt and
         after four steps, of ``choice`` and of ``DynamicCache``. A retrieval cache is given a budget
-        that covers everything, so it has to give the same as full attention. With
+        that covers everything and rows of 16 bits, so it has to give the same as full attention;
+        one with coded rows runs once more with them, and how far that leads is told. With
         ``fill="random"`` the steps are compared again behind random rows.
 
         Raises:
@@ -73,7 +74,7 @@ class Checker:
         """
         batch, context = min(batch, _MOST_ROWS), min(context, LONGEST_CHECK)
         inexact = choice.name.split(":")[0] in _INEXACT
-        worst = 0.0
+        worst = coded = 0.0
         for way in ("prefill", "random") if fill == "random" else ("prefill",):
             where = f"{context} tokens, batch {batch}, {way}, {self.model.dtype}"
             found = self._logits(choice, context, batch, way)
@@ -91,7 +92,25 @@ class Checker:
                     f"size, and at most {limit:.2e} is rounding ({where}); nothing was measured"
                 )
             worst = max(worst, error)
-        return "finite; not exact by design" if inexact else f"equal within {worst:.1e}"
+            coded = max(coded, self._coded(choice, expected, context, batch, way))
+        if inexact:
+            return "finite; not exact by design"
+        told = f"equal within {worst:.1e}"
+        return f"{told} at 16 bits, {coded:.1e} as coded" if coded else told
+
+    def _coded(
+        self, choice: CacheChoice, expected: torch.Tensor, context: int, batch: int, way: str
+    ) -> float:
+        """How far coded rows lead from full attention; 0 where rows are kept as they are."""
+        if choice.options is None or choice.options.row_bits == 16:
+            return 0.0
+        found = self._logits(choice, context, batch, way, coded=True)
+        if not bool(found.isfinite().all()):
+            raise CheckFailed(
+                f"{choice.name}: logits of coded rows are not finite ({context} tokens, batch "
+                f"{batch}, {way}); nothing was measured"
+            )
+        return _distance(found, expected)
 
     def _reference(self, context: int, batch: int, way: str) -> tuple[torch.Tensor, float]:
         """Logits of full attention, and how far from them rounding may lead."""
@@ -106,11 +125,13 @@ class Checker:
         return self._references[key]
 
     @torch.inference_mode()
-    def _logits(self, choice: CacheChoice, context: int, batch: int, way: str) -> torch.Tensor:
+    def _logits(
+        self, choice: CacheChoice, context: int, batch: int, way: str, coded: bool = False
+    ) -> torch.Tensor:
         """Logits ``[places, B, V]`` fp32: after the prompt (if it is read) and after each step."""
         tokens = random_tokens(self.model, batch, context, self.seed)
         start = context - _STEPS
-        cache = covering(choice.make(self.model.config, context), self.model, start)
+        cache = covering(choice.make(self.model.config, context), self.model, start, coded)
         places = []
         with serving(self.model, cache):
             if way == "prefill":
@@ -133,17 +154,18 @@ class Checker:
         return torch.stack([logits[:, -1].float() for logits in places])
 
 
-def covering(cache: Cache, model: PreTrainedModel, length: int) -> Cache:
+def covering(cache: Cache, model: PreTrainedModel, length: int, coded: bool = False) -> Cache:
     """An empty retrieval cache like ``cache`` that should be exact; others as they are.
 
-    Its budget covers everything, its rows are not coded. Its window is small enough that most of
-    ``length`` tokens are cold, so they are retrieved.
+    Its budget covers everything, its rows are not coded, unless ``coded`` leaves them so. Its
+    window is small enough that most of ``length`` tokens are cold, so they are retrieved.
     """
     if not isinstance(cache, RetrievalCache):
         return cache
     options = cache.options
     part = max(1, length // 8)
-    changed = options.exact().replace(
+    whole = options.replace(top_k=1.0, slots=1.0) if coded else options.exact()
+    changed = whole.replace(
         dense_below=0,
         sink=min(options.sink, part),
         recent=min(options.recent, part),

@@ -41,18 +41,25 @@ class Floor:
 class Selections(NamedTuple):
     """Rows that retrieval layers selected, summed over layers, batch and heads.
 
-    ``bus_rows`` of them came over the bus from host memory; ``cold`` tokens are held now, summed
+    ``bus_rows`` of them came over the bus from host memory; ``near_bytes`` and ``bus_bytes`` are
+    those of the rows that didn't and did, as they are kept. ``cold`` tokens are held now, summed
     over layers. All 0 for other caches.
     """
 
     rows: float = 0
     bus_rows: float = 0
+    near_bytes: float = 0
+    bus_bytes: float = 0
     cold: int = 0
 
     def since(self, before: Selections, steps: int) -> Selections:
         """What was selected since ``before``, per step of ``steps``; the tokens of now."""
         return Selections(
-            (self.rows - before.rows) / steps, (self.bus_rows - before.bus_rows) / steps, self.cold
+            (self.rows - before.rows) / steps,
+            (self.bus_rows - before.bus_rows) / steps,
+            (self.near_bytes - before.near_bytes) / steps,
+            (self.bus_bytes - before.bus_bytes) / steps,
+            self.cold,
         )
 
 
@@ -87,18 +94,13 @@ def decode_floor(
         return Floor(device, float(read)) if on_host else Floor(device + read, 0.0)
     device += cache.memory().other_layers
     bus = 0.0
-    row = 0
     for layer in cache.retrieval_layers:
         if layer.regions is not None:
             keys, values = layer.regions.window.tokens()
             device += keys.nbytes + values.nbytes + layer.regions.index.select_nbytes()
-            row = (keys.shape[3] + values.shape[3]) * keys.element_size()
-            if layer.regions.store is not None:
-                row = layer.regions.store.row_nbytes(row)
             far, near = _compared_bytes(layer, keys)
             bus, device = bus + far, device + near
-    near_rows = selected.rows - selected.bus_rows
-    return Floor(device + near_rows * row, bus + selected.bus_rows * row)
+    return Floor(device + selected.near_bytes, bus + selected.bus_bytes)
 
 
 def _compared_bytes(layer: RetrievalLayer, keys: torch.Tensor) -> tuple[int, int]:
@@ -145,11 +147,18 @@ def selections(cache: Cache) -> Selections:
     if not isinstance(cache, RetrievalCache):
         return Selections()
     layers = cache.stats()["layers"]
-    rows, bus_rows = 0, 0
+    rows, bus_rows, near_bytes, bus_bytes = 0, 0, 0, 0
     for told, layer in zip(layers, cache.retrieval_layers, strict=True):
         rows += told["selected"]
-        store = None if layer.regions is None else layer.regions.store
-        if store is not None and store.over_bus:
+        regions, far = layer.regions, 0
+        if regions is None or regions.store is None:
+            continue
+        if regions.store.over_bus:
             # A store that says what it missed has the other rows on the device.
-            bus_rows += told.get("misses", told["selected"])
-    return Selections(rows, bus_rows, sum(told["cold_tokens"] for told in layers))
+            far = told.get("misses", told["selected"])
+        keys, values = regions.window.keys, regions.window.values
+        row = regions.store.row_nbytes((keys.shape[3] + values.shape[3]) * keys.element_size())
+        bus_rows, bus_bytes = bus_rows + far, bus_bytes + far * row
+        near_bytes += (told["selected"] - far) * row
+    cold = sum(told["cold_tokens"] for told in layers)
+    return Selections(rows, bus_rows, near_bytes, bus_bytes, cold)

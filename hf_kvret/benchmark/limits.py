@@ -58,6 +58,9 @@ def predict_need(
     passing = 3 * layer + batch * context * max(2 * heads * dim, 3 * inner) * dtype.itemsize
     if choice.options is not None:
         index, store = int(_INDEX_SHARE * rows), choice.options.store
+        if choice.options.row_bits < 16:
+            # Codes, and a sixteenth for scales.
+            rows = rows * choice.options.row_bits * 17 // (16 * 8 * dtype.itemsize)
         if store in ("host", "resident", "cpu", "higgs-host"):
             return Need(index + passing, rows)
         return Need(rows + index + passing, 0)

@@ -88,7 +88,11 @@ def choose_cache(
         return _press(text, given)
     options = dict(_option(text, part) for part in given)
     if name in registered_methods():
-        return _retrieval(text, name, (defaults or {}) | options)
+        known = dict(defaults or {})
+        if not registered_methods()[name].config_class.takes_store(known.get("store", "auto")):
+            # What was asked for all caches is not for this one, which has its own.
+            del known["store"]
+        return _retrieval(text, name, known | options)
     if name == "quantized":
         return _quantized(text, options)
     if name not in OPPONENTS:

@@ -66,7 +66,9 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-k", type=budget, default=256, help="of retrieval caches: a count, or a share as 0.04"
     )
-    parser.add_argument("--store", default="device", help=f"of retrieval caches: {store_names()}")
+    parser.add_argument(
+        "--store", default="device", help=f"of retrieval caches that have it: {store_names()}"
+    )
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

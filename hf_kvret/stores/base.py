@@ -159,7 +159,7 @@ class Store(ABC):
         if state and "keys" not in state:
             raise ValueError(
                 "the cache was saved with coded rows, which other stores can't take: load it with "
-                "the store that it was saved with"
+                "store='higgs' or 'higgs-host', and the bits that it was saved with"
             )
         if state:
             keys, values = state["keys"].to(device), state["values"].to(device)

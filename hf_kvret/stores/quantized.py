@@ -76,9 +76,8 @@ class QuantizedStore(Store):
 
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As every store's, in the dtype of the model."""
-        keys, values = self._decoded(*self._rows.gather(ids))
-        gone = (ids < 0).unsqueeze(-1)
-        return keys.masked_fill(gone, 0), values.masked_fill(gone, 0)
+        # Rows of holes are zero bytes, which decode to zeros.
+        return self._decoded(*self._rows.gather(ids))
 
     def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         for start, codes, scales in self._rows.chunks(piece_len):

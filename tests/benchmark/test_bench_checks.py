@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hf_kvret.benchmark.opponents import PreallocatedCache, choose_bench_caches
 from hf_kvret.benchmark.shapes import load_shape, random_model
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.methods.flat import FlatIndex
+from hf_kvret.stores import QuantizedStore
 from hf_kvret.testing import held_tokens
 
 CACHES = ["full", "dense", "static", "flat", "paris", "paris:store=host"]
@@ -195,3 +197,20 @@ def test_how_a_cache_is_filled() -> None:
     assert choose_fill("random", 100, cpu, "full") == "random"
     with pytest.raises(ValueError, match="--fill prefill"):
         choose_fill("random", 100, cpu, "kvpress:SnapKV")
+
+
+def test_coded_rows_are_checked_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    checker = Checker(model, None, 0)
+    name = "flat:store=higgs:bits=4"
+    choice = choose_bench_caches([name], {}, "cpu")[name]
+    told = checker.check(choice, 300, 1, "prefill")
+    found = re.fullmatch(r"equal within (\S+) at 16 bits, (\S+) as coded", told)
+    assert found is not None and float(found[1]) < 1e-5 < float(found[2]) < 0.5
+
+    def lost(self: object, query: torch.Tensor, ids: torch.Tensor, *how: object) -> object:
+        return torch.full_like(query, torch.nan), torch.full(query.shape[:3], 9.0)
+
+    monkeypatch.setattr(QuantizedStore, "attend", lost)
+    with pytest.raises(CheckFailed, match="logits of coded rows are not finite"):
+        checker.check(choice, 300, 1, "prefill")

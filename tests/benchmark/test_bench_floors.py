@@ -66,13 +66,19 @@ def test_retrieval_reads_window_index_and_selected_rows(model: PreTrainedModel, 
     )
     with serving(model, cache):
         feed(model, cache, random_tokens(model, BATCH, TOKENS, seed=0), 0)
-    window = 2 * 2 * BATCH * (4 + 8) * ROW
+    # With the token of the step.
+    window = 2 * 2 * BATCH * (4 + 9) * ROW
     # The keys of the 32 cold tokens, without the spare room that the index holds.
     index = 2 * 2 * BATCH * 32 * 256
     assert index < cache.memory().index
-    chosen = Selections(60.0, 60.0 if store == "host" else 0.0)
+    before = selections(cache)
+    with serving(model, cache):
+        feed(model, cache, random_tokens(model, BATCH, 1, seed=1), TOKENS)
+    chosen = selections(cache).since(before, 1)
+    rows = 2 * 2 * BATCH * 5
+    assert (chosen.rows, chosen.bus_rows) == (rows, rows if store == "host" else 0)
     floor = decode_floor(WEIGHTS, cache, no_usage(), BATCH, chosen, on_host=False)
-    selected = 60 * ROW
+    selected = rows * ROW
     on_device = selected if store == "device" else 0
     assert floor.device_bytes == 4030 + window + index + on_device
     assert floor.host_bytes == selected - on_device
@@ -84,21 +90,27 @@ def test_coded_rows_are_read_as_they_are_kept(
     model: PreTrainedModel, store: str, bits: int
 ) -> None:
     options: dict[str, Any] = {"sink": 4, "recent": 8, "flush": 8, "dense_below": 0, "top_k": 5}
-    name, floors = f"flat:store={store}:bits={bits}", []
+    name = f"flat:store={store}:bits={bits}"
     choice = choose_bench_caches([name], {**options, "store": "device"}, "cpu")[name]
     cache = choice.make(model.config, TOKENS)
     with serving(model, cache):
         feed(model, cache, random_tokens(model, BATCH, TOKENS, seed=0), 0)
-    for rows in (0.0, 60.0):
-        chosen = Selections(rows, rows if store == "higgs-host" else 0.0)
-        floors.append(decode_floor(WEIGHTS, cache, no_usage(), BATCH, chosen, on_host=False))
+    before = selections(cache)
+    with serving(model, cache):
+        feed(model, cache, random_tokens(model, BATCH, 1, seed=1), TOKENS)
+    chosen = selections(cache).since(before, 1)
     # Keys and values of 64 numbers, each of them with a scale of two bytes.
     row = ROW if bits == 16 else 2 * (64 * bits // 8 + 2)
-    read = (
-        floors[1].device_bytes - floors[0].device_bytes,
-        floors[1].host_bytes - floors[0].host_bytes,
-    )
-    assert read == ((60 * row, 0) if store == "higgs" else (0, 60 * row))
+    read = 2 * 2 * BATCH * 5 * row
+    near, far = (read, 0) if store == "higgs" else (0, read)
+    assert (chosen.near_bytes, chosen.bus_bytes) == (near, far)
+    none = chosen._replace(near_bytes=0, bus_bytes=0)
+    floors = [
+        decode_floor(WEIGHTS, cache, no_usage(), BATCH, some, on_host=False)
+        for some in (none, chosen)
+    ]
+    assert floors[1].device_bytes - floors[0].device_bytes == near
+    assert floors[1].host_bytes - floors[0].host_bytes == far
 
 
 @pytest.mark.parametrize("store", ["device", "host", "resident", "cpu"])

@@ -117,3 +117,13 @@ def test_mistakes_print_one_line(
     printed = capsys.readouterr()
     assert message in printed.err
     assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize("store", [name for name in store_names().split(", ") if name != "host"])
+def test_every_store_serves_the_default_caches(
+    store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """AQUA-KV, which has no slots and no other codes, keeps the store of its own."""
+    arguments = ["demo", "--context", "400", "--questions", "2", "--store", store]
+    assert main([*arguments, "--caches", "flat,aqua"]) == 0
+    assert "| aqua" in capsys.readouterr().out

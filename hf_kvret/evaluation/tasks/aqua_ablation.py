@@ -136,6 +136,7 @@ class AquaAblation(Task):
         )
         calibration = AquaCalibration(hidden=given.hidden, steps=given.mlp_steps, ridge=given.ridge)
         if given.rank is not None:
+            # Refused now rather than when the first such predictor is learned.
             replace(calibration, rank=given.rank)
         folder: Path | None = given.artifacts
         if folder is None and given.json is not None:

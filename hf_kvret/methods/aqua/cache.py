@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.aqua_coding import check_group, default_group
 from hf_kvret.calibration.shared import artifact_place, check_rotations
 from hf_kvret.compatibility import head_dim, retrieval_layers
@@ -19,6 +20,7 @@ from hf_kvret.methods.aqua.learned import check_learned, check_space, load
 from hf_kvret.methods.aqua.plan import layer_plan
 from hf_kvret.methods.aqua.store import AquaStore
 from hf_kvret.stores import PagedStore, Store, StoreChoice
+from hf_kvret_kernels.higgs.codec import SMALLEST_GROUP
 
 
 class AquaKVCache(RetrievalCache):
@@ -47,6 +49,7 @@ class AquaKVCache(RetrievalCache):
             artifact = load(place, options.revision)
             artifact.check(config)
             check_space(artifact, config)
+            _check_backbone(options, artifact)
             check_learned(artifact, retrieval_layers(config))
             check_rotations(artifact, config)
         _check_width(options, config)
@@ -87,13 +90,32 @@ class AquaKVCache(RetrievalCache):
             load(options.artifact, options.revision).check_weights(model)
 
 
+def _check_backbone(options: AquaConfig, artifact: CalibrationArtifact) -> None:
+    """ValueError for predictors that learned through another codec, unless they knew none."""
+    learned = artifact.options.get("backbone")
+    coded = NOT_CODED not in (options.bits, artifact.options.get("bits"))
+    if coded and options.backbone != learned:
+        raise ValueError(
+            f"backbone={options.backbone!r}, and the aqua artifact of {artifact.model.name} was "
+            f"learned with {learned!r}: pass backbone={learned!r}, or calibrate with `--backbone "
+            f"{options.backbone}`"
+        )
+
+
 def _check_width(options: AquaConfig, config: PreTrainedConfig) -> None:
     """ValueError unless a codec's groups fill a token's keys."""
-    if options.backbone == "kivi" or options.bits == options.first_bits == NOT_CODED:
+    if options.bits == NOT_CODED and options.first_bits in (None, NOT_CODED):
         return
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = heads * head_dim(config)
+    if options.backbone == "kivi":
+        if width % SMALLEST_GROUP:
+            raise ValueError(
+                f"backbone='kivi' with {width} numbers a token: groups of values need a multiple "
+                f"of {SMALLEST_GROUP}; use bits=16"
+            )
+        return
     if options.group is not None:
         check_group(options.group, width)
     elif options.bits != NOT_CODED:

@@ -115,7 +115,10 @@ class RowCoder:
             seed = int(plan.found.options["seed"])
         bits = plan.lowest_bits if lowest else plan.bits
         heads, key_dim, value_dim = shape
-        codecs = [_codec(plan, bits, heads * dim, seed, device) for dim in (key_dim, value_dim)]
+        codecs = [
+            _codec(plan, learned_group, bits, heads * dim, seed, device)
+            for dim, learned_group in zip((key_dim, value_dim), plan.learned_groups, strict=True)
+        ]
         return cls(heads, key_dim, value_dim, dtype, bits, codecs[0], codecs[1], learned)
 
     def unpacked(self) -> RowCoder:
@@ -209,11 +212,18 @@ class RowCoder:
         return _predicted(self.learned.value, chosen)
 
 
-def _codec(plan: LayerPlan, bits: int, width: int, seed: int, device: torch.device) -> Codec | None:
+def _codec(
+    plan: LayerPlan,
+    learned_group: int | None,
+    bits: int,
+    width: int,
+    seed: int,
+    device: torch.device,
+) -> Codec | None:
     if bits == NOT_CODED:
         return None
     options = plan.options
-    group = options.group or default_group(options.backbone, width)
+    group = options.group or learned_group or default_group(options.backbone, width)
     check_group(group, width)
     return make_codec(options.backbone, bits, group, seed, device)
 

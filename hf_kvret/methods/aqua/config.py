@@ -32,9 +32,9 @@ class AquaConfig(RetrievalConfig):
             are.
         first_bits: of anchors, the layers that nothing predicts, as the first one; None: what the
             artifact says, or ``bits`` where nothing is predicted at all, with 16 too.
-        group: numbers that share a scale, a power of two from 8 to 1024; None: the largest that
-            divides KV heads times head dim, 64 at most for ``"minmax"``. Of ``"kivi"`` the tokens
-            of a key's scale and the numbers of a value's, 32 for None.
+        group: numbers that share a scale, a power of two from 8 to 1024; None: the artifact's, or
+            the largest that divides KV heads times head dim, 64 at most for ``"minmax"``. Of
+            ``"kivi"`` the tokens of a key's scale and the numbers of a value's, 32 for None.
         backbone: ``"higgs"``; ``"minmax"``, round-to-nearest from a group's least to largest; or
             ``"kivi"``, the same with keys grouped along tokens, one channel at a time.
         predictor: ``"artifact"``; ``"none"``, or None, codes keys after RoPE, and values, as they
@@ -70,6 +70,10 @@ class AquaConfig(RetrievalConfig):
             if value is not None and (not isinstance(value, str) or not value):
                 raise TypeError(f"{name} must be a name, got {value!r}")
         check_revision(self.artifact, self.revision)
+        if self.predictor in (None, "none") and self.artifact is not None:
+            raise ValueError(
+                f"artifact={self.artifact!r} with predictor='none', which uses none: leave one out"
+            )
         if self.predictor is None:
             # What a command line makes of the word.
             object.__setattr__(self, "predictor", "none")
@@ -84,7 +88,7 @@ class AquaConfig(RetrievalConfig):
             if getattr(self, name) not in allowed:
                 shown = ", ".join(map(repr, allowed))
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {shown}")
-        if self.store not in _STORES:
+        if not self.takes_store(self.store):
             raise ValueError(
                 f"store={self.store!r}: AQUA-KV reads all cold tokens at each step and rebuilds "
                 "them on the device, with codes of its own, so no store can keep selected rows, "
@@ -93,6 +97,15 @@ class AquaConfig(RetrievalConfig):
         self._check_anchors()
         if self.backbone == "kivi":
             self._check_kivi()
+
+    @classmethod
+    def takes_store(cls, store: str) -> bool:
+        """Only those that hold bytes and nothing else."""
+        return store in _STORES
+
+    @property
+    def row_bits(self) -> int:
+        return self.bits if self.keep == "codes" else 16
 
     @property
     def lacks_artifact(self) -> bool:

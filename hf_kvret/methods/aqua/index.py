@@ -115,8 +115,8 @@ class AquaIndex(Index):
         return 0 if self._learned is None else self._learned.nbytes
 
     def select_nbytes(self) -> int:
-        """0: there is no selection."""
-        return 0
+        """Nothing is selected, but each step reads the predictors."""
+        return self.shared_nbytes()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         if self._noted is None:

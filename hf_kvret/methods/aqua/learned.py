@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.aqua import KEY_INPUTS, SPACES, VALUE_INPUTS
+from hf_kvret.calibration.aqua import BITS, KEY_INPUTS, SPACES, VALUE_INPUTS
 from hf_kvret.calibration.aqua_predictors import unpacked
 from hf_kvret.calibration.shared import (
     check_tensor,
@@ -144,6 +144,15 @@ def _check_layer(found: CalibrationArtifact, layer: int) -> bool:
     told = check_told(
         found, layer, dict.fromkeys(("heads", "head_dim", "value_head_dim", "bits"), int)
     )
+    previous, seed = told.get("previous", ""), found.options.get("seed")
+    known = found.options["layers"]
+    sound = previous is None or (isinstance(previous, int) and str(previous) in known)
+    if not sound or told["bits"] not in BITS or not isinstance(seed, int):
+        raise ValueError(
+            f"the aqua artifact of {found.model.name} is damaged at layer {layer} (previous="
+            f"{previous!r}, bits={told['bits']}, seed={seed!r}): make it again with `hf-kvret "
+            "calibrate aqua`"
+        )
     prefix = f"layers.{layer}."
     for name, tensor in found.tensors.items():
         if name.startswith(prefix):

@@ -35,6 +35,14 @@ class LayerPlan:
     lowest: bool = False
 
     @property
+    def learned_groups(self) -> tuple[int | None, int | None]:
+        """The groups that calibration coded keys and values with; None where it did not."""
+        if self.found is None:
+            return None, None
+        told = self.found.options["layers"][str(self.layer)]
+        return told.get("group"), told.get("value_group")
+
+    @property
     def keeps_positions(self) -> bool:
         """Whether positions are to be kept here, for all layers."""
         return self.found is not None and self.lowest and needs_positions(self.found)
