@@ -136,15 +136,20 @@ class RetrievalCache(Cache):
                 "layers: make it with config=model.config"
             )
         layer = self.layers[layer_idx]
-        ours = self.retrieval_layers
-        if layer is ours[0] and len({one.get_seq_length() for one in ours}) > 1:
-            lengths = ", ".join(str(one.get_seq_length()) for one in ours)
-            raise RuntimeError(
-                f"the layers hold different numbers of tokens ({lengths}): a forward pass broke "
-                "off in the middle. Start with a new cache or cache.reset()"
-            )
+        if layer is self._lowest:
+            self._check_lengths()
         self._newest = layer if isinstance(layer, RetrievalLayer) else newest
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_lengths(self) -> None:
+        """RuntimeError where the last forward pass did not reach all layers."""
+        lengths = [layer.get_seq_length() for layer in self.retrieval_layers]
+        if len(set(lengths)) > 1:
+            told = ", ".join(map(str, lengths))
+            raise RuntimeError(
+                f"the layers hold different numbers of tokens ({told}): a forward pass broke "
+                "off in the middle. Start with a new cache or cache.reset()"
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens of every layer; pass their count as a negative number.
@@ -203,6 +208,7 @@ class RetrievalCache(Cache):
     def _stack_layers(self) -> None:
         """Tell each retrieval layer which one is below it."""
         ours = self.retrieval_layers
+        self._lowest = ours[0]
         for layer, below in zip(ours[1:], ours, strict=False):
             layer.below = below
 

@@ -234,11 +234,12 @@ class RetrievalLayer(CacheLayerMixin):
             query, *window.tokens(), window.validity(valid, past), causal_offset=None
         )
         merged = merge([call.partial(query, key, value, new_valid, causal_offset=0), near])
+        # Sinks are in the window, and exact there whatever the store does to its rows.
+        cold_valid = None if regions.store is None else regions.retrievable(valid)
         for start, keys, values in () if regions.store is None else regions.store.chunks():
             count = min(keys.shape[2], past - start)
             if count > 0:
-                # Sinks are in the window, and exact there whatever the store does to its rows.
-                old_valid = regions.retrievable(valid)[:, start : start + count]
+                old_valid = None if cold_valid is None else cold_valid[:, start : start + count]
                 old = keys[:, :, :count], values[:, :, :count]
                 merged = merge([merged, call.partial(query, *old, old_valid, causal_offset=None)])
         return merge([merged], call.sink_logits).out

@@ -61,7 +61,8 @@ class QuantizedStore(Store):
         scale: float,
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._codec is not None, "a store that is attended to holds rows"
+        if self._codec is None:
+            raise RuntimeError("the store is empty: append first")
         key_dim, value_dim = self._dims
         return higgs.attend(
             query,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -336,3 +338,16 @@ def _stores_for_one_head(model: PreTrainedModel, artifact: str) -> AquaStore:
     cache = _cache(model, artifact)
     _read(model, cache, prompt(1, 60))
     return AquaStore(layer_plan(cache.options, 0), _stores(cache)[0].memory)
+
+
+@pytest.mark.parametrize("previous", [0, 9, "x", True])
+def test_a_layer_is_predicted_from_the_one_below_or_not_at_all(
+    previous: Any, artifact_of: ArtifactOf, tmp_path: Path
+) -> None:
+    whole = CalibrationArtifact.from_pretrained(artifact_of("smollm3"))
+    options = json.loads(json.dumps(whole.options))
+    options["layers"]["2"]["previous"] = previous
+    dataclasses.replace(whole, options=options).save_pretrained(tmp_path / "spoilt")
+    message = r"damaged at layer 2 \(previous=.*hf-kvret calibrate aqua"
+    with pytest.raises(ValueError, match=message):
+        _cache(_built("smollm3"), str(tmp_path / "spoilt"))

@@ -380,3 +380,10 @@ def test_keys_that_wait_and_are_cold_already_count_once() -> None:
     simulation.count(run.length - 1)
     simulation.take(tokens)
     simulation.check(ids)
+
+
+def test_a_pass_that_was_not_watched_is_noticed() -> None:
+    index = H2OIndex(H2OConfig())
+    keys = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(RuntimeError, match="slot 5 on, but 0 were watched: call watch for every"):
+        index.watch(keys, keys, 5, None)

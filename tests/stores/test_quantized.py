@@ -289,3 +289,10 @@ def test_an_empty_store_says_so() -> None:
     assert store.nbytes() == StoreBytes() and store.row_nbytes(128) == 128
     with pytest.raises(RuntimeError, match="append first"):
         store.gather(torch.zeros(1, 1, 1, 1, dtype=torch.int32))
+
+
+def test_an_empty_store_cannot_be_attended_to() -> None:
+    store = QuantizedStore(DeviceMemory(torch.device("cpu")), 4)
+    ids = torch.full((1, 1, 1, 2), -1, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="the store is empty: append first"):
+        store.attend(torch.zeros(1, 1, 1, 16), ids, 1.0)

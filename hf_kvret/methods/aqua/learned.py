@@ -145,8 +145,8 @@ def _check_layer(found: CalibrationArtifact, layer: int) -> bool:
         found, layer, dict.fromkeys(("heads", "head_dim", "value_head_dim", "bits"), int)
     )
     previous, seed = told.get("previous", ""), found.options.get("seed")
-    known = found.options["layers"]
-    sound = previous is None or (isinstance(previous, int) and str(previous) in known)
+    lower = [number for number in map(int, found.options["layers"]) if number < layer]
+    sound = previous is None or (type(previous) is int and previous == max(lower, default=None))
     if not sound or told["bits"] not in BITS or not isinstance(seed, int):
         raise ValueError(
             f"the aqua artifact of {found.model.name} is damaged at layer {layer} (previous="

@@ -54,7 +54,11 @@ class H2OIndex(Index):
         positions: torch.Tensor | None = None,
     ) -> None:
         options, count = self.options, queries.shape[2]
-        assert start <= len(self._scores), "a pass was not watched"
+        if start > len(self._scores):
+            raise RuntimeError(
+                f"tokens come from slot {start} on, but {len(self._scores)} were watched: call "
+                "watch for every pass, in order, or load the index with its state"
+            )
         # The first pass of all is a prompt, however short.
         self._tentative = count if start and count <= options.max_draft else 0
         self._queries.add(queries, start)
