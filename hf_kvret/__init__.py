@@ -18,6 +18,7 @@ from hf_kvret.methods.h2o import H2OCache, H2OConfig
 from hf_kvret.methods.lrqk import LRQKCache, LRQKConfig
 from hf_kvret.methods.paris import ParisConfig, ParisKVCache
 from hf_kvret.registry import attach, register, registered_methods, restore, unregister
+from hf_kvret.replay import DecodeGraph
 from hf_kvret.stores import Store
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "CTkvrCache",
     "CTkvrConfig",
     "ColdTokens",
+    "DecodeGraph",
     "FlatConfig",
     "FlatKVCache",
     "H2OCache",

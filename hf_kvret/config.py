@@ -6,7 +6,9 @@ import dataclasses
 import difflib
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
+
+from hf_kvret.sizes import byte_count
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,28 @@ class RetrievalConfig:
             means ``max(2000, sink + recent + 2 * top_k)``.
         max_draft: up to this many queries at once (drafted tokens) each retrieve; more of them
             (a second prompt) are attended exactly.
+        prefill_chunk: tokens of a pass while ``generate`` reads a prompt, so that a long one needs
+            no memory for all its hidden states at once: a count above ``max_draft`` (it may be
+            changed a little, so that the last chunk is above it, too), None for one pass, or
+            ``"auto"``: one pass if it takes at most a quarter of the free device memory (on a CPU
+            8 GiB), else chunks that take up to 2 GiB beside their rows.
         store: ``"device"``, ``"host"``, ``"resident"`` (the host, with slots on the device for rows
             in use), ``"cpu"`` (the host, where the CPU attends to them), ``"higgs"`` and
-            ``"higgs-host"`` (in ``bits`` a number, on the device and on the host), or ``"auto"``:
-            the host on accelerators, when the cold rows would take more than a quarter of the free
-            device memory.
+            ``"higgs-host"`` (in ``bits`` a number, on the device and on the host), ``"split"`` (on
+            the device as long as ``device_budget`` lasts, then on the host), or ``"auto"``: with a
+            ``device_budget`` split; else the host on accelerators, when the cold rows would take
+            more than a quarter of the free device memory.
+        device_budget: of ``store="split"``, device memory for the cold rows of all layers
+            together, each of which gets an equal share: bytes (int), or a text as ``"90GB"`` or
+            ``"75GiB"``. None: half of what is free when the first rows go cold; a GPU only.
         slots: of ``store="resident"``, rows on the device per head that selects: a count
             (``int >= top_k``), or a multiple of the budget (``float >= 1``). More than the budget
             keep rows that were used recently, for a later query to find.
         bits: of ``store="higgs"`` and ``"higgs-host"``, for each number of a key or value: 2, 3, 4,
             or 16, which is the model's own dtype.
         track_recall: compare every selection with the exact top-k. Reads all keys: for study.
+        graph: ``"auto"``: ``generate`` replays decode steps from a CUDA graph where it can (see
+            ``DecodeGraph``); False: it never does.
     """
 
     top_k: int | float | None = 1024
@@ -43,10 +56,13 @@ class RetrievalConfig:
     flush: int = 512
     dense_below: int | None = None
     max_draft: int = 32
+    prefill_chunk: int | Literal["auto"] | None = "auto"
     store: str = "auto"
     slots: int | float = 1.0
     bits: int = 4
+    device_budget: int | str | None = None
     track_recall: bool = False
+    graph: Literal["auto", False] = "auto"
 
     def __post_init__(self) -> None:
         _check_budget(self.top_k)
@@ -54,12 +70,16 @@ class RetrievalConfig:
         _check_bits(self.bits)
         if not isinstance(self.store, str):
             raise TypeError(f"store must be a name, got {self.store!r}")
+        _check_device_budget(self.device_budget, self.store)
         for name, least in (("sink", 0), ("recent", 1), ("flush", 1), ("max_draft", 1)):
             _check_length(name, getattr(self, name), least)
         if self.dense_below is not None:
             _check_length("dense_below", self.dense_below, 0)
+        _check_prefill_chunk(self.prefill_chunk, self.max_draft)
         if not isinstance(self.track_recall, bool):
             raise TypeError(f"track_recall must be True or False, got {self.track_recall!r}")
+        if self.graph is not False and self.graph != "auto":
+            raise ValueError(f"graph={self.graph!r}: choose 'auto' or False")
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
@@ -83,6 +103,11 @@ class RetrievalConfig:
     def takes_store(cls, store: str) -> bool:
         """Whether the method works with this kind of store."""
         return True
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether cold rows lie on the device and, beyond ``device_budget``, on the host."""
+        return self.store == "split" or self.device_budget is not None
 
     @property
     def row_bits(self) -> int:
@@ -179,6 +204,42 @@ def _check_slots(slots: object, top_k: int | float | None) -> None:
 def _check_bits(bits: object) -> None:
     if not isinstance(bits, int) or isinstance(bits, bool) or bits not in _BITS:
         raise ValueError(f"bits={bits!r}: choose {', '.join(map(str, _BITS))}")
+
+
+def _check_device_budget(size: object, store: str) -> None:
+    if size is None:
+        return
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(
+            f"device_budget must be bytes (an int), a text such as '90GB', or None, got {size!r}"
+        )
+    try:
+        byte_count(size)
+    except ValueError as error:
+        raise ValueError(
+            f"device_budget={size!r}: write '90GB', '75GiB', or bytes, at least 1; store='host' "
+            "keeps no rows on the device"
+        ) from error
+    if store not in ("auto", "split"):
+        raise ValueError(
+            f"device_budget={size!r} with store={store!r}: it is of store='split', which keeps "
+            "rows on the device as long as it lasts; ask for that store, or leave device_budget out"
+        )
+
+
+def _check_prefill_chunk(chunk: object, max_draft: int) -> None:
+    if chunk is None or chunk == "auto":
+        return
+    if isinstance(chunk, bool) or not isinstance(chunk, int):
+        raise TypeError(
+            f"prefill_chunk must be an int (tokens), 'auto' or None (one pass), got {chunk!r}"
+        )
+    if chunk <= max_draft:
+        raise ValueError(
+            f"prefill_chunk={chunk} with max_draft={max_draft}: up to max_draft tokens at once "
+            "retrieve like drafted ones, so a prompt's chunks must be longer; take 1024 or more, "
+            "or 'auto'"
+        )
 
 
 def _check_length(name: str, value: object, least: int) -> None:

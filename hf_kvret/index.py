@@ -129,6 +129,22 @@ class Index(ABC):
     def learn(self) -> None:  # noqa: B027 - most indexes learn nothing from a selection
         """Called while the selected rows are being read: what a selection leaves to be noted."""
 
+    def uncapturable(self) -> str | None:
+        """Why a decode step that selects here can't be replayed from a CUDA graph; None: it can.
+
+        It can where ``watch``, ``refresh``, ``select`` and ``learn``, for one token between two
+        flushes, launch the same work on the same memory each time: no host synchronization, no
+        number of the host that changes from step to step (``start`` of ``watch`` does), state
+        changed in place. They run once, to be captured; ``replayed`` stands for their other runs.
+        """
+        return f"the index {type(self).__name__} does not say that its steps can be captured"
+
+    def settle(self) -> None:  # noqa: B027 - most indexes put nothing off
+        """A step is about to be captured: do now what would otherwise come due in one."""
+
+    def replayed(self) -> None:  # noqa: B027 - most indexes keep no count on the host
+        """A captured step was replayed: what its run in Python would have noted on the host."""
+
     @abstractmethod
     def candidates(self, cold_len: int, budget: int) -> int:
         """How many of ``cold_len`` tokens are scored in full precision or reranked."""

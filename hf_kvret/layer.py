@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -12,34 +12,16 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvret.calls import AttentionCall, View
 from hf_kvret.config import RetrievalConfig
+from hf_kvret.counters import LayerCounters
 from hf_kvret.index import ColdTokens, Index
 from hf_kvret.merge import Partial, merge
+from hf_kvret.pieces import piece_len
 from hf_kvret.recall import Recall, measure_recall
 from hf_kvret.regions import MakeStore, Regions
 from hf_kvret.stores.base import Store
 
 HANDLE = "hf_kvret_layer"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass
-class LayerCounters:
-    """Counts since the layer was made. ``selected`` lives on the device until it is read."""
-
-    steps: int = 0
-    queries: int = 0
-    candidates: int = 0
-    cold_rows: int = 0
-    exact_rows: int = 0
-    selected: torch.Tensor | None = None
-    recalls: list[Recall] = field(default_factory=list)
-
-    def count(self, cold: ColdTokens, heads: int, queries: int, selected: torch.Tensor) -> None:
-        """Count a step of ``queries`` queries, for ``heads`` heads of all rows of the batch."""
-        self.steps += 1
-        self.queries += queries
-        self.cold_rows += len(cold) * heads * queries
-        self.selected = selected if self.selected is None else self.selected + selected
 
 
 class RetrievalLayer(CacheLayerMixin):
@@ -50,6 +32,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     Attributes:
         below: the retrieval layer before this one in the model; set by the cache.
+        edits: goes up with everything that is done to the layer, but for a replayed step.
     """
 
     is_sliding = False
@@ -64,6 +47,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.waiting = False
         self.regions: Regions | None = None
         self.below: RetrievalLayer | None = None
+        self.edits = 0
         self._given: tuple[int, torch.Size, torch.Size] | None = None
         self._view: View | None = None
         self._make_index = make_index
@@ -100,6 +84,7 @@ class RetrievalLayer(CacheLayerMixin):
         else:
             _check_tokens(self.regions, key_states, value_states)
         self.waiting = True
+        self.edits += 1
         self._given = (value_states.data_ptr(), key_states.shape, value_states.shape)
         handle = key_states.detach()
         setattr(handle, HANDLE, self)
@@ -140,6 +125,10 @@ class RetrievalLayer(CacheLayerMixin):
                 "this model changes keys or values between its cache and its attention, so what "
                 "was cached is not what it attends to: use cache_implementation='dynamic'"
             )
+        place = self.regions.window.place
+        if place is not None:
+            # The mask that was captured is of this step alone, the place is filled for each.
+            call = dataclasses.replace(call, valid=place.slots)
         new, first = query.shape[2], self.waiting
         past = self.regions.length - (0 if first else new)
         selects = past > 0 and new <= self.config.max_draft
@@ -185,7 +174,8 @@ class RetrievalLayer(CacheLayerMixin):
                 index.learn()
         keys, values = regions.window.tokens()
         valid = regions.window.validity(call.valid)
-        offset = keys.shape[2] - query.shape[2]
+        # One query sees all that is held; there may be room behind it.
+        offset = keys.shape[2] - query.shape[2] if query.shape[2] > 1 else None
         parts = [call.partial(query, keys, values, valid, causal_offset=offset)]
         if finish_cold is not None:
             parts.append(Partial(*finish_cold()))
@@ -205,13 +195,16 @@ class RetrievalLayer(CacheLayerMixin):
 
     def _attend_whole(self, query: torch.Tensor, cold: ColdTokens, call: AttentionCall) -> Partial:
         """All cold tokens, piece by piece."""
-        merged, heads = None, 0
-        for start, keys, values in cold.store.chunks():
-            valid, heads = cold.valid[:, start : start + keys.shape[2]], keys.shape[1]
+        assert self.regions is not None, "a cold region is part of the regions"
+        window, count = self.regions.window, query.shape[2]
+        merged, heads = None, window.keys.shape[1]
+        for start, keys, values in cold.store.chunks(piece_len(count, window.keys, window.values)):
+            valid = cold.valid[:, start : start + keys.shape[2]]
             part = call.partial(query, keys, values, valid, causal_offset=None)
+            # Not held while the next piece is made.
+            del keys, values
             merged = part if merged is None else merge([merged, part])
         assert merged is not None, "a cold region holds tokens"
-        count = query.shape[2]
         self.counters.count(cold, len(query) * heads, count, cold.valid.sum() * heads * count)
         if self.config.track_recall:
             self.counters.recalls.append(Recall(overlap=1.0, mass=1.0, best_mass=1.0))
@@ -228,20 +221,28 @@ class RetrievalLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """All tokens before slot ``past``, piece by piece, and the new ones, causally."""
         self.counters.exact_rows += min(past, regions.cold_len) * len(key) * key.shape[1]
-        valid, window = call.valid, regions.window
-        new_valid = None if valid is None else valid[:, past:]
-        near = call.partial(
-            query, *window.tokens(), window.validity(valid, past), causal_offset=None
-        )
-        merged = merge([call.partial(query, key, value, new_valid, causal_offset=0), near])
+        valid, window, store = call.valid, regions.window, regions.store
         # Sinks are in the window, and exact there whatever the store does to its rows.
-        cold_valid = None if regions.store is None else regions.retrievable(valid)
-        for start, keys, values in () if regions.store is None else regions.store.chunks():
+        cold_valid = None if store is None else regions.retrievable(valid)
+        # Asked for first: where reading takes time, it begins here.
+        pieces = () if store is None else store.chunks(piece_len(query.shape[2], key, value))
+        new_valid = None if valid is None else valid[:, past:]
+        merged = call.partial(query, key, value, new_valid, causal_offset=0)
+        near = window.tokens()
+        near_valid = window.validity(valid, past)
+        merged = merge([merged, call.partial(query, *near, near_valid, causal_offset=None)])
+        for start, keys, values in pieces:
             count = min(keys.shape[2], past - start)
             if count > 0:
                 old_valid = None if cold_valid is None else cold_valid[:, start : start + count]
                 old = keys[:, :, :count], values[:, :, :count]
-                merged = merge([merged, call.partial(query, *old, old_valid, causal_offset=None)])
+                part = call.partial(query, *old, old_valid, causal_offset=None)
+                # Not held while the next piece is made.
+                del keys, values, old
+                merged = merge([merged, part])
+                del part
+        if call.sink_logits is None:
+            return merged.out
         return merge([merged], call.sink_logits).out
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
@@ -262,11 +263,13 @@ class RetrievalLayer(CacheLayerMixin):
             return
         if -tokens_to_remove > self.regions.length:
             raise ValueError(f"crop({tokens_to_remove}): only {self.regions.length} tokens held")
+        self.edits += 1
         self.regions.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""
         if self.regions is not None:
+            self.edits += 1
             rows = beam_idx.to(self.regions.window.keys.device)
             self.regions.reorder(rows)
             if self._view is not None:
@@ -284,6 +287,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens and counts."""
+        self.edits += 1
         self.regions = self._view = None
         self.is_initialized = self.waiting = False
         self.counters = LayerCounters()
@@ -325,6 +329,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     def set_options(self, config: RetrievalConfig, make_index: Callable[[], Index]) -> None:
         """Go on with other options, which must fit the tokens held."""
+        self.edits += 1
         self.config, self._make_index = config, make_index
         if self.regions is not None:
             self.regions.config = config

@@ -29,7 +29,9 @@ FORMAT_VERSION = 1
 _TENSORS, _DESCRIPTION = "cache.safetensors", "cache.json"
 
 # Options that decide nothing about what is stored, so that a load may change them.
-_FREE_OPTIONS = {"top_k", "store", "slots", "track_recall", "max_draft", "flush"}
+_STORE_OPTIONS = {"store", "slots", "device_budget"}
+_CALL_OPTIONS = {"max_draft", "flush", "track_recall", "prefill_chunk", "graph"}
+_FREE_OPTIONS = {"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS}
 # These too where a cache is loaded: what calibration taught may lie elsewhere there. The index
 # itself refuses another artifact than it was saved with.
 _MOVABLE_OPTIONS = {"artifact", "revision"}
@@ -81,6 +83,9 @@ def load(
     if "artifact" in changes:
         # The revision that was saved is of the artifact that was saved.
         changes = {"revision": None, **changes}
+    if changes.get("store", "split") not in ("auto", "split"):
+        # The budget that was saved is of the store that was saved.
+        changes = {"device_budget": None, **changes}
     options = cls.config_class.from_options(**description["options"]).replace(**changes)
     cache = cls(config, options)
     saved_types = [layer["type"] for layer in description["layers"]]
@@ -114,7 +119,7 @@ def load(
 
 def check_fork(changes: dict[str, Any]) -> None:
     """ValueError unless all ``changes`` are options that a fork can have of its own."""
-    check_changes(changes, _FREE_OPTIONS - {"store", "slots"})
+    check_changes(changes, _FREE_OPTIONS - _STORE_OPTIONS)
 
 
 def check_changes(changes: dict[str, Any], free: set[str]) -> None:

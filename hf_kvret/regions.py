@@ -83,7 +83,17 @@ class Regions:
         """Show the index the ``queries [B, Hq, n, Dk]`` and keys of tokens about to be taken in."""
         start, end = self.length, self.length + keys.shape[2]
         new_valid = None if valid is None else valid[:, start:end]
+        place = self.window.place
+        if place is not None and new_valid is not None:
+            # The slot of the step that is captured is not that of the others.
+            new_valid = place.held.index_select(1, place.column)
         self.index.watch(queries, keys, start, new_valid, positions)
+
+    def step_flushes(self) -> bool:
+        """Whether the next ``take_step`` moves tokens to the store."""
+        window, config = self.window, self.config
+        full = window.length >= config.recent + config.flush
+        return full and window.end >= config.dense_len
 
     @_keeps_tensors
     def take_step(
@@ -95,8 +105,7 @@ class Regions:
         those of the new tokens included; None: all valid.
         """
         window, config = self.window, self.config
-        full = window.length >= config.recent + config.flush
-        if full and window.end >= config.dense_len:
+        if self.step_flushes():
             self._cool(window.pop(window.length - config.recent, valid))
             window.fit(config.recent + config.flush + config.max_draft)
         window.append(keys, values)

@@ -22,7 +22,9 @@ from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.methods.h2o import H2OCache
 from hf_kvret.methods.lrqk import LRQKCache
 from hf_kvret.methods.paris import ParisKVCache
-from hf_kvret_model_patches import generation
+from hf_kvret.prefill import chunk_prompt, forget_chunk
+from hf_kvret.replay import DecodeGraph
+from hf_kvret_model_patches import decode_graph, generation
 
 # The attention name that `generate` switches a model to; a method's own name also makes it the
 # default cache of a model that was loaded with it.
@@ -64,6 +66,7 @@ def register(*cache_classes: type[RetrievalCache]) -> None:
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, retrieval_mask)
         OUR_NAMES.add(name)
     generation.apply(tuple(_methods), _prepare_cache, _refuse_batch)
+    decode_graph.apply(_decode_call)
 
 
 def unregister() -> None:
@@ -71,6 +74,7 @@ def unregister() -> None:
     for model in list(_switched):
         restore(model)
     generation.restore()
+    decode_graph.restore()
     for name in (ATTENTION_NAME, *_methods):
         type(ALL_ATTENTION_FUNCTIONS)._global_mapping.pop(name, None)
         type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping.pop(name, None)
@@ -145,6 +149,7 @@ def _prepare_cache(
         # `generate` hands the main model's name down to a draft model, which keeps its own cache.
         if name in _methods:
             generation_config.cache_implementation = generation_config.cache_config = None
+        forget_chunk(generation_config)
         return False
     if isinstance(given, RetrievalCache):
         _check_layers(model, given)
@@ -158,6 +163,7 @@ def _prepare_cache(
         _check_request(generation_config, model_kwargs)
         given.check_model(model)
         attach(model)
+        chunk_prompt(model, given, generation_config, model_kwargs)
         return False
     if given is not None:
         if name in _methods:
@@ -179,8 +185,20 @@ def _prepare_cache(
         raise TypeError(f"cache_config must be a dict of options, got {type(options).__name__}")
     cache = _methods[name](model.config, **options)
     cache.check_model(model)
+    chunk_prompt(model, cache, generation_config, model_kwargs)
     model_kwargs["past_key_values"] = cache
     return True
+
+
+def _decode_call(
+    model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any]
+) -> DecodeGraph | None:
+    """What ``generate`` calls in its loop: replayed steps, or None for the model itself."""
+    cache = model_kwargs.get("past_key_values")
+    if not isinstance(cache, RetrievalCache) or generation_config.disable_compile:
+        return None
+    step = DecodeGraph(model, cache)
+    return None if step.reason else step
 
 
 def _check_layers(model: PreTrainedModel, cache: RetrievalCache) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -11,12 +12,32 @@ from hf_kvret.block import TokenBlock
 _STEP = 64
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the token of a captured step goes, in tensors that are filled anew for each replay.
+
+    Attributes:
+        column: ``[1]`` int64, the column of the window that the token is written to.
+        held: ``[B, capacity]`` bool, the columns that the step attends to, the new one included.
+        slots: ``[B, n]`` bool, the validity of all slots, as in ``Window.validity``, and of more
+            behind them; None: nothing is padded.
+    """
+
+    column: torch.Tensor
+    held: torch.Tensor
+    slots: torch.Tensor | None
+
+
 class Window:
     """The first ``sink`` valid tokens of each row, and the newest ones.
 
     One buffer holds both: columns ``0 .. sink`` are the sinks, the recent tokens follow. A sink
     is a copy of a token that has left the recent part; each row has its own (rows are padded on
     the left). ``sink_slots [B, sink]`` says which slots they came from, -1 for none yet.
+
+    Attributes:
+        place: set while a decode step is captured: tensors then say where the token goes and what
+            is held, whole buffers are read, and nothing that is captured depends on the length.
     """
 
     def __init__(self, sink: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -31,6 +52,12 @@ class Window:
         self.values[:, :, :sink] = 0
         self.sink_slots = torch.full((batch, sink), -1, dtype=torch.long, device=keys.device)
         self._sinks_full = sink == 0
+        self.place: Place | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Columns of the buffer."""
+        return self.keys.shape[2]
 
     @property
     def end(self) -> int:
@@ -40,6 +67,11 @@ class Window:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add the newest tokens, ``[B, Hkv, n, D]``."""
         first = self.sink + self.length
+        if self.place is not None:
+            self.keys.index_copy_(2, self.place.column, keys)
+            self.values.index_copy_(2, self.place.column, values)
+            self.length += 1
+            return
         self._reserve(first + keys.shape[2])
         self.keys[:, :, first : first + keys.shape[2]] = keys
         self.values[:, :, first : first + keys.shape[2]] = values
@@ -119,7 +151,12 @@ class Window:
         return self.keys[:, :, part], self.values[:, :, part]
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of sink + recent keys ``[B, Hkv, sink + n, Dk]`` and values."""
+        """Views of sink + recent keys ``[B, Hkv, sink + n, Dk]`` and values.
+
+        While a step is captured, all of the buffers, where ``validity`` says what is held.
+        """
+        if self.place is not None:
+            return self.keys, self.values
         part = slice(0, self.sink + self.length)
         return self.keys[:, :, part], self.values[:, :, part]
 
@@ -129,6 +166,8 @@ class Window:
         ``valid [B, T]`` covers all slots up to ``end``; None means that all are valid. With
         ``past``, tokens from that slot on count as not valid.
         """
+        if self.place is not None:
+            return self.place.held
         if valid is None and self._sinks_full and (past is None or past >= self.end):
             return None
         if past is not None:

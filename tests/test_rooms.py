@@ -23,7 +23,13 @@ OURS = tuple(SOURCES)
 
 KERNELS = "hf_kvret_kernels"
 # Small modules without a room of their own; they import each other and nothing else of ours.
-HELPERS = ("hf_kvret.block", "hf_kvret.config", "hf_kvret.growing", "hf_kvret.relevance")
+HELPERS = (
+    "hf_kvret.block",
+    "hf_kvret.config",
+    "hf_kvret.growing",
+    "hf_kvret.relevance",
+    "hf_kvret.sizes",
+)
 CONTRACTS = ("hf_kvret.index", "hf_kvret.merge", "hf_kvret.recall", "hf_kvret.stores")
 
 # room -> what it may import of ours, besides itself. Who imports a room decides what changes

@@ -44,6 +44,10 @@ class Selections(NamedTuple):
     ``bus_rows`` of them came over the bus from host memory; ``near_bytes`` and ``bus_bytes`` are
     those of the rows that didn't and did, as they are kept. ``cold`` tokens are held now, summed
     over layers. All 0 for other caches.
+
+    Stores that are split count as if all came over the bus, and ``host_share`` is the share of
+    their rows that lies on the host now; ``since`` counts with it, as if every row were as likely
+    to be selected.
     """
 
     rows: float = 0
@@ -51,14 +55,17 @@ class Selections(NamedTuple):
     near_bytes: float = 0
     bus_bytes: float = 0
     cold: int = 0
+    host_share: float = 1
 
     def since(self, before: Selections, steps: int) -> Selections:
         """What was selected since ``before``, per step of ``steps``; the tokens of now."""
+        bus_bytes = (self.bus_bytes - before.bus_bytes) / steps
+        far_bytes = bus_bytes * self.host_share
         return Selections(
             (self.rows - before.rows) / steps,
-            (self.bus_rows - before.bus_rows) / steps,
-            (self.near_bytes - before.near_bytes) / steps,
-            (self.bus_bytes - before.bus_bytes) / steps,
+            (self.bus_rows - before.bus_rows) / steps * self.host_share,
+            (self.near_bytes - before.near_bytes) / steps + bus_bytes - far_bytes,
+            far_bytes,
             self.cold,
         )
 
@@ -103,7 +110,7 @@ def decode_floor(
     return Floor(device + selected.near_bytes, bus + selected.bus_bytes)
 
 
-def _compared_bytes(layer: RetrievalLayer, keys: torch.Tensor) -> tuple[int, int]:
+def _compared_bytes(layer: RetrievalLayer, keys: torch.Tensor) -> tuple[float, float]:
     """Bytes of the stored keys that one query's selection reads: over the bus, and beside it."""
     regions = layer.regions
     if regions is None or regions.store is None or not regions.cold_len:
@@ -115,7 +122,8 @@ def _compared_bytes(layer: RetrievalLayer, keys: torch.Tensor) -> tuple[int, int
     row = regions.store.row_nbytes(plain)
     # Coded rows are read in whole.
     nbytes = count * keys.shape[0] * keys.shape[1] * (key if row == plain else row)
-    return (nbytes, 0) if regions.store.over_bus else (0, nbytes)
+    far = nbytes * regions.store.bus_share
+    return far, nbytes - far
 
 
 def prefill_floor(weights: WeightBytes, usage: Usage, batch: int, context: int) -> Floor:
@@ -148,6 +156,7 @@ def selections(cache: Cache) -> Selections:
         return Selections()
     layers = cache.stats()["layers"]
     rows, bus_rows, near_bytes, bus_bytes = 0, 0, 0, 0
+    on_host = 0.0
     for told, layer in zip(layers, cache.retrieval_layers, strict=True):
         rows += told["selected"]
         regions, far = layer.regions, 0
@@ -156,9 +165,11 @@ def selections(cache: Cache) -> Selections:
         if regions.store.over_bus:
             # A store that says what it missed has the other rows on the device.
             far = told.get("misses", told["selected"])
+            on_host += far * regions.store.bus_share
         keys, values = regions.window.keys, regions.window.values
         row = regions.store.row_nbytes((keys.shape[3] + values.shape[3]) * keys.element_size())
         bus_rows, bus_bytes = bus_rows + far, bus_bytes + far * row
         near_bytes += (told["selected"] - far) * row
     cold = sum(told["cold_tokens"] for told in layers)
-    return Selections(rows, bus_rows, near_bytes, bus_bytes, cold)
+    host_share = on_host / bus_rows if bus_rows else 1.0
+    return Selections(rows, bus_rows, near_bytes, bus_bytes, cold, host_share)

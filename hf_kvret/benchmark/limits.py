@@ -9,27 +9,19 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
+from hf_kvret import sizes
 from hf_kvret.evaluation.caches import CacheChoice
 
-_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # An index beside the store takes at most what a copy of the keys with spare room takes.
 _INDEX_SHARE = 0.6
 
 
 def byte_count(text: str) -> int:
-    """``80GB`` or ``75GiB`` as bytes, for argparse."""
-    digits, unit = text.strip(), 1.0
-    for name, size in sorted(_UNITS.items(), key=lambda item: -len(item[0])):
-        if digits.upper().endswith(name):
-            digits, unit = digits[: -len(name)], size
-            break
+    """``sizes.byte_count`` for argparse."""
     try:
-        count = int(float(digits) * unit)
-    except (ValueError, OverflowError):
-        count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 80GB, 75GiB, or bytes")
-    return count
+        return sizes.byte_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -63,6 +55,11 @@ def predict_need(
             rows = rows * choice.options.row_bits * 17 // (16 * 8 * dtype.itemsize)
         if store in ("host", "resident", "cpu", "higgs-host"):
             return Need(index + passing, rows)
+        if choice.options.splits_rows:
+            # Without a budget the store takes half of what it finds free: here, no row at all.
+            budget = choice.options.device_budget
+            near = 0 if budget is None else min(rows, sizes.byte_count(budget))
+            return Need(near + index + passing, rows - near)
         return Need(rows + index + passing, 0)
     return Need(passing, rows) if choice.on_host else Need(rows + passing, 0)
 

@@ -43,6 +43,14 @@ class Store(ABC):
         """Whether the device reads rows in host memory."""
         return False
 
+    @property
+    def bus_share(self) -> float:
+        """Which share of the rows held the device reads in host memory, 0 to 1, for reports.
+
+        May wait for the device.
+        """
+        return float(self.over_bus)
+
     @abstractmethod
     def __len__(self) -> int:
         """Tokens held, the same for every row of the batch."""
@@ -138,6 +146,22 @@ class Store(ABC):
     @abstractmethod
     def nbytes(self) -> StoreBytes:
         """Bytes held. Rows shared with a fork count in both."""
+
+    def settle(self) -> None:  # noqa: B027 - most stores write where they read
+        """Have the host wait until all rows held have arrived where they are read.
+
+        After it, and until the store changes, reading waits for no copy, and what reading makes
+        once for the rows held is made. Called before a decode step is captured.
+        """
+
+    def uncapturable(self) -> str | None:
+        """Why a decode step here can't be captured in a CUDA graph now; None where it can.
+
+        A captured step is replayed until the store changes: it waits for nothing outside of it,
+        never asks the host, and leaves nothing behind but what it writes into tensors that were
+        there before. Ask after an eager step has attended, and anew when the store has changed.
+        """
+        return f"the store {type(self).__name__} does not say that its steps can be captured"
 
     def row_nbytes(self, plain: int) -> int:
         """Bytes of a token's key and value in one head; ``plain`` of them in the model's dtype."""

@@ -137,8 +137,7 @@ class CpuStore(Store):
         return keys.to(self._device), values.to(self._device)
 
     def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        for start, keys, values in self._host.chunks(piece_len):
-            yield start, keys.to(self._device), values.to(self._device)
+        return self._host.chunks(piece_len, self._device)
 
     def reorder(self, rows: torch.Tensor) -> None:
         self._host.reorder(rows)
@@ -155,6 +154,12 @@ class CpuStore(Store):
         # The page table lies with the rows here.
         held = self._host.nbytes()
         return StoreBytes(host=held.host + held.device)
+
+    def settle(self) -> None:
+        self._host.settle()
+
+    def uncapturable(self) -> str | None:
+        return "store='cpu' attends on the CPU, whose work a CUDA graph can't replay"
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self._host.state_dict()

@@ -1,4 +1,4 @@
-"""Memory that pages of rows are made of: the device's, or pinned host memory."""
+"""Memory that pages of rows are made of: the device's, pinned host memory, or some of each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import weakref
 from abc import ABC, abstractmethod
 
 import torch
+
+from hf_kvret.stores.under_way import copies_from
 
 _MEMORY_PAGE = 4096
 # Linux on x86 and most ARM machines; where they have another size, this is only an alignment.
@@ -24,8 +26,21 @@ class PageMemory(ABC):
         self.device = device
 
     @abstractmethod
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialized tensor of exactly ``shape``."""
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
+        """An uninitialized tensor of ``shape``: pages that all lie in one place.
+
+        Where the place has no room for all of them there may be fewer, a multiple of ``least``;
+        what is missing is asked for anew, and lies elsewhere.
+        """
+
+    @abstractmethod
+    def on_host(self, chunk: torch.Tensor) -> bool:
+        """Whether ``chunk``, allocated here and still held, is counted as host memory."""
+
+    @property
+    def over_bus(self) -> bool:
+        """Whether the device may have to read rows in host memory."""
+        return False
 
     @abstractmethod
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
@@ -34,12 +49,18 @@ class PageMemory(ABC):
     def wait(self) -> None:  # noqa: B027 - nothing to wait for is the common case
         """Make the device's current stream wait for all writes."""
 
+    def settle(self) -> None:  # noqa: B027 - nothing to wait for is the common case
+        """Have the host wait for all writes; ``wait`` has nothing to wait for after it."""
+
 
 class DeviceMemory(PageMemory):
     """Rows beside the queries."""
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def on_host(self, chunk: torch.Tensor) -> bool:
+        return False
 
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
         target.copy_(rows)
@@ -64,13 +85,20 @@ class HostMemory(PageMemory):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._written: torch.cuda.Event | None = None
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    @property
+    def over_bus(self) -> bool:
+        return True
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         if self._stream is None:
             size = math.prod(shape) * dtype.itemsize
             if size < _LEAST_HUGE:
                 return torch.empty(shape, dtype=dtype, device="cpu")
             return _mapped(size).view(dtype).view(shape)
         return _pinned(shape, dtype, self._stream)
+
+    def on_host(self, chunk: torch.Tensor) -> bool:
+        return True
 
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
         if self._stream is None:
@@ -82,6 +110,7 @@ class HostMemory(PageMemory):
             _copy_runs(target, packed)
         packed.record_stream(self._stream)
         self._written = self._stream.record_event()
+        copies_from(rows.device).add(self._written, packed.nbytes)
 
     def wait(self) -> None:
         if self._written is None:
@@ -90,6 +119,61 @@ class HostMemory(PageMemory):
             torch.cuda.current_stream(self.device).wait_event(self._written)
         else:
             self._written.synchronize()
+
+    def settle(self) -> None:
+        if self._written is not None:
+            self._written.synchronize()
+            # A graph that is being captured can't wait for an event from outside of it.
+            self._written = None
+
+
+class SplitMemory(PageMemory):
+    """The device's memory as long as a budget lasts, and pinned host memory for what comes then.
+
+    Pages stay where they were put. So the first pages of a prompt are on the device, and newer
+    ones on the host once the budget is used. Stores that share the memory, as forks do, share the
+    budget; a chunk that no store holds any longer gives its bytes back.
+
+    Args:
+        device: where rows come from, and what reads them.
+        budget: bytes of device memory, spare capacity included.
+    """
+
+    def __init__(self, device: torch.device, budget: int) -> None:
+        super().__init__(device)
+        self.budget = budget
+        self._near, self._far = DeviceMemory(device), HostMemory(device)
+        # Bytes of the device's chunks that are held, by address.
+        self._held: dict[int, int] = {}
+
+    @property
+    def over_bus(self) -> bool:
+        return True
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
+        page_bytes = math.prod(shape[1:]) * dtype.itemsize
+        left = self.budget - sum(list(self._held.values()))
+        fitting = left // (page_bytes * least) * least
+        if fitting < least:
+            return self._far.allocate(shape, dtype)
+        chunk = self._near.allocate((min(fitting, shape[0]), *shape[1:]), dtype)
+        self._held[chunk.data_ptr()] = chunk.nbytes
+        weakref.finalize(chunk, self._held.pop, chunk.data_ptr()).atexit = False
+        return chunk
+
+    def on_host(self, chunk: torch.Tensor) -> bool:
+        return chunk.data_ptr() not in self._held
+
+    def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
+        # Without a GPU both are host memory, and both write alike.
+        place = self._far if target.device.type == "cpu" else self._near
+        place.write(target, rows)
+
+    def wait(self) -> None:
+        self._far.wait()
+
+    def settle(self) -> None:
+        self._far.settle()
 
 
 def _copy_runs(target: torch.Tensor, packed: torch.Tensor) -> None:

@@ -13,15 +13,17 @@ from typing import Self
 import torch
 
 from hf_kvret.block import TokenBlock
+from hf_kvret.pieces import BUS_PROGRAMS, read_ahead, reading_stream
 from hf_kvret.stores.base import Store, StoreBytes
-from hf_kvret.stores.memory import HostMemory, PageMemory
+from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
+from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows
 
 
 class PagedStore(Store):
-    """Full-precision rows in the pages of one ``PageMemory``.
+    """Full-precision rows in the pages of a ``PageMemory``.
 
     Pages are written once and never freed before the store is: a row or fork that may share the
     last, partial page takes a copy of it before writing on.
@@ -45,7 +47,16 @@ class PagedStore(Store):
 
     @property
     def over_bus(self) -> bool:
-        return isinstance(self.memory, HostMemory)
+        return self.memory.over_bus
+
+    @property
+    def bus_share(self) -> float:
+        places = [self.memory.on_host(chunk) for chunk in self._chunks]
+        if self._table is None or len(set(places)) < 2:
+            return float(any(places))
+        lengths = torch.tensor([len(chunk) for chunk in self._chunks])
+        far = torch.tensor(places, dtype=torch.double).repeat_interleave(lengths)
+        return far[self._table[:, : self._page_count].cpu().long()].mean().item()
 
     def append(self, block: TokenBlock) -> None:
         if block.start != self.length:
@@ -88,13 +99,41 @@ class PagedStore(Store):
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.paged_rows().gather(ids)
 
-    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        step = max(1, piece_len // self.page_len)
-        for first in range(0, self._page_count, step):
+    def chunks(
+        self, piece_len: int = 4096, device: torch.device | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """As every store's; over a bus, the next piece is read while this one is used.
+
+        ``device`` is where pieces are wanted, None for where the page table lies.
+        """
+        if not self.length:
+            return iter(())
+        step, count = max(1, piece_len // self.page_len), self._page_count
+        spans = [(first, min(first + step, count)) for first in range(0, count, step)]
+        rows, stream, programs = self._placed_rows(), None, None
+        if device is not None and device != rows.table.device:
+            rows = PagedRows(rows.chunks, rows.table.to(device), rows.key_dim)
+        if self.over_bus and rows.table.is_cuda:
+            # Before reading begins on another stream, which must not be the first to make them.
+            rows.addresses()
+            stream, programs = reading_stream(rows.table.device), BUS_PROGRAMS
+
+        def read(first: int, last: int) -> torch.Tensor:
+            self.memory.wait()
+            return copy_pages(rows, first, last, programs=programs)
+
+        return self._split(read_ahead(read, spans, stream))
+
+    def _split(
+        self, pieces: Iterator[tuple[int, torch.Tensor]]
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Pieces of whole pages, from a table column each, as ``chunks`` gives them."""
+        for first, rows in pieces:
             start = first * self.page_len
-            rows = self._dense(first, min(first + step, self._page_count))
-            rows = rows[:, :, : self.length - start].to(self.memory.device)
+            rows = rows[:, :, : self.length - start]
             yield start, rows[..., : self._key_dim], rows[..., self._key_dim :]
+            # Not held while the next one is made.
+            del rows
 
     def reorder(self, rows: torch.Tensor) -> None:
         if self._table is not None:
@@ -113,16 +152,24 @@ class PagedStore(Store):
         return twin
 
     def nbytes(self) -> StoreBytes:
-        rows = sum(chunk.numel() * chunk.element_size() for chunk in self._chunks)
-        table = 0 if self._table is None else self._table.numel() * self._table.element_size()
-        if self.over_bus:
-            return StoreBytes(device=table, host=rows)
-        return StoreBytes(device=rows + table)
+        rows = sum(chunk.nbytes for chunk in self._chunks)
+        host = sum(chunk.nbytes for chunk in self._chunks if self.memory.on_host(chunk))
+        table = 0 if self._table is None else self._table.nbytes
+        return StoreBytes(device=rows - host + table, host=host)
+
+    def settle(self) -> None:
+        self.memory.settle()
+        if self._table is not None and self._table.is_cuda:
+            # Made within a captured step, they would be there only after its first replay.
+            self.paged_rows().addresses()
+
+    def uncapturable(self) -> str | None:
+        return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         if self.length == 0:
             return {}
-        rows = self._dense(0, self._page_count)[:, :, : self.length].cpu()
+        rows = self._dense(0, self._page_count, torch.device("cpu"))[:, :, : self.length]
         keys, values = rows[..., : self._key_dim], rows[..., self._key_dim :]
         return {"keys": keys.contiguous(), "values": values.contiguous()}
 
@@ -136,53 +183,68 @@ class PagedStore(Store):
         Valid until the next change of the store. RuntimeError for an empty one.
         """
         self.memory.wait()
+        return self._placed_rows()
+
+    def _placed_rows(self) -> PagedRows:
+        """``paged_rows``, which may not all have arrived."""
         if self._table is None:
             raise RuntimeError("the store is empty: append first")
         if self._rows is None:
             self._rows = PagedRows(self._chunks, self._table, self._key_dim, self._addresses)
         return self._rows
 
-    def _dense(self, first: int, last: int) -> torch.Tensor:
-        """Table columns ``first .. last`` as rows ``[B, Hkv, n, W]``, where the chunks lie."""
+    def _dense(self, first: int, last: int, device: torch.device | None = None) -> torch.Tensor:
+        """Table columns ``first .. last`` as rows ``[B, Hkv, n, W]`` on ``device``.
+
+        None is where queries are.
+        """
         if self._table is None:
             raise RuntimeError("the store is empty: append first")
         self.memory.wait()
-        if self.memory.device.type == "cuda" and isinstance(self.memory, HostMemory):
+        if self.memory.device.type == "cuda" and self.over_bus:
             torch.cuda.current_stream(self.memory.device).synchronize()
-        table = self._table[:, first:last].to(self._chunks[0].device)
-        pages = self._take(table.reshape(-1).long())
+        table = self._table[:, first:last]
+        pages = self._take(table.reshape(-1).long(), device or self.memory.device)
         pages = pages.view(*table.shape, *pages.shape[1:]).transpose(1, 2)
         return pages.flatten(2, 3)
 
-    def _take(self, pages: torch.Tensor) -> torch.Tensor:
-        """``[N, Hkv, page_len, W]``: the pages with the global numbers ``pages [N]``."""
+    def _take(self, pages: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """``[N, Hkv, page_len, W]`` on ``device``: the pages with the global numbers ``pages``.
+
+        Each chunk is read where it lies.
+        """
         if len(self._chunks) == 1:
-            return self._chunks[0].index_select(0, pages)
-        taken = self._chunks[0].new_empty(len(pages), *self._chunks[0].shape[1:])
+            chunk = self._chunks[0]
+            return chunk.index_select(0, pages.to(chunk.device)).to(device)
+        shape = self._chunks[0].shape[1:]
+        taken = torch.empty(len(pages), *shape, dtype=self._chunks[0].dtype, device=device)
         first = 0
         for chunk in self._chunks:
             inside = ((pages >= first) & (pages < first + len(chunk))).nonzero()[:, 0]
-            taken[inside] = chunk.index_select(0, pages[inside] - first)
+            found = chunk.index_select(0, (pages[inside] - first).to(chunk.device))
+            taken[inside.to(device)] = found.to(device)
             first += len(chunk)
         return taken
 
     def _add_pages(self, rows: torch.Tensor, column: int) -> None:
         """Write ``rows [B, Hkv, n, W]`` to new pages, from table column ``column`` on."""
-        batch, heads, count, width = rows.shape
-        columns = -(-count // self.page_len)
-        missing = columns * self.page_len - count
-        padded = torch.nn.functional.pad(rows, (0, 0, 0, missing))
-        paged = padded.view(batch, heads, columns, self.page_len, width).transpose(1, 2)
+        batch, heads, _, width = rows.shape
         self._forget_rows()
-        first, target = self._allocate(batch * columns, (heads, self.page_len, width), rows.dtype)
-        self.memory.write(target, paged.reshape(target.shape))
-        self._tail = target.view(batch, columns, *target.shape[1:])[:, -1]
-        numbers = torch.arange(first, first + batch * columns, dtype=torch.int32)
-        numbers = numbers.view(batch, columns).to(self.memory.device)
-        if self._table is None:
-            self._table = numbers
-        else:
-            self._table = torch.cat([self._table[:, :column], numbers], dim=1)
+        table = [] if self._table is None else [self._table[:, :column]]
+        while rows.shape[2]:
+            wanted = -(-rows.shape[2] // self.page_len)
+            first, pages = self._allocate(
+                batch, batch * wanted, (heads, self.page_len, width), rows.dtype
+            )
+            columns = len(pages) // batch
+            now, rows = rows.tensor_split([columns * self.page_len], dim=2)
+            padded = torch.nn.functional.pad(now, (0, 0, 0, columns * self.page_len - now.shape[2]))
+            paged = padded.view(batch, heads, columns, self.page_len, width).transpose(1, 2)
+            self.memory.write(pages, paged.reshape(pages.shape))
+            self._tail = pages.view(batch, columns, *pages.shape[1:])[:, -1]
+            numbers = torch.arange(first, first + len(pages), dtype=torch.int32)
+            table.append(numbers.view(batch, columns).to(self.memory.device))
+        self._table = torch.cat(table, dim=1)
 
     def _forget_rows(self) -> None:
         """The table is about to change; the pages stay where they are."""
@@ -191,20 +253,22 @@ class PagedStore(Store):
         self._rows = None
 
     def _allocate(
-        self, pages: int, shape: tuple[int, int, int], dtype: torch.dtype
+        self, least: int, pages: int, shape: tuple[int, int, int], dtype: torch.dtype
     ) -> tuple[int, torch.Tensor]:
         """Number of the first of ``pages`` consecutive new pages, and the view of them.
 
-        The first chunk has exactly the size of the prompt; later ones at least an eighth of
-        all that this store made, so that there are few. A fork starts from nothing.
+        They may be fewer where the memory has no room for all in one place: a multiple of
+        ``least``. The first chunk has exactly the size of the prompt; later ones at least an
+        eighth of all that this store made, so that there are few. A fork starts from nothing.
         """
         if pages > self._free_pages:
             size = max(pages, self._own_pages // 8)
-            self._own_pages += size
-            self._chunks = [*self._chunks, self.memory.allocate((size, *shape), dtype)]
+            chunk = self.memory.allocate((size, *shape), dtype, least)
+            self._own_pages += len(chunk)
+            self._chunks = [*self._chunks, chunk]
             self._addresses = None
-            self._free_pages = size
-        chunk = self._chunks[-1]
+            self._free_pages = len(chunk)
+        chunk, pages = self._chunks[-1], min(pages, self._free_pages)
         start = len(chunk) - self._free_pages
         self._free_pages -= pages
         first = sum(len(other) for other in self._chunks[:-1]) + start

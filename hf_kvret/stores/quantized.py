@@ -99,6 +99,17 @@ class QuantizedStore(Store):
     def nbytes(self) -> StoreBytes:
         return self._rows.nbytes()
 
+    def settle(self) -> None:
+        self._rows.settle()
+
+    def uncapturable(self) -> str | None:
+        # The codec's tables were put on the device when the first rows came.
+        return self._rows.uncapturable()
+
+    @property
+    def bus_share(self) -> float:
+        return self._rows.bus_share
+
     def row_nbytes(self, plain: int) -> int:
         if self._codec is None:
             return plain

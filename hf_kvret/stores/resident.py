@@ -39,6 +39,8 @@ class ResidentStore(Store):
         self._device = device
         self._host = PagedStore(HostMemory(device))
         self._buffer: SlotBuffer | None = None
+        # Whether the buffer served the rows held, as they are now.
+        self._served = False
 
     def __len__(self) -> int:
         return len(self._host)
@@ -48,6 +50,7 @@ class ResidentStore(Store):
         return True
 
     def append(self, block: TokenBlock) -> None:
+        self._served = False
         self._host.append(block)
 
     def attend(
@@ -69,6 +72,7 @@ class ResidentStore(Store):
                 query.split(at_once, dim=2), ids.split(at_once, dim=2), strict=True
             )
         ]
+        self._served = True
         outs, lses = zip(*parts, strict=True)
         return parts[0] if len(parts) == 1 else (torch.cat(outs, dim=2), torch.cat(lses, dim=2))
 
@@ -97,11 +101,13 @@ class ResidentStore(Store):
         yield from self._host.chunks(piece_len)
 
     def reorder(self, rows: torch.Tensor) -> None:
+        self._served = False
         self._host.reorder(rows)
         if self._buffer is not None:
             self._buffer.reorder(rows)
 
     def crop(self, cold_len: int) -> None:
+        self._served = False
         self._host.crop(cold_len)
         if self._buffer is not None:
             self._buffer.forget(cold_len)
@@ -131,6 +137,19 @@ class ResidentStore(Store):
             "miss_ratio": misses / requests if requests else 0.0,
             "bytes_missed": misses * (0 if buffer is None else buffer.row_bytes),
         }
+
+    def settle(self) -> None:
+        self._host.settle()
+
+    def uncapturable(self) -> str | None:
+        """The slots must have served a step since rows came, went or were reordered.
+
+        Such a step makes room in the slots and in the table that leads to them. A captured one
+        would make its own room at every replay, and lose what it noted there.
+        """
+        if self._served:
+            return None
+        return "the slots of store='resident' have served no step since its rows changed"
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Those of the host rows; the slots of a loaded store are empty."""

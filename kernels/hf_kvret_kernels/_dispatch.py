@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Literal, cast
 
 import torch
 
 Backend = Literal["naive", "triton"]
 BACKENDS = ("auto", "naive", "triton")
+_preferred: ContextVar[Backend | None] = ContextVar("preferred", default=None)
 
 
 def interpreted() -> bool:
@@ -18,11 +21,36 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@contextmanager
+def prefer(backend: str) -> Iterator[None]:
+    """Context in which ``"auto"`` means ``backend``, on every device.
+
+    With ``"triton"`` and Triton's interpreter, whole models run on a CPU through the kernels that
+    a GPU would run. For tests and counts; nothing gets faster by it.
+
+    Raises:
+        ValueError: an unknown backend, or ``"auto"``.
+    """
+    if backend not in BACKENDS or backend == "auto":
+        raise ValueError(f"backend={backend!r}: prefer one of {', '.join(BACKENDS[1:])}")
+    token = _preferred.set(cast(Backend, backend))
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
+def preferred() -> Backend | None:
+    """The backend that ``"auto"`` means here, where ``prefer`` says so."""
+    return _preferred.get()
+
+
 def choose_backend(backend: str, tensor: torch.Tensor) -> Backend:
     """The backend for ``tensor``: ``"naive"`` (torch) or ``"triton"``.
 
     Args:
-        backend: ``"auto"`` (Triton for CUDA tensors, else torch), ``"naive"`` or ``"triton"``.
+        backend: ``"auto"`` (Triton for CUDA tensors, else torch; inside ``prefer`` what that
+            says), ``"naive"`` or ``"triton"``.
         tensor: any tensor of the operation; only its device is looked at.
 
     Raises:
@@ -33,7 +61,7 @@ def choose_backend(backend: str, tensor: torch.Tensor) -> Backend:
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: choose one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        backend = "triton" if tensor.is_cuda else "naive"
+        backend = preferred() or ("triton" if tensor.is_cuda else "naive")
     if backend == "triton":
         if not tensor.is_cuda and not interpreted():
             raise ValueError(

@@ -16,8 +16,8 @@ class PagedRows:
 
     Attributes:
         chunks: ``[pages_i, Hkv, page_len, Dk + Dv]`` each, contiguous, all of one dtype, in device
-            memory or in host memory (pinned where the table is on a CUDA device). Pages are
-            numbered across chunks in order.
+            memory or in host memory (pinned where the table is on a CUDA device), also some here
+            and some there. Pages are numbered across chunks in order.
         table: ``[B, max_pages]`` int32; token t of batch row b lies in page
             ``table[b, t // page_len]``. Entries that no id leads to may be anything.
         key_dim: Dk.
@@ -36,18 +36,23 @@ class PagedRows:
         if not self.chunks:
             raise ValueError("chunks is empty: build PagedRows once there is a page")
         first = self.chunks[0]
+        # By address, a device reads its own memory and the host's alike.
+        both = {self.table.device, torch.device("cpu")}
+        places = both if first.device in both else {first.device}
         for number, chunk in enumerate(self.chunks):
             if (
                 chunk.ndim != 4
                 or chunk.shape[1:] != first.shape[1:]
                 or chunk.dtype != first.dtype
-                or chunk.device != first.device
+                or chunk.device not in places
                 or not chunk.is_contiguous()
             ):
                 raise ValueError(
                     f"chunks[{number}] is {chunk.dtype} {tuple(chunk.shape)} on {chunk.device}: "
-                    "all chunks must be contiguous [pages, Hkv, page_len, Dk + Dv], of one dtype "
-                    f"and device; chunks[0] is {first.dtype} {tuple(first.shape)} on {first.device}"
+                    "all chunks must be contiguous [pages, Hkv, page_len, Dk + Dv], of one dtype, "
+                    "and on one device or some beside the table and some in host memory; chunks[0] "
+                    f"is {first.dtype} {tuple(first.shape)} on {first.device}, the table on "
+                    f"{self.table.device}"
                 )
         if self.table.ndim != 2 or self.table.dtype != torch.int32 or not self.table.shape[1]:
             raise ValueError(
@@ -116,7 +121,7 @@ class PagedRows:
         Args:
             ids: ``[B, H, Q, K]`` int32 token numbers on the table's device, -1 for none; H is Hkv
                 or a multiple of it, so that head h reads kv head ``h // (H // Hkv)``.
-            backend: ``"naive"`` needs the chunks on the table's device; ``"triton"`` also reads
+            backend: ``"naive"`` needs all chunks on the table's device; ``"triton"`` also reads
                 pinned host memory; ``"auto"`` is Triton for CUDA tensors.
 
         Returns:
@@ -151,11 +156,12 @@ class PagedRows:
 
     def _gather_with_torch(self, ids: torch.Tensor) -> torch.Tensor:
         """``[B, H, Q, K, Dk + Dv]``, by index_select into the chunks seen as matrices of rows."""
-        if self.chunks[0].device != ids.device:
-            raise ValueError(
-                f"the rows lie on {self.chunks[0].device}, ids on {ids.device}: use "
-                "backend='triton' with pinned rows, or move the ids"
-            )
+        for chunk in self.chunks:
+            if chunk.device != ids.device:
+                raise ValueError(
+                    f"the rows lie on {chunk.device}, ids on {ids.device}: use backend='triton' "
+                    "with pinned rows, or move the ids"
+                )
         hole = ids < 0
         batch, heads = ids.shape[:2]
         rows = torch.arange(batch, device=ids.device).view(-1, 1, 1, 1).expand_as(ids)
@@ -200,21 +206,22 @@ class PagedRows:
         return rows
 
     def _check_readable(self) -> None:
-        device, home = self.table.device, self.chunks[0].device
+        device = self.table.device
         if device.type == "cuda" and interpreted():
             raise ValueError(
                 "TRITON_INTERPRET=1 cannot follow addresses of device memory: unset it, or use "
                 "backend='naive'"
             )
-        if home == device:
-            return
-        if device.type != "cuda" or home.type != "cpu":
-            raise ValueError(
-                f"the page table is on {device}, the rows on {home}: keep the rows there, or in "
-                "pinned host memory for a CUDA device"
-            )
-        if not all(chunk.is_pinned() for chunk in self.chunks):
-            raise ValueError(
-                f"rows in host memory are not pinned, {device} cannot read them: allocate them "
-                "with pin_memory=True or register them with cudaHostRegister"
-            )
+        for chunk in self.chunks:
+            if chunk.device == device:
+                continue
+            if device.type != "cuda" or chunk.device.type != "cpu":
+                raise ValueError(
+                    f"the page table is on {device}, the rows on {chunk.device}: keep the rows "
+                    "there, or in pinned host memory for a CUDA device"
+                )
+            if not chunk.is_pinned():
+                raise ValueError(
+                    f"rows in host memory are not pinned, {device} cannot read them: allocate them "
+                    "with pin_memory=True or register them with cudaHostRegister"
+                )

@@ -199,6 +199,7 @@ def test_codes_lie_on_the_device_unless_the_host_is_asked_for() -> None:
             held = dataclasses.asdict(store.nbytes())
             assert held[place] > 100 * held["device" if place == "host" else "host"]
             assert store.over_bus == (place == "host")
+            assert store.bus_share == (place == "host")
 
 
 def test_pages_are_read_alike_with_and_without_a_kernel() -> None:

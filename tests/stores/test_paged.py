@@ -4,34 +4,51 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from hf_kvret import TokenBlock
 from hf_kvret.stores import PagedStore
-from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
+from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 
 CPU = torch.device("cpu")
 Dense = tuple[torch.Tensor, torch.Tensor]
 HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6
+# Of a split memory: ten pages of four tokens.
+BUDGET = 10 * HEADS * 4 * (KEY_DIM + VALUE_DIM) * 4
 
 
 class PoisonedDevice(DeviceMemory):
     """New pages hold NaN: whoever reads spare capacity shows it."""
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return super().allocate(shape, dtype).fill_(float("nan"))
+    def allocate(self, *options: Any) -> torch.Tensor:
+        return super().allocate(*options).fill_(float("nan"))
+
+
+class PoisonedSplit(SplitMemory):
+    """The same, with room for a few pages on the device and the others on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, budget=BUDGET)
+
+    def allocate(self, *options: Any) -> torch.Tensor:
+        return super().allocate(*options).fill_(float("nan"))
 
 
 class PoisonedHost(HostMemory):
     """The same in host memory."""
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return super().allocate(shape, dtype).fill_(float("nan"))
+    def allocate(self, *options: Any) -> torch.Tensor:
+        return super().allocate(*options).fill_(float("nan"))
 
 
-MEMORIES: list[Callable[[torch.device], PageMemory]] = [PoisonedDevice, PoisonedHost]
+MEMORIES: list[Callable[[torch.device], PageMemory]] = [
+    PoisonedDevice,
+    PoisonedHost,
+    PoisonedSplit,
+]
 
 
 def _tokens(batch: int, count: int, generator: torch.Generator) -> Dense:

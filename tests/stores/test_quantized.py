@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from hf_kvret import TokenBlock
 from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, Store, StoreBytes
-from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
+from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret_kernels.higgs import HiggsCodec
 
 CPU = torch.device("cpu")
 HEADS, GROUP, PAGE = 2, 2, 64
+# Of a split memory: two to six pages of coded rows.
+BUDGET = 16_000
 SCALE = 0.7
 # fp32 sums of some tens of products, in another order, where one batch of rows is decoded and the
 # other a single row.
@@ -29,15 +32,25 @@ DIMS = [(16, 16, 16), (32, 48, 16), (24, 40, 8)]
 class PoisonedDevice(DeviceMemory):
     """New pages hold bytes whose scales are NaN: whoever reads spare capacity shows it."""
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return super().allocate(shape, dtype).fill_(255)
+    def allocate(self, *options: Any) -> torch.Tensor:
+        return super().allocate(*options).fill_(255)
+
+
+class PoisonedSplit(SplitMemory):
+    """The same, with room for a few pages on the device and the others on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, budget=BUDGET)
+
+    def allocate(self, *options: Any) -> torch.Tensor:
+        return super().allocate(*options).fill_(255)
 
 
 class PoisonedHost(HostMemory):
     """The same in host memory."""
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return super().allocate(shape, dtype).fill_(255)
+    def allocate(self, *options: Any) -> torch.Tensor:
+        return super().allocate(*options).fill_(255)
 
 
 PLACES: list[tuple[int, Callable[[torch.device], PageMemory]]] = [
@@ -45,6 +58,7 @@ PLACES: list[tuple[int, Callable[[torch.device], PageMemory]]] = [
     (3, PoisonedHost),
     (4, PoisonedDevice),
     (4, PoisonedHost),
+    (3, PoisonedSplit),
 ]
 
 

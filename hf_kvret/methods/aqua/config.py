@@ -17,7 +17,7 @@ _GROUPS = tuple(2**n for n in range(3, 11))
 _BACKBONES = ("higgs", "minmax", "kivi")
 _PREDICTORS = ("artifact", "none")
 _KEEP = ("codes", "rows")
-_STORES = ("auto", "device", "host")
+_STORES = ("auto", "device", "host", "split")
 
 
 @dataclass(frozen=True)

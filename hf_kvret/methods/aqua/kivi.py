@@ -47,6 +47,11 @@ class KiviStore(DecodedStore):
     def over_bus(self) -> bool:
         return self._values.over_bus
 
+    @property
+    def bus_share(self) -> float:
+        """That of values; keys come with them."""
+        return self._values.bus_share
+
     def append(self, block: TokenBlock) -> None:
         if block.start != len(self):
             raise ValueError(f"block starts at slot {block.start}, the store ends at {len(self)}")

@@ -51,6 +51,10 @@ class AquaStore(DecodedStore):
         return self._pages.over_bus
 
     @property
+    def bus_share(self) -> float:
+        return self._pages.bus_share
+
+    @property
     def reconstruction(self) -> Rows | None:
         """What is left for the layer above now."""
         return self._left

@@ -40,6 +40,9 @@ class FlatIndex(Index):
         best = group_relevance(scores, keys.shape[1]).topk(budget, dim=-1)
         return best.indices.masked_fill(best.values == float("-inf"), -1).int()
 
+    def uncapturable(self) -> str | None:
+        return None
+
     def candidates(self, cold_len: int, budget: int) -> int:
         return cold_len
 

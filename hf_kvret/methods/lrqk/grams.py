@@ -7,6 +7,8 @@ from typing import Self
 
 import torch
 
+from hf_kvret.methods.lrqk.waiting_queries import WaitingQueries
+
 # Queries older than this many half-lives weigh nothing in fp32.
 _MEMORY = 24
 _PENDING = 64
@@ -32,23 +34,31 @@ class QueryGrams:
         self.recent: torch.Tensor | None = None
         self.scale: torch.Tensor | None = None
         self._settled = False
-        self._pending: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._waiting = WaitingQueries(_PENDING)
 
     def add(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
         """Take in ``queries [B, Hq, q, D]``, the newest; ``valid [B, q]`` bool or None."""
-        self._pending.append((queries, valid))
-        if sum(part.shape[2] for part, _ in self._pending) >= _PENDING:
+        if self._waiting.count + queries.shape[2] > _PENDING:
+            self.fold()
+        if queries.shape[2] > _PENDING:
+            # A prompt is not copied.
+            self._fold(queries, valid)
+            return
+        self._waiting.put(queries, valid)
+
+    def replayed(self) -> None:
+        """A captured ``add`` of one token was replayed."""
+        self._waiting.replayed()
+        if self._waiting.count == _PENDING:
             self.fold()
 
     def fold(self) -> None:
         """Bring what is pending into the matrices."""
-        pending, self._pending = self._pending, []
-        if not pending:
-            return
-        parts = [part for part, _ in pending]
-        # A prompt comes alone; joining it with nothing would copy it.
-        queries = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        valid = _joined_validity(pending)
+        waiting = self._waiting.take()
+        if waiting is not None:
+            self._fold(*waiting)
+
+    def _fold(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
         for start in range(0, queries.shape[2], PIECE):
             piece = queries[:, :, start : start + PIECE].float()
             if valid is not None:
@@ -89,10 +99,10 @@ class QueryGrams:
             setattr(self, name, None if held is None else held.index_select(0, rows))
 
     def fork(self) -> Self:
-        """A copy; tensors are shared, as none is ever written to."""
+        """A copy; matrices are shared, as none is ever written to."""
         twin = type(self)(self.sets, self.half_life)
         twin.steady, twin.recent, twin.scale = self.steady, self.recent, self.scale
-        twin._settled, twin._pending = self._settled, list(self._pending)
+        twin._settled, twin._waiting = self._settled, self._waiting.fork()
         return twin
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -107,8 +117,9 @@ class QueryGrams:
 
     def nbytes(self) -> int:
         """Bytes of the matrices, and of queries that wait to join them."""
-        parts = [self.steady, self.recent, self.scale, *(part for part, _ in self._pending)]
-        return sum(part.nbytes for part in parts if part is not None)
+        parts = [self.steady, self.recent, self.scale]
+        matrices = sum(part.nbytes for part in parts if part is not None)
+        return matrices + self._waiting.nbytes()
 
     def _set_scale(self, queries: torch.Tensor, masked: bool) -> None:
         """One over the root mean square of the first queries, ``[B, Hq]``; 0 while a row has none.
@@ -200,21 +211,6 @@ class KeyGrams:
         """Bytes of all tensors."""
         parts = (self.gram, self.total, self.count)
         return sum(part.nbytes for part in parts if part is not None)
-
-
-def _joined_validity(
-    pending: list[tuple[torch.Tensor, torch.Tensor | None]],
-) -> torch.Tensor | None:
-    """``[B, q]`` bool over all pending queries; None where no pass had padding."""
-    if all(valid is None for _, valid in pending):
-        return None
-    return torch.cat(
-        [
-            part.new_ones(len(part), part.shape[2], dtype=torch.bool) if valid is None else valid
-            for part, valid in pending
-        ],
-        dim=1,
-    )
 
 
 def _normal(gram: torch.Tensor) -> torch.Tensor:

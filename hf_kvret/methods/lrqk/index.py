@@ -126,6 +126,18 @@ class LRQKIndex(Index):
         )
         return proxy.top_k(relevance, budget)
 
+    def uncapturable(self) -> str | None:
+        return None
+
+    def settle(self) -> None:
+        if self._queries is not None:
+            self._queries.fold()
+
+    def replayed(self) -> None:
+        self._since += 1
+        if self._queries is not None:
+            self._queries.replayed()
+
     def candidates(self, cold_len: int, budget: int) -> int:
         """0: proxies alone choose."""
         return 0

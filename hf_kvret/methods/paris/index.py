@@ -13,8 +13,8 @@ from hf_kvret.growing import GrowingRows
 from hf_kvret.index import Index
 from hf_kvret.methods.paris.basis import Basis
 from hf_kvret.methods.paris.config import ParisConfig
-from hf_kvret.relevance import group_relevance
 from hf_kvret_kernels import paris
+from hf_kvret_kernels.relevance import best_ids
 
 _MOST_POINTS = 254
 _LARGEST_HEAD = 256
@@ -68,26 +68,26 @@ class ParisIndex(Index):
         if basis is None or counts is None:
             raise RuntimeError("the index is empty: observe a block first")
         batch, heads, held, _ = codes.sign.shape
-        grouped = query.float().view(batch, heads, -1, query.shape[2], query.shape[3])
+        grouped = query.view(batch, heads, -1, query.shape[2], query.shape[3])
         if options.group_reduce == "mean":
-            grouped = grouped.mean(dim=2, keepdim=True)
+            grouped = grouped.float().mean(dim=2, keepdim=True)
         rotated = basis.rotate(grouped.transpose(2, 3))
         _, rho = options.ratios(held)
-        bonus = paris.bonus_table(rotated, counts, rho=rho, tiers=options.tiers, m=m)
-        points, histogram = paris.collide(codes.sign, bonus, m=m, valid=valid)
+        points, histogram = paris.collisions(
+            rotated, counts, codes.sign, rho=rho, tiers=options.tiers, m=m, valid=valid
+        )
         kept = paris.candidates(points, histogram, self.candidates(held, budget))
-        estimates = paris.rerank(rotated, codes, kept, basis.levels, m=m) * scale
-        if softcap is not None:
-            if basis.mean is not None:
-                # A cap bends the whole score, the mean key's part included.
-                mean = torch.einsum("bhgqd,bhd->bhqg", grouped, basis.mean)
-                estimates = estimates + scale * mean.unsqueeze(-1)
-            capped = softcap * torch.tanh(estimates / softcap)
-            estimates = capped.masked_fill(kept.unsqueeze(3) < 0, float("-inf"))
-        relevance = group_relevance(estimates.transpose(2, 3).flatten(1, 2), heads)
-        best = relevance.topk(budget, dim=-1)
-        ids = kept.gather(-1, best.indices)
-        return ids.masked_fill(best.values == float("-inf"), -1)
+        offset = None
+        if softcap is not None and basis.mean is not None:
+            # A cap bends the whole score, the mean key's part included.
+            offset = torch.einsum("bhgqd,bhd->bhqg", grouped.float(), basis.mean)
+        estimates = paris.rerank(
+            rotated, codes, kept, basis.levels, m=m, scale=scale, softcap=softcap, offset=offset
+        )
+        return best_ids(estimates, kept, budget)
+
+    def uncapturable(self) -> str | None:
+        return None
 
     def candidates(self, cold_len: int, budget: int) -> int:
         beta, _ = self.options.ratios(cold_len)

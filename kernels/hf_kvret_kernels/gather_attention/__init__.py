@@ -6,8 +6,14 @@ from typing import Literal
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_attention_inputs, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import (
+    check_attention_inputs,
+    choose_backend,
+    launching_on,
+    preferred,
+)
 from hf_kvret_kernels.gather_attention import naive
+from hf_kvret_kernels.gather_attention.choices import VARIANTS
 from hf_kvret_kernels.paged import PagedRows
 
 __all__ = ["BACKENDS", "check_chosen_rows", "choose_row_backend", "gather_attention"]
@@ -23,6 +29,7 @@ def gather_attention(
     scale: float,
     softcap: float | None = None,
     backend: str = "auto",
+    variant: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query over exactly the rows that its ids name.
 
@@ -38,6 +45,11 @@ def gather_attention(
         backend: ``"naive"``, torch, the reference; ``"triton"``; ``"cpp"``, the compiled library of
             ``host_attention``, for CPU tensors; ``"auto"``, Triton for CUDA tensors, for CPU
             tensors the library where there is one, else torch.
+        variant: how Triton reads the rows. ``"direct"``: where they lie, device or pinned host
+            memory, while it attends. ``"gather"``: a kernel copies them to a buffer on the device,
+            ``[B, H, Q, K, Dk + Dv]``, another attends to that; the sums are the same, in the same
+            order. ``"auto"``: what ``hf-kvret bench tune`` found for this size, else ``"direct"``.
+            With H = Hq either reads a row once for each query head that names it.
 
     Returns:
         ``out [B, Hq, Q, Dv]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the query's device.
@@ -45,7 +57,8 @@ def gather_attention(
         rounds softmax weights to the rows' dtype before they meet the values.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
+        ValueError: shapes, dtypes or devices that do not fit, an unknown backend or variant, a
+            variant for another backend than Triton, gradients.
         ImportError: ``"triton"`` without Triton, ``"cpp"`` without the library.
         MemoryError: no room for the library's work space.
 
@@ -53,6 +66,13 @@ def gather_attention(
     """
     check_chosen_rows(query, rows, ids, softcap)
     chosen = choose_row_backend(backend, query)
+    if variant not in ("auto", *VARIANTS):
+        raise ValueError(f"variant={variant!r}: choose one of auto, {', '.join(VARIANTS)}")
+    if variant != "auto" and chosen != "triton":
+        raise ValueError(
+            f"variant={variant!r} with backend {chosen!r}: only Triton has variants, leave it at "
+            "'auto'"
+        )
     if chosen == "naive":
         return naive.gather_attention(query, rows, ids, scale, softcap)
     if chosen == "cpp":
@@ -63,7 +83,7 @@ def gather_attention(
     from hf_kvret_kernels.gather_attention import triton
 
     with launching_on(query):
-        return triton.gather_attention(query, rows, ids, scale, softcap)
+        return triton.gather_attention(query, rows, ids, scale, softcap, variant=variant)
 
 
 def check_chosen_rows(
@@ -103,6 +123,8 @@ def choose_row_backend(backend: str, query: torch.Tensor) -> Literal["naive", "t
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: choose one of {', '.join(BACKENDS)}")
     on_cpu = query.device.type == "cpu"
+    if backend == "auto" and preferred() is not None:
+        return choose_backend(backend, query)
     if backend == "cpp" and not on_cpu:
         raise ValueError(
             f"backend='cpp' with a query on {query.device}: the library reads host memory, use "

@@ -1,0 +1,42 @@
+"""What a layer counts, for ``cache.stats()``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_kvret.index import ColdTokens
+from hf_kvret.recall import Recall
+
+
+@dataclass
+class LayerCounters:
+    """Counts since the layer was made. ``selected`` lives on the device until it is read."""
+
+    steps: int = 0
+    queries: int = 0
+    candidates: int = 0
+    cold_rows: int = 0
+    exact_rows: int = 0
+    selected: torch.Tensor | None = None
+    recalls: list[Recall] = field(default_factory=list)
+
+    def count(self, cold: ColdTokens, heads: int, queries: int, selected: torch.Tensor) -> None:
+        """Count a step of ``queries`` queries, for ``heads`` heads of all rows of the batch."""
+        self.steps += 1
+        self.queries += queries
+        self.cold_rows += len(cold) * heads * queries
+        if self.selected is None:
+            # In place from here on, in and out of inference mode, and in a captured step.
+            with torch.inference_mode(False):
+                self.selected = torch.zeros((), dtype=torch.long, device=selected.device)
+        self.selected.add_(selected)
+
+    def numbers(self) -> tuple[int, ...]:
+        """The counts on the host."""
+        return self.steps, self.queries, self.candidates, self.cold_rows
+
+    def set(self, numbers: tuple[int, ...]) -> None:
+        """Make the counts on the host those that ``numbers()`` gave."""
+        self.steps, self.queries, self.candidates, self.cold_rows = numbers

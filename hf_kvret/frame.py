@@ -1,0 +1,98 @@
+"""Frame: the tensors that a captured decode step reads, at addresses that never change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_kvret.window import Place, Window
+
+# What generate passes for a decode step that differs from step to step.
+_PER_STEP = ("input_ids", "position_ids", "cache_position")
+_MASK = "attention_mask"
+
+
+class Frame:
+    """Inputs of one captured step, filled anew before each replay, and what it returned.
+
+    Args:
+        inputs: keywords of the model's forward pass for a step of one token.
+        window: of the lowest layer.
+
+    Attributes:
+        inputs: the same with tensors of the frame's own, and without the mask: the place has it.
+        place: where the layers put the token.
+        shape: what the work on the window depends on.
+        edits: of the layers when the step was captured, in sum.
+        output: what the model returned when it was captured.
+        replay: does the captured work again; None before.
+    """
+
+    def __init__(self, inputs: dict[str, Any], window: Window) -> None:
+        device, batch = window.keys.device, len(window.sink_slots)
+        tensors, self._rest = _parts(inputs)
+        self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.inputs = {**self._rest, **self._tensors}
+        padded = inputs.get(_MASK) is not None
+        # A column for every slot that there will be before the window is full.
+        slots = window.start + window.capacity - window.sink
+        self.place = Place(
+            column=torch.zeros(1, dtype=torch.long, device=device),
+            held=torch.zeros(batch, window.capacity, dtype=torch.bool, device=device),
+            slots=torch.zeros(batch, slots, dtype=torch.bool, device=device) if padded else None,
+        )
+        self.shape = (batch, window.capacity, padded)
+        self.edits = -1
+        self.output: Any = None
+        self.replay: Callable[[], None] | None = None
+        self._next_column = -1
+
+    @staticmethod
+    def refusal(inputs: dict[str, Any]) -> str | None:
+        """Why steps with such inputs can't be captured; None: they can."""
+        if inputs.get("position_ids") is None:
+            return "the model is not told position_ids, so it counts tokens on the host"
+        for name, value in _parts(inputs)[1].items():
+            plain = value is None or isinstance(value, bool | int | float | str)
+            if not plain and name != "past_key_values":
+                return f"the model is given {name}, a {type(value).__name__}"
+        for name in ("output_hidden_states", "output_attentions"):
+            if inputs.get(name):
+                return f"{name}=True"
+        return None
+
+    def fits(self, inputs: dict[str, Any]) -> bool:
+        """Whether ``inputs`` differ from the frame's in the values of tensors alone."""
+        tensors, rest = _parts(inputs)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        held = {name: tensor.shape for name, tensor in self._tensors.items()}
+        padded = inputs.get(_MASK) is not None
+        return shapes == held and rest == self._rest and padded == (self.place.slots is not None)
+
+    def fill(self, inputs: dict[str, Any], window: Window) -> None:
+        """Copy the values of ``inputs`` and the state of ``window`` before the step to the device.
+
+        Without padding these are a few numbers: what was held before is still.
+        """
+        for name, held in self._tensors.items():
+            held.copy_(inputs[name])
+        place, column = self.place, window.sink + window.length
+        place.column.fill_(column)
+        if place.slots is not None:
+            mask: torch.Tensor = inputs[_MASK]
+            place.slots[:, : mask.shape[1]].copy_(mask)
+        if place.slots is not None or column != self._next_column:
+            before = window.validity(place.slots)
+            place.held[:, :column] = True if before is None else before
+            place.held[:, column:].fill_(False)
+        place.held[:, column] = True if place.slots is None else place.slots[:, window.end]
+        self._next_column = column + 1
+
+
+def _parts(inputs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What changes from step to step, the mask left out; and the rest."""
+    tensors = {name: inputs[name] for name in _PER_STEP if inputs.get(name) is not None}
+    rest = {name: x for name, x in inputs.items() if name not in (*_PER_STEP, _MASK)}
+    return tensors, rest

@@ -1,0 +1,75 @@
+"""WaitingQueries: queries of the newest tokens, in a buffer that a captured step writes to."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+
+
+class WaitingQueries:
+    """At most ``most`` queries ``[B, Hq, q, D]`` in the order in which they came.
+
+    Where the next one goes is noted on the device too, so that a decode step can be captured once
+    and replayed (``replayed`` then counts on the host).
+
+    Attributes:
+        count: queries that wait.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.count = 0
+        self._rows: torch.Tensor | None = None
+        self._valid: torch.Tensor | None = None
+        self._next: torch.Tensor | None = None
+
+    def put(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Add ``queries [B, Hq, q, D]``; ``valid [B, q]`` bool or None. There must be room."""
+        if self._rows is None or self._next is None:
+            batch, heads, _, dim = queries.shape
+            self._rows = queries.new_empty(batch, heads, self.most, dim)
+            self._next = torch.zeros(1, dtype=torch.long, device=queries.device)
+        more, places = queries.shape[2], self._next
+        if more > 1:
+            places = places + torch.arange(more, device=places.device)
+        self._rows.index_copy_(2, places, queries)
+        if valid is not None and self._valid is None:
+            shape = len(queries), self.most
+            self._valid = torch.ones(shape, dtype=torch.bool, device=queries.device)
+        if self._valid is not None:
+            covered = self._valid.new_ones(len(queries), more) if valid is None else valid
+            self._valid.index_copy_(1, places, covered)
+        self._next.add_(more)
+        self.count += more
+
+    def replayed(self) -> None:
+        """A captured ``put`` of one query was replayed."""
+        self.count += 1
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """All that wait and their validity, None where none had padding; then none waits.
+
+        Views that the next ``put`` overwrites; None where nothing waits.
+        """
+        if self._rows is None or self._next is None or not self.count:
+            return None
+        rows = self._rows[:, :, : self.count]
+        valid = None if self._valid is None else self._valid[:, : self.count]
+        self.count = 0
+        self._next.zero_()
+        return rows, valid
+
+    def fork(self) -> Self:
+        """An independent copy."""
+        twin = type(self)(self.most)
+        twin.count = self.count
+        for name in ("_rows", "_valid", "_next"):
+            held = getattr(self, name)
+            setattr(twin, name, None if held is None else held.clone())
+        return twin
+
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        parts = (self._rows, self._valid, self._next)
+        return sum(part.nbytes for part in parts if part is not None)

@@ -1,0 +1,216 @@
+"""DecodeGraph: a decode step of a model with a retrieval cache, captured once and replayed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.frame import Frame
+from hf_kvret.layer import RetrievalLayer
+from hf_kvret.layer_step import LayerStep
+from hf_kvret.recorders import RECORDERS, Recorder
+from hf_kvret.window import Window
+
+_log = logging.getLogger(__name__)
+_told: set[str] = set()
+
+
+class DecodeGraph:
+    """Calls a model as ``model(...)`` does, and replays steps of one token without its Python code.
+
+    ``generate`` uses it by itself, see the option ``graph``. In a loop of one's own:
+
+        step = DecodeGraph(model, cache)
+        logits = step(input_ids=token, position_ids=position, past_key_values=cache).logits
+
+    Between two flushes of the window all that changes from step to step is one token, its position
+    and its column in the window. So the first such step runs as usual, the next is captured as a
+    CUDA graph, and the others replay it. A flush, a prompt or drafted tokens run as usual, and
+    after them a step is captured anew; the tokens are those of usual calls. Edits of the cache
+    (``crop``, ``reorder_cache``) are noticed. The graph and its memory go with this object.
+
+    Args:
+        model: switched to our attention (``hf_kvret.attach``), in eval mode.
+        cache: the one that every call gets as ``past_key_values``.
+
+    Attributes:
+        reason: why steps run as usual for good, as on a CPU; None: they are replayed. Logged once.
+        captures: how often a step was captured.
+        replays: steps that were replayed.
+        eager: calls that ran as usual.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: RetrievalCache) -> None:
+        self.reason: str | None = None
+        self.captures = self.replays = self.eager = 0
+        self._model: Callable[..., Any] = model
+        self._cache = cache
+        self._layers = [LayerStep(layer) for layer in cache.retrieval_layers]
+        self._frame: Frame | None = None
+        self._rehearsed: tuple[Any, ...] = ()
+        self._recorder: Recorder | None = None
+        reason = why_not(model, cache)
+        if reason is None:
+            self._recorder = RECORDERS[model.device.type](model.device)
+        else:
+            # Nobody expects graphs on a CPU.
+            self._give_up(reason, quietly=model.device.type == "cpu")
+
+    def __call__(self, **inputs: Any) -> Any:
+        """The model's output for ``inputs``, the keywords of its forward pass.
+
+        Tensors in it belong to the caller: a later step does not change them.
+        """
+        if self.reason is None and self._is_plain(inputs):
+            why = Frame.refusal(inputs)
+            if why is None:
+                return self._step(inputs)
+            self._give_up(why)
+        self._frame = None
+        self.eager += 1
+        return self._model(**inputs)
+
+    def _is_plain(self, inputs: dict[str, Any]) -> bool:
+        """Whether this is a step of one token between two flushes."""
+        tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if inputs.get("past_key_values") is not self._cache or tokens is None:
+            return False
+        if tokens.shape[1] != 1 or not all(layer.is_plain() for layer in self._layers):
+            return False
+        if len(tokens) != self._cache.retrieval_layers[0].batch_size:
+            return False
+        return mask is None or mask.shape == (len(tokens), self._cache.get_seq_length() + 1)
+
+    def _step(self, inputs: dict[str, Any]) -> Any:
+        frame, window = self._frame, self._window
+        if frame is not None and frame.edits != self._edits():
+            # Somebody changed the cache: what the change put off is done in a usual step.
+            self._rehearsed, frame = (), None
+        if frame is None or not frame.fits(inputs):
+            # Dropped before another is made: both would use the same memory.
+            self._frame = None
+            frame = Frame(inputs, window)
+        frame.fill(inputs, window)
+        if frame.replay is not None:
+            frame.replay()
+            for layer in self._layers:
+                layer.replayed()
+        elif self._rehearsed != frame.shape:
+            # As it will be captured, but for real: what is made at first use is made now.
+            self._rehearsed = frame.shape
+            self.eager += 1
+            output = self._forward(frame)
+            self._keep(frame)
+            return output
+        else:
+            why = self._capture(frame)
+            if why is not None:
+                self._give_up(why)
+                self.eager += 1
+                return self._model(**inputs)
+            assert frame.replay is not None, "a captured step has a replay"
+            frame.replay()
+        self.replays += 1
+        return _copied(frame.output)
+
+    def _capture(self, frame: Frame) -> str | None:
+        """Capture a step into ``frame``; or why that can't be, with the cache as it was."""
+        why = next(filter(None, (layer.uncapturable() for layer in self._layers)), None)
+        if why is not None:
+            return why
+        for layer in self._layers:
+            layer.begin()
+        assert self._recorder is not None, "without a recorder there is a reason"
+        try:
+            frame.output, frame.replay = self._recorder.record(lambda: self._forward(frame))
+        except BaseException as error:
+            for layer in self._layers:
+                layer.broke_off()
+            if not isinstance(error, RuntimeError):
+                raise
+            told = str(error).strip().splitlines()
+            return f"a step could not be captured: {told[0] if told else type(error).__name__}"
+        for layer in self._layers:
+            layer.captured()
+        self.captures += 1
+        self._keep(frame)
+        return None
+
+    def _forward(self, frame: Frame) -> Any:
+        """The model's output for the frame's inputs, with tokens going where its place says."""
+        for layer in self._layers:
+            layer.set_place(frame.place)
+        try:
+            return self._model(**frame.inputs)
+        finally:
+            for layer in self._layers:
+                layer.set_place(None)
+
+    def _keep(self, frame: Frame) -> None:
+        frame.edits, self._frame = self._edits(), frame
+
+    def _edits(self) -> int:
+        return sum(step.layer.edits for step in self._layers)
+
+    @property
+    def _window(self) -> Window:
+        """The window of the lowest layer: all have the same length and sinks."""
+        return self._layers[0].regions.window
+
+    def _give_up(self, reason: str, quietly: bool = False) -> None:
+        self.reason, self._frame, self._recorder = reason, None, None
+        if reason not in _told:
+            _told.add(reason)
+            level = logging.DEBUG if quietly else logging.WARNING
+            _log.log(level, "decode steps are not replayed from a CUDA graph: %s", reason)
+
+
+def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
+    """Why decode steps of ``model`` with ``cache`` can't be replayed; None where nothing is known.
+
+    What depends on the layers' stores, which are made by the prompt, shows at the first step.
+    """
+    device = model.device
+    if cache.options.graph is False:
+        return "graph=False"
+    if device.type not in RECORDERS:
+        return f"the model is on {device}, and only {', '.join(RECORDERS)} devices have graphs"
+    if {parameter.device for parameter in model.parameters()} != {device}:
+        return "the model's weights lie on several devices"
+    others = [layer for layer in cache.layers if not isinstance(layer, RetrievalLayer)]
+    if others:
+        return f"{len(others)} layers keep a {type(others[0]).__name__}, which grows at each step"
+    if model.training:
+        return "the model is in training mode"
+    if any(_has_hooks(module) for module in model.modules()):
+        return "modules of the model have hooks, which a replay would not call"
+    if model._compiled_call_impl is not None:
+        return "the model is compiled"
+    if not getattr(getattr(model, "hf_quantizer", None), "is_compileable", True):
+        return "the model's quantization can't be captured"
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on"
+    return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"))
+
+
+def _copied(output: Any) -> Any:
+    """A model's output whose tensors are copies; other things in it, as the cache, are the same."""
+    if isinstance(output, torch.Tensor):
+        return output.clone()
+    if isinstance(output, dict):
+        twin = copy.copy(output)
+        for name, value in output.items():
+            twin[name] = _copied(value)
+        return twin
+    return tuple(map(_copied, output)) if isinstance(output, tuple) else output

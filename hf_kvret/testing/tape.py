@@ -1,0 +1,193 @@
+"""Tape: what a CUDA graph would do, on a CPU, so that captured steps are tested without a GPU.
+
+A step is run once and every operation on tensors is noted with the tensors it read and wrote,
+Triton's kernels in the interpreter among them. Replaying does the noted operations again, on the
+same memory. Numbers that Python computed are frozen, as in a graph; whatever needs the host
+raises. So a step that keeps its place on the host, waits for the device or makes tensors anew that
+the next step needs gives wrong tokens here, or none, as it would on a GPU.
+
+What it does not know: host memory that must be pinned, events and streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from hf_kvret.recorders import RECORDERS
+from hf_kvret_kernels._dispatch import prefer
+
+_aten = torch.ops.aten
+# Operations that wait for the device, or whose result has as many elements as the data says.
+_FORBIDDEN = {
+    _aten._local_scalar_dense: "reads a number of the device (item, int, bool)",
+    _aten.nonzero: "has a shape that depends on data",
+    _aten.masked_select: "has a shape that depends on data",
+    _aten._unique2: "has a shape that depends on data",
+    _aten.unique_dim: "has a shape that depends on data",
+    _aten.unique_consecutive: "has a shape that depends on data",
+    _aten.bincount: "has a shape that depends on data",
+    _aten.equal: "reads a number of the device",
+    _aten.lift_fresh: "copies numbers of the host to the device (torch.tensor)",
+    _aten.resize_: "moves memory",
+    _aten.set_: "moves memory",
+}
+
+
+class CaptureError(RuntimeError):
+    """A step did what can't be captured."""
+
+
+@dataclass(frozen=True)
+class _Note:
+    """One operation: how to do it again."""
+
+    redo: Callable[[], None]
+
+
+class TapeRecorder:
+    """A ``hf_kvret.recorders.Recorder`` for the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        del device
+
+    def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """See ``Recorder.record``; CaptureError for a step that a GPU could not capture.
+
+        The step's work is done and then undone: memory that was there before is as it was.
+        """
+        tape = _Tape()
+        try:
+            with tape, _noted_launches(tape):
+                result = step()
+        finally:
+            tape.undo()
+        notes = tuple(tape.notes)
+
+        def replay() -> None:
+            with torch.no_grad():
+                for note in notes:
+                    note.redo()
+
+        return result, replay
+
+
+@contextmanager
+def taped() -> Iterator[None]:
+    """Context in which a CPU has graphs, and runs the kernels that a GPU would run.
+
+    Needs ``TRITON_INTERPRET=1``. Slow: for small models.
+    """
+    RECORDERS["cpu"] = TapeRecorder
+    try:
+        with prefer("triton"):
+            yield
+    finally:
+        del RECORDERS["cpu"]
+
+
+class _Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[_Note] = []
+        self._born: set[int] = set()
+        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        _check(func, args, kwargs)
+        self.save(_written(func, args, kwargs))
+        out = func(*args, **kwargs)
+        read = {_memory(tensor) for tensor in _tensors((args, kwargs))}
+        fresh = [tensor for tensor in _tensors(out) if _memory(tensor) not in read]
+        self._born |= {_memory(tensor) for tensor in fresh}
+
+        def redo() -> None:
+            again = func(*args, **kwargs)
+            new = [tensor for tensor in _tensors(again) if _memory(tensor) not in read]
+            for target, source in zip(fresh, new, strict=True):
+                target.copy_(source)
+
+        self.notes.append(_Note(redo))
+        return out
+
+    def save(self, tensors: list[torch.Tensor]) -> None:
+        """Keep what stands in ``tensors``, which are about to be written, if it is from before."""
+        for tensor in tensors:
+            memory = _memory(tensor)
+            if memory not in self._born and memory not in self._saved:
+                whole = tensor.new_empty(0).set_(tensor.untyped_storage())
+                self._saved[memory] = whole, whole.clone()
+
+    def undo(self) -> None:
+        """Put back what stood in memory that was there before."""
+        for whole, before in self._saved.values():
+            whole.copy_(before)
+
+
+@contextmanager
+def _noted_launches(tape: _Tape) -> Iterator[None]:
+    """Kernels of Triton's interpreter are noted too, with the grid that they were launched on."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def noted(executor: Any, *args: Any, **kwargs: Any) -> None:
+        def redo() -> None:
+            with _disable_current_modes():
+                launch(executor, *args, **kwargs)
+
+        with _disable_current_modes():
+            tape.save(_tensors((args, kwargs)))
+        redo()
+        tape.notes.append(_Note(redo))
+
+    GridExecutor.__call__ = noted
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = launch
+
+
+def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    packet = func.overloadpacket
+    reason = _FORBIDDEN.get(packet)
+    if packet in (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_):
+        masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
+        reason = "takes a mask as an index" if masks else None
+    if packet is _aten.repeat_interleave and kwargs.get("output_size") is None:
+        reason = "has a shape that depends on data"
+    if reason is not None:
+        raise CaptureError(f"{func} {reason}")
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that ``func`` writes to."""
+    named = [(argument.name, argument) for argument in func._schema.arguments]
+    values = dict(zip([name for name, _ in named], args, strict=False)) | kwargs
+    written = [
+        values[name]
+        for name, argument in named
+        if argument.alias_info is not None and argument.alias_info.is_write and name in values
+    ]
+    return _tensors(written)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

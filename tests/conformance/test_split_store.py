@@ -1,0 +1,85 @@
+"""Methods x modes with rows split between device and host: the same as full attention.
+
+The suite's prompts are short, so pages are short here too, and the budget is half of what the
+first block of a layer takes: every cache ends with rows in both places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret import RetrievalCache, registered_methods
+from hf_kvret.stores import PagedStore, Store
+from hf_kvret.stores.memory import SplitMemory
+from hf_kvret.testing import COVERING_OPTIONS, Case, run_case
+
+METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o")
+# Plain rope; soft cap and sliding; sinks and experts; a linear hybrid.
+MODELS = ("llama", "gemma2", "gpt_oss", "qwen3_next")
+TELLING_MODES = (
+    "greedy_ragged",
+    "beams_ragged",
+    "prompt_lookup",
+    "chunked_prefill",
+    "second_turn_ragged",
+    "prefix_reuse",
+    "crop_deep",
+)
+PAGE_LEN = 8
+# A page of each of three rows, where a prompt in chunks begins with a block of a few tokens.
+LEAST_BUDGET = 9000
+
+ArtifactOptions = Callable[[str, str], dict[str, str]]
+
+
+def _split_cache(method: str, made: list[PagedStore]) -> type[RetrievalCache]:
+    """The cache of ``method`` with short pages, half of its first block on the device."""
+    cache_class: Any = registered_methods()[method]
+
+    class SplitCache(cache_class):
+        @classmethod
+        def make_store(
+            cls, options: Any, layer: int, stores: Any, device: torch.device, cold_bytes: int
+        ) -> Store:
+            store = super().make_store(options, layer, stores, device, cold_bytes)
+            assert isinstance(store, PagedStore) and isinstance(store.memory, SplitMemory)
+            store.page_len = PAGE_LEN
+            store.memory.budget = max(LEAST_BUDGET, cold_bytes // 2)
+            made.append(store)
+            return store
+
+    return SplitCache
+
+
+def _combinations() -> list[Any]:
+    """All; by default the telling modes on one model, and one mode on the others."""
+    params = []
+    for model in MODELS:
+        for mode in TELLING_MODES:
+            for method in METHODS:
+                default = model == "llama" or mode == "second_turn_ragged"
+                marks = () if default else (pytest.mark.slow,)
+                params.append(pytest.param(model, mode, method, marks=marks))
+    return params
+
+
+@pytest.mark.parametrize(("model", "mode", "method"), _combinations())
+def test_same_as_full_attention(
+    model: str, mode: str, method: str, artifact_options: ArtifactOptions
+) -> None:
+    made: list[PagedStore] = []
+    cache_class = _split_cache(method, made)
+    options = {**COVERING_OPTIONS, **artifact_options(method, model), "store": "split"}
+    result = run_case(
+        Case(model, mode), lambda model: cache_class(model.config, device_budget="1GB", **options)
+    )
+    if result.status == "skipped":
+        pytest.skip(result.detail)
+    assert result.status == "passed", result.detail
+    held = [store for store in made if len(store)]
+    assert held and all(0.0 < store.bus_share < 1.0 for store in held)
+    assert all(store.nbytes().device > 0 and store.nbytes().host > 0 for store in held)

@@ -1,0 +1,208 @@
+"""What a captured decode step asks of its stores: writes that have arrived, and a plain answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+import torch
+
+from hf_kvret import TokenBlock
+from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, Store, StoreBytes
+from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
+
+CPU = torch.device("cpu")
+HEADS, DIM = 2, 16
+
+
+class Write:
+    """Stands in for the event of a copy: notes who waits for it."""
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+
+    def synchronize(self) -> None:
+        self.waits.append("host")
+
+
+def _block(start: int = 0, count: int = 70, batch: int = 2) -> TokenBlock:
+    keys, values = torch.randn(2, batch, HEADS, count, DIM)
+    return TokenBlock(keys, values, start)
+
+
+def _filled(store: Store) -> Store:
+    store.append(_block())
+    return store
+
+
+def _attend(store: Store, count: int = 5, batch: int = 2) -> None:
+    ids = torch.arange(count, dtype=torch.int32).expand(batch, HEADS, 1, count).contiguous()
+    store.attend(torch.randn(batch, HEADS, 1, DIM), ids, 1.0)
+
+
+def _writing(memory: HostMemory) -> Write:
+    memory._written = Write()
+    return memory._written
+
+
+@pytest.mark.parametrize("kind", ["host", "resident", "cpu", "coded", "split"])
+def test_settling_waits_for_writes_on_the_host_and_leaves_nothing_to_wait_for(kind: str) -> None:
+    memory: PageMemory = HostMemory(CPU)
+    store: Store = PagedStore(memory)
+    if kind == "resident":
+        store = ResidentStore(CPU)
+        memory = store._host.memory
+    elif kind == "cpu":
+        store = CpuStore(CPU)
+        memory = store._host.memory
+    elif kind == "coded":
+        store = QuantizedStore(memory, 4)
+    elif kind == "split":
+        split = SplitMemory(CPU, 100)
+        store, memory = PagedStore(split), split._far
+    assert isinstance(memory, HostMemory)
+    _filled(store)
+    write = _writing(memory)
+    _attend(store)
+    assert write.waits, "a reader waits for what is being written"
+    write.waits.clear()
+    store.settle()
+    assert write.waits == ["host"]
+    _attend(store)
+    store.settle()
+    assert write.waits == ["host"], "what has arrived is forgotten"
+
+
+def test_settling_makes_the_addresses_that_a_kernel_would_make(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Made while a step is captured, they would not be there before its first replay."""
+    store = _filled(PagedStore(DeviceMemory(CPU)))
+    assert isinstance(store, PagedStore) and store._table is not None
+    store._table = _as_if_on_a_gpu(store._table)
+    store.settle()
+    assert store.paged_rows().page_address is not None
+    store.append(_block(70, 200))
+    store._table = _as_if_on_a_gpu(store._table)
+    store.settle()
+    known = store.paged_rows().page_address
+    assert known is not None and len(known) == sum(map(len, store.paged_rows().chunks))
+    # An empty store has nothing to make.
+    PagedStore(DeviceMemory(CPU)).settle()
+
+
+def _as_if_on_a_gpu(table: torch.Tensor) -> torch.Tensor:
+    class Table(torch.Tensor):
+        is_cuda = True
+
+    return table.as_subclass(Table)
+
+
+def test_stores_on_the_device_and_on_the_host_can_be_captured() -> None:
+    for memory in (DeviceMemory(CPU), HostMemory(CPU), SplitMemory(CPU, 10_000)):
+        assert _filled(PagedStore(memory)).uncapturable() is None
+        assert _filled(QuantizedStore(memory, 4)).uncapturable() is None
+
+
+def test_a_store_that_attends_on_the_cpu_can_not_be_captured() -> None:
+    reason = _filled(CpuStore(CPU)).uncapturable()
+    assert reason is not None and "store='cpu' attends on the CPU" in reason
+
+
+def test_slots_can_be_captured_once_they_served_the_rows_as_they_are() -> None:
+    store = ResidentStore(CPU, 2.0)
+    store.append(_block())
+    words = "store='resident' have served no step since its rows changed"
+
+    def check_ready_after_a_step(batch: int = 2) -> None:
+        assert words in (store.uncapturable() or "")
+        _attend(store, batch=batch)
+        assert store.uncapturable() is None
+
+    check_ready_after_a_step()
+    store.append(_block(70, 10))
+    check_ready_after_a_step()
+    store.crop(60)
+    check_ready_after_a_step()
+    assert words in (store.fork().uncapturable() or "")
+    assert store.uncapturable() is None
+    store.reorder(torch.tensor([1, 0, 0]))
+    check_ready_after_a_step(batch=3)
+
+
+def test_a_step_of_ready_slots_makes_no_tensor_that_the_next_one_needs() -> None:
+    """A replay writes where the captured step wrote: all that lasts must stay where it is."""
+    store = ResidentStore(CPU, 2.0)
+    store.append(_block())
+    _attend(store)
+    buffer = store._buffer
+    assert buffer is not None and store.uncapturable() is None
+
+    def lasting() -> list[int]:
+        slots = buffer.slot_map
+        tensors = (buffer.held, slots.table, slots.token, slots.stamp, slots.clock)
+        counts = (buffer.requests, buffer.misses)
+        return [x.data_ptr() for x in (*tensors, *counts, buffer.rows.table)]
+
+    before, clock = lasting(), int(buffer.slot_map.clock)
+    for _ in range(3):
+        _attend(store)
+    assert store._buffer is buffer and lasting() == before
+    assert int(buffer.slot_map.clock) == clock + 3
+
+
+class Silent(Store):
+    """A store of a user's own, that says nothing of capturing."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def append(self, block: TokenBlock) -> None:
+        """Nothing."""
+
+    def attend(self, *options: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        return iter(())
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Nothing."""
+
+    def crop(self, cold_len: int) -> None:
+        """Nothing."""
+
+    def fork(self) -> Self:
+        return self
+
+    def nbytes(self) -> StoreBytes:
+        return StoreBytes()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+def test_a_store_that_says_nothing_is_not_captured() -> None:
+    store = Silent()
+    store.settle()
+    assert store.uncapturable() == "the store Silent does not say that its steps can be captured"
+    assert store.bus_share == 0.0
+
+
+def test_the_bus_share_of_stores_in_one_place_is_all_or_nothing() -> None:
+    found = {
+        name: _filled(store).bus_share
+        for name, store in SimpleNamespace(
+            device=PagedStore(DeviceMemory(CPU)),
+            host=PagedStore(HostMemory(CPU)),
+            resident=ResidentStore(CPU),
+            cpu=CpuStore(CPU),
+            coded=QuantizedStore(HostMemory(CPU), 2),
+        ).__dict__.items()
+    }
+    assert found == {"device": 0.0, "host": 1.0, "resident": 1.0, "cpu": 0.0, "coded": 1.0}

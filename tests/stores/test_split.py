@@ -1,0 +1,268 @@
+"""Rows split by a byte budget: where they lie, that it changes no result, and who gets how much."""
+
+from __future__ import annotations
+
+import gc
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvret import FlatConfig, FlatKVCache, ParisKVCache, TokenBlock
+from hf_kvret.stores import PagedStore, StoreBytes, StoreChoice
+from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
+from hf_kvret.testing import MODELS
+from hf_kvret.testing.scenario import prompt
+
+CPU = torch.device("cpu")
+HEADS, KEY_DIM, VALUE_DIM, PAGE_LEN = 2, 4, 6, 4
+PAGE = HEADS * PAGE_LEN * (KEY_DIM + VALUE_DIM) * 4
+
+
+def _store(pages: float, page_len: int = PAGE_LEN) -> PagedStore:
+    """An empty store with a budget for so many pages."""
+    return PagedStore(SplitMemory(CPU, int(pages * PAGE)), page_len)
+
+
+def _append(stores: list[PagedStore], count: int, batch: int = 2, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(batch, HEADS, count, KEY_DIM, generator=generator)
+    values = torch.randn(batch, HEADS, count, VALUE_DIM, generator=generator)
+    for store in stores:
+        store.append(TokenBlock(keys, values, len(store)))
+
+
+def _rows(store: PagedStore) -> StoreBytes:
+    """Bytes of rows alone, without the page table."""
+    held, rows = store.nbytes(), store.paged_rows()
+    return StoreBytes(held.device - rows.table.nbytes, held.host)
+
+
+@pytest.mark.parametrize(
+    ("pages", "near", "far"),
+    [(0.5, 0, 6), (1, 0, 6), (2, 2, 4), (3.9, 2, 4), (4, 4, 2), (5, 4, 2), (6, 6, 0), (900, 6, 0)],
+)
+def test_the_first_pages_of_every_row_are_on_the_device_as_far_as_they_fit(
+    pages: float, near: int, far: int
+) -> None:
+    store = _store(pages)
+    _append([store], 9)
+    assert _rows(store) == StoreBytes(device=near * PAGE, host=far * PAGE)
+    assert [len(chunk) for chunk in store.paged_rows().chunks] == [n for n in (near, far) if n]
+    assert store.over_bus and store.bus_share == pytest.approx(far / 6)
+    # Of the tokens that stay, the first, none is on the host.
+    store.crop(near // 2 * PAGE_LEN)
+    assert store.bus_share == (0.0 if near else 1.0)
+
+
+@pytest.mark.parametrize("pages", [0.5, 3, 7, 20, 900])
+def test_answers_are_those_of_the_device_to_the_bit(pages: float) -> None:
+    stores = [_store(pages), PagedStore(DeviceMemory(CPU), PAGE_LEN)]
+    for step, count in enumerate((21, 4, 7, 30, 1, 1)):
+        _append(stores, count, seed=step)
+        for store in stores[:2]:
+            store.reorder(torch.tensor([1, 0]))
+    held = len(stores[0])
+    query = torch.randn(2, 2 * HEADS, 3, KEY_DIM)
+    ids = torch.rand(2, HEADS, 3, held).argsort(-1)[..., :40].int()
+    ids[torch.rand(ids.shape) < 0.2] = -1
+    split, plain = (
+        [
+            *store.attend(query, ids, 0.5, 3.0),
+            store.scores(query, ids, 0.5),
+            store.best(query, ids, 7, 0.5),
+            *store.gather(ids),
+            *store.state_dict().values(),
+            *(part for _, *parts in store.chunks(5) for part in parts),
+        ]
+        for store in stores
+    )
+    assert all(torch.equal(one, other) for one, other in zip(split, plain, strict=True))
+
+
+def test_growing_uses_the_budget_up_and_then_the_host() -> None:
+    store = _store(40)
+    _append([store], 4 * PAGE_LEN)
+    shares = []
+    for step in range(40):
+        _append([store], PAGE_LEN, seed=step)
+        assert _rows(store).device <= 40 * PAGE
+        shares.append(store.bus_share)
+    assert shares == sorted(shares) and shares[0] == 0.0 and shares[-1] > 0.5
+    assert _rows(store).device > 36 * PAGE
+
+
+def test_forks_share_the_budget_and_give_back_what_nobody_holds() -> None:
+    store = _store(10)
+    _append([store], 3 * PAGE_LEN)
+    twin = store.fork()
+    _append([twin], 2 * PAGE_LEN)
+    assert _rows(twin) == StoreBytes(device=10 * PAGE)
+    _append([store], PAGE_LEN)
+    assert _rows(store) == StoreBytes(device=6 * PAGE, host=2 * PAGE)
+    assert twin.bus_share == 0.0 and store.bus_share == 0.25
+    assert twin.fork().nbytes() == twin.nbytes()
+    del twin
+    gc.collect()
+    other = store.fork()
+    _append([other], 2 * PAGE_LEN)
+    assert _rows(other) == StoreBytes(device=10 * PAGE, host=2 * PAGE)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_more_than_the_budget_is_ever_held(seed: int) -> None:
+    choose = random.Random(seed)
+    first = _store(30)
+    _append([first], 9)
+    stores, most = [first], 0
+    for step in range(80):
+        store = choose.choice(stores)
+        batch = len(store.paged_rows().table)
+        kind = choose.choice(["append", "append", "crop", "reorder", "fork", "drop"])
+        if kind == "append":
+            _append([store], choose.randint(1, 12), batch, seed=step)
+        elif kind == "crop" and len(store) > 9:
+            store.crop(len(store) - choose.randint(1, 8))
+        elif kind == "reorder":
+            store.reorder(torch.randint(batch, (choose.randint(1, 3),)))
+        elif kind == "fork" and len(stores) < 4:
+            stores.append(store.fork())
+        elif kind == "drop" and len(stores) > 1:
+            stores.remove(store)
+        chunks = {
+            chunk.data_ptr(): chunk.nbytes
+            for held in stores
+            for chunk in held.paged_rows().chunks
+            if not held.memory.on_host(chunk)
+        }
+        most = max(most, sum(chunks.values()))
+        assert most <= 30 * PAGE
+    assert most > 20 * PAGE
+
+
+@pytest.mark.parametrize(
+    "memory", [DeviceMemory(CPU), HostMemory(CPU), SplitMemory(CPU, 99 * PAGE)]
+)
+def test_rows_are_loaded_by_stores_that_lie_elsewhere(memory: HostMemory) -> None:
+    store = _store(3)
+    _append([store], 19)
+    loaded = PagedStore(memory, PAGE_LEN)
+    loaded.load_state_dict(store.state_dict(), CPU)
+    back = _store(2)
+    back.load_state_dict(loaded.state_dict(), CPU)
+    assert _rows(back).device and _rows(back).host
+    for name, rows in store.state_dict().items():
+        assert torch.equal(rows, loaded.state_dict()[name])
+        assert torch.equal(rows, back.state_dict()[name])
+
+
+def test_each_layer_gets_an_equal_share() -> None:
+    choice = StoreChoice(FlatConfig(store="split", device_budget="10KB"), 3)
+    for _ in range(3):
+        store = choice.make(CPU, 10**9)
+        assert isinstance(store, PagedStore) and isinstance(store.memory, SplitMemory)
+        assert store.memory.budget == 10_000 // 3
+
+
+def test_without_a_budget_it_is_half_of_what_is_free_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choice = StoreChoice(FlatConfig(store="split"), 4)
+    with pytest.raises(ValueError, match=r"store='split' on cpu .*: give device_budget, as"):
+        choice.make(CPU, 1000)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (961, 2000))
+    assert choice._budget(torch.device("cuda")) == 480
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return MODELS["llama"].build()
+
+
+SMALL = {"top_k": 20, "sink": 2, "recent": 8, "flush": 4, "dense_below": 0}
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+def test_a_cache_with_a_budget_splits_and_says_so(llama: PreTrainedModel) -> None:
+    ids = prompt(2, 300)
+    plain = ParisKVCache(llama.config, store="device", **SMALL)
+    wanted = llama.generate(ids, past_key_values=plain, **GREEDY)
+    layers = len(plain.retrieval_layers)
+    # Two of the five pages of each of two rows.
+    page = plain.memory().store_device // layers // 5 // 2
+    split = ParisKVCache(llama.config, device_budget=4 * page * layers, **SMALL)
+    assert torch.equal(llama.generate(ids, past_key_values=split, **GREEDY), wanted)
+    assert split.stats()["store"] == "split"
+    rows = plain.memory().store_device
+    held = split.memory()
+    assert 0.3 * rows < held.store_device < 0.5 * rows
+    assert 0.5 * rows < held.store_host < 0.7 * rows
+    assert {layer.regions.store.bus_share for layer in split.retrieval_layers} == {0.6}
+
+
+def test_forks_and_beams_of_a_split_cache(llama: PreTrainedModel) -> None:
+    texts = []
+    for options in ({"store": "device"}, {"store": "split", "device_budget": 60_000}):
+        cache = FlatKVCache(llama.config, **SMALL, **options)
+        ids = prompt(1, 200)
+        llama.generate(ids[:, :150], past_key_values=cache, **GREEDY | {"max_new_tokens": 1})
+        twin = cache.fork()
+        twin.batch_repeat_interleave(3)
+        texts.append(llama.generate(ids, past_key_values=twin, num_beams=3, **GREEDY))
+        assert (cache.memory().store_host > 0) == ("device_budget" in options)
+        assert cache.memory().store_device > 10_000
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("store", ["device", "host", "split", "auto"])
+def test_a_saved_split_cache_goes_on_in_any_store(
+    llama: PreTrainedModel, tmp_path: Path, store: str
+) -> None:
+    ids = prompt(1, 200)
+    cache = FlatKVCache(llama.config, store="split", device_budget="60KB", **SMALL)
+    llama.generate(ids[:, :150], past_key_values=cache, **GREEDY | {"max_new_tokens": 1})
+    cache.save_pretrained(tmp_path)
+    loaded = FlatKVCache.from_pretrained(tmp_path, config=llama.config, store=store)
+    held = loaded.memory()
+    assert (held.store_device > 10_000) == (store != "host")
+    assert (held.store_host > 0) == (store != "device")
+    texts = [llama.generate(ids, past_key_values=past, **GREEDY) for past in (cache, loaded)]
+    assert torch.equal(*texts)
+    cache.save_pretrained(tmp_path)
+    more = FlatKVCache.from_pretrained(tmp_path, config=llama.config, device_budget="1GB")
+    assert more.memory().store_host == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("pages", [0.5, 3, 7, 900])
+def test_a_gpu_reads_both_parts(pages: float) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    stores = [
+        PagedStore(memory, PAGE_LEN)
+        for memory in (SplitMemory(device, int(pages * PAGE)), DeviceMemory(device))
+    ]
+    for step, count in enumerate((21, 4, 7)):
+        generator = torch.Generator().manual_seed(step)
+        keys = torch.randn(2, HEADS, count, KEY_DIM, generator=generator).to(device)
+        values = torch.randn(2, HEADS, count, VALUE_DIM, generator=generator).to(device)
+        for store in stores:
+            store.append(TokenBlock(keys, values, len(store)))
+    places = {chunk.device.type for chunk in stores[0].paged_rows().chunks}
+    assert places == ({"cpu"} if pages < 1 else {"cuda"} if pages > 99 else {"cpu", "cuda"})
+    stores[0].settle()
+    query = torch.randn(2, 2 * HEADS, 1, KEY_DIM, device=device)
+    ids = torch.rand(2, HEADS, 1, 32, device=device).argsort(-1)[..., :20].int()
+    split, plain = (
+        [
+            *store.attend(query, ids, 0.5),
+            store.scores(query, ids, 0.5),
+            *store.gather(ids),
+            *store.state_dict().values(),
+            *(part for _, *parts in store.chunks(5) for part in parts),
+        ]
+        for store in stores
+    )
+    assert all(torch.equal(one, other) for one, other in zip(split, plain, strict=True))

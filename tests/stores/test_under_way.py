@@ -1,0 +1,60 @@
+"""At most so many bytes are on their way to the host: older copies are waited for, in order."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret.stores.under_way import CopiesUnderWay, copies_from
+
+
+class _Copy:
+    """An event of a copy that ends when it is waited for, or told to."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.ended = name, log, False
+
+    def query(self) -> bool:
+        return self.ended
+
+    def synchronize(self) -> None:
+        self.log.append(self.name)
+        self.ended = True
+
+
+def test_the_oldest_copies_are_waited_for_when_too_much_is_under_way() -> None:
+    log: list[str] = []
+    copies = CopiesUnderWay(100)
+    for name, size, waited in (
+        ("a", 40, []),
+        ("b", 60, []),
+        ("c", 1, ["a"]),
+        ("d", 90, ["a", "b"]),
+        ("e", 50, ["a", "b", "c", "d"]),
+    ):
+        copies.add(_Copy(name, log), size)
+        assert log == waited and copies.nbytes <= 100
+
+
+def test_copies_that_ended_are_forgotten_without_waiting() -> None:
+    log: list[str] = []
+    copies = CopiesUnderWay(100)
+    first, second = _Copy("first", log), _Copy("second", log)
+    copies.add(first, 60)
+    copies.add(second, 30)
+    first.ended = True
+    copies.add(_Copy("third", log), 70)
+    assert log == [] and copies.nbytes == 100
+
+
+def test_one_copy_that_is_larger_than_all_is_not_waited_for() -> None:
+    log: list[str] = []
+    copies = CopiesUnderWay(100)
+    copies.add(_Copy("small", log), 10)
+    copies.add(_Copy("large", log), 1000)
+    assert log == ["small"] and copies.nbytes == 1000
+
+
+def test_all_stores_of_a_device_share_the_bound() -> None:
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert copies_from(first) is copies_from(torch.device("cuda", 0))
+    assert copies_from(first) is not copies_from(second)
