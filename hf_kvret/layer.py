@@ -144,11 +144,13 @@ class RetrievalLayer(CacheLayerMixin):
                 raise
         self._view = View(call.valid, call.scale, call.softcap)
         if not selects:
+            # A device attends to a first prompt while the host makes room for it.
+            whole = call.prompt() if past == 0 else None
             if first:
                 self.regions.take_prompt(key, value, call.valid)
-            if past == 0:
+            if whole is not None:
                 self.waiting = False
-                return call.prompt()
+                return whole
             out = self._attend_exactly(self.regions, query, key, value, past, call)
         else:
             if first:

@@ -16,6 +16,7 @@ from hf_kvret.frame import Frame
 from hf_kvret.layer import RetrievalLayer
 from hf_kvret.layer_step import LayerStep
 from hf_kvret.recorders import RECORDERS, Recorder
+from hf_kvret.replayable import untested
 from hf_kvret.window import Window
 
 _log = logging.getLogger(__name__)
@@ -197,11 +198,18 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return "the model's quantization can't be captured"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
-    return None
+    return untested(model)
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"))
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # Those of transformers stay after a call with output_hidden_states, and do nothing without.
+    others = [hook for hook in hooks if not _is_of_transformers(hook)]
+    return bool(others) or hasattr(module, "_hf_hook")
+
+
+def _is_of_transformers(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def _copied(output: Any) -> Any:

@@ -143,7 +143,9 @@ class Window:
             self.sink_slots[:, sink] = torch.where(
                 found, column + block.start, self.sink_slots[:, sink]
             )
-        self._sinks_full = bool((self.sink_slots >= 0).all())
+        # A block without padding that is as long fills them: nothing to ask the device for.
+        whole = block.valid is None and len(block) >= self.sink
+        self._sinks_full = whole or bool((self.sink_slots >= 0).all())
 
     def recent(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the recent keys ``[B, Hkv, n, Dk]`` and values, oldest first."""

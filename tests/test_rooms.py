@@ -27,10 +27,16 @@ HELPERS = (
     "hf_kvret.block",
     "hf_kvret.config",
     "hf_kvret.growing",
-    "hf_kvret.relevance",
+    "hf_kvret.pieces",
     "hf_kvret.sizes",
 )
-CONTRACTS = ("hf_kvret.index", "hf_kvret.merge", "hf_kvret.recall", "hf_kvret.stores")
+CONTRACTS = (
+    "hf_kvret.index",
+    "hf_kvret.merge",
+    "hf_kvret.recall",
+    "hf_kvret.relevance",
+    "hf_kvret.stores",
+)
 
 # room -> what it may import of ours, besides itself. Who imports a room decides what changes
 # together with it: a new arrow belongs into the floor plan first.
@@ -38,18 +44,27 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **{helper: HELPERS for helper in HELPERS},
     "hf_kvret.index": HELPERS,
     "hf_kvret.merge": (KERNELS, *HELPERS),
+    "hf_kvret.relevance": (KERNELS,),
     "hf_kvret.window": (KERNELS, "hf_kvret.merge", *HELPERS),
-    "hf_kvret.stores": (KERNELS, "hf_kvret.merge", *HELPERS),
-    "hf_kvret.recall": (KERNELS, "hf_kvret.stores", *HELPERS),
+    "hf_kvret.stores": (KERNELS, "hf_kvret.merge", "hf_kvret.relevance", *HELPERS),
+    "hf_kvret.recall": (KERNELS, "hf_kvret.relevance", "hf_kvret.stores", *HELPERS),
+    "hf_kvret.counters": CONTRACTS,
     "hf_kvret.regions": (KERNELS, "hf_kvret.window", *CONTRACTS, *HELPERS),
     "hf_kvret.calls": (KERNELS, "hf_kvret.merge"),
     "hf_kvret.layer": (
         KERNELS,
         "hf_kvret.calls",
+        "hf_kvret.counters",
         "hf_kvret.window",
         "hf_kvret.regions",
         *CONTRACTS,
         *HELPERS,
+    ),
+    "hf_kvret.replay": (
+        "hf_kvret.cache",
+        "hf_kvret.layer",
+        "hf_kvret.regions",
+        "hf_kvret.window",
     ),
     "hf_kvret.methods": (
         KERNELS,
@@ -70,6 +85,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "hf_kvret.compatibility",
         "hf_kvret.cache",
         "hf_kvret.layer",
+        "hf_kvret.prefill",
+        "hf_kvret.replay",
         "hf_kvret_model_patches",
         *HELPERS,
     ),

@@ -114,9 +114,10 @@ class PagedStore(Store):
         if device is not None and device != rows.table.device:
             rows = PagedRows(rows.chunks, rows.table.to(device), rows.key_dim)
         if self.over_bus and rows.table.is_cuda:
-            # Before reading begins on another stream, which must not be the first to make them.
-            rows.addresses()
             stream, programs = reading_stream(rows.table.device), BUS_PROGRAMS
+            # Both are made before reading begins on that stream, and outlive it.
+            for needed in (rows.table, rows.addresses()):
+                needed.record_stream(stream)
 
         def read(first: int, last: int) -> torch.Tensor:
             self.memory.wait()
@@ -242,8 +243,11 @@ class PagedStore(Store):
             paged = padded.view(batch, heads, columns, self.page_len, width).transpose(1, 2)
             self.memory.write(pages, paged.reshape(pages.shape))
             self._tail = pages.view(batch, columns, *pages.shape[1:])[:, -1]
-            numbers = torch.arange(first, first + len(pages), dtype=torch.int32)
-            table.append(numbers.view(batch, columns).to(self.memory.device))
+            # Made there: a copy from the host would wait for the device.
+            numbers = torch.arange(
+                first, first + len(pages), dtype=torch.int32, device=self.memory.device
+            )
+            table.append(numbers.view(batch, columns))
         self._table = torch.cat(table, dim=1)
 
     def _forget_rows(self) -> None:

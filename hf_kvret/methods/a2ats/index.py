@@ -80,6 +80,9 @@ class A2ATSIndex(Index):
         relevance = codebook.lookup_scores(table, codes, valid=valid)
         return proxy.top_k(relevance, budget)
 
+    def uncapturable(self) -> str | None:
+        return "a2ats encodes each token to a place that the host keeps"
+
     def candidates(self, cold_len: int, budget: int) -> int:
         """0: codes alone choose."""
         return 0

@@ -90,6 +90,9 @@ class AquaIndex(Index):
         """
         raise RuntimeError("AQUA-KV attends to all cold tokens: read them with store.chunks()")
 
+    def uncapturable(self) -> str | None:
+        return "aqua notes the position of each token at a place that the host keeps"
+
     def candidates(self, cold_len: int, budget: int) -> int:
         """0: nothing is compared."""
         return 0

@@ -166,6 +166,9 @@ class CTkvrIndex(Index):
             queries, ids = selected.queries[:, :, columns], selected.ids[:, :, columns]
             queue.push(queries, slots, ids, selected.held)
 
+    def uncapturable(self) -> str | None:
+        return "ctkvr notes queries and their lists on the host at every step"
+
     def candidates(self, cold_len: int, budget: int) -> int:
         queue = self._keeper.queue
         if budget >= cold_len or queue is None:

@@ -113,6 +113,9 @@ class H2OIndex(Index):
         ids = kept.masked_fill(~allowed, -1)
         return ids[:, :, None].expand(-1, -1, query.shape[2], -1).contiguous()
 
+    def uncapturable(self) -> str | None:
+        return "h2o notes queries on the host at every step, and counts them before the next"
+
     def candidates(self, cold_len: int, budget: int) -> int:
         return min(budget, cold_len)
 

@@ -133,6 +133,9 @@ class PaperLRQKIndex(Index):
         self._selected = ids[:, :, -1:]
         return ids
 
+    def uncapturable(self) -> str | None:
+        return "the published lrqk keeps the tokens that wait for a flush on the host"
+
     def candidates(self, cold_len: int, budget: int) -> int:
         """0: proxies alone choose."""
         return 0

@@ -1,0 +1,106 @@
+"""Reading a store piece by piece: how long a piece is, and the next one while this one is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+# To merge the result of a piece costs the same however long it is, so pieces are long.
+_LEAST_LEN = 4096
+_MOST_LEN = 32_768
+_MOST_BYTES = 256 << 20
+
+# Programs that copy from the host: enough to keep its bus busy, few enough to leave the device to
+# the attention over the piece before.
+BUS_PROGRAMS = 64
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def piece_len(queries: int, keys: torch.Tensor, values: torch.Tensor) -> int:
+    """Tokens of a piece that ``queries`` new tokens attend to at once.
+
+    Twice as many as there are queries, but 4096 to 32768, and never more than 256 MiB of rows
+    (one token at least). So a chunk of a prompt holds little beside itself, and merges seldom.
+
+    Args:
+        queries: for each row of the batch.
+        keys, values: any ``[B, Hkv, *, D]`` with the heads, dims and dtype of the rows.
+    """
+    batch, heads, _, key_dim = keys.shape
+    row_bytes = batch * heads * (key_dim + values.shape[3]) * keys.element_size()
+    wanted = min(max(2 * queries, _LEAST_LEN), _MOST_LEN)
+    return max(1, min(wanted, _MOST_BYTES // row_bytes))
+
+
+def reading_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of ``device``, a CUDA one, on which rows are read ahead; the same every time."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+def read_ahead(
+    read: Callable[[int, int], torch.Tensor],
+    spans: Iterable[tuple[int, int]],
+    stream: torch.cuda.Stream | None,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """``(first, read(first, last))`` for each span, in order.
+
+    With a stream, spans are read on it: the first one at once, each other one while the piece
+    before it is used, so two pieces are held at a time by this. The current stream waits for a
+    piece when it is handed out, the host never. Without a stream, a span is read when it is asked
+    for. Drop a piece before the next one is asked for, or three are held.
+
+    Args:
+        read: makes a new tensor on the current stream, from what was there before.
+        spans: what ``read`` is called with.
+        stream: on the device of the pieces, or None.
+    """
+    if stream is None:
+        return ((first, read(first, last)) for first, last in spans)
+    reader = _Reader(read, iter(spans), stream)
+    reader.start()
+    return reader
+
+
+class _Reader:
+    """``read_ahead`` with a stream.
+
+    Pieces are allocated on that stream, and it waits for the current one before each piece. So
+    memory of a piece that was dropped is written again only when what used it is done.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int, int], torch.Tensor],
+        spans: Iterator[tuple[int, int]],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._read = read
+        self._spans = spans
+        self._stream = stream
+        self._coming: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
+
+    def __iter__(self) -> _Reader:
+        return self
+
+    def __next__(self) -> tuple[int, torch.Tensor]:
+        if self._coming is None:
+            raise StopIteration
+        first, rows, arrived = self._coming
+        self.start()
+        torch.cuda.current_stream(self._stream.device).wait_event(arrived)
+        return first, rows
+
+    def start(self) -> None:
+        """Begin to read the next span, if there is one."""
+        span = next(self._spans, None)
+        if span is None:
+            self._coming = None
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            rows = self._read(*span)
+            self._coming = span[0], rows, self._stream.record_event()

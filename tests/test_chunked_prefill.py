@@ -1,0 +1,327 @@
+"""``generate`` reads long prompts in chunks: the same text, far less memory, never by mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_kvret import FlatKVCache, prefill, registered_methods
+from hf_kvret.stores import StoreChoice, paged
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.conformance import LOGIT_TOLERANCE
+from hf_kvret.testing.scenario import prompt, ragged
+from hf_kvret_kernels.page_copy import copy_pages
+from hf_kvret_kernels.paged import PagedRows
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+LOGITS: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
+SMALL = {**COVERING_OPTIONS, "top_k": 12}
+COUNTS_PAST = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
+ArtifactOptions = Callable[[str, str], dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return MODELS["llama"].build()
+
+
+@contextmanager
+def passes_of(model: PreTrainedModel) -> Iterator[list[int]]:
+    """The tokens of each forward pass of ``model``, in order."""
+    lengths: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        given = kwargs.get("input_ids")
+        given = kwargs["inputs_embeds"] if given is None else given
+        lengths.append(given.shape[1])
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield lengths
+    finally:
+        hook.remove()
+
+
+def _same(ours: Any, wanted: Any) -> None:
+    assert torch.equal(ours.sequences, wanted.sequences)
+    for some, other in zip(ours.logits, wanted.logits, strict=True):
+        torch.testing.assert_close(some, other, atol=LOGIT_TOLERANCE, rtol=0)
+
+
+def _options(method: str, found: ArtifactOptions, covering: bool) -> dict[str, Any]:
+    coded = {"bits": 16} if method == "aqua" and covering else {}
+    return {**(COVERING_OPTIONS if covering else SMALL), **coded, **found(method, "llama")}
+
+
+@pytest.mark.parametrize("method", registered_methods())
+def test_chunks_give_the_text_of_one_pass_with_a_covering_budget(
+    llama: PreTrainedModel, method: str, artifact_options: ArtifactOptions
+) -> None:
+    ids, mask = ragged((200, 140, 171), salt=1)
+    options, results = _options(method, artifact_options, covering=True), []
+    for chunk in (None, 48):
+        cache = registered_methods()[method](llama.config, **options, prefill_chunk=chunk)
+        with passes_of(llama) as lengths:
+            given = {"attention_mask": mask, "past_key_values": cache}
+            results.append(llama.generate(ids, **given, **GREEDY, **LOGITS))
+        prompts = [length for length in lengths if length > 1]
+        assert prompts == ([200] if chunk is None else [48, 48, 48, 48, 8])
+    _same(results[1], results[0])
+
+
+# Not paris, whose keys are centred by the mean of the first block to go cold, and not lrqk, whose
+# factors come from a sample of the queries of each block: with chunks these are others. Nor aqua
+# with few bits, as any store of coded rows: later chunks attend to rows as they were coded.
+@pytest.mark.parametrize("method", ["flat", "ctkvr", "a2ats", "h2o"])
+def test_chunks_give_the_text_of_one_pass_with_a_small_budget(
+    llama: PreTrainedModel, method: str, artifact_options: ArtifactOptions
+) -> None:
+    ids, mask = ragged((200, 140, 171), salt=1)
+    options, results = _options(method, artifact_options, covering=False), []
+    for chunk in (None, 48):
+        cache = registered_methods()[method](llama.config, **options, prefill_chunk=chunk)
+        given = {"attention_mask": mask, "past_key_values": cache}
+        results.append(llama.generate(ids, **given, **GREEDY, **LOGITS))
+        assert 0 < cache.stats()["layers"][0]["read_ratio"] < 0.5
+    _same(results[1], results[0])
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "qwen3_next", "lfm2", "qwen2_vl"])
+def test_models_with_other_layers_beside_give_the_same_text(name: str) -> None:
+    model = MODELS[name].build()
+    ids, mask = ragged((90, 61), salt=2)
+    wanted = model.generate(ids, attention_mask=mask, **GREEDY, **LOGITS)
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS, prefill_chunk=24)
+    given = {"attention_mask": mask, "past_key_values": cache}
+    _same(model.generate(ids, **given, **GREEDY, **LOGITS), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("store", ["device", "host", "split", "cpu"])
+def test_chunks_give_the_text_of_one_pass_on_a_gpu(store: str) -> None:
+    """Long enough for several pieces, read ahead where rows are on the host."""
+    model = MODELS["llama"].build().cuda()
+    budget = {"device_budget": 1 << 20} if store == "split" else {}
+    options = {**COVERING_OPTIONS, "store": store, **budget}
+    ids, results = prompt(1, 12_000).cuda(), []
+    for chunk in (None, 1024):
+        cache = FlatKVCache(model.config, **options, prefill_chunk=chunk)
+        results.append(model.generate(ids, past_key_values=cache, **GREEDY, **LOGITS))
+    _same(results[1], results[0])
+
+
+def test_beams_share_the_chunks(llama: PreTrainedModel) -> None:
+    ids, mask = ragged((90, 61), salt=3)
+    beams = {"attention_mask": mask, "num_beams": 3, **GREEDY}
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=24)
+    wanted = llama.generate(ids, **beams)
+    assert torch.equal(llama.generate(ids, past_key_values=cache, **beams), wanted)
+
+
+def test_a_second_prompt_is_read_in_chunks_where_transformers_counts_the_past(
+    llama: PreTrainedModel,
+) -> None:
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=30)
+    first = llama.generate(prompt(1, 50), past_key_values=cache, **GREEDY)
+    ids = torch.cat([first, prompt(1, 60, salt=2)], dim=1)
+    with passes_of(llama) as lengths:
+        ours = llama.generate(ids, past_key_values=cache, **GREEDY)
+    # The last token of the first answer is new to the cache.
+    prompts = [length for length in lengths if length > 1]
+    assert prompts == (_cut(61, 30) if COUNTS_PAST else [61])
+    assert torch.equal(ours, llama.generate(ids, **GREEDY))
+
+
+def _cut(length: int, chunk: int) -> list[int]:
+    size = prefill.fit_chunk(length, chunk, COVERING_OPTIONS["max_draft"])
+    assert size is not None
+    return [len(part) for part in torch.arange(length).split(size)]
+
+
+def test_chunks_are_of_this_call_alone(llama: PreTrainedModel) -> None:
+    given = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
+    options = {**COVERING_OPTIONS, "prefill_chunk": 20}
+    with passes_of(llama) as lengths:
+        cache = FlatKVCache(llama.config, **options)
+        llama.generate(prompt(1, 60), past_key_values=cache, generation_config=given)
+        llama.generate(prompt(1, 60), generation_config=given)
+        llama.generate(
+            prompt(1, 60), cache_implementation="flat", cache_config=options, max_new_tokens=2
+        )
+    assert lengths == [20, 20, 20, 1, 60, 1, 20, 20, 20, 1]
+    assert given.prefill_chunk_size is None
+    assert llama.generation_config.prefill_chunk_size is None
+
+
+def test_what_the_caller_says_comes_first(llama: PreTrainedModel) -> None:
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)
+    with passes_of(llama) as lengths:
+        llama.generate(
+            prompt(1, 60), past_key_values=cache, prefill_chunk_size=30, max_new_tokens=1
+        )
+    assert lengths == [30, 30]
+
+
+def test_auto_reads_in_chunks_what_no_pass_affords(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt(1, 700)
+    needed = prefill.token_bytes(llama.config, torch.float32)
+    monkeypatch.setattr(prefill, "CHUNK_BYTES", needed * 300)
+    for whole, expected in ((700, [700]), (699, [256, 256, 188])):
+        monkeypatch.setattr(prefill, "WHOLE_BYTES", needed * whole)
+        with passes_of(llama) as lengths:
+            cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
+            llama.generate(ids, past_key_values=cache, max_new_tokens=1)
+        assert lengths == expected
+
+
+def test_auto_leaves_recurrent_layers_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["lfm2"].build()
+    monkeypatch.setattr(prefill, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(prefill, "WHOLE_BYTES", 1)
+    with passes_of(model) as lengths:
+        cache = FlatKVCache(model.config, **COVERING_OPTIONS)
+        model.generate(prompt(1, 300), past_key_values=cache, max_new_tokens=1)
+    assert lengths == [300]
+
+
+def test_embeddings_go_in_one_pass(llama: PreTrainedModel) -> None:
+    ids = prompt(1, 60)
+    embeds = llama.get_input_embeddings()(ids)
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)
+    with passes_of(llama) as lengths:
+        ours = llama.generate(inputs_embeds=embeds, past_key_values=cache, **GREEDY)
+    assert lengths[0] == 60
+    assert torch.equal(ours, llama.generate(inputs_embeds=embeds, **GREEDY))
+
+
+def test_hidden_states_that_are_asked_for_are_those_of_the_prompt(llama: PreTrainedModel) -> None:
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)
+    result = llama.generate(
+        prompt(1, 60),
+        past_key_values=cache,
+        output_hidden_states=True,
+        return_dict_in_generate=True,
+        **GREEDY,
+    )
+    assert result.hidden_states[0][-1].shape[1] == 60
+
+
+def test_a_draft_model_is_not_told_to_cut_its_prompts(llama: PreTrainedModel) -> None:
+    draft = MODELS["llama"].build()
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)
+    ids = prompt(1, 60)
+    with passes_of(draft) as lengths:
+        ours = llama.generate(ids, past_key_values=cache, assistant_model=draft, **GREEDY)
+    assert lengths[0] == 60
+    assert torch.equal(ours, llama.generate(ids, **GREEDY))
+
+
+@pytest.mark.parametrize("whose", ["ours", "transformers"])
+def test_where_rows_live_is_decided_by_the_whole_prompt(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    """The first block to go cold is of the first chunk, and says little of what will come."""
+    sizes: list[int] = []
+
+    def choose(device: torch.device, cold_bytes: int) -> str:
+        sizes.append(cold_bytes)
+        return "device"
+
+    monkeypatch.setattr(StoreChoice, "_choose", staticmethod(choose))
+    for chunk in (None, 48):
+        ours, theirs = (chunk, None) if whose == "ours" else (None, chunk)
+        cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "prefill_chunk": ours})
+        given: dict[str, Any] = {"past_key_values": cache, "prefill_chunk_size": theirs}
+        llama.generate(prompt(1, 480), max_new_tokens=1, **given)
+    whole, chunked = sizes
+    # Ten chunks of 48, of which 40 tokens go cold at first; of 480 go 472.
+    assert chunked * 472 == whole * 400
+
+
+def test_a_loaded_cache_and_a_fork_may_read_otherwise(
+    llama: PreTrainedModel, tmp_path: Any
+) -> None:
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=48)
+    llama.generate(prompt(1, 60), past_key_values=cache, max_new_tokens=1)
+    assert cache.fork(prefill_chunk=None).options.prefill_chunk is None
+    cache.save_pretrained(tmp_path)
+    loaded = FlatKVCache.from_pretrained(tmp_path, llama.config, prefill_chunk="auto")
+    assert loaded.options.prefill_chunk == "auto"
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made inside and still held, and their peak."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        weights = (*model.parameters(), *model.buffers())
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._weights:
+                    self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._held = {key: entry for key, entry in self._held.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._held.values()))
+        return result
+
+
+def _beyond_rows(model: PreTrainedModel, length: int, chunk: int | None) -> int:
+    """Bytes that reading a prompt takes at its peak, on top of what the cache holds then."""
+    cache = FlatKVCache(model.config, **{**SMALL, "prefill_chunk": chunk})
+    with Held(model) as held:
+        model.generate(prompt(1, length), past_key_values=cache, max_new_tokens=1)
+    memory = cache.memory()
+    return held.peak - memory.device - memory.host
+
+
+def test_what_a_chunk_takes_does_not_grow_with_the_prompt(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_kvret.pieces._LEAST_LEN", 128)
+    short, long = (_beyond_rows(llama, length, 128) for length in (512, 1536))
+    # Token ids, positions, and marks of what is a sink: nothing that grows is a row wide.
+    assert long - short <= 1024 * 64
+    whole = _beyond_rows(llama, 1536, None)
+    needed = prefill.token_bytes(llama.config, torch.float32)
+    # What a pass takes is estimated well enough to decide by it.
+    assert 0.5 < whole / (needed * 1536) < 1.2
+    assert long < whole / 3
+
+
+def test_a_layer_holds_one_piece_at_a_time(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_kvret.pieces._LEAST_LEN", 64)
+    pieces: list[StorageWeakRef] = []
+    before: list[int] = []
+
+    def copy(rows: PagedRows, first: int, last: int, programs: int | None) -> torch.Tensor:
+        before.append(sum(not piece.expired() for piece in pieces))
+        made = copy_pages(rows, first, last)
+        pieces.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+    monkeypatch.setattr(paged, "copy_pages", copy)
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=64)
+    llama.generate(prompt(1, 512), past_key_values=cache, max_new_tokens=3)
+    assert len(before) > 30 and max(before) == 0

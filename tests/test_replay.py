@@ -1,0 +1,447 @@
+"""Replayed decode steps must be usual ones, bit for bit, and whatever can't be is told."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hf_kvret
+from hf_kvret import DecodeGraph, RetrievalCache, registered_methods, registry
+from hf_kvret.replay import why_not
+from hf_kvret.testing import MODELS
+from hf_kvret.testing.tape import TapeRecorder, taped
+
+OPTIONS: dict[str, Any] = {
+    "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,
+}  # fmt: skip
+COVERING = {**OPTIONS, "top_k": 10**6}
+# Four coordinates have 16 sign patterns, which the interpreter goes through in bearable time.
+EXTRA: dict[str, dict[str, Any]] = {"paris": {"subspace_dim": 4}}
+PROMPT = 14
+
+
+def _llama() -> Any:
+    """Two layers and little else: the interpreter runs kernels program by program."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config).eval()
+    hf_kvret.attach(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    model: PreTrainedModel = _llama()
+    return model
+
+
+def _cache(model: PreTrainedModel, method: str = "flat", **options: Any) -> RetrievalCache:
+    made = {**OPTIONS, **EXTRA.get(method, {}), **options}
+    return registered_methods()[method](model.config, **made)
+
+
+class Loop:
+    """Greedy decoding by hand, through ``call``, with the inputs that generate would pass."""
+
+    def __init__(self, call: Any, cache: RetrievalCache, padded: bool = False) -> None:
+        self.call, self.cache = call, cache
+        self.tokens = torch.arange(2 * PROMPT).view(2, PROMPT) * 7 % 50 + 10
+        self.mask = torch.ones_like(self.tokens)
+        self.padded = padded
+        if padded:
+            self.mask[1, :5] = 0
+        self.logits = self._feed(self.tokens)
+
+    @torch.no_grad()
+    def _feed(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        output = self.call(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=self.mask if self.padded else None,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def step(self) -> torch.Tensor:
+        """Feed the most likely token; the logits after it."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(2, 1)], dim=1)
+        self.logits = self._feed(self.logits.argmax(-1, keepdim=True))
+        return self.logits
+
+    def run(self, steps: int) -> torch.Tensor:
+        """``[steps, B, V]``: the logits of as many steps."""
+        return torch.stack([self.step() for _ in range(steps)])
+
+
+CASES = [
+    ("flat", "device", False),
+    ("flat", "split", True),
+    ("lrqk", "resident", True),
+    pytest.param("paris", "host", False, marks=pytest.mark.slow),
+    pytest.param("paris", "device", True, marks=pytest.mark.slow),
+    pytest.param("paris", "resident", False, marks=pytest.mark.slow),
+    pytest.param("paris", "higgs", False, marks=pytest.mark.slow),
+    pytest.param("flat", "higgs-host", True, marks=pytest.mark.slow),
+    pytest.param("lrqk", "device", False, marks=pytest.mark.slow),
+    pytest.param("lrqk", "host", True, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("method, store, padded", CASES)
+def test_replayed_steps_are_usual_ones_bit_for_bit(
+    llama: PreTrainedModel, method: str, store: str, padded: bool
+) -> None:
+    """With flushes in between, and counts that are the same."""
+    options: dict[str, Any] = {"store": store}
+    if store == "split":
+        # One page of each layer.
+        options["device_budget"] = 2 * 64 * 32 * 4
+    with taped():
+        usual = Loop(llama, _cache(llama, method, **options), padded)
+        cache = _cache(llama, method, **options)
+        step = DecodeGraph(llama, cache)
+        replayed = Loop(step, cache, padded)
+        for number in range(11):
+            assert torch.equal(replayed.step(), usual.step()), f"step {number}"
+    assert step.reason is None
+    assert step.captures >= 2
+    assert step.replays >= 7
+    assert step.captures + step.replays + step.eager == 12 + step.captures
+    for ours, theirs in zip(cache.stats()["layers"], usual.cache.stats()["layers"], strict=True):
+        # LRQK's error is summed in other groups.
+        ours.pop("proxy_error", None), theirs.pop("proxy_error", None)
+        assert ours == theirs
+
+
+def test_a_step_of_paris_is_replayed(llama: PreTrainedModel) -> None:
+    """One step each way; more of them, and other stores, are slow in the interpreter."""
+    with taped():
+        outs = []
+        for graphed in (False, True):
+            cache = _cache(llama, "paris", top_k=2, flush=7)
+            step = DecodeGraph(llama, cache) if graphed else llama
+            outs.append(Loop(step, cache).run(3))
+    assert torch.equal(*outs)
+    assert isinstance(step, DecodeGraph)
+    assert step.replays == 1
+
+
+def test_steps_of_a_cache_that_is_still_dense_are_replayed_too(llama: PreTrainedModel) -> None:
+    """The window grows in big steps, and after each a step is captured anew."""
+    with taped():
+        usual = Loop(llama, _cache(llama, dense_below=10**6))
+        cache = _cache(llama, dense_below=10**6)
+        step = DecodeGraph(llama, cache)
+        assert torch.equal(Loop(step, cache).run(6), usual.run(6))
+    assert step.replays == 5
+    assert cache.retrieval_layers[0].regions is not None
+    assert cache.retrieval_layers[0].regions.cold_len == 0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_generate_replays_by_itself_and_gives_the_same_tokens(
+    llama: PreTrainedModel, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[DecodeGraph] = []
+
+    class Noted(DecodeGraph):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(registry, "DecodeGraph", Noted)
+    tokens = torch.arange(2 * PROMPT).view(2, PROMPT) % 40 + 10
+    mask = torch.ones_like(tokens)
+    mask[1, : 5 * padded] = 0
+    asked: dict[str, Any] = {
+        "attention_mask": mask, "max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False,
+    }  # fmt: skip
+    expected = llama.generate(tokens, **asked)  # type: ignore[operator]
+    with taped():
+        given = llama.generate(  # type: ignore[operator]
+            tokens, cache_implementation="flat", cache_config=COVERING, **asked
+        )
+        (step,) = made
+        assert step.replays >= 4
+        llama.generate(  # type: ignore[operator]
+            tokens, cache_implementation="flat", cache_config={**COVERING, "graph": False}, **asked
+        )
+        assert made[1:] == [] or made[1].reason == "graph=False"
+    assert torch.equal(given, expected)
+
+
+def test_sampled_tokens_are_the_same_for_a_seed(llama: PreTrainedModel) -> None:
+    tokens = torch.arange(PROMPT)[None] + 10
+    given = []
+    with taped():
+        for graph in ("auto", False):
+            torch.manual_seed(0)
+            given.append(
+                llama.generate(  # type: ignore[operator]
+                    tokens,
+                    max_new_tokens=8,
+                    do_sample=True,
+                    cache_implementation="flat",
+                    cache_config={**OPTIONS, "graph": graph},
+                )
+            )
+    assert torch.equal(*given)
+
+
+@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_beams_and_drafts_go_the_usual_way(llama: PreTrainedModel, mode: dict[str, int]) -> None:
+    tokens = torch.arange(PROMPT)[None] % 5 + 10
+    asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, **mode}
+    expected = llama.generate(tokens, **asked)  # type: ignore[operator]
+    with taped():
+        given = llama.generate(  # type: ignore[operator]
+            tokens, cache_implementation="flat", cache_config=COVERING, **asked
+        )
+    assert torch.equal(given, expected)
+
+
+def test_nothing_is_left_of_it_after_generate(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[DecodeGraph]] = []
+
+    class Noted(DecodeGraph):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(registry, "DecodeGraph", Noted)
+    with taped():
+        output = llama.generate(  # type: ignore[operator]
+            torch.arange(PROMPT)[None] + 10,
+            max_new_tokens=6,
+            do_sample=False,
+            return_dict_in_generate=True,
+            cache_implementation="flat",
+            cache_config=OPTIONS,
+        )
+    gc.collect()
+    assert len(made) == 1
+    assert made[0]() is None
+    layer = output.past_key_values.retrieval_layers[0]
+    assert layer.regions is not None
+    assert layer.regions.window.place is None
+
+
+def test_a_crop_a_reorder_and_a_fork_in_between_are_noticed(llama: PreTrainedModel) -> None:
+    with taped():
+        loops = []
+        for graphed in (False, True):
+            cache = _cache(llama)
+            step = DecodeGraph(llama, cache) if graphed else llama
+            loop = Loop(step, cache)
+            loop.run(3)
+            cache.crop(-2)
+            loop.mask = loop.mask[:, :-2]
+            loop.run(3)
+            rows = torch.tensor([1, 0])
+            for layer in cache.layers:
+                layer.reorder_cache(rows)
+            loop.logits = loop.logits[rows]
+            loop.run(2)
+            twin = cache.fork()
+            after = loop.run(3)
+            apart = Loop.__new__(Loop)
+            vars(apart).update(vars(loop), call=llama, cache=twin, mask=loop.mask[:, :-3])
+            apart.logits = loop.logits
+            loops.append((after, apart.step()))
+    for usual, replayed in zip(*loops, strict=True):
+        assert torch.equal(usual, replayed)
+
+
+def test_what_a_step_returned_is_the_callers(llama: PreTrainedModel) -> None:
+    with taped():
+        cache = _cache(llama, flush=7)
+        step = DecodeGraph(llama, cache)
+        loop = Loop(step, cache)
+        loop.run(3)
+        kept = loop.logits
+        before = kept.clone()
+        loop.step()
+        assert step.replays == 2
+    assert torch.equal(kept, before)
+
+
+def test_a_mask_that_changes_between_steps_is_read_each_time(llama: PreTrainedModel) -> None:
+    outs = []
+    with taped():
+        for graphed in (False, True):
+            cache = _cache(llama, flush=7)
+            step = DecodeGraph(llama, cache) if graphed else llama
+            loop = Loop(step, cache, padded=True)
+            loop.run(3)
+            loop.mask[0, 3] = loop.mask[1, 12] = loop.mask[0, -1] = 0
+            outs.append(loop.run(2))
+    assert torch.equal(*outs)
+
+
+class Waiting(torch.nn.Module):
+    """A norm that asks the device for a number, as experts without a fixed shape do."""
+
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.error: BaseException | None = None
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.error is not None and self.calls == 5:
+            raise self.error
+        if self.error is None and x.sum().item() != x.sum().item():
+            raise AssertionError("not a number")
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
+def test_a_model_that_waits_for_the_device_runs_as_usual_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = _llama()
+    usual = Loop(model, _cache(model)).run(6)
+    model.model.norm = Waiting(model.model.norm)
+    with taped(), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            cache = _cache(model)
+            step = DecodeGraph(model, cache)
+            given = Loop(step, cache).run(6)
+            assert torch.allclose(given, usual, atol=1e-4)
+            assert step.replays == 0
+            assert step.reason is not None and "_local_scalar_dense" in step.reason
+            assert cache.get_seq_length() == PROMPT + 6
+    assert [record.getMessage() for record in caplog.records].count(
+        f"decode steps are not replayed from a CUDA graph: {step.reason}"
+    ) == 1
+
+
+def test_an_error_of_another_kind_passes_and_leaves_the_cache_as_it_was() -> None:
+    model = _llama()
+    waiting = Waiting(model.model.norm)
+    waiting.error = KeyboardInterrupt()
+    model.model.norm = waiting
+    with taped():
+        cache = _cache(model)
+        step = DecodeGraph(model, cache)
+        loop = Loop(step, cache)
+        waiting.calls = 2
+        loop.run(2)
+        assert step.captures == 0
+        held, mask = cache.get_seq_length(), loop.mask
+        with pytest.raises(KeyboardInterrupt):
+            loop.step()
+        assert cache.get_seq_length() == held
+        loop.mask = mask
+        loop.step()
+    assert cache.get_seq_length() == held + 1
+
+
+def test_reasons_are_told_before_anything_is_captured(llama: PreTrainedModel) -> None:
+    assert "only cuda devices have graphs" in str(why_not(llama, _cache(llama)))
+    with taped():
+        assert why_not(llama, _cache(llama)) is None
+        assert why_not(llama, _cache(llama, graph=False)) == "graph=False"
+        hook = llama.lm_head.register_forward_hook(lambda *args: None)  # type: ignore[union-attr]
+        assert "hooks" in str(why_not(llama, _cache(llama)))
+        hook.remove()
+        llama.train()
+        assert "training" in str(why_not(llama, _cache(llama)))
+        llama.eval()
+        with torch.autocast("cpu"):
+            assert "autocast" in str(why_not(llama, _cache(llama)))
+        gemma = MODELS["gemma2"].build().eval()
+        assert "SlidingWindow" in str(why_not(gemma, _cache(gemma)))
+
+
+@pytest.mark.parametrize(
+    "method, options, told",
+    [
+        ("flat", {"store": "cpu"}, "store='cpu'"),
+        ("flat", {"track_recall": True}, "track_recall"),
+        ("ctkvr", {}, "ctkvr"),
+        ("h2o", {}, "h2o"),
+    ],
+)
+def test_methods_and_stores_that_need_the_host_say_so(
+    llama: PreTrainedModel, method: str, options: dict[str, Any], told: str
+) -> None:
+    with taped():
+        cache = _cache(llama, method, **options)
+        step = DecodeGraph(llama, cache)
+        Loop(step, cache).run(3)
+    assert told in str(step.reason)
+    assert step.replays == 0
+
+
+def test_inputs_that_a_replay_would_not_see_are_not_replayed(llama: PreTrainedModel) -> None:
+    def reason(**more: Any) -> str | None:
+        cache = _cache(llama)
+        step = DecodeGraph(llama, cache)
+        loop = Loop(lambda **inputs: step(**{**inputs, **more}), cache)
+        loop.run(3)
+        return step.reason if not step.replays else f"replayed {step.replays}"
+
+    with taped():
+        assert reason() == "replayed 1"
+        assert reason(output_hidden_states=True) == "output_hidden_states=True"
+        # What transformers hooked into the model for that stays there, and is no obstacle.
+        assert reason() == "replayed 1"
+        assert "position_ids" in str(reason(position_ids=None))
+        assert "token_type_ids" in str(reason(token_type_ids=torch.zeros(2, 1)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    "method, store", [("flat", "device"), ("paris", "host"), ("lrqk", "resident")]
+)
+def test_a_gpu_replays_what_it_would_compute(method: str, store: str) -> None:
+    model = _llama().cuda()
+    tokens = torch.arange(2 * PROMPT, device="cuda").view(2, PROMPT) % 40 + 10
+    given = [
+        model.generate(
+            tokens,
+            max_new_tokens=24,
+            min_new_tokens=24,
+            do_sample=False,
+            cache_implementation=method,
+            cache_config={**COVERING, "store": store, "graph": graph},
+        )
+        for graph in ("auto", False)
+    ]
+    assert torch.equal(*given)
+    cache = _cache(model, method, store=store)
+    step = DecodeGraph(model, cache)
+    assert step.reason is None
+
+
+def test_the_recorder_of_the_tape_is_one(llama: PreTrainedModel) -> None:
+    with taped():
+        cache = _cache(llama)
+        step = DecodeGraph(llama, cache)
+        assert isinstance(step._recorder, TapeRecorder)

@@ -1,0 +1,126 @@
+"""The tape must behave as a CUDA graph: frozen numbers, the same memory, and no host in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret.recorders import RECORDERS
+from hf_kvret.testing.tape import CaptureError, TapeRecorder, taped
+from hf_kvret_kernels.gather_attention import gather_attention
+from hf_kvret_kernels.paged import PagedRows
+
+
+def _record(step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    return TapeRecorder(torch.device("cpu")).record(step)
+
+
+def test_a_replay_reads_what_stands_in_the_same_memory_now() -> None:
+    x, weight = torch.arange(6.0).view(2, 3), torch.ones(3, 2)
+    out, replay = _record(lambda: (x @ weight).relu().sum(-1))
+    x.fill_(2.0)
+    replay()
+    assert out.tolist() == [12.0, 12.0]
+
+
+def test_numbers_of_python_are_frozen() -> None:
+    x, counter = torch.zeros(4), [0]
+
+    def step() -> torch.Tensor:
+        counter[0] += 1
+        return x + counter[0]
+
+    out, replay = _record(step)
+    replay()
+    replay()
+    assert counter == [1]
+    assert out.tolist() == [1.0] * 4
+
+
+def test_recording_leaves_memory_as_it_was_and_replays_write_it_again() -> None:
+    total, column = torch.zeros(3), torch.tensor([1])
+
+    def step() -> None:
+        total.index_copy_(0, column, torch.ones(1))
+        total.add_(1.0)
+
+    _, replay = _record(step)
+    assert total.tolist() == [0.0, 0.0, 0.0]
+    column.fill_(2)
+    replay()
+    assert total.tolist() == [1.0, 1.0, 2.0]
+    replay()
+    assert total.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_step_that_breaks_off_leaves_memory_as_it_was() -> None:
+    total = torch.zeros(3)
+
+    def step() -> None:
+        total.add_(1.0)
+        raise KeyError("broken")
+
+    with pytest.raises(KeyError, match="broken"):
+        _record(step)
+    assert total.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.clone().masked_fill_(x > 0, 0.0)[x > 0],
+        lambda x: torch.tensor([1.0, 2.0]),
+        lambda x: x.unique(),
+        lambda x: torch.equal(x, x),
+        lambda x: x.repeat_interleave(torch.tensor([1, 2])),
+    ],
+    ids=["item", "bool", "nonzero", "mask", "mask-again", "tensor", "unique", "equal", "repeats"],
+)
+def test_what_needs_the_host_is_refused(step: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.tensor([1.0, -1.0])
+    with pytest.raises(CaptureError):
+        _record(lambda: step(x))
+
+
+def test_writing_under_a_mask_without_its_indices_is_fine() -> None:
+    x = torch.tensor([1.0, -1.0])
+    out, replay = _record(lambda: x.masked_fill(x > 0, 5.0))
+    x.neg_()
+    replay()
+    assert out.tolist() == [-1.0, 5.0]
+
+
+def test_kernels_of_the_interpreter_are_replayed_too() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 1, 16, generator=generator)
+    rows = PagedRows(
+        [torch.randn(2, 2, 8, 32, generator=generator)],
+        torch.tensor([[1, 0]], dtype=torch.int32),
+        16,
+    )
+    ids = torch.tensor([[[[0, 3, 9]], [[1, 15, -1]]]], dtype=torch.int32)
+    rows.addresses()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        return gather_attention(query, rows, ids, scale=0.3, backend="triton")
+
+    (out, _), replay = _record(step)
+    query.mul_(-2.0)
+    ids[0, 0, 0, 1] = 12
+    replay()
+    assert torch.equal(out, step()[0])
+    assert not torch.equal(out, torch.zeros_like(out))
+
+
+def test_only_inside_the_context_does_a_cpu_have_graphs() -> None:
+    assert "cpu" not in RECORDERS
+    with taped():
+        assert RECORDERS["cpu"] is TapeRecorder
+    assert "cpu" not in RECORDERS
