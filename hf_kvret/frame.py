@@ -30,6 +30,8 @@ class Frame:
         replay: does the captured work again; None before.
     """
 
+    # Filled later in and out of inference mode.
+    @torch.inference_mode(False)
     def __init__(self, inputs: dict[str, Any], window: Window) -> None:
         device, batch = window.keys.device, len(window.sink_slots)
         tensors, self._rest = _parts(inputs)

@@ -27,10 +27,12 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs that share one memory pool; drop one before the next is recorded."""
+    """CUDA graphs that share one memory pool: only the newest may be replayed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # The newest. Without any, the allocator would give the pool up and begin another.
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
@@ -56,6 +58,7 @@ class CudaRecorder:
                     raise
                 graph.capture_end()
             current.wait_stream(self._stream)
+        self._graph = graph
         return result, graph.replay
 
 

@@ -95,7 +95,6 @@ class DecodeGraph:
             # Somebody changed the cache: what the change put off is done in a usual step.
             self._rehearsed, frame = (), None
         if frame is None or not frame.fits(inputs):
-            # Dropped before another is made: both would use the same memory.
             self._frame = None
             frame = Frame(inputs, window)
         frame.fill(inputs, window)

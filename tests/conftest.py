@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 # Triton reads this when a kernel is defined, so it is set before any test imports one.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Launch numbers that somebody tuned on this machine are not those under test.
+os.environ["HF_KVRET_TUNING"] = tempfile.mkdtemp(prefix="hf_kvret_tuning_")
 
 
 @pytest.fixture(

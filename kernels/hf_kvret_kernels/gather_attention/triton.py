@@ -3,14 +3,21 @@
 A program takes one selection (a batch row, a selecting head, a query) and a piece of its ids,
 follows them through the page table to rows in device or pinned host memory, and attends with all
 query heads that share the selection. A second small kernel merges the pieces.
+
+With the variant "gather" a kernel that does nothing else copies the rows to the device first, all
+loads of a program under way at once; attention then reads them one after the other, the next ones
+while it computes. Both variants do the same sums in the same order.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels import tuning
 from hf_kvret_kernels._triton_shared import (
     TL_DTYPES,
     base2_scores,
@@ -23,12 +30,10 @@ from hf_kvret_kernels._triton_shared import (
     score_factors,
     softmax_step,
 )
+from hf_kvret_kernels.gather_attention import choices
+from hf_kvret_kernels.gather_attention.triton_copy import copy_rows
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.paged_triton import row_pointers
-
-# Programs per multiprocessor to aim at: the loads have a long way, so several must be under way.
-_WAVES = 4
-_MOST_SPLITS = 64
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "count", "split_len"])
@@ -37,6 +42,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,
     table,
     page_address,
+    copied,
     out,
     lse,
     stride_q_b,
@@ -65,6 +71,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     BLOCK_DV: tl.constexpr,
     ALIGN: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    COPIED: tl.constexpr,
     DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
@@ -91,21 +98,27 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         positions = start + tl.arange(0, BLOCK_K)
         ids = tl.load(ids_row + positions * stride_ids_k, mask=positions < last, other=-1)
         wanted = ids >= 0
-        rows = row_pointers(
-            ids,
-            wanted,
-            h // SHARE,
-            table + b * stride_table_b,
-            stride_table,
-            page_address,
-            PAGE_LEN,
-            DK + DV,
-            DTYPE,
-        )
+        # A copy has zeros for holes, so its loads don't wait for ids and can be made ahead.
+        loaded = wanted
+        if COPIED:
+            rows = copied + (index * count + positions) * (DK + DV)
+            loaded = positions < last
+        else:
+            rows = row_pointers(
+                ids,
+                wanted,
+                h // SHARE,
+                table + b * stride_table_b,
+                stride_table,
+                page_address,
+                PAGE_LEN,
+                DK + DV,
+                DTYPE,
+            )
         rows = tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
-        key = load_rows(rows + key_columns[None, :], wanted, key_columns, DK, BLOCK_DK, True)
+        key = load_rows(rows + key_columns[None, :], loaded, key_columns, DK, BLOCK_DK, True)
         value = load_rows(
-            rows + DK + value_columns[None, :], wanted, value_columns, DV, BLOCK_DV, True
+            rows + DK + value_columns[None, :], loaded, value_columns, DV, BLOCK_DV, True
         )
         dots = tl.dot(q.to(DOT_DTYPE), tl.trans(key).to(DOT_DTYPE), input_precision="ieee")
         scores = base2_scores(dots, inner, outer, SOFTCAP)
@@ -131,10 +144,13 @@ def gather_attention(
     scale: float,
     softcap: float | None,
     splits: int | None = None,
+    variant: str = "auto",
+    choice: choices.GatherChoice | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.gather_attention.gather_attention``.
 
-    ``splits`` is the number of pieces the ids are cut into, None for as many as fill the device.
+    ``splits`` is the number of pieces the ids are cut into, None for as many as fill the device;
+    ``choice`` how to launch, None for what was measured or the rule.
     """
     batch, query_heads, queries, _ = query.shape
     heads, count = ids.shape[1], ids.shape[3]
@@ -144,17 +160,22 @@ def gather_attention(
     lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device)
     if lse.numel() == 0:
         return out, lse
+    if choice is None:
+        size = choices.size_of(query, rows, ids)
+        choice = tuning.choice(choices.CHOICES, size, choices.rule(size), query.device)
+    if variant != "auto":
+        choice = replace(choice, variant=variant)
+    gather = choice.variant == "gather"
+    # A kernel argument must be some pointer; with rows where they lie it is never read.
+    copied = copy_rows(rows, ids, choice.copy_rows, choice.warps) if gather else query
     group = query_heads // heads
-    block_dk = max(16, triton.next_power_of_2(rows.key_dim))
-    block_dv = max(16, triton.next_power_of_2(rows.value_dim))
-    # fp32 has no tensor cores: larger tiles spill registers.
-    block_k = 32 if query.element_size() == 2 or block_dk + block_dv <= 128 else 16
     programs = batch * heads * queries
-    blocks = max(1, triton.cdiv(count, block_k))
+    blocks = max(1, triton.cdiv(count, choice.block_k))
     if splits is None:
         processors, _ = device_limits(query.device)
-        splits = max(1, min(_MOST_SPLITS, blocks, _WAVES * processors // programs))
-    split_len = triton.cdiv(blocks, splits) * block_k
+        fill = choice.waves * processors // programs
+        splits = max(1, min(choice.most_splits, blocks, fill))
+    split_len = triton.cdiv(blocks, splits) * choice.block_k
     splits = max(1, triton.cdiv(count, split_len))
     part_out, part_lse = partial_buffers(out, lse, splits)
     inner, outer = score_factors(scale, softcap)
@@ -163,6 +184,7 @@ def gather_attention(
         ids,
         rows.table,
         rows.addresses(),
+        copied,
         part_out,
         part_lse,
         *query.stride()[:3],
@@ -180,15 +202,16 @@ def gather_attention(
         DK=rows.key_dim,
         DV=rows.value_dim,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
-        BLOCK_K=block_k,
-        BLOCK_DK=block_dk,
-        BLOCK_DV=block_dv,
+        BLOCK_K=choice.block_k,
+        BLOCK_DK=max(16, triton.next_power_of_2(rows.key_dim)),
+        BLOCK_DV=max(16, triton.next_power_of_2(rows.value_dim)),
         ALIGN=rows.alignment_bytes(),
         SOFTCAP=softcap is not None,
+        COPIED=gather,
         DTYPE=TL_DTYPES[rows.dtype],
         DOT_DTYPE=dot_dtype(rows.dtype),
-        num_warps=4,
-        num_stages=3,
+        num_warps=choice.warps,
+        num_stages=choice.stages,
     )
     if splits > 1:
         combine_splits(part_out, part_lse, out, lse)

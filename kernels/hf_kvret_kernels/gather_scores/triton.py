@@ -10,13 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels import tuning
 from hf_kvret_kernels._triton_shared import TL_DTYPES, base2_scores, dot_dtype, load_rows
+from hf_kvret_kernels.gather_scores import choices
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.paged_triton import row_pointers
-
-# Bytes of keys that a program asks for at once, and the most keys: several 16-byte loads a thread.
-_TILE_BYTES = 16 << 10
-_MOST_KEYS = 64
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "count", "blocks"])
@@ -101,8 +99,12 @@ def gather_scores(
     ids: torch.Tensor,
     scale: float,
     softcap: float | None,
+    choice: choices.ScoresChoice | None = None,
 ) -> torch.Tensor:
-    """See ``hf_kvret_kernels.gather_scores.gather_scores``."""
+    """See ``hf_kvret_kernels.gather_scores.gather_scores``.
+
+    ``choice`` is how to launch, None for what was measured or the rule.
+    """
     batch, query_heads, queries, _ = query.shape
     heads, count = ids.shape[1], ids.shape[3]
     scores = torch.empty(
@@ -112,8 +114,10 @@ def gather_scores(
         return scores
     group = query_heads // heads
     block_dk = max(16, triton.next_power_of_2(rows.key_dim))
-    block_k = max(16, min(_MOST_KEYS, _TILE_BYTES // (block_dk * query.element_size())))
-    blocks = triton.cdiv(count, block_k)
+    if choice is None:
+        size = choices.size_of(query, rows, ids)
+        choice = tuning.choice(choices.CHOICES, size, choices.rule(size), query.device)
+    blocks = triton.cdiv(count, choice.block_k)
     _gather_scores_kernel[(batch * heads * queries * blocks,)](
         query,
         ids,
@@ -135,12 +139,12 @@ def gather_scores(
         DK=rows.key_dim,
         WIDTH=rows.width,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
-        BLOCK_K=block_k,
+        BLOCK_K=choice.block_k,
         BLOCK_DK=block_dk,
         ALIGN=rows.alignment_bytes(),
         SOFTCAP=softcap is not None,
         DTYPE=TL_DTYPES[rows.dtype],
         DOT_DTYPE=dot_dtype(rows.dtype),
-        num_warps=4,
+        num_warps=choice.warps,
     )
     return scores

@@ -187,7 +187,14 @@ def candidates(scores: torch.Tensor, histogram: torch.Tensor, count: int) -> tor
 
 
 def rerank(
-    q_rot: torch.Tensor, codes: ParisCodes, ids: torch.Tensor, levels: torch.Tensor, m: int
+    q_rot: torch.Tensor,
+    codes: ParisCodes,
+    ids: torch.Tensor,
+    levels: torch.Tensor,
+    m: int,
+    scale: float,
+    softcap: float | None,
+    offset: torch.Tensor | None,
 ) -> torch.Tensor:
     batch, heads, queries, tables, _ = q_rot.shape
     count = ids.shape[-1]
@@ -202,4 +209,9 @@ def rerank(
                 sign, magnitude, weight = (plane.index_select(0, rows) for plane in planes)
                 keys = decode(sign, magnitude, weight, levels, m)
                 out[b, h, q] = q_rot[b, h, q] @ keys.t()
+    if offset is not None:
+        out += offset.unsqueeze(-1)
+    out *= scale
+    if softcap is not None:
+        out = softcap * torch.tanh(out / softcap)
     return out.masked_fill_(ids.unsqueeze(3) < 0, -math.inf)

@@ -76,25 +76,13 @@ def bonus_table(
     Raises:
         ValueError: a number out of range, or a tensor that does not fit.
     """
-    batch, heads, _, _, dim = _check_queries(q_rot)
-    check_subspace_dim(m)
-    check_tensor("counts", counts, (batch, heads, dim // m, 1 << m), _INT32, q_rot.device)
-    if not 0 < rho <= 1:
-        raise ValueError(f"rho={rho}: a share above 0 and at most 1")
-    if not tiers or not all(0 < tier <= 1 for tier in tiers):
-        raise ValueError(f"tiers={tuple(tiers)}: at least one, each above 0 and at most 1")
-    if len(tiers) * (dim // m) >= EXCLUDED:
-        raise ValueError(
-            f"{len(tiers)} tiers in {dim // m} subspaces make scores that a byte can't hold; "
-            f"use at most {(EXCLUDED - 1) // (dim // m)} tiers or larger subspaces"
-        )
-    shares = tuple(round(rho * tier * naive.SHARE_UNIT) for tier in tiers)
+    shares = _check_bonus(q_rot, counts, rho, tiers, m)
     if choose_backend(backend, q_rot) == "naive":
         return naive.bonus_table(q_rot, counts, shares, m)
-    from hf_kvret_kernels.paris import triton_collide
+    from hf_kvret_kernels.paris import triton_bonus
 
     with launching_on(q_rot):
-        return triton_collide.bonus_table(q_rot, counts, shares, m)
+        return triton_bonus.bonus_table(q_rot, counts, shares, m)
 
 
 def collide(
@@ -131,6 +119,39 @@ def collide(
         return triton_collide.collide(sign, bonus, m, valid)
 
 
+def collisions(
+    q_rot: torch.Tensor,
+    counts: torch.Tensor,
+    sign: torch.Tensor,
+    *,
+    rho: float,
+    tiers: Sequence[float],
+    m: int = 8,
+    valid: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``collide`` with the ``bonus_table`` of these queries, in two launches instead of three.
+
+    Arguments and results are those of the two; rows of the scores need not lie side by side.
+    """
+    shares = _check_bonus(q_rot, counts, rho, tiers, m)
+    if not q_rot.shape[3]:
+        raise ValueError("q_rot has no queries of a head (G = 0), at least one is needed")
+    if _check_sign(sign, m) != q_rot.shape[-1] or sign.shape[:2] != q_rot.shape[:2]:
+        raise ValueError(
+            f"sign has shape {tuple(sign.shape)}, q_rot {tuple(q_rot.shape)}: batch, heads and "
+            "dims (8 a byte) must be the same"
+        )
+    check_tensor("sign", sign, sign.shape, _UINT8, q_rot.device)
+    check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
+    if choose_backend(backend, sign) == "naive":
+        return naive.collide(sign, naive.bonus_table(q_rot, counts, shares, m), m, valid)
+    from hf_kvret_kernels.paris import triton_collide
+
+    with launching_on(sign):
+        return triton_collide.collisions(q_rot, counts, sign, shares, m, valid)
+
+
 def candidates(
     scores: torch.Tensor, histogram: torch.Tensor, count: int, *, backend: str = "auto"
 ) -> torch.Tensor:
@@ -165,9 +186,12 @@ def rerank(
     levels: torch.Tensor,
     *,
     m: int = 8,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    offset: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``[B, H, Q, G, C]`` fp32 estimates of ``<k - mean, q>``, unscaled; -inf for ids of -1.
+    """``[B, H, Q, G, C]`` fp32 estimates of ``scale * <k - mean, q>``; -inf for ids of -1.
 
     ``sum_b w_b <v_b, q_b>`` over the rotated query as it is: the paper's
     ``|q| sum_b w_b <v_b, q_b / |q|>`` (eq. 10). Products and sums are fp32 whatever the
@@ -179,9 +203,13 @@ def rerank(
         ids: ``[B, H, Q, C]`` int32 in -1..n-1, shared by the G queries of a group.
         levels: ``[8]`` fp32, the levels that ``encode`` was given.
         m: coordinates of a subspace, 4 or 8.
+        scale: factor of the inner products, before the cap.
+        softcap: ``c`` of ``c * tanh(score / c)``, or None.
+        offset: ``[B, H, Q, G]`` fp32 to be added to the inner products of a query, before the
+            scale; None for 0. With a cap it matters: the mean key's part is bent too.
         backend: "auto", "naive" or "triton".
     """
-    batch, heads, queries, _, dim = _check_queries(q_rot)
+    batch, heads, queries, tables, dim = _check_queries(q_rot)
     check_subspace_dim(m)
     check_codes(codes, dim, m, q_rot.device)
     if tuple(codes.sign.shape[:2]) != (batch, heads):
@@ -191,12 +219,18 @@ def rerank(
         )
     check_tensor("ids", ids, (batch, heads, queries, None), _INT32, q_rot.device)
     check_tensor("levels", levels, (LEVELS,), [torch.float32], q_rot.device)
+    if offset is not None:
+        shape = (batch, heads, queries, tables)
+        check_tensor("offset", offset, shape, [torch.float32], q_rot.device)
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    arguments = (q_rot, codes, ids, levels, m, scale, softcap, offset)
     if choose_backend(backend, q_rot) == "naive":
-        return naive.rerank(q_rot, codes, ids, levels, m)
+        return naive.rerank(*arguments)
     from hf_kvret_kernels.paris import triton_rerank
 
     with launching_on(q_rot):
-        return triton_rerank.rerank(q_rot, codes, ids, levels, m)
+        return triton_rerank.rerank(*arguments)
 
 
 def _check_sign(sign: torch.Tensor, m: int) -> int:
@@ -214,3 +248,22 @@ def _check_queries(q_rot: torch.Tensor) -> torch.Size:
     check_tensor("q_rot", q_rot, (None,) * 5, [torch.float32], q_rot.device)
     check_rotated("q_rot", q_rot.shape[-1])
     return q_rot.shape
+
+
+def _check_bonus(
+    q_rot: torch.Tensor, counts: torch.Tensor, rho: float, tiers: Sequence[float], m: int
+) -> tuple[int, ...]:
+    """The tiers' shares of all keys, in units of 1 / SHARE_UNIT."""
+    batch, heads, _, _, dim = _check_queries(q_rot)
+    check_subspace_dim(m)
+    check_tensor("counts", counts, (batch, heads, dim // m, 1 << m), _INT32, q_rot.device)
+    if not 0 < rho <= 1:
+        raise ValueError(f"rho={rho}: a share above 0 and at most 1")
+    if not tiers or not all(0 < tier <= 1 for tier in tiers):
+        raise ValueError(f"tiers={tuple(tiers)}: at least one, each above 0 and at most 1")
+    if len(tiers) * (dim // m) >= EXCLUDED:
+        raise ValueError(
+            f"{len(tiers)} tiers in {dim // m} subspaces make scores that a byte can't hold; "
+            f"use at most {(EXCLUDED - 1) // (dim // m)} tiers or larger subspaces"
+        )
+    return tuple(round(rho * tier * naive.SHARE_UNIT) for tier in tiers)

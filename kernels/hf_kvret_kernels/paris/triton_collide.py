@@ -1,4 +1,4 @@
-"""Triton kernels that score all tokens: centroid counts, bonus tables, collisions."""
+"""Triton kernels that look at all tokens: centroid counts and collisions."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -8,15 +8,14 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels.paris.codes import EXCLUDED
-from hf_kvret_kernels.paris.naive import SHARE_UNIT
+from hf_kvret_kernels.paris.triton_bonus import PER_WORD, bonus_words
 
 _EXCLUDED = tl.constexpr(EXCLUDED)
-_SHARE_UNIT = tl.constexpr(SHARE_UNIT)
 # Sign bytes that a program of eight warps looks up, and tokens that one counts.
 _TILE = 4096
 _TOKENS = 1024
-# Centroids that all 2**m are compared with at a time, by eight warps.
-_CHUNK = 64
+# Bytes that rows of scores start at multiples of.
+_ALIGN = 16
 
 
 def count_centroids(sign: torch.Tensor, m: int, valid: torch.Tensor | None) -> torch.Tensor:
@@ -39,54 +38,69 @@ def count_centroids(sign: torch.Tensor, m: int, valid: torch.Tensor | None) -> t
     return counts
 
 
-def bonus_table(
-    q_rot: torch.Tensor, counts: torch.Tensor, shares: tuple[int, ...], m: int
-) -> torch.Tensor:
-    batch, heads, queries, tables, dim = q_rot.shape
-    shape = (batch, heads, queries, tables, dim // m, 1 << m)
-    bonus = torch.empty(shape, dtype=torch.uint8, device=q_rot.device)
-    _bonus_kernel[(dim // m, batch * heads * queries * tables)](
-        q_rot.contiguous(),
-        counts.contiguous(),
-        bonus,
-        queries * tables,
-        SHARES=shares,
-        M=m,
-        SUBSPACES=dim // m,
-        CHUNK=min(_CHUNK, 1 << m),
-        num_warps=8,
-    )
-    return bonus
-
-
 def collide(
     sign: torch.Tensor, bonus: torch.Tensor, m: int, valid: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, heads, queries, tables = bonus.shape[:4]
+    histogram = torch.zeros(*bonus.shape[:3], 256, dtype=torch.int32, device=sign.device)
+    empty = -bonus.shape[3] % PER_WORD
+    bonus = torch.nn.functional.pad(bonus, (0, 0, 0, 0, 0, empty))
+    words = bonus.unflatten(3, (-1, PER_WORD)).permute(0, 1, 2, 3, 5, 6, 4).contiguous()
+    return _collide(sign, words, histogram, m, valid, 256), histogram
+
+
+def collisions(
+    q_rot: torch.Tensor,
+    counts: torch.Tensor,
+    sign: torch.Tensor,
+    shares: tuple[int, ...],
+    m: int,
+    valid: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    histogram = torch.empty(*q_rot.shape[:3], 256, dtype=torch.int32, device=sign.device)
+    # The first kernel zeroes what the second adds to.
+    words = bonus_words(q_rot, counts, shares, m, histogram)
+    # A bin for each sum there can be, and one for what is not counted: fewer bins, less work.
+    bins = triton.next_power_of_2(len(shares) * (q_rot.shape[-1] // m) + 2)
+    return _collide(sign, words, histogram, m, valid, max(64, bins)), histogram
+
+
+def _collide(
+    sign: torch.Tensor,
+    words: torch.Tensor,
+    histogram: torch.Tensor,
+    m: int,
+    valid: torch.Tensor | None,
+    bins: int,
+) -> torch.Tensor:
+    """The scores; rows start at multiples of 16 bytes, for loads and stores of so many."""
+    batch, heads, queries, count = words.shape[:4]
     length, width = sign.shape[2:]
-    device = sign.device
-    scores = torch.empty(batch, heads, queries, length, dtype=torch.uint8, device=device)
-    histogram = torch.zeros(batch, heads, queries, 256, dtype=torch.int32, device=device)
+    stride = triton.cdiv(length, _ALIGN) * _ALIGN
+    shape = (batch, heads, queries, stride)
+    scores = torch.empty(shape, dtype=torch.uint8, device=sign.device)
     block = min(_TOKENS, _TILE // width)
     _collide_kernel[(triton.cdiv(length, block), batch * heads * queries)](
         sign,
-        bonus.contiguous(),
+        words.view(torch.int32),
         _mask_bytes(sign, valid),
         scores,
         histogram,
         length,
+        stride,
         heads,
         queries,
         *sign.stride()[:2],
         *_mask_strides(valid),
         HAS_VALID=valid is not None,
-        TABLES=tables,
+        WORDS=count,
+        PER_WORD=PER_WORD,
+        BINS=bins,
         M=m,
         BYTES=width,
         BLOCK=block,
         num_warps=8,
     )
-    return scores, histogram
+    return scores[..., :length]
 
 
 def _mask_bytes(sign: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
@@ -136,59 +150,15 @@ def _count_kernel(
         tl.atomic_add(row_ptr + bins, found, mask=(bins < CENTROIDS) & (found > 0))
 
 
-@triton.jit
-def _pattern_sims(q_ptr, ids, M: tl.constexpr):
-    """``<q_b, sign pattern>`` of centroids ``ids``, added in the order of the coordinates."""
-    sims = tl.zeros(ids.shape, dtype=tl.float32)
-    for j in tl.static_range(M):
-        value = tl.load(q_ptr + j)
-        sims += tl.where(((ids >> j) & 1) == 1, value, -value)
-    return sims
-
-
-@triton.jit
-def _bonus_kernel(
-    q_ptr,
-    counts_ptr,
-    bonus_ptr,
-    queries_per_head,
-    SHARES: tl.constexpr,
-    M: tl.constexpr,
-    SUBSPACES: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """One subspace of one query. All pairs of centroids are compared: 65,536, no sort."""
-    CENTROIDS: tl.constexpr = 1 << M
-    s = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    q_ptr += row * SUBSPACES * M + s * M
-    counts_ptr += ((row // queries_per_head) * SUBSPACES + s) * CENTROIDS
-    ids = tl.arange(0, CENTROIDS)
-    sims = _pattern_sims(q_ptr, ids, M)
-    total = tl.sum(tl.load(counts_ptr + ids)).to(tl.int64)
-    before = tl.zeros((CENTROIDS,), dtype=tl.int32)
-    for start in range(0, CENTROIDS, CHUNK):
-        others = start + tl.arange(0, CHUNK)
-        held = tl.load(counts_ptr + others)
-        other_sims = _pattern_sims(q_ptr, others, M)
-        ahead = other_sims[None, :] > sims[:, None]
-        ahead = ahead | ((other_sims[None, :] == sims[:, None]) & (others[None, :] < ids[:, None]))
-        before += tl.sum(tl.where(ahead, held[None, :], 0), axis=1)
-    points = tl.zeros((CENTROIDS,), dtype=tl.int32)
-    for t in tl.static_range(len(SHARES)):
-        reach = (total * SHARES[t] + _SHARE_UNIT - 1) // _SHARE_UNIT
-        points += (before < reach).to(tl.int32)
-    tl.store(bonus_ptr + (row * SUBSPACES + s) * CENTROIDS + ids, points.to(tl.uint8))
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _collide_kernel(
     sign_ptr,
-    bonus_ptr,
+    words_ptr,
     valid_ptr,
     scores_ptr,
     histogram_ptr,
     length,
+    scores_stride,
     heads,
     queries,
     sign_stride_b,
@@ -196,11 +166,14 @@ def _collide_kernel(
     valid_stride_b,
     valid_stride_n,
     HAS_VALID: tl.constexpr,
-    TABLES: tl.constexpr,
+    WORDS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    BINS: tl.constexpr,
     M: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """A block of tokens for one query; a word of four bytes holds the points of four tables."""
     CENTROIDS: tl.constexpr = 1 << M
     PER_BYTE: tl.constexpr = 8 // M
     row = tl.program_id(1).to(tl.int64)
@@ -216,18 +189,20 @@ def _collide_kernel(
     byte = tl.load(sign_ptr + places, mask=counted[:, None], other=0).to(tl.int32)
 
     best = tl.zeros((BLOCK,), dtype=tl.int32)
-    bonus_ptr += row * TABLES * (BYTES * PER_BYTE * CENTROIDS)
-    for g in range(TABLES):
-        points = tl.zeros((BLOCK,), dtype=tl.int32)
+    words_ptr += row * WORDS * (BYTES * PER_BYTE * CENTROIDS)
+    for w in range(WORDS):
+        total = tl.zeros((BLOCK,), dtype=tl.uint32)
         for part in tl.static_range(PER_BYTE):
             ids = (byte >> (part * M)) & (CENTROIDS - 1)
-            entries = (g * BYTES * PER_BYTE + column * PER_BYTE + part) * CENTROIDS + ids
-            points += tl.sum(tl.load(bonus_ptr + entries).to(tl.int32), axis=1)
-        best = tl.maximum(best, points)
-    best = tl.where(counted, best, _EXCLUDED)
-    tl.store(scores_ptr + row * length + tokens, best.to(tl.uint8), mask=tokens < length)
+            entries = (w * BYTES * PER_BYTE + column * PER_BYTE + part) * CENTROIDS + ids
+            words = tl.load(words_ptr + entries).to(tl.uint32, bitcast=True)
+            total += tl.sum(words, axis=1)
+        for table in tl.static_range(PER_WORD):
+            best = tl.maximum(best, ((total >> (8 * table)) & 255).to(tl.int32))
+    score = tl.where(counted, best, _EXCLUDED).to(tl.uint8)
+    tl.store(scores_ptr + row * scores_stride + tokens, score, mask=tokens < length)
 
-    bins = tl.arange(0, 256)
-    found = tl.histogram(best, 256)
-    wanted = (bins < _EXCLUDED) & (found > 0)
-    tl.atomic_add(histogram_ptr + row * 256 + bins, found, mask=wanted)
+    bins = tl.arange(0, BINS)
+    found = tl.histogram(tl.where(counted, best, BINS - 1), BINS)
+    wanted = (bins < BINS - 1) & (found > 0)
+    tl.atomic_add(histogram_ptr + row * 256 + bins, found, mask=wanted, sem="relaxed")

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._triton_shared import base2_scores
 from hf_kvret_kernels.paris.codes import LEVELS, ParisCodes
 
 # Coordinates that a program of four warps holds in registers.
@@ -14,7 +15,14 @@ _TILE = 4096
 
 
 def rerank(
-    q_rot: torch.Tensor, codes: ParisCodes, ids: torch.Tensor, levels: torch.Tensor, m: int
+    q_rot: torch.Tensor,
+    codes: ParisCodes,
+    ids: torch.Tensor,
+    levels: torch.Tensor,
+    m: int,
+    scale: float,
+    softcap: float | None,
+    offset: torch.Tensor | None,
 ) -> torch.Tensor:
     batch, heads, queries, tables, dim = q_rot.shape
     count = ids.shape[-1]
@@ -28,13 +36,19 @@ def rerank(
         codes.weight,
         ids.contiguous(),
         levels,
+        levels if offset is None else offset.contiguous(),
         out,
+        # Without log2(e): these are natural scores.
+        scale if softcap is None else scale / softcap,
+        1.0 if softcap is None else softcap,
         count,
         heads,
         queries,
         *codes.sign.stride()[:2],
         *codes.magnitude.stride()[:2],
         *codes.weight.stride()[:2],
+        HAS_OFFSET=offset is not None,
+        SOFTCAP=softcap is not None,
         TABLES=tables,
         M=m,
         LEVELS=LEVELS,
@@ -44,7 +58,7 @@ def rerank(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _rerank_kernel(
     q_ptr,
     sign_ptr,
@@ -52,7 +66,10 @@ def _rerank_kernel(
     weight_ptr,
     ids_ptr,
     levels_ptr,
+    offset_ptr,
     out_ptr,
+    inner,
+    outer,
     count,
     heads,
     queries,
@@ -62,6 +79,8 @@ def _rerank_kernel(
     magnitude_stride_h,
     weight_stride_b,
     weight_stride_h,
+    HAS_OFFSET: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TABLES: tl.constexpr,
     M: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -101,5 +120,8 @@ def _rerank_kernel(
         q_b = tl.load(q_ptr + (row * TABLES + g) * DIM + coordinate)
         products = tl.sum(v_b * q_b[None, :, :], axis=2)
         estimate = tl.sum(products * weight, axis=1)
+        if HAS_OFFSET:
+            estimate += tl.load(offset_ptr + row * TABLES + g)
+        estimate = base2_scores(estimate, inner, outer, SOFTCAP)
         estimate = tl.where(ids >= 0, estimate, float("-inf"))
         tl.store(out_ptr + (row * TABLES + g) * count + slots, estimate, mask=slots < count)

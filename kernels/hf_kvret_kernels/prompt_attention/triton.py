@@ -7,12 +7,11 @@ programs and a second kernel merges the pieces.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels import tuning
 from hf_kvret_kernels._triton_shared import (
     TL_DTYPES,
     base2_scores,
@@ -25,10 +24,7 @@ from hf_kvret_kernels._triton_shared import (
     score_factors,
     softmax_step,
 )
-
-_MOST_SPLITS = 64
-# A split must be worth its share of the merge.
-_LEAST_SPLIT_LEN = 128
+from hf_kvret_kernels.prompt_attention import choices
 
 
 @triton.jit
@@ -193,33 +189,17 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse + target, log_total, mask=real)
 
 
-class _Tiles(NamedTuple):
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
+def rule_for(query: torch.Tensor, value: torch.Tensor) -> choices.PromptChoice:
+    """How a call with these is launched where nothing was measured."""
+    _, shared_bytes = device_limits(query.device)
+    return choices.rule(*_tile_sizes(query, value), shared_bytes)
 
 
-def _choose_tiles(rows: int, columns: int, itemsize: int, shared_bytes: int) -> _Tiles:
-    """Tile sizes for ``rows`` query rows and K plus V of ``columns`` columns, on a device.
-
-    In 16 bits, 128 x 64 with 8 warps suits heads of 128 (a query tile of 32 KiB, 32 KiB a stage).
-    fp32 has no tensor cores, registers are what it lacks. The number of stages is what fits into
-    shared memory.
-    """
-    if itemsize == 4:
-        block_m, block_n, warps = (64, 32, 8) if columns <= 128 else (32, 16, 8)
-        most_stages = 2
-    else:
-        block_m, block_n, warps = (128, 64, 8) if columns <= 256 else (64, 32, 4)
-        most_stages = 3
-        if rows <= 64:
-            warps = 4
-    block_m = min(block_m, max(16, triton.next_power_of_2(rows)))
-    row_bytes = columns * itemsize
-    room = shared_bytes - block_m * row_bytes // 2
-    stages = max(1, min(most_stages, room // (block_n * row_bytes)))
-    return _Tiles(block_m, block_n, warps, stages)
+def _tile_sizes(query: torch.Tensor, value: torch.Tensor) -> tuple[int, int, int]:
+    """Query rows of a KV head, columns of K plus V in a tile, bytes of a number."""
+    rows = query.shape[2] * (query.shape[1] // value.shape[1])
+    columns = sum(max(16, triton.next_power_of_2(x.shape[3])) for x in (query, value))
+    return rows, columns, query.element_size()
 
 
 def prompt_attention(
@@ -232,10 +212,12 @@ def prompt_attention(
     softcap: float | None,
     out_dtype: torch.dtype,
     splits: int | None = None,
+    choice: choices.PromptChoice | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.prompt_attention.prompt_attention``.
 
-    ``splits`` is the number of pieces the keys are cut into, None for as many as fill the device.
+    ``splits`` is the number of pieces the keys are cut into, None for as many as fill the device;
+    ``choice`` how to launch, None for what was measured or the rule.
     """
     batch, query_heads, queries, key_dim = query.shape
     heads, tokens, value_dim = value.shape[1:]
@@ -243,18 +225,20 @@ def prompt_attention(
     lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device)
     if lse.numel() == 0:
         return out, lse
-    group = query_heads // heads
-    block_dk = max(16, triton.next_power_of_2(key_dim))
-    block_dv = max(16, triton.next_power_of_2(value_dim))
-    processors, shared_bytes = device_limits(query.device)
-    rows = queries * group
-    tiles = _choose_tiles(rows, block_dk + block_dv, query.element_size(), shared_bytes)
-    row_blocks = triton.cdiv(rows, tiles.block_m)
+    rows, columns, itemsize = _tile_sizes(query, value)
+    if choice is None:
+        choice = rule_for(query, value)
+        if rows <= choices.FEW_ROWS:
+            size = choices.size_of(query, value, valid is not None)
+            choice = tuning.choice(choices.CHOICES, size, choice, query.device)
+    block_m = choices.tile_rows(rows, columns, itemsize)
+    row_blocks = triton.cdiv(rows, block_m)
     if splits is None:
-        worth = triton.cdiv(tokens, _LEAST_SPLIT_LEN)
-        fill = processors // (row_blocks * batch * heads)
-        splits = max(1, min(_MOST_SPLITS, worth, fill))
-    split_len = max(1, triton.cdiv(triton.cdiv(tokens, tiles.block_n), splits)) * tiles.block_n
+        processors, _ = device_limits(query.device)
+        worth = triton.cdiv(tokens, choice.least_split_len)
+        fill = choice.waves * processors // (row_blocks * batch * heads)
+        splits = max(1, min(choice.most_splits, worth, fill))
+    split_len = max(1, triton.cdiv(triton.cdiv(tokens, choice.block_n), splits)) * choice.block_n
     splits = max(1, triton.cdiv(tokens, split_len))
     part_out, part_lse = partial_buffers(out, lse, splits)
     # A kernel argument must be some pointer; without a mask it is never read.
@@ -278,20 +262,20 @@ def prompt_attention(
         split_len,
         inner,
         outer,
-        G=group,
+        G=query_heads // heads,
         DK=key_dim,
         DV=value_dim,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_DK=block_dk,
-        BLOCK_DV=block_dv,
+        BLOCK_M=block_m,
+        BLOCK_N=choice.block_n,
+        BLOCK_DK=max(16, triton.next_power_of_2(key_dim)),
+        BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
         CAUSAL=causal_offset is not None,
         VALID=valid is not None,
         SOFTCAP=softcap is not None,
         DTYPE=TL_DTYPES[query.dtype],
         DOT_DTYPE=dot_dtype(query.dtype),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        num_warps=choice.warps,
+        num_stages=choice.stages,
     )
     if splits > 1:
         combine_splits(part_out, part_lse, out, lse)

@@ -1,9 +1,10 @@
 """Triton kernels that choose the highest scores: radix selection, then compaction.
 
-Scores become unsigned integers of the same order. Four passes, eight bits each, count how many
-scores share the digits that are settled and have each next digit; after the last one the threshold
-is known to the bit, and how many scores equal to it are still wanted. Then every block writes its
-positions behind those of the blocks before it. Nothing waits for the host.
+For more scores than one program holds; fewer are taken in a single launch. Scores become unsigned
+integers of the same order. Four passes, eight bits each, count how many scores share the digits
+that are settled and have each next digit; after the last one the threshold is known to the bit, and
+how many scores equal to it are still wanted. Then every block writes its positions behind those of
+the blocks before it. Nothing waits for the host.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,8 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-# Tokens of a program.
+from hf_kvret_kernels._triton_places import fill_empty, sums_before
+from hf_kvret_kernels.relevance import triton_best
+
+# Tokens of a program, and sums of blocks that one adds up at a time.
 _TOKENS = 1024
+_SUMS = 256
 # Arguments that follow the length, which changes at every step.
 _CHANGING = ("stride_b", "stride_h", "stride_q", "length", "blocks", "count")
 _LEVELS = tl.constexpr(4)
@@ -30,12 +35,22 @@ def top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
 
     Positions ascend, the missing ones are last; of equal scores the first are taken.
     """
+    if scores.shape[-1] <= triton_best.MOST:
+        return triton_best.top_places(scores, count)
+    return radix_top_k(scores, count)
+
+
+def radix_top_k(scores: torch.Tensor, count: int, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """As ``top_k``, for any number of scores; with ``ids`` those instead of the positions.
+
+    ``ids [B, H, Q, n]`` is int32 and contiguous.
+    """
     batch, heads, queries, length = scores.shape
     rows, blocks = batch * heads * queries, triton.cdiv(length, _TOKENS)
     shape = (batch, heads, queries, count)
-    ids = torch.full(shape, -1, dtype=torch.int32, device=scores.device)
-    if ids.numel() == 0:
-        return ids
+    out = torch.empty(shape, dtype=torch.int32, device=scores.device)
+    if out.numel() == 0:
+        return out
     levels = _LEVELS.value
     histogram = torch.zeros(rows, levels, 256, dtype=torch.int32, device=scores.device)
     sums = torch.empty(rows, blocks, 2, dtype=torch.int32, device=scores.device)
@@ -44,10 +59,18 @@ def top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
     for level in range(levels):
         _count_digits_kernel[grid](scores, histogram, *layout, LEVEL=level, BLOCK=_TOKENS)
     _block_sums_kernel[grid](scores, histogram, sums, *layout, BLOCK=_TOKENS)
-    # A scan by torch rather than a loop over all earlier blocks in every program.
-    sums = sums.cumsum(1, dtype=torch.int32)
-    _compact_kernel[grid](scores, histogram, sums, ids, *layout, BLOCK=_TOKENS)
-    return ids
+    _compact_kernel[grid](
+        scores,
+        histogram,
+        sums,
+        out if ids is None else ids,
+        out,
+        *layout,
+        HAS_IDS=ids is not None,
+        BLOCK=_TOKENS,
+        SUMS=_SUMS,
+    )
+    return out
 
 
 @triton.jit
@@ -160,6 +183,7 @@ def _compact_kernel(
     histogram_ptr,
     sums_ptr,
     ids_ptr,
+    out_ptr,
     stride_b,
     stride_h,
     stride_q,
@@ -169,17 +193,17 @@ def _compact_kernel(
     length,
     blocks,
     count,
+    HAS_IDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     """Positions of the taken tokens of a block, behind those of the blocks before it."""
     row, tokens, key, counted = _load_keys(
         scores_ptr, stride_b, stride_h, stride_q, stride_n, heads, queries, length, blocks, BLOCK
     )
     threshold, of_equal = _settle(histogram_ptr, row, count, _LEVELS)
-    later = tl.program_id(0) % blocks > 0
-    place = sums_ptr + (tl.program_id(0).to(tl.int64) - 1) * 2
-    above_before = tl.load(place, mask=later, other=0)
-    equal_before = tl.load(place + 1, mask=later, other=0)
+    block = tl.program_id(0) % blocks
+    above_before, equal_before = sums_before(sums_ptr + row * blocks * 2, block, SUMS)
 
     above = counted & (key > threshold)
     equal = counted & (key == threshold)
@@ -187,4 +211,11 @@ def _compact_kernel(
     equal_ahead = equal_before + tl.cumsum(equal.to(tl.int32), axis=0) - equal.to(tl.int32)
     taken = above | (equal & (equal_ahead < of_equal))
     slot = above_ahead + tl.minimum(equal_ahead, of_equal)
-    tl.store(ids_ptr + row * count + slot, tokens, mask=taken)
+    chosen = tokens
+    if HAS_IDS:
+        chosen = tl.load(ids_ptr + row * length + tokens, mask=taken, other=-1)
+    out_ptr += row * count
+    tl.store(out_ptr + slot, chosen, mask=taken)
+    # The first level counts every score that may be taken.
+    held = tl.load(histogram_ptr + row * _LEVELS * 256 + tl.arange(0, 256))
+    fill_empty(out_ptr, tl.sum(held, axis=0), count, block, blocks, BLOCK)

@@ -1,0 +1,142 @@
+"""The search for launch numbers: one field after the other, each candidate checked, then timed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from hf_kvret.benchmark.kernels_work import distance
+from hf_kvret_kernels.tuning import Tunable
+
+MARGIN = 0.05
+"""Share of its own time by which a choice must beat the rule."""
+_STEP = 0.02
+_PASSES = 2
+
+Timer = Callable[[Mapping[str, Callable[[], Any]]], Mapping[str, Sequence[float]]]
+"""Calls by label to the seconds of each; ``kernels_clock.time_calls`` with a device and repeats."""
+
+
+@dataclass(frozen=True)
+class TuneCase:
+    """An operation at one size, with inputs.
+
+    Attributes:
+        op: what there is to choose.
+        size: its size class, as the operation's launch looks it up.
+        rule: what the launch takes without measurements.
+        run: launches with a choice, returns tensors.
+        tolerance: relative distance to the rule's result that rounding explains.
+    """
+
+    op: Tunable[Any]
+    size: Any
+    rule: Any
+    run: Callable[[Any], tuple[torch.Tensor, ...]]
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: the quickest choice whose result was right; may be the rule.
+        rule_seconds, best_seconds: medians of the last comparison, best against rule.
+        timed: median by choice, of the last turn in which it stood; the rule is among them.
+        refused: why, by choice, for those whose result was wrong or that failed to run.
+    """
+
+    best: Any
+    rule_seconds: float
+    best_seconds: float
+    timed: Mapping[str, float]
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """Time of the rule over time of the best."""
+        return self.rule_seconds / self.best_seconds
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether the best beats the rule by the margin."""
+        return self.ratio >= 1.0 + MARGIN
+
+
+def search(case: TuneCase, timer: Timer) -> Found:
+    """The best choice for ``case``.
+
+    All values of a field take turns while the other fields stay as they were best so far; after the
+    last field it begins anew, because fields depend on each other. A value that is not 2% quicker
+    stays as it was: what changes nothing is not changed. At the end the best meets the rule once
+    more, for the least of many noisy times looks better than it is.
+
+    Errors of the rule's own launch come through. Those of a candidate make it refused.
+    """
+    want = case.run(case.rule)
+    refused: dict[str, str] = {}
+    timed: dict[str, float] = {}
+    right = {case.rule}
+    best = case.rule
+    for _ in range(_PASSES):
+        before = best
+        for name, values in case.op.space.items():
+            if not case.op.counts(name, best):
+                continue
+            others = [replace(best, **{name: value}) for value in values]
+            for rival in others:
+                if rival in right or label(rival) in refused:
+                    continue
+                why = _why_refused(case, rival, want)
+                if why is None:
+                    right.add(rival)
+                else:
+                    refused[label(rival)] = why
+            rivals = [best, *(rival for rival in others if rival in right and rival != best)]
+            if len(rivals) > 1:
+                seconds = _medians(case, rivals, timer)
+                timed |= seconds
+                quickest = min(rivals, key=lambda rival: seconds[label(rival)])
+                if seconds[label(quickest)] * (1.0 + _STEP) <= seconds[label(best)]:
+                    best = quickest
+        if best == before:
+            break
+    seconds = _medians(case, list(dict.fromkeys((case.rule, best))), timer)
+    return Found(best, seconds[label(case.rule)], seconds[label(best)], timed | seconds, refused)
+
+
+def label(choice: Any) -> str:
+    """A choice in a few words: ``"block_k=32, warps=4"``."""
+    return ", ".join(f"{name}={value}" for name, value in vars(choice).items())
+
+
+def _medians(case: TuneCase, choices: Sequence[Any], timer: Timer) -> dict[str, float]:
+    calls = {label(choice): partial(case.run, choice) for choice in choices}
+    return {name: median(seconds) for name, seconds in timer(calls).items()}
+
+
+def _why_refused(case: TuneCase, choice: Any, want: Sequence[torch.Tensor]) -> str | None:
+    """Launch once, which also compiles; None where the result is the rule's up to rounding."""
+    try:
+        found = case.run(choice)
+        error = distance(found, want)
+    except _failures() as failure:
+        lines = str(failure).strip().splitlines()
+        return f"{type(failure).__name__}: {lines[0] if lines else 'no message'}"
+    # A comparison with NaN is false, so that NaN is refused.
+    if not error <= case.tolerance:
+        return f"differs by {error:.1e} from the rule, allowed are {case.tolerance:.1e}"
+    return None
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What a launch raises that the compiler, or the device, refuses."""
+    errors = importlib.import_module("triton.errors")
+    return (RuntimeError, errors.TritonError)

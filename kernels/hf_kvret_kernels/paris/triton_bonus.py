@@ -1,0 +1,118 @@
+"""Triton kernel of the bonus tables: what a key earns by its centroid, four tables in a word."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvret_kernels.paris.naive import SHARE_UNIT
+
+_SHARE_UNIT = tl.constexpr(SHARE_UNIT)
+# Centroids that all 2**m are compared with at a time, by eight warps.
+_CHUNK = 64
+# Tables whose points one load brings. Sums of points stay below 255: none reaches into the next.
+PER_WORD = 4
+
+
+def bonus_table(
+    q_rot: torch.Tensor, counts: torch.Tensor, shares: tuple[int, ...], m: int
+) -> torch.Tensor:
+    words = bonus_words(q_rot, counts, shares, m, None)
+    # [..., W, S, 2**m, 4] to [..., G, S, 2**m], the tables that stand for nothing left out.
+    tables = words.permute(0, 1, 2, 3, 6, 4, 5).flatten(3, 4)
+    return tables[:, :, :, : q_rot.shape[3]].contiguous()
+
+
+def bonus_words(
+    q_rot: torch.Tensor,
+    counts: torch.Tensor,
+    shares: tuple[int, ...],
+    m: int,
+    histogram: torch.Tensor | None,
+) -> torch.Tensor:
+    """``[B, H, Q, W, S, 2**m, 4]`` uint8: four tables side by side, those beyond G of zeros.
+
+    Also zeroes ``histogram``, if one is given.
+    """
+    batch, heads, queries, tables, dim = q_rot.shape
+    words = triton.cdiv(tables, PER_WORD)
+    shape = (batch, heads, queries, words, dim // m, 1 << m, PER_WORD)
+    bonus = torch.empty(shape, dtype=torch.uint8, device=q_rot.device)
+    _bonus_kernel[(dim // m, batch * heads * queries * words * PER_WORD)](
+        q_rot.contiguous(),
+        counts.contiguous(),
+        bonus,
+        counts if histogram is None else histogram,
+        queries,
+        ZEROES=histogram is not None,
+        TABLES=tables,
+        WORDS=words,
+        PER_WORD=PER_WORD,
+        SHARES=shares,
+        M=m,
+        SUBSPACES=dim // m,
+        CHUNK=min(_CHUNK, 1 << m),
+        num_warps=8,
+    )
+    return bonus
+
+
+@triton.jit
+def _pattern_sims(q_ptr, ids, M: tl.constexpr):
+    """``<q_b, sign pattern>`` of centroids ``ids``, added in the order of the coordinates."""
+    sims = tl.zeros(ids.shape, dtype=tl.float32)
+    for j in tl.static_range(M):
+        value = tl.load(q_ptr + j)
+        sims += tl.where(((ids >> j) & 1) == 1, value, -value)
+    return sims
+
+
+@triton.jit
+def _bonus_kernel(
+    q_ptr,
+    counts_ptr,
+    bonus_ptr,
+    histogram_ptr,
+    queries,
+    ZEROES: tl.constexpr,
+    TABLES: tl.constexpr,
+    WORDS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    SHARES: tl.constexpr,
+    M: tl.constexpr,
+    SUBSPACES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One subspace of one table. All pairs of centroids are compared: 65,536, no sort."""
+    CENTROIDS: tl.constexpr = 1 << M
+    s = tl.program_id(0)
+    table = tl.program_id(1) % (WORDS * PER_WORD)
+    row = (tl.program_id(1) // (WORDS * PER_WORD)).to(tl.int64)
+    if ZEROES:
+        bins = tl.arange(0, 256)
+        # 0 in one program of a query alone: in that of the first subspace of the first table.
+        other = table * SUBSPACES + s
+        zeros = tl.zeros((256,), tl.int32)
+        tl.store(histogram_ptr + row * 256 + bins, zeros, mask=bins + other * 256 < 256)
+    ids = tl.arange(0, CENTROIDS)
+    points = tl.zeros((CENTROIDS,), dtype=tl.int32)
+    if table < TABLES:
+        q_ptr += ((row * TABLES + table) * SUBSPACES + s) * M
+        counts_ptr += ((row // queries) * SUBSPACES + s) * CENTROIDS
+        sims = _pattern_sims(q_ptr, ids, M)
+        total = tl.sum(tl.load(counts_ptr + ids)).to(tl.int64)
+        before = tl.zeros((CENTROIDS,), dtype=tl.int32)
+        for start in range(0, CENTROIDS, CHUNK):
+            others = start + tl.arange(0, CHUNK)
+            held = tl.load(counts_ptr + others)
+            there = _pattern_sims(q_ptr, others, M)[None, :]
+            ahead = there > sims[:, None]
+            ahead = ahead | ((there == sims[:, None]) & (others[None, :] < ids[:, None]))
+            before += tl.sum(tl.where(ahead, held[None, :], 0), axis=1)
+        for t in tl.static_range(len(SHARES)):
+            reach = (total * SHARES[t] + _SHARE_UNIT - 1) // _SHARE_UNIT
+            points += (before < reach).to(tl.int32)
+    place = ((row * WORDS + table // PER_WORD) * SUBSPACES + s) * CENTROIDS + ids
+    tl.store(bonus_ptr + place * PER_WORD + table % PER_WORD, points.to(tl.uint8))

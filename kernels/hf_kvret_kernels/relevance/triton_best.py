@@ -1,0 +1,146 @@
+"""The best of a few thousand candidates in one launch: a program holds all of a selection's.
+
+Scores become integers of the same order, and bisection finds the lowest that is taken: each step
+counts, over all candidates at once, those above the middle. It ends as soon as the count is right.
+What is taken moves to the front behind a prefix sum. Nothing waits for the host.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Candidates of a program of 16 warps: 32 a thread, for which there are 128 registers. Compiled for
+# sm80, 120 bytes a thread spill at the most, nothing at half of it.
+MOST = 1 << 14
+_PER_WARP = 512
+_MOST_WARPS = 16
+# Bits of -0.0, which as an integer are the least of all, and of -inf.
+_LEAST = tl.constexpr(-2147483648)
+_MINUS_INF = tl.constexpr(-8388608)
+_GREATEST = tl.constexpr(2147483647)
+# Arguments that change with the number of tokens held.
+_CHANGING = ("stride_b", "stride_h", "stride_q", "stride_g", "length", "count")
+
+
+def best_ids(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """See ``hf_kvret_kernels.relevance.best_ids``; at most ``MOST`` candidates.
+
+    Of equal ones the first are taken.
+    """
+    return _launch(scores, ids.contiguous(), count)
+
+
+def top_places(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """``[B, H, Q, count]`` int32 places of the highest of ``scores [B, H, Q, n]``, ascending.
+
+    n is at most ``MOST``, else as ``best_ids`` with the places themselves as ids.
+    """
+    return _launch(scores.unsqueeze(3), None, count)
+
+
+def _launch(scores: torch.Tensor, ids: torch.Tensor | None, count: int) -> torch.Tensor:
+    batch, heads, queries, group, length = scores.shape
+    shape = (batch, heads, queries, count)
+    out = torch.empty(shape, dtype=torch.int32, device=scores.device)
+    if out.numel() == 0:
+        return out
+    block = triton.next_power_of_2(length)
+    _best_kernel[(batch * heads * queries,)](
+        scores,
+        scores if ids is None else ids,
+        out,
+        *scores.stride(),
+        heads,
+        queries,
+        length,
+        count,
+        HAS_IDS=ids is not None,
+        G=group,
+        BLOCK=block,
+        num_warps=min(_MOST_WARPS, max(1, block // _PER_WARP)),
+    )
+    return out
+
+
+@triton.jit
+def _lowest_taken(order, wanted, BLOCK: tl.constexpr):
+    """The threshold of ``order [BLOCK]`` that ``wanted`` of them reach; _LEAST counts as none.
+
+    More may reach it where several are equal to it, never fewer.
+    """
+    some = order != _LEAST
+    low = tl.min(tl.where(some, order, _GREATEST), axis=0)
+    high = tl.max(order, axis=0)
+    while low < high:
+        # The middle, rounded up, of numbers whose sum might overflow.
+        middle = (low | high) - ((low ^ high) >> 1)
+        reached = tl.sum((order >= middle).to(tl.int32), axis=0)
+        low = tl.where(reached >= wanted, middle, low)
+        high = tl.where(reached > wanted, high, tl.where(reached == wanted, middle, middle - 1))
+    return low
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def _best_kernel(
+    scores_ptr,
+    ids_ptr,
+    out_ptr,
+    stride_b,
+    stride_h,
+    stride_q,
+    stride_g,
+    stride_n,
+    heads,
+    queries,
+    length,
+    count,
+    HAS_IDS: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All candidates of one selection, scored by G query heads."""
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, BLOCK)
+    inside = places < length
+    scores_ptr += (row // queries // heads) * stride_b + (row // queries % heads) * stride_h
+    scores_ptr += (row % queries) * stride_q + places.to(tl.int64) * stride_n
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for g in range(G):
+        score = tl.load(scores_ptr + g * stride_g, mask=inside, other=float("-inf"))
+        if G == 1:
+            best = score
+        else:
+            peak = tl.max(score, axis=0)
+            base = tl.where(peak == float("-inf"), 0.0, peak)
+            # At least 1 where there is a peak, else 0, and the score stays -inf.
+            total = tl.sum(tl.exp(score - base), axis=0)
+            best = tl.maximum(best, (score - base) - tl.log(tl.maximum(total, 1.0)))
+
+    # Integers from here on, so that no unit of the GPU takes a denormal for 0.
+    bits = best.to(tl.int32, bitcast=True)
+    counted = bits != _MINUS_INF
+    bits = tl.where(bits == _LEAST, 0, bits)
+    order = tl.where(counted, bits ^ ((bits >> 31) & _GREATEST), _LEAST)
+    wanted = tl.minimum(count, tl.sum(counted.to(tl.int32), axis=0))
+    threshold = _lowest_taken(order, wanted, BLOCK)
+    # Counts above the threshold in the upper half and on it in the lower: one prefix sum for both,
+    # and neither reaches 2**15.
+    pair = tl.where(order > threshold, 65536, (counted & (order == threshold)).to(tl.int32))
+    of_equal = wanted - (tl.sum(pair, axis=0) >> 16)
+    ahead = tl.cumsum(pair, axis=0) - pair
+    equal_ahead = ahead & 65535
+    taken = (pair > 1) | ((pair == 1) & (equal_ahead < of_equal))
+    slot = (ahead >> 16) + tl.minimum(equal_ahead, of_equal)
+    chosen = places
+    if HAS_IDS:
+        chosen = tl.load(ids_ptr + row * length + places, mask=taken, other=-1)
+    out_ptr += row * count
+    tl.store(out_ptr + slot, chosen, mask=taken)
+    tl.store(
+        out_ptr + places,
+        tl.full((BLOCK,), -1, tl.int32),
+        mask=(places >= wanted) & (places < count),
+    )

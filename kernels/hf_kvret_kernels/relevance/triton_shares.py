@@ -1,0 +1,128 @@
+"""Triton kernels of relevance where there are many tokens: log-sum-exps of pieces, then shares."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvret_kernels.proxy import triton_top_k
+
+# Tokens of a program, and the most pieces that a row is cut into.
+_TOKENS = 1024
+_PIECES = 256
+_CHANGING = ("length", "blocks", "pieces", "piece_len", "queries")
+
+
+def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
+    """See ``hf_kvret_kernels.relevance.group_relevance``."""
+    batch, query_heads, queries, length = scores.shape
+    group = query_heads // heads
+    best = scores.new_empty(batch, heads, queries, length)
+    if best.numel() == 0:
+        return best
+    _relate(scores.contiguous(), best, queries, group)
+    return best
+
+
+def best_ids(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """See ``hf_kvret_kernels.relevance.best_ids``; any number of candidates."""
+    batch, heads, queries, group, length = scores.shape
+    relevance = scores[:, :, :, 0]
+    if group > 1:
+        relevance = scores.new_empty(batch, heads, queries, length)
+        # A row of its own for each query: the heads of a group follow each other.
+        _relate(scores.contiguous(), relevance, 1, group)
+    return triton_top_k.radix_top_k(relevance, count, ids.contiguous())
+
+
+def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:
+    """See ``hf_kvret_kernels.relevance.count_ids``."""
+    flat = ids.reshape(-1)
+    if flat.numel():
+        grid = (triton.cdiv(flat.numel(), _TOKENS),)
+        _count_kernel[grid](flat, total, flat.stride(0), flat.numel(), BLOCK=_TOKENS)
+
+
+def _relate(scores: torch.Tensor, best: torch.Tensor, queries: int, group: int) -> None:
+    """Relevance of contiguous ``scores`` into ``best``: a head's queries follow each other."""
+    length = best.shape[-1]
+    rows = best.numel() // length
+    blocks = triton.cdiv(length, _TOKENS)
+    piece_len = triton.cdiv(blocks, _PIECES) * _TOKENS
+    pieces = triton.cdiv(length, piece_len)
+    sums = scores.new_empty(rows * group, pieces)
+    _piece_kernel[(rows * group * pieces,)](scores, sums, length, pieces, piece_len, BLOCK=_TOKENS)
+    _share_kernel[(rows * blocks,)](
+        scores, sums, best, length, blocks, pieces, queries, G=group, BLOCK=_TOKENS, PIECES=_PIECES
+    )
+
+
+@triton.jit
+def _log_sum(values):
+    """The log-sum-exp of a block; -inf where all are."""
+    peak = tl.max(values, axis=0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(tl.exp(values - base), axis=0)
+    return tl.where(total > 0.0, base + tl.log(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def _piece_kernel(scores_ptr, sums_ptr, length, pieces, piece_len, BLOCK: tl.constexpr):
+    """The log-sum-exp of a piece of a row."""
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    first = (tl.program_id(0) % pieces) * piece_len
+    last = tl.minimum(first + piece_len, length)
+    scores_ptr += row * length
+    peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
+    totals = tl.zeros((BLOCK,), tl.float32)
+    for start in range(first, last, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        score = tl.load(scores_ptr + tokens, mask=tokens < last, other=float("-inf"))
+        peak = tl.maximum(peaks, score)
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        totals = totals * tl.exp(peaks - base) + tl.exp(score - base)
+        peaks = peak
+    # Each lane's sum is at least 1 where it has a peak.
+    lse = _log_sum(peaks + tl.log(tl.maximum(totals, 1.0)))
+    tl.store(sums_ptr + tl.program_id(0), lse)
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def _share_kernel(
+    scores_ptr,
+    sums_ptr,
+    best_ptr,
+    length,
+    blocks,
+    pieces,
+    queries,
+    G: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """The largest ``score - lse`` of G query heads, for a block of tokens and one query."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    tokens = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < length
+    places = tl.arange(0, PIECES)
+    first = (row // queries) * G * queries + row % queries
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for g in range(G):
+        source = first + g * queries
+        sums_row = sums_ptr + source * pieces
+        part = tl.load(sums_row + places, mask=places < pieces, other=float("-inf"))
+        lse = _log_sum(part)
+        lse = tl.where(lse == float("-inf"), 0.0, lse)
+        scores = tl.load(scores_ptr + source * length + tokens, mask=inside, other=float("-inf"))
+        best = tl.maximum(best, scores - lse)
+    tl.store(best_ptr + row * length + tokens, best, mask=inside)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _count_kernel(ids_ptr, total_ptr, stride, length, BLOCK: tl.constexpr):
+    """How many of a block are not -1, added to the total."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + places.to(tl.int64) * stride, mask=places < length, other=-1)
+    tl.atomic_add(total_ptr, tl.sum((ids >= 0).to(tl.int64), axis=0), sem="relaxed")

@@ -1,0 +1,151 @@
+"""Files of choices: one JSON file for each GPU family, beside the package and in the user's cache.
+
+    {"format": 1, "family": "sm90-h200", "entries": [
+      {"op": "gather_scores", "version": 1, "size": {...}, "choice": {...}, "measured": {...}}]}
+
+``"choice": null`` says that the rule was the best: it stands against a shipped file's choice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_kvret_kernels.tuning.tunable import Tunable
+
+_FORMAT = 1
+_SHIPPED = Path(__file__).parent / "shipped"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was found for one operation and size.
+
+    Attributes:
+        op: the operation.
+        size: of its class ``size``.
+        choice: of its class ``kind``; None where the rule was the best.
+        measured: how it was found, for people; JSON values.
+    """
+
+    op: Tunable[Any]
+    size: Any
+    choice: Any | None
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+
+def shipped_file(family: str) -> Path:
+    """Where the package would have choices for ``family``."""
+    return _SHIPPED / f"{family}.json"
+
+
+def user_file(family: str) -> Path:
+    """Where the user's choices for ``family`` are.
+
+    In the folder that the environment variable HF_KVRET_TUNING names, else in
+    ``hf_kvret/tuning`` below XDG_CACHE_HOME, else below ``~/.cache``.
+    """
+    given = os.environ.get("HF_KVRET_TUNING")
+    if given:
+        return Path(os.path.expanduser(given)) / f"{family}.json"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+    return Path(os.path.expanduser(cache)) / "hf_kvret" / "tuning" / f"{family}.json"
+
+
+def read_entries(
+    path: Path, family: str, operations: Mapping[str, Tunable[Any]]
+) -> tuple[list[Entry], list[str]]:
+    """The entries of a file that can be used, and what is wrong with the others.
+
+    No file has no entries and nothing wrong. A file that is no such file, or one of another format
+    or family, has no entries and says so; nothing is raised.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return [], []
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        return [], [f"it can't be read ({error})"]
+    if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
+        return [], ["it is no file of choices"]
+    if content.get("format") != _FORMAT:
+        return [], [f"it has format {content.get('format')!r}, this version reads {_FORMAT}"]
+    if content.get("family") != family:
+        return [], [f"it was made on {content.get('family')!r}, this is {family!r}"]
+    entries, wrong = [], []
+    for number, told in enumerate(content["entries"]):
+        try:
+            entries.append(_entry(told, operations))
+        except ValueError as error:
+            wrong.append(f"entries[{number}]: {error}")
+    return entries, wrong
+
+
+def write_entries(
+    path: Path, family: str, entries: Sequence[Entry], operations: Mapping[str, Tunable[Any]]
+) -> None:
+    """Put ``entries`` into the file, in the place of those of the same operation and size.
+
+    Others that can be used stay, what can't is dropped. The file is replaced as a whole, so nobody
+    reads half of it.
+
+    Raises:
+        ValueError: a choice outside of what the operation allows, or no home to write to.
+        OSError: the folder can't be written.
+    """
+    if path.parts[0] == "~":
+        raise ValueError(f"{path}: no home folder is known; name a folder in HF_KVRET_TUNING")
+    for entry in entries:
+        if entry.choice is not None:
+            entry.op.check(entry.choice)
+    before, _ = read_entries(path, family, operations)
+    kept = {(entry.op.name, entry.size): entry for entry in (*before, *entries)}
+    content = {
+        "format": _FORMAT,
+        "family": family,
+        "entries": [_told(entry) for entry in kept.values()],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A name of its own, so that two writers don't write into one file.
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _entry(told: object, operations: Mapping[str, Tunable[Any]]) -> Entry:
+    if not isinstance(told, dict):
+        raise ValueError("it is no object")
+    op = operations.get(str(told.get("op")))
+    if op is None:
+        raise ValueError(f"unknown operation {told.get('op')!r}; known: {', '.join(operations)}")
+    if told.get("version") != op.version:
+        raise ValueError(
+            f"made for version {told.get('version')!r} of {op.name}, this is {op.version}"
+        )
+    choice = told.get("choice")
+    measured = told.get("measured", {})
+    if not isinstance(measured, dict):
+        raise ValueError(f"measured {measured!r} is no object")
+    return Entry(
+        op,
+        op.size_from(told.get("size")),
+        None if choice is None else op.choice_from(choice),
+        measured,
+    )
+
+
+def _told(entry: Entry) -> dict[str, Any]:
+    return {
+        "op": entry.op.name,
+        "version": entry.op.version,
+        "size": entry.size._asdict(),
+        "choice": None if entry.choice is None else entry.op.told(entry.choice),
+        "measured": dict(entry.measured),
+    }

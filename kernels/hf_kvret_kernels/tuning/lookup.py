@@ -1,0 +1,69 @@
+"""From an operation and a size to its choice."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import warnings
+from typing import Any, TypeVar
+
+import torch
+
+from hf_kvret_kernels.tuning.family import gpu_family
+from hf_kvret_kernels.tuning.files import read_entries, shipped_file, user_file
+from hf_kvret_kernels.tuning.tunable import Tunable
+
+C = TypeVar("C")
+
+# Modules with a Tunable called CHOICES. By name, because they import this package.
+_MODULES = ("gather_attention", "gather_scores", "prompt_attention")
+
+_tables: dict[torch.device, dict[tuple[str, Any], Any]] = {}
+_lock = threading.Lock()
+
+
+def choice(op: Tunable[C], size: Any, default: C, device: torch.device) -> C:
+    """What was found for ``op`` at ``size`` on the family of ``device``, else ``default``.
+
+    The user's file comes before the package's. Both are read at the first call for a device; what
+    is wrong in them is told by one warning and counts as not there.
+    """
+    table = _tables.get(device)
+    if table is None:
+        table = _load(device)
+    found: C | None = table.get((op.name, size)) if table else None
+    return default if found is None else found
+
+
+def operations() -> dict[str, Tunable[Any]]:
+    """All operations that have something to choose, by name."""
+    modules = [importlib.import_module(f"hf_kvret_kernels.{name}.choices") for name in _MODULES]
+    return {module.CHOICES.name: module.CHOICES for module in modules}
+
+
+def reload() -> None:
+    """Read files again at the next call of ``choice``: they, or the environment, have changed."""
+    with _lock:
+        _tables.clear()
+
+
+def _load(device: torch.device) -> dict[tuple[str, Any], Any]:
+    with _lock:
+        if device in _tables:
+            return _tables[device]
+        family, known = gpu_family(device), operations()
+        table: dict[tuple[str, Any], Any] = {}
+        for path in (shipped_file(family), user_file(family)):
+            entries, wrong = read_entries(path, family, known)
+            if wrong:
+                more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                warnings.warn(
+                    f"{path}: {wrong[0]}{more}. Kernels run as their rules say where it can't be "
+                    "used; delete the file, or run `hf-kvret bench tune --device cuda`, which "
+                    "writes it anew",
+                    stacklevel=4,
+                )
+            table |= {(entry.op.name, entry.size): entry.choice for entry in entries}
+        # One that takes the rule stood against a shipped one; now it says nothing any more.
+        _tables[device] = {key: found for key, found in table.items() if found is not None}
+        return _tables[device]

@@ -1,0 +1,98 @@
+"""What an operation has to choose, for which sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from typing import Any, Generic, TypeVar
+
+import torch
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Tunable(Generic[C]):
+    """The launch numbers of an operation.
+
+    Attributes:
+        name: of the operation.
+        version: one more whenever a kernel changes so that old measurements mean nothing.
+        size: NamedTuple of strings, integers and booleans; equal ones share a choice. Lengths in it
+            are rounded by ``power_of_two``.
+        kind: frozen dataclass of launch numbers, integers and strings.
+        space: the values that each field of ``kind`` may take, the outer ones of a search first.
+        only: ``field: (other, value)`` for fields that count only where ``other`` is ``value``.
+
+    Raises:
+        ValueError: ``space`` does not name exactly the fields of ``kind``.
+    """
+
+    name: str
+    version: int
+    size: type[Any]
+    kind: type[C]
+    space: Mapping[str, tuple[int | str, ...]]
+    only: Mapping[str, tuple[str, int | str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        wanted = {one.name for one in fields(self.kind)}  # type: ignore[arg-type]
+        if set(self.space) != wanted:
+            raise ValueError(
+                f"space of {self.name} names {sorted(self.space)}: it must name the fields of "
+                f"{self.kind.__name__}, {sorted(wanted)}"
+            )
+
+    def counts(self, name: str, choice: C) -> bool:
+        """Whether the field ``name`` changes anything beside the other fields of ``choice``."""
+        other, value = self.only.get(name, (name, getattr(choice, name)))
+        return bool(getattr(choice, other) == value)
+
+    def check(self, choice: C) -> None:
+        """ValueError for a choice that is outside of ``space``."""
+        for name, allowed in self.space.items():
+            value = getattr(choice, name)
+            # True is 1, but no launch number.
+            if type(value) not in {type(one) for one in allowed} or value not in allowed:
+                raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, allowed))}")
+
+    def choice_from(self, told: object) -> C:
+        """The choice that a file tells as a mapping; ValueError where it is none."""
+        self._check_names(told, set(self.space), "choice")
+        choice = self.kind(**told)  # type: ignore[arg-type]
+        self.check(choice)
+        return choice
+
+    def size_from(self, told: object) -> Any:
+        """The size class that a file tells as a mapping; ValueError where it is none."""
+        self._check_names(told, set(self.size._fields), "size")
+        assert isinstance(told, dict)
+        if not all(isinstance(value, str | int) for value in told.values()):
+            raise ValueError(f"size {told}: its values must be strings, integers or booleans")
+        return self.size(**told)
+
+    def told(self, choice: C) -> dict[str, Any]:
+        """What ``choice_from`` reads."""
+        return asdict(choice)  # type: ignore[call-overload]
+
+    def _check_names(self, told: object, wanted: set[str], what: str) -> None:
+        if not isinstance(told, dict) or set(told) != wanted:
+            raise ValueError(f"{what} {told!r}: pass an object with {', '.join(sorted(wanted))}")
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """As ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that is not below ``count``; 0 for 0.
+
+    Raises:
+        ValueError: a negative count.
+    """
+    if count < 0:
+        raise ValueError(f"count={count}: at least 0")
+    return 1 << (count - 1).bit_length() if count else 0

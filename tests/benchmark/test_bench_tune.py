@@ -1,0 +1,332 @@
+"""``hf-kvret bench tune``: candidates are checked, timed in turns, kept by a margin, and used."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from hf_kvret.benchmark import kernels_clock, tune
+from hf_kvret.benchmark.command import MEASUREMENTS
+from hf_kvret.benchmark.tune_search import TuneCase, label, search
+from hf_kvret.cli import main
+from hf_kvret.evaluation.report import write_report
+from hf_kvret.evaluation.results import Results
+from hf_kvret_kernels import tuning
+from hf_kvret_kernels._dispatch import interpreted
+
+SMALL = ["--heads=1", "--group=2", "--head-dim=16", "--cold=64", "--repeats=3", "--batch=1"]
+needs_interpreter = pytest.mark.skipif(not interpreted(), reason="tunes for the interpreter")
+pytest.importorskip("triton", reason="what is tuned are Triton kernels")
+
+
+class Size(NamedTuple):
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    way: str
+    block: int
+    warps: int
+
+
+TOY = tuning.Tunable(
+    "toy",
+    1,
+    Size,
+    Choice,
+    {"way": ("near", "far"), "block": (16, 32, 64), "warps": (2, 4, 8)},
+    only={"warps": ("way", "far")},
+)
+RULE = Choice("near", 32, 4)
+
+
+class Clock:
+    """Seconds by choice instead of a clock; notes what would be timed."""
+
+    def __init__(self, seconds: Callable[[Mapping[str, str]], float]) -> None:
+        self.seconds, self.turns = seconds, []
+
+    def __call__(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
+        self.turns.append(list(calls))
+        # An outlier does no harm to a median.
+        return {name: [self.seconds(self.fields(name)), 1e9, 0.0] for name in calls}
+
+    @staticmethod
+    def fields(name: str) -> dict[str, str]:
+        return dict(re.findall(r"(\w+)=(\w+)", name))
+
+
+def case(run: Callable[[Choice], torch.Tensor] | None = None) -> TuneCase:
+    def right(choice: Choice) -> torch.Tensor:
+        return torch.ones(2, 4)
+
+    launch = run or right
+    return TuneCase(TOY, Size(8), RULE, lambda choice: (launch(choice),), 1e-3)
+
+
+def test_the_quickest_is_found_although_fields_depend_on_each_other() -> None:
+    def seconds(fields: Mapping[str, str]) -> float:
+        # "far" pays only with a block of 64, and 8 warps only there.
+        far = {"16": 3.0, "32": 1.2, "64": 0.5}[fields["block"]] - 0.02 * int(fields["warps"])
+        return far if fields["way"] == "far" else {"16": 1.1, "32": 1.0, "64": 0.9}[fields["block"]]
+
+    clock = Clock(seconds)
+    found = search(case(), clock)
+    assert found.best == Choice("far", 64, 8)
+    assert (found.rule_seconds, found.best_seconds) == (1.0, pytest.approx(0.34))
+    assert found.worth_it and found.ratio == pytest.approx(1 / 0.34)
+    # All rivals of a turn are timed together, and the last turn is the rule against the best.
+    assert clock.turns[0] == [label(RULE), label(replace(RULE, way="far"))]
+    assert clock.turns[-1] == [label(RULE), label(found.best)]
+    # What only counts on one way is not tried on the other.
+    near = [name for turn in clock.turns[:2] for name in turn if "near" in name]
+    assert near and all("warps=4" in name for name in near)
+
+
+@pytest.mark.parametrize(("gain", "taken"), [(0.04, False), (0.06, True)])
+def test_the_rule_stays_unless_it_is_beaten_by_the_margin(gain: float, taken: bool) -> None:
+    found = search(case(), Clock(lambda fields: 1.0 if fields["block"] == "32" else 1 / (1 + gain)))
+    assert found.best.block != 32
+    assert found.worth_it is taken
+
+
+def test_what_changes_nothing_is_not_changed() -> None:
+    noise = iter(range(10**6))
+    found = search(case(), Clock(lambda fields: 1.0 - 0.0001 * (next(noise) % 7)))
+    assert found.best == RULE
+    assert not found.worth_it
+
+
+def test_the_least_of_noisy_times_is_measured_again() -> None:
+    seen: set[str] = set()
+
+    def lucky_once(fields: Mapping[str, str]) -> float:
+        first = str(fields) not in seen and fields["block"] == "64"
+        seen.add(str(fields))
+        return 0.5 if first else 1.0
+
+    found = search(case(), Clock(lucky_once))
+    assert found.best_seconds == 1.0
+    assert not found.worth_it
+
+
+def test_wrong_and_failing_candidates_are_told_and_never_timed() -> None:
+    def run(choice: Choice) -> torch.Tensor:
+        if choice.block == 64:
+            raise RuntimeError("out of resource: shared memory\nmore lines")
+        out = torch.ones(2, 4)
+        if choice.way == "far":
+            out[1, 2] = 1.5 if choice.block == 16 else float("nan")
+        return out
+
+    clock = Clock(lambda fields: 1.0 if fields["block"] == "32" else 0.1)
+    found = search(case(run), clock)
+    assert found.best == replace(RULE, block=16)
+    assert not [name for turn in clock.turns for name in turn if "far" in name or "=64" in name]
+    told = found.refused
+    assert told[label(replace(RULE, block=64))] == "RuntimeError: out of resource: shared memory"
+    assert told[label(replace(RULE, way="far"))].startswith("differs by inf from the rule")
+    assert "allowed are 1.0e-03" in told[label(Choice("far", 16, 4))]
+    assert found.timed == {label(RULE): 1.0, label(found.best): 0.1}
+
+
+def test_a_failing_rule_is_no_candidate_but_an_error() -> None:
+    def fail(choice: Choice) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        search(case(fail), Clock(lambda fields: 1.0))
+
+
+def test_errors_that_no_launch_raises_come_through() -> None:
+    def fail(choice: Choice) -> torch.Tensor:
+        if choice != RULE:
+            raise KeyError("a mistake of ours")
+        return torch.ones(2, 4)
+
+    with pytest.raises(KeyError, match="a mistake of ours"):
+        search(case(fail), Clock(lambda fields: 1.0))
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file that is written, of this test alone; clocks and buffers are small."""
+    monkeypatch.setenv("HF_KVRET_TUNING", str(tmp_path / "mine"))
+    monkeypatch.setattr(kernels_clock, "_CPU_FLUSH_BYTES", 1 << 12)
+    tuning.reload()
+    yield tmp_path / "mine" / "interpreter.json"
+    tuning.reload()
+
+
+def small_blocks(fields: Mapping[str, str]) -> float:
+    """A machine that likes small tiles: only gather_attention is slower by it."""
+    block = int(fields.get("block_k", fields.get("block_n", "0")))
+    return 1.0 + block if "variant" not in fields else 1.0
+
+
+@pytest.fixture
+def small_blocks_win(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(small_blocks)
+    monkeypatch.setattr(tune, "_timer", lambda options, device: clock)
+    return clock
+
+
+def bench(*arguments: str) -> int:
+    return main(["bench", "tune", *SMALL, "--device", "cpu", *arguments])
+
+
+@needs_interpreter
+def test_choices_are_written_read_back_and_used(
+    mine: Path, tmp_path: Path, small_blocks_win: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hf_kvret_kernels.gather_scores import choices
+
+    size = choices.ScoresSize("bfloat16", 16, 2, 1, 32, "device")
+    rule = choices.rule(size)
+    # Looked up before, so that the run has to make the process read again.
+    assert tuning.choice(choices.CHOICES, size, rule, torch.device("cpu")) is rule
+    files = ["--json", str(tmp_path / "t.json"), "--table", str(tmp_path / "t.md")]
+    assert bench("--lengths", "32", *files) == 0
+    taken = tuning.choice(choices.CHOICES, size, rule, torch.device("cpu"))
+    assert taken == replace(rule, block_k=16) != rule
+    entries = {
+        (entry["op"], entry["size"].get("masked")): entry
+        for entry in json.loads(mine.read_text())["entries"]
+    }
+    assert set(entries) == {
+        ("gather_attention", None),
+        ("gather_scores", None),
+        ("prompt_attention", False),
+        ("prompt_attention", True),
+    }
+    assert entries["gather_attention", None]["choice"] is None
+    assert entries["prompt_attention", True]["choice"]["block_n"] == 16
+    told = entries["gather_scores", None]["measured"]
+    assert told["ratio"] == pytest.approx((1 + rule.block_k) / 17) and told["repeats"] == 3
+    out = capsys.readouterr().out
+    assert f"take their numbers from {mine}" in out
+    assert "say nothing about a GPU" in out
+    table = (tmp_path / "t.md").read_text()
+    line = next(line for line in table.splitlines() if "gather_scores" in line)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[:4] == ["gather_scores", "32", "1", "device"]
+    assert cells[7:9] == ["best", "block_k=16"] and cells[9] == "-" and cells[11] == "0"
+    line = next(line for line in table.splitlines() if "gather_attention" in line)
+    assert "direct 1000, gather 1000" in line
+
+
+@needs_interpreter
+def test_all_values_of_all_fields_are_launched(
+    mine: Path, tmp_path: Path, small_blocks_win: Clock
+) -> None:
+    assert bench("--lengths", "32", "--ops", "gather_attention") == 0
+    tried = {pair for turn in small_blocks_win.turns for name in turn for pair in name.split(", ")}
+    space = tuning.operations()["gather_attention"].space
+    wanted = {f"{name}={value}" for name, values in space.items() for value in values}
+    # The machine has no use for copies, so their size does not count.
+    assert {pair for pair in wanted if not pair.startswith("copy_rows")} <= tried
+
+
+@needs_interpreter
+def test_the_clock_of_the_command_times_each_candidate(mine: Path, tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    assert bench("--lengths", "8", "--ops", "gather_scores", "--json", str(file)) == 0
+    [(cell, row)] = Results.load(file)
+    assert cell == {
+        "op": "gather_scores", "cache": "rows on device", "batch": 1, "length": 8
+    }  # fmt: skip
+    assert row["rule_seconds"] > 0 and row["best_seconds"] > 0 and len(row["timed"]) >= 5
+    assert row["worth_it"] == (row["ratio"] >= 1.05)
+    assert json.loads(mine.read_text())["entries"][0]["size"] == row["size"]
+
+
+@needs_interpreter
+def test_a_dry_run_writes_nothing_and_finished_sizes_are_kept(
+    mine: Path, tmp_path: Path, small_blocks_win: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--ops", "gather_scores", "--json", str(tmp_path / "t.json")]
+    assert bench("--lengths", "8", *arguments, "--dry-run") == 0
+    assert not mine.parent.exists()
+    assert f"dry run: {mine} is as it was" in capsys.readouterr().out
+    timed = len(small_blocks_win.turns)
+    assert bench("--lengths", "8", *arguments) == 0
+    assert len(small_blocks_win.turns) == timed
+    assert json.loads(mine.read_text())["entries"][0]["choice"]["block_k"] == 16
+    assert bench("--lengths", "8,32", *arguments) == 0
+    assert len(small_blocks_win.turns) > timed
+    assert len(json.loads(mine.read_text())["entries"]) == 2
+
+
+@needs_interpreter
+def test_a_result_has_a_page(mine: Path, tmp_path: Path, small_blocks_win: Clock) -> None:
+    files = ["--json", str(tmp_path / "t.json"), "--plot", str(tmp_path / "t.png")]
+    assert bench("--lengths", "8", "--ops", "gather_scores,prompt_attention", *files) == 0
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    page, overview = write_report(tmp_path, MEASUREMENTS)
+    assert "what is other than in the rule" in page.read_text()
+    assert "bench tune" in overview.read_text() and "rows on device" in overview.read_text()
+
+
+@needs_interpreter
+def test_a_size_that_lacks_memory_has_a_row_that_says_so(
+    mine: Path, tmp_path: Path, small_blocks_win: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "host_bytes", lambda shape, place: 10**18)
+    table = tmp_path / "t.md"
+    assert bench("--lengths", "8", "--ops", "gather_scores", "--table", str(table)) == 0
+    assert "out of memory (predicted: 1000000000.0 GB" in table.read_text()
+    assert not mine.exists() and not small_blocks_win.turns
+
+
+def test_a_cpu_has_nothing_to_tune(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert bench() == 2
+    told = capsys.readouterr().err
+    assert "nothing to tune" in told and "run this with --device cuda" in told.lower()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ops", "matmul"], "--ops matmul: choose of gather_attention"),
+        (["--ops", "gather_scores,gather_scores"], "each once"),
+        (["--ops", ","], "name operations"),
+        (["--lengths", "128"], "--lengths 128 with --cold 64"),
+        (["--rows", "host"], "choose of device"),
+        (["--rows", "device,device"], "choose of device"),
+        (["--group", "128"], "--group 128: prompt_attention looks up"),
+        (["--repeats", "0"], "--repeats 0: at least 1"),
+        (["--head-dim", "0"], "--head-dim 0: at least 1"),
+    ],
+)
+def test_mistakes_are_named_before_the_work(
+    mine: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert bench("--lengths", "8", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not mine.exists()
+
+
+def test_a_folder_that_can_t_be_written_is_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("HF_KVRET_TUNING", str(tmp_path / "file" / "mine"))
+    assert bench("--lengths", "8") == 2
+    assert "name a folder in HF_KVRET_TUNING" in capsys.readouterr().err
