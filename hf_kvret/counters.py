@@ -22,16 +22,19 @@ class LayerCounters:
     selected: torch.Tensor | None = None
     recalls: list[Recall] = field(default_factory=list)
 
-    def count(self, cold: ColdTokens, heads: int, queries: int, selected: torch.Tensor) -> None:
-        """Count a step of ``queries`` queries, for ``heads`` heads of all rows of the batch."""
+    def count(self, cold: ColdTokens, heads: int, queries: int) -> torch.Tensor:
+        """Count a step of ``queries`` queries, for ``heads`` heads of all rows of the batch.
+
+        Returns ``selected``, for the caller to add to, in place: also in a captured step.
+        """
         self.steps += 1
         self.queries += queries
         self.cold_rows += len(cold) * heads * queries
         if self.selected is None:
-            # In place from here on, in and out of inference mode, and in a captured step.
+            # Written to in and out of inference mode.
             with torch.inference_mode(False):
-                self.selected = torch.zeros((), dtype=torch.long, device=selected.device)
-        self.selected.add_(selected)
+                self.selected = torch.zeros((), dtype=torch.long, device=cold.valid.device)
+        return self.selected
 
     def numbers(self) -> tuple[int, ...]:
         """The counts on the host."""

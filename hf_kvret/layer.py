@@ -19,6 +19,7 @@ from hf_kvret.pieces import piece_len
 from hf_kvret.recall import Recall, measure_recall
 from hf_kvret.regions import MakeStore, Regions
 from hf_kvret.stores.base import Store
+from hf_kvret_kernels.relevance import count_ids
 
 HANDLE = "hf_kvret_layer"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -181,13 +182,13 @@ class RetrievalLayer(CacheLayerMixin):
         parts = [call.partial(query, keys, values, valid, causal_offset=offset)]
         if finish_cold is not None:
             parts.append(Partial(*finish_cold()))
-        return merge(parts, call.sink_logits).out
+        return merge(parts, call.sink_logits, query.dtype).out
 
     def _select(self, index: Index, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         ids = index.select(query, cold.budget, cold.valid, cold.scale, cold.softcap)
         batch, heads, count, _ = ids.shape
         counters = self.counters
-        counters.count(cold, batch * heads, count, (ids >= 0).sum())
+        count_ids(ids, counters.count(cold, batch * heads, count))
         counters.candidates += index.candidates(len(cold), cold.budget) * batch * heads * count
         if self.config.track_recall:
             counters.recalls.append(
@@ -207,7 +208,8 @@ class RetrievalLayer(CacheLayerMixin):
             del keys, values
             merged = part if merged is None else merge([merged, part])
         assert merged is not None, "a cold region holds tokens"
-        self.counters.count(cold, len(query) * heads, count, cold.valid.sum() * heads * count)
+        selected = self.counters.count(cold, len(query) * heads, count)
+        selected.add_(cold.valid.sum() * heads * count)
         if self.config.track_recall:
             self.counters.recalls.append(Recall(overlap=1.0, mass=1.0, best_mass=1.0))
         return merged

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hf_kvret_kernels import relevance
+
 
 def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
     """How much each token matters to the query heads of a KV head: max of their log-softmaxes.
@@ -17,6 +19,4 @@ def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
     Returns:
         ``[B, heads, Q, n]`` fp32, at most 0; -inf stays -inf for tokens that don't take part.
     """
-    batch, query_heads, count, tokens = scores.shape
-    shares = scores - torch.logsumexp(scores, dim=-1, keepdim=True).clamp(min=-1e30)
-    return shares.view(batch, heads, query_heads // heads, count, tokens).amax(dim=2)
+    return relevance.group_relevance(scores, heads)

@@ -83,3 +83,10 @@ def test_half_precision_parts_are_summed_in_fp32() -> None:
     merged = merge([part] * 300)
     assert merged.out.dtype == torch.float32
     torch.testing.assert_close(merged.out, torch.ones(1, 1, 1, 4), atol=1e-5, rtol=0)
+
+
+def test_the_result_has_the_dtype_that_is_asked_for() -> None:
+    part = _attention(torch.randn(1, 2, 1, 5), torch.randn(1, 2, 5, 4))
+    merged = merge([part, _empty(part)], dtype=torch.bfloat16)
+    assert merged.out.dtype == torch.bfloat16 and merged.lse.dtype == torch.float32
+    assert torch.equal(merged.out, part.out.bfloat16())

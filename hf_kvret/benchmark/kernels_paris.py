@@ -15,10 +15,11 @@ from hf_kvret.benchmark.kernels_work import (
     KernelShape,
     Work,
     distance,
+    not_shared,
     unequal,
 )
 from hf_kvret.methods.paris import ParisConfig
-from hf_kvret_kernels import paris
+from hf_kvret_kernels import paris, relevance
 
 _FP32_BYTES = 4
 _ID_BYTES = 4
@@ -29,6 +30,10 @@ _M = _CONFIG.subspace_dim
 # Coordinates at the border of two levels go to either, and weights are rounded to bf16.
 _CODE_ERROR = 1e-2
 _SCORE_ERROR = 1e-3
+# Patterns at the border of two tiers go to either.
+_POINT_ERROR = 1e-2
+# Of candidates that matter equally any may be taken.
+_LEFT_OUT = 1e-3
 
 
 class ParisEncode(KernelOp):
@@ -62,32 +67,42 @@ class ParisEncode(KernelOp):
         return Call(run, error, _CODE_ERROR)
 
 
-class ParisCollide(KernelOp):
-    """Points of all tokens by their sign patterns, with a table for each query head of a group."""
+class ParisCollisions(KernelOp):
+    """Points of all tokens by their sign patterns, for each query head of a group."""
 
-    name = "paris.collide"
+    name = "paris.collisions"
     copies = 16
 
     def work(self, shape: KernelShape) -> Work:
-        """Reads a bit a coordinate of all tokens, the tables ``[B, H, 1, G, S, 2^m]`` of a byte an
-        entry and a byte of mask a token; writes a byte a token and KV head, and a histogram of 256
-        counts for each KV head."""
+        """Reads a bit a coordinate of all tokens, the rotated queries ``[B, H, 1, G, P]`` in fp32,
+        how many tokens have each pattern (4 bytes a subspace and pattern) and a byte of mask a
+        token; writes a byte a token and KV head, and a histogram of 256 counts for each KV head."""
         tokens, dim = shape.all_heads * shape.length, paris.rotated_dim(shape.head_dim)
-        tables = shape.batch * shape.query_heads * dim // _M * (1 << _M)
+        queries = shape.batch * shape.query_heads * dim * _FP32_BYTES
+        counts = shape.all_heads * dim // _M * (1 << _M) * 4
         return Work(
-            tokens * dim // 8 + tables + shape.batch * shape.length,
+            tokens * dim // 8 + queries + counts + shape.batch * shape.length,
             tokens + shape.all_heads * _HISTOGRAM_BYTES,
         )
 
     def prepare(self, shape: KernelShape, draw: Draw) -> Call:
-        sign = _draw_codes(shape, draw).sign
-        bonus = _draw_bonus(shape, draw, sign)
-        valid = draw.all_valid(shape)
-        return Call(
-            lambda backend: paris.collide(sign, bonus, m=_M, valid=valid, backend=backend),
-            unequal,
-            0.0,
-        )
+        sign, queries = _draw_codes(shape, draw).sign, _draw_queries(shape, draw)
+        counts, valid = paris.count_centroids(sign, m=_M), draw.all_valid(shape)
+        _, rho = _CONFIG.ratios(shape.length)
+
+        def run(backend: str) -> tuple[torch.Tensor, ...]:
+            return paris.collisions(
+                queries,
+                counts,
+                sign,
+                rho=rho,
+                tiers=_CONFIG.tiers,
+                m=_M,
+                valid=valid,
+                backend=backend,
+            )
+
+        return Call(run, unequal, _POINT_ERROR)
 
 
 class ParisCandidates(KernelOp):
@@ -106,7 +121,15 @@ class ParisCandidates(KernelOp):
 
     def prepare(self, shape: KernelShape, draw: Draw) -> Call:
         sign = _draw_codes(shape, draw).sign
-        points, histogram = paris.collide(sign, _draw_bonus(shape, draw, sign), m=_M)
+        _, rho = _CONFIG.ratios(shape.length)
+        points, histogram = paris.collisions(
+            _draw_queries(shape, draw),
+            paris.count_centroids(sign, m=_M),
+            sign,
+            rho=rho,
+            tiers=_CONFIG.tiers,
+            m=_M,
+        )
         count = _candidates(shape)
         return Call(
             lambda backend: (paris.candidates(points, histogram, count, backend=backend),),
@@ -153,6 +176,32 @@ class ParisRerank(ParisCandidates):
         return super().held_bytes(shape) + codes
 
 
+class BestIds(ParisCandidates):
+    """The candidates that matter most to any query head of a group."""
+
+    name = "relevance.best_ids"
+    copies = 16
+
+    def work(self, shape: KernelShape) -> Work:
+        """Reads ids of the candidates and 4 bytes a candidate and query head; writes 4-byte ids of
+        those that are selected."""
+        found = shape.all_heads * _candidates(shape)
+        return Work(
+            found * (_ID_BYTES + shape.group * _FP32_BYTES),
+            shape.all_heads * shape.top_k * _ID_BYTES,
+        )
+
+    def prepare(self, shape: KernelShape, draw: Draw) -> Call:
+        lead = (shape.batch, shape.heads, 1)
+        scores = draw.normal(*lead, shape.group, _candidates(shape))
+        ids = draw.tokens(shape.length, lead, _candidates(shape)).sort(dim=-1).values
+        return Call(
+            lambda backend: (relevance.best_ids(scores, ids, shape.top_k, backend=backend),),
+            not_shared,
+            _LEFT_OUT,
+        )
+
+
 def _code_bytes(shape: KernelShape) -> int:
     """Of a token and KV head: four bits a coordinate, a weight a subspace."""
     dim = paris.rotated_dim(shape.head_dim)
@@ -189,17 +238,10 @@ def _draw_queries(shape: KernelShape, draw: Draw) -> torch.Tensor:
     return draw.normal(shape.batch, shape.heads, 1, shape.group, dim)
 
 
-def _draw_bonus(shape: KernelShape, draw: Draw, sign: torch.Tensor) -> torch.Tensor:
-    """Tables of points as the method makes them."""
-    _, rho = _CONFIG.ratios(shape.length)
-    counts = paris.count_centroids(sign, m=_M)
-    queries = _draw_queries(shape, draw)
-    return paris.bonus_table(queries, counts, rho=rho, tiers=_CONFIG.tiers, m=_M)
-
-
 PARIS_OPS: tuple[KernelOp, ...] = (
     ParisEncode(),
-    ParisCollide(),
+    ParisCollisions(),
     ParisCandidates(),
     ParisRerank(),
+    BestIds(),
 )

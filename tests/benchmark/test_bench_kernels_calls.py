@@ -43,8 +43,13 @@ CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     },
     **{
         f"paris.{name}": ("paris", {}, (f"{KERNELS}paris.{name}",))
-        for name in ("encode", "collide", "candidates", "rerank")
+        for name in ("encode", "collisions", "candidates", "rerank")
     },
+    "relevance.best_ids": (
+        "paris",
+        {},
+        ("hf_kvret.methods.paris.index.best_ids", f"{KERNELS}relevance.best_ids"),
+    ),
     "higgs.encode": ("flat", {"store": "higgs"}, (f"{CODEC}encode",)),
     "higgs.decode": ("flat", {"store": "higgs"}, (f"{CODEC}decode",)),
     "higgs.attend": ("paris", {"store": "higgs"}, (f"{KERNELS}higgs.attend",)),

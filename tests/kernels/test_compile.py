@@ -34,11 +34,12 @@ EXPECTED = {
         "_lookup_kernel",
         "_scores_kernel",
     },
-    "gather_attention": {"_attend_kernel"},
+    "gather_attention": {"_attend_kernel", "_copy_kernel"},
     "gather_scores": {"_gather_scores_kernel"},
     "higgs": {"_higgs_kernel", "_minmax_kernel", "_decode_kernel", "_attend_kernel"},
+    "merge": {"_merge_kernel"},
     "prompt_attention": {"_attend_kernel"},
-    "paged": {"_gather_kernel"},
+    "paged": {"_gather_kernel", "_copy_kernel"},
     "proxy": {
         "_scores_kernel",
         "_total_kernel",
@@ -46,6 +47,14 @@ EXPECTED = {
         "_count_digits_kernel",
         "_block_sums_kernel",
         "_compact_kernel",
+        "_best_kernel",
+    },
+    "relevance": {
+        "_best_kernel",
+        "_piece_kernel",
+        "_share_kernel",
+        "_compact_kernel",
+        "_count_kernel",
     },
     "resident": {"_assign_kernel", "_fetch_kernel"},
     "paris": {
@@ -117,9 +126,13 @@ def _calls(operation: str) -> Iterator[functools.partial]:
     rows = PagedRows([torch.zeros(8, 2, 64, 256, dtype=half)], torch.zeros(1, 8).int(), 128)
     ids = torch.zeros(1, 2, 1, 256, dtype=torch.int32)
     if operation == "gather_attention":
-        for softcap in (None, 50.0):
+        for softcap, variant in ((None, "direct"), (50.0, "direct"), (None, "gather")):
             query = torch.zeros(1, 8, 1, 128, dtype=half)
-            yield functools.partial(gather.gather_attention, query, rows, ids, 0.1, softcap)
+            arguments = (query, rows, ids, 0.1, softcap, None, variant)
+            yield functools.partial(gather.gather_attention, *arguments)
+        # With many stages the loads of rows are made a tile ahead, behind three others.
+        deep = gather.choices.GatherChoice("direct", 32, 32, 4, 6, 4, 64)
+        yield functools.partial(gather.gather_attention, query, rows, ids, 0.1, None, choice=deep)
     elif operation == "gather_scores":
         for softcap in (None, 50.0):
             query = torch.zeros(1, 8, 1, 128, dtype=half)
@@ -131,9 +144,14 @@ def _calls(operation: str) -> Iterator[functools.partial]:
     elif operation == "higgs":
         yield from _calls_of_higgs()
     elif operation == "paged":
+        from hf_kvret_kernels.page_copy_triton import copy_pages
         from hf_kvret_kernels.paged_triton import gather_rows
 
         yield functools.partial(gather_rows, rows, ids)
+        odd = PagedRows([torch.zeros(8, 2, 1, 7, dtype=half)], torch.zeros(1, 8).int(), 5)
+        lone = PagedRows([torch.zeros(1, 1, 64, 256, dtype=half)], torch.zeros(1, 1).int(), 128)
+        for source, programs in ((rows, None), (odd, 3), (lone, 1)):
+            yield functools.partial(copy_pages, source, 0, source.table.shape[1], programs)
     elif operation == "proxy":
         from hf_kvret_kernels.proxy import ROW_DTYPES, triton_scores, triton_top_k
 
@@ -145,7 +163,10 @@ def _calls(operation: str) -> Iterator[functools.partial]:
                 offset = None if softcap is None else torch.zeros(1, 8, queries)
                 arguments = (query, proxies, heads, valid, offset, softcap)
                 yield functools.partial(triton_scores.relevance, *arguments)
-        yield functools.partial(triton_top_k.top_k, torch.zeros(1, 2, 1, 501), 100)
+        for choose in (triton_top_k.top_k, triton_top_k.radix_top_k):
+            yield functools.partial(choose, torch.zeros(1, 2, 1, 501), 100)
+    elif operation in ("merge", "relevance"):
+        yield from _calls_of_merging() if operation == "merge" else _calls_of_relevance()
     elif operation == "resident":
         from hf_kvret_kernels.resident import SlotMap
         from hf_kvret_kernels.resident import triton as resident
@@ -169,6 +190,7 @@ def _calls(operation: str) -> Iterator[functools.partial]:
             yield functools.partial(prompt.prompt_attention, *arguments)
     else:
         from hf_kvret_kernels.paris import (
+            triton_bonus,
             triton_candidates,
             triton_collide,
             triton_encode,
@@ -187,10 +209,44 @@ def _calls(operation: str) -> Iterator[functools.partial]:
         yield functools.partial(triton_encode.rotate, keys, signs)
         yield functools.partial(triton_encode.encode, keys, signs, levels, 8, None, codes)
         yield functools.partial(triton_collide.count_centroids, codes.sign, 8, valid)
-        yield functools.partial(triton_collide.bonus_table, rotated, counts, (50_000, 200_000), 8)
+        yield functools.partial(triton_bonus.bonus_table, rotated, counts, (50_000, 200_000), 8)
         yield functools.partial(triton_collide.collide, codes.sign, bonus, 8, valid)
         yield functools.partial(triton_candidates.candidates, scores, histogram, 100)
-        yield functools.partial(triton_rerank.rerank, rotated, codes, ids, levels, 8)
+        arguments = (rotated, counts, codes.sign, (50_000, 200_000), 8, None)
+        yield functools.partial(triton_collide.collisions, *arguments)
+        for softcap, offset in ((None, None), (50.0, torch.zeros(1, 2, 1, 4))):
+            arguments = (rotated, codes, ids, levels, 8, 0.1, softcap, offset)
+            yield functools.partial(triton_rerank.rerank, *arguments)
+
+
+def _calls_of_merging() -> Iterator[functools.partial]:
+    """One set with learned sinks, and several in two dtypes without."""
+    from hf_kvret_kernels.merge import triton as merging
+
+    full, half = torch.zeros(1, 8, 1, 128), torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16)
+    lse, sinks = torch.zeros(1, 8, 1), torch.zeros(8, dtype=torch.bfloat16)
+    yield functools.partial(merging.merge_partials, [full], [lse], sinks, torch.float32)
+    yield functools.partial(
+        merging.merge_partials, [full, full, half], [lse, lse, lse], None, torch.bfloat16
+    )
+
+
+def _calls_of_relevance() -> Iterator[functools.partial]:
+    """The most candidates that a program takes, of one head and of a group; and more of them."""
+    from hf_kvret_kernels.relevance import triton_best, triton_shares
+
+    for length, group in ((100, 4), (triton_best.MOST, 1), (triton_best.MOST, 4)):
+        scores, ids = torch.zeros(1, 2, 1, group, length), torch.zeros(1, 2, 1, length).int()
+        yield functools.partial(triton_best.best_ids, scores, ids, 100)
+        yield functools.partial(triton_best.top_places, scores[:, :, :, 0], 100)
+        yield functools.partial(triton_shares.best_ids, scores, ids, 100)
+    for group in (1, 4):
+        yield functools.partial(
+            triton_shares.group_relevance, torch.zeros(1, 8, 1, 501), 8 // group
+        )
+    for dtype in (torch.int32, torch.int64):
+        total, ids = torch.zeros((), dtype=torch.int64), torch.zeros(1, 2, 1, 100, dtype=dtype)
+        yield functools.partial(triton_shares.count_ids, ids, total)
 
 
 def _calls_of_centroids() -> Iterator[functools.partial]:

@@ -104,6 +104,28 @@ def test_triton_reranks_as_the_reference_does(head_dim: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_scale_offset_and_cap_apply_to_the_plain_estimates(
+    softcap: float | None, backend: str
+) -> None:
+    signs, levels = tools(16)
+    codes = paris.encode(randn(2, 2, 9, 16), signs, levels)
+    q_rot = paris.rotate(3 * randn(2, 2, 2, 3, 16, seed=1), signs)
+    ids = some_ids(2, 2, 2, 5, length=9)
+    offset = randn(3, 2, 2, 2, seed=2).permute(1, 2, 3, 0)
+    plain = paris.rerank(q_rot, codes, ids, levels, backend=backend).double()
+    scores = (plain + offset.unsqueeze(-1)) * 0.7
+    if softcap is not None:
+        scores = (softcap * (scores / softcap).tanh()).masked_fill(plain == -torch.inf, -torch.inf)
+    found = paris.rerank(
+        q_rot, codes, ids, levels, scale=0.7, softcap=softcap, offset=offset, backend=backend
+    )
+    assert found.dtype == torch.float32 and (found.isinf() == (ids < 0).unsqueeze(3)).all()
+    # fp32 of numbers around 20.
+    torch.testing.assert_close(found.double(), scores, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_batch_row_and_head_reads_its_own_codes(backend: str) -> None:
     """A published kernel took the row index of the first batch row for all."""
     signs, levels = tools(16)
@@ -253,3 +275,7 @@ def test_what_does_not_fit_is_named() -> None:
         paris.rerank(q_rot[:, :1], codes, ids[:, :1], levels)
     with pytest.raises(ValueError, match=r"q_rot is torch\.bfloat16"):
         paris.rerank(q_rot.bfloat16(), codes, ids, levels)
+    with pytest.raises(ValueError, match="offset has shape"):
+        paris.rerank(q_rot, codes, ids, levels, offset=torch.zeros(1, 2, 1, device=DEVICE))
+    with pytest.raises(ValueError, match="softcap=0"):
+        paris.rerank(q_rot, codes, ids, levels, softcap=0.0)

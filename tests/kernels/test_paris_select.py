@@ -135,8 +135,9 @@ def test_without_keys_there_are_no_points(backend: str) -> None:
 
 @needs_triton
 def test_bonus_tables_agree_to_the_bit() -> None:
-    q_rot = torch.randn(1, 2, 1, 2, 32, generator=generator(3)).to(DEVICE)
-    counts = torch.randint(0, 50, (1, 2, 4, 256), generator=generator(4), dtype=torch.int32)
+    """Of five tables, where four share a word."""
+    q_rot = torch.randn(1, 2, 1, 5, 16, generator=generator(3)).to(DEVICE)
+    counts = torch.randint(0, 50, (1, 2, 2, 256), generator=generator(4), dtype=torch.int32)
     naive, triton = (
         paris.bonus_table(q_rot, counts.to(DEVICE), rho=0.25, tiers=TIERS, backend=backend)
         for backend in BOTH
@@ -146,7 +147,7 @@ def test_bonus_tables_agree_to_the_bit() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("m", [4, 8])
-@pytest.mark.parametrize("tables", [1, 3])
+@pytest.mark.parametrize("tables", [1, 3, 6])
 def test_scores_are_sums_of_points_and_the_best_table_counts(
     tables: int, m: int, backend: str
 ) -> None:
@@ -191,9 +192,33 @@ def test_triton_collides_as_the_reference_does(length: int, m: int, dim: int) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("m", [4, 8])
+@pytest.mark.parametrize("length, most", [(0, 12), (37, 12), (37, 62)])
+def test_points_and_collisions_at_once_are_those_of_the_two_steps(
+    length: int, most: int, m: int, backend: str
+) -> None:
+    """A key earns 12 points at the most, or as many as fit into 64 bins beside the excluded."""
+    tiers = (0.5,) + (1.0,) * (most * m // 8 - 1)
+    sign, valid = random_sign(2, 1, length, 1), random_valid(2, length)
+    q_rot = torch.randn(2, 1, 1, 3, 8, generator=generator(9)).to(DEVICE)
+    counts = paris.count_centroids(sign, m=m, valid=valid)
+    bonus = paris.bonus_table(q_rot, counts, rho=0.4, tiers=tiers, m=m)
+    for mask in (None, valid):
+        scores, histogram = paris.collide(sign, bonus, m=m, valid=mask)
+        found = paris.collisions(
+            q_rot, counts, sign, rho=0.4, tiers=tiers, m=m, valid=mask, backend=backend
+        )
+        assert length < 30 or scores[scores < 255].max() == most
+        assert torch.equal(found[0], scores) and torch.equal(found[1], histogram)
+        ids = paris.candidates(*found, 20, backend=backend)
+        assert torch.equal(ids, paris.candidates(scores, histogram, 20))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_greatest_score_is_not_taken_for_an_excluded_token(backend: str) -> None:
     sign = random_sign(1, 1, 5, 1)
-    bonus = torch.full((1, 1, 1, 1, 2, 16), 127, dtype=torch.uint8, device=DEVICE)
+    # Of all tables, so that a sum that reached into its neighbour's bits would show.
+    bonus = torch.full((1, 1, 1, 5, 2, 16), 127, dtype=torch.uint8, device=DEVICE)
     scores, histogram = paris.collide(sign, bonus, m=4, backend=backend)
     assert scores.eq(254).all() and histogram[..., 254].eq(5).all()
     ids = paris.candidates(scores, histogram, 3, backend=backend)
@@ -224,6 +249,19 @@ def test_candidates_are_the_head_of_a_stable_sort(length: int, count: int, backe
     ids = paris.candidates(scores, histogram, count, backend=backend)
     assert ids.shape == (3, 1, 2, count) and ids.dtype == torch.int32
     assert torch.equal(ids, candidates_by_sorting(scores, count))
+
+
+@needs_triton
+def test_sums_of_many_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of more than 256 blocks do."""
+    from hf_kvret_kernels.paris import triton_candidates
+
+    monkeypatch.setattr(triton_candidates, "_SUMS", 1)
+    scores = torch.randint(0, 9, (1, 1, 1, 3500), generator=generator(10), dtype=torch.uint8)
+    scores = scores.to(DEVICE)
+    histogram = torch.stack([scores.eq(value).sum(-1) for value in range(256)], dim=-1).int()
+    ids = paris.candidates(scores, histogram, 900, backend="triton")
+    assert torch.equal(ids, candidates_by_sorting(scores, 900))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -262,6 +300,14 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match="tokens must be contiguous"):
         paris.collide(sign[:, :, ::2], bonus)
     scores, histogram = paris.collide(sign, bonus)
+    with pytest.raises(ValueError, match="must be the same"):
+        paris.collisions(q_rot, counts, sign[:, :1], rho=0.5, tiers=TIERS)
+    with pytest.raises(ValueError, match="must be the same"):
+        paris.collisions(q_rot, counts, sign[..., :8].contiguous(), rho=0.5, tiers=TIERS)
+    with pytest.raises(ValueError, match="G = 0"):
+        paris.collisions(q_rot[:, :, :, :0], counts, sign, rho=0.5, tiers=TIERS)
+    with pytest.raises(ValueError, match="rho=2"):
+        paris.collisions(q_rot, counts, sign, rho=2, tiers=TIERS)
     with pytest.raises(ValueError, match="count=-1"):
         paris.candidates(scores, histogram, -1)
     with pytest.raises(ValueError, match="backend='cuda'"):

@@ -282,6 +282,11 @@ def check_top_k(place: tuple[str, str], scores: torch.Tensor, count: int) -> Non
     backend, device = place
     moved = scores if device == "cpu" else moved_with_room(scores, device)
     ids = proxy.top_k(moved, count, backend=backend)
+    if backend == "triton":
+        # Where there are more scores than one program holds; the results are the same.
+        from hf_kvret_kernels.proxy.triton_top_k import radix_top_k
+
+        assert torch.equal(ids, radix_top_k(moved, count))
     assert ids.shape == (*scores.shape[:3], count) and ids.dtype == torch.int32
     assert ids.device.type == device
     for place_ in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
@@ -349,6 +354,17 @@ def test_neighbours_in_the_last_bit_are_told_apart(place: tuple[str, str]) -> No
     scores = torch.stack([up, -up]).view(1, 2, 1, -1)
     for count in (1, 255, 256, 257, 1499):
         check_top_k(place, scores, count)
+
+
+def test_sums_of_many_blocks_add_up(
+    place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of more than 256 blocks do."""
+    if place[0] == "triton":
+        from hf_kvret_kernels.proxy import triton_top_k
+
+        monkeypatch.setattr(triton_top_k, "_SUMS", 1)
+    check_top_k(place, torch.randn(1, 1, 1, 3500, generator=generator(12)), 900)
 
 
 def test_fewer_scores_than_wanted_leave_holes(place: tuple[str, str]) -> None:

@@ -69,8 +69,8 @@ def selection_launches(
     queries: int = 1,
 ) -> tuple[list[str], list[str]]:
     generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(1, 2, 300, 64, generator=generator).bfloat16()
-    query = torch.randn(1, queries, 8, 64, generator=generator).bfloat16().transpose(1, 2)
+    keys = torch.randn(1, 2, 300, 16, generator=generator).bfloat16()
+    query = torch.randn(1, queries, 4, 16, generator=generator).bfloat16().transpose(1, 2)
     index = ParisIndex(options)
     index.observe(TokenBlock(keys, keys, 0))
     valid = torch.ones(1, 300, dtype=torch.bool)

@@ -181,7 +181,7 @@ class ParisIndex(Index):
 def _mean_key(keys: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     """``[B, Hkv, D]`` fp32 mean over the valid tokens of ``keys [B, Hkv, n, D]``; 0 for none."""
     if valid is None:
-        return keys.float().mean(dim=2)
+        return keys.mean(dim=2, dtype=torch.float32)
     covered = valid[:, None, :, None]
-    total = keys.float().masked_fill(~covered, 0.0).sum(dim=2)
+    total = keys.masked_fill(~covered, 0.0).sum(dim=2, dtype=torch.float32)
     return total / covered.sum(dim=2).clamp(min=1)

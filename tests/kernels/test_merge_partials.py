@@ -1,0 +1,152 @@
+"""The merge of partial attention against float64, for every number of sets and every dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_kvret_kernels.merge import merge_partials
+
+INF = float("inf")
+
+
+def random_parts(
+    number: int, *shape: int, dtype: torch.dtype = torch.float32
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """``number`` sets for queries ``[B, Hq, Q]`` and values of ``Dv``; some are empty."""
+    generator = torch.Generator().manual_seed(number)
+    outs, lses = [], []
+    for _ in range(number):
+        lse = torch.randn(shape[:3], generator=generator) * 4
+        lse[torch.rand(shape[:3], generator=generator) < 0.2] = -INF
+        outs.append(torch.randn(shape, generator=generator).to(dtype))
+        lses.append(lse)
+    lses[0][-1, -1] = -INF
+    for lse in lses:
+        lse[0, 0, 0] = -INF
+    return outs, lses
+
+
+def merged_by_hand(
+    outs: list[torch.Tensor], lses: list[torch.Tensor], sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logs = torch.stack(lses).double()
+    outs64 = torch.stack(outs).double()
+    if sinks is not None:
+        logit = sinks.double().view(1, 1, -1, 1).expand(1, *logs.shape[1:])
+        logs, outs64 = torch.cat([logs, logit]), torch.cat([outs64, torch.zeros_like(outs64[:1])])
+    weights = logs.softmax(dim=0).nan_to_num(0.0)
+    return (weights.unsqueeze(-1) * outs64).sum(0), logs.logsumexp(0)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+@pytest.mark.parametrize("shape", [(2, 4, 1, 128), (1, 3, 5, 40), (2, 2, 3, 1)])
+def test_sets_merge_to_their_union(
+    place: tuple[str, str], shape: tuple[int, ...], number: int, with_sinks: bool
+) -> None:
+    backend, device = place
+    outs, lses = random_parts(number, *shape)
+    sinks = torch.linspace(-3.0, 5.0, shape[1]) if with_sinks else None
+    out, lse = merge_partials(
+        [each.to(device) for each in outs],
+        [each.to(device) for each in lses],
+        sink_logits=None if sinks is None else sinks.to(device),
+        backend=backend,
+    )
+    want_out, want_lse = merged_by_hand(outs, lses, sinks)
+    assert out.shape == shape and lse.shape == shape[:3]
+    assert out.dtype == lse.dtype == torch.float32
+    # Sums of a few fp32 terms of size 1.
+    torch.testing.assert_close(out.cpu().double(), want_out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=1e-6, atol=2e-6)
+    assert not with_sinks or lse.isfinite().all()
+    assert with_sinks or (lse[0, 0, 0] == -INF and out[0, 0, 0].eq(0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_are_fp32_whatever_comes_in_and_goes_out(
+    place: tuple[str, str], dtype: torch.dtype
+) -> None:
+    backend, device = place
+    outs, lses = random_parts(4, 1, 2, 3, 16, dtype=dtype)
+    moved = [each.to(device) for each in outs], [each.to(device) for each in lses]
+    exact, _ = merge_partials(*moved, backend=backend)
+    torch.testing.assert_close(
+        exact.cpu().double(), merged_by_hand(outs, lses, None)[0], rtol=1e-5, atol=1e-6
+    )
+    sinks = torch.tensor([0.5, -0.25], dtype=dtype, device=device)
+    rounded, lse = merge_partials(*moved, sink_logits=sinks, out_dtype=dtype, backend=backend)
+    assert rounded.dtype == dtype and lse.dtype == torch.float32
+    want, _ = merged_by_hand(outs, lses, sinks.cpu())
+    torch.testing.assert_close(
+        rounded.cpu().double(), want, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps
+    )
+
+
+def test_one_set_and_empty_ones_give_it_back_to_the_bit(place: tuple[str, str]) -> None:
+    backend, device = place
+    out, lse = torch.randn(1, 2, 3, 20, device=device), torch.randn(1, 2, 3, device=device) * 30
+    empty = torch.zeros_like(out), torch.full_like(lse, -INF)
+    for outs, lses in (([out], [lse]), ([empty[0], out], [empty[1], lse])):
+        same = merge_partials(outs, lses, backend=backend)
+        assert torch.equal(same[0], out) and torch.equal(same[1], lse)
+
+
+def test_large_logits_keep_their_digits(place: tuple[str, str]) -> None:
+    """Weights come from differences to the largest, not to the sum."""
+    backend, device = place
+    lses = [torch.full((1, 1, 1), value, device=device) for value in (3e4, 3e4 - 1, -3e4)]
+    outs = [torch.full((1, 1, 1, 2), value, device=device) for value in (1.0, 0.0, 5.0)]
+    out, lse = merge_partials(outs, lses, backend=backend)
+    share = torch.tensor(1.0).sigmoid().item()
+    assert out.flatten().tolist() == pytest.approx([share, share], rel=1e-6)
+    assert lse.item() == pytest.approx(3e4 + 0.3133, abs=2e-3)
+
+
+def test_sets_of_any_layout(place: tuple[str, str]) -> None:
+    backend, device = place
+    outs, lses = random_parts(2, 2, 3, 4, 8)
+    turned = outs[0].transpose(1, 2).contiguous().transpose(1, 2).to(device)
+    moved = lses[0].transpose(0, 2).contiguous().transpose(0, 2).to(device)
+    found = merge_partials(
+        [turned, outs[1].to(device)], [moved, lses[1].to(device)], backend=backend
+    )
+    plain = merge_partials(
+        [each.to(device) for each in outs], [each.to(device) for each in lses], backend=backend
+    )
+    torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_no_queries(place: tuple[str, str]) -> None:
+    backend, device = place
+    out, lse = merge_partials(
+        [torch.zeros(1, 2, 0, 8, device=device)],
+        [torch.zeros(1, 2, 0, device=device)],
+        backend=backend,
+    )
+    assert out.shape == (1, 2, 0, 8) and lse.shape == (1, 2, 0)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    out, lse = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
+    with pytest.raises(ValueError, match="0 outs and 0 lses"):
+        merge_partials([], [])
+    with pytest.raises(ValueError, match="2 outs and 1 lses"):
+        merge_partials([out, out], [lse])
+    with pytest.raises(ValueError, match=r"outs\[0\] has shape \(2, 3, 4\)"):
+        merge_partials([out[0]], [lse])
+    with pytest.raises(ValueError, match=r"outs\[1\] is .* pass \(1, 2, 3, 4\)"):
+        merge_partials([out, out[..., :3]], [lse, lse])
+    with pytest.raises(ValueError, match=r"lses\[0\] is torch\.float64"):
+        merge_partials([out], [lse.double()])
+    with pytest.raises(ValueError, match=r"lses\[0\] is .* on meta"):
+        merge_partials([out], [lse.to("meta")])
+    with pytest.raises(ValueError, match=r"sink_logits is torch\.float32 \(3,\)"):
+        merge_partials([out], [lse], sink_logits=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"out_dtype=torch\.float64"):
+        merge_partials([out], [lse], out_dtype=torch.float64)
+    with pytest.raises(ValueError, match="requires gradients"):
+        merge_partials([out.clone().requires_grad_()], [lse])
+    with pytest.raises(ValueError, match="backend='cuda'"):
+        merge_partials([out], [lse], backend="cuda")

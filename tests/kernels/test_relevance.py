@@ -1,0 +1,207 @@
+"""The relevance of tokens to the heads of a group, and the best candidates, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_kvret_kernels import relevance
+
+INF = float("inf")
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def some_scores(*shape: int, seed: int = 0, holes: float = 0.2) -> torch.Tensor:
+    """Scores of several sizes, with holes."""
+    scores = torch.randn(shape, generator=generator(seed)) * 5
+    scores[torch.rand(shape, generator=generator(seed + 1)) < holes] = -INF
+    return scores
+
+
+def relevance_by_hand(scores: torch.Tensor) -> torch.Tensor:
+    """``[..., n]`` float64 of ``scores [..., G, n]``."""
+    shares = scores.double().softmax(dim=-1).nan_to_num(0.0)
+    return shares.amax(dim=-2).log()
+
+
+@pytest.mark.parametrize(
+    "batch, heads, group, queries, tokens",
+    [(1, 1, 1, 1, 1), (2, 2, 4, 1, 37), (1, 2, 3, 2, 1024), (2, 1, 2, 3, 1025), (1, 1, 5, 1, 5000)],
+)
+def test_relevance_is_the_largest_share_of_a_group(
+    place: tuple[str, str], batch: int, heads: int, group: int, queries: int, tokens: int
+) -> None:
+    backend, device = place
+    scores = some_scores(batch, heads * group, queries, tokens)
+    scores[0, 0] = -INF
+    found = relevance.group_relevance(scores.to(device), heads, backend=backend)
+    assert found.shape == (batch, heads, queries, tokens) and found.dtype == torch.float32
+    assert found.device.type == device
+    grouped = scores.unflatten(1, (heads, group)).transpose(2, 3)
+    # fp32: a sum of 5,000 terms, and a difference of numbers up to 30.
+    torch.testing.assert_close(
+        found.cpu().double(), relevance_by_hand(grouped), rtol=1e-6, atol=1e-5
+    )
+
+
+def test_pieces_of_several_blocks_add_up(
+    place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rows of more than 256 blocks are cut; the peak comes in the middle of a piece."""
+    backend, device = place
+    if backend == "triton":
+        from hf_kvret_kernels.relevance import triton_shares
+
+        monkeypatch.setattr(triton_shares, "_PIECES", 2)
+    scores = some_scores(1, 2, 1, 4500)
+    scores[..., 1500] = 90.0
+    scores[:, 1, :, :3072] = -INF
+    found = relevance.group_relevance(scores.to(device), 1, backend=backend)
+    expected = relevance_by_hand(scores.transpose(1, 2).unsqueeze(1))
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_large_scores_stay_finite(place: tuple[str, str]) -> None:
+    backend, device = place
+    scores = torch.tensor([3e4, 3e4 - 1, -3e4, -INF]).view(1, 1, 1, 4).repeat(1, 2, 1, 1)
+    scores[0, 1] *= -1
+    scores[0, 1, 0, 3] = -INF
+    found = relevance.group_relevance(scores.to(device), 1, backend=backend)
+    assert found.isfinite().tolist() == [[[[True, True, True, False]]]]
+    assert found[0, 0, 0, 2] == 0.0
+
+
+def check_best(
+    place: tuple[str, str], scores: torch.Tensor, count: int, ids: torch.Tensor | None = None
+) -> None:
+    """Against a sort of the float64 relevance; near ties may be taken either way."""
+    backend, device = place
+    batch, heads, queries, _, length = scores.shape
+    if ids is None:
+        lead = (batch, heads, queries)
+        draws = [torch.randperm(3 * length, generator=generator(i))[:length] for i in range(3)]
+        rows = [draws[i % 3] for i in range(lead[0] * lead[1] * lead[2])]
+        ids = torch.stack(rows).view(*lead, length).int()
+    found = relevance.best_ids(scores.to(device), ids.to(device), count, backend=backend)
+    assert found.shape == (batch, heads, queries, count) and found.dtype == torch.int32
+    expected = relevance_by_hand(scores)
+    for row in torch.cartesian_prod(*map(torch.arange, found.shape[:3])).view(-1, 3).tolist():
+        values, own = expected[tuple(row)], ids[tuple(row)].tolist()
+        chosen = found[tuple(row)].tolist()
+        taken = [own.index(each) for each in chosen if each != -1]
+        wanted = min(count, int((values > -INF).sum()))
+        assert len(taken) == wanted and chosen[wanted:] == [-1] * (count - wanted)
+        # In the order of the candidates, so none twice.
+        assert taken == sorted(set(taken))
+        left = [place for place in range(length) if place not in set(taken)]
+        if taken and left:
+            # fp32 tells log-shares around 30 apart to a few millionths.
+            assert values[taken].min() >= values[left].max() - 1e-4
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("length, count", [(1, 1), (37, 1), (37, 36), (37, 37), (600, 100)])
+def test_the_best_candidates_are_taken(
+    place: tuple[str, str], length: int, count: int, group: int
+) -> None:
+    scores = some_scores(2, 2, 2, group, length)
+    scores[0, 1, 0] = -INF
+    scores[1, 0, 1, 0] = -INF
+    check_best(place, scores, count)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_more_candidates_than_a_program_holds(
+    place: tuple[str, str], monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    backend, _ = place
+    if backend == "triton":
+        from hf_kvret_kernels.relevance import triton_best
+
+        monkeypatch.setattr(triton_best, "MOST", 64)
+    scores = some_scores(1, 2, 2, group, 1300)
+    scores[0, 1, 1, :, 20:] = -INF
+    check_best(place, scores, 150)
+
+
+def test_heads_of_another_scale_do_not_decide_alone(place: tuple[str, str]) -> None:
+    """The scores of the second head are larger, its shares are not."""
+    backend, device = place
+    scores = torch.zeros(1, 1, 1, 2, 4)
+    scores[..., 0, :] = torch.tensor([5.0, 0.0, 0.0, 0.0])
+    scores[..., 1, :] = torch.tensor([99.0, 100.0, 100.0, 100.0])
+    ids = torch.tensor([7, 5, 3, 1], dtype=torch.int32, device=device).view(1, 1, 1, 4)
+    found = relevance.best_ids(scores.to(device), ids, 1, backend=backend)
+    assert found.item() == 7
+
+
+def test_of_equal_candidates_the_right_number_is_taken(place: tuple[str, str]) -> None:
+    backend, device = place
+    values = torch.randint(0, 3, (1, 2, 1, 1, 700), generator=generator(3)).float()
+    values[0, 1] = 2.5
+    ids = torch.arange(700, dtype=torch.int32).expand(1, 2, 1, 700)
+    for count in (1, 5, 300, 699):
+        found = relevance.best_ids(values.to(device), ids.to(device), count, backend=backend)
+        for head in range(2):
+            row, chosen = values[0, head, 0, 0], found[0, head, 0].tolist()
+            assert sorted(row[chosen].tolist()) == sorted(row.sort().values[-count:].tolist())
+            assert chosen == sorted(set(chosen))
+    if backend == "triton":
+        assert chosen == list(range(699))
+
+
+def test_candidates_of_any_layout(place: tuple[str, str]) -> None:
+    scores = some_scores(40, 3, 2, 2, 2).permute(4, 3, 2, 1, 0)
+    ids = torch.arange(80, dtype=torch.int32).expand(2, 2, 2, 80)[..., ::2]
+    check_best(place, scores, 7, ids)
+
+
+def test_without_queries_nothing_is_selected(place: tuple[str, str]) -> None:
+    backend, device = place
+    scores = torch.zeros(1, 2, 0, 3, 9, device=device)
+    ids = torch.zeros(1, 2, 0, 9, dtype=torch.int32, device=device)
+    assert relevance.best_ids(scores, ids, 4, backend=backend).shape == (1, 2, 0, 4)
+    none = relevance.group_relevance(torch.zeros(1, 4, 0, 9, device=device), 2, backend=backend)
+    assert none.shape == (1, 2, 0, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(1,), (2, 2, 1, 700), (0, 3)])
+def test_ids_are_counted_into_a_total(
+    place: tuple[str, str], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    backend, device = place
+    ids = torch.randint(-1, 2, shape, generator=generator(4)).to(device, dtype)
+    total = torch.full((), 2**40, dtype=torch.int64, device=device)
+    for _ in range(2):
+        relevance.count_ids(ids, total, backend=backend)
+    assert total.item() == 2**40 + 2 * sum(each >= 0 for each in ids.flatten().tolist())
+
+
+def test_what_does_not_fit_is_named() -> None:
+    scores = torch.zeros(1, 4, 1, 9)
+    with pytest.raises(ValueError, match=r"scores is torch\.float64"):
+        relevance.group_relevance(scores.double(), 2)
+    with pytest.raises(ValueError, match="heads=3: must divide the 4"):
+        relevance.group_relevance(scores, 3)
+    grouped, ids = scores.view(1, 2, 1, 2, 9), torch.zeros(1, 2, 1, 9, dtype=torch.int32)
+    with pytest.raises(ValueError, match="G above 0"):
+        relevance.best_ids(grouped[:, :, :, :0], ids, 3)
+    with pytest.raises(ValueError, match=r"ids is torch\.int64 .* pass int32 \(1, 2, 1, 9\)"):
+        relevance.best_ids(grouped, ids.long(), 3)
+    with pytest.raises(ValueError, match=r"ids is torch\.int32 \(1, 2, 1, 8\)"):
+        relevance.best_ids(grouped, ids[..., :8], 3)
+    for count in (0, 10):
+        with pytest.raises(ValueError, match=f"count={count}: 1 to 9"):
+            relevance.best_ids(grouped, ids, count)
+    with pytest.raises(ValueError, match="requires gradients"):
+        relevance.best_ids(grouped.clone().requires_grad_(), ids, 3)
+    with pytest.raises(ValueError, match="pass one int64"):
+        relevance.count_ids(ids, torch.zeros(1))
+    with pytest.raises(ValueError, match=r"ids is torch\.int16"):
+        relevance.count_ids(ids.short(), torch.zeros((), dtype=torch.int64))
+    with pytest.raises(ValueError, match="backend='cuda'"):
+        relevance.best_ids(grouped, ids, 3, backend="cuda")
