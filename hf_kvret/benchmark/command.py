@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_kvret.benchmark.batches import Batch, BatchSearch, device_limit
 from hf_kvret.benchmark.checks import CheckFailed
 from hf_kvret.benchmark.decode import Decode
 from hf_kvret.benchmark.filling import FILLS, choose_fill, measure_rows
@@ -26,11 +28,14 @@ from hf_kvret.benchmark.limits import byte_count, check_weights
 from hf_kvret.benchmark.measure import Bench, Measure, Subject
 from hf_kvret.benchmark.memory import Memory
 from hf_kvret.benchmark.opponents import bench_caches, choose_bench_caches
-from hf_kvret.benchmark.prefill import Prefill
+from hf_kvret.benchmark.prefill import Prefill, chunk_length
 from hf_kvret.benchmark.runs import cells, check_contexts, check_stores, run_cells
 from hf_kvret.benchmark.shapes import SHAPES, Shape, load_shape, random_model, weight_bytes
 from hf_kvret.benchmark.stand_ins import make_stand_ins
+from hf_kvret.benchmark.step import Step
+from hf_kvret.benchmark.stepping import LEAST_COMPILED_WARMUP
 from hf_kvret.benchmark.timing import measure_bandwidth
+from hf_kvret.benchmark.tune import Tune, add_tune_options, measure_tune
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.command import (
     DTYPES,
@@ -47,6 +52,9 @@ from hf_kvret.evaluation.results import Results
 _LEAST_CONTEXT = 64
 
 
+_Alone = tuple[Any, Callable[[argparse.ArgumentParser], None], Callable[..., Results]]
+
+
 @dataclass(frozen=True)
 class _Defaults:
     """How much is measured when nothing is said."""
@@ -60,19 +68,23 @@ class _Defaults:
 
 _MEASURES: tuple[tuple[type[Measure], _Defaults], ...] = (
     (Decode, _Defaults("full,dense,static,flat,paris,lrqk,ctkvr,a2ats,aqua", "1", 32, 8, 3)),
+    (Batch, _Defaults("dense,flat,paris,lrqk", "1", 16, 4, 1)),
+    (Step, _Defaults("dense,flat,paris", "1", 4, 4, 1)),
     (Prefill, _Defaults("full,dense,flat,paris,lrqk,ctkvr,a2ats,aqua", "1", 1, 1, 3)),
     (Memory, _Defaults("full,static,flat,paris,lrqk,ctkvr,a2ats,aqua", "1,2", 4, 0, 1)),
 )
 
-_HOST = HostAttention()
-_INDEX_BUILD = IndexBuild()
-_KERNELS = Kernels()
+# What is measured without a model: the measurement, its options, and the function that measures.
+_ALONE: tuple[_Alone, ...] = (
+    (HostAttention(), add_host_options, measure_host),
+    (IndexBuild(), add_index_build_options, measure_index_build),
+    (Kernels(), add_kernels_options, measure_kernels),
+    (Tune(), add_tune_options, measure_tune),
+)
 
 MEASUREMENTS: dict[str, Measurement] = {
     **{f"bench {measure.name}": measure() for measure, _ in _MEASURES},
-    f"bench {_HOST.name}": _HOST,
-    f"bench {_INDEX_BUILD.name}": _INDEX_BUILD,
-    f"bench {_KERNELS.name}": _KERNELS,
+    **{f"bench {alone.name}": alone for alone, _, _ in _ALONE},
 }
 """The measures by the name in their result files."""
 
@@ -94,7 +106,7 @@ def add_bench_parser(commands: argparse._SubParsersAction) -> None:
             description=measure.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        _add_options(one, defaults)
+        _add_options(one, measure, defaults)
         if measure is Memory:
             one.add_argument(
                 "--device-memory",
@@ -102,34 +114,36 @@ def add_bench_parser(commands: argparse._SubParsersAction) -> None:
                 metavar="SIZE",
                 help="say how many sequences fit into this much device memory, as 80GB or 75GiB",
             )
-        one.set_defaults(run=run_bench, measure=measure)
-    one = measures.add_parser(
-        _HOST.name,
-        help=_HOST.summary,
-        description=_HOST.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_host_options(one)
-    one.set_defaults(run=run_host)
-    one = measures.add_parser(
-        _INDEX_BUILD.name,
-        help=_INDEX_BUILD.summary,
-        description=_INDEX_BUILD.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_index_build_options(one)
-    one.set_defaults(run=run_index_build)
-    one = measures.add_parser(
-        _KERNELS.name,
-        help=_KERNELS.summary,
-        description=_KERNELS.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_kernels_options(one)
-    one.set_defaults(run=run_kernels)
+        if measure is Prefill:
+            one.add_argument(
+                "--chunk",
+                type=chunk_length,
+                default="own",
+                help="tokens of a pass, as 8K; none: one pass; own: as each cache's prefill_chunk",
+            )
+        if measure is Batch:
+            one.add_argument(
+                "--device-memory",
+                type=byte_count,
+                metavar="SIZE",
+                help="fill no more device memory than this, as 80GB; default: all of a GPU's",
+            )
+            one.add_argument("--most", type=int, default=256, help="no batch is larger")
+        one.set_defaults(run=run_batch if measure is Batch else run_bench, measure=measure)
+    for alone, add_options, measuring in _ALONE:
+        one = measures.add_parser(
+            alone.name,
+            help=alone.summary,
+            description=alone.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_options(one)
+        one.set_defaults(run=run_alone, measurement=alone, measuring=measuring)
 
 
-def _add_options(parser: argparse.ArgumentParser, defaults: _Defaults) -> None:
+def _add_options(
+    parser: argparse.ArgumentParser, measure: type[Measure], defaults: _Defaults
+) -> None:
     parser.add_argument(
         "--shape",
         default="tiny",
@@ -139,7 +153,11 @@ def _add_options(parser: argparse.ArgumentParser, defaults: _Defaults) -> None:
         "--layers", type=int, help="build this many of the model's layers, and scale to all of them"
     )
     parser.add_argument("--context", type=lengths, default=[4096], help="as 4096 or 32K,128K")
-    parser.add_argument("--batch", type=lengths, default=lengths(defaults.batch), help="as 1,8")
+    if measure is Batch:
+        parser.set_defaults(batch=[1])
+    else:
+        batch = lengths(defaults.batch)
+        parser.add_argument("--batch", type=lengths, default=batch, help="as 1,8")
     parser.add_argument(
         "--caches",
         default=defaults.caches,
@@ -165,6 +183,13 @@ def _add_options(parser: argparse.ArgumentParser, defaults: _Defaults) -> None:
     parser.add_argument(
         "--rounds", type=int, default=defaults.rounds, help="how often all caches take turns"
     )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="take fewer decode steps in a turn where --steps of them would take longer",
+    )
     add_run_options(parser)
 
 
@@ -176,7 +201,10 @@ def run_bench(options: argparse.Namespace) -> int:
     check_outputs(options)
     measure: Measure = options.measure()
     shape, layers, choices = _understand(options, measure)
-    results = Results(f"bench {measure.name}", _setup(options, shape, layers), options.json)
+    setup = _setup(options, shape, layers)
+    if isinstance(measure, Prefill):
+        measure.chunk = setup["chunk"] = options.chunk
+    results = Results(f"bench {measure.name}", setup, options.json)
     wanted = cells(options.context, options.batch, list(choices))
     waiting = [cell for cell in wanted if results.find(cell) is None]
     limit = getattr(options, "device_memory", None)
@@ -204,44 +232,51 @@ def run_bench(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_host(options: argparse.Namespace) -> int:
-    """Measure the compiled CPU kernel against torch, print the table, write what was asked for.
+def run_batch(options: argparse.Namespace) -> int:
+    """Find and measure the batches that fit, print the tables, write what was asked for.
 
-    Returns 1 when they disagree: then that size and what follows it is not measured.
+    Returns 1 when a cache failed its check: then its batch and what follows is not measured.
     """
     check_outputs(options)
-    try:
-        results = measure_host(options)
-    except CheckFailed as error:
-        print(f"hf-kvret: error: {error}", file=sys.stderr)
-        return 1
-    print(f"\n{_HOST.table(results)}")
-    _write(options, _HOST, results)
+    measure: Measure = options.measure()
+    if options.most < 1:
+        raise ValueError(f"--most {options.most}: at least 1")
+    if options.layers is not None:
+        raise ValueError("--layers: which batch fits is a matter of the whole model; leave it out")
+    limit = device_limit(options.device_memory, torch.device(options.device))
+    shape, layers, choices = _understand(options, measure)
+    setup = _setup(options, shape, layers) | {"device_memory": limit}
+    results = Results(f"bench {measure.name}", setup, options.json)
+    bench = _prepare(options, shape, layers, "random" in _fills(options, choices))
+    models = [subject.model for subject in bench.subjects]
+    with tempfile.TemporaryDirectory() as folder:
+        make_stand_ins(models, choices.values(), Path(folder), options.seed)
+        search = BatchSearch(bench, choices, options.fill, limit, options.most, results)
+        try:
+            for context in options.context:
+                search.run(context)
+        except CheckFailed as error:
+            print(f"hf-kvret: error: {error}", file=sys.stderr)
+            return 1
+    print(f"\n{measure.table(results)}")
+    _write(options, measure, results)
     return 0
 
 
-def run_index_build(options: argparse.Namespace) -> int:
-    """Measure how long indexes take to make, print the table, write what was asked for."""
-    check_outputs(options)
-    results = measure_index_build(options)
-    print(f"\n{_INDEX_BUILD.table(results)}")
-    _write(options, _INDEX_BUILD, results)
-    return 0
+def run_alone(options: argparse.Namespace) -> int:
+    """Measure what needs no model, print the table, write what was asked for.
 
-
-def run_kernels(options: argparse.Namespace) -> int:
-    """Measure single operations against their floors, print the table, write what was asked for.
-
-    Returns 1 when a way and plain torch disagree: then that size and what follows is not measured.
+    Returns 1 when two ways to compute the same disagree: then that size and what follows it is not
+    measured.
     """
     check_outputs(options)
     try:
-        results = measure_kernels(options)
+        results = options.measuring(options)
     except CheckFailed as error:
         print(f"hf-kvret: error: {error}", file=sys.stderr)
         return 1
-    print(f"\n{_KERNELS.table(results)}")
-    _write(options, _KERNELS, results)
+    print(f"\n{options.measurement.table(results)}")
+    _write(options, options.measurement, results)
     return 0
 
 
@@ -255,6 +290,8 @@ def _understand(
     for name, least in (("steps", 1), ("warmup", 0), ("rounds", 1)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name} {getattr(options, name)}: at least {least}")
+    if not options.limit > 0:
+        raise ValueError(f"--limit {options.limit}: seconds, more than 0")
     if min(options.context) < _LEAST_CONTEXT:
         raise ValueError(f"--context {min(options.context)}: at least {_LEAST_CONTEXT} tokens")
     shape = load_shape(options.shape)
@@ -267,11 +304,8 @@ def _understand(
         )
     retrieval = {"top_k": options.top_k, "store": options.store}
     choices = choose_bench_caches(names(options.caches), retrieval, options.device)
-    if "dense-graph" in choices and not isinstance(measure, Decode):
-        raise ValueError(
-            f"dense-graph is a way to decode, bench {measure.name} knows nothing of it: use dense"
-        )
-    if getattr(options, "device_memory", None) and len(options.batch) < 2:
+    _check_ways(options, measure, choices)
+    if isinstance(measure, Memory) and options.device_memory and len(options.batch) < 2:
         raise ValueError(
             f"--device-memory with --batch {options.batch[0]}: two batch sizes make the line that "
             "says what fits, as --batch 1,2"
@@ -281,6 +315,22 @@ def _understand(
         check_stores(choices)
     _fills(options, choices)
     return shape, layers, choices
+
+
+def _check_ways(
+    options: argparse.Namespace, measure: Measure, choices: dict[str, CacheChoice]
+) -> None:
+    """ValueError for a way to decode where no step is timed, or where its start would be."""
+    for name, other in (("dense-graph", "dense"), ("static-compile", "static")):
+        if name in choices and not isinstance(measure, Decode):
+            raise ValueError(
+                f"{name} is a way to decode, bench {measure.name} knows nothing of it: use {other}"
+            )
+    if "static-compile" in choices and options.warmup < LEAST_COMPILED_WARMUP:
+        raise ValueError(
+            f"--warmup {options.warmup}: static-compile compiles and records in its first steps, "
+            f"give at least {LEAST_COMPILED_WARMUP}"
+        )
 
 
 def _fills(options: argparse.Namespace, choices: dict[str, CacheChoice]) -> set[str]:
@@ -325,6 +375,7 @@ def _prepare(options: argparse.Namespace, shape: Shape, layers: int, random: boo
         options.warmup,
         options.rounds,
         options.seed,
+        options.limit,
     )
 
 

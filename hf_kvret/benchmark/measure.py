@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.reader import Reader, Usage
 from hf_kvret.evaluation.results import Cell, Results
+
+# A median of fewer says nothing.
+_LEAST_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Bench:
         steps, warmup, rounds: timed steps or runs, those before, and how often all caches take
             turns.
         seed: of weights, tokens and rows.
+        limit: seconds that the timed steps of one turn may take.
     """
 
     shape: Shape
@@ -62,6 +67,13 @@ class Bench:
     warmup: int
     rounds: int
     seed: int
+    limit: float = math.inf
+
+    def steps_within(self, pace: float) -> int:
+        """``steps``, or as many of ``pace`` seconds as the limit allows, at least 3."""
+        if pace * self.steps <= self.limit:
+            return self.steps
+        return min(self.steps, max(_LEAST_STEPS, int(self.limit / pace)))
 
     @property
     def device(self) -> torch.device:

@@ -12,9 +12,9 @@ import torch
 from hf_kvret.benchmark.filling import feed, serving
 from hf_kvret.benchmark.limits import PeakHostMemory
 from hf_kvret.benchmark.measure import Bench, Measure, Turn
+from hf_kvret.benchmark.peaks import device_peak, restart_peak
 from hf_kvret.benchmark.scaling import scale
 from hf_kvret.benchmark.tables import memory_table, plot_memory
-from hf_kvret.benchmark.timing import synchronize
 from hf_kvret.evaluation.reader import Usage
 from hf_kvret.evaluation.results import Cell, Results
 
@@ -62,16 +62,16 @@ class Memory(Measure):
         bench, model, device = turn.bench, turn.subject.model, turn.bench.device
         count = bench.warmup + bench.steps
         host = PeakHostMemory()
-        base = _restart_peak(device)
+        base = restart_peak(device)
         cache = turn.choice.make(model.config, turn.context + count + 1)
         peaks: list[int | None] = []
         with serving(model, cache):
             token = turn.filled(cache)
-            peaks.append(_peak(device, base))
-            _restart_peak(device)
+            peaks.append(device_peak(device, base))
+            restart_peak(device)
             for length in range(turn.context, turn.context + count):
                 token = feed(model, cache, token, length).argmax(-1)
-            peaks.append(_peak(device, base))
+            peaks.append(device_peak(device, base))
         usage = turn.usage(cache, turn.context + count)
         return MemorySample(peaks[0], peaks[1], host.growth(), usage)
 
@@ -119,19 +119,3 @@ def _whole(bench: Bench, samples: Mapping[int, Sequence[MemorySample]], value: A
 def _largest(values: Sequence[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return max(known) if known else None
-
-
-def _restart_peak(device: torch.device) -> int:
-    """Forget the peak so far; returns bytes allocated now."""
-    if device.type != "cuda":
-        return 0
-    synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def _peak(device: torch.device, base: int) -> int | None:
-    if device.type != "cuda":
-        return None
-    synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - base

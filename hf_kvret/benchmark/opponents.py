@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from hf_kvret.compatibility import model_layers
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache, known_caches
 
-DENSE = ("dense", "dense-graph")
+DENSE = ("dense", "dense-graph", "static-compile")
 
 
 class PreallocatedLayer(CacheLayerMixin):
@@ -125,6 +125,8 @@ def _choose(text: str, defaults: dict[str, Any], device: str) -> CacheChoice:
             f"dense-graph: CUDA graphs need a CUDA device, and the model is on {device!r}: use "
             "dense here"
         )
+    if name == "static-compile":
+        return CacheChoice(text, lambda config, capacity: StaticCache(config, capacity))
     return CacheChoice(text, PreallocatedCache)
 
 

@@ -37,17 +37,18 @@ def run_cells(
     waiting: Sequence[Cell],
     fill: str,
     results: Results,
+    checker: Checker | None = None,
 ) -> None:
     """Measure the ``waiting`` cells and add them to ``results``.
 
     Cells of one context and batch go round together, so that all of them see the same moods of the
     machine; they are added when the last round is over. A cell that runs out of memory gets a row
-    that says so.
+    that says so. ``checker`` is that of an earlier call, which knows what it has checked.
 
     Raises:
         CheckFailed: a cache is wrong at this shape; it and its neighbours get no row.
     """
-    checker = Checker(bench.subjects[0].model, bench.subjects[0].rows, bench.seed)
+    checker = checker or Checker(bench.subjects[0].model, bench.subjects[0].rows, bench.seed)
     groups: dict[tuple[int, int], list[Cell]] = {}
     for cell in waiting:
         groups.setdefault((cell["context"], cell["batch"]), []).append(cell)

@@ -28,6 +28,10 @@ def timing_table(results: Results, unit: str) -> str:
         "cache device MB",
         "cache host MB",
     ]
+    # Only decode steps have kinds, and result files of earlier versions lack them.
+    kinds = any("steps" in row for _, row in results)
+    if kinds:
+        header.append("steps")
     if scaled:
         header += [
             f"scaled {name}" for name in (unit, "tokens/s", "floor ms", "time / floor", "device MB")
@@ -50,6 +54,8 @@ def timing_table(results: Results, unit: str) -> str:
             _mb(row["device_bytes"]),
             _mb(row["host_bytes"]),
         ]
+        if kinds:
+            line.append(told_steps(row))
         if scaled:
             part = row["scaled"]
             line += [
@@ -60,7 +66,35 @@ def timing_table(results: Results, unit: str) -> str:
                 _mb(part["device_bytes"]),
             ]
         rows.append(line)
-    return _described(results, markdown_table(header, rows))
+    return _described(results, markdown_table(header, rows) + step_notes(results))
+
+
+def told_steps(row: dict[str, Any]) -> str:
+    """``"31 replay, 1 capture"``: the timed steps of a row by kind; ``"-"`` where it has none."""
+    counts = row.get("steps")
+    return "-" if not counts else ", ".join(f"{count} {kind}" for kind, count in counts.items())
+
+
+def step_notes(results: Results) -> str:
+    """Lines below a table: times of single kinds where there are several, and why none is replayed.
+
+    Begins with an empty line; empty where there is nothing to say.
+    """
+    lines = []
+    for cell, row in results:
+        by_kind = row.get("seconds_by_kind") or {}
+        if len(by_kind) > 1:
+            told = ", ".join(f"{kind} {_ms(seconds)} ms" for kind, seconds in by_kind.items())
+            lines.append(f"- {cell['cache']}, {cell['context']:,} x {cell['batch']}: {told}")
+    reasons: dict[str, list[str]] = {}
+    for cell, row in results:
+        if row.get("not_replayed"):
+            reasons.setdefault(row["not_replayed"], []).append(cell["cache"])
+    lines += [
+        f"- not replayed: {', '.join(dict.fromkeys(caches))}: {reason}"
+        for reason, caches in reasons.items()
+    ]
+    return "\n\n" + "\n".join(lines) if lines else ""
 
 
 def memory_table(results: Results) -> str:

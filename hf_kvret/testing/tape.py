@@ -167,7 +167,8 @@ def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if packet in (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_):
         masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
         reason = "takes a mask as an index" if masks else None
-    if packet is _aten.repeat_interleave and kwargs.get("output_size") is None:
+    counted = func in (_aten.repeat_interleave.Tensor, _aten.repeat_interleave.self_Tensor)
+    if counted and kwargs.get("output_size") is None:
         reason = "has a shape that depends on data"
     if reason is not None:
         raise CaptureError(f"{func} {reason}")

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvret import FlatKVCache
-from hf_kvret.benchmark import checks
+from hf_kvret.benchmark import stepping
 from hf_kvret.benchmark.checks import Checker, CheckFailed, covering
 from hf_kvret.benchmark.filling import (
     choose_fill,
@@ -109,7 +109,7 @@ def test_logits_that_are_not_finite_are_refused_even_of_inexact_caches(
     def broken(*args: Any) -> torch.Tensor:
         return feed(*args) * float("nan")
 
-    monkeypatch.setattr(checks, "feed", broken)
+    monkeypatch.setattr(stepping, "feed", broken)
     with pytest.raises(CheckFailed, match="not finite"):
         checker().check(CacheChoice("quantized:nbits=2", Swapped), 64, 1, "prefill")
 
@@ -201,10 +201,9 @@ def test_how_a_cache_is_filled() -> None:
 
 def test_coded_rows_are_checked_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
-    checker = Checker(model, None, 0)
     name = "flat:store=higgs:bits=4"
     choice = choose_bench_caches([name], {}, "cpu")[name]
-    told = checker.check(choice, 300, 1, "prefill")
+    told = Checker(model, None, 0).check(choice, 300, 1, "prefill")
     found = re.fullmatch(r"equal within (\S+) at 16 bits, (\S+) as coded", told)
     assert found is not None and float(found[1]) < 1e-5 < float(found[2]) < 0.5
 
@@ -213,4 +212,4 @@ def test_coded_rows_are_checked_as_they_are_kept(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(QuantizedStore, "attend", lost)
     with pytest.raises(CheckFailed, match="logits of coded rows are not finite"):
-        checker.check(choice, 300, 1, "prefill")
+        Checker(model, None, 0).check(choice, 300, 1, "prefill")

@@ -1,0 +1,265 @@
+"""Measure everything that docs/results/h200.md asks for, the most important first.
+
+    python examples/measure_gpu.py --out docs/results --budget 1500
+
+Each part is a command of ``hf-kvret bench`` with a time limit of its own. Finished rows are kept,
+so after an interruption the same call goes on; a part that is done is not run again. ``--list``
+prints the commands, ``--only decode,step`` runs some of them. Without a GPU, ``--tiny`` runs all
+parts of the plan that a CPU can run, with the shape tiny and short contexts: what it measures
+means nothing, it shows that the commands work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from hf_kvret.evaluation.command import lengths
+from hf_kvret.evaluation.tables import markdown_table
+
+# Of the tiny run: contexts and sizes shrink by this, windows are small enough to be left.
+_SHRINK = 256
+_SMALL = "dense_below=0:recent=32:flush=32:sink=4"
+_OF_CUDA = ("dense-graph", "offloaded")
+_INTERRUPTED_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command.
+
+    Attributes:
+        name: of the part, and of its result file.
+        seconds: it is interrupted after this long.
+        arguments: of ``hf-kvret bench``, without shape, device and output.
+        shaped: it takes ``--shape``; others take sizes of their own.
+    """
+
+    name: str
+    seconds: int
+    arguments: str
+    shaped: bool = True
+
+    def command(self, out: Path, tiny: bool = False) -> list[str]:
+        """The whole command, without the program's name."""
+        words = shlex.split(self.arguments)
+        if self.shaped:
+            shape, dtype = ("tiny", "float32") if tiny else ("llama-3.1-8b", "bfloat16")
+            words += ["--shape", shape, "--dtype", dtype]
+        words += ["--device", "cpu" if tiny else "cuda"]
+        file = str(out / f"{'tiny' if tiny else 'h200'}_{self.name}.json")
+        return ["bench", *(_shrunk(words) if tiny else words), "--json", file]
+
+
+# Two rounds, so that a mood of the machine shows as a difference between them.
+_STEPS = "--fill random --warmup 8 --steps 64 --rounds 2 --limit 10"
+_PARIS = "paris:top_k=100,paris:top_k=1024"
+
+PLAN = (
+    Part(
+        "decode",
+        420,
+        f"decode --context 128K,32K --caches {_PARIS},paris:top_k=100:graph=false,"
+        f"dense,dense-graph,full {_STEPS}",
+    ),
+    Part(
+        "step",
+        240,
+        f"step --context 128K --caches dense,{_PARIS} --fill random --warmup 8 --steps 8",
+    ),
+    Part("decode_512k", 300, f"decode --context 512K --caches {_PARIS},dense,dense-graph {_STEPS}"),
+    Part(
+        "decode_1m",
+        500,
+        "decode --context 1M --caches paris:top_k=100:store=split:device_budget=80GB,"
+        "paris:top_k=1024:store=split:device_budget=80GB,paris:top_k=100:store=higgs,dense "
+        "--fill random --warmup 8 --steps 32 --rounds 1 --limit 10",
+    ),
+    Part(
+        "batch",
+        580,
+        "batch --context 128K,96K,64K --caches dense,dense-graph,paris:top_k=100,"
+        "paris:top_k=100:store=higgs,paris:top_k=100:store=split:device_budget=60GB "
+        "--fill random --warmup 6 --steps 16 --rounds 1 --limit 4",
+    ),
+    Part(
+        "kernels",
+        300,
+        "kernels --ops paris,relevance,gather_attention,prompt_attention,higgs,proxy,gather_scores,"
+        "centroid,codebook --lengths 128K --batch 8,1 --backends auto --top-k 1024 --repeats 20 "
+        "--limit 2",
+        shaped=False,
+    ),
+    Part(
+        "prefill",
+        400,
+        f"prefill --context 128K --caches dense,{_PARIS} --warmup 1 --steps 2 --rounds 1",
+    ),
+    Part(
+        "lrqk",
+        240,
+        "decode --context 64K --caches lrqk:top_k=2048:store=resident:slots=2.0,"
+        "lrqk:top_k=2048:store=host,offloaded "
+        "--fill random --warmup 6 --steps 32 --rounds 2 --limit 10",
+    ),
+    Part(
+        "offloaded",
+        300,
+        "decode --context 128K,32K --caches offloaded --fill random --warmup 3 --steps 8 "
+        "--rounds 1 --limit 10",
+    ),
+    Part(
+        "flush",
+        180,
+        "decode --context 128K --caches paris:top_k=100,paris:top_k=100:graph=false --fill random "
+        "--warmup 8 --steps 600 --rounds 1 --limit 30",
+    ),
+    Part(
+        "static_compile",
+        420,
+        "decode --context 128K,32K --caches static-compile --fill random --warmup 8 --steps 32 "
+        "--rounds 1 --limit 10",
+    ),
+    Part(
+        "quantized",
+        300,
+        "decode --context 128K,32K --caches quantized:nbits=4 --fill random --warmup 3 --steps 8 "
+        "--rounds 1 --limit 10",
+    ),
+    Part(
+        "kvpress",
+        300,
+        "decode --context 32K --caches kvpress:SnapKV:compression_ratio=0.9 --warmup 3 --steps 32 "
+        "--rounds 1 --limit 10",
+    ),
+    Part("tune", 500, "tune --lengths 32K,128K --batch 1,8", shaped=False),
+)
+"""What is measured, the most important first."""
+
+
+def run_part(part: Part, out: Path, tiny: bool, seconds: float) -> tuple[str, float]:
+    """How it ended, and after how many seconds."""
+    command = part.command(out, tiny)
+    log = out / f"{part.name}.log"
+    started = time.monotonic()
+    with log.open("w", encoding="utf-8") as file:
+        program = [sys.executable, "-m", "hf_kvret.cli", *command]
+        process = subprocess.Popen(program, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            status = process.wait(timeout=seconds)
+            ended = "done" if status == 0 else f"failed: {_last_line(log)}"
+        except subprocess.TimeoutExpired:
+            ended = f"interrupted after {seconds:.0f} s: the same call goes on"
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=_INTERRUPTED_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    return ended, time.monotonic() - started
+
+
+def _last_line(log: Path) -> str:
+    """What a command that failed said last."""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+def measure(parts: list[Part], out: Path, tiny: bool, budget: float) -> list[tuple[str, ...]]:
+    """Run what is not done yet while the budget lasts; a row for each part."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[tuple[str, ...]] = []
+    left = budget
+    for part in parts:
+        mark = out / f".{part.name}.done"
+        said = shlex.join(part.command(out, tiny))
+        if mark.is_file() and mark.read_text(encoding="utf-8") == said:
+            rows.append((part.name, "done before", "-"))
+            continue
+        if left < 1:
+            rows.append((part.name, "not begun: the budget is spent", "-"))
+            continue
+        print(f"{part.name}: hf-kvret {said}", flush=True)
+        ended, took = run_part(part, out, tiny, min(part.seconds, left))
+        left -= took
+        if ended == "done":
+            mark.write_text(said, encoding="utf-8")
+        rows.append((part.name, ended, f"{took:.0f}"))
+        print(f"{part.name}: {ended}, {took:.0f} s", flush=True)
+    return rows
+
+
+def main() -> int:
+    """Run the plan; returns 1 where a part failed or was interrupted."""
+    options = _options()
+    known = {part.name: part for part in PLAN}
+    wanted = options.only.split(",") if options.only else list(known)
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        print(f"--only {unknown[0]}: choose of {', '.join(known)}", file=sys.stderr)
+        return 2
+    parts = [known[name] for name in wanted]
+    if options.list:
+        for part in parts:
+            print(f"hf-kvret {shlex.join(part.command(options.out, options.tiny))}")
+        return 0
+    rows = measure(parts, options.out, options.tiny, options.budget)
+    print(markdown_table(("part", "state", "seconds"), rows))
+    return int(any(not state.startswith("done") for _, state, _ in rows))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="for result files")
+    parser.add_argument(
+        "--budget", type=float, default=1e9, metavar="SECONDS", help="begin nothing after this"
+    )
+    parser.add_argument("--only", help="names of parts, as decode,step")
+    parser.add_argument("--tiny", action="store_true", help="the shape tiny, on a CPU")
+    parser.add_argument("--list", action="store_true", help="print the commands and end")
+    return parser.parse_args()
+
+
+def _shrunk(words: list[str]) -> list[str]:
+    """The same command for the tiny shape on a CPU, without the caches that need CUDA."""
+    small = dict(pairwise(words))
+    changed = list(words)
+    for name in ("--context", "--lengths"):
+        if name in small:
+            short = [str(max(64, length // _SHRINK)) for length in lengths(small[name])]
+            changed[changed.index(name) + 1] = ",".join(short)
+    if "--caches" in small:
+        kept = [_small_cache(text) for text in small["--caches"].split(",")]
+        # A part whose caches all need CUDA shows the message that says so.
+        changed[changed.index("--caches") + 1] = ",".join(filter(None, kept)) or small["--caches"]
+    for name, value in (("--steps", "4"), ("--top-k", "32"), ("--repeats", "2")):
+        if name in small:
+            changed[changed.index(name) + 1] = value
+    if words[0] == "batch":
+        changed += ["--device-memory", "20MB"]
+    return changed
+
+
+def _small_cache(text: str) -> str:
+    name, *options = text.split(":")
+    if name in _OF_CUDA:
+        return ""
+    if name not in ("paris", "lrqk"):
+        return text
+    sizes = {"top_k=100": "top_k=8", "top_k=1024": "top_k=16", "top_k=2048": "top_k=16"}
+    kept = [sizes.get(option, option) for option in options]
+    kept = ["device_budget=1MB" if "device_budget" in option else option for option in kept]
+    return ":".join([name, *kept, _SMALL])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

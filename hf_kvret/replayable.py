@@ -1,0 +1,56 @@
+"""Which types of models may have their decode steps captured and replayed."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+REPLAYABLE: frozenset[str] = frozenset(
+    {
+        "apertus", "arcee", "aria_text", "biogpt", "bitnet", "cohere", "cohere2", "cwm",
+        "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma2",
+        "gemma3", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox",
+        "gpt_oss", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense",
+        "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "laguna",
+        "llama", "llama4_text", "llava", "minimax_m2", "ministral", "ministral3", "mistral",
+        "mistral3", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+        "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text",
+        "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl",
+        "qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+        "vaultgemma",
+    }
+)  # fmt: skip
+"""Types (``config.model_type``) whose steps may be replayed.
+
+A step that waits for the device can't be captured, and says so. But a model that keeps a number on
+the host, as its own count of tokens, is captured with that number, and every replay goes on with
+it: wrong tokens, and no error. So a type gets in when a model of it was tested with replayed steps,
+on the tape (``hf_kvret.testing.tape``), which keeps such numbers as a graph would:
+
+1. Add it to a table of ``tests/test_replayable.py``, with the changes that a small model needs.
+2. Add it here, and a composite's text part too.
+3. ``python -m pytest -m slow tests/test_replayable.py -k <type>``
+"""
+
+_WAY_OUT = "graph=False silences this; see docs/models.md"
+
+
+def untested(model: PreTrainedModel) -> str | None:
+    """Why steps of ``model`` must not be replayed, whatever its device; None: they may be.
+
+    A composite model (text and vision) must be in ``REPLAYABLE`` with both of its types, its own
+    and its text part's. Code from outside transformers (``trust_remote_code``, a subclass) is
+    never known, even where its configuration has a type that is.
+    """
+    config = model.config
+    types = (config.model_type, config.get_text_config(decoder=True).model_type)
+    for name in types:
+        if name not in REPLAYABLE:
+            return f"models of type {name} were not tested with replayed steps ({_WAY_OUT})"
+    for module in model.modules():
+        source = type(module).__module__
+        if isinstance(module, PreTrainedModel) and not source.startswith("transformers.models."):
+            return (
+                f"{type(module).__name__} is defined in {source}, not in transformers, and was not "
+                f"tested with replayed steps ({_WAY_OUT})"
+            )
+    return None

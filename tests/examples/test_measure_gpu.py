@@ -1,0 +1,111 @@
+"""The plan for a GPU: its commands parse, its page lists them, limits and budget are kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hf_kvret import cli
+from hf_kvret.benchmark.opponents import choose_bench_caches
+from hf_kvret.evaluation.command import names
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "results" / "h200.md"
+OUT = Path("docs/results")
+# Opponents of which a package may be missing here.
+OPTIONAL = ("quantized", "kvpress")
+
+
+@pytest.fixture(scope="module")
+def plan() -> ModuleType:
+    """examples/measure_gpu.py as a module."""
+    spec = importlib.util.spec_from_file_location("measure_gpu", ROOT / "examples/measure_gpu.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["measure_gpu"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def listed() -> list[str]:
+    """The commands on the page, one a line."""
+    return re.findall(r"^    (hf-kvret .+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_page_lists_the_commands_of_the_plan(plan: ModuleType) -> None:
+    assert listed() == [f"hf-kvret {shlex.join(part.command(OUT))}" for part in plan.PLAN]
+    parts = re.findall(r"^### (\w+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert parts == [part.name for part in plan.PLAN]
+
+
+@pytest.mark.parametrize("command", listed())
+def test_a_command_on_the_page_parses(command: str) -> None:
+    options = cli._parser().parse_args(shlex.split(command)[1:])
+    assert options.device == "cuda" and options.json.parent == OUT
+    for text in names(getattr(options, "caches", "")):
+        if text.partition(":")[0] not in OPTIONAL:
+            choose_bench_caches([text], {"store": "device"}, "cuda")
+
+
+def test_tiny_commands_parse_and_name_no_cache_that_needs_cuda(plan: ModuleType) -> None:
+    for part in plan.PLAN:
+        options = cli._parser().parse_args(part.command(OUT, tiny=True))
+        assert options.device == "cpu" and options.json.name == f"tiny_{part.name}.json"
+        for text in names(getattr(options, "caches", "")):
+            if text.partition(":")[0] not in (*OPTIONAL, "offloaded"):
+                choose_bench_caches([text], {"store": "device"}, "cpu")
+
+
+def test_a_part_that_is_done_is_not_run_again(
+    plan: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, float]] = []
+
+    def pretend(part: object, out: Path, tiny: bool, seconds: float) -> tuple[str, float]:
+        ran.append((part.name, seconds))
+        return ("failed: no", 5.0) if part.name == "step" else ("done", 100.0)
+
+    monkeypatch.setattr(plan, "run_part", pretend)
+    parts = list(plan.PLAN[:4])
+    states = [row[1] for row in plan.measure(parts, tmp_path, True, 205.5)]
+    # 420, 240 and 300 seconds are their own limits; after 205 there is no time for the fourth.
+    assert ran == [("decode", 205.5), ("step", 105.5), ("decode_512k", 100.5)]
+    assert states == ["done", "failed: no", "done", "not begun: the budget is spent"]
+    ran.clear()
+    states = [row[1] for row in plan.measure(parts, tmp_path, True, 10_000)]
+    assert ran == [("step", 240), ("decode_1m", 500)]
+    assert states == ["done before", "failed: no", "done before", "done"]
+    # Another command is another measurement.
+    ran.clear()
+    plan.measure(parts[:1], tmp_path, False, 10_000)
+    assert [name for name, _ in ran] == ["decode"]
+
+
+def test_a_command_that_takes_too_long_is_interrupted(
+    plan: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho begins\necho 'hf-kvret: error: no such thing'\nexit 2\n")
+    for script in (slow, broken):
+        script.chmod(0o755)
+    monkeypatch.setattr(plan.sys, "executable", str(slow))
+    ended, took = plan.run_part(plan.PLAN[0], tmp_path, True, 0.5)
+    assert ended.startswith("interrupted after") and took < 20
+    monkeypatch.setattr(plan.sys, "executable", str(broken))
+    ended, _ = plan.run_part(plan.PLAN[0], tmp_path, True, 60)
+    assert ended == "failed: hf-kvret: error: no such thing"
+
+
+@pytest.mark.slow
+def test_a_part_runs_with_the_tiny_shape(plan: ModuleType, tmp_path: Path) -> None:
+    part = next(part for part in plan.PLAN if part.name == "lrqk")
+    assert plan.run_part(part, tmp_path, True, 300)[0] == "done"
+    assert (tmp_path / "tiny_lrqk.json").is_file()

@@ -1,0 +1,278 @@
+"""Types of models whose steps are replayed must give the same tokens as usual steps, on the tape.
+
+A type gets into ``REPLAYABLE`` with an entry in one of the tables below and a green run of
+``python -m pytest -m slow tests/test_replayable.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+
+from hf_kvret import DecodeGraph, registry
+from hf_kvret.replayable import REPLAYABLE, untested
+from hf_kvret.testing.tape import taped
+from hf_kvret.testing.tiny import spread_weights
+
+# A covering budget: what differs then is the model's own code alone.
+OPTIONS: dict[str, Any] = {
+    "top_k": 10**6, "sink": 2, "recent": 4, "flush": 3, "max_draft": 4, "dense_below": 0,
+}  # fmt: skip
+PROMPT, NEW = 8, 7
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512,
+    "head_dim": 16, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None,
+    "pad_token_id": 0,
+}  # fmt: skip
+FULL: dict[str, Any] = {"layer_types": ["full_attention"] * 2}
+GPT2_NAMES: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_routed_experts": 4,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8,
+    "long_factor": [3.0] * 8, "original_max_position_embeddings": PROMPT + 3,
+}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+
+DENSE = (
+    "apertus", "arcee", "biogpt", "bitnet", "cohere", "ernie4_5", "gemma", "glm", "glm4",
+    "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2",
+    "llama", "ministral3", "nanochat", "nemotron", "olmo", "olmo2", "persimmon", "phi", "phi3",
+    "qwen2", "qwen3", "seed_oss", "stablelm",
+)  # fmt: skip
+WITH_EXPERTS = (
+    "aria_text", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared",
+    "hunyuan_v1_moe", "hy_v3", "laguna", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
+    "solar_open",
+)  # fmt: skip
+# Types that need more than SMALL: other names, or not to slide.
+OTHERS: dict[str, dict[str, Any]] = {
+    "cohere2": {**FULL, "logit_scale": 1.0},
+    "cwm": FULL,
+    "exaone4": {**FULL, "sliding_window": None},
+    "gemma2": FULL,
+    "gemma3_text": FULL,
+    # With a pad token in its configuration it looks for it among the tokens, on the host.
+    "gpt2": {**GPT2_NAMES, "pad_token_id": None},
+    "gpt_bigcode": {**GPT2_NAMES, "n_inner": 48},
+    "gpt_neox": {},
+    "gpt_oss": {**FULL, **EXPERTS},
+    "llama4_text": {
+        **FULL, "intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "no_rope_layers": [1, 0],
+    },
+    "ministral": FULL,
+    "mistral": {"sliding_window": None},
+    "olmo3": FULL,
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "phimoe": {**EXPERTS, "sliding_window": None},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "starcoder2": {"sliding_window": None},
+    "vaultgemma": FULL,
+}  # fmt: skip
+TEXT: dict[str, dict[str, Any]] = {
+    **{name: {} for name in DENSE},
+    **{name: EXPERTS for name in WITH_EXPERTS},
+    **OTHERS,
+}
+# Composite types, which stand in REPLAYABLE beside those of their text parts.
+COMPOSITE = {
+    "gemma3": {
+        "text": {**FULL, "model_type": "gemma3_text"},
+        "architecture": "Gemma3ForConditionalGeneration",
+    },
+    "llava": {"text": {"model_type": "llama"}, "architecture": "LlavaForConditionalGeneration"},
+    "mistral3": {
+        "text": {"model_type": "mistral", "sliding_window": None},
+        "architecture": "Mistral3ForConditionalGeneration",
+    },
+    "qwen2_vl": {
+        "text": {"rope_parameters": MROPE},
+        "architecture": "Qwen2VLForConditionalGeneration",
+    },
+    "qwen2_5_vl": {
+        "text": {"rope_parameters": MROPE},
+        "architecture": "Qwen2_5_VLForConditionalGeneration",
+    },
+    "qwen3_vl": {
+        "text": {"rope_parameters": MROPE},
+        "architecture": "Qwen3VLForConditionalGeneration",
+    },
+}
+# Of each kind of module one vision part, small where it is not called.
+VISION: dict[str, Any] = {
+    "hidden_size": 32, "embed_dim": 32, "intermediate_size": 48, "num_hidden_layers": 1, "depth": 1,
+    "num_attention_heads": 2, "num_heads": 2, "image_size": 28, "patch_size": 14,
+    "out_hidden_size": 32, "deepstack_visual_indexes": [0], "mlp_ratio": 1,
+    "num_position_embeddings": 4,
+}  # fmt: skip
+MARKS = {
+    "image_token_id": 4, "image_token_index": 4, "video_token_id": 5, "vision_start_token_id": 2,
+    "vision_end_token_id": 3, "boi_token_index": 2, "eoi_token_index": 3,
+}  # fmt: skip
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3 with long rope": ("phi3", {"rope_parameters": LONGROPE}),
+    "llama with yarn": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+}
+QUICK = ("llama", "qwen3", "qwen3_moe")
+
+
+def build(model_type: str, changes: dict[str, Any]) -> PreTrainedModel:
+    """A model of two layers whose weights make its tokens depend on all others."""
+    options = {"dtype": torch.float32}
+    if model_type in COMPOSITE:
+        recipe = COMPOSITE[model_type]
+        config = AutoConfig.for_model(
+            model_type, text_config={**SMALL, **recipe["text"]}, vision_config=VISION, **MARKS
+        )
+        model = getattr(transformers, recipe["architecture"])._from_config(config, **options)
+    else:
+        config = AutoConfig.for_model(model_type, **{**SMALL, **changes})
+        model = AutoModelForCausalLM.from_config(config, **options)
+    spread_weights(model, seed=3)
+    made: PreTrainedModel = model.eval()
+    return made
+
+
+def generate(model: PreTrainedModel, padded: bool, graph: str | bool) -> tuple[torch.Tensor, ...]:
+    """``(tokens, logits [T, B, V])`` of a greedy continuation."""
+    tokens = (torch.arange(2 * PROMPT).view(2, PROMPT) * 7 % 50 + 10)[: 2 if padded else 1]
+    mask = torch.ones_like(tokens)
+    mask[1:, :3] = 0
+    given = {"attention_mask": mask} if padded else {}
+    output = model.generate(
+        tokens,
+        cache_implementation="flat",
+        cache_config={**OPTIONS, "graph": graph},
+        max_new_tokens=NEW,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        eos_token_id=None,
+        pad_token_id=0,
+        **given,
+    )
+    return output.sequences, torch.stack(output.logits)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraph]:
+    """What ``generate`` made to decode with."""
+    made: list[DecodeGraph] = []
+
+    class Noted(DecodeGraph):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(registry, "DecodeGraph", Noted)
+    return made
+
+
+def compare(model: PreTrainedModel, padded: bool, steps: list[DecodeGraph]) -> float:
+    """The greatest difference of logits between replayed and usual steps; some were replayed."""
+    with taped():
+        tokens, logits = generate(model, padded, "auto")
+    assert steps[0].reason is None
+    # More than one for each capture: numbers that it froze are right at the first.
+    assert steps[0].replays > steps[0].captures > 1
+    usual_tokens, usual_logits = generate(model, padded, graph=False)
+    assert torch.isfinite(usual_logits).all()
+    difference = float((logits - usual_logits).abs().max())
+    if torch.equal(tokens, usual_tokens):
+        return difference
+    return float("inf")
+
+
+CASES = [
+    *(pytest.param(name, TEXT[name], id=name) for name in QUICK),
+    *(
+        pytest.param(name, changes, id=name, marks=pytest.mark.slow)
+        for name, changes in TEXT.items()
+        if name not in QUICK
+    ),
+    *(pytest.param(name, {}, id=name, marks=pytest.mark.slow) for name in COMPOSITE),
+    *(
+        pytest.param(name, changes, id=variant, marks=pytest.mark.slow)
+        for variant, (name, changes) in VARIANTS.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes"), CASES)
+def test_replayed_steps_give_the_tokens_of_usual_ones(
+    model_type: str, changes: dict[str, Any], steps: list[DecodeGraph]
+) -> None:
+    model = build(model_type, changes)
+    assert model.config.model_type == model_type
+    # Two orders of summation in fp32: kernels of the tape against torch.
+    assert compare(model, False, steps) < 3e-4
+    steps.clear()
+    assert compare(model, True, steps) < 3e-4
+
+
+def test_a_number_that_a_model_counts_on_the_host_is_noticed_by_the_comparison(
+    steps: list[DecodeGraph],
+) -> None:
+    model = build("llama", {})
+    rope, calls = model.model.rotary_emb.forward, 0
+
+    def counting(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        nonlocal calls
+        calls = 0 if position_ids.shape[1] > 1 else calls + 1
+        return rope(x, torch.full_like(position_ids, PROMPT + calls - 1) if calls else position_ids)
+
+    model.model.rotary_emb.forward = counting
+    assert compare(model, False, steps) > 0.1
+
+
+def test_every_type_was_tested() -> None:
+    assert not REPLAYABLE - {*TEXT, *COMPOSITE, "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
+
+
+def test_every_tested_type_is_in() -> None:
+    assert not {*TEXT, *COMPOSITE} - REPLAYABLE
+
+
+def test_a_type_that_was_not_tested_gives_a_reason_and_the_tokens_of_usual_steps(
+    steps: list[DecodeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_kvret.replayable.REPLAYABLE", REPLAYABLE - {"llama"})
+    model = build("llama", {})
+    with taped():
+        tokens, _ = generate(model, True, "auto")
+    reason = steps[0].reason
+    assert reason is not None
+    assert "type llama" in reason and "graph=False" in reason and "docs/models.md" in reason
+    assert steps[0].captures == steps[0].replays == 0
+    assert torch.equal(tokens, generate(model, True, graph=False)[0])
+
+
+def test_a_composite_needs_both_of_its_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llava", {})
+    assert untested(model) is None
+    for name in ("llava", "llama"):
+        with monkeypatch.context() as patch:
+            patch.setattr("hf_kvret.replayable.REPLAYABLE", REPLAYABLE - {name})
+            assert f"type {name} " in str(untested(model))
+
+
+def test_code_from_outside_transformers_is_not_known_by_the_type_of_its_config() -> None:
+    class Remote(LlamaForCausalLM):
+        """As ``trust_remote_code`` would load it."""
+
+    plain = build("llama", {})
+    assert untested(plain) is None
+    reason = untested(Remote(plain.config))
+    assert reason is not None and "Remote" in reason and __name__ in reason
