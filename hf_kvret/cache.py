@@ -141,12 +141,13 @@ class RetrievalCache(Cache):
         self._newest = layer if isinstance(layer, RetrievalLayer) else newest
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def expect(self, parts: int) -> None:
-        """Note that the prompt to come is read in ``parts`` chunks.
+    def expect(self, tokens: int, parts: int) -> None:
+        """Note that the prompt to come has so many ``tokens``, and is read in ``parts`` chunks.
 
-        Where rows live is decided by the first of them that go cold: then all parts count.
+        Where rows live is decided by the first of them that go cold: then all parts count, and a
+        store that is made then has room for all.
         """
-        self._stores.parts = parts
+        self._stores.tokens, self._stores.parts = tokens, parts
 
     def _check_lengths(self) -> None:
         """RuntimeError where the last forward pass did not reach all layers."""

@@ -132,7 +132,7 @@ def chunk_prompt(
         size = prompt_chunk(cache.options, model, batch, length)
         generation_config.prefill_chunk_size = size
         setattr(generation_config, _MARK, size)
-    cache.expect(max(1, -(-length // (size or given or max(1, length)))))
+    cache.expect(length, max(1, -(-length // (size or given or max(1, length)))))
 
 
 def _new_tokens(

@@ -60,6 +60,7 @@ class StoreChoice:
 
     Attributes:
         parts: chunks that the prompt is read in; a layer's first block is of the first one.
+        tokens: of the prompt.
     """
 
     def __init__(self, options: RetrievalConfig, layers: int) -> None:
@@ -75,7 +76,7 @@ class StoreChoice:
         self._options = options
         self._layers = layers
         self._share: int | None = None
-        self.parts = 1
+        self.parts, self.tokens = 1, 0
 
     def make(self, device: torch.device, cold_bytes: int) -> Store:
         """An empty store for queries on ``device``, whose first block takes ``cold_bytes``.
@@ -88,11 +89,16 @@ class StoreChoice:
             self.name = self._choose(device, cold_bytes * self.parts * self._layers)
         if self.name != "device" and device.type not in ("cpu", "cuda"):
             raise ValueError(f"store={self.name!r} on {device}: only store='device' works there")
+        store: Store
         if self.name == SPLIT:
             if self._share is None:
                 self._share = self._budget(device) // self._layers
-            return PagedStore(SplitMemory(device, self._share))
-        return STORES[self.name](device, self._options)
+            store = PagedStore(SplitMemory(device, self._share))
+        else:
+            store = STORES[self.name](device, self._options)
+        if self.parts > 1:
+            store.expect(self.tokens)
+        return store
 
     def _budget(self, device: torch.device) -> int:
         """Bytes of device memory for the rows of all layers."""

@@ -55,6 +55,9 @@ class Store(ABC):
     def __len__(self) -> int:
         """Tokens held, the same for every row of the batch."""
 
+    def expect(self, tokens: int) -> None:  # noqa: B027 - a store may grow as it likes
+        """About ``tokens`` will come, the first block is only the first of them."""
+
     @abstractmethod
     def append(self, block: TokenBlock) -> None:
         """Take in ``block``, whose ``start`` is ``len(self)``. May copy asynchronously."""

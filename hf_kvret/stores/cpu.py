@@ -43,6 +43,9 @@ class CpuStore(Store):
     def __len__(self) -> int:
         return len(self._host)
 
+    def expect(self, tokens: int) -> None:
+        self._host.expect(tokens)
+
     def append(self, block: TokenBlock) -> None:
         self._host.append(block)
 

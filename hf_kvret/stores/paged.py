@@ -36,6 +36,7 @@ class PagedStore(Store):
         self._chunks: list[torch.Tensor] = []
         self._free_pages = 0
         self._own_pages = 0
+        self._expected = 0
         self._table: torch.Tensor | None = None
         self._tail: torch.Tensor | None = None
         self._key_dim = 0
@@ -57,6 +58,9 @@ class PagedStore(Store):
         lengths = torch.tensor([len(chunk) for chunk in self._chunks])
         far = torch.tensor(places, dtype=torch.double).repeat_interleave(lengths)
         return far[self._table[:, : self._page_count].cpu().long()].mean().item()
+
+    def expect(self, tokens: int) -> None:
+        self._expected = tokens
 
     def append(self, block: TokenBlock) -> None:
         if block.start != self.length:
@@ -262,11 +266,13 @@ class PagedStore(Store):
         """Number of the first of ``pages`` consecutive new pages, and the view of them.
 
         They may be fewer where the memory has no room for all in one place: a multiple of
-        ``least``. The first chunk has exactly the size of the prompt; later ones at least an
-        eighth of all that this store made, so that there are few. A fork starts from nothing.
+        ``least``. The first chunk has exactly the size of the prompt, or of what was expected;
+        later ones at least an eighth of all that this store made, so that there are few. A fork
+        starts from nothing.
         """
         if pages > self._free_pages:
-            size = max(pages, self._own_pages // 8)
+            missing = least * -(-self._expected // self.page_len) - self._own_pages
+            size = max(pages, missing if missing > 0 else self._own_pages // 8)
             chunk = self.memory.allocate((size, *shape), dtype, least)
             self._own_pages += len(chunk)
             self._chunks = [*self._chunks, chunk]

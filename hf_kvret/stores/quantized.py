@@ -43,6 +43,9 @@ class QuantizedStore(Store):
     def over_bus(self) -> bool:
         return self._rows.over_bus
 
+    def expect(self, tokens: int) -> None:
+        self._rows.expect(tokens)
+
     def append(self, block: TokenBlock) -> None:
         if len(block) == 0:
             return

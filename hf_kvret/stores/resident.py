@@ -49,6 +49,9 @@ class ResidentStore(Store):
     def over_bus(self) -> bool:
         return True
 
+    def expect(self, tokens: int) -> None:
+        self._host.expect(tokens)
+
     def append(self, block: TokenBlock) -> None:
         self._served = False
         self._host.append(block)

@@ -101,3 +101,22 @@ def test_pieces_from_pinned_memory_arrive_in_time() -> None:
             assert torch.equal(some_keys, wanted) and torch.equal(some_values, -wanted)
             del some_keys, some_values
         assert end == 40_000
+
+
+def test_room_for_a_prompt_in_chunks_is_made_at_once_and_no_larger() -> None:
+    """Where an eighth more would not fit, nothing is wasted."""
+    blocks = [torch.randn(2, 2, 320, 8, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+    sizes = []
+    for expected in (0, 1700):
+        store = PagedStore(DeviceMemory(torch.device("cpu")))
+        store.expect(expected)
+        for number in range(5):
+            keys, values = blocks
+            store.append(TokenBlock(keys + number, values - number, start=320 * number))
+        sizes.append(store.nbytes().device)
+        held = torch.cat([keys for _, keys, _ in store.chunks()], dim=2)
+        assert torch.equal(held, torch.cat([blocks[0] + number for number in range(5)], dim=2))
+    row = 2 * 2 * 16 * 4
+    table = 2 * 25 * 4
+    # 1,700 tokens are 27 pages; by itself the store grows block by block, by an eighth at least.
+    assert sizes == [25 * 64 * row + table, 27 * 64 * row + table]
