@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.frame import Frame
@@ -17,6 +18,7 @@ from hf_kvret.layer import RetrievalLayer
 from hf_kvret.layer_step import LayerStep
 from hf_kvret.recorders import RECORDERS, Recorder
 from hf_kvret.replayable import untested
+from hf_kvret.sliding_step import SlidingStep
 from hf_kvret.window import Window
 
 _log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class DecodeGraph:
         self._model: Callable[..., Any] = model
         self._cache = cache
         self._layers = [LayerStep(layer) for layer in cache.retrieval_layers]
+        others = [layer for layer in cache.layers if not isinstance(layer, RetrievalLayer)]
+        self._others = [SlidingStep(layer) for layer in others if _slides(layer)]
         self._frame: Frame | None = None
         self._rehearsed: tuple[Any, ...] = ()
         self._recorder: Recorder | None = None
@@ -71,6 +75,8 @@ class DecodeGraph:
         """
         if self.reason is None and self._is_plain(inputs):
             why = Frame.refusal(inputs)
+            if self._others and inputs.get("attention_mask") is not None:
+                why = "the batch is padded, which layers that slide would not be told"
             if why is None:
                 return self._step(inputs)
             self._give_up(why)
@@ -83,7 +89,7 @@ class DecodeGraph:
         tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         if inputs.get("past_key_values") is not self._cache or tokens is None:
             return False
-        if tokens.shape[1] != 1 or not all(layer.is_plain() for layer in self._layers):
+        if tokens.shape[1] != 1 or not all(layer.is_plain() for layer in self._all):
             return False
         if len(tokens) != self._cache.retrieval_layers[0].batch_size:
             return False
@@ -100,7 +106,7 @@ class DecodeGraph:
         frame.fill(inputs, window)
         if frame.replay is not None:
             frame.replay()
-            for layer in self._layers:
+            for layer in self._all:
                 layer.replayed()
         elif self._rehearsed != frame.shape:
             # As it will be captured, but for real: what is made at first use is made now.
@@ -122,22 +128,22 @@ class DecodeGraph:
 
     def _capture(self, frame: Frame) -> str | None:
         """Capture a step into ``frame``; or why that can't be, with the cache as it was."""
-        why = next(filter(None, (layer.uncapturable() for layer in self._layers)), None)
+        why = next(filter(None, (layer.uncapturable() for layer in self._all)), None)
         if why is not None:
             return why
-        for layer in self._layers:
+        for layer in self._all:
             layer.begin()
         assert self._recorder is not None, "without a recorder there is a reason"
         try:
             frame.output, frame.replay = self._recorder.record(lambda: self._forward(frame))
         except BaseException as error:
-            for layer in self._layers:
+            for layer in self._all:
                 layer.broke_off()
             if not isinstance(error, RuntimeError):
                 raise
             told = str(error).strip().splitlines()
             return f"a step could not be captured: {told[0] if told else type(error).__name__}"
-        for layer in self._layers:
+        for layer in self._all:
             layer.captured()
         self.captures += 1
         self._keep(frame)
@@ -145,13 +151,17 @@ class DecodeGraph:
 
     def _forward(self, frame: Frame) -> Any:
         """The model's output for the frame's inputs, with tokens going where its place says."""
-        for layer in self._layers:
+        for layer in self._all:
             layer.set_place(frame.place)
         try:
             return self._model(**frame.inputs)
         finally:
-            for layer in self._layers:
+            for layer in self._all:
                 layer.set_place(None)
+
+    @property
+    def _all(self) -> list[LayerStep | SlidingStep]:
+        return [*self._layers, *self._others]
 
     def _keep(self, frame: Frame) -> None:
         frame.edits, self._frame = self._edits(), frame
@@ -184,7 +194,7 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return f"the model is on {device}, and only {', '.join(RECORDERS)} devices have graphs"
     if {parameter.device for parameter in model.parameters()} != {device}:
         return "the model's weights lie on several devices"
-    others = [layer for layer in cache.layers if not isinstance(layer, RetrievalLayer)]
+    others = [x for x in cache.layers if not isinstance(x, RetrievalLayer) and not _slides(x)]
     if others:
         return f"{len(others)} layers keep a {type(others[0]).__name__}, which grows at each step"
     if model.training:
@@ -198,6 +208,10 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     return untested(model)
+
+
+def _slides(layer: Any) -> bool:
+    return type(layer) is DynamicSlidingWindowLayer
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -374,8 +374,8 @@ def test_reasons_are_told_before_anything_is_captured(llama: PreTrainedModel) ->
         llama.eval()
         with torch.autocast("cpu"):
             assert "autocast" in str(why_not(llama, _cache(llama)))
-        gemma = MODELS["gemma2"].build().eval()
-        assert "SlidingWindow" in str(why_not(gemma, _cache(gemma)))
+        mixed = MODELS["lfm2"].build().eval()
+        assert "LinearAttention" in str(why_not(mixed, _cache(mixed)))
 
 
 @pytest.mark.parametrize(
