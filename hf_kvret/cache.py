@@ -138,16 +138,22 @@ class RetrievalCache(Cache):
         layer = self.layers[layer_idx]
         if layer is self._lowest:
             self._check_lengths()
+            self._stores.note_pass(key_states.shape[2])
         self._newest = layer if isinstance(layer, RetrievalLayer) else newest
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def expect(self, tokens: int, parts: int) -> None:
-        """Note that the prompt to come has so many ``tokens``, and is read in ``parts`` chunks.
+    def expect(self, tokens: int, chunk: int) -> None:
+        """Note that the prompt to come has so many ``tokens``, of which a pass has ``chunk``.
 
-        Where rows live is decided by the first of them that go cold: then all parts count, and a
-        store that is made then has room for all.
+        Where rows live is decided by the first of them that go cold: then all tokens count, and a
+        store that is made then has room for all. A pass of a single token ends the prompt.
         """
-        self._stores.tokens, self._stores.parts = tokens, parts
+        self._stores.expect(tokens, chunk)
+
+    def reset(self) -> None:
+        """Forget all tokens and counts of every layer, and what was expected."""
+        super().reset()
+        self._stores.expect(0, 0)
 
     def _check_lengths(self) -> None:
         """RuntimeError where the last forward pass did not reach all layers."""

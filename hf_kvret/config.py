@@ -237,8 +237,8 @@ def _check_prefill_chunk(chunk: object, max_draft: int) -> None:
     if chunk <= max_draft:
         raise ValueError(
             f"prefill_chunk={chunk} with max_draft={max_draft}: up to max_draft tokens at once "
-            "retrieve like drafted ones, so a prompt's chunks must be longer; take 1024 or more, "
-            "or 'auto'"
+            "retrieve like drafted ones, so a prompt's chunks must be longer; take more than "
+            f"{max_draft}, as {max(1024, 2 * max_draft)}, or 'auto'"
         )
 
 

@@ -37,7 +37,8 @@ class GrowingRows:
         needed, buffer = self.length + count, self._buffer
         writable = self._owned and self.length >= self._promised
         if buffer is None or not writable or needed > buffer.shape[2]:
-            capacity = needed + max(self.least_step, needed // 16)
+            # A multiple of 16, so that every head's rows begin where wide loads may.
+            capacity = -(-(needed + max(self.least_step, needed // 16)) // 16) * 16
             grown = like.new_empty(*like.shape[:2], capacity, *like.shape[3:])
             if buffer is not None:
                 grown[:, :, : self.length] = self.rows

@@ -142,6 +142,12 @@ class Index(ABC):
     def settle(self) -> None:  # noqa: B027 - most indexes put nothing off
         """A step is about to be captured: do now what would otherwise come due in one."""
 
+    def broke_off(self) -> None:  # noqa: B027 - most indexes keep no count on the host
+        """The capture after ``settle`` failed, and the device did nothing.
+
+        What was noted on the host since then is to be undone.
+        """
+
     def replayed(self) -> None:  # noqa: B027 - most indexes keep no count on the host
         """A captured step was replayed: what its run in Python would have noted on the host."""
 

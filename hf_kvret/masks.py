@@ -115,6 +115,9 @@ def _all_true(batch: int, length: int, device: torch.device) -> torch.Tensor:
     """``[batch, length]`` True: a contiguous view of memory that is kept and grows in big steps."""
     held = _trues.get(device)
     if held is None or held.numel() < batch * length:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # What is made now belongs to the graph that is captured.
+            return torch.ones(batch, length, dtype=torch.bool, device=device)
         held = torch.ones(
             batch * (length + max(4096, length // 8)), dtype=torch.bool, device=device
         )

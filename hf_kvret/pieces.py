@@ -15,7 +15,8 @@ _MOST_BYTES = 256 << 20
 # the attention over the piece before.
 BUS_PROGRAMS = 64
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+# By the stream that uses the pieces.
+_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 def piece_len(queries: int, keys: torch.Tensor, values: torch.Tensor) -> int:
@@ -35,10 +36,22 @@ def piece_len(queries: int, keys: torch.Tensor, values: torch.Tensor) -> int:
 
 
 def reading_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of ``device``, a CUDA one, on which rows are read ahead; the same every time."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    """The stream on which rows are read ahead for the current one of ``device``, a CUDA device.
+
+    The same every time, and another for each current stream: memory of pieces goes from one reader
+    to the next on the reading stream, which knows only the work on the stream that it reads for.
+    """
+    user = torch.cuda.current_stream(device)
+    if user not in _streams:
+        _streams[user] = torch.cuda.Stream(device)
+    return _streams[user]
+
+
+def finish_reading(device: torch.device) -> None:
+    """Have the host wait until nothing is being read ahead for ``device``, a CUDA device."""
+    for stream in list(_streams.values()):
+        if stream.device == device:
+            stream.synchronize()
 
 
 def read_ahead(
@@ -69,7 +82,8 @@ class _Reader:
     """``read_ahead`` with a stream.
 
     Pieces are allocated on that stream, and it waits for the current one before each piece. So
-    memory of a piece that was dropped is written again only when what used it is done.
+    memory of a piece that was dropped is written again only when what used it is done. A stream
+    other than the one that reading began for is noted with the piece.
     """
 
     def __init__(
@@ -81,6 +95,7 @@ class _Reader:
         self._read = read
         self._spans = spans
         self._stream = stream
+        self._user = torch.cuda.current_stream(stream.device)
         self._coming: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
 
     def __iter__(self) -> _Reader:
@@ -91,7 +106,10 @@ class _Reader:
             raise StopIteration
         first, rows, arrived = self._coming
         self.start()
-        torch.cuda.current_stream(self._stream.device).wait_event(arrived)
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_event(arrived)
+        if current != self._user:
+            rows.record_stream(current)
         return first, rows
 
     def start(self) -> None:

@@ -195,7 +195,10 @@ def _decode_call(
 ) -> DecodeGraph | None:
     """What ``generate`` calls in its loop: replayed steps, or None for the model itself."""
     cache = model_kwargs.get("past_key_values")
-    if not isinstance(cache, RetrievalCache) or generation_config.disable_compile:
+    if not isinstance(cache, RetrievalCache):
+        return None
+    if generation_config.disable_compile or generation_config.compile_config is not None:
+        # Of a compile that was asked for, transformers says itself that it can't be.
         return None
     step = DecodeGraph(model, cache)
     return None if step.reason else step

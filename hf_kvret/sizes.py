@@ -1,6 +1,8 @@
-"""Sizes of memory as people write them."""
+"""Sizes of memory: as people write them, and what a device has free."""
 
 from __future__ import annotations
+
+import torch
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -29,3 +31,11 @@ def byte_count(size: int | str) -> int:
     if count < 1:
         raise ValueError(f"{size!r} is no size: write 80GB, 75GiB, or bytes")
     return count
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Device memory that torch can still give out, its own cache included; None: not a GPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from hf_kvret import DecodeGraph, registry
-from hf_kvret.replayable import REPLAYABLE, untested
+from hf_kvret.replay.replayable import REPLAYABLE, untested
 from hf_kvret.testing.tape import taped
 from hf_kvret.testing.tiny import spread_weights
 
@@ -248,7 +248,7 @@ def test_every_tested_type_is_in() -> None:
 def test_a_type_that_was_not_tested_gives_a_reason_and_the_tokens_of_usual_steps(
     steps: list[DecodeGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_kvret.replayable.REPLAYABLE", REPLAYABLE - {"llama"})
+    monkeypatch.setattr("hf_kvret.replay.replayable.REPLAYABLE", REPLAYABLE - {"llama"})
     model = build("llama", {})
     with taped():
         tokens, _ = generate(model, True, "auto")
@@ -264,7 +264,7 @@ def test_a_composite_needs_both_of_its_types(monkeypatch: pytest.MonkeyPatch) ->
     assert untested(model) is None
     for name in ("llava", "llama"):
         with monkeypatch.context() as patch:
-            patch.setattr("hf_kvret.replayable.REPLAYABLE", REPLAYABLE - {name})
+            patch.setattr("hf_kvret.replay.replayable.REPLAYABLE", REPLAYABLE - {name})
             assert f"type {name} " in str(untested(model))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.recorders import RECORDERS
+from hf_kvret.replay.recorders import RECORDERS
 from hf_kvret.testing.tape import CaptureError, TapeRecorder, taped
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.paged import PagedRows

@@ -6,7 +6,8 @@ same memory. Numbers that Python computed are frozen, as in a graph; whatever ne
 raises. So a step that keeps its place on the host, waits for the device or makes tensors anew that
 the next step needs gives wrong tokens here, or none, as it would on a GPU.
 
-What it does not know: host memory that must be pinned, events and streams.
+What it does not know: host memory that must be pinned, events and streams; copies to the host
+(``tolist``, ``numpy``, ``cpu``), which are no operations where tensors lie there already.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hf_kvret.recorders import RECORDERS
+from hf_kvret.replay.recorders import RECORDERS
 from hf_kvret_kernels._dispatch import prefer
 
 _aten = torch.ops.aten
@@ -52,10 +53,14 @@ class _Note:
 
 
 class TapeRecorder:
-    """A ``hf_kvret.recorders.Recorder`` for the CPU."""
+    """A ``hf_kvret.replay.recorders.Recorder`` for the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         del device
+
+    def rehearse(self, step: Callable[[], Any]) -> tuple[Any, str | None]:
+        """See ``Recorder.rehearse``; nothing shows before it is recorded."""
+        return step(), None
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """See ``Recorder.record``; CaptureError for a step that a GPU could not capture.

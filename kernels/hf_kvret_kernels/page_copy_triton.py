@@ -20,7 +20,7 @@ _TILE_BYTES = 16_384
 _WORDS = {4: (torch.int32, tl.int32), 2: (torch.int16, tl.int16), 1: (torch.int8, tl.int8)}
 
 
-@triton.jit(do_not_specialize=["first", "columns", "work"])
+@triton.jit(do_not_specialize=["stride_table_b", "first", "columns", "work"])
 def _copy_kernel(  # type: ignore[no-untyped-def]
     table,
     page_address,

@@ -12,6 +12,10 @@ from hf_kvret_kernels.paged import PagedRows
 # Coded rows are bytes.
 _ROW_DTYPES = {**TL_DTYPES, torch.uint8: tl.uint8}
 
+# Arguments that follow the number of tokens held, or of ids.
+_IDS = ("stride_ids_b", "stride_ids_h", "stride_ids_q", "stride_table_b")
+_CHANGING = ("heads", "queries", "count", *_IDS)
+
 
 @triton.jit
 def row_pointers(  # type: ignore[no-untyped-def]
@@ -35,7 +39,7 @@ def row_pointers(  # type: ignore[no-untyped-def]
     return address.to(tl.pointer_type(DTYPE)) + slot * WIDTH
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CHANGING)
 def _gather_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,
     table,

@@ -193,12 +193,13 @@ def test_triton_collides_as_the_reference_does(length: int, m: int, dim: int) ->
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("m", [4, 8])
-@pytest.mark.parametrize("length, most", [(0, 12), (37, 12), (37, 62)])
+@pytest.mark.parametrize("length, most", [(0, 12), (37, 12), (37, 62), (37, 63)])
 def test_points_and_collisions_at_once_are_those_of_the_two_steps(
     length: int, most: int, m: int, backend: str
 ) -> None:
     """A key earns 12 points at the most, or as many as fit into 64 bins beside the excluded."""
     tiers = (0.5,) + (1.0,) * (most * m // 8 - 1)
+    most = len(tiers) * 8 // m
     sign, valid = random_sign(2, 1, length, 1), random_valid(2, length)
     q_rot = torch.randn(2, 1, 1, 3, 8, generator=generator(9)).to(DEVICE)
     counts = paris.count_centroids(sign, m=m, valid=valid)
@@ -262,6 +263,16 @@ def test_sums_of_many_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     histogram = torch.stack([scores.eq(value).sum(-1) for value in range(256)], dim=-1).int()
     ids = paris.candidates(scores, histogram, 900, backend="triton")
     assert torch.equal(ids, candidates_by_sorting(scores, 900))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_slots_of_several_blocks_stay_empty(backend: str) -> None:
+    scores = torch.full((1, 2, 1, 3500), 255, dtype=torch.uint8, device=DEVICE)
+    scores[0, 1, 0, 1500] = 3
+    histogram = torch.stack([scores.eq(value).sum(-1) for value in range(256)], dim=-1).int()
+    histogram[..., 255] = 0
+    ids = paris.candidates(scores, histogram, 3400, backend=backend)
+    assert ids[0, 0].eq(-1).all() and ids[0, 1, 0, 0] == 1500 and ids[0, 1, 0, 1:].eq(-1).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -35,6 +35,7 @@ class QueryGrams:
         self.scale: torch.Tensor | None = None
         self._settled = False
         self._waiting = WaitingQueries(_PENDING)
+        self._settled_count = 0
 
     def add(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
         """Take in ``queries [B, Hq, q, D]``, the newest; ``valid [B, q]`` bool or None."""
@@ -45,6 +46,16 @@ class QueryGrams:
             self._fold(queries, valid)
             return
         self._waiting.put(queries, valid)
+
+    def settle(self) -> None:
+        """A single token comes, in a step that is captured: make room for it now."""
+        if self._waiting.count == _PENDING:
+            self.fold()
+        self._settled_count = self._waiting.count
+
+    def broke_off(self) -> None:
+        """That step did nothing."""
+        self._waiting.count = self._settled_count
 
     def replayed(self) -> None:
         """A captured ``add`` of one token was replayed."""
@@ -94,6 +105,8 @@ class QueryGrams:
     def reorder(self, rows: torch.Tensor) -> None:
         """Batch row b becomes the old row ``rows[b]``."""
         self.fold()
+        # Rows may be more or fewer now.
+        self._waiting = WaitingQueries(_PENDING)
         for name in ("steady", "recent", "scale"):
             held = getattr(self, name)
             setattr(self, name, None if held is None else held.index_select(0, rows))

@@ -46,6 +46,7 @@ class LRQKIndex(Index):
         # Queries since the keys were projected anew: drafts must not call for it every time.
         self._since = math.inf
         self._reprojections = self._reprojected_rows = 0
+        self._before = self._check, self._flushed, self._since
 
     def watch(
         self,
@@ -131,7 +132,13 @@ class LRQKIndex(Index):
 
     def settle(self) -> None:
         if self._queries is not None:
-            self._queries.fold()
+            self._queries.settle()
+        self._before = self._check, self._flushed, self._since
+
+    def broke_off(self) -> None:
+        self._check, self._flushed, self._since = self._before
+        if self._queries is not None:
+            self._queries.broke_off()
 
     def replayed(self) -> None:
         self._since += 1

@@ -35,8 +35,12 @@ from hf_kvret_kernels.gather_attention.triton_copy import copy_rows
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.paged_triton import row_pointers
 
+# Arguments that follow the number of tokens held, or of ids.
+_IDS = ("stride_ids_b", "stride_ids_h", "stride_ids_q", "stride_table_b")
+_CHANGING = ("heads", "queries", "count", "split_len", *_IDS)
 
-@triton.jit(do_not_specialize=["heads", "queries", "count", "split_len"])
+
+@triton.jit(do_not_specialize=_CHANGING)
 def _attend_kernel(  # type: ignore[no-untyped-def]
     query,
     ids_ptr,

@@ -14,8 +14,11 @@ from hf_kvret_kernels._triton_shared import TL_DTYPES
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.paged_triton import row_pointers
 
+# Arguments that follow the number of tokens held, or of ids.
+_IDS = ("stride_ids_b", "stride_ids_h", "stride_ids_q", "stride_table_b")
 
-@triton.jit(do_not_specialize=["heads", "queries", "count"])
+
+@triton.jit(do_not_specialize=["heads", "queries", "count", *_IDS])
 def _copy_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,
     table,

@@ -16,8 +16,12 @@ from hf_kvret_kernels.gather_scores import choices
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.paged_triton import row_pointers
 
+# What follows from the length: a compile for each class of it would come at some later flush.
+_IDS = ("stride_ids_b", "stride_ids_h", "stride_ids_q", "stride_table_b")
+_CHANGING = ("heads", "queries", "count", "blocks", *_IDS)
 
-@triton.jit(do_not_specialize=["heads", "queries", "count", "blocks"])
+
+@triton.jit(do_not_specialize=_CHANGING)
 def _gather_scores_kernel(  # type: ignore[no-untyped-def]
     query,
     ids_ptr,

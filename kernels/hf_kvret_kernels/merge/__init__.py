@@ -51,6 +51,7 @@ def merge_partials(
         _check(f"outs[{number}]", out, first.shape, first.device, _FLOATS)
         _check(f"lses[{number}]", lse, first.shape[:3], first.device, (torch.float32,))
     if sink_logits is not None:
+        check_no_grad(sink_logits=sink_logits)
         _check("sink_logits", sink_logits, first.shape[1:2], first.device, _FLOATS)
     if out_dtype not in _FLOATS:
         raise ValueError(f"out_dtype={out_dtype}: choose one of {_FLOATS}")

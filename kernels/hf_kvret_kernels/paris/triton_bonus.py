@@ -11,7 +11,7 @@ from hf_kvret_kernels.paris.naive import SHARE_UNIT
 
 _SHARE_UNIT = tl.constexpr(SHARE_UNIT)
 # Centroids that all 2**m are compared with at a time, by eight warps.
-_CHUNK = 64
+_CHUNK = 32
 # Tables whose points one load brings. Sums of points stay below 255: none reaches into the next.
 PER_WORD = 4
 
@@ -40,7 +40,8 @@ def bonus_words(
     words = triton.cdiv(tables, PER_WORD)
     shape = (batch, heads, queries, words, dim // m, 1 << m, PER_WORD)
     bonus = torch.empty(shape, dtype=torch.uint8, device=q_rot.device)
-    _bonus_kernel[(dim // m, batch * heads * queries * words * PER_WORD)](
+    # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
+    _bonus_kernel[(batch * heads * queries * words * PER_WORD, dim // m)](
         q_rot.contiguous(),
         counts.contiguous(),
         bonus,
@@ -87,9 +88,9 @@ def _bonus_kernel(
 ):
     """One subspace of one table. All pairs of centroids are compared: 65,536, no sort."""
     CENTROIDS: tl.constexpr = 1 << M
-    s = tl.program_id(0)
-    table = tl.program_id(1) % (WORDS * PER_WORD)
-    row = (tl.program_id(1) // (WORDS * PER_WORD)).to(tl.int64)
+    s = tl.program_id(1)
+    table = tl.program_id(0) % (WORDS * PER_WORD)
+    row = (tl.program_id(0) // (WORDS * PER_WORD)).to(tl.int64)
     if ZEROES:
         bins = tl.arange(0, 256)
         # 0 in one program of a query alone: in that of the first subspace of the first table.

@@ -112,7 +112,7 @@ def _mask_strides(valid: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if valid is None else (valid.stride(0), valid.stride(1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "valid_stride_b"])
 def _count_kernel(
     sign_ptr,
     valid_ptr,
@@ -150,7 +150,7 @@ def _count_kernel(
         tl.atomic_add(row_ptr + bins, found, mask=(bins < CENTROIDS) & (found > 0))
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "valid_stride_b"])
 def _collide_kernel(
     sign_ptr,
     words_ptr,

@@ -21,7 +21,7 @@ def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     block = min(_TILE // dim, triton.next_power_of_2(max(1, rows.shape[0])))
     _rotate_kernel[(triton.cdiv(rows.shape[0], block),)](
         rows,
-        signs,
+        signs.contiguous(),
         out,
         rows.shape[0],
         head_dim,
@@ -48,8 +48,8 @@ def encode(
     block = min(_TILE // dim, triton.next_power_of_2(max(1, length)))
     _encode_kernel[(triton.cdiv(length, block), batch * heads)](
         keys,
-        signs,
-        levels,
+        signs.contiguous(),
+        levels.contiguous(),
         keys if mean is None else mean.contiguous(),
         out.sign,
         out.magnitude,

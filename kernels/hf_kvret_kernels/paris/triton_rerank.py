@@ -35,7 +35,7 @@ def rerank(
         codes.magnitude,
         codes.weight,
         ids.contiguous(),
-        levels,
+        levels.contiguous(),
         levels if offset is None else offset.contiguous(),
         out,
         # Without log2(e): these are natural scores.

@@ -21,7 +21,8 @@ def group_relevance(scores: torch.Tensor, heads: int, *, backend: str = "auto") 
     At most 0; -inf stays -inf for tokens that take no part.
 
     Args:
-        scores: ``[B, Hq, Q, n]`` fp32 attention logits, -inf for tokens that take no part.
+        scores: ``[B, Hq, Q, n]`` fp32 attention logits, finite or, for tokens that take no part,
+            -inf.
         heads: H, a divisor of Hq.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
@@ -51,8 +52,8 @@ def best_ids(
     missing, behind the others.
 
     Args:
-        scores: ``[B, H, Q, G, n]`` fp32 attention logits of n candidates without NaN, -inf for
-            those that take no part.
+        scores: ``[B, H, Q, G, n]`` fp32 attention logits of n candidates, finite or, for those
+            that take no part, -inf.
         ids: ``[B, H, Q, n]`` int32 of the candidates.
         count: 1 to n.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.

@@ -25,7 +25,8 @@ def best_ids(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tenso
 
 def _shares(scores: torch.Tensor) -> torch.Tensor:
     """Log-softmax over the last dimension; -inf stays -inf, also where all are."""
-    return scores - torch.logsumexp(scores, dim=-1, keepdim=True).clamp(min=-1e30)
+    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+    return scores - lse.masked_fill(lse == float("-inf"), 0.0)
 
 
 def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:

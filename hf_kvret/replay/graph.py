@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,16 +14,18 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.frame import Frame
 from hf_kvret.layer import RetrievalLayer
-from hf_kvret.layer_step import LayerStep
-from hf_kvret.recorders import RECORDERS, Recorder
-from hf_kvret.replayable import untested
-from hf_kvret.sliding_step import SlidingStep
+from hf_kvret.replay.frame import Frame
+from hf_kvret.replay.layer_step import LayerStep
+from hf_kvret.replay.recorders import RECORDERS, Recorder
+from hf_kvret.replay.replayable import untested
+from hf_kvret.replay.sliding_step import SlidingStep
 from hf_kvret.window import Window
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("hf_kvret.replay")
 _told: set[str] = set()
+# What captures failed of, by model and kind of cache: generate does not try again each time.
+_failed: weakref.WeakKeyDictionary[PreTrainedModel, dict[type, str]] = weakref.WeakKeyDictionary()
 
 
 class DecodeGraph:
@@ -37,14 +40,16 @@ class DecodeGraph:
     and its column in the window. So the first such step runs as usual, the next is captured as a
     CUDA graph, and the others replay it. A flush, a prompt or drafted tokens run as usual, and
     after them a step is captured anew; the tokens are those of usual calls. Edits of the cache
-    (``crop``, ``reorder_cache``) are noticed. The graph and its memory go with this object.
+    (``crop``, ``reorder_cache``) are noticed; after a change of the model (hooks, adapters, other
+    weights) make a new one. The graph and its memory go with this object.
 
     Args:
         model: switched to our attention (``hf_kvret.attach``), in eval mode.
         cache: the one that every call gets as ``past_key_values``.
 
     Attributes:
-        reason: why steps run as usual for good, as on a CPU; None: they are replayed. Logged once.
+        reason: why the newest step ran as usual, for good or because of its inputs; None: steps are
+            replayed. Logged once.
         captures: how often a step was captured.
         replays: steps that were replayed.
         eager: calls that ran as usual.
@@ -53,13 +58,18 @@ class DecodeGraph:
     def __init__(self, model: PreTrainedModel, cache: RetrievalCache) -> None:
         self.reason: str | None = None
         self.captures = self.replays = self.eager = 0
+        self._owner = model
         self._model: Callable[..., Any] = model
         self._cache = cache
         self._layers = [LayerStep(layer) for layer in cache.retrieval_layers]
         others = [layer for layer in cache.layers if not isinstance(layer, RetrievalLayer)]
         self._others = [SlidingStep(layer) for layer in others if _slides(layer)]
         self._frame: Frame | None = None
+        # The shape that was rehearsed, and the layers' edits after the last step of one token:
+        # a step is captured only where the one before ran the same, through this object.
         self._rehearsed: tuple[Any, ...] = ()
+        self._vouched = -1
+        self._given_up = self._waited = False
         self._recorder: Recorder | None = None
         reason = why_not(model, cache)
         if reason is None:
@@ -73,34 +83,43 @@ class DecodeGraph:
 
         Tensors in it belong to the caller: a later step does not change them.
         """
-        if self.reason is None and self._is_plain(inputs):
-            why = Frame.refusal(inputs)
-            if self._others and inputs.get("attention_mask") is not None:
-                why = "the batch is padded, which layers that slide would not be told"
-            if why is None:
+        if not self._given_up and self._is_plain(inputs):
+            self.reason = self._refusal(inputs)
+            if self.reason is None:
                 return self._step(inputs)
-            self._give_up(why)
+            _tell(self.reason)
+        return self._usual(inputs)
+
+    def _usual(self, inputs: dict[str, Any]) -> Any:
+        """Run the model as it is."""
         self._frame = None
         self.eager += 1
-        return self._model(**inputs)
+        output = self._model(**inputs)
+        # A step of one token ran, outside the window, what a captured one will run.
+        self._vouched = self._edits() if _tokens(inputs) == 1 else -1
+        return output
 
     def _is_plain(self, inputs: dict[str, Any]) -> bool:
         """Whether this is a step of one token between two flushes."""
-        tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-        if inputs.get("past_key_values") is not self._cache or tokens is None:
+        if inputs.get("past_key_values") is not self._cache or _tokens(inputs) != 1:
             return False
-        if tokens.shape[1] != 1 or not all(layer.is_plain() for layer in self._all):
+        # With gradients a step raises, which a replay would not.
+        if torch.is_grad_enabled() or not all(layer.is_plain() for layer in self._all):
             return False
-        if len(tokens) != self._cache.retrieval_layers[0].batch_size:
+        batch, mask = len(inputs["input_ids"]), inputs.get("attention_mask")
+        if batch != self._cache.retrieval_layers[0].batch_size:
             return False
-        return mask is None or mask.shape == (len(tokens), self._cache.get_seq_length() + 1)
+        return mask is None or mask.shape == (batch, self._cache.get_seq_length() + 1)
+
+    def _refusal(self, inputs: dict[str, Any]) -> str | None:
+        """Why a plain step with these inputs is not replayed."""
+        if self._others and inputs.get("attention_mask") is not None:
+            return "the batch is padded, which layers that slide would not be told"
+        return Frame.refusal(inputs)
 
     def _step(self, inputs: dict[str, Any]) -> Any:
         frame, window = self._frame, self._window
-        if frame is not None and frame.edits != self._edits():
-            # Somebody changed the cache: what the change put off is done in a usual step.
-            self._rehearsed, frame = (), None
-        if frame is None or not frame.fits(inputs):
+        if frame is None or frame.edits != self._edits() or not frame.fits(inputs):
             self._frame = None
             frame = Frame(inputs, window)
         frame.fill(inputs, window)
@@ -108,23 +127,32 @@ class DecodeGraph:
             frame.replay()
             for layer in self._all:
                 layer.replayed()
-        elif self._rehearsed != frame.shape:
-            # As it will be captured, but for real: what is made at first use is made now.
-            self._rehearsed = frame.shape
-            self.eager += 1
-            output = self._forward(frame)
-            self._keep(frame)
-            return output
+        elif self._rehearsed != frame.shape or self._vouched != self._edits():
+            return self._rehearse(frame)
+        elif (why := self._capture(frame)) is not None:
+            self._give_up(why)
+            return self._usual(inputs)
         else:
-            why = self._capture(frame)
-            if why is not None:
-                self._give_up(why)
-                self.eager += 1
-                return self._model(**inputs)
             assert frame.replay is not None, "a captured step has a replay"
             frame.replay()
         self.replays += 1
         return _copied(frame.output)
+
+    def _rehearse(self, frame: Frame) -> Any:
+        """Run a step as it will be captured, but for real."""
+        assert self._recorder is not None, "without a recorder there is a reason"
+        self.eager += 1
+        output, why = self._recorder.rehearse(lambda: self._forward(frame))
+        self._rehearsed, self._vouched = frame.shape, self._edits()
+        self._keep(frame)
+        if why is None:
+            self._waited = False
+        elif self._waited:
+            self._give_up(why, lasting=True)
+        else:
+            # What is made at first use may wait, once.
+            self._waited, self._rehearsed = True, ()
+        return output
 
     def _capture(self, frame: Frame) -> str | None:
         """Capture a step into ``frame``; or why that can't be, with the cache as it was."""
@@ -137,12 +165,15 @@ class DecodeGraph:
         try:
             frame.output, frame.replay = self._recorder.record(lambda: self._forward(frame))
         except BaseException as error:
+            frame.output = frame.replay = None
             for layer in self._all:
                 layer.broke_off()
             if not isinstance(error, RuntimeError):
                 raise
             told = str(error).strip().splitlines()
-            return f"a step could not be captured: {told[0] if told else type(error).__name__}"
+            why = f"a step could not be captured: {told[0] if told else type(error).__name__}"
+            _failed.setdefault(self._owner, {})[type(self._cache)] = why
+            return why
         for layer in self._all:
             layer.captured()
         self.captures += 1
@@ -174,12 +205,20 @@ class DecodeGraph:
         """The window of the lowest layer: all have the same length and sinks."""
         return self._layers[0].regions.window
 
-    def _give_up(self, reason: str, quietly: bool = False) -> None:
-        self.reason, self._frame, self._recorder = reason, None, None
-        if reason not in _told:
-            _told.add(reason)
-            level = logging.DEBUG if quietly else logging.WARNING
-            _log.log(level, "decode steps are not replayed from a CUDA graph: %s", reason)
+    def _give_up(self, reason: str, quietly: bool = False, lasting: bool = False) -> None:
+        if lasting:
+            _failed.setdefault(self._owner, {})[type(self._cache)] = reason
+        self.reason, self._given_up = reason, True
+        self._frame = self._recorder = None
+        _tell(reason, quietly)
+
+
+def _tell(reason: str, quietly: bool = False) -> None:
+    """Log ``reason``, once in a process."""
+    if reason not in _told:
+        _told.add(reason)
+        level = logging.DEBUG if quietly else logging.WARNING
+        _log.log(level, "decode steps are not replayed from a CUDA graph: %s", reason)
 
 
 def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
@@ -207,7 +246,13 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return "the model's quantization can't be captured"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
-    return untested(model)
+    return _failed.get(model, {}).get(type(cache)) or untested(model)
+
+
+def _tokens(inputs: dict[str, Any]) -> int:
+    """Tokens of each row in this call; 0 for embeddings."""
+    tokens = inputs.get("input_ids")
+    return 0 if tokens is None else int(tokens.shape[1])
 
 
 def _slides(layer: Any) -> bool:

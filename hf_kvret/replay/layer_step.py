@@ -68,6 +68,7 @@ class LayerStep:
     def broke_off(self) -> None:
         """It was not, and the device did nothing: the host is to be as before ``begin``."""
         self.layer.waiting = False
+        self.regions.index.broke_off()
         self.regions.window.length = self._length
         self.layer.counters.set(self._before)
 

@@ -30,9 +30,8 @@ class Frame:
         replay: does the captured work again; None before.
     """
 
-    # Filled later in and out of inference mode.
-    @torch.inference_mode(False)
     def __init__(self, inputs: dict[str, Any], window: Window) -> None:
+        inference = torch.is_inference_mode_enabled()
         device, batch = window.keys.device, len(window.sink_slots)
         tensors, self._rest = _parts(inputs)
         self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -45,7 +44,9 @@ class Frame:
             held=torch.zeros(batch, window.capacity, dtype=torch.bool, device=device),
             slots=torch.zeros(batch, slots, dtype=torch.bool, device=device) if padded else None,
         )
-        self.shape = (batch, window.capacity, padded)
+        # Tensors made in inference mode can't be written to outside.
+        self._inference = inference
+        self.shape = (batch, window.capacity, padded, inference)
         self.edits = -1
         self.output: Any = None
         self.replay: Callable[[], None] | None = None
@@ -71,7 +72,9 @@ class Frame:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         held = {name: tensor.shape for name, tensor in self._tensors.items()}
         padded = inputs.get(_MASK) is not None
-        return shapes == held and rest == self._rest and padded == (self.place.slots is not None)
+        alike = padded == (self.place.slots is not None)
+        alike = alike and self._inference == torch.is_inference_mode_enabled()
+        return alike and shapes == held and rest == self._rest
 
     def fill(self, inputs: dict[str, Any], window: Window) -> None:
         """Copy the values of ``inputs`` and the state of ``window`` before the step to the device.

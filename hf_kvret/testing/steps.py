@@ -1,0 +1,81 @@
+"""Decoding step by step on a very small model, to compare replayed steps with usual ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.registry import attach
+
+PROMPT = 14
+"""Tokens of the prompt of a ``DecodeLoop``."""
+
+
+def small_llama() -> Any:
+    """Two layers and little else, attached: Triton's interpreter runs program by program."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config).eval()
+    attach(model)
+    return model
+
+
+class DecodeLoop:
+    """Greedy decoding by hand, with the inputs that ``generate`` would pass.
+
+    Args:
+        call: the model, or a ``DecodeGraph`` of it.
+        cache: an empty cache; the prompt is fed at once.
+        padded: pad the second of the two rows on the left.
+
+    Attributes:
+        logits: ``[B, V]`` after the newest token.
+        mask: ``[B, T]`` of all tokens, past and new; without padding it is not passed.
+    """
+
+    def __init__(self, call: Any, cache: RetrievalCache, padded: bool = False) -> None:
+        self.call, self.cache = call, cache
+        self.tokens = torch.arange(2 * PROMPT).view(2, PROMPT) * 7 % 50 + 10
+        self.mask = torch.ones_like(self.tokens)
+        self.padded = padded
+        if padded:
+            self.mask[1, :5] = 0
+        self.logits = self._feed(self.tokens)
+
+    @torch.no_grad()
+    def _feed(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        output = self.call(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=self.mask if self.padded else None,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def step(self) -> torch.Tensor:
+        """Feed the most likely token; the logits after it."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
+        self.logits = self._feed(self.logits.argmax(-1, keepdim=True))
+        return self.logits
+
+    def run(self, steps: int) -> torch.Tensor:
+        """``[steps, B, V]``: the logits of as many steps."""
+        return torch.stack([self.step() for _ in range(steps)])

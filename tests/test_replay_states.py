@@ -1,0 +1,240 @@
+"""Replayed steps after whatever happened to the cache, the model or the call in between."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvret import DecodeGraph, RetrievalCache, registered_methods
+from hf_kvret.methods.lrqk import grams
+from hf_kvret.testing.steps import PROMPT, DecodeLoop, small_llama
+from hf_kvret.testing.tape import taped
+
+OPTIONS: dict[str, Any] = {
+    "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,
+}  # fmt: skip
+
+
+def _cache(model: PreTrainedModel, method: str = "flat", **options: Any) -> RetrievalCache:
+    return registered_methods()[method](model.config, **{**OPTIONS, **options})
+
+
+class Waiting(torch.nn.Module):
+    """A norm that asks the device for a number, as experts without a fixed shape do."""
+
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.error: BaseException | None = None
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.error is not None and self.calls == 5:
+            raise self.error
+        if self.error is None and x.sum().item() != x.sum().item():
+            raise AssertionError("not a number")
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
+def test_a_model_that_waits_for_the_device_runs_as_usual_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = small_llama()
+    usual = DecodeLoop(model, _cache(model)).run(6)
+    model.model.norm = Waiting(model.model.norm)
+    with taped(), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            cache = _cache(model)
+            step = DecodeGraph(model, cache)
+            given = DecodeLoop(step, cache).run(6)
+            assert torch.allclose(given, usual, atol=1e-4)
+            assert step.replays == 0
+            assert step.reason is not None and "_local_scalar_dense" in step.reason
+            assert cache.get_seq_length() == PROMPT + 6
+    assert [record.getMessage() for record in caplog.records].count(
+        f"decode steps are not replayed from a CUDA graph: {step.reason}"
+    ) == 1
+
+
+def test_an_error_of_another_kind_passes_and_leaves_the_cache_as_it_was() -> None:
+    model = small_llama()
+    waiting = Waiting(model.model.norm)
+    waiting.error = KeyboardInterrupt()
+    model.model.norm = waiting
+    with taped():
+        cache = _cache(model)
+        step = DecodeGraph(model, cache)
+        loop = DecodeLoop(step, cache)
+        waiting.calls = 2
+        loop.run(2)
+        assert step.captures == 0
+        held, mask = cache.get_seq_length(), loop.mask
+        with pytest.raises(KeyboardInterrupt):
+            loop.step()
+        assert cache.get_seq_length() == held
+        loop.mask = mask
+        loop.step()
+    assert cache.get_seq_length() == held + 1
+
+
+def _both(
+    act: Any, method: str = "flat", padded: bool = False, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, DecodeGraph]:
+    """What ``act(loop)`` returns with the model and with a DecodeGraph, and the latter."""
+    model, given = small_llama(), []
+    with taped():
+        for graphed in (False, True):
+            cache = _cache(model, method, **options)
+            step = DecodeGraph(model, cache) if graphed else model
+            given.append(act(DecodeLoop(step, cache, padded)))
+    return given[0], given[1], step
+
+
+def test_lrqk_sums_the_same_queries_in_the_same_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through several folds, with a new token that counts as padding."""
+    monkeypatch.setattr(grams, "_PENDING", 6)
+
+    def act(loop: DecodeLoop) -> torch.Tensor:
+        first = loop.run(3)
+        loop.mask[0, -1] = 0
+        logits = torch.cat([first, loop.run(13)])
+        index = loop.cache.retrieval_layers[0].regions.index
+        index._queries.fold()
+        return torch.cat([logits.flatten(), index._queries.steady.flatten()])
+
+    usual, replayed, step = _both(act, "lrqk", padded=True, flush=6)
+    assert torch.equal(usual, replayed)
+    assert step.replays >= 8
+
+
+@pytest.mark.parametrize("prompt", [8, PROMPT])
+def test_a_cache_that_was_reset_is_rehearsed_again(prompt: int) -> None:
+    def act(loop: DecodeLoop) -> torch.Tensor:
+        loop.run(4)
+        loop.cache.reset()
+        again = DecodeLoop.__new__(DecodeLoop)
+        vars(again).update(vars(loop), mask=torch.ones(2, prompt, dtype=torch.long))
+        again.logits = again._feed(loop.tokens[:, :prompt])
+        loop.cache.fork()
+        logits = again.run(5)
+        counts = [layer["selected"] for layer in loop.cache.stats()["layers"]]
+        return torch.cat([logits.flatten(), torch.tensor(counts)])
+
+    usual, replayed, step = _both(act, "lrqk", flush=7)
+    assert torch.equal(usual, replayed)
+    assert step.reason is None
+    assert step.replays >= 4
+
+
+@pytest.mark.parametrize("store", ["device", "resident"])
+def test_a_question_in_between_is_no_reason_to_give_up(store: str) -> None:
+    def act(loop: DecodeLoop) -> torch.Tensor:
+        loop.run(3)
+        loop.mask = torch.cat([loop.mask, loop.mask.new_ones(2, 7)], dim=1)
+        loop.logits = loop._feed(loop.tokens[:, :7])
+        return loop.run(7)
+
+    usual, replayed, step = _both(act, "lrqk", store=store, flush=6)
+    assert torch.equal(usual, replayed)
+    assert step.reason is None
+    assert step.replays >= 2
+
+
+def test_passes_that_went_past_it_are_noticed() -> None:
+    def act(loop: DecodeLoop) -> torch.Tensor:
+        loop.run(4)
+        through, loop.call = loop.call, small_llama()
+        loop.run(1)
+        loop.call = through
+        return loop.run(4)
+
+    usual, replayed, step = _both(act, flush=7)
+    assert torch.equal(usual, replayed)
+    assert step.captures >= 2
+
+
+def test_a_keyword_that_changes_between_steps_is_seen() -> None:
+    def act(loop: DecodeLoop) -> torch.Tensor:
+        call, shapes = loop.call, []
+        loop.run(4)
+        for scale in (1, 0):
+            loop.call = lambda scale=scale, **inputs: call(**inputs, logits_to_keep=scale)
+            shapes.append(loop.step())
+        return torch.stack(shapes)
+
+    usual, replayed, step = _both(act, flush=7)
+    assert torch.equal(usual, replayed)
+    assert step.captures >= 2
+
+
+def test_inference_mode_and_no_grad_may_take_turns() -> None:
+    def act(loop: DecodeLoop) -> torch.Tensor:
+        logits = []
+        for inference in (True, True, True, True, False, False, False, True, True):
+            with torch.inference_mode(inference):
+                logits.append(loop.step().clone())
+        return torch.stack([x.clone() for x in logits])
+
+    usual, replayed, step = _both(act, flush=7)
+    assert torch.equal(usual, replayed)
+    assert step.replays >= 2
+
+
+def test_a_failed_capture_leaves_what_an_index_notes_as_it_was() -> None:
+    given = []
+    with taped():
+        for graphed in (False, True):
+            model = small_llama()
+            cache = _cache(model, "lrqk", flush=7)
+            step = DecodeGraph(model, cache) if graphed else model
+            loop = DecodeLoop(step, cache)
+            loop.run(2)
+            model.model.norm = Waiting(model.model.norm)
+            given.append(loop.run(4))
+            index = cache.retrieval_layers[0].regions.index
+            waiting = index._queries._waiting
+            assert waiting.count == int(waiting._next)
+    assert torch.equal(*given)
+    assert "_local_scalar_dense" in str(step.reason)
+    # The next one for this model does not try again.
+    with taped():
+        assert DecodeGraph(model, _cache(model, "lrqk")).reason == step.reason
+
+
+def test_rows_that_come_and_go_in_between() -> None:
+    def act(loop: DecodeLoop) -> torch.Tensor:
+        loop.run(2)
+        loop.cache.batch_repeat_interleave(2)
+        rows = torch.arange(2).repeat_interleave(2)
+        loop.logits, loop.mask = loop.logits[rows], loop.mask[rows]
+        loop.run(2)
+        loop.cache.batch_select_indices(torch.tensor([3, 0]))
+        loop.logits, loop.mask = loop.logits[[3, 0]], loop.mask[[3, 0]]
+        return loop.run(3)
+
+    usual, replayed, _ = _both(act, "lrqk", flush=7)
+    assert torch.equal(usual, replayed)
+
+
+def test_with_gradients_on_a_step_runs_as_usual() -> None:
+    model = small_llama().requires_grad_(False)
+    with taped():
+        cache = _cache(model, flush=7)
+        step = DecodeGraph(model, cache)
+        loop = DecodeLoop(step, cache)
+        loop.run(4)
+        replays = step.replays
+        with torch.enable_grad():
+            step(
+                input_ids=loop.logits.argmax(-1, keepdim=True),
+                position_ids=torch.full((2, 1), PROMPT + 4),
+                past_key_values=cache,
+            )
+    assert replays > 0
+    assert step.replays == replays
