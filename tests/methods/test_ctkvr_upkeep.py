@@ -301,9 +301,9 @@ def test_bytes_and_stats_are_of_what_is_held() -> None:
     assert index.nbytes() == 25 * (HEADS * DIM * 4 + 16) * 2 and index.select_nbytes() == 0
     run = Run(_options(update=0))
     run.step(_query(3))
-    # A buffer with room for 64 more: query, norm and 25 ids of 2 bytes a head, and its slot.
+    # A buffer with room for 64 more, 96 in all: query, norm and 25 ids of 2 bytes a head, and its slot.
     row = HEADS * (DIM * 4 + 4 + 25 * 2) + 8
-    assert run.index.nbytes() == 2 * row * (25 + 64)
+    assert run.index.nbytes() == 2 * row * 96
     assert run.index.select_nbytes() == 2 * HEADS * (25 * DIM * 4 + 4 * 25 * 2)
     stats = run.index.stats()
     assert (stats["centroids"], stats["keys_scored"]) == (25, 2 * HEADS * PROMPT)

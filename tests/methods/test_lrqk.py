@@ -293,7 +293,7 @@ def test_bytes_are_those_of_the_tensors(shared: bool, proxy_dtype: str, size: in
     assert index.select_nbytes() == rows.nbytes + maps
     grams = 2 * (HEADS + 2 * sets) * DIM * DIM * 4 + 2 * HEADS * DIM * 4 + 2 * 4
     scale, expected, mean = 2 * HEADS * GROUP * 4, 2 * sets * 8, 2 * HEADS * DIM * 4
-    spare = 2 * sets * 256 * 32 * size
+    spare = 2 * sets * (864 - 600) * 32 * size
     fixed = 2 * maps + steps + grams + scale + expected + mean
     assert index.nbytes() == rows.nbytes + spare + fixed
     index.watch(_tokens(3)[0], _tokens(3)[1], 600, None)
