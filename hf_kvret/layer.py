@@ -229,13 +229,15 @@ class RetrievalLayer(CacheLayerMixin):
         # Sinks are in the window, and exact there whatever the store does to its rows.
         cold_valid = None if store is None else regions.retrievable(valid)
         # Asked for first: where reading takes time, it begins here.
-        pieces = () if store is None else store.chunks(piece_len(query.shape[2], key, value))
+        length = piece_len(query.shape[2], key, value)
+        pieces = () if store is None else store.chunks(length, past)
         new_valid = None if valid is None else valid[:, past:]
         merged = call.partial(query, key, value, new_valid, causal_offset=0)
         near = window.tokens()
         near_valid = window.validity(valid, past)
         merged = merge([merged, call.partial(query, *near, near_valid, causal_offset=None)])
         for start, keys, values in pieces:
+            # Some stores give what the new tokens have become, too.
             count = min(keys.shape[2], past - start)
             if count > 0:
                 old_valid = None if cold_valid is None else cold_valid[:, start : start + count]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_kvret import FlatKVCache, prefill, registered_methods
-from hf_kvret.stores import StoreChoice, paged
+from hf_kvret.stores import paged
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.conformance import LOGIT_TOLERANCE
 from hf_kvret.testing.scenario import prompt, ragged
@@ -226,28 +226,6 @@ def test_a_draft_model_is_not_told_to_cut_its_prompts(llama: PreTrainedModel) ->
         ours = llama.generate(ids, past_key_values=cache, assistant_model=draft, **GREEDY)
     assert lengths[0] == 60
     assert torch.equal(ours, llama.generate(ids, **GREEDY))
-
-
-@pytest.mark.parametrize("whose", ["ours", "transformers"])
-def test_where_rows_live_is_decided_by_the_whole_prompt(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, whose: str
-) -> None:
-    """The first block to go cold is of the first chunk, and says little of what will come."""
-    sizes: list[int] = []
-
-    def choose(device: torch.device, cold_bytes: int) -> str:
-        sizes.append(cold_bytes)
-        return "device"
-
-    monkeypatch.setattr(StoreChoice, "_choose", staticmethod(choose))
-    for chunk in (None, 48):
-        ours, theirs = (chunk, None) if whose == "ours" else (None, chunk)
-        cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "prefill_chunk": ours})
-        given: dict[str, Any] = {"past_key_values": cache, "prefill_chunk_size": theirs}
-        llama.generate(prompt(1, 480), max_new_tokens=1, **given)
-    whole, chunked = sizes
-    # Ten chunks of 48, of which 40 tokens go cold at first; of 480 go 472.
-    assert chunked * 472 == whole * 400
 
 
 def test_a_loaded_cache_and_a_fork_may_read_otherwise(

@@ -147,3 +147,21 @@ def test_no_more_is_read_than_is_asked_for_and_the_piece_after(
 def test_no_spans_are_no_pieces(streams: tuple[_Stream, list[str]]) -> None:
     side, log = streams
     assert list(read_ahead(_read(log), [], side)) == [] == log  # type: ignore[arg-type]
+
+
+def test_pieces_that_go_to_another_stream_than_they_were_read_for_are_noted(
+    streams: tuple[_Stream, list[str]],
+) -> None:
+    side, log = streams
+    other = _Stream("other", log)
+
+    class Rows:
+        def record_stream(self, stream: _Stream) -> None:
+            log.append(f"noted for {stream.name}")
+
+    pieces = read_ahead(lambda first, last: Rows(), [(0, 1), (1, 2)], side)  # type: ignore[arg-type, return-value]
+    next(iter(pieces))
+    assert not [entry for entry in log if "noted" in entry]
+    with torch.cuda.stream(other):  # type: ignore[arg-type]
+        next(iter(pieces))
+    assert log[-2:] == ["other waits for piece 1", "noted for other"]

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    DbrxConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from hf_kvret import FlatConfig
-from hf_kvret.prefill import auto_chunk, fit_chunk, free_bytes, token_bytes
+from hf_kvret.prefill import auto_chunk, fit_chunk, token_bytes
+from hf_kvret.sizes import free_bytes
 
 GIB = 1 << 30
 LLAMA_8B = LlamaConfig(
@@ -34,6 +43,34 @@ def test_a_token_takes_all_experts_that_it_is_sent_to() -> None:
         **shape, head_dim=16, intermediate_size=100, moe_intermediate_size=30, num_experts_per_tok=8
     )
     assert token_bytes(qwen, torch.bfloat16) == 2 * (11 * 64 + 3 * 240) + rest
+
+
+def test_a_token_takes_the_widest_of_layers_that_differ() -> None:
+    """As in Ernie 4.5 VL, which has a width of experts for text and one for images."""
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"moe_intermediate_size": [30, 20], "moe_k": 6}
+    text = {**shape, **experts, "intermediate_size": 100}
+    ernie = AutoConfig.for_model("ernie4_5_vl_moe", text_config=text)
+    rest = 2 * 12 * 16 * 2 + 3 * 4 * 16 * 4
+    assert token_bytes(ernie, torch.bfloat16) == 2 * (9 * 64 + 3 * 180) + rest
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers"),
+    [
+        (GPT2Config(n_embd=64, n_head=4), 4 * 64 + 3 * 256),
+        (DbrxConfig(d_model=64, n_heads=4), None),
+        (PreTrainedConfig(), None),
+    ],
+)
+def test_no_configuration_is_without_an_estimate(
+    config: PreTrainedConfig, numbers: int | None
+) -> None:
+    found = token_bytes(config, torch.bfloat16)
+    if numbers is None:
+        assert found > 1000
+    else:
+        assert found == 2 * (numbers + 2 * 12 * 16) + 3 * 4 * 16 * 4
 
 
 @pytest.mark.parametrize(
@@ -77,6 +114,16 @@ def test_every_chunk_is_longer_than_a_draft(chunk: int, max_draft: int) -> None:
         assert min(parts) > max_draft and len(parts) > 1
 
 
+@pytest.mark.parametrize(("length", "chunk"), [(514, 256), (777, 256), (5000, 256), (1200, 300)])
+def test_a_size_that_is_no_longer_than_a_draft_is_made_longer(length: int, chunk: int) -> None:
+    """As ``"auto"`` may take, whose least is 256."""
+    size = fit_chunk(length, chunk, 600)
+    if size is None:
+        assert length <= 1201
+    else:
+        assert min(len(part) for part in torch.arange(length).split(size)) > 600
+
+
 def test_a_chunk_is_changed_as_little_as_whole_pages_allow() -> None:
     assert fit_chunk(8 * 8192, 8192, 32) == 8192
     assert fit_chunk(8 * 8192 + 33, 8192, 32) == 8192
@@ -92,7 +139,8 @@ def test_the_option_takes_tokens_auto_or_none(chunk: int | str | None) -> None:
 
 @pytest.mark.parametrize("chunk", [0, -5, 32])
 def test_chunks_that_would_retrieve_are_refused(chunk: int) -> None:
-    with pytest.raises(ValueError, match=f"prefill_chunk={chunk} with max_draft=32"):
+    told = f"prefill_chunk={chunk} with max_draft=32: .* take more than 32, as 1024, or 'auto'"
+    with pytest.raises(ValueError, match=told):
         FlatConfig(prefill_chunk=chunk)
 
 

@@ -18,6 +18,7 @@ from hf_kvret.benchmark.measure import Bench, Measure, Turn
 from hf_kvret.benchmark.rows import TimedSample, timed_row
 from hf_kvret.benchmark.tables import plot_seconds, timing_table
 from hf_kvret.benchmark.timing import StepClock
+from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.command import lengths
 from hf_kvret.evaluation.results import Cell, Results
@@ -130,7 +131,10 @@ def _read(
     tokens: torch.Tensor,
     chunk: int | None,
 ) -> torch.Tensor:
-    """``prefill`` in passes of ``chunk`` tokens; logits after the last."""
+    """``prefill`` in passes of ``chunk`` tokens, announced as ``generate`` does; last logits."""
+    length = tokens.shape[1]
+    if isinstance(cache, RetrievalCache):
+        cache.expect(length, chunk or length)
     if chunk is None:
         return prefill(model, choice, cache, tokens)
     start = 0

@@ -257,6 +257,7 @@ def _timer(options: argparse.Namespace, device: torch.device) -> Timer:
 
 def _check_writable(path: Path) -> None:
     """Before the work, not after it; ValueError where the file can't be written."""
+    tuning.check_replaceable(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

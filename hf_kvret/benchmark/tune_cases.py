@@ -80,7 +80,8 @@ def _window(shape: KernelShape, place: TunePlace, draw: Draw, masked: bool) -> T
                 key,
                 value,
                 shape.scale,
-                place.length - 1,
+                # As a decode step asks: its one query sees all.
+                None,
                 valid,
                 None,
                 torch.float32,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.sizes import byte_count
+from hf_kvret.sizes import byte_count, free_bytes
 from hf_kvret.stores.base import Store, StoreBytes
 from hf_kvret.stores.cpu import CpuStore
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
@@ -57,10 +57,6 @@ class StoreChoice:
     With ``"auto"`` the first layer that needs a store decides for all: the host where the GPU
     would lose more than a quarter of its free memory, else the device; split where there is a
     budget. Of the budget each layer gets an equal share, since a prompt comes layer by layer.
-
-    Attributes:
-        parts: chunks that the prompt is read in; a layer's first block is of the first one.
-        tokens: of the prompt.
     """
 
     def __init__(self, options: RetrievalConfig, layers: int) -> None:
@@ -76,17 +72,26 @@ class StoreChoice:
         self._options = options
         self._layers = layers
         self._share: int | None = None
-        self.parts, self.tokens = 1, 0
+        self._tokens, self._chunk = 0, 0
+
+    def expect(self, tokens: int, chunk: int) -> None:
+        """Note that a prompt of so many ``tokens`` will come, ``chunk`` of them in a pass."""
+        self._tokens, self._chunk = tokens, chunk
+
+    def note_pass(self, tokens: int) -> None:
+        """Note that a pass of so many ``tokens`` begins: after one, or all, none are expected."""
+        if tokens == 1 or tokens >= self._tokens:
+            self.expect(0, 0)
 
     def make(self, device: torch.device, cold_bytes: int) -> Store:
         """An empty store for queries on ``device``, whose first block takes ``cold_bytes``.
 
         Raises:
-            ValueError: a store that does not work on ``device``, or a split one without a budget
-                where none can be found.
+            ValueError: a store that does not work on ``device``, a split one without a budget
+                where none can be found, or a budget that the device can't have.
         """
         if self.name is None:
-            self.name = self._choose(device, cold_bytes * self.parts * self._layers)
+            self.name = self._choose(device, self._prompt_bytes(cold_bytes) * self._layers)
         if self.name != "device" and device.type not in ("cpu", "cuda"):
             raise ValueError(f"store={self.name!r} on {device}: only store='device' works there")
         store: Store
@@ -96,25 +101,53 @@ class StoreChoice:
             store = PagedStore(SplitMemory(device, self._share))
         else:
             store = STORES[self.name](device, self._options)
-        if self.parts > 1:
-            store.expect(self.tokens)
+        if self._chunk < self._tokens:
+            store.expect(self._tokens)
         return store
+
+    def _prompt_bytes(self, cold_bytes: int) -> int:
+        """Of the cold rows of a layer, where its first block takes ``cold_bytes``.
+
+        ``Regions.take_prompt`` moves that block when the window overflows and the cache is no
+        longer dense: what the window held then, or of the first chunk all but the recent tokens.
+        """
+        options, tokens, chunk = self._options, self._tokens, self._chunk
+        if chunk >= tokens:
+            return cold_bytes
+        least = max(options.dense_len, options.recent + options.flush + 1)
+        before = (-(-least // chunk) - 1) * chunk
+        surplus = min(before + chunk, tokens) - options.recent
+        first = min(before, surplus) if before else surplus
+        return max(cold_bytes, cold_bytes * (tokens - options.recent) // max(1, first))
 
     def _budget(self, device: torch.device) -> int:
         """Bytes of device memory for the rows of all layers."""
         if self._options.device_budget is not None:
-            return byte_count(self._options.device_budget)
-        if device.type != "cuda":
+            budget = byte_count(self._options.device_budget)
+            _check_fits(self._options.device_budget, budget, device)
+            return budget
+        free = free_bytes(device)
+        if free is None:
             raise ValueError(
                 f"store='split' on {device} has no device memory to look at: give device_budget, "
                 "as device_budget='90GB'"
             )
-        free, _ = torch.cuda.mem_get_info(device)
         return free // 2
 
     @staticmethod
     def _choose(device: torch.device, cold_bytes: int) -> str:
-        if device.type != "cuda":
-            return "device"
-        free, _ = torch.cuda.mem_get_info(device)
-        return "host" if cold_bytes > free // 4 else "device"
+        free = free_bytes(device)
+        return "host" if free is not None and cold_bytes > free // 4 else "device"
+
+
+def _check_fits(told: int | str, budget: int, device: torch.device) -> None:
+    """ValueError for a ``budget`` that is more than all memory of a GPU."""
+    if device.type != "cuda":
+        return
+    _, total = torch.cuda.mem_get_info(device)
+    if budget > total:
+        raise ValueError(
+            f"device_budget={told!r} is more than all memory of {device}, {total / 1e9:.1f} GB: "
+            "take less than what the model leaves free, or leave device_budget out and ask for "
+            "store='split', which takes half of that"
+        )

@@ -131,8 +131,14 @@ class Store(ABC):
         """Keys ``[B, H, Q, k, Dk]``, values ``[..., Dv]`` of ``ids [B, H, Q, k]``; 0 for -1."""
 
     @abstractmethod
-    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """All tokens in order: ``(first slot, keys [B, Hkv, n, Dk], values [B, Hkv, n, Dv])``."""
+    def chunks(
+        self, piece_len: int = 4096, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Tokens in order: ``(first slot, keys [B, Hkv, n, Dk], values [B, Hkv, n, Dv])``.
+
+        Those before slot ``stop``; None: all. A store that makes all of them anyway may give later
+        ones, too.
+        """
 
     @abstractmethod
     def reorder(self, rows: torch.Tensor) -> None:

@@ -139,8 +139,10 @@ class CpuStore(Store):
         keys, values = self._host.gather(ids.cpu())
         return keys.to(self._device), values.to(self._device)
 
-    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        return self._host.chunks(piece_len, self._device)
+    def chunks(
+        self, piece_len: int = 4096, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        return self._host.chunks(piece_len, stop, self._device)
 
     def reorder(self, rows: torch.Tensor) -> None:
         self._host.reorder(rows)

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from hf_kvret.pieces import finish_reading
 from hf_kvret.stores.under_way import copies_from
 
 _MEMORY_PAGE = 4096
@@ -240,4 +241,5 @@ def _unpin(address: int, stream: torch.cuda.Stream) -> None:
     """Unregister once no copy and no kernel can still be using the memory."""
     stream.synchronize()
     torch.cuda.current_stream(stream.device).synchronize()
+    finish_reading(stream.device)
     torch.cuda.cudart().cudaHostUnregister(address)

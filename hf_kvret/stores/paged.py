@@ -104,15 +104,19 @@ class PagedStore(Store):
         return self.paged_rows().gather(ids)
 
     def chunks(
-        self, piece_len: int = 4096, device: torch.device | None = None
+        self,
+        piece_len: int = 4096,
+        stop: int | None = None,
+        device: torch.device | None = None,
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """As every store's; over a bus, the next piece is read while this one is used.
 
         ``device`` is where pieces are wanted, None for where the page table lies.
         """
-        if not self.length:
+        end = self.length if stop is None else min(stop, self.length)
+        if not end:
             return iter(())
-        step, count = max(1, piece_len // self.page_len), self._page_count
+        step, count = max(1, piece_len // self.page_len), -(-end // self.page_len)
         spans = [(first, min(first + step, count)) for first in range(0, count, step)]
         rows, stream, programs = self._placed_rows(), None, None
         if device is not None and device != rows.table.device:
@@ -127,15 +131,15 @@ class PagedStore(Store):
             self.memory.wait()
             return copy_pages(rows, first, last, programs=programs)
 
-        return self._split(read_ahead(read, spans, stream))
+        return self._split(read_ahead(read, spans, stream), end)
 
     def _split(
-        self, pieces: Iterator[tuple[int, torch.Tensor]]
+        self, pieces: Iterator[tuple[int, torch.Tensor]], end: int
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Pieces of whole pages, from a table column each, as ``chunks`` gives them."""
+        """Pieces of whole pages, from a table column each, as ``chunks`` gives them up to ``end``."""
         for first, rows in pieces:
             start = first * self.page_len
-            rows = rows[:, :, : self.length - start]
+            rows = rows[:, :, : end - start]
             yield start, rows[..., : self._key_dim], rows[..., self._key_dim :]
             # Not held while the next one is made.
             del rows
@@ -143,7 +147,8 @@ class PagedStore(Store):
     def reorder(self, rows: torch.Tensor) -> None:
         if self._table is not None:
             self._table = self._table.index_select(0, rows.to(self._table.device))
-            self._tail = None
+            # What was expected was expected of other rows.
+            self._tail, self._expected = None, 0
             self._forget_rows()
 
     def crop(self, cold_len: int) -> None:
@@ -271,10 +276,13 @@ class PagedStore(Store):
         starts from nothing.
         """
         if pages > self._free_pages:
-            missing = least * -(-self._expected // self.page_len) - self._own_pages
+            wanted = least * -(-self._expected // self.page_len)
+            missing = wanted - self._own_pages
             size = max(pages, missing if missing > 0 else self._own_pages // 8)
             chunk = self.memory.allocate((size, *shape), dtype, least)
             self._own_pages += len(chunk)
+            if self._own_pages >= wanted:
+                self._expected = 0
             self._chunks = [*self._chunks, chunk]
             self._addresses = None
             self._free_pages = len(chunk)

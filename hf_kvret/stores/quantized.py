@@ -83,8 +83,10 @@ class QuantizedStore(Store):
         # Rows of holes are zero bytes, which decode to zeros.
         return self._decoded(*self._rows.gather(ids))
 
-    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        for start, codes, scales in self._rows.chunks(piece_len):
+    def chunks(
+        self, piece_len: int = 4096, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        for start, codes, scales in self._rows.chunks(piece_len, stop):
             yield start, *self._decoded(codes, scales)
 
     def reorder(self, rows: torch.Tensor) -> None:

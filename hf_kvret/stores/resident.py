@@ -100,8 +100,10 @@ class ResidentStore(Store):
         here = (places >= 0).unsqueeze(-1)
         return torch.where(here, near[0], far[0]), torch.where(here, near[1], far[1])
 
-    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        yield from self._host.chunks(piece_len)
+    def chunks(
+        self, piece_len: int = 4096, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        yield from self._host.chunks(piece_len, stop)
 
     def reorder(self, rows: torch.Tensor) -> None:
         self._served = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import Protocol
 
@@ -29,28 +30,45 @@ class CopiesUnderWay:
     The rows of a copy stay in device memory until it ends. The host launches layers far ahead of
     the device, and rows of every layer that it launched would be held at once; so it waits for the
     oldest copies when more than ``most_bytes`` are under way. The device doesn't wait: it has the
-    work of the layers in between.
+    work of the layers in between. Threads share it; one that waits holds up no other.
     """
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self.most_bytes = most_bytes
         self._waiting: deque[tuple[Ended, int]] = deque()
+        self._nbytes = 0
+        self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copies that are not known to have ended."""
-        return sum(size for _, size in self._waiting)
+        return self._nbytes
 
     def add(self, ended: Ended, size: int) -> None:
         """Note a copy of ``size`` bytes; waits until all but ``most_bytes`` have been copied.
 
         The newest copy is never waited for, however large it is.
         """
-        self._waiting.append((ended, size))
-        while self._waiting[0][0].query() and len(self._waiting) > 1:
-            self._waiting.popleft()
-        while self.nbytes > self.most_bytes and len(self._waiting) > 1:
-            self._waiting.popleft()[0].synchronize()
+        with self._lock:
+            self._waiting.append((ended, size))
+            self._nbytes += size
+            while len(self._waiting) > 1 and self._waiting[0][0].query():
+                self._forget_oldest()
+        while (oldest := self._too_much()) is not None:
+            oldest.synchronize()
+            with self._lock:
+                # Another thread may have waited for the same copy.
+                if self._waiting[0][0] is oldest:
+                    self._forget_oldest()
+
+    def _too_much(self) -> Ended | None:
+        """The copy to wait for; None where no more than the bound is under way."""
+        with self._lock:
+            over = self._nbytes > self.most_bytes and len(self._waiting) > 1
+            return self._waiting[0][0] if over else None
+
+    def _forget_oldest(self) -> None:
+        self._nbytes -= self._waiting.popleft()[1]
 
 
 def copies_from(device: torch.device) -> CopiesUnderWay:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hf_kvret.benchmark import prefill as measured
+from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.results import Results
 
 SMALL = "dense_below=0:recent=32:flush=32:top_k=16"
@@ -82,3 +83,18 @@ def test_several_lengths_are_refused(
     with pytest.raises(SystemExit):
         bench("prefill", "--chunk", "1K,2K")
     assert "are several lengths: give one, as 8K" in capsys.readouterr().err
+
+
+def test_a_cache_is_told_of_its_prompt_as_generate_tells_it(
+    bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    expect = RetrievalCache.expect
+
+    def note(self: RetrievalCache, tokens: int, chunk: int) -> None:
+        told.append((tokens, chunk))
+        expect(self, tokens, chunk)
+
+    monkeypatch.setattr(RetrievalCache, "expect", note)
+    assert bench("prefill", *ONCE, "--caches", CACHES) == 0
+    assert told == [(512, 512), (512, 200)]

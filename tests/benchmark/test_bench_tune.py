@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hf_kvret.benchmark import kernels_clock, tune
+from hf_kvret.benchmark import kernels_clock, tune, tune_search
 from hf_kvret.benchmark.command import MEASUREMENTS
+from hf_kvret.benchmark.kernels_work import Draw, KernelShape
+from hf_kvret.benchmark.tune_cases import TUNE_OPS, TunePlace
 from hf_kvret.benchmark.tune_search import TuneCase, label, search
 from hf_kvret.cli import main
 from hf_kvret.evaluation.report import write_report
@@ -136,6 +138,13 @@ def test_wrong_and_failing_candidates_are_told_and_never_timed() -> None:
     assert told[label(replace(RULE, way="far"))].startswith("differs by inf from the rule")
     assert "allowed are 1.0e-03" in told[label(Choice("far", 16, 4))]
     assert found.timed == {label(RULE): 1.0, label(found.best): 0.1}
+
+
+def test_a_distance_that_is_no_number_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_search, "distance", lambda found, want: float("nan"))
+    found = search(case(), Clock(lambda fields: 1.0 if fields["block"] == "32" else 0.1))
+    assert found.best == RULE
+    assert found.refused[label(replace(RULE, block=16))].startswith("differs by nan")
 
 
 def test_a_failing_rule_is_no_candidate_but_an_error() -> None:
@@ -330,3 +339,59 @@ def test_a_folder_that_can_t_be_written_is_told_before_the_work(
     monkeypatch.setenv("HF_KVRET_TUNING", str(tmp_path / "file" / "mine"))
     assert bench("--lengths", "8") == 2
     assert "name a folder in HF_KVRET_TUNING" in capsys.readouterr().err
+
+
+@needs_interpreter
+@pytest.mark.parametrize("op", ["prompt_attention", "prompt_attention.masked"])
+def test_a_window_is_attended_to_as_a_decode_step_does(
+    monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """Its one query sees all tokens: the kernel without a causal bound is another one."""
+    from hf_kvret_kernels.prompt_attention import triton
+
+    asked: list[int | None] = []
+    launch = triton.prompt_attention
+
+    def note(*arguments: Any, **options: Any) -> Any:
+        asked.append(arguments[4])
+        return launch(*arguments, **options)
+
+    monkeypatch.setattr(triton, "prompt_attention", note)
+    shape = KernelShape(
+        length=64,
+        batch=1,
+        heads=1,
+        group=2,
+        head_dim=16,
+        dtype=torch.float32,
+        top_k=8,
+        codewords=1,
+        rank=1,
+    )
+    made = TUNE_OPS[op].prepare(shape, TunePlace(8, "device"), Draw(torch.device("cpu"), 0))
+    out, _ = made.run(made.rule)
+    assert asked == [None] and out.isfinite().all()
+
+
+def test_a_file_of_a_newer_version_is_told_before_the_work(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    mine.parent.mkdir()
+    mine.write_text('{"format": 2}')
+    assert bench("--lengths", "8") == 2
+    assert "has format 2, of a newer version" in capsys.readouterr().err
+    assert mine.read_text() == '{"format": 2}'
+
+
+def test_without_a_home_no_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delenv("HF_KVRET_TUNING", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(tuning.files.os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    assert bench("--lengths", "8") == 2
+    assert "no home folder is known" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -75,9 +75,11 @@ class CheckedStore(Store):
     def gather(self, ids: torch.Tensor) -> Pair:
         return _same(self.coded.gather(ids), self.plain.gather(ids))
 
-    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def chunks(
+        self, piece_len: int = 4096, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         for coded, plain in zip(
-            self.coded.chunks(piece_len), self.plain.chunks(piece_len), strict=True
+            self.coded.chunks(piece_len, stop), self.plain.chunks(piece_len, stop), strict=True
         ):
             assert coded[0] == plain[0]
             yield coded[0], *_same(coded[1:], plain[1:])

@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,11 @@ def test_an_entry_that_makes_no_sense_is_told_once_and_the_others_hold(message: 
 
 BAD_FILES: dict[str, Callable[[], str]] = {
     "can't be read": lambda: "{",
+    "can't be read .*recursion": lambda: "[" * 200_000,
+    "can't be read .*digits": lambda: '{"format": ' + "1" * 5000 + "}",
+    "has format 2, of a newer version; this one reads 1, and never": lambda: spoil(
+        lambda content: content.update(format=2)
+    ),
     "is no file of choices": lambda: "[]",
     "has format 0, this version reads 1": lambda: spoil(lambda content: content.update(format=0)),
     "was made on 'sm90-h200', this is 'interpreter'": lambda: spoil(
@@ -199,7 +205,37 @@ def test_an_interrupted_write_leaves_the_old_file(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(OSError, match="disk full"):
         write(mine(), tuning.Entry(CHOICES, SIZE, None))
     assert mine().read_bytes() == before
-    assert [path.name for path in mine().parent.iterdir()] == ["interpreter.json"]
+    left = sorted(path.name for path in mine().parent.iterdir())
+    assert left == ["interpreter.json", "interpreter.json.lock"]
+
+
+def test_writers_at_the_same_time_lose_nothing() -> None:
+    def work(number: int) -> None:
+        for chosen in range(8):
+            size = SIZE._replace(selections=number, chosen=chosen)
+            write(mine(), tuning.Entry(CHOICES, size, OTHER))
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    entries, wrong = tuning.read_entries(mine(), "interpreter", tuning.operations())
+    assert len(entries) == 24 and not wrong
+    assert not list(mine().parent.glob("*.new"))
+
+
+def test_what_was_written_may_be_read_by_whom_any_file_may(home: Path) -> None:
+    write(mine(), tuning.Entry(CHOICES, SIZE, OTHER))
+    plain = home / "plain"
+    plain.touch()
+    assert mine().stat().st_mode == plain.stat().st_mode
+
+
+def test_a_file_of_a_newer_version_is_left_alone() -> None:
+    mine().parent.mkdir()
+    text = '{"format": 2, "family": "interpreter", "entries": [{"op": "gather_scores"}]}'
+    mine().write_text(text)
+    with pytest.raises(ValueError, match=r"format 2, of a newer version; this one writes 1: inst"):
+        write(mine(), tuning.Entry(CHOICES, SIZE, OTHER))
+    assert mine().read_text() == text
 
 
 def test_a_choice_outside_of_the_space_is_not_written() -> None:

@@ -39,9 +39,11 @@ class CountingStore(PagedStore):
 
     readings = 0
 
-    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def chunks(
+        self, piece_len: int = 4096, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         self.readings += 1
-        return super().chunks(piece_len)
+        return super().chunks(piece_len, stop)
 
 
 def _store(device: torch.device, size: int) -> CountingStore:

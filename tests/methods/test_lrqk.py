@@ -26,9 +26,11 @@ class GuardedStore(PagedStore):
 
     closed = False
 
-    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def chunks(
+        self, piece_len: int = 4096, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         assert not self.closed, "keys were read from the store"
-        return super().chunks(piece_len)
+        return super().chunks(piece_len, stop)
 
 
 class Held(NamedTuple):

@@ -8,9 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hf_kvret import TokenBlock
-from hf_kvret.stores import PagedStore, paged
-from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
+from hf_kvret import FlatKVCache, TokenBlock, pieces
+from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, memory, paged
+from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels._dispatch import prefer
 from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows
@@ -120,3 +122,94 @@ def test_room_for_a_prompt_in_chunks_is_made_at_once_and_no_larger() -> None:
     table = 2 * 25 * 4
     # 1,700 tokens are 27 pages; by itself the store grows block by block, by an eighth at least.
     assert sizes == [25 * 64 * row + table, 27 * 64 * row + table]
+
+
+def test_room_is_made_once_and_for_the_rows_that_were_expected() -> None:
+    """Rows that are repeated afterwards get none for what is held already."""
+    block = torch.randn(1, 2, 320, 8)
+    store = PagedStore(DeviceMemory(CPU))
+    store.expect(1700)
+    store.append(TokenBlock(block, block, 0))
+    store.reorder(torch.zeros(8, dtype=torch.long))
+    store.append(TokenBlock(*2 * (block.expand(8, -1, -1, -1),), 320))
+    row = 2 * 16 * 4 * 64
+    assert store.nbytes().device == (27 + 8 * 5) * row + 8 * 10 * 4
+    # What did not fit in one place is still to come.
+    store = PagedStore(SplitMemory(CPU, 4 * row))
+    store.expect(1700)
+    for number in range(5):
+        store.append(TokenBlock(block, block, 320 * number))
+    held = store.nbytes()
+    assert (held.device, held.host) == (4 * row + 25 * 4, 23 * row)
+
+
+def test_pieces_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device, self.waited = device, 0
+
+        def synchronize(self) -> None:
+            self.waited += 1
+
+    near, far = torch.device("cuda", 0), torch.device("cuda", 1)
+    users = {near: Stream(near), far: Stream(far)}
+    monkeypatch.setattr(pieces, "_streams", {})
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: users[device])
+    first, other = (pieces.reading_stream(device) for device in (near, far))
+    assert first is pieces.reading_stream(near) is not other
+    users[near] = Stream(near)
+    second = pieces.reading_stream(near)
+    assert second is not first
+    # Pinned memory is unregistered when nobody reads it any more.
+    log: list[int] = []
+
+    class Runtime:
+        def cudaHostUnregister(self, address: int) -> None:
+            assert first.waited == second.waited == 1
+            log.append(address)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    writer = Stream(near)
+    memory._unpin(77, writer)  # type: ignore[arg-type]
+    assert log == [77] and writer.waited == users[near].waited == 1 and other.waited == 0
+
+
+STORES = {
+    "device": lambda: PagedStore(DeviceMemory(CPU), 4),
+    "resident": lambda: ResidentStore(CPU),
+    "cpu": lambda: CpuStore(CPU),
+    "higgs": lambda: QuantizedStore(DeviceMemory(CPU), 4),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+@pytest.mark.parametrize("stop", [0, 1, 4, 37, 64, 65, 100, 200, 999, None])
+def test_no_more_is_read_than_is_wanted(name: str, stop: int | None) -> None:
+    block = torch.randn(2, 2, 200, 16, generator=torch.Generator().manual_seed(5))
+    store = STORES[name]()
+    store.append(TokenBlock(block, -block, 0))
+    wanted = 200 if stop is None else min(stop, 200)
+    whole = [part for part in store.chunks(1000)][0]
+    found = list(store.chunks(64, stop))
+    assert [first for first, _, _ in found] == list(range(0, wanted, 64))
+    for place in (1, 2) if wanted else ():
+        held = torch.cat([piece[place] for piece in found], dim=2)
+        assert torch.equal(held, whole[place][:, :, :wanted])
+
+
+def test_a_chunk_of_a_prompt_reads_no_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are in the store already, and are attended to as they came."""
+    read: list[tuple[int, int]] = []
+
+    def copy(rows: PagedRows, first: int, last: int, programs: int | None) -> torch.Tensor:
+        read.append((first, last))
+        return copy_pages(rows, first, last)
+
+    monkeypatch.setattr(paged, "copy_pages", copy)
+    model = MODELS["llama"].build()
+    options = {**COVERING_OPTIONS, "store": "host", "prefill_chunk": 128}
+    cache = FlatKVCache(model.config, **options)
+    model.generate(prompt(1, 512), past_key_values=cache, max_new_tokens=1)
+    layers = len(cache.retrieval_layers)
+    assert read == [span for last in (2, 4, 6) for span in [(0, last)] * layers]

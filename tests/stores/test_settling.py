@@ -168,7 +168,9 @@ class Silent(Store):
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError
 
-    def chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def chunks(
+        self, piece_len: int = 4096, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         return iter(())
 
     def reorder(self, rows: torch.Tensor) -> None:

@@ -173,7 +173,27 @@ def test_without_a_budget_it_is_half_of_what_is_free_on_a_gpu(
     with pytest.raises(ValueError, match=r"store='split' on cpu .*: give device_budget, as"):
         choice.make(CPU, 1000)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (961, 2000))
-    assert choice._budget(torch.device("cuda")) == 480
+    device = torch.device("cuda")
+    assert choice._budget(device) == 480
+    # What torch holds in reserve is free, too.
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 200)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 161)
+    assert choice._budget(device) == 500
+    assert [StoreChoice._choose(device, size) for size in (250, 251)] == ["device", "host"]
+
+
+def test_a_budget_that_no_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 80_000_000_000))
+    fitting, larger = (
+        StoreChoice(FlatConfig(store="split", device_budget=budget), 1)
+        for budget in ("80GB", "90GB")
+    )
+    assert fitting._budget(torch.device("cuda")) == 80_000_000_000
+    with pytest.raises(
+        ValueError, match=r"device_budget='90GB' is more than all memory of cuda, 80\.0 GB: take"
+    ):
+        larger._budget(torch.device("cuda"))
+    assert larger._budget(CPU) == 90_000_000_000
 
 
 @pytest.fixture(scope="module")

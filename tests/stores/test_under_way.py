@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from hf_kvret.stores.under_way import CopiesUnderWay, copies_from
@@ -58,3 +60,45 @@ def test_all_stores_of_a_device_share_the_bound() -> None:
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     assert copies_from(first) is copies_from(torch.device("cuda", 0))
     assert copies_from(first) is not copies_from(second)
+
+
+def test_a_thread_that_waits_holds_up_no_other_and_every_byte_is_counted_once() -> None:
+    copies, log = CopiesUnderWay(100), []
+    waiting, go_on = threading.Event(), threading.Event()
+
+    class Slow(_Copy):
+        def synchronize(self) -> None:
+            waiting.set()
+            assert go_on.wait(10)
+            super().synchronize()
+
+    copies.add(Slow("slow", log), 90)
+    thread = threading.Thread(target=copies.add, args=(_Copy("next", log), 90))
+    thread.start()
+    assert waiting.wait(10)
+    # Not below the bound, but it asks nobody to wait for a lock.
+    assert copies.nbytes == 180
+    third = threading.Thread(target=copies.add, args=(_Copy("third", log), 5))
+    third.start()
+    while copies.nbytes != 185:
+        assert third.is_alive()
+    go_on.set()
+    for one in (thread, third):
+        one.join(10)
+    assert set(log) == {"slow"} and copies.nbytes == 95
+
+
+def test_many_threads_leave_no_byte_behind() -> None:
+    copies, log = CopiesUnderWay(50), []
+
+    def work() -> None:
+        for _ in range(300):
+            copies.add(_Copy("x", log), 7)
+            assert copies.nbytes >= 0
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert copies.nbytes == 7 * len(copies._waiting) <= 50

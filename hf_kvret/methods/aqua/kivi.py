@@ -80,8 +80,11 @@ class KiviStore(DecodedStore):
             values = self._value_codec.decode(codes, scales, self._dtype)
             yield start, split(self._keys(start, end), heads), split(values, heads)
 
-    def chunks(self, piece_len: int = PIECE) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        yield from self.pieces(0, len(self), piece_len)
+    def chunks(
+        self, piece_len: int = PIECE, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        end = len(self) if stop is None else min(stop, len(self))
+        yield from self.pieces(0, end, piece_len)
 
     def reorder(self, rows: torch.Tensor) -> None:
         self._key_groups.reorder(rows)

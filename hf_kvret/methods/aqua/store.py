@@ -84,10 +84,13 @@ class AquaStore(DecodedStore):
             else:
                 yield start, *self._attended(self._lend(start, end))
 
-    def chunks(self, piece_len: int = PIECE) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def chunks(
+        self, piece_len: int = PIECE, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """As every store's; all tokens where they are decoded: the layer above needs them all."""
         end, left = len(self), self._left
         if self._full:
-            yield from self._pages.chunks(piece_len)
+            yield from self._pages.chunks(piece_len, stop)
             return
         if left is not None and left.covers(0, end):
             for first, last in spans(0, end, piece_len):

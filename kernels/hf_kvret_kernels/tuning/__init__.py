@@ -11,6 +11,7 @@ A choice changes how the work is cut up, never the result beyond rounding.
 from hf_kvret_kernels.tuning.family import gpu_family
 from hf_kvret_kernels.tuning.files import (
     Entry,
+    check_replaceable,
     read_entries,
     shipped_file,
     user_file,
@@ -22,6 +23,7 @@ from hf_kvret_kernels.tuning.tunable import Tunable, dtype_name, power_of_two
 __all__ = [
     "Entry",
     "Tunable",
+    "check_replaceable",
     "choice",
     "dtype_name",
     "gpu_family",

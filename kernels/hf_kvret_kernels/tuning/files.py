@@ -8,12 +8,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where writers at the same time are not kept apart
+    fcntl = None  # type: ignore[assignment]
 
 from hf_kvret_kernels.tuning.tunable import Tunable
 
@@ -47,7 +54,8 @@ def user_file(family: str) -> Path:
     """Where the user's choices for ``family`` are.
 
     In the folder that the environment variable HF_KVRET_TUNING names, else in
-    ``hf_kvret/tuning`` below XDG_CACHE_HOME, else below ``~/.cache``.
+    ``hf_kvret/tuning`` below XDG_CACHE_HOME, else below ``~/.cache``. A relative folder counts from
+    the working folder.
     """
     given = os.environ.get("HF_KVRET_TUNING")
     if given:
@@ -68,10 +76,14 @@ def read_entries(
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return [], []
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        # Text that is no JSON, numbers of too many digits, lists in too many lists.
         return [], [f"it can't be read ({error})"]
     if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
         return [], ["it is no file of choices"]
+    if _is_newer(content):
+        newer = f"it has format {content['format']}, of a newer version; this one reads {_FORMAT}"
+        return [], [f"{newer}, and never writes over it"]
     if content.get("format") != _FORMAT:
         return [], [f"it has format {content.get('format')!r}, this version reads {_FORMAT}"]
     if content.get("family") != family:
@@ -91,32 +103,73 @@ def write_entries(
     """Put ``entries`` into the file, in the place of those of the same operation and size.
 
     Others that can be used stay, what can't is dropped. The file is replaced as a whole, so nobody
-    reads half of it.
+    reads half of it, and others who write wait (their lock is an empty file beside it).
 
     Raises:
-        ValueError: a choice outside of what the operation allows, or no home to write to.
+        ValueError: a choice outside of what the operation allows, no home to write to, or a file
+            of a newer version.
         OSError: the folder can't be written.
     """
-    if path.parts[0] == "~":
-        raise ValueError(f"{path}: no home folder is known; name a folder in HF_KVRET_TUNING")
+    check_replaceable(path)
     for entry in entries:
         if entry.choice is not None:
             entry.op.check(entry.choice)
-    before, _ = read_entries(path, family, operations)
-    kept = {(entry.op.name, entry.size): entry for entry in (*before, *entries)}
-    content = {
-        "format": _FORMAT,
-        "family": family,
-        "entries": [_told(entry) for entry in kept.values()],
-    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own, so that two writers don't write into one file.
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    with _locked(path):
+        check_replaceable(path)
+        before, _ = read_entries(path, family, operations)
+        kept = {(entry.op.name, entry.size): entry for entry in (*before, *entries)}
+        content = {
+            "format": _FORMAT,
+            "family": family,
+            "entries": [_told(entry) for entry in kept.values()],
+        }
+        _replace(path, json.dumps(content, indent=1) + "\n")
+
+
+def check_replaceable(path: Path) -> None:
+    """ValueError for a path without a home folder, or a file that a newer version wrote."""
+    if path.parts[0] == "~":
+        raise ValueError(f"{path}: no home folder is known; name a folder in HF_KVRET_TUNING")
     try:
-        new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(new, path)
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        # Nothing that anyone could read is lost.
+        return
+    if _is_newer(content):
+        raise ValueError(
+            f"{path} has format {content['format']}, of a newer version; this one writes "
+            f"{_FORMAT}: install that version, name another folder in HF_KVRET_TUNING, or delete "
+            "the file"
+        )
+
+
+def _is_newer(content: object) -> bool:
+    told = content.get("format") if isinstance(content, dict) else None
+    return isinstance(told, int) and told > _FORMAT
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone among those who write ``path``; waits for the others."""
+    with open(path.with_name(f"{path.name}.lock"), "w", encoding="utf-8") as lock:
+        if fcntl is not None:
+            # Given back when the file is closed, also by the system.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _replace(path: Path, text: str) -> None:
+    """Put ``text`` into the place of ``path``, readable for whom a new file is."""
+    handle, name = tempfile.mkstemp(".new", f"{path.name}.", path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as new:
+            new.write(text)
+        # A temporary file is its owner's alone; the lock was made as any file.
+        os.chmod(name, path.with_name(f"{path.name}.lock").stat().st_mode & 0o777)
+        os.replace(name, path)
     finally:
-        new.unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)
 
 
 def _entry(told: object, operations: Mapping[str, Tunable[Any]]) -> Entry:
