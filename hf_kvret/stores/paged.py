@@ -136,7 +136,7 @@ class PagedStore(Store):
     def _split(
         self, pieces: Iterator[tuple[int, torch.Tensor]], end: int
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Pieces of whole pages, from a table column each, as ``chunks`` gives them up to ``end``."""
+        """Pieces of whole pages, from a table column each, as ``chunks`` gives them to ``end``."""
         for first, rows in pieces:
             start = first * self.page_len
             rows = rows[:, :, : end - start]

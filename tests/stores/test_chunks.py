@@ -190,7 +190,7 @@ def test_no_more_is_read_than_is_wanted(name: str, stop: int | None) -> None:
     store = STORES[name]()
     store.append(TokenBlock(block, -block, 0))
     wanted = 200 if stop is None else min(stop, 200)
-    whole = [part for part in store.chunks(1000)][0]
+    whole = next(iter(store.chunks(1000)))
     found = list(store.chunks(64, stop))
     assert [first for first, _, _ in found] == list(range(0, wanted, 64))
     for place in (1, 2) if wanted else ():

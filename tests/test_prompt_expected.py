@@ -1,0 +1,214 @@
+"""What a cache expects of the prompt that ``generate`` announces, and what becomes of it later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_kvret import FlatKVCache, attach, prefill
+from hf_kvret.stores import StoreChoice, paged
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return MODELS["llama"].build()
+
+
+@contextmanager
+def passes_of(model: PreTrainedModel) -> Iterator[list[int]]:
+    """The tokens of each forward pass of ``model``, in order."""
+    lengths: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        given = kwargs.get("input_ids")
+        given = kwargs["inputs_embeds"] if given is None else given
+        lengths.append(given.shape[1])
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield lengths
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("whose", ["ours", "transformers"])
+def test_where_rows_live_is_decided_by_the_whole_prompt(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    """The first block to go cold is of the first chunk, and says little of what will come."""
+    sizes: list[int] = []
+
+    def choose(device: torch.device, cold_bytes: int) -> str:
+        sizes.append(cold_bytes)
+        return "device"
+
+    monkeypatch.setattr(StoreChoice, "_choose", staticmethod(choose))
+    for chunk in (None, 48):
+        ours, theirs = (chunk, None) if whose == "ours" else (None, chunk)
+        cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "prefill_chunk": ours})
+        given: dict[str, Any] = {"past_key_values": cache, "prefill_chunk_size": theirs}
+        llama.generate(prompt(1, 480), max_new_tokens=1, **given)
+    whole, chunked = sizes
+    # Of the first of ten chunks 40 tokens go cold, of all 472.
+    assert chunked == whole
+
+
+def test_where_rows_live_is_decided_right_by_a_window_that_was_dense(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block to go cold is longer than a chunk: what the window held."""
+    sizes: list[int] = []
+
+    def choose(device: torch.device, cold_bytes: int) -> str:
+        sizes.append(cold_bytes)
+        return "device"
+
+    monkeypatch.setattr(StoreChoice, "_choose", staticmethod(choose))
+    for chunk, dense in ((None, 0), (48, 0), (48, 49), (48, 300), (50, 460), (200, 390), (13, 25)):
+        options = {**COVERING_OPTIONS, "dense_below": dense, "prefill_chunk": chunk}
+        cache = FlatKVCache(llama.config, **options)
+        llama.generate(prompt(1, 480), past_key_values=cache, max_new_tokens=1)
+    assert sizes == sizes[:1] * 7
+
+
+def test_room_is_made_for_a_prompt_once(llama: PreTrainedModel) -> None:
+    """Neither rows that are repeated later, nor what comes after a reset, are given it again."""
+    options = {**COVERING_OPTIONS, "prefill_chunk": 480}
+    ids, held = prompt(1, 3880), []
+    for chunk in (None, 480):
+        cache = FlatKVCache(llama.config, **{**options, "prefill_chunk": chunk})
+        llama.generate(ids[:, :3840], past_key_values=cache, max_new_tokens=1)
+        before = cache.memory().store_device
+        cache.batch_repeat_interleave(8)
+        llama.generate(ids.expand(8, -1), past_key_values=cache, max_new_tokens=1)
+        held.append(cache.memory().store_device - before)
+    assert held[1] <= held[0] + 1024
+    # A prompt that ends without a decode step, and a pass by hand.
+    cache = FlatKVCache(llama.config, **options)
+    llama.generate(ids[:, :3840], past_key_values=cache, max_new_tokens=1)
+    before = cache.memory().store_device
+    cache.reset()
+    attach(llama)
+    with torch.no_grad():
+        llama(ids[:, :100], past_key_values=cache)
+    assert cache.memory().store_device < before / 10
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_nothing_is_expected_any_more_once_tokens_are_decoded(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "dense_below": 900}, prefill_chunk=48)
+    llama.generate(prompt(1, 480), past_key_values=cache, max_new_tokens=steps)
+    told: list[int] = []
+    monkeypatch.setattr(paged.PagedStore, "expect", lambda self, tokens: told.append(tokens))
+    attach(llama)
+    with torch.no_grad():
+        llama(prompt(1, 600), past_key_values=cache)
+    assert cache.memory().store_device and told == []
+
+
+@pytest.mark.parametrize(
+    "how", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}, {"assistant_model": None}]
+)
+@pytest.mark.parametrize("given", [None, 20])
+def test_decoding_with_drafts_reads_and_expects_one_pass(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], given: int | None
+) -> None:
+    sizes, told = [], []
+
+    def choose(device: torch.device, cold_bytes: int) -> str:
+        sizes.append(cold_bytes)
+        return "device"
+
+    monkeypatch.setattr(StoreChoice, "_choose", staticmethod(choose))
+    monkeypatch.setattr(paged.PagedStore, "expect", lambda self, tokens: told.append(tokens))
+    draft = MODELS["llama"].build()
+    more = {name: draft if value is None else value for name, value in how.items()}
+    own = None if given else 20
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=own)
+    call = {"past_key_values": cache, "prefill_chunk_size": given, **GREEDY, **more}
+    with passes_of(llama) as lengths:
+        llama.generate(prompt(1, 60), **call)
+    assert max(lengths) >= 60 and told == []
+    plain = FlatKVCache(llama.config, **COVERING_OPTIONS)
+    llama.generate(prompt(1, 60), past_key_values=plain, **GREEDY)
+    # The first drafts come with the prompt; three chunks would count three times.
+    assert sizes[1] <= sizes[0] < 1.5 * sizes[1]
+
+
+def test_new_tokens_with_positions_of_their_own_go_in_one_pass(llama: PreTrainedModel) -> None:
+    texts = []
+    for chunk in (None, 20):
+        cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=chunk)
+        first = llama.generate(prompt(1, 60), past_key_values=cache, **GREEDY)
+        held = cache.get_seq_length()
+        ids = torch.cat([first, prompt(1, 50, salt=4)], dim=1)
+        given = {
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": torch.arange(held, ids.shape[1])[None],
+        }
+        with passes_of(llama) as lengths:
+            out = llama.generate(ids[:, held:], past_key_values=cache, **given, **GREEDY)
+        assert lengths[0] == ids.shape[1] - held
+        texts.append(out[:, ids.shape[1] - held :])
+    assert torch.equal(*texts)
+    assert torch.equal(texts[0], llama.generate(ids, **GREEDY)[:, ids.shape[1] :])
+
+
+@pytest.mark.parametrize(
+    ("chunk", "length", "told"),
+    [
+        (4, 60, "prefill_chunk_size=10"),
+        (20, 60, None),
+        (29, 60, "prefill_chunk_size=26"),
+        (80, 60, None),
+    ],
+)
+def test_a_callers_chunks_that_would_retrieve_are_told_once(
+    llama: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    chunk: int,
+    length: int,
+    told: str | None,
+) -> None:
+    monkeypatch.setattr(prefill, "_warned", set())
+    for _ in range(2):
+        cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
+        given = {"past_key_values": cache, "prefill_chunk_size": chunk}
+        llama.generate(prompt(1, length), **given, max_new_tokens=1)
+    found = [record.getMessage() for record in caplog.records if "max_draft" in record.message]
+    assert len(found) == (told is not None)
+    for message in found:
+        assert f"prefill_chunk_size={chunk} cuts" in message and f"Take {told}, or" in message
+        assert f"max_draft={COVERING_OPTIONS['max_draft']}" in message
+
+
+def test_the_length_of_a_mask_that_was_dropped_counts(llama: PreTrainedModel) -> None:
+    """Of a prompt without padding transformers keeps no mask, only how long it was."""
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)
+    config = GenerationConfig()
+    config._mask_length = 60
+    given = {"attention_mask": None, "position_ids": torch.arange(50)[None]}
+    assert prefill._new_tokens(cache, config, given) == (60, 1)
+    given["attention_mask"] = torch.ones(3, 40)
+    assert prefill._new_tokens(cache, config, given) == (40, 3)
+
+
+@pytest.mark.parametrize("how", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}])
+def test_a_call_that_drafts_is_given_no_size(llama: PreTrainedModel, how: dict[str, int]) -> None:
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)
+    given = {"attention_mask": torch.ones(1, 60)}
+    for config, size in ((GenerationConfig(), 20), (GenerationConfig(**how), None)):
+        prefill.chunk_prompt(llama, cache, config, given)
+        assert config.prefill_chunk_size == size
