@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_kvret import DecodeGraph, RetrievalCache, registered_methods
 from hf_kvret.methods.lrqk import grams
 from hf_kvret.testing.steps import PROMPT, DecodeLoop, small_llama
-from hf_kvret.testing.tape import taped
+from hf_kvret.testing.tape import TapeRecorder, taped
 
 OPTIONS: dict[str, Any] = {
     "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,
@@ -113,7 +113,7 @@ def test_lrqk_sums_the_same_queries_in_the_same_groups(monkeypatch: pytest.Monke
     assert step.replays >= 8
 
 
-@pytest.mark.parametrize("prompt", [8, PROMPT])
+@pytest.mark.parametrize("prompt", [pytest.param(8, marks=pytest.mark.slow), PROMPT])
 def test_a_cache_that_was_reset_is_rehearsed_again(prompt: int) -> None:
     def act(loop: DecodeLoop) -> torch.Tensor:
         loop.run(4)
@@ -132,7 +132,7 @@ def test_a_cache_that_was_reset_is_rehearsed_again(prompt: int) -> None:
     assert step.replays >= 4
 
 
-@pytest.mark.parametrize("store", ["device", "resident"])
+@pytest.mark.parametrize("store", ["device", pytest.param("resident", marks=pytest.mark.slow)])
 def test_a_question_in_between_is_no_reason_to_give_up(store: str) -> None:
     def act(loop: DecodeLoop) -> torch.Tensor:
         loop.run(3)
@@ -146,6 +146,7 @@ def test_a_question_in_between_is_no_reason_to_give_up(store: str) -> None:
     assert step.replays >= 2
 
 
+@pytest.mark.slow
 def test_passes_that_went_past_it_are_noticed() -> None:
     def act(loop: DecodeLoop) -> torch.Tensor:
         loop.run(4)
@@ -204,9 +205,10 @@ def test_a_failed_capture_leaves_what_an_index_notes_as_it_was() -> None:
     assert "_local_scalar_dense" in str(step.reason)
     # The next one for this model does not try again.
     with taped():
-        assert DecodeGraph(model, _cache(model, "lrqk")).reason == step.reason
+        assert DecodeGraph(model, _cache(model, "lrqk", flush=7)).reason == step.reason
 
 
+@pytest.mark.slow
 def test_rows_that_come_and_go_in_between() -> None:
     def act(loop: DecodeLoop) -> torch.Tensor:
         loop.run(2)
@@ -238,3 +240,27 @@ def test_with_gradients_on_a_step_runs_as_usual() -> None:
             )
     assert replays > 0
     assert step.replays == replays
+
+
+def test_memory_that_ran_out_is_tried_again_and_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record, failures = TapeRecorder.record, [1, 1, 1]
+
+    def full(recorder: TapeRecorder, step: Any) -> Any:
+        if failures and failures.pop():
+            raise torch.OutOfMemoryError("out of memory")
+        return record(recorder, step)
+
+    monkeypatch.setattr(TapeRecorder, "record", full)
+    model = small_llama()
+    with taped():
+        usual = DecodeLoop(model, _cache(model, "lrqk", flush=7)).run(6)
+        for left, told in ((2, True), (1, False)):
+            failures[:] = [1] * left
+            cache = _cache(model, "lrqk", flush=7)
+            step = DecodeGraph(model, cache)
+            assert step.reason is None
+            assert torch.equal(DecodeLoop(step, cache).run(6), usual)
+            assert ("out of memory" in str(step.reason)) == told
+            assert (step.replays == 0) == told

@@ -25,7 +25,7 @@ from hf_kvret.window import Window
 _log = logging.getLogger("hf_kvret.replay")
 _told: set[str] = set()
 # What captures failed of, by model and kind of cache: generate does not try again each time.
-_failed: weakref.WeakKeyDictionary[PreTrainedModel, dict[type, str]] = weakref.WeakKeyDictionary()
+_failed: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()
 
 
 class DecodeGraph:
@@ -154,8 +154,11 @@ class DecodeGraph:
             self._waited, self._rehearsed = True, ()
         return output
 
-    def _capture(self, frame: Frame) -> str | None:
-        """Capture a step into ``frame``; or why that can't be, with the cache as it was."""
+    def _capture(self, frame: Frame, again: bool = True) -> str | None:
+        """Capture a step into ``frame``; or why that can't be, with the cache as it was.
+
+        ``again``: once more where memory runs out.
+        """
         why = next(filter(None, (layer.uncapturable() for layer in self._all)), None)
         if why is not None:
             return why
@@ -172,7 +175,10 @@ class DecodeGraph:
                 raise
             told = str(error).strip().splitlines()
             why = f"a step could not be captured: {told[0] if told else type(error).__name__}"
-            _failed.setdefault(self._owner, {})[type(self._cache)] = why
+            if isinstance(error, torch.OutOfMemoryError):
+                # The recorder has given back what was held in reserve: there may be room now.
+                return self._capture(frame, again=False) if again else why
+            self._remember(why)
             return why
         for layer in self._all:
             layer.captured()
@@ -207,10 +213,18 @@ class DecodeGraph:
 
     def _give_up(self, reason: str, quietly: bool = False, lasting: bool = False) -> None:
         if lasting:
-            _failed.setdefault(self._owner, {})[type(self._cache)] = reason
+            self._remember(reason)
         self.reason, self._given_up = reason, True
         self._frame = self._recorder = None
         _tell(reason, quietly)
+
+    def _remember(self, reason: str) -> None:
+        _failed.setdefault(self._owner, {})[_kind(self._cache)] = reason
+
+
+def _kind(cache: RetrievalCache) -> tuple[Any, ...]:
+    """Caches that are alike in what a step does."""
+    return type(cache), cache.options
 
 
 def _tell(reason: str, quietly: bool = False) -> None:
@@ -246,7 +260,7 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return "the model's quantization can't be captured"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
-    return _failed.get(model, {}).get(type(cache)) or untested(model)
+    return _failed.get(model, {}).get(_kind(cache)) or untested(model)
 
 
 def _tokens(inputs: dict[str, Any]) -> int:

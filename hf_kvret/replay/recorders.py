@@ -52,8 +52,17 @@ class CudaRecorder:
         """See ``Recorder.record``.
 
         ``torch.cuda.graph`` would collect garbage and give cached memory back each time; a step is
-        recorded after every flush, so neither is done here.
+        recorded after every flush, so neither is done here, but where memory runs out.
         """
+        try:
+            return self._record(step)
+        except torch.OutOfMemoryError:
+            # While a step is captured, the allocator gives back nothing that it has in reserve. The
+            # caller undoes what the step noted, and may come again.
+            torch.cuda.empty_cache()
+            raise
+
+    def _record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.device(self._device),
