@@ -134,7 +134,7 @@ def test_threads_share_a_model_and_not_their_caches(llama: PreTrainedModel) -> N
 def test_an_unknown_store_is_refused_and_auto_stays_on_a_cpu(llama: PreTrainedModel) -> None:
     with pytest.raises(
         ValueError,
-        match="store='disk': choose one of device, host, resident, cpu, higgs, higgs-host, split, auto",
+        match="choose one of device, host, resident, cpu, higgs, higgs-host, split, auto",
     ):
         FlatKVCache(llama.config, store="disk")
     cache = FlatKVCache(llama.config, **SMALL)

@@ -84,12 +84,16 @@ class BatchSearch:
             return
         high = min(2 * low - 1, self._most)
         line = self._line(name, context, low)
-        batch = high if line is None else max(low, min(high, line))
-        while batch > low:
+        # The line is a good first guess; from there on halves, until nothing lies between.
+        batch = high if line is None else min(high, line)
+        while low < high:
+            batch = max(low + 1, batch)
             self._measure([name], context, batch)
             if self._fits(name, context, batch):
-                return
-            batch = (batch + low) // 2
+                low = batch
+            else:
+                high = batch - 1
+            batch = (low + high + 1) // 2
 
     def _measure(self, names: Sequence[str], context: int, batch: int) -> None:
         """Rows for these caches, those that are there already left alone."""

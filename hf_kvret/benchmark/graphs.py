@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from hf_kvret.benchmark.opponents import PreallocatedCache
 
 _WARM_STEPS = 3
+
+
+@contextmanager
+def unmasked() -> Iterator[None]:
+    """A step without padding is captured without a mask, as it runs outside of a capture.
+
+    Up to transformers 5.17 the mask's code takes a capture for an export, and builds a mask even
+    where no padding is given. Then sdpa copies keys and values for every query head and leaves its
+    fastest kernels. Where there is padding, nothing changes.
+    """
+    asked = masking_utils.is_tracing
+
+    def of_padding(tensor: torch.Tensor | None = None) -> bool:
+        return tensor is not None and asked(tensor)
+
+    masking_utils.is_tracing = of_padding
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = asked
 
 
 class GraphStep:
@@ -36,20 +59,19 @@ class GraphStep:
         self._positions = torch.full((1, 1), length, device=tokens.device)
         stream = torch.cuda.Stream(tokens.device)
         stream.wait_stream(torch.cuda.current_stream(tokens.device))
-        with torch.cuda.stream(stream):
+        with unmasked(), torch.cuda.stream(stream):
             for _ in range(_WARM_STEPS):
                 self._forward()
         torch.cuda.current_stream(tokens.device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with unmasked(), torch.cuda.graph(self._graph):
             self.logits = self._forward()
         cache.rewind(length)
 
-    def replay(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The most likely tokens ``[B, 1]`` after ``tokens [B, 1]``."""
+    def replay(self, tokens: torch.Tensor) -> None:
+        """Take the step with ``tokens [B, 1]``; ``logits`` then holds what comes after them."""
         self._tokens.copy_(tokens)
         self._graph.replay()
-        return self.logits.argmax(-1)
 
     def _forward(self) -> torch.Tensor:
         self._cache.rewind(self._length)

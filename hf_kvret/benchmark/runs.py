@@ -165,6 +165,10 @@ def check_stores(choices: dict[str, CacheChoice]) -> None:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    # torch has no class of its own for a host that can't allocate.
-    kinds = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, kinds) or "DefaultCPUAllocator" in str(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # torch has no class of its own for a host that can't allocate, for pinned memory, and for what
+    # CUDA's libraries can't get.
+    told = str(error)
+    signs = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
+    return any(sign in told for sign in signs)

@@ -303,7 +303,7 @@ def test_bytes_and_stats_are_of_what_is_held() -> None:
     assert index.nbytes() == 25 * (HEADS * DIM * 4 + 16) * 2 and index.select_nbytes() == 0
     run = Run(_options(update=0))
     run.step(_query(3))
-    # A buffer with room for 64 more, 96 in all: query, norm and 25 ids of 2 bytes a head, and its slot.
+    # Room for 64 more, 96 in all: query, norm and 25 ids of 2 bytes a head, and its slot.
     row = HEADS * (DIM * 4 + 4 + 25 * 2) + 8
     assert run.index.nbytes() == 2 * row * 96
     assert run.index.select_nbytes() == 2 * HEADS * (25 * DIM * 4 + 4 * 25 * 2)
