@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_kvret.benchmark.opponents import DENSE
-from hf_kvret.benchmark.tables import told_steps
+from hf_kvret.benchmark.tables import told_steps, why_missing
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.tables import markdown_table
@@ -71,7 +71,7 @@ def _all_table(rows: _Rows) -> str:
         for batch, row in sorted(batches.items()):
             start = [cache, f"{context:,}", str(batch), row["fill"]]
             if "seconds" not in row:
-                lines.append([*start, "-", row["out_of_memory"], *"-----"])
+                lines.append([*start, "-", str(why_missing(row)), *"-----"])
                 continue
             lines.append(
                 [

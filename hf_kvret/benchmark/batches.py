@@ -15,6 +15,7 @@ from hf_kvret.benchmark.filling import choose_fill
 from hf_kvret.benchmark.limits import largest_batch
 from hf_kvret.benchmark.measure import Bench
 from hf_kvret.benchmark.runs import run_cells
+from hf_kvret.benchmark.tables import why_missing
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.results import Cell, Results
 
@@ -63,11 +64,7 @@ class BatchSearch:
         self._checker = Checker(bench.subjects[0].model, bench.subjects[0].rows, bench.seed)
 
     def run(self, context: int) -> None:
-        """Measure all caches behind ``context`` tokens.
-
-        Raises:
-            CheckFailed: a cache gives other answers than full attention.
-        """
+        """Measure all caches behind ``context`` tokens; one whose check fails goes no further."""
         fitting, last, batch = list(self._choices), dict.fromkeys(self._choices, 0), 1
         while fitting and batch <= self._most:
             self._measure(fitting, context, batch)
@@ -84,10 +81,10 @@ class BatchSearch:
             return
         high = min(2 * low - 1, self._most)
         line = self._line(name, context, low)
-        # The line is a good first guess; from there on halves, until nothing lies between.
-        batch = high if line is None else min(high, line)
+        # Beyond the line nothing is tried, here as elsewhere.
+        high = high if line is None else min(high, line)
+        batch = high
         while low < high:
-            batch = max(low + 1, batch)
             self._measure([name], context, batch)
             if self._fits(name, context, batch):
                 low = batch
@@ -100,7 +97,8 @@ class BatchSearch:
         waiting: list[Cell] = []
         for name in names:
             cell = _cell(name, context, batch)
-            if self._results.find(cell) is not None:
+            row = self._results.find(cell)
+            if row is not None and "check_failed" not in row:
                 continue
             line = self._line(name, context, batch // 2)
             if line is not None and line < batch:
@@ -128,7 +126,7 @@ class BatchSearch:
 
     def _fits(self, name: str, context: int, batch: int) -> bool:
         row = self._results.find(_cell(name, context, batch))
-        return row is not None and "out_of_memory" not in row
+        return row is not None and why_missing(row) is None
 
     def _line(self, name: str, context: int, low: int) -> int | None:
         """The largest batch by the peaks of ``low`` and half of it; None where they don't tell.
@@ -141,7 +139,7 @@ class BatchSearch:
         peaks: list[tuple[int, float]] = []
         for batch in (low // 2, low):
             row = self._results.find(_cell(name, context, batch))
-            if row is None or "out_of_memory" in row:
+            if row is None or why_missing(row) is not None:
                 return None
             peaks.append((batch, float(row["device_peak_bytes"])))
         found = largest_batch(peaks[0], peaks[1], self._bench.whole.held, self._limit)

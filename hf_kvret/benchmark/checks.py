@@ -21,10 +21,12 @@ from hf_kvret.benchmark.filling import (
 )
 from hf_kvret.benchmark.stepping import DenseGraphSteps, make_steps
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.compatibility import head_dim
 from hf_kvret.evaluation.caches import CacheChoice
 
 LONGEST_CHECK = 2048
-_STEPS = 4
+# The third step of a replayed cache is captured, so that three replays follow it.
+_STEPS = 6
 _MOST_ROWS = 2
 # Caches that are not full attention by design: their logits need only be finite.
 _INEXACT = ("quantized", "kvpress")
@@ -63,7 +65,7 @@ class Checker:
         """What was found, in a few words for the row.
 
         At ``min(context, 2048)`` tokens and at most two sequences: logits after the prompt and
-        after four steps, of ``choice`` and of ``DynamicCache``. A retrieval cache is given a budget
+        after six steps, of ``choice`` and of ``DynamicCache``. A retrieval cache is given a budget
         that covers everything and rows of 16 bits, so it has to give the same as full attention;
         one with coded rows runs once more with them, and how far that leads is told. With
         ``fill="random"`` the steps are compared again behind random rows. What has passed at the
@@ -137,7 +139,7 @@ class Checker:
         """Logits ``[places, B, V]`` fp32: after the prompt (if it is read) and after each step."""
         tokens = random_tokens(self.model, batch, context, self.seed)
         start = context - _STEPS
-        cache = covering(choice.make(self.model.config, context), self.model, start, coded)
+        cache = covering(choice.make(self.model.config, context), self.model, batch, start, coded)
         places = []
         with serving(self.model, cache):
             if way == "prefill":
@@ -157,11 +159,15 @@ class Checker:
         return torch.stack([logits[:, -1].float() for logits in places])
 
 
-def covering(cache: Cache, model: PreTrainedModel, length: int, coded: bool = False) -> Cache:
+def covering(
+    cache: Cache, model: PreTrainedModel, batch: int, length: int, coded: bool = False
+) -> Cache:
     """An empty retrieval cache like ``cache`` that should be exact; others as they are.
 
     Its budget covers everything, its rows are not coded, unless ``coded`` leaves them so. Its
-    window is small enough that most of ``length`` tokens are cold, so they are retrieved.
+    window is small enough that most of ``length`` tokens of each of ``batch`` sequences are cold,
+    so they are retrieved. A store that splits its rows has to split these too, which are too few
+    for the budget that it was given.
     """
     if not isinstance(cache, RetrievalCache):
         return cache
@@ -174,6 +180,11 @@ def covering(cache: Cache, model: PreTrainedModel, length: int, coded: bool = Fa
         recent=min(options.recent, part),
         flush=min(options.flush, part),
     )
+    if options.splits_rows:
+        config = model.config
+        width = 2 * config.num_key_value_heads * head_dim(config) * model.dtype.itemsize
+        whole_bytes = batch * length * config.num_hidden_layers * width
+        changed = changed.replace(device_budget=max(1, whole_bytes // 2))
     return type(cache)(model.config, changed)
 
 

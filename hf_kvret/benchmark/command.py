@@ -196,7 +196,8 @@ def _add_options(
 def run_bench(options: argparse.Namespace) -> int:
     """Measure what the command line names, print the table, write what was asked for.
 
-    Returns 1 when a cache failed its check: it was not measured, and neither was what follows it.
+    Returns 1 when a cache failed its check: its row says why, and the others were measured. The
+    same command checks it again.
     """
     check_outputs(options)
     measure: Measure = options.measure()
@@ -206,7 +207,7 @@ def run_bench(options: argparse.Namespace) -> int:
         measure.chunk = setup["chunk"] = options.chunk
     results = Results(f"bench {measure.name}", setup, options.json)
     wanted = cells(options.context, options.batch, list(choices))
-    waiting = [cell for cell in wanted if results.find(cell) is None]
+    waiting = [cell for cell in wanted if _unfinished(results.find(cell))]
     limit = getattr(options, "device_memory", None)
     fits = [] if limit is None else fit_cells(options.context, list(choices), options.batch, limit)
     unfitted = [cell for cell in fits if results.find(cell) is None]
@@ -215,11 +216,7 @@ def run_bench(options: argparse.Namespace) -> int:
         models = [subject.model for subject in bench.subjects]
         with tempfile.TemporaryDirectory() as folder:
             make_stand_ins(models, choices.values(), Path(folder), options.seed)
-            try:
-                run_cells(bench, measure, choices, waiting, options.fill, results)
-            except CheckFailed as error:
-                print(f"hf-kvret: error: {error}", file=sys.stderr)
-                return 1
+            run_cells(bench, measure, choices, waiting, options.fill, results)
             for cell in unfitted:
                 choice = choices[cell["cache"]]
                 row = fit_row(bench, choice, cell, options.batch, options.fill, results)
@@ -229,13 +226,13 @@ def run_bench(options: argparse.Namespace) -> int:
     if known:
         print(f"\n{known} rows were finished already and were not measured again")
     _write(options, measure, results)
-    return 0
+    return _failures(results)
 
 
 def run_batch(options: argparse.Namespace) -> int:
     """Find and measure the batches that fit, print the tables, write what was asked for.
 
-    Returns 1 when a cache failed its check: then its batch and what follows is not measured.
+    Returns 1 when a cache failed its check: its row says why, and the others were measured.
     """
     check_outputs(options)
     measure: Measure = options.measure()
@@ -245,22 +242,18 @@ def run_batch(options: argparse.Namespace) -> int:
         raise ValueError("--layers: which batch fits is a matter of the whole model; leave it out")
     limit = device_limit(options.device_memory, torch.device(options.device))
     shape, layers, choices = _understand(options, measure)
-    setup = _setup(options, shape, layers) | {"device_memory": limit}
+    setup = _setup(options, shape, layers) | {"device_memory": limit, "most": options.most}
     results = Results(f"bench {measure.name}", setup, options.json)
     bench = _prepare(options, shape, layers, "random" in _fills(options, choices))
     models = [subject.model for subject in bench.subjects]
     with tempfile.TemporaryDirectory() as folder:
         make_stand_ins(models, choices.values(), Path(folder), options.seed)
         search = BatchSearch(bench, choices, options.fill, limit, options.most, results)
-        try:
-            for context in options.context:
-                search.run(context)
-        except CheckFailed as error:
-            print(f"hf-kvret: error: {error}", file=sys.stderr)
-            return 1
+        for context in options.context:
+            search.run(context)
     print(f"\n{measure.table(results)}")
     _write(options, measure, results)
-    return 0
+    return _failures(results)
 
 
 def run_alone(options: argparse.Namespace) -> int:
@@ -346,6 +339,7 @@ def _fills(options: argparse.Namespace, choices: dict[str, CacheChoice]) -> set[
 def _setup(options: argparse.Namespace, shape: Shape, layers: int) -> dict[str, Any]:
     keys = ("dtype", "device", "seed", "top_k", "store", "fill", "steps", "warmup", "rounds")
     sizes = {"shape": shape.name, "layers": layers, "of_layers": shape.layers}
+    sizes["limit"] = options.limit
     here = describe_environment()
     machine = {key: here[key] for key in ("processor", "threads", "accelerator", "versions")}
     return sizes | {key: getattr(options, key) for key in keys} | machine
@@ -377,6 +371,18 @@ def _prepare(options: argparse.Namespace, shape: Shape, layers: int, random: boo
         options.seed,
         options.limit,
     )
+
+
+def _unfinished(row: dict[str, Any] | None) -> bool:
+    return row is None or "check_failed" in row
+
+
+def _failures(results: Results) -> int:
+    """1 where a check failed, and says which; else 0."""
+    failed = [row["check_failed"] for _, row in results if "check_failed" in row]
+    for why in dict.fromkeys(failed):
+        print(f"hf-kvret: error: {why}", file=sys.stderr)
+    return int(bool(failed))
 
 
 def _write(options: argparse.Namespace, measure: Measurement, results: Results) -> None:

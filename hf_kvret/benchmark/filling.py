@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.calls import AttentionCall
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.index import Index
 from hf_kvret.layer import RetrievalLayer
 from hf_kvret.registry import attach, restore
 
@@ -135,29 +136,34 @@ def fill_randomly(
 
     They go in as a prompt's do, one layer after another: through ``cache.update``, and for a
     retrieval layer also through its ``attend``, which moves them on to index and store. Only the
-    attention over the prompt itself is left out. Queries, which an index may look at, are as large
-    as keys. The same seed gives the same rows to every cache.
+    attention over the prompt itself is left out. Queries are as large as keys; where an index looks
+    at none, all tokens share one, which takes next to no memory. The same seed gives the same rows
+    to every cache.
     """
     device, heads = model.device, model.config.num_attention_heads
     generator = torch.Generator(device=device)
 
-    def rows(number: int, count: int, dim: int, scale: float) -> torch.Tensor:
+    def rows(number: int, count: int, dim: int, scale: float, length: int) -> torch.Tensor:
         generator.manual_seed(seed + number)
-        shape = (batch, count, context, dim)
+        shape = (batch, count, length, dim)
         return torch.randn(shape, generator=generator, device=device, dtype=model.dtype).mul_(scale)
 
     for number, (layer, like) in enumerate(zip(cache.layers, layers, strict=True)):
-        keys = rows(3 * number, like.kv_heads, like.key_dim, like.key_scale)
-        values = rows(3 * number + 1, like.kv_heads, like.value_dim, like.value_scale)
+        keys = rows(3 * number, like.kv_heads, like.key_dim, like.key_scale, context)
+        values = rows(3 * number + 1, like.kv_heads, like.value_dim, like.value_scale, context)
         held_keys, held_values = cache.update(keys, values, number)
         if isinstance(layer, RetrievalLayer):
-            query = rows(3 * number + 2, heads, like.key_dim, like.key_scale)
+            assert layer.regions is not None, "an update makes the regions"
+            learns = type(layer.regions.index).watch is not Index.watch
+            count = context if learns else 1
+            query = rows(3 * number + 2, heads, like.key_dim, like.key_scale, count)
+            query = query.expand(-1, -1, context, -1)
             call = AttentionCall(
                 valid=None,
                 scale=like.key_dim**-0.5,
                 softcap=None,
                 sink_logits=None,
-                # The attention over the prompt, whose result nobody looks at here.
-                prompt=partial(query.new_zeros, (*query.shape[:3], like.value_dim)),
+                # The attention over the prompt, whose result nobody looks at here: one number.
+                prompt=partial(query.new_zeros(()).expand, *query.shape[:3], like.value_dim),
             )
             layer.attend(query, held_keys, held_values, call)

@@ -13,6 +13,7 @@ from hf_kvret.benchmark.limits import largest_batch, predict_need, shortage
 from hf_kvret.benchmark.measure import Bench, Turn
 from hf_kvret.benchmark.memory import Memory
 from hf_kvret.benchmark.runs import attempt
+from hf_kvret.benchmark.tables import why_missing
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.results import Cell, Results
 
@@ -41,8 +42,9 @@ def fit_row(
     for batch in (min(batches), max(batches)):
         row = found.find({"cache": cell["cache"], "context": cell["context"], "batch": batch})
         assert row is not None
-        if "out_of_memory" in row:
-            return {"batch": None, "why": f"batch {batch}: {row['out_of_memory']}"}
+        missing = why_missing(row)
+        if missing is not None:
+            return {"batch": None, "why": f"batch {batch}: {missing}"}
         part = row["scaled"] if bench.scaled else row
         points.append((batch, float(part["device_peak_bytes"])))
     result = largest_batch(points[0], points[1], bench.whole.held, cell["fits"])

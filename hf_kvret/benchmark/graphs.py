@@ -17,7 +17,7 @@ _WARM_STEPS = 3
 def unmasked() -> Iterator[None]:
     """A step without padding is captured without a mask, as it runs outside of a capture.
 
-    Up to transformers 5.17 the mask's code takes a capture for an export, and builds a mask even
+    In transformers 5.17 the mask's code takes a capture for an export, and builds a mask even
     where no padding is given. Then sdpa copies keys and values for every query head and leaves its
     fastest kernels. Where there is padding, nothing changes.
     """

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from hf_kvret.benchmark.checks import Checker
+from hf_kvret.benchmark.checks import Checker, CheckFailed
 from hf_kvret.benchmark.filling import choose_fill
 from hf_kvret.benchmark.limits import predict_need, shortage
 from hf_kvret.benchmark.measure import Bench, Measure, Turn
@@ -42,16 +42,16 @@ def run_cells(
     """Measure the ``waiting`` cells and add them to ``results``.
 
     Cells of one context and batch go round together, so that all of them see the same moods of the
-    machine; they are added when the last round is over. A cell that runs out of memory gets a row
-    that says so. ``checker`` is that of an earlier call, which knows what it has checked.
-
-    Raises:
-        CheckFailed: a cache is wrong at this shape; it and its neighbours get no row.
+    machine; they are added when the last round is over. Where there is one round, each is added
+    when it is measured. A cell that runs out of memory gets a row with ``out_of_memory``, one whose
+    cache is wrong at this shape a row with ``check_failed``: each says why, and the others go on.
+    ``checker`` is that of an earlier call, which knows what it has checked.
     """
     checker = checker or Checker(bench.subjects[0].model, bench.subjects[0].rows, bench.seed)
-    groups: dict[tuple[int, int], list[Cell]] = {}
+    groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in waiting:
-        groups.setdefault((cell["context"], cell["batch"]), []).append(cell)
+        alone = cell["cache"] if bench.rounds == 1 else None
+        groups.setdefault((cell["context"], cell["batch"], alone), []).append(cell)
     turns = len(waiting) * bench.rounds * len(bench.subjects)
     with tqdm(total=turns, desc=measure.name, unit="turn") as bar:
         for group in groups.values():
@@ -73,7 +73,7 @@ def _run_group(
     """Rows by cache, for one context and batch."""
     context, batch = cell["context"], cell["batch"]
     common: dict[str, dict[str, Any]] = {}
-    missing: dict[str, str] = {}
+    missing: dict[str, dict[str, str]] = {}
     samples: dict[str, dict[int, list[Any]]] = {}
     for name, choice in choices.items():
         chosen = choose_fill(fill, context, bench.device, name)
@@ -84,14 +84,14 @@ def _run_group(
         }
         samples[name] = {subject.layers: [] for subject in bench.subjects}
         model = bench.subjects[0].model
-        lacking = shortage(
+        short = shortage(
             predict_need(model.config, choice, batch, context, model.dtype), bench.device
         )
-        if lacking is not None:
-            missing[name] = lacking
+        if short is not None:
+            missing[name] = {"out_of_memory": short}
             continue
         bar.set_postfix_str(f"{name}: check")
-        found, lacking = attempt(partial(checker.check, choice, context, batch, chosen))
+        found, lacking = _told(partial(checker.check, choice, context, batch, chosen))
         if lacking is not None:
             missing[name] = lacking
         common[name]["check"] = found
@@ -101,7 +101,7 @@ def _run_group(
                 bar.set_postfix_str(f"{name} {context} x {batch}, round {number + 1}")
                 if name not in missing:
                     turn = Turn(bench, subject, choice, context, batch, common[name]["fill"])
-                    sample, lacking = attempt(partial(measure.once, turn))
+                    sample, lacking = _told(partial(measure.once, turn))
                     if lacking is not None:
                         missing[name] = lacking
                     samples[name][subject.layers].append(sample)
@@ -109,12 +109,21 @@ def _run_group(
     return {
         name: common[name]
         | (
-            {"out_of_memory": missing[name]}
+            missing[name]
             if name in missing
             else measure.row(bench, cell | {"cache": name}, samples[name])
         )
         for name in choices
     }
+
+
+def _told(work: Callable[[], Any]) -> tuple[Any, dict[str, str] | None]:
+    """``(work(), None)``, or None and what the row says instead of numbers."""
+    try:
+        found, lacking = attempt(work)
+    except CheckFailed as error:
+        return None, {"check_failed": str(error)}
+    return found, None if lacking is None else {"out_of_memory": lacking}
 
 
 def attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hf_kvret.benchmark.step_parts import PARTS
+from hf_kvret.benchmark.tables import why_missing
 from hf_kvret.evaluation.plots import plot_groups
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.tables import markdown_table
@@ -19,8 +20,9 @@ def step_table(results: Results) -> str:
     whole, parts, notes = [], [], []
     for cell, row in results:
         size = [cell["cache"], f"{cell['context']:,}", str(cell["batch"])]
-        if "out_of_memory" in row:
-            whole.append([*size, row["out_of_memory"], *"-------"])
+        missing = why_missing(row)
+        if missing is not None:
+            whole.append([*size, missing, *"-------"])
             continue
         whole.append(
             [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,15 @@ def timing_table(results: Results, unit: str) -> str:
     kinds = any("steps" in row for _, row in results)
     if kinds:
         header.append("steps")
+        # Beside the median, which knows nothing of flushes and captures.
+        header.insert(header.index("quartiles"), f"mean {unit}")
     if scaled:
         header += [
             f"scaled {name}" for name in (unit, "tokens/s", "floor ms", "time / floor", "device MB")
         ]
     rows = []
     for cell, row in results:
-        if "out_of_memory" in row:
+        if why_missing(row) is not None:
             rows.append(_missing(cell, row, len(header)))
             continue
         low, high = row["seconds_quartiles"]
@@ -56,6 +58,8 @@ def timing_table(results: Results, unit: str) -> str:
         ]
         if kinds:
             line.append(told_steps(row))
+            mean = row.get("seconds_mean")
+            line.insert(header.index(f"mean {unit}"), _or_dash(mean, _ms))
         if scaled:
             part = row["scaled"]
             line += [
@@ -67,6 +71,13 @@ def timing_table(results: Results, unit: str) -> str:
             ]
         rows.append(line)
     return _described(results, markdown_table(header, rows) + step_notes(results))
+
+
+def why_missing(row: Mapping[str, Any]) -> str | None:
+    """Why this row has no numbers, None where it has: memory ran out, or the check failed."""
+    if "check_failed" in row:
+        return f"check failed: {row['check_failed']}"
+    return row.get("out_of_memory")
 
 
 def told_steps(row: dict[str, Any]) -> str:
@@ -115,7 +126,7 @@ def memory_table(results: Results) -> str:
         header += ["scaled weights MB", "scaled cache device MB", "scaled peak MB"]
     rows = []
     for cell, row in peaks:
-        if "out_of_memory" in row:
+        if why_missing(row) is not None:
             rows.append(_missing(cell, row, len(header)))
             continue
         peak = _mb(row["device_peak_bytes"])
@@ -202,7 +213,7 @@ def _size(cell: Cell, row: dict[str, Any]) -> list[str]:
 
 def _missing(cell: Cell, row: dict[str, Any], width: int) -> list[str]:
     start = [cell["cache"], f"{cell['context']:,}", str(cell["batch"]), row["fill"]]
-    start += ["-", row["out_of_memory"]]
+    start += ["-", str(why_missing(row))]
     return start + ["-"] * (width - len(start))
 
 

@@ -48,6 +48,7 @@ def test_powers_of_two_and_the_largest_batch_are_measured(
     results = Results.load(file)
     rows = {cell["batch"]: row for cell, row in results}
     assert set(rows) == {1, 2, 4, 8, 13, 16}
+    assert (results.setup["limit"], results.setup["most"]) == (60.0, 256)
     assert rows[13]["device_peak_bytes"] == 13 * SEQUENCE
     assert rows[16]["out_of_memory"] == "does not fit (predicted: 13 fit)"
     (batch, rate), *_ = best_batches(results).values()
@@ -91,10 +92,30 @@ def test_a_batch_that_runs_out_of_memory_is_halved_towards_what_fits(
     file = tmp_path / "b.json"
     arguments = [*QUICK, "--caches", "full", "--device-memory", "1GB", "--json", str(file)]
     assert bench("batch", *arguments) == 0
-    # 16 fails; the line through 4 and 8 says that more fit, so 15, 11 and 9 are tried.
-    assert turns == [1, 2, 4, 8, 16, 15, 11, 9]
+    # 16 fails; the line through 4 and 8 says that more fit, so 15, 11, 9 and 10 are tried.
+    assert turns == [1, 2, 4, 8, 16, 15, 11, 9, 10]
     rows = {cell["batch"]: row for cell, row in Results.load(file)}
     assert "seconds" in rows[9] and "CUDA out of memory" in rows[11]["out_of_memory"]
+
+
+def test_between_a_batch_that_fits_and_one_that_does_not_others_are_tried(
+    bench: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[int] = []
+    once = Batch.once
+
+    def scarce(self: Batch, turn: Any) -> Any:
+        turns.append(turn.batch)
+        if turn.batch > 14:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+        return once(self, turn)
+
+    monkeypatch.setattr(Batch, "once", scarce)
+    file = tmp_path / "b.json"
+    arguments = [*QUICK, "--caches", "full", "--device-memory", "1GB", "--json", str(file)]
+    assert bench("batch", *arguments) == 0
+    # 11 fits, and so do 13 and 14: the largest is found, not the first that fits.
+    assert turns == [1, 2, 4, 8, 16, 15, 11, 13, 14]
 
 
 def test_what_exceeds_the_limit_counts_as_not_fitting(

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_kvret import FlatKVCache
 from hf_kvret.benchmark import stepping
 from hf_kvret.benchmark.checks import Checker, CheckFailed, covering
+from hf_kvret.benchmark.decode import Decode
 from hf_kvret.benchmark.filling import (
     choose_fill,
     feed,
@@ -25,6 +26,8 @@ from hf_kvret.benchmark.filling import (
 from hf_kvret.benchmark.opponents import PreallocatedCache, choose_bench_caches
 from hf_kvret.benchmark.shapes import load_shape, random_model
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.results import Results
+from hf_kvret.layer import RetrievalLayer
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.stores import QuantizedStore
 from hf_kvret.testing import held_tokens
@@ -126,7 +129,7 @@ def test_the_model_has_its_own_attention_back_after_a_check() -> None:
     assert looked.model.config._attn_implementation == "sdpa"
 
 
-def test_a_failed_check_ends_the_command_without_a_row(
+def test_a_cache_whose_check_fails_has_no_numbers_and_others_go_on(
     bench: Callable[..., int],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -136,9 +139,49 @@ def test_a_failed_check_ends_the_command_without_a_row(
     file = tmp_path / "decode.json"
     small = "flat:dense_below=0:recent=64:flush=64"
     arguments = ["--context", "256", "--caches", f"full,{small}", "--json", str(file)]
-    assert bench("decode", *arguments) == 1
-    assert "differ from full attention" in capsys.readouterr().err
-    assert not file.exists()
+    arguments += ["--steps", "2", "--warmup", "0"]
+    for measure in ("decode", "step", "batch"):
+        file.unlink(missing_ok=True)
+        more = ["--device-memory", "1GB", "--most", "1"] if measure == "batch" else []
+        assert bench(measure, *arguments, *more) == 1
+        said = capsys.readouterr()
+        assert "differ from full attention" in said.err
+        assert "check failed: flat" in said.out
+        rows = {cell["cache"]: row for cell, row in Results.load(file)}
+        assert "seconds" in rows["full"] and "seconds" not in rows[small]
+        assert "differ from full attention" in rows[small]["check_failed"]
+
+
+def test_what_failed_is_checked_again_by_the_same_command(
+    bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = "flat:dense_below=0:recent=64:flush=64"
+    arguments = ["--context", "256", "--caches", small, "--json", str(tmp_path / "d.json")]
+    arguments += ["--steps", "2", "--warmup", "0"]
+    with monkeypatch.context() as broken:
+        use_index(broken, Forgetful)
+        assert bench("decode", *arguments) == 1
+    assert bench("decode", *arguments) == 0
+    (_, row), *_ = Results.load(tmp_path / "d.json")
+    assert "seconds" in row and "check_failed" not in row
+
+
+def test_with_one_round_a_row_is_kept_as_soon_as_it_is_measured(
+    bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, once = tmp_path / "d.json", Decode.once
+
+    def interrupted(self: Decode, turn: Any) -> Any:
+        if turn.choice.name == "dense":
+            raise KeyboardInterrupt
+        return once(self, turn)
+
+    monkeypatch.setattr(Decode, "once", interrupted)
+    arguments = ["--context", "64", "--caches", "full,dense", "--json", str(file)]
+    arguments += ["--steps", "2", "--warmup", "0", "--rounds", "1"]
+    with pytest.raises(KeyboardInterrupt):
+        bench("decode", *arguments)
+    assert [cell["cache"] for cell, _ in Results.load(file)] == ["full"]
 
 
 def test_steps_that_retrieve_nothing_are_not_reported(
@@ -156,10 +199,24 @@ def test_steps_that_retrieve_nothing_are_not_reported(
 def test_covering_changes_retrieval_caches_only() -> None:
     model = tiny()
     plain = DynamicCache(config=model.config)
-    assert covering(plain, model, 100) is plain
-    options = covering(FlatKVCache(model.config, top_k=7, store="host"), model, 100).options
+    assert covering(plain, model, 1, 100) is plain
+    options = covering(FlatKVCache(model.config, top_k=7, store="host"), model, 1, 100).options
     assert (options.top_k, options.dense_below, options.store) == (1.0, 0, "host")
     assert options.sink + options.recent + options.flush < 100 // 2
+
+
+def test_a_store_that_splits_its_rows_splits_those_of_the_check() -> None:
+    model = tiny()
+    rows = measure_rows(model, seed=0)
+    given = FlatKVCache(model.config, store="split", device_budget="60GB")
+    cache = covering(given, model, 2, 800)
+    with serving(model, cache):
+        fill_randomly(model, cache, rows, batch=2, context=800, seed=5)
+    stores = [layer.regions.store for layer in cache.retrieval_layers]
+    for store in stores:
+        # A token's row is 1,024 bytes: keys and values of two heads of 64 numbers in fp32.
+        part = 2 * 100 * 1024
+        assert store.nbytes().device >= part and store.nbytes().host >= part
 
 
 def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own() -> None:
@@ -180,6 +237,28 @@ def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own
     keys, values = held_tokens(regions)
     assert torch.equal(keys, plain.layers[1].keys)
     assert torch.equal(values, plain.layers[1].values)
+
+
+@pytest.mark.parametrize("name, held", [("paris", 2 * 4 * 64), ("lrqk", 2 * 4 * 300 * 64)])
+def test_a_random_query_is_as_large_as_the_index_needs(
+    name: str, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[tuple[int, int]] = []
+    attend = RetrievalLayer.attend
+
+    def noting(self: RetrievalLayer, query: torch.Tensor, *more: Any) -> torch.Tensor:
+        out = attend(self, query, *more)
+        assert query.shape == out.shape == (2, 4, 300, 64)
+        sizes.append(tuple(x.untyped_storage().nbytes() // 4 for x in (query, out)))
+        return out
+
+    monkeypatch.setattr(RetrievalLayer, "attend", noting)
+    model = tiny()
+    small = f"{name}:dense_below=0:recent=32:flush=32"
+    cache = choose_bench_caches([small], {"store": "device"}, "cpu")[small].make(model.config, 300)
+    with serving(model, cache):
+        fill_randomly(model, cache, measure_rows(model, seed=0), batch=2, context=300, seed=5)
+    assert sizes == [(held, 1)] * 2
 
 
 def test_random_rows_and_tokens_follow_the_seed() -> None:

@@ -91,6 +91,10 @@ def test_a_row_tells_the_kinds_of_its_steps(
     assert rows[f"flat:{SMALL}:graph=false"]["steps"] == {"eager": 8, "flush": 1}
     assert rows["dense"]["steps"] == {"eager": 9}
     told = capsys.readouterr().out
+    header, _, first = told[told.index("| cache") :].splitlines()[:3]
+    place = [part.strip() for part in header.split("|")].index("mean ms a step")
+    mean = float(first.split("|")[place].replace(",", ""))
+    assert mean == pytest.approx(1e3 * rows["dense"]["seconds_mean"], rel=0.01)
     assert "| 4 replay, 3 capture, 1 " in told and re.search(r"[,:] capture [\d.]+ ms", told)
 
 

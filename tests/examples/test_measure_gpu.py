@@ -72,10 +72,10 @@ def test_a_part_that_is_done_is_not_run_again(
         return ("failed: no", 5.0) if part.name == "step" else ("done", 100.0)
 
     monkeypatch.setattr(plan, "run_part", pretend)
-    parts = list(plan.PLAN[:4])
-    states = [row[1] for row in plan.measure(parts, tmp_path, True, 205.5)]
-    # 420, 240 and 300 seconds are their own limits; after 205 there is no time for the fourth.
-    assert ran == [("decode", 205.5), ("step", 105.5), ("decode_512k", 100.5)]
+    parts = list(plan.PLAN[1:5])
+    states = [row[1] for row in plan.measure(parts, tmp_path, True, 234.5)]
+    # 420, 240 and 300 seconds are their own limits; 29.5 are too few for the fourth.
+    assert ran == [("decode", 234.5), ("step", 134.5), ("decode_512k", 129.5)]
     assert states == ["done", "failed: no", "done", "not begun: the budget is spent"]
     ran.clear()
     states = [row[1] for row in plan.measure(parts, tmp_path, True, 10_000)]
@@ -102,6 +102,21 @@ def test_a_command_that_takes_too_long_is_interrupted(
     monkeypatch.setattr(plan.sys, "executable", str(broken))
     ended, _ = plan.run_part(plan.PLAN[0], tmp_path, True, 60)
     assert ended == "failed: hf-kvret: error: no such thing"
+
+
+def test_launch_numbers_are_found_first_and_kept_below_the_results(
+    plan: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert plan.PLAN[0].name == "tune"
+    script = tmp_path / "says"
+    script.write_text('#!/bin/sh\necho "$HF_KVRET_TUNING"\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(plan.sys, "executable", str(script))
+    monkeypatch.chdir(tmp_path)
+    Path("results").mkdir()
+    assert plan.run_part(plan.PLAN[1], Path("results"), True, 60)[0] == "done"
+    told = Path("results", "decode.log").read_text().strip()
+    assert told == str(tmp_path / "results" / "tuning")
 
 
 @pytest.mark.slow
