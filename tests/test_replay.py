@@ -36,9 +36,9 @@ def _cache(model: PreTrainedModel, method: str = "flat", **options: Any) -> Retr
 
 
 CASES = [
-    ("flat", "device", False),
+    pytest.param("flat", "device", False, marks=pytest.mark.slow),
     ("flat", "split", True),
-    ("lrqk", "resident", True),
+    pytest.param("lrqk", "resident", True, marks=pytest.mark.slow),
     pytest.param("paris", "host", False, marks=pytest.mark.slow),
     pytest.param("paris", "device", True, marks=pytest.mark.slow),
     pytest.param("paris", "resident", False, marks=pytest.mark.slow),

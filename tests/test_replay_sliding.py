@@ -115,6 +115,7 @@ def test_padding_is_not_told_to_them_so_steps_run_as_usual() -> None:
     assert "padded" in str(step.reason)
 
 
+@pytest.mark.slow
 def test_a_capture_that_fails_leaves_them_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model("gemma3")
     with taped():

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_kvret import DecodeGraph, RetrievalCache, registered_methods
 from hf_kvret.methods.lrqk import grams
+from hf_kvret.replay import graph
 from hf_kvret.testing.steps import PROMPT, DecodeLoop, small_llama
 from hf_kvret.testing.tape import TapeRecorder, taped
 
@@ -43,8 +44,9 @@ class Waiting(torch.nn.Module):
 
 
 def test_a_model_that_waits_for_the_device_runs_as_usual_and_says_so_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(graph, "_told", set())
     model = small_llama()
     usual = DecodeLoop(model, _cache(model)).run(6)
     model.model.norm = Waiting(model.model.norm)
@@ -132,7 +134,8 @@ def test_a_cache_that_was_reset_is_rehearsed_again(prompt: int) -> None:
     assert step.replays >= 4
 
 
-@pytest.mark.parametrize("store", ["device", pytest.param("resident", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["device", "resident"])
 def test_a_question_in_between_is_no_reason_to_give_up(store: str) -> None:
     def act(loop: DecodeLoop) -> torch.Tensor:
         loop.run(3)
@@ -160,6 +163,7 @@ def test_passes_that_went_past_it_are_noticed() -> None:
     assert step.captures >= 2
 
 
+@pytest.mark.slow
 def test_a_keyword_that_changes_between_steps_is_seen() -> None:
     def act(loop: DecodeLoop) -> torch.Tensor:
         call, shapes = loop.call, []
@@ -174,6 +178,7 @@ def test_a_keyword_that_changes_between_steps_is_seen() -> None:
     assert step.captures >= 2
 
 
+@pytest.mark.slow
 def test_inference_mode_and_no_grad_may_take_turns() -> None:
     def act(loop: DecodeLoop) -> torch.Tensor:
         logits = []

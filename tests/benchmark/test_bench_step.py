@@ -34,11 +34,12 @@ SMALL = "dense_below=0:recent=16:flush=16:sink=2:top_k=8"
 METHODS = ("flat", "paris", "lrqk", "lrqk:factors=als", "ctkvr", "h2o")
 STORES = ("device", "host", "resident", "higgs", "split:device_budget=20KB")
 # The interpreter takes seconds for each.
+QUICK = {(METHODS[0], store) for store in STORES[:3]} | {(METHODS[1], STORES[0])}
 COMBINATIONS = [
     pytest.param(
         method,
         store,
-        marks=() if method in METHODS[:2] and store in STORES[:3] else pytest.mark.slow,
+        marks=() if (method, store) in QUICK else pytest.mark.slow,
     )
     for method in METHODS
     for store in STORES

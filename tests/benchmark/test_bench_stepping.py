@@ -151,6 +151,7 @@ def test_the_check_looks_at_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> N
     assert "replay" in taken
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not interpreted(), reason="the tape needs Triton's interpreter")
 def test_replayed_steps_are_measured_with_what_they_selected(
     bench: Callable[..., int], tmp_path: Path

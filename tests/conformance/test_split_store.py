@@ -56,12 +56,12 @@ def _split_cache(method: str, made: list[PagedStore]) -> type[RetrievalCache]:
 
 
 def _combinations() -> list[Any]:
-    """All; by default the telling modes on one model, and one mode on the others."""
+    """All; by default the telling modes on one model."""
     params = []
     for model in MODELS:
         for mode in TELLING_MODES:
             for method in METHODS:
-                default = model == "llama" or mode == "second_turn_ragged"
+                default = model == "llama"
                 marks = () if default else (pytest.mark.slow,)
                 params.append(pytest.param(model, mode, method, marks=marks))
     return params
