@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvret import DecodeGraph, RetrievalCache, registered_methods, registry
 from hf_kvret.replay import why_not
@@ -213,6 +213,11 @@ def test_a_crop_a_reorder_and_a_fork_in_between_are_noticed(llama: PreTrainedMod
             loops.append((after, apart.step()))
     for usual, replayed in zip(*loops, strict=True):
         assert torch.equal(usual, replayed)
+
+
+def test_a_cache_of_another_kind_is_refused(llama: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match="DynamicCache: only steps with a retrieval cache"):
+        DecodeGraph(llama, DynamicCache())  # type: ignore[arg-type]
 
 
 def test_what_a_step_returned_is_the_callers(llama: PreTrainedModel) -> None:

@@ -53,9 +53,17 @@ class DecodeGraph:
         captures: how often a step was captured.
         replays: steps that were replayed.
         eager: calls that ran as usual.
+
+    Raises:
+        TypeError: a cache of another kind.
     """
 
     def __init__(self, model: PreTrainedModel, cache: RetrievalCache) -> None:
+        if not isinstance(cache, RetrievalCache):
+            raise TypeError(
+                f"cache is a {type(cache).__name__}: only steps with a retrieval cache are replayed; "
+                "make one, as hf_kvret.ParisKVCache(model.config), or call the model itself"
+            )
         self.reason: str | None = None
         self.captures = self.replays = self.eager = 0
         self._owner = model
