@@ -61,8 +61,8 @@ class DecodeGraph:
     def __init__(self, model: PreTrainedModel, cache: RetrievalCache) -> None:
         if not isinstance(cache, RetrievalCache):
             raise TypeError(
-                f"cache is a {type(cache).__name__}: only steps with a retrieval cache are replayed; "
-                "make one, as hf_kvret.ParisKVCache(model.config), or call the model itself"
+                f"cache is a {type(cache).__name__}: only steps with a retrieval cache are "
+                "replayed; make one, as hf_kvret.ParisKVCache(model.config), or call the model itself"
             )
         self.reason: str | None = None
         self.captures = self.replays = self.eager = 0
