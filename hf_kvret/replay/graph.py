@@ -62,7 +62,7 @@ class DecodeGraph:
         if not isinstance(cache, RetrievalCache):
             raise TypeError(
                 f"cache is a {type(cache).__name__}: only steps with a retrieval cache are "
-                "replayed; make one, as hf_kvret.ParisKVCache(model.config), or call the model itself"
+                "replayed; make one, as hf_kvret.ParisKVCache(model.config), or call the model"
             )
         self.reason: str | None = None
         self.captures = self.replays = self.eager = 0
