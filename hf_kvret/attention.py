@@ -29,6 +29,14 @@ _HARMLESS = {
     "deterministic",
     "num_logits_to_keep",
     "token_type_ids",
+    # `generate` hands its own on to the model, and many models hand them on to here.
+    "tokenizer",
+    "assistant_tokenizer",
+    "assistant_model",
+    "streamer",
+    "synced_gpus",
+    "inputs_tensor",
+    "input_ids",
 }
 
 # Above this many elements the base is not asked to build a [q, kv] mask or score matrix.

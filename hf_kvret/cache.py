@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -73,6 +75,7 @@ class RetrievalCache(Cache):
             make_store = partial(self.make_store, options, number, self._stores)
             layers[number] = RetrievalLayer(options, make_index, make_store)
         self._newest: RetrievalLayer | None = None
+        self._thread = threading.get_ident()
         super().__init__(layers=layers)
         self._stack_layers()
 
@@ -121,6 +124,7 @@ class RetrievalCache(Cache):
                 use the registered attention function.
         """
         newest = self._newest
+        self._claim()
         if newest is not None and newest.waiting:
             raise RuntimeError(
                 f"layer {self.layers.index(newest)} was given tokens but its attention was never "
@@ -137,7 +141,7 @@ class RetrievalCache(Cache):
             )
         layer = self.layers[layer_idx]
         if layer is self._lowest:
-            self._check_lengths()
+            self._check_pass()
             self._stores.note_pass(key_states.shape[2])
         self._newest = layer if isinstance(layer, RetrievalLayer) else newest
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -155,22 +159,49 @@ class RetrievalCache(Cache):
         super().reset()
         self._stores.expect(0, 0)
 
-    def _check_lengths(self) -> None:
-        """RuntimeError where the last forward pass did not reach all layers."""
-        lengths = [layer.get_seq_length() for layer in self.retrieval_layers]
-        if len(set(lengths)) > 1:
-            told = ", ".join(map(str, lengths))
+    def _claim(self) -> None:
+        """Note the thread that uses the cache; RuntimeError in the middle of another's pass."""
+        if torch.compiler.is_compiling():
+            return
+        thread = threading.get_ident()
+        if thread != self._thread and self._pass_fault() is not None:
             raise RuntimeError(
-                f"the layers hold different numbers of tokens ({told}): a forward pass broke "
-                "off in the middle. Start with a new cache or cache.reset()"
+                "another thread is in the middle of a forward pass with this cache, or broke off "
+                "there: a cache serves one thread at a time. Give each thread a cache of its own "
+                "(cache.fork() shares what is held), or start again with cache.reset()"
             )
+        self._thread = thread
+
+    def _check_pass(self) -> None:
+        """RuntimeError where the last forward pass did not reach all layers."""
+        fault = self._pass_fault()
+        if fault is not None:
+            raise RuntimeError(
+                f"{fault}: finish the forward pass first or, where it broke off in the middle, "
+                "start with a new cache or cache.reset()"
+            )
+
+    def _pass_fault(self) -> str | None:
+        """What shows that a forward pass did not reach all layers; None: nothing does."""
+        layers = self.retrieval_layers
+        if any(layer.waiting for layer in layers):
+            number = next(n for n, x in enumerate(self.layers) if getattr(x, "waiting", False))
+            return f"layer {number} was given tokens and has not attended yet"
+        lengths = [layer.get_seq_length() for layer in layers]
+        if len(set(lengths)) > 1:
+            return f"the layers hold different numbers of tokens ({', '.join(map(str, lengths))})"
+        return None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens of every layer; pass their count as a negative number.
 
         transformers 5.17 passes a tensor while it drafts. It becomes a number here, before lengths
         are made of it that change with the tensor.
+
+        Raises:
+            RuntimeError: in the middle of a forward pass.
         """
+        self._check_pass()
         # From the top: rows that come back from a store may be made of those of the layer below.
         for layer in reversed(self.layers):
             layer.crop(int(tokens_to_remove))
@@ -179,10 +210,29 @@ class RetrievalCache(Cache):
         """Bytes on device and host by part, and what full attention would need."""
         return memory_report(self.layers, self.retrieval_layers)
 
+    def why_dense(self) -> str | None:
+        """Why nothing was ever retrieved, where the tokens held are too few for that; else None."""
+        layers = self.retrieval_layers
+        length = max(layer.get_seq_length() for layer in layers)
+        retrieved = any(layer.counters.steps for layer in layers)
+        if not length or retrieved or any(layer.cold_len for layer in layers):
+            return None
+        options = self.options
+        if length < options.dense_len:
+            return (
+                f"{type(self).__name__} retrieved nothing: it attends to all tokens below "
+                f"dense_below={options.dense_len}, and held {length}"
+            )
+        return (
+            f"{type(self).__name__} retrieved nothing: its {length} tokens fit into the window "
+            f"(sink={options.sink}, recent={options.recent}, flush={options.flush})"
+        )
+
     def stats(self) -> dict[str, Any]:
         """Counts since the cache was made, forked or reset.
 
-        Returns a dict with ``method``, ``store`` and ``layers``: for each retrieval layer
+        Returns a dict with ``method``, ``store``, ``dense`` (why nothing was retrieved, where the
+        cache was too short for that; else None) and ``layers``: for each retrieval layer
         ``layer`` (its number), ``steps`` (selections), ``queries``, ``cold_tokens`` held,
         ``candidates`` (tokens scored closely) and ``selected`` (rows read by selection), both
         summed over batch, heads and queries, ``cold_rows`` (rows there were to choose from,
@@ -195,14 +245,24 @@ class RetrievalCache(Cache):
             for number, layer in enumerate(self.layers)
             if isinstance(layer, RetrievalLayer)
         ]
-        return {"method": self.name, "store": self._stores.name, "layers": layers}
+        return {
+            "method": self.name,
+            "store": self._stores.name,
+            "dense": self.why_dense(),
+            "layers": layers,
+        }
 
     def fork(self, **changes: Any) -> Self:
         """An independent copy whose cold part is shared: cheap at any length. Counts start anew.
 
         ``changes`` are options that leave the held tokens as they are, for instance
-        ``fork(top_k=64, track_recall=True)``; ValueError for others.
+        ``fork(top_k=64, track_recall=True)``.
+
+        Raises:
+            ValueError: other options.
+            RuntimeError: in the middle of a forward pass.
         """
+        self._check_pass()
         persistence.check_fork(changes)
         twin = object.__new__(type(self))
         twin.__dict__ = dict(vars(self))
@@ -219,15 +279,25 @@ class RetrievalCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.fork()
 
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, Any]]:
+        """As ``DynamicCache``: keys, values and the sliding window of each layer."""
+        for layer in self.layers:
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
     def _stack_layers(self) -> None:
-        """Tell each retrieval layer which one is below it."""
+        """Tell each retrieval layer which ones are below and above it."""
         ours = self.retrieval_layers
         self._lowest = ours[0]
         for layer, below in zip(ours[1:], ours, strict=False):
-            layer.below = below
+            layer.below, below.above = below, layer
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write the filled cache to ``directory``: ``cache.safetensors`` and ``cache.json``."""
+        """Write the filled cache to ``directory``: ``cache.safetensors`` and ``cache.json``.
+
+        Raises:
+            RuntimeError: in the middle of a forward pass.
+        """
+        self._check_pass()
         persistence.save(self, Path(directory))
 
     @classmethod

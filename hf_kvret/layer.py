@@ -10,9 +10,11 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_kvret.cached_rows import CachedRows, prefix_of
 from hf_kvret.calls import AttentionCall, View
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.counters import LayerCounters
+from hf_kvret.exact_attention import attend_cold, attend_exactly
 from hf_kvret.index import ColdTokens, Index
 from hf_kvret.merge import Partial, merge
 from hf_kvret.pieces import piece_len
@@ -33,6 +35,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     Attributes:
         below: the retrieval layer before this one in the model; set by the cache.
+        above: the retrieval layer after this one; set by the cache.
         edits: goes up with everything that is done to the layer, but for a replayed step.
     """
 
@@ -42,12 +45,13 @@ class RetrievalLayer(CacheLayerMixin):
     def __init__(
         self, config: RetrievalConfig, make_index: Callable[[], Index], make_store: MakeStore
     ) -> None:
+        self.regions: Regions | None = None
         super().__init__()
         self.config = config
         self.counters = LayerCounters()
         self.waiting = False
-        self.regions: Regions | None = None
         self.below: RetrievalLayer | None = None
+        self.above: RetrievalLayer | None = None
         self.edits = 0
         self._given: tuple[int, torch.Size, torch.Size] | None = None
         self._view: View | None = None
@@ -83,7 +87,7 @@ class RetrievalLayer(CacheLayerMixin):
         if self.regions is None:
             self.lazy_initialization(key_states, value_states)
         else:
-            _check_tokens(self.regions, key_states, value_states)
+            self.regions.check_tokens(key_states, value_states)
         self.waiting = True
         self.edits += 1
         self._given = (value_states.data_ptr(), key_states.shape, value_states.shape)
@@ -94,6 +98,54 @@ class RetrievalLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         """Tokens held."""
         return 0 if self.regions is None else self.regions.length
+
+    @property
+    def cold_len(self) -> int:
+        """Tokens held outside the window."""
+        return 0 if self.regions is None else self.regions.cold_len
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """``[B, Hkv, T, Dk]`` of all tokens, made when it is used; None before the first update.
+
+        Assigning a prefix of it, ``layer.keys = layer.keys[:, :, :n]``, crops this layer and those
+        above it to ``n`` tokens; anything else raises ValueError.
+        """
+        return self._rows(0)
+
+    @keys.setter
+    def keys(self, rows: torch.Tensor | None) -> None:
+        self._assign("keys", rows)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """``[B, Hkv, T, Dv]`` of all tokens, as ``keys``."""
+        return self._rows(1)
+
+    @values.setter
+    def values(self, rows: torch.Tensor | None) -> None:
+        self._assign("values", rows)
+
+    def _rows(self, side: int) -> CachedRows | None:
+        """Keys (side 0) or values (1)."""
+        regions = self.regions
+        if regions is None:
+            return None
+        like = (regions.window.keys, regions.window.values)[side]
+        return CachedRows(self, lambda count: regions.rows(count)[side], regions.length, like)
+
+    def _assign(self, name: str, rows: torch.Tensor | None) -> None:
+        if rows is not None or self.regions is not None:
+            self.crop_to(prefix_of(self, name, rows))
+
+    def crop_to(self, length: int) -> None:
+        """Keep the first ``length`` tokens here and in the layers above.
+
+        From the top: rows that come back from a store may be made of those of the layer below.
+        """
+        if self.above is not None:
+            self.above.crop_to(length)
+        self.crop(min(0, length - self.get_seq_length()))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for ``query_length`` new queries covers."""
@@ -152,7 +204,9 @@ class RetrievalLayer(CacheLayerMixin):
             if whole is not None:
                 self.waiting = False
                 return whole
-            out = self._attend_exactly(self.regions, query, key, value, past, call)
+            regions = self.regions
+            self.counters.exact_rows += min(past, regions.cold_len) * len(key) * key.shape[1]
+            out = attend_exactly(regions, query, key, value, past, call)
         else:
             if first:
                 self.regions.take_step(key, value, call.valid)
@@ -197,59 +251,16 @@ class RetrievalLayer(CacheLayerMixin):
         return ids
 
     def _attend_whole(self, query: torch.Tensor, cold: ColdTokens, call: AttentionCall) -> Partial:
-        """All cold tokens, piece by piece."""
+        """All cold tokens, counted as selected."""
         assert self.regions is not None, "a cold region is part of the regions"
         window, count = self.regions.window, query.shape[2]
-        merged, heads = None, window.keys.shape[1]
-        for start, keys, values in cold.store.chunks(piece_len(count, window.keys, window.values)):
-            valid = cold.valid[:, start : start + keys.shape[2]]
-            part = call.partial(query, keys, values, valid, causal_offset=None)
-            # Not held while the next piece is made.
-            del keys, values
-            merged = part if merged is None else merge([merged, part])
-        assert merged is not None, "a cold region holds tokens"
+        heads = window.keys.shape[1]
+        part = attend_cold(query, cold, call, piece_len(count, window.keys, window.values))
         selected = self.counters.count(cold, len(query) * heads, count)
         selected.add_(cold.valid.sum() * heads * count)
         if self.config.track_recall:
             self.counters.recalls.append(Recall(overlap=1.0, mass=1.0, best_mass=1.0))
-        return merged
-
-    def _attend_exactly(
-        self,
-        regions: Regions,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        past: int,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        """All tokens before slot ``past``, piece by piece, and the new ones, causally."""
-        self.counters.exact_rows += min(past, regions.cold_len) * len(key) * key.shape[1]
-        valid, window, store = call.valid, regions.window, regions.store
-        # Sinks are in the window, and exact there whatever the store does to its rows.
-        cold_valid = None if store is None else regions.retrievable(valid)
-        # Asked for first: where reading takes time, it begins here.
-        length = piece_len(query.shape[2], key, value)
-        pieces = () if store is None else store.chunks(length, past)
-        new_valid = None if valid is None else valid[:, past:]
-        merged = call.partial(query, key, value, new_valid, causal_offset=0)
-        near = window.tokens()
-        near_valid = window.validity(valid, past)
-        merged = merge([merged, call.partial(query, *near, near_valid, causal_offset=None)])
-        for start, keys, values in pieces:
-            # Some stores give what the new tokens have become, too.
-            count = min(keys.shape[2], past - start)
-            if count > 0:
-                old_valid = None if cold_valid is None else cold_valid[:, start : start + count]
-                old = keys[:, :, :count], values[:, :, :count]
-                part = call.partial(query, *old, old_valid, causal_offset=None)
-                # Not held while the next piece is made.
-                del keys, values, old
-                merged = merge([merged, part])
-                del part
-        if call.sink_logits is None:
-            return merged.out
-        return merge([merged], call.sink_logits).out
+        return part
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Drop the newest tokens; pass their count as a negative number (0: none).
@@ -359,20 +370,3 @@ class RetrievalLayer(CacheLayerMixin):
             self.lazy_initialization(*like)
             if self.regions is not None:
                 self.regions.load_state_dict(state, device)
-
-
-def _check_tokens(regions: Regions, key: torch.Tensor, value: torch.Tensor) -> None:
-    keys, values = regions.window.keys, regions.window.values
-    if len(keys) != len(key):
-        raise ValueError(
-            f"this cache holds a batch of {len(keys)}, the new tokens are a batch of {len(key)}: "
-            "use a new cache or reset(), or cache.batch_repeat_interleave(n)"
-        )
-    held = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
-    given = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
-    if held != given:
-        names = "KV heads {}, key dim {}, value dim {}, {}, {}"
-        raise ValueError(
-            f"this cache was filled by another model ({names.format(*held)}); the new tokens have "
-            f"{names.format(*given)}: use a new cache or reset()"
-        )

@@ -68,6 +68,7 @@ def retrieval_mask(
     contiguous, and padding in itself: for a static cache ``generate`` calls ``contiguous()`` on it,
     which would lose the attribute, and some models then make a mask of it a second time.
     """
+    attention_mask = _plain(attention_mask)
     arguments = dict(
         batch_size=batch_size,
         q_length=q_length,
@@ -98,17 +99,60 @@ def retrieval_mask(
 
 
 class MaskCarrier(torch.Tensor):
-    """A ``[B, T]`` mask whose copies remember too: device maps move it from layer to layer."""
+    """A ``[B, T]`` mask whose copies remember too: device maps move it from layer to layer.
+
+    It stands for a mask that depends on the base, so no computation with it can be right: all but
+    copies and questions about its form raise ValueError.
+    """
 
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        name = _operation(func)
+        if name not in _COPIES and name not in _FORM:
+            raise ValueError(
+                f"this model computes with its attention mask ({name}), which a retrieval cache "
+                "replaces by a form of its own: use cache_implementation='dynamic', after "
+                "hf_kvret.restore(model) where the model was attached, and report the model"
+            )
         result = super().__torch_function__(func, types, args, kwargs or {})
         source = args[0] if args else None
-        if isinstance(result, cls) and isinstance(source, cls) and result.shape == source.shape:
+        if isinstance(result, cls) and isinstance(source, cls):
             result.__dict__.setdefault(_INFO, source.__dict__.get(_INFO))
         return result
+
+
+# Operations of a mask carrier that give the same mask once more.
+_COPIES = frozenset(
+    {"to", "cpu", "cuda", "clone", "detach", "contiguous", "data", "pin_memory", "__deepcopy__"}
+)
+# Those that ask for its form and never for what is in it.
+_FORM = frozenset(
+    {
+        *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "is_contiguous"),
+        *("dtype", "itemsize", "element_size", "nbytes", "is_floating_point", "is_complex"),
+        *("device", "get_device", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_pinned"),
+        *("layout", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_sparse_csr"),
+        *("requires_grad", "grad", "grad_fn", "is_leaf", "is_inference", "_version"),
+        *("data_ptr", "untyped_storage", "storage_offset", "__len__", "__hash__", "__repr__"),
+        *("_is_view", "_base", "is_conj", "is_neg", "record_stream"),
+    }
+)
+
+
+def _operation(func: Callable) -> str:
+    """Name of what is done to a tensor, for an attribute the attribute's."""
+    name = getattr(func, "__name__", repr(func))
+    return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
+
+
+def _plain(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """``mask``, a carrier as the padding that it is: some models make a mask of it once more."""
+    if not isinstance(mask, MaskCarrier):
+        return mask
+    with torch._C.DisableTorchFunctionSubclass():
+        return mask.as_subclass(torch.Tensor)
 
 
 def _all_true(batch: int, length: int, device: torch.device) -> torch.Tensor:

@@ -72,6 +72,23 @@ class Regions:
         """Rows of the batch."""
         return len(self.window.sink_slots)
 
+    def check_tokens(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """ValueError for new tokens of another batch, shape, dtype or device than those held."""
+        keys, values = self.window.keys, self.window.values
+        if len(keys) != len(key):
+            raise ValueError(
+                f"this cache holds a batch of {len(keys)}, the new tokens are a batch of "
+                f"{len(key)}: use a new cache or reset(), or cache.batch_repeat_interleave(n)"
+            )
+        held = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+        given = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        if held != given:
+            names = "KV heads {}, key dim {}, value dim {}, {}, {}"
+            raise ValueError(
+                f"this cache was filled by another model ({names.format(*held)}); the new tokens "
+                f"have {names.format(*given)}: use a new cache or reset()"
+            )
+
     @_keeps_tensors
     def watch(
         self,
@@ -172,6 +189,18 @@ class Regions:
             marks.scatter_(1, slots.masked_fill(slots < 0, cold), False)
             self._retrievable = marks[:, :cold]
         return self._retrievable if valid is None else self._retrievable & valid[:, :cold]
+
+    def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the first ``count`` keys ``[B, Hkv, count, Dk]`` and values, by slot."""
+        window, device = self.window, self.window.keys.device
+        cold = min(count, self.cold_len)
+        parts = [tuple(side[:, :, : count - cold] for side in window.recent())]
+        if self.store is not None and cold:
+            read = [(keys, values) for _, keys, values in self.store.chunks(stop=cold)]
+            keys, values = (torch.cat(side, dim=2)[:, :, :cold] for side in zip(*read, strict=True))
+            parts.insert(0, (keys.to(device), values.to(device)))
+        keys, values = (torch.cat(side, dim=2) for side in zip(*parts, strict=True))
+        return keys, values
 
     @_keeps_tensors
     def crop(self, count: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_kvret.attention import retrieval_attention
 from hf_kvret.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.compatibility import check_model, model_layers
+from hf_kvret.compatibility import check_model, model_layers, text_key
 from hf_kvret.masks import retrieval_mask
 from hf_kvret.methods.a2ats import A2ATSCache
 from hf_kvret.methods.aqua import AquaKVCache
@@ -24,6 +26,15 @@ from hf_kvret.methods.lrqk import LRQKCache
 from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret.prefill import chunk_prompt, forget_chunk
 from hf_kvret.replay import DecodeGraph
+from hf_kvret.requests import (
+    Request,
+    check_length,
+    current_request,
+    is_served,
+    request,
+    tell_dense,
+    warn_of_top_k,
+)
 from hf_kvret_model_patches import decode_graph, generation
 
 # The attention name that `generate` switches a model to; a method's own name also makes it the
@@ -65,7 +76,7 @@ def register(*cache_classes: type[RetrievalCache]) -> None:
         ALL_ATTENTION_FUNCTIONS.register(name, retrieval_attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, retrieval_mask)
         OUR_NAMES.add(name)
-    generation.apply(tuple(_methods), _prepare_cache, _refuse_batch)
+    generation.apply(tuple(_methods), _prepare_cache, _refuse_batch, _around_generate)
     decode_graph.apply(_decode_call)
 
 
@@ -104,8 +115,9 @@ def attach(model: PreTrainedModel) -> None:
     if text is model.config:
         model.set_attn_implementation(ATTENTION_NAME)
     else:
-        model.set_attn_implementation({_text_key(model.config, text): ATTENTION_NAME})
+        model.set_attn_implementation({text_key(model.config): ATTENTION_NAME})
     if text._attn_implementation != ATTENTION_NAME:
+        restore(model)
         raise ValueError(
             f"{type(model).__name__} did not take the attention {ATTENTION_NAME!r}: use "
             "cache_implementation='dynamic'"
@@ -125,14 +137,21 @@ def restore(model: PreTrainedModel) -> None:
     _switched.discard(model)
 
 
-def _text_key(config: PreTrainedConfig, text: PreTrainedConfig) -> str:
-    for key in config.sub_configs:
-        if getattr(config, key, None) is text:
-            return key
-    raise ValueError(
-        f"{config.model_type}: its text model's configuration is nested too deep to be switched; "
-        "load the text model alone"
-    )
+@contextmanager
+def _around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[None]:
+    """All of a call of ``generate``: where it fails, what it switched is put back."""
+    failed = True
+    with request(model, arguments) as call:
+        try:
+            yield
+            failed = False
+        finally:
+            cache, call.cache = call.cache, None
+            # A call in another thread may go on with what this one switched.
+            if failed and call.switched and not is_served(model):
+                restore(model)
+    if cache is not None:
+        tell_dense(cache)
 
 
 def _prepare_cache(
@@ -151,6 +170,7 @@ def _prepare_cache(
             generation_config.cache_implementation = generation_config.cache_config = None
         forget_chunk(generation_config)
         return False
+    call = current_request(model)
     if isinstance(given, RetrievalCache):
         _check_layers(model, given)
         if name is not None and name != given.name:
@@ -160,34 +180,66 @@ def _prepare_cache(
             )
         _check_options(given, generation_config.cache_config or {}, model.config)
         generation_config.cache_implementation = None
-        _check_request(generation_config, model_kwargs)
-        given.check_model(model)
-        attach(model)
-        chunk_prompt(model, given, generation_config, model_kwargs)
+        check_length(call.arguments, given)
+        _serve(call, given, generation_config, model_kwargs)
         return False
-    if given is not None:
-        if name in _methods:
-            raise ValueError(
-                f"past_key_values is a {type(given).__name__}, cache_implementation={name!r} asks "
-                f"for a {_methods[name].__name__}: pass one of the two"
-            )
-        return False
-    if name is None and generation_config.use_cache is not False:
+    if given is not None and name in _methods:
+        raise ValueError(
+            f"past_key_values is a {type(given).__name__}, cache_implementation={name!r} asks "
+            f"for a {_methods[name].__name__}: pass one of the two"
+        )
+    if given is None and name is None and generation_config.use_cache is not False:
         name = model.config.get_text_config(decoder=True)._attn_implementation
-    if name not in _methods:
+    if given is not None or name not in _methods:
+        _refuse_unread(generation_config, given)
         return False
+    check_model(model)
     if generation_config.use_cache is False:
-        raise ValueError(f"use_cache=False contradicts cache_implementation={name!r}: drop one")
-    _check_request(generation_config, model_kwargs)
-    attach(model)
+        raise ValueError(
+            f"use_cache=False contradicts cache_implementation={name!r}: "
+            + (
+                "drop one"
+                if "use_cache" in call.arguments
+                else "the model's generation_config says it, so pass use_cache=True"
+            )
+        )
     options = generation_config.cache_config or {}
     if not isinstance(options, dict):
         raise TypeError(f"cache_config must be a dict of options, got {type(options).__name__}")
     cache = _methods[name](model.config, **options)
-    cache.check_model(model)
-    chunk_prompt(model, cache, generation_config, model_kwargs)
+    _serve(call, cache, generation_config, model_kwargs)
     model_kwargs["past_key_values"] = cache
     return True
+
+
+def _serve(
+    call: Request,
+    cache: RetrievalCache,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Make ``call`` ready to use ``cache``."""
+    model = call.model
+    _check_request(generation_config, model_kwargs)
+    cache.check_model(model)
+    warn_of_top_k(call.arguments, cache.name, generation_config.do_sample is True)
+    text = model.config.get_text_config(decoder=True)
+    call.switched = text._attn_implementation not in OUR_NAMES
+    call.cache = cache
+    attach(model)
+    chunk_prompt(model, cache, generation_config, model_kwargs)
+
+
+def _refuse_unread(generation_config: Any, given: Any) -> None:
+    """ValueError for a ``cache_config`` that no cache of this call would read."""
+    options = generation_config.cache_config
+    if not options or generation_config.cache_implementation is not None:
+        return
+    held = "no cache was asked for" if given is None else f"past_key_values={type(given).__name__}"
+    raise ValueError(
+        f"cache_config={options!r}, but {held}, so nothing would read it: name the cache that it "
+        f"is for with cache_implementation, one of {', '.join(_methods)}"
+    )
 
 
 def _decode_call(

@@ -85,7 +85,7 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
     stats: dict[str, Any] = {
         "steps": counters.steps,
         "queries": counters.queries,
-        "cold_tokens": 0 if layer.regions is None else layer.regions.cold_len,
+        "cold_tokens": layer.cold_len,
         "candidates": counters.candidates,
         "selected": selected,
         "cold_rows": counters.cold_rows,

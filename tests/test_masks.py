@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,13 +55,18 @@ def test_the_base_gets_the_very_mask_that_it_would_have_made(
         assert torch.equal(got, expected)
 
 
+def _padding_of(carrier: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return carrier.as_subclass(torch.Tensor)
+
+
 def test_a_step_makes_no_tensor_of_its_own() -> None:
     padding = _padding(12)
     with_padding = retrieval_mask(**_arguments(1, 12, padding))
     assert with_padding.data_ptr() == padding.data_ptr() and with_padding is not padding
     once, twice = (retrieval_mask(**_arguments(1, 12, None)) for _ in range(2))
     assert once.data_ptr() == twice.data_ptr() and once is not twice
-    assert once.shape == (2, 12) and once.all()
+    assert once.shape == (2, 12) and _padding_of(once).all()
 
 
 @pytest.mark.parametrize("length", [10, 12, 15])
@@ -73,6 +79,65 @@ def test_the_carrier_survives_contiguous_and_is_padding_in_itself(length: int) -
         again = retrieval_mask(**_arguments(4, 12, carrier))
         expected = base_mask(retrieval_mask(**_arguments(4, 12, padding)), "eager", CPU)
         assert torch.equal(base_mask(again, "eager", CPU), expected)
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        torch.Tensor.clone,
+        torch.Tensor.detach,
+        torch.Tensor.contiguous,
+        lambda mask: mask.to("cpu"),
+        lambda mask: mask.to(torch.int64),
+        lambda mask: mask.data,
+    ],
+)
+def test_a_copy_remembers(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    carrier = retrieval_mask(**_arguments(4, 12, _padding(12)))
+    assert mask_info(copy(carrier)) is mask_info(carrier) is not None
+
+
+@pytest.mark.parametrize(
+    ("compute", "operation"),
+    [
+        (lambda mask: mask & torch.ones(2, 12, dtype=torch.bool), "__and__"),
+        (lambda mask: torch.ones(2, 12, dtype=torch.bool) & mask, "__and__"),
+        (lambda mask: mask | mask, "__or__"),
+        (lambda mask: ~mask, "__invert__"),
+        (lambda mask: mask == 0, "__eq__"),
+        (lambda mask: mask[:, None, None], "__getitem__"),
+        (lambda mask: mask[:, :4], "__getitem__"),
+        (lambda mask: torch.where(mask, 0.0, 1.0), "where"),
+        (lambda mask: torch.zeros(2, 12).masked_fill(mask, 1.0), "masked_fill"),
+        (lambda mask: torch.zeros(2, 12) + mask, "add"),
+        (lambda mask: mask.all(), "all"),
+        (bool, "__bool__"),
+        (lambda mask: mask.sum(-1), "sum"),
+        (lambda mask: mask.unsqueeze(1), "unsqueeze"),
+        (lambda mask: mask.expand(2, 12), "expand"),
+        (lambda mask: mask.view(-1), "view"),
+        (lambda mask: mask.T, "T"),
+        (lambda mask: torch.cat([mask, mask]), "cat"),
+        (lambda mask: mask.fill_(True), "fill_"),
+        (lambda mask: mask.__setitem__((0, 0), False), "__setitem__"),
+        (torch.zeros_like, "zeros_like"),
+    ],
+)
+def test_whoever_computes_with_a_carrier_is_told(
+    compute: Callable[[torch.Tensor], object], operation: str
+) -> None:
+    """A model that makes a mask of its own of it would be wrong in silence (MiniMax-M3)."""
+    carrier = retrieval_mask(**_arguments(12, 12, _padding(12)))
+    with pytest.raises(ValueError, match=rf"attention mask \({operation}\).*restore\(model\)"):
+        compute(carrier)
+
+
+def test_form_can_be_asked_for() -> None:
+    carrier = retrieval_mask(**_arguments(12, 12, None))
+    assert carrier.shape == carrier.size() == (2, 12) and len(carrier) == 2 and carrier.ndim == 2
+    assert carrier.dim() == 2 and carrier.numel() == 24 and carrier.is_contiguous()
+    assert carrier.dtype == torch.bool and carrier.device == CPU and not carrier.is_cuda
+    assert not carrier.requires_grad and isinstance(repr(carrier), str)
 
 
 def test_one_padding_carries_the_masks_of_several_kinds_of_layer() -> None:

@@ -25,6 +25,7 @@ KERNELS = "hf_kvret_kernels"
 # Small modules without a room of their own; they import each other and nothing else of ours.
 HELPERS = (
     "hf_kvret.block",
+    "hf_kvret.cached_rows",
     "hf_kvret.config",
     "hf_kvret.growing",
     "hf_kvret.pieces",
@@ -51,9 +52,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "hf_kvret.counters": CONTRACTS,
     "hf_kvret.regions": (KERNELS, "hf_kvret.window", *CONTRACTS, *HELPERS),
     "hf_kvret.calls": (KERNELS, "hf_kvret.merge"),
+    "hf_kvret.exact_attention": (
+        "hf_kvret.calls",
+        "hf_kvret.regions",
+        *CONTRACTS,
+        *HELPERS,
+    ),
     "hf_kvret.layer": (
         KERNELS,
         "hf_kvret.calls",
+        "hf_kvret.exact_attention",
         "hf_kvret.counters",
         "hf_kvret.window",
         "hf_kvret.regions",
@@ -77,6 +85,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *CONTRACTS,
         *HELPERS,
     ),
+    "hf_kvret.requests": ("hf_kvret.cache",),
     "hf_kvret.registry": (
         "hf_kvret.methods",
         "hf_kvret.attention",
@@ -87,6 +96,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "hf_kvret.layer",
         "hf_kvret.prefill",
         "hf_kvret.replay",
+        "hf_kvret.requests",
         "hf_kvret_model_patches",
         *HELPERS,
     ),

@@ -2,7 +2,8 @@
 
 transformers has no registration for them. It checks the name against a tuple and turns it
 into a cache in ``GenerationMixin._prepare_cache_for_generation``; both are wrapped here, and
-every other name goes the way it always went.
+every other name goes the way it always went. ``generate`` is wrapped for what only the whole call
+shows: what it was given, and that it failed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 _METHOD = "_prepare_cache_for_generation"
-_BATCH = "generate_batch"
+_GENERATE, _BATCH = "generate", "generate_batch"
 _NAMES = "ALL_CACHE_IMPLEMENTATIONS"
 
 _saved: dict[str, Any] = {}
@@ -31,17 +33,28 @@ def apply(
     names: tuple[str, ...],
     prepare: Callable[[Any, Any, dict[str, Any]], bool],
     check_batch: Callable[[Any, Any], None],
+    around: Callable[[Any, dict[str, Any]], AbstractContextManager[None]],
 ) -> None:
     """Accept ``names``, and ask ``prepare`` before transformers makes a cache.
 
     ``check_batch(model, generation_config)`` is called first by ``generate_batch`` and may raise.
     ``prepare(model, generation_config, model_kwargs)`` returns True when it has put a cache into
-    ``model_kwargs`` and transformers has nothing left to do. Applying again replaces the names
-    and the hook.
+    ``model_kwargs`` and transformers has nothing left to do. All of ``generate`` runs within
+    ``around(model, arguments)``, the arguments by name. Applying again replaces the names and the
+    hooks.
     """
     restore()
     original = getattr(GenerationMixin, _METHOD)
     _saved[_METHOD], _saved[_NAMES] = original, known_names()
+    whole = _saved[_GENERATE] = getattr(GenerationMixin, _GENERATE)
+    signature = inspect.signature(whole)
+
+    @functools.wraps(whole)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(self, *args, **kwargs).arguments
+        arguments = {**given, **given.get("kwargs", {})}
+        with around(self, arguments):
+            return whole(self, *args, **kwargs)
 
     @functools.wraps(original)
     def prepare_cache(
@@ -61,6 +74,7 @@ def apply(
         return batch(self, *args, **kwargs)
 
     setattr(GenerationMixin, _METHOD, prepare_cache)
+    setattr(GenerationMixin, _GENERATE, generate)
     setattr(GenerationMixin, _BATCH, generate_batch)
     setattr(configuration_utils, _NAMES, (*_saved[_NAMES], *names))
 
@@ -69,6 +83,7 @@ def restore() -> None:
     """Put transformers back as it was. Harmless when nothing was applied."""
     if _saved:
         setattr(GenerationMixin, _METHOD, _saved.pop(_METHOD))
+        setattr(GenerationMixin, _GENERATE, _saved.pop(_GENERATE))
         inherited = _saved.pop(_BATCH)
         if inherited is None:
             delattr(GenerationMixin, _BATCH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -31,6 +32,11 @@ def _ignore(model: Any, generation_config: Any) -> None:
     """Lets every `generate_batch` pass."""
 
 
+def _around(model: Any, arguments: dict[str, Any]) -> AbstractContextManager[None]:
+    """Lets every `generate` pass."""
+    return nullcontext()
+
+
 def _never(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
     return False
 
@@ -38,7 +44,7 @@ def _never(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
 def test_restoring_puts_back_the_very_objects() -> None:
     names, method = configuration_utils.ALL_CACHE_IMPLEMENTATIONS, getattr(GenerationMixin, METHOD)
     generation.restore()
-    generation.apply(("mine",), _never, _ignore)
+    generation.apply(("mine",), _never, _ignore, _around)
     assert (*names, "mine") == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     assert generation.known_names() == (*names, "mine")
     assert getattr(GenerationMixin, METHOD) is not method
@@ -51,10 +57,31 @@ def test_restoring_puts_back_the_very_objects() -> None:
 def test_applying_again_replaces_names_and_hook_without_stacking() -> None:
     names, method = configuration_utils.ALL_CACHE_IMPLEMENTATIONS, getattr(GenerationMixin, METHOD)
     for name in ("first", "second"):
-        generation.apply((name,), _never, _ignore)
+        generation.apply((name,), _never, _ignore, _around)
     assert (*names, "second") == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     assert getattr(GenerationMixin, METHOD).__wrapped__ is method
     assert getattr(GenerationMixin, METHOD).__name__ == METHOD
+
+
+def test_generate_runs_within_the_hook_and_is_put_back() -> None:
+    whole, seen = GenerationMixin.generate, []
+
+    @contextmanager
+    def around(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
+        seen.append(sorted(arguments))
+        yield
+        seen.append("done")
+
+    generation.apply(("mine",), _never, _ignore, around)
+    assert GenerationMixin.generate.__wrapped__ is whole
+    model = MODELS["llama"].build()
+    model.generate(torch.arange(5, 25)[None], max_new_tokens=2, do_sample=False)
+    assert {"self", "inputs", "max_new_tokens", "do_sample"} <= set(seen[0]) and seen[1] == "done"
+    with pytest.raises(ValueError, match="unknown_argument"):
+        model.generate(torch.arange(5, 25)[None], unknown_argument=1)
+    assert len(seen) == 3
+    generation.restore()
+    assert GenerationMixin.generate is whole
 
 
 def test_importing_applies_nothing() -> None:
@@ -72,7 +99,7 @@ def test_a_new_name_validates_and_the_hook_makes_its_cache() -> None:
         kwargs["past_key_values"] = DynamicCache(config=model.config)
         return True
 
-    generation.apply(("mine",), prepare, _ignore)
+    generation.apply(("mine",), prepare, _ignore, _around)
     GenerationConfig(cache_implementation="mine").validate()
     model = MODELS["llama"].build()
     ids = torch.arange(5, 25)[None]
@@ -88,7 +115,7 @@ def test_a_new_name_validates_and_the_hook_makes_its_cache() -> None:
 
 @pytest.mark.parametrize("name", ["dynamic", "static"])
 def test_other_names_reach_transformers(name: str) -> None:
-    generation.apply(("mine",), _never, _ignore)
+    generation.apply(("mine",), _never, _ignore, _around)
     model = MODELS["llama"].build()
     ids = torch.arange(5, 25)[None]
     run = {"max_new_tokens": 3, "do_sample": False}

@@ -1,0 +1,113 @@
+"""A call of ``generate``: what it was given, and what is to be undone where it fails."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvret.cache import RetrievalCache
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Request:
+    """One call of ``generate``.
+
+    Attributes:
+        model: whose ``generate`` was called.
+        arguments: by name, as the caller gave them.
+        cache: the retrieval cache that the call uses, once that is known.
+        switched: the call switched the model's attention to ours.
+    """
+
+    model: PreTrainedModel
+    arguments: dict[str, Any]
+    cache: RetrievalCache | None = None
+    switched: bool = False
+
+
+# All calls under way, in any thread; the newest last.
+_under_way: list[tuple[int, Request]] = []
+_lock = threading.Lock()
+
+# Caches of which it was said that they retrieved nothing.
+_told: weakref.WeakSet[RetrievalCache] = weakref.WeakSet()
+
+
+@contextmanager
+def request(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[Request]:
+    """A new ``Request``, the current one of its model and thread until the call is over."""
+    entry = threading.get_ident(), Request(model, arguments)
+    with _lock:
+        _under_way.append(entry)
+    try:
+        yield entry[1]
+    finally:
+        with _lock:
+            _under_way.remove(entry)
+
+
+def current_request(model: PreTrainedModel) -> Request:
+    """What ``generate`` of ``model`` was called with last in this thread.
+
+    Empty where transformers' own functions are called without ``generate``.
+    """
+    thread = threading.get_ident()
+    with _lock:
+        for owner, newest in reversed(_under_way):
+            if owner == thread and newest.model is model:
+                return newest
+    return Request(model, {})
+
+
+def is_served(model: PreTrainedModel) -> bool:
+    """Whether a call of ``generate`` under way, in any thread, uses a retrieval cache."""
+    with _lock:
+        return any(one.model is model and one.cache is not None for _, one in _under_way)
+
+
+def check_length(arguments: dict[str, Any], cache: RetrievalCache) -> None:
+    """ValueError unless the prompt of a call goes on from what ``cache`` holds."""
+    for name in ("inputs_embeds", "input_ids", "inputs"):
+        prompt = arguments.get(name)
+        if isinstance(prompt, torch.Tensor):
+            break
+    else:
+        return
+    length, held = prompt.shape[1] if prompt.ndim > 1 else len(prompt), cache.get_seq_length()
+    if held and length <= held:
+        raise ValueError(
+            f"{name} has {length} tokens, past_key_values holds {held}: pass the whole "
+            "conversation, the tokens that the cache holds and the new ones behind them (or "
+            "cache.crop to forget the newest, cache.reset() to begin anew)"
+        )
+
+
+def warn_of_top_k(arguments: dict[str, Any], method: str, samples: bool) -> None:
+    """Warn of a ``top_k`` that was meant for the cache: ``generate`` takes it for sampling."""
+    top_k = arguments.get("top_k")
+    if top_k is not None and not samples:
+        _log.warning(
+            "top_k=%s is generate's own, for sampling, and does nothing without do_sample=True. "
+            "The budget of the cache is cache_config={'top_k': ...} beside "
+            "cache_implementation=%r, or top_k of the cache's class",
+            top_k,
+            method,
+        )
+
+
+def tell_dense(cache: RetrievalCache) -> None:
+    """Log, once for a ``cache``, that it was too short to retrieve anything."""
+    reason = cache.why_dense()
+    if reason is not None and cache not in _told:
+        _told.add(cache)
+        _log.info("%s", reason)

@@ -1,0 +1,153 @@
+"""layer.keys and layer.values: tensors that are made when they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_kvret
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.artifacts import tiny_artifact
+from hf_kvret.testing.scenario import prompt
+
+METHODS = ("flat", "paris", "lrqk", "ctkvr", "h2o")
+STORES = ("device", "host", "resident", "cpu")
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return MODELS["llama"].build()
+
+
+def _filled(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    method: str = "flat",
+    store: str = "device",
+    **more: str,
+) -> hf_kvret.RetrievalCache:
+    options = {**COVERING_OPTIONS, "store": store, **more}
+    cache = hf_kvret.registered_methods()[method](model.config, **options)
+    hf_kvret.attach(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    return cache
+
+
+def _dynamic(model: PreTrainedModel, ids: torch.Tensor) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("method", "store"), [*((m, "device") for m in METHODS), *(("flat", s) for s in STORES[1:])]
+)
+def test_rows_are_those_of_a_dynamic_cache(llama: PreTrainedModel, method: str, store: str) -> None:
+    ids = prompt(2, 70)
+    ours, theirs = _filled(llama, ids, method, store), _dynamic(llama, ids)
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        assert mine.cold_len > 0, "some rows lie in the store"
+        for got, want in ((mine.keys, other.keys), (mine.values, other.values)):
+            assert got.shape == want.shape and got.dtype == want.dtype
+            # The second layer's inputs went through attention in another order of summation.
+            torch.testing.assert_close(got.clone(), want, atol=1e-4, rtol=0)
+            torch.testing.assert_close(got[:, :, 3:9], want[:, :, 3:9], atol=1e-4, rtol=0)
+            torch.testing.assert_close(got.norm(dim=-1), want.norm(dim=-1), atol=1e-4, rtol=0)
+
+
+def test_a_cache_is_iterated_as_transformers_own(llama: PreTrainedModel) -> None:
+    ids = prompt(1, 40)
+    ours, theirs = _filled(llama, ids), _dynamic(llama, ids)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert len(mine) == len(other) and mine[2] is None
+        torch.testing.assert_close(mine[0] + 0, other[0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(mine[1] + 0, other[1], atol=1e-4, rtol=0)
+    empty = hf_kvret.FlatKVCache(llama.config)
+    assert [layer[:2] for layer in empty] == [(None, None), (None, None)]
+
+
+def test_form_and_prefixes_read_nothing(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = _filled(llama, prompt(2, 60))
+
+    def reads(*arguments: object, **keywords: object) -> None:
+        raise AssertionError("rows were read")
+
+    for layer in cache.retrieval_layers:
+        monkeypatch.setattr(layer.regions, "rows", reads)
+    keys = cache.layers[0].keys
+    assert keys.shape == (2, 2, 61, 16) and keys.ndim == 4 and keys.numel() == 2 * 2 * 61 * 16
+    assert keys.dtype == torch.float32 and keys.device.type == "cpu" and "61" in repr(keys)
+    assert keys[:, :, :20].shape == (2, 2, 20, 16) and keys[..., :-1, :].shape[2] == 60
+    assert keys[:, :, :20][:, :, :5].shape == (2, 2, 5, 16)
+    with pytest.raises(AssertionError, match="rows were read"):
+        keys.sum()
+
+
+def test_rows_become_arrays_and_lists(llama: PreTrainedModel) -> None:
+    keys = _filled(llama, prompt(1, 30)).layers[0].keys
+    plain = keys.clone()
+    assert keys.numpy().tolist() == keys.cpu().numpy().tolist() == plain.tolist() == keys.tolist()
+    target = torch.empty_like(plain)
+    target.copy_(keys)
+    assert torch.equal(target, plain)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda keys: keys.mul_(2),
+        lambda keys: keys.__setitem__((slice(None), 0), 1.0),
+        lambda keys: torch.add(keys, 1, out=keys),
+        lambda keys: keys.zero_(),
+    ],
+)
+def test_nothing_is_written_through_them(
+    llama: PreTrainedModel, write: Callable[[torch.Tensor], object]
+) -> None:
+    with pytest.raises(TypeError, match=r"change a copy \(layer.keys.clone\(\)\)"):
+        write(_filled(llama, prompt(1, 30)).layers[0].keys)
+
+
+@pytest.fixture(scope="module")
+def artifact(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_artifact(llama, "aqua", tmp_path_factory.mktemp("aqua"))
+
+
+@pytest.mark.parametrize("method", [*METHODS, "aqua"])
+@pytest.mark.parametrize("length", [58, 20, 0])
+def test_assigning_a_prefix_crops_as_crop_does(
+    llama: PreTrainedModel, artifact: str, method: str, length: int
+) -> None:
+    """The loop of scripts that forget an answer: from the lowest layer up."""
+    ids, more = prompt(2, 60), prompt(2, 9, salt=1)
+    needs = {"artifact": artifact} if method == "aqua" else {}
+    assigned, cropped = (_filled(llama, ids, method, "auto", **needs) for _ in range(2))
+    cropped.crop(length - 61)
+    for layer in assigned.layers:
+        layer.keys = layer.keys[:, :, :length]
+        layer.values = layer.values[:, :, :length]
+    assert [layer.get_seq_length() for layer in assigned.layers] == [length, length]
+    with torch.no_grad():
+        for start in range(9):
+            step = more[:, start : start + 1]
+            got, want = (llama(step, past_key_values=c).logits for c in (assigned, cropped))
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_anything_else_is_refused_with_advice(llama: PreTrainedModel, name: str) -> None:
+    cache = _filled(llama, prompt(1, 30))
+    layer, other = cache.layers
+    for rows in (getattr(layer, name).clone(), getattr(other, name), None, torch.zeros(1)):
+        with pytest.raises(ValueError, match=r"prefix of itself only.*cache\.crop\(-count\)"):
+            setattr(layer, name, rows)
+    assert cache.get_seq_length() == 31
