@@ -38,6 +38,17 @@ LOGIT_TOLERANCE = 3e-4
 moved them by at most 3e-5 in any mode; a budget of a single token by 0.1 and more."""
 
 
+# How configurations call the tokens that a layer works on together.
+_SPANS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "index_block_size",
+    "block_size",
+    "chunk_size",
+    "mamba_chunk_size",
+)
+
+
 class Case(NamedTuple):
     """A model and a mode, by name; ``str(case)`` is an identifier for test runners."""
 
@@ -104,7 +115,8 @@ def check(
 
     Raises:
         AssertionError: the first difference, with model and mode, or that no cold row was read.
-        ValueError: the mode does not work on the model, see ``mode.supports(model)``.
+        ValueError: the mode does not work on the model, see ``mode.supports(model)``, or its texts
+            are no longer than a window or block of the model, so that they would show nothing.
     """
     where = f"{model.config.model_type}, {mode.name}"
     if baseline is None:
@@ -116,12 +128,30 @@ def check(
     difference = first_difference(outcome, baseline, atol)
     if difference is not None:
         raise AssertionError(f"{where}: {difference}")
+    longest = max(cache.get_seq_length() for cache in outcome.caches)
+    name, span = widest_span(model)
+    if longest <= span:
+        raise ValueError(
+            f"{where}: its texts have at most {longest} tokens, {name} of the model is {span}: "
+            "what lies beyond a window or block was never seen; build the model with a smaller one"
+        )
     if not any(proof(cache) for cache in outcome.caches):
         raise AssertionError(
             f"{where}: no cold row was read, so the agreement proves nothing; shrink the window "
             "(COVERING_OPTIONS) or see why the cache retrieves nothing"
         )
     return outcome
+
+
+def widest_span(model: PreTrainedModel) -> tuple[str, int]:
+    """The widest window or block of tokens in the model's configuration: its name and length."""
+    text = model.config.get_text_config(decoder=True)
+    spans = [(name, getattr(text, name, None)) for name in _SPANS]
+    return max(
+        ((name, span) for name, span in spans if isinstance(span, int)),
+        key=lambda named: named[1],
+        default=("no window", 0),
+    )
 
 
 def first_difference(outcome: Outcome, baseline: Outcome, atol: float) -> str | None:

@@ -30,7 +30,7 @@ from hf_kvret.testing import (
     run_case,
     run_conformance,
 )
-from hf_kvret.testing.conformance import first_difference
+from hf_kvret.testing.conformance import first_difference, widest_span
 from hf_kvret.testing.scenario import Outcome, dynamic_cache, prompt
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
@@ -265,6 +265,19 @@ def test_check_refuses_a_mode_that_the_model_can_not_do() -> None:
     assert reason == "a recurrent state can't be cropped"
     with pytest.raises(ValueError, match=r"qwen3_next, crop_deep can't be checked: a recurrent"):
         check(model, MODES["crop_deep"], partial(dynamic_cache, model), proof=no_proof)
+
+
+def test_check_refuses_texts_that_a_window_of_the_model_covers() -> None:
+    """At 40 tokens a model whose sparse layers lose causality passed; at 200 it failed."""
+    model = MODELS["gemma2"].build()
+    assert widest_span(model) == ("sliding_window", 16)
+    model.config.sliding_window = 83
+    options = {"proof": no_proof, "baseline": MODES["greedy"].reference(model)}
+    with pytest.raises(ValueError, match=r"at most 83 tokens, sliding_window of the model is 83"):
+        check(model, MODES["greedy"], partial(dynamic_cache, model), **options)
+    model.config.sliding_window = 82
+    options["baseline"] = MODES["greedy"].reference(model)
+    check(model, MODES["greedy"], partial(dynamic_cache, model), **options)
 
 
 def test_check_compares_with_the_same_model_when_no_baseline_is_given() -> None:
