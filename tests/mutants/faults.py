@@ -1,0 +1,270 @@
+"""Planted faults: small changes of the library, each of which some default test must notice.
+
+``run.py`` plants them one by one. A fault names a text that stands once in its file, and what is
+to stand there instead; when code moves, move its fault along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        name: what is wrong with it.
+        file: path from the root of the repository.
+        right: what stands there, exactly once.
+        wrong: what stands there when the fault is planted.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+
+
+FAULTS = (
+    Fault(
+        "mask-column",
+        "hf_kvret/masks.py",
+        "return mask[:, 0, -1]",
+        "return mask[:, 0, 0]",
+    ),
+    Fault(
+        "mask-forgets-padding",
+        "hf_kvret/masks.py",
+        "return None if info.padding is None else info.padding.to(device)",
+        "return None",
+    ),
+    Fault(
+        "mask-may-be-computed-with",
+        "hf_kvret/masks.py",
+        "if name not in _COPIES and name not in _FORM:",
+        "if False:",
+    ),
+    Fault(
+        "window-crop-off-by-one",
+        "hf_kvret/window.py",
+        "self.length -= dropped\n",
+        "self.length -= max(0, dropped - 1)\n",
+    ),
+    Fault(
+        "sink-overwritten",
+        "hf_kvret/window.py",
+        "found = hit.any(dim=1) & (self.sink_slots[:, sink] < 0)",
+        "found = hit.any(dim=1)",
+    ),
+    Fault(
+        "sink-not-freed-by-crop",
+        "hf_kvret/window.py",
+        "self.sink_slots.masked_fill(self.sink_slots >= self.start, -1)",
+        "self.sink_slots.masked_fill(self.sink_slots > self.start, -1)",
+    ),
+    Fault(
+        "padded-sink-attended",
+        "hf_kvret/window.py",
+        "sinks = sinks & valid.gather(1, self.sink_slots.clamp(min=0))",
+        "sinks = sinks | valid.gather(1, self.sink_slots.clamp(min=0))",
+    ),
+    Fault(
+        "fork-shares-the-window",
+        "hf_kvret/window.py",
+        "twin.keys, twin.values = self.keys.clone(), self.values.clone()",
+        "twin.keys, twin.values = self.keys, self.values",
+    ),
+    Fault(
+        "sinks-counted-twice",
+        "hf_kvret/regions.py",
+        "marks.scatter_(1, slots.masked_fill(slots < 0, cold), False)",
+        "marks.scatter_(1, slots.masked_fill(slots < 0, cold), True)",
+    ),
+    Fault(
+        "fork-shares-the-store",
+        "hf_kvret/regions.py",
+        "twin.store = None if self.store is None else self.store.fork()",
+        "twin.store = self.store",
+    ),
+    Fault(
+        "cropped-index-counts-as-built",
+        "hf_kvret/regions.py",
+        "self._built = self._built and cold > 0",
+        "pass",
+    ),
+    Fault(
+        "drafts-see-the-future",
+        "hf_kvret/layer.py",
+        "offset = keys.shape[2] - query.shape[2] if query.shape[2] > 1 else None",
+        "offset = None",
+    ),
+    Fault(
+        "shared-layer-forgets-its-past",
+        "hf_kvret/layer.py",
+        "past = self.regions.length - (0 if first else new)",
+        "past = self.regions.length if first else 0",
+    ),
+    Fault(
+        "learned-sinks-lost-in-a-second-prompt",
+        "hf_kvret/exact_attention.py",
+        "return merge([merged], call.sink_logits).out",
+        "return merged.out",
+    ),
+    Fault(
+        "soft-cap-lost",
+        "hf_kvret/calls.py",
+        "            softcap=self.softcap,\n",
+        "            softcap=None,\n",
+    ),
+    Fault(
+        "refused-call-leaves-the-layer-waiting",
+        "hf_kvret/attention.py",
+        "        layer.waiting = False\n        raise",
+        "        raise",
+    ),
+    Fault(
+        "base-without-learned-sinks",
+        "hf_kvret/base_attention.py",
+        'plain = keywords.get("softcap") is None and keywords.get("s_aux") is None',
+        'plain = keywords.get("softcap") is None',
+    ),
+    Fault(
+        "budget-rounds-down",
+        "hf_kvret/config.py",
+        "return max(1, math.ceil(self.top_k * cold_len))",
+        "return max(1, math.floor(self.top_k * cold_len))",
+    ),
+    Fault(
+        "fork-overwrites-shared-rows",
+        "hf_kvret/growing.py",
+        "self._promised = max(self._promised, self.length)",
+        "self._promised = 0",
+    ),
+    Fault(
+        "wrong-page",
+        "hf_kvret/stores/paged.py",
+        "first = sum(len(other) for other in self._chunks[:-1]) + start",
+        "first = sum(len(other) for other in self._chunks[:-1])",
+    ),
+    Fault(
+        "cropped-page-written-on",
+        "hf_kvret/stores/paged.py",
+        "self.length, self._tail = cold_len, None",
+        "self.length = cold_len",
+    ),
+    Fault(
+        "fork-writes-the-shared-page",
+        "hf_kvret/stores/paged.py",
+        "twin.length, twin._key_dim = self.length, self._key_dim",
+        "twin.length, twin._key_dim, twin._tail = self.length, self._key_dim, self._tail",
+    ),
+    Fault(
+        "slot-of-a-dropped-token-kept",
+        "hf_kvret/stores/slots.py",
+        "gone = self.slot_map.token >= cold_len",
+        "gone = self.slot_map.token > cold_len",
+    ),
+    Fault(
+        "ids-of-another-dtype",
+        "hf_kvret/methods/flat/index.py",
+        'masked_fill(best.values == float("-inf"), -1).int()',
+        'masked_fill(best.values == float("-inf"), -1)',
+    ),
+    Fault(
+        "padding-selected",
+        "hf_kvret/methods/flat/index.py",
+        'scores = scores.masked_fill(~valid[:, None, None], float("-inf"))\n',
+        "",
+    ),
+    Fault(
+        "counts-of-dropped-keys-kept",
+        "hf_kvret/methods/paris/index.py",
+        "self._counts = self._counts - paris.count_centroids(",
+        "paris.count_centroids(",
+    ),
+    Fault(
+        "trail-keeps-cropped-rows",
+        "hf_kvret/methods/h2o/trail.py",
+        "self._rows.crop(self._gone + kept)",
+        "self._rows.crop(self._gone + kept + 1)",
+    ),
+    Fault(
+        "lists-name-dropped-tokens",
+        "hf_kvret/methods/ctkvr/queue.py",
+        "lists.replace_ids(ids.masked_fill(ids >= cold_len, -1))",
+        "lists.replace_ids(ids.masked_fill(ids > cold_len, -1))",
+    ),
+    Fault(
+        "dropped-codes-selected",
+        "hf_kvret/methods/a2ats/index.py",
+        "self._cold = min(self._cold, cold_len)",
+        "pass",
+    ),
+    Fault(
+        "scale-forgotten",
+        "kernels/hf_kvret_kernels/prompt_attention/naive.py",
+        "q = query[:, :, first:last].float() * scale",
+        "q = query[:, :, first:last].float()",
+    ),
+    Fault(
+        "causal-off-by-one",
+        "kernels/hf_kvret_kernels/prompt_attention/naive.py",
+        "return torch.arange(start, stop, device=device) > last_seen[:, None]",
+        "return torch.arange(start, stop, device=device) > last_seen[:, None] + 1",
+    ),
+    Fault(
+        "soft-cap-not-scaled-back",
+        "kernels/hf_kvret_kernels/gather_attention/naive.py",
+        "scores = softcap * torch.tanh(scores / softcap)",
+        "scores = torch.tanh(scores / softcap)",
+    ),
+    Fault(
+        "log-of-another-base",
+        "kernels/hf_kvret_kernels/merge/naive.py",
+        "peak + mass.log()",
+        "peak + mass.log2()",
+    ),
+    Fault(
+        "mean-of-the-group-for-the-best",
+        "kernels/hf_kvret_kernels/relevance/naive.py",
+        "return _shares(scores).view(B, heads, Hq // heads, Q, n).amax(dim=2)",
+        "return _shares(scores).view(B, heads, Hq // heads, Q, n).mean(dim=2)",
+    ),
+    Fault(
+        "duplicates-kept",
+        "kernels/hf_kvret_kernels/centroid/naive.py",
+        "seen &= marks.gather(3, tokens) == places",
+        "pass",
+    ),
+    Fault(
+        "codes-packed-the-other-way-round",
+        "kernels/hf_kvret_kernels/higgs/packing.py",
+        "return ((words.unsqueeze(-1) >> shifts) & ((1 << code_bits) - 1)).flatten(-2)",
+        "return ((words.unsqueeze(-1) >> shifts.flip(0)) & ((1 << code_bits) - 1)).flatten(-2)",
+    ),
+    Fault(
+        "rotated-the-wrong-way",
+        "model_patches/hf_kvret_model_patches/rope.py",
+        "pair = first * cos - second * sin, second * cos + first * sin",
+        "pair = first * cos + second * sin, second * cos - first * sin",
+    ),
+    Fault(
+        "tensors-of-another-save-accepted",
+        "hf_kvret/persistence.py",
+        'for name, tensor in tensors.items()} != description["tensors"]:',
+        "for name, tensor in tensors.items()} == 0:",
+    ),
+    Fault(
+        "short-last-chunk-retrieves",
+        "hf_kvret/prefill.py",
+        "if length % size == 0 or length % size > max_draft:",
+        "if length % size == 0 or length % size >= max_draft:",
+    ),
+    Fault(
+        "failed-call-leaves-the-model-switched",
+        "hf_kvret/registry.py",
+        "if failed and call.switched and not is_served(model):",
+        "if False:",
+    ),
+)

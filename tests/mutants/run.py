@@ -1,0 +1,142 @@
+"""Plant each fault of ``faults.py`` in this checkout and see whether the tests notice.
+
+    python tests/mutants/run.py                  every fault, on the tests of its module
+    python tests/mutants/run.py NAME ... --whole  these, survivors also on the whole default run
+
+A fault is planted in the file itself and taken back afterwards, also after Ctrl-C; files with
+changes that are not committed are refused. Ends with status 1 if a fault survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from faults import FAULTS, Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("kernels/", "model_patches/", "")
+
+
+def module_of(file: str) -> str:
+    """``hf_kvret.window`` for ``hf_kvret/window.py``."""
+    for home in PACKAGES:
+        if file.startswith(home):
+            return file.removeprefix(home).removesuffix(".py").replace("/", ".")
+    raise AssertionError("the last home is every file's")
+
+
+def imported(test: Path) -> set[str]:
+    """Full names of what a test file imports, with and without the last part."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(test.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def tests_of(file: str) -> list[str]:
+    """Test files that import the module, or its package below the top, or bear its name."""
+    module = module_of(file)
+    package, _, stem = module.rpartition(".")
+    wanted = {module, package} - {"hf_kvret"}
+    return [
+        str(test.relative_to(ROOT))
+        for test in sorted((ROOT / "tests").rglob("test_*.py"))
+        if imported(test) & wanted or test.stem == f"test_{stem}"
+    ]
+
+
+def plant(fault: Fault) -> str:
+    """Put ``fault`` into its file; returns what the file held.
+
+    Raises:
+        ValueError: the file has changed, so that the fault has no place or several.
+    """
+    path = ROOT / fault.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(fault.right) != 1:
+        raise ValueError(
+            f"{fault.name}: {fault.right!r} stands {text.count(fault.right)} times in "
+            f"{fault.file}: bring tests/mutants/faults.py up to date"
+        )
+    path.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
+    return text
+
+
+def fails(tests: list[str], workers: int) -> bool | None:
+    """Whether some of ``tests`` (none named: all) fail; None where there is nothing to run."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-n", str(workers), *tests]
+    status = subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode
+    if status == 5:
+        return None
+    if status not in (0, 1):
+        raise RuntimeError(f"pytest ended with status {status}: {' '.join(command)}")
+    return status == 1
+
+
+def outcome(fault: Fault, whole: bool, workers: int) -> str:
+    """``caught``, ``caught by the whole run`` or ``survived``."""
+    before = plant(fault)
+    try:
+        tests = tests_of(fault.file)
+        if tests and fails(tests, workers):
+            return "caught"
+        if whole and fails([], workers):
+            return "caught by the whole run"
+        return "survived"
+    finally:
+        (ROOT / fault.file).write_text(before, encoding="utf-8")
+
+
+def main() -> int:
+    """Run the faults that were named, or all; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [fault.name for fault in FAULTS]
+    parser.add_argument("names", nargs="*", metavar="NAME", help="faults to plant (default: all)")
+    parser.add_argument("--whole", action="store_true", help="try survivors on all default tests")
+    parser.add_argument("--workers", type=int, default=2, help="test processes (default: 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes as JSON")
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - set(names))
+    if unknown:
+        parser.error(f"no fault is called {', '.join(unknown)}; there are {', '.join(names)}")
+    chosen = [fault for fault in FAULTS if not options.names or fault.name in options.names]
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "--", *{fault.file for fault in chosen}],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    if changed:
+        parser.error(f"commit these first, the faults are planted in them:\n{changed}")
+    outcomes: dict[str, str] = {}
+    for number, fault in enumerate(chosen, 1):
+        start = time.monotonic()
+        outcomes[fault.name] = outcome(fault, options.whole, options.workers)
+        seconds = time.monotonic() - start
+        print(
+            f"{number}/{len(chosen)} {fault.name}: {outcomes[fault.name]} ({seconds:.0f} s)",
+            flush=True,
+        )
+        if options.json:
+            options.json.write_text(json.dumps(outcomes, indent=1) + "\n", encoding="utf-8")
+    survivors = [name for name, result in outcomes.items() if result == "survived"]
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

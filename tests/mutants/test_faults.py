@@ -1,0 +1,19 @@
+"""The planted faults still have their places in the code."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FAULTS = runpy.run_path(str(Path(__file__).with_name("faults.py")))["FAULTS"]
+
+
+def test_every_fault_has_one_place_and_a_name_of_its_own() -> None:
+    lost = [
+        fault.name
+        for fault in FAULTS
+        if (ROOT / fault.file).read_text(encoding="utf-8").count(fault.right) != 1
+    ]
+    assert not lost, "move these faults along with the code"
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 30
