@@ -67,7 +67,9 @@ class RetrievalConfig:
     def __post_init__(self) -> None:
         _check_budget(self.top_k)
         _check_slots(self.slots, self.top_k)
-        _check_bits(self.bits)
+        # A method whose artifact tells the bits has a default of its own, None.
+        if self.bits is not type(self).bits:
+            _check_bits(self.bits)
         if not isinstance(self.store, str):
             raise TypeError(f"store must be a name, got {self.store!r}")
         _check_device_budget(self.device_budget, self.store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -117,6 +118,18 @@ def test_kernels_of_the_interpreter_are_replayed_too() -> None:
     replay()
     assert torch.equal(out, step()[0])
     assert not torch.equal(out, torch.zeros_like(out))
+
+
+def test_without_triton_operations_of_torch_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, module)
+    # As where it is not installed: finding and importing it fail.
+    monkeypatch.setitem(sys.modules, "triton", None)
+    x = torch.arange(3.0)
+    out, replay = _record(lambda: x + 1)
+    x.fill_(4.0)
+    replay()
+    assert out.tolist() == [5.0, 5.0, 5.0]
 
 
 def test_only_inside_the_context_does_a_cpu_have_graphs() -> None:

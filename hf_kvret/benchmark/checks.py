@@ -19,6 +19,7 @@ from hf_kvret.benchmark.filling import (
     random_tokens,
     serving,
 )
+from hf_kvret.benchmark.limits import row_bits
 from hf_kvret.benchmark.stepping import DenseGraphSteps, make_steps
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.compatibility import head_dim
@@ -110,7 +111,7 @@ class Checker:
         self, choice: CacheChoice, expected: torch.Tensor, context: int, batch: int, way: str
     ) -> float:
         """How far coded rows lead from full attention; 0 where rows are kept as they are."""
-        if choice.options is None or choice.options.row_bits == 16:
+        if row_bits(choice, self.model.config) == 16:
             return 0.0
         found = self._logits(choice, context, batch, way, coded=True)
         if not bool(found.isfinite().all()):

@@ -20,7 +20,7 @@ from hf_kvret.recall import exact_scores
 from hf_kvret.relevance import group_relevance
 from hf_kvret.stores import STORES
 
-NOT_INSTALLED = "not installed: pip install 'hf-kvret[bench]'"
+NOT_INSTALLED = "not installed: pip install faiss-cpu"
 # faiss warns of fewer training points than 39 a list, which short prompts don't have.
 _LEAST_POINTS = 1
 _HNSW_LINKS = 32

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_kvret import sizes
+from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.caches import CacheChoice
 
 # An index beside the store takes at most what a copy of the keys with spare room takes.
@@ -50,9 +51,10 @@ def predict_need(
     passing = 3 * layer + batch * context * max(2 * heads * dim, 3 * inner) * dtype.itemsize
     if choice.options is not None:
         index, store = int(_INDEX_SHARE * rows), choice.options.store
-        if choice.options.row_bits < 16:
+        bits = row_bits(choice, config)
+        if bits < 16:
             # Codes, and a sixteenth for scales.
-            rows = rows * choice.options.row_bits * 17 // (16 * 8 * dtype.itemsize)
+            rows = rows * bits * 17 // (16 * 8 * dtype.itemsize)
         if store in ("host", "resident", "cpu", "higgs-host"):
             return Need(index + passing, rows)
         if choice.options.splits_rows:
@@ -62,6 +64,16 @@ def predict_need(
             return Need(near + index + passing, rows - near)
         return Need(rows + index + passing, 0)
     return Need(passing, rows) if choice.on_host else Need(rows + passing, 0)
+
+
+def row_bits(choice: CacheChoice, config: PreTrainedConfig) -> int:
+    """Bits of a number in the store of a cache for this model; 16: as the model has it."""
+    if choice.options is None:
+        return 16
+    # Of a cache, because an artifact may tell them; an empty one takes no memory.
+    cache = choice.make(config, 0)
+    assert isinstance(cache, RetrievalCache)
+    return cache.options.row_bits
 
 
 def shortage(need: Need, device: torch.device) -> str | None:

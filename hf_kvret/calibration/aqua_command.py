@@ -19,7 +19,11 @@ def add_aqua_options(parser: argparse.ArgumentParser) -> None:
     """Add what is AQUA-KV's own; defaults are those of ``AquaCalibration``."""
     usual = AquaCalibration()
     parser.add_argument(
-        "--bits", type=int, choices=BITS, default=usual.bits, help="of residuals; 16: not coded"
+        "--bits",
+        type=int,
+        choices=BITS,
+        default=usual.bits,
+        help="of residuals, served unless a cache is given others; 16: not coded",
     )
     parser.add_argument(
         "--first-bits",

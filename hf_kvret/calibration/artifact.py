@@ -184,7 +184,7 @@ class CalibrationArtifact:
             PermissionError: not logged in, or with a token that may not write there.
             ValueError: no hub id, ``config.json`` there is a model's or of another method, or a
                 pull request against another branch than ``main``.
-            ConnectionError: ``HF_HUB_OFFLINE`` is set.
+            ConnectionError: the hub can't be reached, or ``HF_HUB_OFFLINE`` is set.
         """
         with tempfile.TemporaryDirectory() as name:
             self._write(Path(name), repo_id)

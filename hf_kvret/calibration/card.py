@@ -36,6 +36,7 @@ def model_card(artifact: CalibrationArtifact, source: str) -> str:
         "is of no use for another one, not for another tune of the same base either.",
         "## How to load it",
         _code(artifact.method, source),
+        _served(artifact),
         "## What is in it",
         _table(["tensors", "count", "shape", "dtype", "size"], _sizes(artifact)),
     ]
@@ -92,6 +93,18 @@ model.generate(
     **inputs, cache_implementation={method}, cache_config={{"artifact": {source}}}
 )
 ```"""
+
+
+def _served(artifact: CalibrationArtifact) -> str:
+    """What a cache takes from the artifact unless it is told otherwise; empty if nothing."""
+    bits, sinks = artifact.options.get("bits"), artifact.options.get("sinks")
+    if bits is None:
+        return ""
+    kept = "rows are kept as they are" if bits == 16 else f"codes have {bits} bits a number"
+    told = f"Unless the options name other `bits`, {kept}: that is what it was calibrated with."
+    if sinks:
+        told += f" Keep the first {sinks} tokens out of the codes (`sink={sinks}` or more)."
+    return told
 
 
 def _sizes(artifact: CalibrationArtifact) -> list[list[str]]:

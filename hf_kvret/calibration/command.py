@@ -129,9 +129,27 @@ def run_calibrate(options: argparse.Namespace) -> int:
     )
     print(f"\n{describe(artifact)}\n\n{quality_table(artifact)}\n\nwrote {options.out}")
     if options.push_to_hub:
-        url = artifact.push_to_hub(options.push_to_hub, private=options.private or None)
-        print(f"pushed to {url}")
+        print(f"pushed to {_push(artifact, options)}")
     return 0
+
+
+def _push(artifact: CalibrationArtifact, options: argparse.Namespace) -> str:
+    """The URL of what was uploaded.
+
+    Raises:
+        ConnectionError: the hub can't be reached; says where the artifact is.
+    """
+    private = options.private or None
+    try:
+        return artifact.push_to_hub(options.push_to_hub, private=private)
+    except ConnectionError as error:
+        more = "" if private is None else ", private=True"
+        raise ConnectionError(
+            f"the artifact is in {options.out}, but --push-to-hub {options.push_to_hub} can't "
+            f"reach the hub ({error.__cause__ or error}): once online, push it from Python, "
+            f"CalibrationArtifact.from_pretrained({str(options.out)!r})"
+            f".push_to_hub({options.push_to_hub!r}{more})"
+        ) from error
 
 
 def check_sources(options: argparse.Namespace) -> None:

@@ -138,7 +138,7 @@ def read_description(directory: Path) -> dict[str, Any]:
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format version {version!r}, this hf-kvret reads {FORMAT_VERSION}: upgrade "
-            "hf-kvret (pip install --upgrade hf-kvret), or calibrate again"
+            "hf-kvret (git pull, then pip install -c constraints.txt .), or calibrate again"
         )
     for name, kind in _KINDS.items():
         if name not in description:

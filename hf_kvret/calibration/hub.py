@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -30,6 +31,8 @@ from huggingface_hub.utils import validate_repo_id
 import hf_kvret
 from hf_kvret.calibration.files import DESCRIPTION, FILES, check_description
 
+# What the client raises where there is no answer; its package has other names in other versions.
+_CLIENT_ERROR = HfHubHTTPError.__bases__[0]
 _LOG_IN = (
     "log in with huggingface_hub.login() or `hf auth login`, set HF_TOKEN, or pass token= "
     "(a token that may {do} it)"
@@ -190,7 +193,7 @@ def upload_folder(
         PermissionError: not logged in, or with a token that may not write there.
         ValueError: ``repo_id`` is none, ``config.json`` there is not of an artifact of ``method``,
             or a pull request against another branch than ``main``.
-        OfflineModeIsEnabled: a ConnectionError, with ``HF_HUB_OFFLINE`` set.
+        ConnectionError: the hub can't be reached, or ``HF_HUB_OFFLINE`` is set.
     """
     if create_pr and revision not in (None, constants.DEFAULT_REVISION):
         raise ValueError(
@@ -217,6 +220,13 @@ def upload_folder(
             raise
         raise PermissionError(
             f"{constants.ENDPOINT} refuses to write {repo_id}: {_LOG_IN.format(do='write')}"
+        ) from error
+    except (OfflineModeIsEnabled, _CLIENT_ERROR) as error:
+        raise ConnectionError(
+            f"{constants.ENDPOINT} can't be reached, and nothing was uploaded to {repo_id} "
+            f"({error}): keep the artifact with artifact.save_pretrained('FOLDER'), and once "
+            "online (HF_HUB_OFFLINE unset) push it, CalibrationArtifact.from_pretrained('FOLDER')"
+            f".push_to_hub({repo_id!r})"
         ) from error
     return commit.pr_url or commit.commit_url
 

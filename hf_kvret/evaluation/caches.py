@@ -158,7 +158,10 @@ def _quantized(text: str, options: dict[str, Any]) -> CacheChoice:
 
 def _press(text: str, given: list[str]) -> CacheChoice:
     if not _installed("kvpress"):
-        raise ModuleNotFoundError(f"{text!r} needs kvpress: pip install kvpress")
+        raise ModuleNotFoundError(
+            f"{text!r} needs kvpress, which alone would bring an older transformers: pip install "
+            "--no-deps kvpress, and what docs/evaluation.md lists beside it"
+        )
     import kvpress
 
     presses = sorted(

@@ -14,9 +14,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "pictures need matplotlib: pip install matplotlib, or install hf-kvret with [plot]"
-        ) from error
+        raise ModuleNotFoundError("pictures need matplotlib: pip install matplotlib") from error
 
 
 def plot_lines(

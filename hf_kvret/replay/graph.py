@@ -83,8 +83,9 @@ class DecodeGraph:
         if reason is None:
             self._recorder = RECORDERS[model.device.type](model.device)
         else:
-            # Nobody expects graphs on a CPU.
-            self._give_up(reason, quietly=model.device.type == "cpu")
+            # Nobody expects graphs on a CPU, nor of an offloaded model where there is no GPU.
+            quietly = model.device.type == "cpu" or not torch.cuda.is_available()
+            self._give_up(reason, quietly)
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's output for ``inputs``, the keywords of its forward pass.
@@ -251,6 +252,8 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
     device = model.device
     if cache.options.graph is False:
         return "graph=False"
+    if device.type == "meta":
+        return "the model's weights are offloaded"
     if device.type not in RECORDERS:
         return f"the model is on {device}, and only {', '.join(RECORDERS)} devices have graphs"
     if {parameter.device for parameter in model.parameters()} != {device}:
@@ -262,7 +265,7 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return "the model is in training mode"
     if any(_has_hooks(module) for module in model.modules()):
         return "modules of the model have hooks, which a replay would not call"
-    if model._compiled_call_impl is not None:
+    if _is_compiled(model):
         return "the model is compiled"
     if not getattr(getattr(model, "hf_quantizer", None), "is_compileable", True):
         return "the model's quantization can't be captured"
@@ -279,6 +282,12 @@ def _tokens(inputs: dict[str, Any]) -> int:
 
 def _slides(layer: Any) -> bool:
     return type(layer) is DynamicSlidingWindowLayer
+
+
+def _is_compiled(model: PreTrainedModel) -> bool:
+    """By ``model.compile()``, or by ``model.forward = torch.compile(model.forward)``."""
+    whole = model._compiled_call_impl is not None
+    return whole or hasattr(model.forward, "_torchdynamo_orig_callable")
 
 
 def _has_hooks(module: nn.Module) -> bool:

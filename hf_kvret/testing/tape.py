@@ -12,6 +12,7 @@ What it does not know: host memory that must be pinned, events and streams; copi
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class TapeRecorder:
 def taped() -> Iterator[None]:
     """Context in which a CPU has graphs, and runs the kernels that a GPU would run.
 
-    Needs ``TRITON_INTERPRET=1``. Slow: for small models.
+    Needs Triton and ``TRITON_INTERPRET=1``. Slow: for small models.
     """
     RECORDERS["cpu"] = TapeRecorder
     try:
@@ -144,7 +145,13 @@ class _Tape(TorchDispatchMode):
 
 @contextmanager
 def _noted_launches(tape: _Tape) -> Iterator[None]:
-    """Kernels of Triton's interpreter are noted too, with the grid that they were launched on."""
+    """Kernels of Triton's interpreter are noted too, with the grid that they were launched on.
+
+    Without Triton there are none.
+    """
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
     from triton.runtime.interpreter import GridExecutor
 
     launch = GridExecutor.__call__

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_kvret.calibration import CalibrationArtifact
+from hf_kvret.calibration import command as calibrate_command
 from hf_kvret.calibration.a2ats import CodebookStudy
 from hf_kvret.calibration.command import add_calibrate_parser, make_corpus
 from hf_kvret.calibration.study import LayerFindings, Progress
@@ -289,6 +291,23 @@ def test_what_cant_be_pushed_is_saved(
 ) -> None:
     assert "refuses to write" in failing(capsys, [*arguments, "--push-to-hub", "alice/river"])
     assert CalibrationArtifact.from_pretrained(tmp_path / "out").method == "a2ats"
+
+
+def test_a_hub_that_went_away_leaves_the_artifact_and_the_way_to_push_it(
+    hub: Any,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # It answered before the work began. Port 9, discard: nothing listens there.
+    monkeypatch.setattr(calibrate_command, "check_repository", lambda *args: None)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    message = failing(capsys, [*arguments, "--push-to-hub", "alice/river", "--private"])
+    out = tmp_path / "out"
+    assert f"the artifact is in {out}, but --push-to-hub alice/river can't reach the hub" in message
+    assert f"from_pretrained('{out}').push_to_hub('alice/river', private=True)" in message
+    assert CalibrationArtifact.from_pretrained(out).method == "a2ats"
 
 
 def test_the_page_names_the_options_of_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -276,7 +276,7 @@ def test_a_models_identity_that_is_damaged_is_refused(
 def test_another_format_version_asks_for_an_upgrade(saved: Path, version: object) -> None:
     # A newer format may have none of the other parts.
     (saved / DESCRIPTION).write_text(json.dumps({"format_version": version}))
-    with pytest.raises(ValueError, match=r"reads 1: upgrade hf-kvret \(pip install --upgrade"):
+    with pytest.raises(ValueError, match=r"reads 1: upgrade hf-kvret \(git pull, then pip install"):
         CalibrationArtifact.from_pretrained(saved)
 
 

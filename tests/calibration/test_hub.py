@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError
 
 from hf_kvret.calibration import CalibrationArtifact
 
 REPO = "alice/a2ats-llama"
+NOT_UPLOADED = (
+    r"save_pretrained\('FOLDER'\), and once online .*from_pretrained\('FOLDER'\)"
+    rf"\.push_to_hub\('{REPO}'\)"
+)
 FILES = ("artifact.safetensors", "config.json", "README.md")
 
 
@@ -163,9 +167,20 @@ def test_offline_takes_the_cache_or_says_what_is_missing(
         CalibrationArtifact.from_pretrained("alice/other")
     with pytest.raises(FileNotFoundError, match=r"revision v2\).*HF_HUB_OFFLINE unset"):
         CalibrationArtifact.from_pretrained(REPO, revision="v2")
-    with pytest.raises(OfflineModeIsEnabled):
+    with pytest.raises(ConnectionError, match=NOT_UPLOADED):
         artifact.push_to_hub(REPO, token="hf_alice")
     assert not hub.requests
+
+
+def test_a_hub_that_does_not_answer_says_what_to_do_with_the_artifact(
+    hub: Any, artifact: CalibrationArtifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Port 9, discard: nothing listens there.
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        ConnectionError, match=r"http://127.0.0.1:9 can't.*refused.*" + NOT_UPLOADED
+    ):
+        artifact.push_to_hub(REPO, token="hf_alice")
 
 
 def test_a_download_that_broke_off_is_not_taken_for_an_artifact(

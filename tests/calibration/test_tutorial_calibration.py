@@ -1,4 +1,4 @@
-"""The tutorial "calibrate, share, load" runs: commands and code in order, against the fake hub."""
+"""The tutorial "calibrate, load, share" runs: commands and code in order, against the fake hub."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ from hf_kvret.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorials" / "calibrate-share-load.md"
+# Words of the blocks that ask no hub; all of them but the last come before the first that does.
+OFFLINE = (
+    "hf-kvret calibrate", "from-python", "--plot", "def ask", "LlamaForCausalLM(shape)", "tuned =",
+    "HF_HUB_OFFLINE=1",
+)  # fmt: skip
 SHOWN = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -106,7 +111,9 @@ def test_the_tutorial_does_what_it_says(
     assert set(shared.refs) == {"main", "v1"}
     assert secret.private and not shared.private
     # The hub is asked where the page says so, and only there.
-    assert any("/resolve/" in request for request in reader.asked("def ask"))
+    assert any("/resolve/" in request for request in reader.asked('revision="v1")\n    right'))
     assert any(request.startswith("POST") for request in reader.asked("private=True"))
-    for words in ("hf-kvret calibrate", "from-python", "--plot", "HF_HUB_OFFLINE=1"):
+    for words in OFFLINE:
         assert reader.asked(words) == []
+    page = PAGE.read_text(encoding="utf-8")
+    assert max(page.index(words) for words in OFFLINE[:-1]) < page.index("push_to_hub")

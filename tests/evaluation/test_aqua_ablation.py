@@ -122,7 +122,12 @@ def test_full_attention_has_the_perplexity_of_one_forward_pass(
         ("parts", "sinks: 0", "sinks-0", {"sink": 0}),
         ("parts", "keys: after RoPE", "space-after", {}),
         ("parts", "inputs: no predictor of keys", "key_inputs-none", {}),
-        ("parts", "calibrated: without a codec", "bits-16_first_bits-16", {"first_bits": 4}),
+        (
+            "parts",
+            "calibrated: without a codec",
+            "bits-16_first_bits-16",
+            {"bits": 2, "first_bits": 4},
+        ),
         ("parts", "codec: round-to-nearest", "backbone-minmax", {"backbone": "minmax"}),
     ],
 )

@@ -66,7 +66,7 @@ def test_lists_of_caches() -> None:
     [
         ("quantized", "pip install optimum-quanto"),
         ("quantized:backend=hqq", "pip install hqq"),
-        ("kvpress:SnapKV", "pip install kvpress"),
+        ("kvpress:SnapKV", "pip install --no-deps kvpress"),
     ],
 )
 def test_a_missing_package_is_named(

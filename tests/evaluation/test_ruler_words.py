@@ -64,7 +64,7 @@ def test_the_lists_are_those_of_wonderwords() -> None:
 
 def test_without_wonderwords_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wonderwords", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'hf-kvret\[eval\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install wonderwords"):
         adjective_noun_pairs()
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'hf-kvret\[eval\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install wonderwords"):
         single_words()

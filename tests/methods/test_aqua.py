@@ -193,7 +193,7 @@ def test_codes_lie_on_the_device_unless_the_host_is_asked_for() -> None:
     for memory, place in ((DeviceMemory(CPU), "device"), (HostMemory(CPU), "host")):
         for store in (
             AquaStore(layer_plan(_plain(), 0), memory),
-            KiviStore(_plain(backbone="kivi"), memory),
+            KiviStore(_plain(backbone="kivi", bits=2), memory),
         ):
             _fill(store, 128)
             held = dataclasses.asdict(store.nbytes())
@@ -260,7 +260,10 @@ def test_first_bits_are_those_of_the_lowest_layer() -> None:
         ({"bits": 5}, "bits=5: choose 2, 3, 4, 16"),
         ({"first_bits": 8}, "first_bits=8: choose one of None, 2, 3, 4, 16"),
         ({"group": 48}, "group=48: choose one of None, 8, 16"),
-        ({"backbone": "quanto"}, "backbone='quanto': choose one of 'higgs', 'minmax', 'kivi'"),
+        (
+            {"backbone": "quanto"},
+            "backbone='quanto': choose one of None, 'higgs', 'minmax'",
+        ),
         ({"predictor": "mlp"}, "predictor='mlp': choose one of 'artifact', 'none'"),
         ({"keep": "both"}, "keep='both': choose one of 'codes', 'rows'"),
         ({"store": "resident"}, "no store can keep selected rows"),

@@ -20,7 +20,7 @@ def _read(name: str) -> list[str]:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "RULER draws its words from the lists of wonderwords, which is not installed: "
-            "pip install 'hf-kvret[eval]'",
+            "pip install wonderwords, or in the checkout pip install -c constraints.txt '.[eval]'",
             name=error.name,
         ) from error
     text = files("wonderwords.assets").joinpath(f"{name}list.txt").read_text(encoding="utf-8")

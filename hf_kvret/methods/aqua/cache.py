@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,17 +12,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.aqua_coding import check_group, default_group
-from hf_kvret.calibration.shared import artifact_place, check_rotations
+from hf_kvret.calibration.shared import artifact_place, check_rotations, made_once
 from hf_kvret.compatibility import head_dim, retrieval_layers
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
 from hf_kvret.methods.aqua.index import AquaIndex
 from hf_kvret.methods.aqua.kivi import KiviStore
 from hf_kvret.methods.aqua.learned import check_learned, check_space, load
-from hf_kvret.methods.aqua.plan import layer_plan
+from hf_kvret.methods.aqua.plan import filled_in, layer_plan
 from hf_kvret.methods.aqua.store import AquaStore
 from hf_kvret.stores import PagedStore, Store, StoreChoice
 from hf_kvret_kernels.higgs.codec import SMALLEST_GROUP
+
+_log = logging.getLogger(__name__)
 
 
 class AquaKVCache(RetrievalCache):
@@ -36,7 +40,8 @@ class AquaKVCache(RetrievalCache):
 
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> AquaConfig:
-        """``options`` with the model's artifact, which must have been made for this architecture.
+        """``options`` with the model's artifact, which must have been made for this architecture,
+        and with its bits and backbone where they name none.
 
         Raises:
             OSError, ValueError: no artifact, a damaged one, or that of another model; a model whose
@@ -45,13 +50,16 @@ class AquaKVCache(RetrievalCache):
         options = super().options_for(options, config)
         if options.predictor == "artifact":
             place = artifact_place(options.artifact, config, cls.name)
-            options = options.replace(artifact=place)
             artifact = load(place, options.revision)
             artifact.check(config)
             check_space(artifact, config)
+            options = filled_in(options.replace(artifact=place))
             _check_backbone(options, artifact)
+            _tell_sinks(options, artifact)
             check_learned(artifact, retrieval_layers(config))
             check_rotations(artifact, config)
+        else:
+            options = filled_in(options)
         _check_width(options, config)
         return options
 
@@ -70,8 +78,8 @@ class AquaKVCache(RetrievalCache):
         cold_bytes: int,
     ) -> Store:
         """A new, empty store for the model layer number ``layer``."""
-        coded = options.bits if options.keep == "codes" else NOT_CODED
-        pages = stores.make(device, cold_bytes * coded // NOT_CODED)
+        options = filled_in(options)
+        pages = stores.make(device, cold_bytes * options.row_bits // NOT_CODED)
         assert isinstance(pages, PagedStore), "AquaConfig refuses the others"
         if options.backbone == "kivi" and options.bits != NOT_CODED:
             return KiviStore(options, pages.memory)
@@ -102,10 +110,26 @@ def _check_backbone(options: AquaConfig, artifact: CalibrationArtifact) -> None:
         )
 
 
+def _tell_sinks(options: AquaConfig, artifact: CalibrationArtifact) -> None:
+    """Log, once for an artifact, that tokens are coded which its predictors have never seen."""
+    sinks = artifact.options.get("sinks")
+    if isinstance(sinks, int) and options.sink < sinks:
+        made_once(artifact, ("sinks", options.sink), partial(_warn_of_sinks, options.sink, sinks))
+
+
+def _warn_of_sinks(sink: int, sinks: int) -> None:
+    _log.warning(
+        "sink=%d, and the aqua artifact was learned without the first %d tokens of a sequence, "
+        "which its predictors don't fit: pass sink=%d to keep them as they are",
+        sink, sinks, sinks,
+    )  # fmt: skip
+
+
 def _check_width(options: AquaConfig, config: PreTrainedConfig) -> None:
     """ValueError unless a codec's groups fill a token's keys."""
     if options.bits == NOT_CODED and options.first_bits in (None, NOT_CODED):
         return
+    assert options.backbone is not None, "it is filled in"
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = heads * head_dim(config)

@@ -223,6 +223,7 @@ def _codec(
     if bits == NOT_CODED:
         return None
     options = plan.options
+    assert options.backbone is not None, "the plan has filled it in"
     group = options.group or learned_group or default_group(options.backbone, width)
     check_group(group, width)
     return make_codec(options.backbone, bits, group, seed, device)

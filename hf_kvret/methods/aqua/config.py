@@ -12,6 +12,9 @@ from hf_kvret.config import RetrievalConfig
 NOT_CODED = 16
 """Bits of rows that are kept as they are."""
 
+USUAL_BITS, USUAL_BACKBONE = 2, "higgs"
+"""Without an artifact that says otherwise."""
+
 _BITS = (2, 3, 4, NOT_CODED)
 _GROUPS = tuple(2**n for n in range(3, 11))
 _BACKBONES = ("higgs", "minmax", "kivi")
@@ -29,14 +32,16 @@ class AquaConfig(RetrievalConfig):
 
     Attributes:
         bits: of what predictors miss, or of the rows themselves: 2, 3 or 4; 16 keeps rows as they
-            are.
+            are. None: those that the artifact was calibrated with, 2 with ``predictor="none"``. A
+            cache's own options have the number.
         first_bits: of anchors, the layers that nothing predicts, as the first one; None: what the
             artifact says, or ``bits`` where nothing is predicted at all, with 16 too.
         group: numbers that share a scale, a power of two from 8 to 1024; None: the artifact's, or
             the largest that divides KV heads times head dim, 64 at most for ``"minmax"``. Of
             ``"kivi"`` the tokens of a key's scale and the numbers of a value's, 32 for None.
         backbone: ``"higgs"``; ``"minmax"``, round-to-nearest from a group's least to largest; or
-            ``"kivi"``, the same with keys grouped along tokens, one channel at a time.
+            ``"kivi"``, the same with keys grouped along tokens, one channel at a time. None: the
+            artifact's, ``"higgs"`` with ``predictor="none"``; a cache's own options have the name.
         predictor: ``"artifact"``; ``"none"``, or None, codes keys after RoPE, and values, as they
             are.
         anchor_every: a layer in so many is an anchor, which bounds the chain of reconstructions;
@@ -51,10 +56,10 @@ class AquaConfig(RetrievalConfig):
     top_k: int | float | None = 1.0
     recent: int = 64
     flush: int = 64
-    bits: int = 2
+    bits: int | None = None  # type: ignore[assignment]  # a number once a cache has it
     first_bits: int | None = None
     group: int | None = None
-    backbone: str = "higgs"
+    backbone: str | None = None
     predictor: str | None = "artifact"
     anchor_every: int | None = None
     keep: str = "codes"
@@ -80,7 +85,7 @@ class AquaConfig(RetrievalConfig):
         choices: dict[str, tuple[object, ...]] = {
             "first_bits": (None, *_BITS),
             "group": (None, *_GROUPS),
-            "backbone": _BACKBONES,
+            "backbone": (None, *_BACKBONES),
             "predictor": _PREDICTORS,
             "keep": _KEEP,
         }
@@ -105,7 +110,14 @@ class AquaConfig(RetrievalConfig):
 
     @property
     def row_bits(self) -> int:
-        return self.bits if self.keep == "codes" else 16
+        if self.keep == "rows":
+            return NOT_CODED
+        if self.bits is None:
+            raise ValueError(
+                "bits=None: they are the artifact's, which these options have not read; take the "
+                "options of a cache, AquaKVCache(config, options).options, or give bits"
+            )
+        return self.bits
 
     @property
     def lacks_artifact(self) -> bool:

@@ -32,7 +32,8 @@ class KiviStore(DecodedStore):
 
     def __init__(self, options: AquaConfig, memory: PageMemory) -> None:
         super().__init__(memory)
-        self.options = options
+        assert options.bits is not None, "the cache has filled them in"
+        self.options, self.bits = options, options.bits
         self.group = options.group or _GROUP
         # A row is a group of tokens here, and a token there.
         self._key_groups, self._values = BytePages(memory, page_len=1), BytePages(memory)
@@ -123,7 +124,7 @@ class KiviStore(DecodedStore):
 
     def stats(self) -> dict[str, Any]:
         """``bits`` of the codes."""
-        return {"bits": self.options.bits}
+        return {"bits": self.bits}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """``keys`` codes and ``values`` scales of values; ``group_*`` of keys; and the rest."""
@@ -150,13 +151,13 @@ class KiviStore(DecodedStore):
 
     @property
     def _key_codec(self) -> MinMaxCodec:
-        return MinMaxCodec(self.options.bits, self.group)
+        return MinMaxCodec(self.bits, self.group)
 
     @property
     def _value_codec(self) -> MinMaxCodec:
         heads, _, value_dim = self._shape
         width = heads * value_dim
-        return MinMaxCodec(self.options.bits, min(self.group, width & -width))
+        return MinMaxCodec(self.bits, min(self.group, width & -width))
 
     def _keys(self, first: int, last: int) -> torch.Tensor:
         """``[B, last - first, H * Dk]`` of slots ``first .. last``."""

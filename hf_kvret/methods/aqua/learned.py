@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.aqua import BITS, KEY_INPUTS, SPACES, VALUE_INPUTS
+from hf_kvret.calibration.aqua_coding import BACKBONES
 from hf_kvret.calibration.aqua_predictors import unpacked
 from hf_kvret.calibration.shared import (
     check_tensor,
@@ -129,6 +130,20 @@ def load(artifact: str, revision: str | None) -> CalibrationArtifact:
     return shared_artifact(artifact, revision, METHOD)
 
 
+def learned_options(found: CalibrationArtifact) -> tuple[int, str]:
+    """Bits and backbone that predictors were learned with, which serve unless others are asked for.
+
+    Raises:
+        ValueError: the artifact doesn't say, or names what we don't know.
+    """
+    bits, backbone = found.options.get("bits"), found.options.get("backbone")
+    if not isinstance(bits, int) or bits not in BITS:
+        raise _unknown(found, "bits", bits, BITS)
+    if not isinstance(backbone, str) or backbone not in BACKBONES:
+        raise _unknown(found, "backbone", backbone, BACKBONES)
+    return bits, backbone
+
+
 def check_learned(found: CalibrationArtifact, layers: Iterable[int]) -> None:
     """Refuse an artifact that is not whole, before a token is taken in. Looks once.
 
@@ -175,11 +190,7 @@ def check_space(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None
         ("value_inputs", VALUE_INPUTS),
     ):
         if artifact.options.get(name) not in known:
-            raise ValueError(
-                f"the aqua artifact of {artifact.model.name} has {name}="
-                f"{artifact.options.get(name)!r}, known are {', '.join(map(repr, known))}: upgrade "
-                "hf-kvret, or make it again with `hf-kvret calibrate aqua`"
-            )
+            raise _unknown(artifact, name, artifact.options.get(name), known)
     text = config.get_text_config(decoder=True)
     rotation = getattr(text, "rope_parameters", None) or {}
     before = artifact.options["space"] == "before"
@@ -189,6 +200,16 @@ def check_space(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None
             "attention all of them, so the rotation of its keys can't be undone: use "
             "predictor='none', or an artifact made with `hf-kvret calibrate aqua --space after`"
         )
+
+
+def _unknown(
+    found: CalibrationArtifact, name: str, told: object, known: Iterable[object]
+) -> ValueError:
+    return ValueError(
+        f"the aqua artifact of {found.model.name} has {name}={told!r}, known are "
+        f"{', '.join(map(repr, known))}: upgrade hf-kvret, or make it again with `hf-kvret "
+        "calibrate aqua`"
+    )
 
 
 def needs_positions(artifact: CalibrationArtifact) -> bool:

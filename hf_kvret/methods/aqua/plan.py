@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
-from hf_kvret.methods.aqua.learned import load, needs_positions
+from hf_kvret.methods.aqua.config import NOT_CODED, USUAL_BACKBONE, USUAL_BITS, AquaConfig
+from hf_kvret.methods.aqua.learned import learned_options, load, needs_positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +48,24 @@ class LayerPlan:
         return self.found is not None and self.lowest and needs_positions(self.found)
 
 
+def filled_in(options: AquaConfig) -> AquaConfig:
+    """``options`` with bits and backbone: those asked for, else the artifact's, else the usual.
+
+    Raises:
+        ValueError: no artifact is named, or it doesn't tell them.
+        OSError: the artifact can't be read.
+    """
+    if options.bits is not None and options.backbone is not None:
+        return options
+    bits, backbone = USUAL_BITS, USUAL_BACKBONE
+    if options.predictor == "artifact":
+        bits, backbone = learned_options(_artifact(options))
+    return options.replace(
+        bits=bits if options.bits is None else options.bits,
+        backbone=options.backbone or backbone,
+    )
+
+
 def layer_plan(options: AquaConfig, layer: int) -> LayerPlan:
     """The plan of model layer number ``layer``.
 
@@ -55,14 +73,11 @@ def layer_plan(options: AquaConfig, layer: int) -> LayerPlan:
         ValueError: no artifact is named, or it doesn't know the layer.
         OSError: the artifact can't be read.
     """
+    options = filled_in(options)
+    assert options.bits is not None
     if options.predictor == "none":
         return LayerPlan(options, layer, options.bits, options.first_bits or options.bits)
-    if options.artifact is None:
-        raise ValueError(
-            "the options name no artifact: pass AquaConfig(artifact='folder-or-hub-id') or "
-            "predictor='none', or make an AquaKVCache, which looks beside the model"
-        )
-    found = load(options.artifact, options.revision)
+    found = _artifact(options)
     layers = sorted(map(int, found.options["layers"]))
     if layer not in layers:
         raise ValueError(
@@ -75,12 +90,22 @@ def layer_plan(options: AquaConfig, layer: int) -> LayerPlan:
     return LayerPlan(options, layer, bits, bits, previous, above, found, lowest=number == 0)
 
 
+def _artifact(options: AquaConfig) -> CalibrationArtifact:
+    if options.artifact is None:
+        raise ValueError(
+            "the options name no artifact: pass AquaConfig(artifact='folder-or-hub-id') or "
+            "predictor='none', or make an AquaKVCache, which looks beside the model"
+        )
+    return load(options.artifact, options.revision)
+
+
 def _role(
     options: AquaConfig, found: CalibrationArtifact, layers: list[int], number: int
 ) -> tuple[int, int | None]:
     """Bits, and the layer that predicts this one, if any does."""
     all_told = found.options["layers"]
     told = all_told[str(layers[number])]
+    assert options.bits is not None
     made = options.anchor_every is not None and number % options.anchor_every == 0
     if options.bits == NOT_CODED:
         # Nothing is coded, but anchors where the options say so.
