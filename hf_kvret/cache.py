@@ -109,6 +109,8 @@ class RetrievalCache(Cache):
         """The layers that retrieve, in the order of the model's."""
         return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
 
+    # As ``RetrievalLayer.attend``: a compiled model runs what is ours as it is.
+    @torch.compiler.disable
     def update(
         self,
         key_states: torch.Tensor,

@@ -162,6 +162,8 @@ class RetrievalLayer(CacheLayerMixin):
             raise AttributeError("batch_size")
         return self.regions.batch_size
 
+    # Its steps look at lengths and places, which the compiler would trace anew at every flush.
+    @torch.compiler.disable
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
