@@ -163,8 +163,6 @@ class RetrievalCache(Cache):
 
     def _claim(self) -> None:
         """Note the thread that uses the cache; RuntimeError in the middle of another's pass."""
-        if torch.compiler.is_compiling():
-            return
         thread = threading.get_ident()
         if thread != self._thread and self._pass_fault() is not None:
             raise RuntimeError(
