@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, DynamicCache, LogitsProcessor, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LogitsProcessor,
+    PreTrainedModel,
+)
 
 import hf_kvret
 from hf_kvret.evaluation.bundled import REFERENCE_MODEL
@@ -211,3 +218,12 @@ def test_a_tokenizer_handed_to_generate_passes(asked: str) -> None:
     else:
         got = model.generate(ids, **settings, **PARIS)
     assert torch.equal(got, expected)
+
+
+def test_a_models_default_is_no_reason_against_it() -> None:
+    """MPT says use_cache=False by itself; what stands in the way is its attention."""
+    config = AutoConfig.for_model("mpt", d_model=32, n_heads=2, n_layers=1, vocab_size=128)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert model.generation_config.use_cache is False
+    with pytest.raises(ValueError, match="MptForCausalLM computes attention by itself"):
+        model.generate(prompt(1, 20), **RUN, cache_implementation="flat")
