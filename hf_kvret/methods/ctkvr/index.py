@@ -203,6 +203,10 @@ class CTkvrIndex(Index):
         twin._keeper, twin._rerank = self._keeper.fork(), self._rerank.fork()
         return twin
 
+    def set_options(self, options: Any) -> None:
+        super().set_options(options)
+        self._keeper.options = options
+
     def nbytes(self) -> int:
         return sum(part.nbytes() for part in self._parts().values())
 
