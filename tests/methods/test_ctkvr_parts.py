@@ -119,7 +119,7 @@ def test_more_tokens_than_three_bytes_can_name_are_refused() -> None:
     keys = torch.zeros(1, 1, 1, 4)
     index = CTkvrIndex(CTkvrConfig())
     index.observe(TokenBlock(keys, keys, start=MOST_TOKENS - 1))
-    with pytest.raises(ValueError, match="16777216 cold tokens: .* name 16777215 tokens at most"):
+    with pytest.raises(ValueError, match=r"16777216 cold tokens: .* name 16777215 tokens at most"):
         index.observe(TokenBlock(keys, keys, start=MOST_TOKENS))
 
 

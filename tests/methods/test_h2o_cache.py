@@ -159,7 +159,7 @@ def test_a_file_that_names_other_tokens_is_refused(bad: int, part: str, tmp_path
     name = next(name for name in tensors if name.endswith(f"index.{part}"))
     tensors[name].view(-1)[-1] = bad
     save_file(tensors, file)
-    with pytest.raises(ValueError, match="the tokens .* crafted, save the cache again"):
+    with pytest.raises(ValueError, match=r"the tokens .* crafted, save the cache again"):
         H2OCache.from_pretrained(tmp_path, model.config)
     tensors[name].view(-1)[-1] = 51
     save_file({**tensors, name: tensors[name].long()}, file)

@@ -44,7 +44,7 @@ def key_lists(
     a time. With G > 1 the pieces are read once for the denominators. Of equal keys any may be
     listed; Triton lists the first.
 
-    With torch as many lists are made together as take about 10 MiB, or those of 64 queries of
+    With torch as many lists are made together as take about 10 MB, or those of 64 queries of
     each head, and all pieces are read for them; so what is not yet taken doesn't exist, and what
     was taken may be packed or dropped. Triton makes all lists together.
 

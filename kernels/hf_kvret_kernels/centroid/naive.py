@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -10,11 +11,11 @@ Pieces = Callable[[], Iterable[tuple[int, torch.Tensor]]]
 
 # fp32 scores held at once where the caller does not say: 2 MiB.
 _MOST_SCORES = 1 << 19
-# Ids of lists that are made together, and numbers beside them: 6 MiB. Fewer lists would have the
+# Ids of lists that are made together, and numbers beside them: 4 MiB. Fewer lists would have the
 # keys read more often, so that there are at least those of so many queries of a head.
-_MOST_LISTED = 3 << 19
+_MOST_LISTED = 1 << 20
 _LEAST_QUERIES = 64
-# Keys whose scores are made together, and keys, at least, of which the best join the lists together.
+# Keys whose scores are made together, and the fewest of which the best join the lists together.
 _KEYS = 512
 _LEAST_JOINING = 2048
 # Entries of lists and joining keys that are ranked at once: about 2 MiB with their places.
@@ -43,20 +44,16 @@ def key_lists(
         yield _some_lists(scores, pieces, lse, slice(first, min(first + step, C)), count, width)
 
 
+@dataclass(frozen=True, eq=False)
 class _Scores:
-    """Scores of centroids and keys, and how many may be held at once."""
+    """Scores of centroids and keys, ``most`` of them held at once; the rest as of ``key_lists``."""
 
-    def __init__(
-        self,
-        queries: torch.Tensor,
-        valid: torch.Tensor,
-        positions: torch.Tensor | None,
-        scale: float,
-        softcap: float | None,
-        most: int,
-    ) -> None:
-        self.queries, self.valid, self.positions = queries, valid, positions
-        self.scale, self.softcap, self.most = scale, softcap, most
+    queries: torch.Tensor
+    valid: torch.Tensor
+    positions: torch.Tensor | None
+    scale: float
+    softcap: float | None
+    most: int
 
     def of(
         self, start: int, keys: torch.Tensor, part: slice

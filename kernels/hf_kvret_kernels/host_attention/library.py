@@ -27,9 +27,9 @@ _AUTO = -1
 _NO_MEMORY = 1
 _BAD_ID = 4
 
-# hfk_request of csrc/hf_kvret_host.h: six addresses, eleven sizes, scale and softcap, and dtype, path,
-# threads and a reserved number. Packed in one call: to fill a ctypes.Structure field by field takes
-# so long that it shows where few rows are read.
+# hfk_request of csrc/hf_kvret_host.h: six addresses, eleven sizes, scale and softcap, and dtype,
+# path, threads and a reserved number. Packed in one call: to fill a ctypes.Structure field by field
+# takes so long that it shows where few rows are read.
 _REQUEST = struct.Struct("@6P11q2d4i")
 # hfk_ranking: three addresses, six sizes, threads and a reserved number.
 _RANKING = struct.Struct("@3P6q2i")
