@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from hf_kvret import FlatKVCache
+from hf_kvret import FlatKVCache, attach
 from hf_kvret.methods.h2o import H2OCache, H2OConfig, H2OIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, failures, run_conformance
 from hf_kvret.testing.scenario import prompt, ragged
@@ -165,6 +165,13 @@ def test_a_file_that_names_other_tokens_is_refused(bad: int, part: str, tmp_path
     save_file({**tensors, name: tensors[name].long()}, file)
     with pytest.raises(ValueError, match=r"chosen tokens torch\.int64"):
         H2OCache.from_pretrained(tmp_path, model.config)
+    for layer in range(2):
+        tensors[f"layers.{layer}.index.counts"][1] = 55
+    save_file(tensors, file)
+    loaded = H2OCache.from_pretrained(tmp_path, model.config)
+    attach(model)
+    with pytest.raises(ValueError, match="as if 55 tokens were cold, and 52 are"):
+        model(prompt(1, 1), past_key_values=loaded)
 
 
 def test_heavy_hitters_hold_more_attention_than_as_many_other_tokens() -> None:

@@ -85,6 +85,12 @@ class H2OIndex(Index):
         Here and not in ``learn``, which comes before it is known whether drafts are accepted, and
         while the store may be at work.
         """
+        if self._chosen_for[0] > len(cold):
+            # A crop forgets what was chosen, so that only a file can say so.
+            raise ValueError(
+                f"the cache was saved as if {self._chosen_for[0]} tokens were cold, and {len(cold)} "
+                "are: the file is damaged or crafted, save the cache again"
+            )
         self._count(cold)
         self._keys.drop(len(cold))
         if self._kept is None or self._chosen_for != (len(cold), cold.budget):
