@@ -88,8 +88,8 @@ class H2OIndex(Index):
         if self._chosen_for[0] > len(cold):
             # A crop forgets what was chosen, so that only a file can say so.
             raise ValueError(
-                f"the cache was saved as if {self._chosen_for[0]} tokens were cold, and {len(cold)} "
-                "are: the file is damaged or crafted, save the cache again"
+                f"the cache was saved as if {self._chosen_for[0]} tokens were cold, and "
+                f"{len(cold)} are: the file is damaged or crafted, save the cache again"
             )
         self._count(cold)
         self._keys.drop(len(cold))
