@@ -230,30 +230,6 @@ def test_rows_and_pages_that_no_id_names_may_hold_anything(place: dict[str, Any]
     check(place, random_query(rows, 4), rows, ids)
 
 
-@pytest.mark.parametrize("count", [1, 65, 1000])
-@pytest.mark.parametrize("bad", [72, 500, 2**31 - 1])
-def test_an_id_beyond_the_rows_is_refused_by_name(
-    place: dict[str, Any], bad: int, count: int
-) -> None:
-    rows = paged((9,))
-    query = random_query(rows, 4, 2)
-    ids = random_ids(rows, 2, 2, 72).repeat(1, 1, 1, 14)[..., :count].contiguous()
-    ids[1, 0, 1, count // 2] = bad
-    for function in (host_attention, host_scores):
-        with pytest.raises(ValueError, match=f"ids name token {bad}: .* covers 0 to 71"):
-            function(query, rows, ids, scale=0.3, threads=3, **place)
-
-
-@pytest.mark.parametrize("entry", [-1, 9, NO_PAGE])
-def test_a_table_entry_without_a_page_is_refused(compiled: None, entry: int) -> None:
-    rows = paged((9,))
-    rows.table[0, 3] = entry
-    query, ids = random_query(rows, 4), torch.full((2, 2, 1, 3), 25, dtype=torch.int32)
-    for function in (host_attention, host_scores):
-        with pytest.raises(ValueError, match="a table entry that names none of the 9 pages"):
-            function(query, rows, ids, scale=0.3, backend="cpp")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), NEVER])
 @pytest.mark.parametrize("half", ["key", "value"])
