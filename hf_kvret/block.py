@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+# Of keys that are turned into fp32 at once: 4 MiB.
+_NUMBERS = 1 << 20
+
 
 @dataclass(frozen=True)
 class TokenBlock:
@@ -33,3 +36,21 @@ class TokenBlock:
     def end(self) -> int:
         """Slot after the last token."""
         return self.start + len(self)
+
+    def mean_key(self) -> torch.Tensor:
+        """``[B, Hkv, Dk]`` fp32 mean of the valid tokens' keys; 0 for none.
+
+        Summed in pieces, so that a prompt is never in fp32 as a whole.
+        """
+        batch, heads, _, dim = self.keys.shape
+        total = self.keys.new_zeros(batch, heads, dim, dtype=torch.float32)
+        step = max(1, _NUMBERS // max(1, batch * heads * dim))
+        for start in range(0, len(self), step):
+            part = slice(start, start + step)
+            keys = self.keys[:, :, part]
+            if self.valid is not None:
+                keys = keys.masked_fill(~self.valid[:, None, part, None], 0.0)
+            total += keys.sum(dim=2, dtype=torch.float32)
+        if self.valid is None:
+            return total / max(1, len(self))
+        return total / self.valid.sum(1).clamp(min=1)[:, None, None]

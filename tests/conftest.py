@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 # Triton reads this when a kernel is defined, so it is set before any test imports one.
 if not torch.cuda.is_available():
@@ -39,6 +40,27 @@ def place(request: pytest.FixtureRequest) -> tuple[str, str]:
             "Triton runs on the CPU with TRITON_INTERPRET=1 only; the GPU is tested instead"
         )
     return backend, device
+
+
+@pytest.fixture
+def temporaries() -> Callable[[Callable[[], object]], int]:
+    """``work -> bytes``: the most that ``work`` allocated on the CPU above what it left.
+
+    Of torch's allocator, so also within an operation; the same every time.
+    """
+
+    def measure(work: Callable[[], object]) -> int:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            work()
+        results = profiler.profiler.kineto_results
+        events = [event for event in results.events() if event.name() == "[memory]"]
+        held = most = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            held += event.nbytes()
+            most = max(most, held)
+        return most - max(0, held)
+
+    return measure
 
 
 @pytest.fixture(scope="session")

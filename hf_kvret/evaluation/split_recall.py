@@ -132,6 +132,9 @@ class SplitIndex(Index):
         twin.prompt_len = self.prompt_len
         return twin
 
+    def set_options(self, options: Any) -> None:
+        self.inner.set_options(options)
+
     def nbytes(self) -> int:
         return self.inner.nbytes()
 

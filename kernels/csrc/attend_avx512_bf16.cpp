@@ -19,16 +19,16 @@ struct Avx512Bf16 : Avx512 {
     static V multiply_add(Pair a, Pair b, V sum) { return _mm512_dpbf16_ps(sum, a, b); }
 };
 
-void attend_any(const hfk_request &request, const Span &span, float *scratch, float *out,
+bool attend_any(const hfk_request &request, const Span &span, float *scratch, float *out,
                 int64_t out_stride, float *lse, int64_t lse_stride) {
     auto *run = request.dtype == HFK_BFLOAT16 ? attend<Avx512Bf16, Bf16> : avx512_kernel.attend;
-    run(request, span, scratch, out, out_stride, lse, lse_stride);
+    return run(request, span, scratch, out, out_stride, lse, lse_stride);
 }
 
-void score_any(const hfk_request &request, const Span &span, float *scratch, float *out,
+bool score_any(const hfk_request &request, const Span &span, float *scratch, float *out,
                int64_t out_stride) {
     auto *run = request.dtype == HFK_BFLOAT16 ? score<Avx512Bf16, Bf16> : avx512_kernel.score;
-    run(request, span, scratch, out, out_stride);
+    return run(request, span, scratch, out, out_stride);
 }
 
 } // namespace

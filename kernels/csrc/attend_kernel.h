@@ -137,7 +137,7 @@ template <class I, class T> struct ValueTiles {
 };
 
 template <class I, class T>
-void attend(const hfk_request &request, const Span &span, float *scratch, float *out,
+bool attend(const hfk_request &request, const Span &span, float *scratch, float *out,
             int64_t out_stride, float *lse, int64_t lse_stride) {
     Workspace space(request, scratch);
     load_query<I, T>(request, span, space);
@@ -182,10 +182,11 @@ void attend(const hfk_request &request, const Span &span, float *scratch, float 
         lse[g * lse_stride] =
             empty ? -__builtin_inff() : space.largest[g] + __builtin_logf(total);
     }
+    return stream.is_whole();
 }
 
 template <class I, class T>
-void score(const hfk_request &request, const Span &span, float *scratch, float *out,
+bool score(const hfk_request &request, const Span &span, float *scratch, float *out,
            int64_t out_stride) {
     Workspace space(request, scratch);
     load_query<I, T>(request, span, space);
@@ -207,23 +208,24 @@ void score(const hfk_request &request, const Span &span, float *scratch, float *
             for (int r = 0; r < block.count; ++r) out[g * out_stride + block.places[r]] = scores[r];
         }
     }
+    return stream.is_whole();
 }
 
 template <class I> struct Entry {
-    static void attend_any(const hfk_request &request, const Span &span, float *scratch, float *out,
+    static bool attend_any(const hfk_request &request, const Span &span, float *scratch, float *out,
                            int64_t out_stride, float *lse, int64_t lse_stride) {
         auto *run = request.dtype == HFK_BFLOAT16  ? attend<I, Bf16>
                     : request.dtype == HFK_FLOAT16 ? attend<I, Half>
                                                    : attend<I, float>;
-        run(request, span, scratch, out, out_stride, lse, lse_stride);
+        return run(request, span, scratch, out, out_stride, lse, lse_stride);
     }
 
-    static void score_any(const hfk_request &request, const Span &span, float *scratch, float *out,
+    static bool score_any(const hfk_request &request, const Span &span, float *scratch, float *out,
                           int64_t out_stride) {
         auto *run = request.dtype == HFK_BFLOAT16  ? score<I, Bf16>
                     : request.dtype == HFK_FLOAT16 ? score<I, Half>
                                                    : score<I, float>;
-        run(request, span, scratch, out, out_stride);
+        return run(request, span, scratch, out, out_stride);
     }
 
     static void exp_all(const float *in, float *out, int64_t count) {

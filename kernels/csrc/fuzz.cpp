@@ -48,6 +48,7 @@ struct Case {
     std::vector<int32_t> ids, table;
     std::vector<int64_t> pages;
     std::vector<float> out, lse, scores;
+    bool astray = false; // some id leads to no row
 
     explicit Case(std::mt19937_64 &random) {
         const auto pick = [&random](int64_t low, int64_t high) {
@@ -101,6 +102,7 @@ struct Case {
         for (int32_t &id : ids) {
             id = holes == 3 || pick(0, 3) < holes ? -1 : static_cast<int32_t>(pick(0, tokens - 1));
         }
+        if (!ids.empty() && pick(0, 3) == 0) lead_astray(random);
         const int64_t heads = r.batch * r.query_heads * r.queries;
         const float poison = std::numeric_limits<float>::quiet_NaN();
         out.assign(heads * r.value_dim, poison);
@@ -110,18 +112,43 @@ struct Case {
         r.ids = ids.data();
         r.table = table.data();
         r.pages = pages.data();
+        r.page_count = page_count;
     }
 
     bool run() {
+        const int32_t status = astray ? HFK_BAD_ID : HFK_OK;
         request.out = out.data();
         request.lse = lse.data();
-        if (hfk_attend(&request) != HFK_OK) return false;
+        if (hfk_attend(&request) != status) return false;
         request.out = scores.data();
         request.lse = nullptr;
-        return hfk_scores(&request) == HFK_OK && is_right() && is_ranked();
+        if (hfk_scores(&request) != status) return false;
+        return astray || (is_right() && is_ranked());
     }
 
   private:
+    // Make one id or more lead beyond the table, or to a table entry without a page.
+    void lead_astray(std::mt19937_64 &random) {
+        const auto pick = [&random](int64_t low, int64_t high) {
+            return std::uniform_int_distribution<int64_t>(low, high)(random);
+        };
+        constexpr int32_t largest = std::numeric_limits<int32_t>::max();
+        const int64_t per_row = static_cast<int64_t>(ids.size()) / request.batch;
+        for (int64_t bad = pick(1, 3); bad > 0; --bad) {
+            const int64_t place = pick(0, static_cast<int64_t>(ids.size()) - 1);
+            if (pick(0, 1)) {
+                ids[place] = static_cast<int32_t>(pick(0, 1) ? pick(tokens, largest)
+                                                             : tokens + pick(0, 2));
+                continue;
+            }
+            const int64_t column = pick(0, request.max_pages - 1);
+            const int32_t wrong[] = {-1, -largest - 1, static_cast<int32_t>(pages.size()), largest};
+            table[place / per_row * request.max_pages + column] = wrong[pick(0, 3)];
+            ids[place] = static_cast<int32_t>(column * request.page_len);
+        }
+        astray = true;
+    }
+
     static bool close(double got, double want) {
         return got == want || std::abs(got - want) < 2e-5 * (1.0 + std::abs(want));
     }

@@ -1,8 +1,8 @@
 // C interface of the host attention library: attention over chosen rows in host memory.
 //
 // A row is a key followed by its value. Rows lie in pages [kv_heads, page_len, key_dim + value_dim],
-// a page is found by its address, and `table` maps the tokens of a batch row to page numbers. Token
-// numbers are trusted: one beyond the table, or in a table entry without a page, reads anywhere.
+// a page is found by its address, and `table` maps the tokens of a batch row to page numbers. Nothing
+// is read for a token number beyond the table, or in a table entry without a page: the request fails.
 #pragma once
 
 #include <stdint.h>
@@ -10,7 +10,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 2
+#define HFK_VERSION 3
 
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2 };
 
@@ -20,8 +20,9 @@ enum hfk_path { HFK_AUTO = -1, HFK_PORTABLE = 0, HFK_AVX2 = 1, HFK_AVX512 = 2, H
 enum hfk_status {
     HFK_OK = 0,
     HFK_NO_MEMORY = 1,
-    HFK_NO_PATH = 2,    // the path is unknown, was not compiled, or the processor lacks it
-    HFK_BAD_REQUEST = 3 // an unknown dtype, or sizes that do not divide as they must
+    HFK_NO_PATH = 2,     // the path is unknown, was not compiled, or the processor lacks it
+    HFK_BAD_REQUEST = 3, // an unknown dtype, or sizes that do not divide as they must
+    HFK_BAD_ID = 4       // an id that leads to no row; `out` and `lse` may hold anything
 };
 
 // All arrays are contiguous; sizes count elements.
@@ -43,6 +44,7 @@ struct hfk_request {
     int64_t value_dim;
     int64_t max_pages;
     int64_t page_len;
+    int64_t page_count;     // of `pages`
     double scale;           // factor of the dot products
     double softcap;         // c of c * tanh(scale * q.k / c); 0 for none
     int32_t dtype;          // of query and rows

@@ -1,5 +1,6 @@
 // The C interface: checks a request, chooses the instruction set, and splits the work.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <new>
@@ -59,7 +60,8 @@ bool divides(int64_t number, int64_t multiple) { return number > 0 && multiple %
 bool is_good(const hfk_request &request) {
     return request.dtype >= HFK_FLOAT32 && request.dtype <= HFK_BFLOAT16 && request.batch >= 0 &&
            request.queries >= 0 && request.count >= 0 && request.key_dim > 0 &&
-           request.value_dim > 0 && request.page_len > 0 &&
+           request.value_dim > 0 && request.page_len > 0 && request.max_pages >= 0 &&
+           request.page_count >= 0 &&
            divides(request.kv_heads, request.id_heads) &&
            divides(request.id_heads, request.query_heads);
 }
@@ -78,9 +80,9 @@ class Job {
         }
     }
 
-    void run() {
+    int32_t run() {
         const int64_t items = spans_ * pieces_;
-        if (items == 0) return;
+        if (items == 0) return HFK_OK;
         const int slots = static_cast<int>(std::min<int64_t>(threads_, items));
         // A gap of a cache line keeps the slots of two threads apart.
         scratch_floats_ = kernel_.scratch_floats(request_) + 16;
@@ -90,9 +92,11 @@ class Job {
             part_lse_.resize(items * heads_);
         }
         Pool::instance().run(items, slots, &Job::work, this);
+        if (!whole_) return HFK_BAD_ID;
         if (attends_ && pieces_ > 1) {
             for (int64_t span = 0; span < spans_; ++span) merge(span);
         }
+        return HFK_OK;
     }
 
   private:
@@ -104,18 +108,21 @@ class Job {
         const Span span = locate(item);
         float *scratch = scratch_.data() + slot * scratch_floats_;
         const int64_t row = first_row(span);
+        bool whole;
         if (!attends_) {
-            kernel_.score(request_, span, scratch, request_.out + row * request_.count,
-                          request_.queries * request_.count);
+            whole = kernel_.score(request_, span, scratch, request_.out + row * request_.count,
+                                  request_.queries * request_.count);
         } else if (pieces_ == 1) {
-            kernel_.attend(request_, span, scratch, request_.out + row * request_.value_dim,
-                           request_.queries * request_.value_dim, request_.lse + row,
-                           request_.queries);
+            whole = kernel_.attend(request_, span, scratch, request_.out + row * request_.value_dim,
+                                   request_.queries * request_.value_dim, request_.lse + row,
+                                   request_.queries);
         } else {
             const int64_t part = item * heads_;
-            kernel_.attend(request_, span, scratch, part_out_.data() + part * request_.value_dim,
-                           request_.value_dim, part_lse_.data() + part, 1);
+            whole = kernel_.attend(request_, span, scratch,
+                                   part_out_.data() + part * request_.value_dim,
+                                   request_.value_dim, part_lse_.data() + part, 1);
         }
+        if (!whole) whole_.store(false, std::memory_order_relaxed);
     }
 
     Span locate(int64_t item) const {
@@ -179,6 +186,8 @@ class Job {
     int64_t pieces_ = 1;
     int64_t scratch_floats_ = 0;
     std::vector<float> scratch_, part_out_, part_lse_;
+    // False once an id led to no row.
+    std::atomic<bool> whole_{true};
 };
 
 int32_t serve(const hfk_request *request, bool attends) {
@@ -186,11 +195,10 @@ int32_t serve(const hfk_request *request, bool attends) {
     const Kernel *kernel = find_kernel(request->path);
     if (kernel == nullptr) return HFK_NO_PATH;
     try {
-        Job(*request, *kernel, attends).run();
+        return Job(*request, *kernel, attends).run();
     } catch (const std::bad_alloc &) {
         return HFK_NO_MEMORY;
     }
-    return HFK_OK;
 }
 
 } // namespace

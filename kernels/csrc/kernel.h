@@ -17,12 +17,13 @@ struct Kernel {
     int64_t (*scratch_floats)(const hfk_request &request);
 
     // Attention of the query heads that share the span's ids, over the span. Head g's result goes to
-    // out + g * out_stride and lse + g * lse_stride.
-    void (*attend)(const hfk_request &request, const Span &span, float *scratch, float *out,
+    // out + g * out_stride and lse + g * lse_stride. False where an id leads to no row.
+    bool (*attend)(const hfk_request &request, const Span &span, float *scratch, float *out,
                    int64_t out_stride, float *lse, int64_t lse_stride);
 
     // Scores of the span's ids; head g's go to out + g * out_stride, at their places in the ids.
-    void (*score)(const hfk_request &request, const Span &span, float *scratch, float *out,
+    // False where an id leads to no row.
+    bool (*score)(const hfk_request &request, const Span &span, float *scratch, float *out,
                   int64_t out_stride);
 
     void (*exp)(const float *in, float *out, int64_t count);

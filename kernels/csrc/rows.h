@@ -47,6 +47,8 @@ struct Block {
 // every row of the next block is asked for. The kernels ask for the other lines: for a line of a row
 // to come whenever they read the same line of a present row. All at once they would fill the queue
 // of misses and stop the arithmetic.
+//
+// An id that leads to no row is left out too, and noted.
 class RowStream {
   public:
     RowStream(const hfk_request &request, const Span &span, int64_t element_bytes, bool values) {
@@ -60,7 +62,9 @@ class RowStream {
         const int64_t kv_head = span.id_head / (request.id_heads / request.kv_heads);
         head_bytes_ = kv_head * page_len_ * row_bytes_;
         table_ = request.table + span.batch * request.max_pages;
+        max_pages_ = request.max_pages;
         pages_ = request.pages;
+        page_count_ = request.page_count;
         ids_ = request.ids +
                ((span.batch * request.id_heads + span.id_head) * request.queries + span.query) *
                    request.count;
@@ -72,6 +76,9 @@ class RowStream {
             for (int64_t byte = 0; byte < bytes; byte += kLine) ask_for(rows_[i] + byte);
         }
     }
+
+    // Whether all ids so far were holes or led to rows.
+    bool is_whole() const { return whole_; }
 
     // The next rows, at most kBlock.
     void take(Block &block) {
@@ -94,12 +101,18 @@ class RowStream {
         while (count_ < kBlock && next_ < last_) {
             const int32_t id = ids_[next_++];
             if (id < 0) continue;
-            rows_[count_] = address(id);
+            const char *row = address(id);
+            if (row == nullptr) {
+                whole_ = false;
+                continue;
+            }
+            rows_[count_] = row;
             places_[count_] = next_ - 1;
             ++count_;
         }
     }
 
+    // Null where there is no such row.
     const char *address(int32_t id) const {
         int64_t page, slot;
         if (shift_ >= 0) {
@@ -109,16 +122,19 @@ class RowStream {
             page = id / page_len_;
             slot = id % page_len_;
         }
-        const int64_t start = pages_[table_[page]];
-        return reinterpret_cast<const char *>(start + head_bytes_ + slot * row_bytes_);
+        if (page >= max_pages_) return nullptr;
+        const int32_t number = table_[page];
+        if (number < 0 || number >= page_count_) return nullptr;
+        return reinterpret_cast<const char *>(pages_[number] + head_bytes_ + slot * row_bytes_);
     }
 
     const int32_t *ids_;
     const int32_t *table_;
     const int64_t *pages_;
     int64_t next_, last_;
-    int64_t row_bytes_, head_bytes_, page_len_;
+    int64_t row_bytes_, head_bytes_, page_len_, max_pages_, page_count_;
     int shift_;
+    bool whole_ = true;
     // The block to come.
     int count_;
     const char *rows_[kBlock];

@@ -154,6 +154,15 @@ class PagedRows:
                 f"ids is on {ids.device}, the page table on {self.table.device}: move one of them"
             )
 
+    def check_range(self, ids: torch.Tensor) -> None:
+        """Raise ValueError for a token number beyond the table; looks at the data."""
+        tokens = self.table.shape[1] * self.page_len
+        largest = int(ids.max()) if ids.numel() else -1
+        if largest >= tokens:
+            raise ValueError(
+                f"ids name token {largest}: the page table covers 0 to {tokens - 1}; -1 is for none"
+            )
+
     def _gather_with_torch(self, ids: torch.Tensor) -> torch.Tensor:
         """``[B, H, Q, K, Dk + Dv]``, by index_select into the chunks seen as matrices of rows."""
         for chunk in self.chunks:

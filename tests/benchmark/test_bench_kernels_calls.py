@@ -37,10 +37,8 @@ CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         f"proxy.{name}": ("lrqk", {"rank": RANK}, (f"{KERNELS}proxy.{name}",))
         for name in ("relevance", "top_k")
     },
-    **{
-        f"centroid.{name}": ("ctkvr", {}, (f"{KERNELS}centroid.{name}",))
-        for name in ("top_keys", "similarity")
-    },
+    "centroid.top_keys": ("ctkvr", {}, (f"{KERNELS}centroid.key_lists",)),
+    "centroid.similarity": ("ctkvr", {}, (f"{KERNELS}centroid.similarity",)),
     **{
         f"paris.{name}": ("paris", {}, (f"{KERNELS}paris.{name}",))
         for name in ("encode", "collisions", "candidates", "rerank")

@@ -18,6 +18,7 @@ from hf_kvret.evaluation.split_recall import (
     split_counts,
 )
 from hf_kvret.index import ColdTokens
+from hf_kvret.methods.ctkvr import CTkvrIndex
 from hf_kvret.stores import StoreChoice
 
 HEADS, GROUP, DIM = 2, 2, 16
@@ -138,6 +139,17 @@ def test_it_answers_as_the_index_inside_and_its_counts_are_those_of_recall(
         # Every selection has 9 tokens to find, so the mean of shares is the share of sums.
         assert overlap == pytest.approx(one["recall_overlap"], rel=1e-6)
     assert split.memory() == plain.memory()
+
+
+def test_options_of_a_fork_reach_the_index_inside(model: LlamaForCausalLM) -> None:
+    split = SplitCTkvrCache(config=model.config, **OPTIONS)
+    _follow(model, split, torch.arange(60), 50)
+    for layer in split.fork(top_k=7, max_draft=50).retrieval_layers:
+        assert layer.regions is not None and isinstance(layer.regions.index, SplitIndex)
+        inner = layer.regions.index.inner
+        assert isinstance(inner, CTkvrIndex)
+        for options in (inner.options, inner._keeper.options):
+            assert (options.top_k, options.max_draft) == (7, 50)
 
 
 def test_forks_and_saved_caches_know_the_prompt_and_count_anew(

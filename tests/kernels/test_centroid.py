@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_kvret_kernels import centroid
+from hf_kvret_kernels.centroid import naive
 
 Place = tuple[str, str]
 NAN = float("nan")
@@ -166,6 +167,32 @@ def test_pieces_do_not_change_the_lists(place: Place, piece: int, most_scores: i
     valid = ragged(50)
     queries, keys = normal(1, 2, 1, 2, 2, 16), poisoned(normal(2, 2, 1, 50, 16), valid)
     check(place, queries, keys, 9, valid, piece=piece, most_scores=most_scores)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("count", [1, 9, 60])
+def test_few_lists_at_a_time_are_those_of_all_together(
+    count: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    valid = ragged(50)
+    queries, keys = normal(1, 2, 2, 7, 3, 16), poisoned(normal(2, 2, 2, 50, 16), valid)
+    positions = torch.tensor([[3, 49, 20, 30, 11, 5, 44]] * 2) if causal else None
+    sizes = {"_MOST_LISTED": 1, "_LEAST_QUERIES": 9, "_KEYS": 7, "_LEAST_JOINING": 8}
+    for name, size in {**sizes, "_MOST_RANKED": 1}.items():
+        monkeypatch.setattr(naive, name, size)
+    check(("naive", "cpu"), queries, keys, count, valid, piece=20, positions=positions)
+    options = {"valid": valid, "scale": 0.25, "positions": positions, "backend": "naive"}
+    parts = list(centroid.key_lists(queries, in_pieces(keys, 20), count, **options))
+    assert [part.shape for part in parts] == [(2, 2, size, count) for size in (3, 3, 1)]
+    assert torch.equal(
+        torch.cat(parts, dim=2), centroid.top_keys(queries, in_pieces(keys, 20), count, **options)
+    )
+
+
+def test_lists_of_no_centroids() -> None:
+    options = _options(torch.ones(1, 5, dtype=torch.bool), "naive")
+    keys = in_pieces(normal(1, 1, 2, 5, 4), 5)
+    assert centroid.top_keys(normal(2, 1, 2, 0, 3, 4), keys, 2, **options).shape == (1, 2, 0, 2)
 
 
 def test_pieces_may_be_empty(place: Place) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from hf_kvret import TokenBlock
+from hf_kvret.methods.ctkvr import CTkvrIndex
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
-from hf_kvret.methods.ctkvr.lists import CentroidLists
+from hf_kvret.methods.ctkvr.lists import MOST_TOKENS, CentroidLists
 from hf_kvret.methods.ctkvr.pool import QueryPool, make_pool
 
 
@@ -102,23 +104,31 @@ def test_padding_is_never_chosen_and_takes_no_room() -> None:
     assert sorted(pool.best(4)[1][1].tolist()) == [-1, 10, 11, 13]
 
 
-@pytest.mark.parametrize(("tokens", "nbytes"), [(65_535, 2), (65_536, 3), (1 << 24, 3)])
+@pytest.mark.parametrize(("tokens", "nbytes"), [(65_535, 2), (65_536, 3), (MOST_TOKENS, 3)])
 def test_slots_take_two_bytes_as_long_as_they_can(tokens: int, nbytes: int) -> None:
-    most = min(tokens, (1 << 24) - 1) - 1
+    most = tokens - 1
     ids = torch.tensor([-1, 0, 1, 32_766, 32_767, 32_768, most - 1, most], dtype=torch.int32)
     lists = CentroidLists(10)
-    lists.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[7]]), ids.view(1, 1, 1, -1), tokens)
+    lists.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[7]]), [ids.view(1, 1, 1, -1)], tokens)
     assert lists.ids.flatten().tolist() == [*ids.tolist(), -1, -1]
     assert lists.list_nbytes() == 10 * nbytes
     assert lists.take(torch.zeros(1, 1, 1, 3, dtype=torch.long)).shape == (1, 1, 1, 3, 10)
 
 
+def test_more_tokens_than_three_bytes_can_name_are_refused() -> None:
+    keys = torch.zeros(1, 1, 1, 4)
+    index = CTkvrIndex(CTkvrConfig())
+    index.observe(TokenBlock(keys, keys, start=MOST_TOKENS - 1))
+    with pytest.raises(ValueError, match=r"16777216 cold tokens: .* name 16777215 tokens at most"):
+        index.observe(TokenBlock(keys, keys, start=MOST_TOKENS))
+
+
 def test_lists_grow_wider_when_slots_do() -> None:
     lists = CentroidLists(2)
     near, far = (torch.tensor([[[[x, -1]]]], dtype=torch.int32) for x in (65_534, 70_000))
-    lists.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[7]]), near, 65_535)
+    lists.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[7]]), [near], 65_535)
     twin = lists.fork()
-    twin.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[8]]), far, 70_001)
+    twin.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[8]]), [far], 70_001)
     assert twin.ids.flatten().tolist() == [65_534, -1, 70_000, -1]
     assert lists.ids.flatten().tolist() == [65_534, -1] and lists.list_nbytes() == 4
     again = CentroidLists(2)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from hf_kvret import FlatKVCache
+from hf_kvret import FlatKVCache, attach
 from hf_kvret.methods.h2o import H2OCache, H2OConfig, H2OIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, failures, run_conformance
 from hf_kvret.testing.scenario import prompt, ragged
@@ -143,6 +144,34 @@ def test_a_saved_cache_goes_on_with_the_same_text(store: str, tmp_path: Path) ->
     ]
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
     assert again.stats()["layers"][0]["evicted"] > 0
+
+
+@pytest.mark.parametrize("part", ["kept", "attended"])
+@pytest.mark.parametrize("bad", [52, 60, 127, 2**31 - 1, -2, -(2**31)])
+def test_a_file_that_names_other_tokens_is_refused(bad: int, part: str, tmp_path: Path) -> None:
+    model = MODELS["llama"].build()
+    cache = H2OCache(config=model.config, **SMALL)
+    model.generate(prompt(1, 60), past_key_values=cache, max_new_tokens=1, do_sample=False)
+    assert cache.stats()["layers"][0]["cold_tokens"] == 52
+    cache.save_pretrained(tmp_path)
+    file = tmp_path / "cache.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith(f"index.{part}"))
+    tensors[name].view(-1)[-1] = bad
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"the tokens .* crafted, save the cache again"):
+        H2OCache.from_pretrained(tmp_path, model.config)
+    tensors[name].view(-1)[-1] = 51
+    save_file({**tensors, name: tensors[name].long()}, file)
+    with pytest.raises(ValueError, match=r"chosen tokens torch\.int64"):
+        H2OCache.from_pretrained(tmp_path, model.config)
+    for layer in range(2):
+        tensors[f"layers.{layer}.index.counts"][1] = 55
+    save_file(tensors, file)
+    loaded = H2OCache.from_pretrained(tmp_path, model.config)
+    attach(model)
+    with torch.no_grad(), pytest.raises(ValueError, match="as if 55 tokens were cold, and 52 are"):
+        model(prompt(1, 1), past_key_values=loaded)
 
 
 def test_heavy_hitters_hold_more_attention_than_as_many_other_tokens() -> None:

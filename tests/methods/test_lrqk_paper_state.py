@@ -180,6 +180,17 @@ def test_a_missing_tensor_is_named(moment: str, init: str) -> None:
             PaperLRQKIndex(run.index.options).load_state_dict(left)
 
 
+@pytest.mark.parametrize("bad", [58, 2**31 - 1, -2])
+def test_a_file_that_names_other_tokens_is_refused(bad: int) -> None:
+    run = _at("steps", "top")
+    assert run.cold == 58
+    state = run.index.state_dict()
+    state["selected.ids"] = state["selected.ids"].clone()
+    state["selected.ids"].view(-1)[-1] = bad
+    with pytest.raises(ValueError, match=f"{bad}.* 58 are cold: the file is damaged or crafted"):
+        PaperLRQKIndex(run.index.options).load_state_dict(state)
+
+
 def test_bytes_are_those_of_the_tensors() -> None:
     run = Run(_options()).prompt()
     heads, index = BATCH * HEADS * GROUP, run.index

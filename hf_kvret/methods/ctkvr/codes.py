@@ -44,7 +44,7 @@ class KeyCodes(Rerank):
     def observe(self, block: TokenBlock) -> None:
         """Encode the keys of ``block``."""
         if self._mean is None:
-            self._start(_mean_key(block))
+            self._start(block.mean_key())
         assert self._signs is not None and self._levels is not None
         codes = paris.encode(
             block.keys, self._signs, self._levels, m=_SUBSPACE_DIM, mean=self._mean
@@ -121,12 +121,3 @@ class KeyCodes(Rerank):
         self._signs = paris.random_signs(paris.rotated_dim(mean.shape[-1]), self.seed)
         self._signs = self._signs.to(mean.device)
         self._levels = paris.magnitude_levels(_SUBSPACE_DIM).to(mean.device)
-
-
-def _mean_key(block: TokenBlock) -> torch.Tensor:
-    """``[B, Hkv, D]`` fp32 mean over the valid tokens; 0 for none."""
-    keys = block.keys.float()
-    if block.valid is None:
-        return keys.mean(dim=2)
-    covered = block.valid[:, None, :, None]
-    return keys.masked_fill(~covered, 0.0).sum(dim=2) / covered.sum(dim=2).clamp(min=1)

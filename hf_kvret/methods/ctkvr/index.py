@@ -13,6 +13,7 @@ from hf_kvret.index import ColdTokens, Index
 from hf_kvret.methods.ctkvr.codes import KeyCodes
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.keeper import ListKeeper
+from hf_kvret.methods.ctkvr.lists import MOST_TOKENS
 from hf_kvret.methods.ctkvr.pool import Pool, QueryPool, make_pool
 from hf_kvret.methods.ctkvr.recalled import Recalled
 from hf_kvret.methods.ctkvr.rerank import FetchedKeys, ListPlaces, Rerank, StoredKeys
@@ -81,6 +82,11 @@ class CTkvrIndex(Index):
         self._since += count
 
     def observe(self, block: TokenBlock) -> None:
+        if block.end > MOST_TOKENS:
+            raise ValueError(
+                f"{block.end} cold tokens: the lists of ctkvr name {MOST_TOKENS} tokens at most; "
+                "for longer texts use cache_implementation='paris' or 'lrqk'"
+            )
         self._held = block.end
         self._flushed = True
         self._rerank.observe(block)
@@ -164,7 +170,7 @@ class CTkvrIndex(Index):
             return
         if selected.queries.shape[2] > columns[-1]:
             queries, ids = selected.queries[:, :, columns], selected.ids[:, :, columns]
-            queue.push(queries, slots, ids, selected.held)
+            queue.push(queries, slots, (ids,), selected.held)
 
     def uncapturable(self) -> str | None:
         return "ctkvr notes queries and their lists on the host at every step"
@@ -202,6 +208,10 @@ class CTkvrIndex(Index):
         twin._answered = self._answered.fork()
         twin._keeper, twin._rerank = self._keeper.fork(), self._rerank.fork()
         return twin
+
+    def set_options(self, options: Any) -> None:
+        super().set_options(options)
+        self._keeper.options = options
 
     def nbytes(self) -> int:
         return sum(part.nbytes() for part in self._parts().values())

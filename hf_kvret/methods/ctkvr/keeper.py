@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import torch
 
 from hf_kvret.index import ColdTokens
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
-from hf_kvret.methods.ctkvr.queue import CentroidQueue
+from hf_kvret.methods.ctkvr.queue import CentroidQueue, joined
 from hf_kvret_kernels import centroid
 
-# Keys that meet centroids at once: each piece is sorted together with what the lists hold.
+# Keys that meet centroids at once: each piece is sorted together with what the lists hold. On a CPU
+# they pass through its cache, some numbers at a time.
 _PIECE_LEN = 1 << 14
+_PIECE_NUMBERS = 1 << 18
 
 # Lists that are shorter than this share of what they should be are made anew.
 _SHORT = 0.8
@@ -57,9 +59,7 @@ class ListKeeper:
         late = options.pending and len(cold) - self.listed > options.pending
         wanted = options.list_len(len(cold), cold.budget)
         if late or queue.width < _SHORT * wanted:
-            live = [queue.live(), *joining]
-            queries = torch.cat([one[0] for one in live], dim=2)
-            self._list_all(cold, queries, torch.cat([one[1] for one in live], dim=1))
+            self._list_all(cold, *joined([*queue.generations(), *joining]))
             return
         for queries, slots in joining:
             self._join(cold, queries, slots, queue)
@@ -122,9 +122,10 @@ class ListKeeper:
         """Start the queue anew with these centroids; no token is pending then."""
         queries, slots = _dead_first(queries, slots)
         width = self.options.list_len(len(cold), cold.budget)
-        made = self._lists(cold, queries, slots, width, causal)
-        self.queue = CentroidQueue(self.options.centroids_for(len(cold)), width)
-        self.queue.push(queries, slots, made, len(cold))
+        parts = self._lists(cold, queries, slots, width, causal)
+        queue = CentroidQueue(self.options.centroids_for(len(cold)), width)
+        queue.push(queries, slots, parts, len(cold))
+        self.queue = queue
         self.listed = len(cold)
         if self.options.coverage > 0 and self.options.update_lists == "recalled":
             self._covered = share_listed(self.queue, cold.valid, self.listed)
@@ -132,18 +133,19 @@ class ListKeeper:
     def _join(
         self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor, queue: CentroidQueue
     ) -> None:
-        made = self._lists(cold, queries, slots, queue.width)
+        queries, slots = _dead_first(queries, slots)
+        parts = self._lists(cold, queries, slots, queue.width)
         if not bool((slots < 0).any()):
-            queue.push(queries, slots, made, len(cold))
+            queue.push(queries, slots, parts, len(cold))
             return
         # Padding of one row must not push centroids of another out: row by row, it goes first.
-        held, places = queue.live()
-        lists = torch.cat([*queue.pieces(), made], dim=2)
-        slots = torch.cat([places, slots], dim=1)
-        queries, _ = _dead_first(torch.cat([held, queries], dim=2), slots)
-        lists, slots = _dead_first(lists, slots)
-        self.queue = CentroidQueue(queue.room, queue.width)
-        self.queue.push(queries, slots, lists, len(cold))
+        everyone, places = joined([*queue.generations(), (queries, slots)])
+        order = _order(places)
+        ordered = CentroidQueue(queue.room, queue.width)
+        ordered.push(
+            *_dead_first(everyone, places), _in_order(queue, parts, slots, order), len(cold)
+        )
+        self.queue = ordered
 
     def _list_where_coverage_fell(self, cold: ColdTokens, queue: CentroidQueue) -> None:
         """Make new lists for the batch rows whose lists hold too few of the tokens."""
@@ -153,12 +155,13 @@ class ListKeeper:
         if not bool(low.any()):
             return
         queries, slots = queue.live()
-        made = self._lists(cold, queries, slots, queue.width)
+        parts = self._lists(cold, queries, slots, queue.width)
         # What is next to a row in a batch must not change it.
-        kept = torch.cat(list(queue.pieces()), dim=2)
-        made = torch.where(low[:, None, None, None], made, kept)
-        self.queue = CentroidQueue(queue.room, queue.width)
-        self.queue.push(queries, slots, made, len(cold))
+        order = torch.arange(len(queue), device=slots.device).expand(len(slots), -1)
+        parts = _either(low[:, None].expand_as(slots), parts, queue, order)
+        renewed = CentroidQueue(queue.room, queue.width)
+        renewed.push(queries, slots, parts, len(cold))
+        self.queue = renewed
         # Not to be asked about again before it is lower still.
         found = share_listed(self.queue, cold.valid, self.listed)
         self._covered = torch.where(low, found, self._covered)
@@ -170,33 +173,73 @@ class ListKeeper:
         slots: torch.Tensor,
         width: int,
         causal: bool = False,
-    ) -> torch.Tensor:
+    ) -> Iterator[torch.Tensor]:
         self.list_builds += 1
         self.keys_scored += len(queries) * queries.shape[1] * len(cold)
         return best_keys(cold, queries, slots, width, causal=causal)
 
 
+def _order(slots: torch.Tensor) -> torch.Tensor:
+    """``[B, m]`` int64: places in ``slots [B, m]``, row by row those of -1 first."""
+    return (slots >= 0).int().argsort(dim=1, stable=True)
+
+
 def _dead_first(x: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x [B, H, m, ...]`` and ``slots [B, m]``, row by row with those of slot -1 in front."""
-    order = (slots >= 0).int().argsort(dim=1, stable=True)
+    """``x [B, H, m, ...]`` and ``slots [B, m]`` in that order: themselves where none is -1."""
+    if not bool((slots < 0).any()):
+        return x, slots
+    order = _order(slots)
     rows = torch.arange(len(order), device=order.device)[:, None]
     return x.transpose(1, 2)[rows, order].transpose(1, 2), slots.gather(1, order)
 
 
+def _in_order(
+    queue: CentroidQueue, parts: Iterable[torch.Tensor], slots: torch.Tensor, order: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """Lists of ``queue`` and, after them, new ones, all in the ``order [B, m]`` of both.
+
+    ``parts`` are the new ones; those with ``slots [B, m]`` of at least 0 stay last, where they are.
+    """
+    for index in order[:, : len(queue)].split(queue.some, dim=1):
+        yield queue.lists_of(index)
+    yield from _either(slots >= 0, parts, queue, order[:, len(queue) :])
+
+
+def _either(
+    chosen: torch.Tensor, parts: Iterable[torch.Tensor], queue: CentroidQueue, order: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """Lists of ``parts`` where ``chosen [B, m]``, else those of ``queue`` at ``order [B, m]``."""
+    done = 0
+    for part in parts:
+        for made in part.split(queue.some, dim=2):
+            some = slice(done, done + made.shape[2])
+            yield torch.where(chosen[:, None, some, None], made, queue.lists_of(order[:, some]))
+            done = some.stop
+
+
 def best_keys(
     cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor, width: int, *, causal: bool
-) -> torch.Tensor:
-    """Lists ``[B, H, m, width]`` int32: the best keys for each centroid, best first, then -1.
+) -> Iterator[torch.Tensor]:
+    """Lists ``[B, H, *, width]`` int32, of some centroids after the others: their best keys.
 
-    ``queries [B, H, m, G, D]``; ``slots [B, m]``, -1 for what is no centroid: its list is empty.
-    ``causal`` leaves out keys after the centroid. Reads all keys, twice where G > 1.
+    Best first, then -1. ``queries [B, H, m, G, D]``; ``slots [B, m]``, -1 for what is no centroid:
+    its list is empty. ``causal`` leaves out keys after the centroid. Reads all keys, on a CPU for
+    as many lists as take some MiB (see ``centroid.key_lists``).
     """
+    batch, heads, count, _, dim = queries.shape
+    piece_len = _PIECE_LEN
+    if queries.device.type == "cpu":
+        piece_len = max(1, _PIECE_NUMBERS // (batch * heads * dim))
 
     def pieces() -> Iterator[tuple[int, torch.Tensor]]:
-        for start, keys, _ in cold.store.chunks(_PIECE_LEN):
+        for start, keys, values in cold.store.chunks(piece_len):
+            del values
             yield start, keys.to(queries.device)
+            # Not held while the next one is made.
+            del keys
 
-    ids = centroid.top_keys(
+    made = 0
+    for ids in centroid.key_lists(
         queries,
         pieces,
         width,
@@ -204,8 +247,11 @@ def best_keys(
         scale=cold.scale,
         softcap=cold.softcap,
         positions=slots if causal else None,
-    )
-    return ids.masked_fill((slots < 0)[:, None, :, None], -1)
+    ):
+        dead = slots[:, made : made + ids.shape[2]] < 0
+        made += ids.shape[2]
+        yield ids.masked_fill_(dead[:, None, :, None], -1)
+    assert made == count, "there is a list for each centroid"
 
 
 def share_listed(queue: CentroidQueue, valid: torch.Tensor, tokens: int) -> torch.Tensor:

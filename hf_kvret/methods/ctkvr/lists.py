@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Self
 
 import torch
@@ -10,6 +11,10 @@ from hf_kvret.growing import GrowingRows
 from hf_kvret_kernels import centroid
 
 _NARROW = (1 << 16) - 1
+MOST_TOKENS = (1 << 24) - 1
+"""Slots of more tokens have no room in three bytes."""
+# Ids, or numbers of queries, that are unpacked or turned into fp32 at once.
+_NUMBERS = 1 << 18
 
 
 class CentroidLists:
@@ -51,27 +56,45 @@ class CentroidLists:
         high = self._planes["high"].rows[:, :, part] if self._planes["high"].length else None
         return _unpack(self._planes["low"].rows[:, :, part], high)
 
-    def append(
-        self, queries: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, tokens: int
-    ) -> None:
-        """Add ``queries [B, H, m, G, D]`` of ``slots [B, m]`` with ``ids [B, H, m, <= rho]``.
+    def pieces(self, first: int = 0) -> Iterator[torch.Tensor]:
+        """``[B, H, *, rho]`` int32, some lists after the others, from the one of ``first`` on."""
+        step = self.some(self.width) if len(self) else 1
+        for start in range(first, len(self), step):
+            yield self.some_ids(slice(start, start + step))
 
-        All ids are below ``tokens``.
+    def some(self, numbers: int) -> int:
+        """How many centroids, at least 1, are worked on at once: each head's have ``numbers``."""
+        batch, heads = self.queries.shape[:2]
+        return max(1, _NUMBERS // max(1, batch * heads * numbers))
+
+    def append(
+        self,
+        queries: torch.Tensor,
+        slots: torch.Tensor,
+        parts: Iterable[torch.Tensor],
+        tokens: int,
+    ) -> None:
+        """Add ``queries [B, H, m, G, D]`` of ``slots [B, m]`` with lists.
+
+        ``parts`` are their lists ``[B, H, *, <= rho]`` int32 in order, each packed before the next
+        one is asked for. All ids are below ``tokens``.
         """
         self.widen(tokens)
-        missing = self.width - ids.shape[-1]
-        if missing:
-            ids = torch.nn.functional.pad(ids, (0, missing), value=-1)
-        norms = torch.linalg.vector_norm(queries.float(), dim=-1).clamp(min=1e-30)
+        self._pack(parts, queries, self._planes["high"].length > 0 or tokens > _NARROW)
         self._planes["queries"].append(queries)
-        self._planes["inverse"].append(norms.reciprocal())
         self._planes["slots"].append(slots[:, None])
-        self._planes["low"].append(_low(ids))
-        if self._planes["high"].length or tokens > _NARROW:
-            self._planes["high"].append(_high(ids))
+        count, numbers = queries.shape[2], queries.shape[3] * queries.shape[4]
+        like = queries.new_empty(*queries.shape[:2], 0, queries.shape[3], dtype=torch.float32)
+        inverse = self._planes["inverse"].reserve(count, like)
+        for some, into in zip(
+            *(x.split(self.some(numbers), 2) for x in (queries, inverse)), strict=True
+        ):
+            norms = torch.linalg.vector_norm(some.float(), dim=-1).clamp_(min=1e-30)
+            into.copy_(norms.reciprocal_())
 
     def widen(self, tokens: int) -> None:
         """Make room for slots below ``tokens``."""
+        assert tokens <= MOST_TOKENS, "the index refuses more"
         if tokens > _NARROW and len(self) and not self._planes["high"].length:
             zeros = torch.zeros_like(self._planes["low"].rows, dtype=torch.uint8)
             self._planes["high"].append(zeros)
@@ -89,13 +112,13 @@ class CentroidLists:
         high = self._planes["high"].rows if self._planes["high"].length else None
         return centroid.take_lists(self._planes["low"].rows, high, index)
 
-    def replace_ids(self, ids: torch.Tensor) -> None:
-        """Put ``ids [B, H, m, rho]`` in the place of all."""
-        high = self._planes["high"].length > 0
-        for name, packed in (("low", _low(ids)), ("high", _high(ids))):
+    def strike(self, first: int) -> None:
+        """Take all slots from ``first`` on off the lists."""
+        held = self.fork()
+        for name in ("low", "high"):
             self._planes[name] = GrowingRows(64)
-            if name == "low" or high:
-                self._planes[name].append(packed)
+        left = (ids.masked_fill_(ids >= first, -1) for ids in held.pieces())
+        self._pack(left, self.queries, held._planes["high"].length > 0)
 
     def reorder(self, rows: torch.Tensor) -> None:
         """Batch row b becomes the old row ``rows[b]``."""
@@ -130,17 +153,37 @@ class CentroidLists:
             if name != "high" or name in state:
                 self._planes[name].append(state[name])
 
+    def _pack(self, parts: Iterable[torch.Tensor], queries: torch.Tensor, wide: bool) -> None:
+        """Append the lists ``parts`` of as many centroids as there are ``queries``."""
+        batch, heads, count = queries.shape[:3]
+        dtypes = {"low": torch.int16, "high": torch.uint8} if wide else {"low": torch.int16}
+        room = {
+            name: self._planes[name].reserve(
+                count, queries.new_empty(batch, heads, 0, self.width, dtype=dtype)
+            )
+            for name, dtype in dtypes.items()
+        }
+        done = 0
+        for ids in parts:
+            for name, plane in room.items():
+                into = plane[:, :, done : done + ids.shape[2]]
+                into[..., : ids.shape[3]] = _low(ids) if name == "low" else _high(ids)
+                into[..., ids.shape[3] :] = 0
+            done += ids.shape[2]
+        assert done == count, "there is a list for each centroid"
+
 
 def _low(ids: torch.Tensor) -> torch.Tensor:
     # Not by a cast alone: what a cast does to numbers out of range depends on the device.
-    low = (ids + 1) & 0xFFFF
-    return torch.where(low > 0x7FFF, low - 0x10000, low).to(torch.int16)
+    return (ids + 0x8001).bitwise_and_(0xFFFF).sub_(0x8000)
 
 
 def _high(ids: torch.Tensor) -> torch.Tensor:
-    return ((ids + 1) >> 16).to(torch.uint8)
+    return (ids + 1).bitwise_right_shift_(16)
 
 
 def _unpack(low: torch.Tensor, high: torch.Tensor | None) -> torch.Tensor:
-    ids = low.int() & 0xFFFF
-    return (ids if high is None else ids | (high.int() << 16)) - 1
+    ids = low.int().bitwise_and_(0xFFFF)
+    if high is not None:
+        ids |= high.int().bitwise_left_shift_(16)
+    return ids.sub_(1)

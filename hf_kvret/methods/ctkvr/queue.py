@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Self
 
 import torch
@@ -10,8 +10,6 @@ import torch
 from hf_kvret.methods.ctkvr.lists import CentroidLists
 
 _GENERATIONS = ("base", "fresh")
-# Lists unpacked at once.
-_PIECE = 64
 
 
 class CentroidQueue:
@@ -43,62 +41,72 @@ class CentroidQueue:
         """KV heads."""
         return self._base.queries.shape[1]
 
-    def push(
-        self, queries: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, tokens: int
-    ) -> None:
-        """Add centroids ``[B, H, m, G, D]`` of ``slots [B, m]`` with ``ids [B, H, m, <= width]``.
+    @property
+    def some(self) -> int:
+        """How many lists are unpacked at once."""
+        return self._base.some(self.width)
 
-        All ids are below ``tokens``.
+    def push(
+        self,
+        queries: torch.Tensor,
+        slots: torch.Tensor,
+        parts: Iterable[torch.Tensor],
+        tokens: int,
+    ) -> None:
+        """Add centroids ``[B, H, m, G, D]`` of ``slots [B, m]``; arguments as of the lists.
+
+        ``parts`` may read this queue.
         """
         target = self._fresh if len(self._base) else self._base
         for lists in (self._base, self._fresh):
             lists.widen(tokens)
-        target.append(queries, slots, ids, tokens)
+        target.append(queries, slots, parts, tokens)
         self.dropped += max(0, len(self) - self.room)
         if self.dropped >= len(self._base):
             self.dropped -= len(self._base)
             self._base, self._fresh = self._fresh, CentroidLists(self.width)
 
+    def generations(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Queries ``[B, H, m, G, D]`` and slots ``[B, m]`` of those that count, as views."""
+        found = [(self._base.queries[:, :, self.dropped :], self._base.slots[:, self.dropped :])]
+        return [*found, (self._fresh.queries, self._fresh.slots)] if len(self._fresh) else found
+
     def live(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries ``[B, H, m, G, D]`` of all that count, and their slots ``[B, m]``."""
-        queries, slots = (
-            self._base.queries[:, :, self.dropped :],
-            self._base.slots[:, self.dropped :],
-        )
-        if len(self._fresh):
-            queries = torch.cat([queries, self._fresh.queries], dim=2)
-            slots = torch.cat([slots, self._fresh.slots], dim=1)
-        return queries, slots
+        return joined(self.generations())
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """All lists that count, ``[B, H, *, width]`` int32."""
-        for lists, first in ((self._base, self.dropped), (self._fresh, 0)):
-            for start in range(first, len(lists), _PIECE):
-                yield lists.some_ids(slice(start, start + _PIECE))
+        yield from self._base.pieces(self.dropped)
+        yield from self._fresh.pieces()
+
+    def lists_of(self, index: torch.Tensor) -> torch.Tensor:
+        """``[B, H, c, width]`` int32: for each row those of ``index [B, c]``, among all that count.
+
+        -1 where there is no such centroid.
+        """
+        missing = (index < 0) | (index >= len(self))
+        places = (index.masked_fill(missing, 0) + self.dropped)[:, None, None]
+        found = self._take(places.expand(-1, self.heads, -1, -1).contiguous())[:, :, 0]
+        return found.masked_fill_(missing[:, None, :, None], -1)
 
     def recall(self, query: torch.Tensor, probes: int) -> torch.Tensor:
         """``[B, H, Q, c, width]`` int32: lists of the ``probes`` centroids nearest to a query.
 
         The nearest first; -1 for lists that there are not. ``query [B, H, Q, G, D]``.
         """
-        older = len(self._base)
         scores = self._base.similarity(query, self.dropped)
         if len(self._fresh):
             scores = torch.cat([scores, self._fresh.similarity(query)], dim=-1)
         best = scores.topk(min(probes, scores.shape[-1]), dim=-1)
-        index = best.indices
-        found = self._base.take(index.clamp(max=older - 1))
-        if len(self._fresh):
-            newer = self._fresh.take((index - older).clamp(min=0))
-            found = torch.where((index >= older).unsqueeze(-1), newer, found)
+        found = self._take(best.indices)
         return found.masked_fill((best.values == float("-inf")).unsqueeze(-1), -1)
 
     def crop(self, cold_len: int) -> None:
         """Strike all slots from ``cold_len`` on off the lists."""
         for lists in (self._base, self._fresh):
             if len(lists):
-                ids = lists.ids
-                lists.replace_ids(ids.masked_fill(ids >= cold_len, -1))
+                lists.strike(cold_len)
 
     def reorder(self, rows: torch.Tensor) -> None:
         """Batch row b becomes the old row ``rows[b]``."""
@@ -145,3 +153,21 @@ class CentroidQueue:
             if mine:
                 lists.load_state_dict(mine)
         return queue
+
+    def _take(self, index: torch.Tensor) -> torch.Tensor:
+        """``[B, H, Q, c, width]`` int32 lists of ``index [B, H, Q, c]``; dropped ones count too."""
+        older = len(self._base)
+        found = self._base.take(index.clamp(max=older - 1))
+        if len(self._fresh):
+            newer = self._fresh.take((index - older).clamp(min=0))
+            found = torch.where((index >= older).unsqueeze(-1), newer, found)
+        return found
+
+
+def joined(
+    parts: list[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries ``[B, H, m, G, D]`` and slots ``[B, m]`` of all ``parts`` in one."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([one[0] for one in parts], dim=2), torch.cat([one[1] for one in parts], dim=1)

@@ -85,6 +85,12 @@ class H2OIndex(Index):
         Here and not in ``learn``, which comes before it is known whether drafts are accepted, and
         while the store may be at work.
         """
+        if self._chosen_for[0] > len(cold):
+            # A crop forgets what was chosen, so that only a file can say so.
+            raise ValueError(
+                f"the cache was saved as if {self._chosen_for[0]} tokens were cold, and "
+                f"{len(cold)} are: the file is damaged or crafted, save the cache again"
+            )
         self._count(cold)
         self._keys.drop(len(cold))
         if self._kept is None or self._chosen_for != (len(cold), cold.budget):
@@ -190,7 +196,10 @@ class H2OIndex(Index):
         self._chosen_for = (chosen_for[0], chosen_for[1])
         self._kept = self._attended = None
         if self._chosen_for[0]:
-            self._kept, self._attended = state["kept"], state["attended"]
+            self._kept, self._attended = (
+                _checked_ids(state[name], state["scores"], self._chosen_for[0])
+                for name in ("kept", "attended")
+            )
 
     def _are_few(self, queries: int) -> bool:
         """Whether so many queries are compared with the kept tokens alone: of two short passes."""
@@ -267,3 +276,17 @@ class H2OIndex(Index):
         found = slots.topk(min(self.options.sink, cold_len), largest=False).values
         found = found.masked_fill(found == cold_len, -1)
         return found.expand(-1, self._scores.all.shape[1], -1)
+
+
+def _checked_ids(ids: torch.Tensor, scores: torch.Tensor, cold_len: int) -> torch.Tensor:
+    """``ids`` of a file, which kernels read rows by, or ValueError."""
+    batch, heads, held = scores.shape
+    fits = ids.ndim == 3 and ids.shape[:2] == (batch, heads) and ids.dtype == torch.int32
+    if fits and cold_len <= held and bool(((ids >= -1) & (ids < cold_len)).all()):
+        return ids
+    named = f", which name the tokens {int(ids.min())} to {int(ids.max())}" if ids.numel() else ""
+    raise ValueError(
+        f"the cache was saved with chosen tokens {ids.dtype} {list(ids.shape)}{named}; there are "
+        f"{batch} rows, {heads} KV heads and {held} tokens, {cold_len} of them to choose from: the "
+        "file is damaged or crafted, save the cache again"
+    )

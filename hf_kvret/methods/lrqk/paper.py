@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -40,7 +40,7 @@ class PaperLRQKIndex(Index):
         self._chance = torch.Generator().manual_seed(options.seed)
         self._moments = {name: Moments(STARTS[options.init].random) for name in _MOMENTS}
         self._proxies = Proxies(options.proxy_dtype)
-        self._waiting = WaitingTokens(max(options.lite, options.max_draft))
+        self._waiting = WaitingTokens(self._room(options))
         self._bases: Bases | None = None
         self._selected: torch.Tensor | None = None
         self._seen: Seen | None = None
@@ -165,6 +165,10 @@ class PaperLRQKIndex(Index):
         twin._bases, twin._selected = self._bases, self._selected
         return twin
 
+    def set_options(self, options: Any) -> None:
+        super().set_options(options)
+        self._waiting.room = self._room(options)
+
     def nbytes(self) -> int:
         size = sum(moments.nbytes() for moments in self._moments.values())
         if self._bases is not None:
@@ -213,7 +217,25 @@ class PaperLRQKIndex(Index):
             for name, moments in self._moments.items():
                 moments.load_state_dict(part(f"{name}."))
             self._chance.set_state(state["chance.state"].cpu())
-        self._selected = state.get("selected.ids")
+        self._selected = self._checked(state.get("selected.ids"))
+
+    @staticmethod
+    def _room(options: LRQKConfig) -> int:
+        """Tokens that a step may fit its query to, or be about."""
+        return max(options.lite, options.max_draft)
+
+    def _checked(self, ids: torch.Tensor | None) -> torch.Tensor | None:
+        """``ids`` of a file, which kernels read rows by, or ValueError."""
+        if ids is None:
+            return None
+        held = self._proxies.rows.shape[2] if self._bases is not None else 0
+        if ids.dtype != torch.int32 or not bool(((ids >= -1) & (ids < held)).all()):
+            raise ValueError(
+                f"the cache was saved with selected tokens {ids.dtype} from {int(ids.min())} to "
+                f"{int(ids.max())}, and {held} are cold: the file is damaged or crafted, save the "
+                "cache again"
+            )
+        return ids
 
 
 def _project(to_key: torch.Tensor, store: Store) -> Iterator[torch.Tensor]:

@@ -44,7 +44,7 @@ class ParisIndex(Index):
     def observe(self, block: TokenBlock) -> None:
         m = self.options.subspace_dim
         if self._basis is None:
-            mean = _mean_key(block.keys, block.valid) if self.options.center else None
+            mean = block.mean_key() if self.options.center else None
             self._basis = self._make_basis(block.keys.shape[-1], block.keys.device, mean)
         codes = self._basis.encode(block.keys)
         if block.valid is not None:
@@ -176,12 +176,3 @@ class ParisIndex(Index):
 
     def _codes(self) -> paris.ParisCodes:
         return paris.ParisCodes(**{name: plane.rows for name, plane in self._planes.items()})
-
-
-def _mean_key(keys: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """``[B, Hkv, D]`` fp32 mean over the valid tokens of ``keys [B, Hkv, n, D]``; 0 for none."""
-    if valid is None:
-        return keys.mean(dim=2, dtype=torch.float32)
-    covered = valid[:, None, :, None]
-    total = keys.masked_fill(~covered, 0.0).sum(dim=2, dtype=torch.float32)
-    return total / covered.sum(dim=2).clamp(min=1)

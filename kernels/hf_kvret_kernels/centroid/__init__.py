@@ -1,6 +1,6 @@
 """CTkvr's operations: past queries as centroids, each with a list of its best keys.
 
-A centroid is a bundle: the G query heads of a KV head at one position. ``top_keys`` makes lists,
+A centroid is a bundle: the G query heads of a KV head at one position. ``key_lists`` makes lists,
 ``similarity`` finds the centroids near a query, ``take_lists`` unpacks theirs, ``unite`` leaves out
 repeats. On CUDA tensors nothing waits for the host and no shape depends on data.
 
@@ -11,6 +11,7 @@ centroids, Q queries at once, D head dim, n tokens, M ids, rho ids of a list.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -20,10 +21,10 @@ from hf_kvret_kernels.centroid.naive import Pieces
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-__all__ = ["Pieces", "similarity", "take_lists", "top_keys", "unite"]
+__all__ = ["Pieces", "key_lists", "similarity", "take_lists", "top_keys", "unite"]
 
 
-def top_keys(
+def key_lists(
     queries: torch.Tensor,
     pieces: Pieces,
     count: int,
@@ -34,14 +35,18 @@ def top_keys(
     positions: torch.Tensor | None = None,
     most_scores: int | None = None,
     backend: str = "auto",
-) -> torch.Tensor:
-    """``[B, H, C, count]`` int32: for each centroid the best keys, best first, then -1.
+) -> Iterator[torch.Tensor]:
+    """``[B, H, c, count]`` int32 each, of all centroids in order: the best keys, then -1.
 
-    A key is as good as the largest of the softmax weights that the G queries give it (algorithm
-    1, lines 2 to 4). The softmax is over the keys that take part. The matrix of all scores never
-    exists: keys come in pieces, and each piece meets some centroids at a time. With G > 1 the
-    pieces are read twice, first for the denominators. Of equal keys any may be listed; Triton
-    lists the first.
+    A list has its best key first. A key is as good as the largest of the softmax weights that the
+    G queries give it (algorithm 1, lines 2 to 4). The softmax is over the keys that take part. The
+    matrix of all scores never exists: keys come in pieces, and each piece meets some centroids at
+    a time. With G > 1 the pieces are read once for the denominators. Of equal keys any may be
+    listed; Triton lists the first.
+
+    With torch as many lists are made together as take about 10 MB, or those of 64 queries of
+    each head, and all pieces are read for them; so what is not yet taken doesn't exist, and what
+    was taken may be packed or dropped. Triton makes all lists together.
 
     Args:
         queries: ``[B, H, C, G, D]`` fp32, bf16 or fp16.
@@ -54,8 +59,8 @@ def top_keys(
         softcap: ``c`` of ``c * tanh(score / c)``, or None.
         positions: ``[B, C]`` int32 or int64 slots of the queries, for a causal mask; None for no
             mask.
-        most_scores: fp32 scores held at once, about; at least those of one centroid and piece.
-            Default: 2^22 with torch, 2^24 with Triton.
+        most_scores: fp32 scores held at once, about; at least those of one centroid and piece, of
+            which torch takes 512 keys at once. Default: 2^19 with torch, 2^24 with Triton.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Raises:
@@ -77,14 +82,22 @@ def top_keys(
         for start, keys in pieces():
             _check_piece(start, keys, queries, valid)
             yield start, keys
+            # Not held while the next one is made.
+            del keys
 
     arguments = (queries, checked, count, valid, positions, scale, softcap, most_scores)
     if choose_backend(backend, queries) == "naive":
-        return naive.top_keys(*arguments)
+        return naive.key_lists(*arguments)
     from hf_kvret_kernels.centroid import triton_lists
 
     with launching_on(queries):
-        return triton_lists.top_keys(*arguments)
+        return iter((triton_lists.top_keys(*arguments),))
+
+
+def top_keys(queries: torch.Tensor, pieces: Pieces, count: int, **options: Any) -> torch.Tensor:
+    """``[B, H, C, count]`` int32: all ``key_lists`` in one tensor. Arguments are the same."""
+    parts = list(key_lists(queries, pieces, count, **options))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def similarity(

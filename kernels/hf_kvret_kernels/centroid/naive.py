@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 Pieces = Callable[[], Iterable[tuple[int, torch.Tensor]]]
 
-# fp32 scores held at once where the caller does not say: 16 MiB.
-_MOST_SCORES = 1 << 22
+# fp32 scores held at once where the caller does not say: 2 MiB.
+_MOST_SCORES = 1 << 19
+# Ids of lists that are made together, and numbers beside them: 4 MiB. Fewer lists would have the
+# keys read more often, so that there are at least those of so many queries of a head.
+_MOST_LISTED = 1 << 20
+_LEAST_QUERIES = 64
+# Keys whose scores are made together, and the fewest of which the best join the lists together.
+_KEYS = 512
+_LEAST_JOINING = 2048
+# Entries of lists and joining keys that are ranked at once: about 2 MiB with their places.
+_MOST_RANKED = 1 << 17
 # Entries, about, of the tables in which ``unite`` marks tokens; 64 MiB.
 MOST_MARKS = 1 << 24
 
 
-def top_keys(
+def key_lists(
     queries: torch.Tensor,
     pieces: Pieces,
     count: int,
@@ -23,48 +33,125 @@ def top_keys(
     scale: float,
     softcap: float | None,
     most_scores: int | None,
-) -> torch.Tensor:
-    """See ``hf_kvret_kernels.centroid.top_keys``."""
+) -> Iterator[torch.Tensor]:
+    """See ``hf_kvret_kernels.centroid.key_lists``."""
+    scores = _Scores(queries, valid, positions, scale, softcap, most_scores or _MOST_SCORES)
     B, H, C, G, _ = queries.shape
-    most = most_scores or _MOST_SCORES
+    lse = None if G == 1 else _denominators(scores, pieces)
+    width = count + min(max(count, _LEAST_JOINING), valid.shape[1])
+    step = max(-(-_LEAST_QUERIES // G), _MOST_LISTED // max(1, B * H * (count + width)))
+    for first in range(0, max(1, C), step):
+        yield _some_lists(scores, pieces, lse, slice(first, min(first + step, C)), count, width)
 
-    def scored() -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """First slot, which centroids, and their logits ``[B, H, c, G, P]``, -inf if masked."""
-        for start, keys in pieces():
-            P = keys.shape[2]
-            k = keys.float().transpose(-1, -2)
-            slots = torch.arange(start, start + P, device=keys.device)
-            step = max(1, most // max(1, B * H * G * P))
-            for first in range(0, C, step):
-                part = slice(first, first + step)
-                rows = queries[:, :, part].float() * scale
-                # One matrix of queries a head: torch would copy the keys for each centroid.
-                a = torch.matmul(rows.flatten(2, 3), k).unflatten(2, (-1, G))
-                if softcap is not None:
-                    a = softcap * torch.tanh(a / softcap)
-                seen = valid[:, None, start : start + P]
-                if positions is not None:
-                    seen = seen & (slots <= positions[:, part, None])
-                yield start, part, a.masked_fill(~seen[:, None, :, None], float("-inf"))
 
-    lse = None
-    if G > 1:
-        lse = torch.full((B, H, C, G, 1), float("-inf"), dtype=torch.float32, device=queries.device)
-        for _, part, a in scored():
+@dataclass(frozen=True, eq=False)
+class _Scores:
+    """Scores of centroids and keys, ``most`` of them held at once; the rest as of ``key_lists``."""
+
+    queries: torch.Tensor
+    valid: torch.Tensor
+    positions: torch.Tensor | None
+    scale: float
+    softcap: float | None
+    most: int
+
+    def of(
+        self, start: int, keys: torch.Tensor, part: slice
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Some centroids of ``part`` after the others, and their new logits ``[B, H, c, G, P]``.
+
+        ``keys [B, H, P, D]`` of the slots from ``start`` on; -inf where a key is masked.
+        """
+        B, H, _, G, _ = self.queries.shape
+        P = keys.shape[2]
+        k = keys.float().transpose(-1, -2)
+        seen = self.valid[:, None, start : start + P]
+        slots = torch.arange(start, start + P, device=keys.device)
+        step = max(1, self.most // max(1, B * H * G * P))
+        for first in range(part.start, part.stop, step):
+            some = slice(first, min(first + step, part.stop))
+            rows = self.queries[:, :, some].float() * self.scale
+            # One matrix of queries a head: torch would copy the keys for each centroid.
+            a = torch.matmul(rows.flatten(2, 3), k).unflatten(2, (-1, G))
+            if self.softcap is not None:
+                a.div_(self.softcap).tanh_().mul_(self.softcap)
+            shown = seen
+            if self.positions is not None:
+                shown = seen & (slots <= self.positions[:, some, None])
+            yield some, a.masked_fill_(~shown[:, None, :, None], float("-inf"))
+
+
+def _denominators(scores: _Scores, pieces: Pieces) -> torch.Tensor:
+    """``[B, H, C, G, 1]`` fp32: log-sum-exp of the logits of each query over all keys."""
+    queries = scores.queries
+    shape = (*queries.shape[:4], 1)
+    lse = torch.full(shape, float("-inf"), dtype=torch.float32, device=queries.device)
+    for start, keys in _short(pieces):
+        for part, a in scores.of(start, keys, slice(0, shape[2])):
             lse[:, :, part] = torch.logaddexp(lse[:, :, part], a.logsumexp(-1, keepdim=True))
-        lse.clamp_(min=-1e30)
+    return lse.clamp_(min=-1e30)
 
-    values = torch.full((B, H, C, count), float("-inf"), dtype=torch.float32, device=queries.device)
-    ids = torch.full((B, H, C, count), -1, dtype=torch.int32, device=queries.device)
-    for start, part, a in scored():
-        shares = a if lse is None else a - lse[:, :, part]
-        found = shares.amax(3)
-        slots = torch.arange(start, start + a.shape[-1], dtype=torch.int32, device=a.device)
-        best = torch.cat([values[:, :, part], found], dim=-1).topk(count)
-        named = torch.cat([ids[:, :, part], slots.expand(found.shape)], dim=-1)
-        values[:, :, part] = best.values
-        ids[:, :, part] = named.gather(-1, best.indices)
-    return ids.masked_fill_(values == float("-inf"), -1)
+
+def _some_lists(
+    scores: _Scores,
+    pieces: Pieces,
+    lse: torch.Tensor | None,
+    part: slice,
+    count: int,
+    width: int,
+) -> torch.Tensor:
+    """``[B, H, c, count]`` int32: the lists of the centroids ``part``.
+
+    The relevance of keys gathers behind that of the lists, until ``width`` numbers are there.
+    """
+    device, lead = scores.queries.device, scores.queries.shape[:2]
+    shape = (*lead, part.stop - part.start)
+    relevance = torch.full((*shape, width), float("-inf"), dtype=torch.float32, device=device)
+    ids = torch.full((*shape, count), -1, dtype=torch.int32, device=device)
+    slots = torch.empty(width - count, dtype=torch.int32, device=device)
+    joining = 0
+    for start, keys in _short(pieces):
+        P = keys.shape[2]
+        if count + joining + P > width:
+            _join(relevance, ids, slots[:joining], in_order=False)
+            joining = 0
+        columns = slice(count + joining, count + joining + P)
+        for some, a in scores.of(start, keys, part):
+            if lse is not None:
+                a -= lse[:, :, some]
+            here = slice(some.start - part.start, some.stop - part.start)
+            relevance[:, :, here, columns] = a.amax(3)
+        slots[joining : joining + P] = torch.arange(start, start + P, device=device)
+        joining += P
+    _join(relevance, ids, slots[:joining], in_order=True)
+    return ids.masked_fill_(relevance[..., :count] == float("-inf"), -1)
+
+
+def _join(
+    relevance: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, *, in_order: bool
+) -> None:
+    """Put the best of the lists and the joining keys into the lists; both in place."""
+    count = ids.shape[-1]
+    held = count + len(slots)
+    step = max(1, _MOST_RANKED // max(1, held * ids.shape[0] * ids.shape[1]))
+    for some, listed in zip(relevance.split(step, 2), ids.split(step, 2), strict=True):
+        best = some[..., :held].topk(count, dim=-1, sorted=in_order)
+        places = best.indices
+        found = listed.gather(-1, places.clamp(max=count - 1))
+        if len(slots):
+            newer = slots[(places - count).clamp_(min=0)]
+            found = torch.where(places < count, found, newer)
+        listed.copy_(found)
+        some[..., :count] = best.values
+
+
+def _short(pieces: Pieces) -> Iterator[tuple[int, torch.Tensor]]:
+    """``pieces`` in parts of at most ``_KEYS`` keys."""
+    for start, keys in pieces():
+        for first in range(0, keys.shape[2], _KEYS):
+            yield start + first, keys[:, :, first : first + _KEYS]
+        # Not held while the next one is made.
+        del keys
 
 
 def similarity(

@@ -57,16 +57,16 @@ def host_attention(
         read it NaN or Inf, and no others.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, gradients, an unknown backend or
-            path, a path that the processor lacks, threads below 1.
+        ValueError: shapes, dtypes or devices that do not fit, ids beyond the rows, gradients, an
+            unknown backend or path, a path that the processor lacks, threads below 1.
         ImportError: ``"cpp"`` without the library; see ``why_not()``.
         MemoryError: no room for the work space.
 
-    Token numbers are not checked against the table: that would have to look at the data. Safe from
-    several Python threads at once, which it lets run, and after ``os.fork()``.
+    Safe from several Python threads at once, which it lets run, and after ``os.fork()``.
     """
     _check(query, rows, ids, softcap)
     if _choose(backend, threads, path) == "naive":
+        rows.check_range(ids)
         return naive.host_attention(query, rows, ids, scale, softcap)
     batch, heads, queries, _ = query.shape
     out = query.new_empty(batch, heads, queries, rows.value_dim, dtype=torch.float32)
@@ -104,6 +104,7 @@ def host_scores(
     """
     _check(query, rows, ids, softcap)
     if _choose(backend, threads, path) == "naive":
+        rows.check_range(ids)
         return naive.host_scores(query, rows, ids, scale, softcap)
     scores = query.new_empty(*query.shape[:3], ids.shape[3], dtype=torch.float32)
     library.run(

@@ -18,18 +18,19 @@ from hf_kvret_kernels.paged import PagedRows
 FILE_NAME = "libhf_kvret_host.so"
 # Names a library file to load in place of the installed one.
 PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
-VERSION = 2
+VERSION = 3
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
 PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _AUTO = -1
 _NO_MEMORY = 1
+_BAD_ID = 4
 
-# hfk_request of csrc/hf_kvret_host.h: six addresses, ten sizes, scale and softcap, and dtype, path,
-# threads and a reserved number. Packed in one call: to fill a ctypes.Structure field by field takes
-# so long that it shows where few rows are read.
-_REQUEST = struct.Struct("@6P10q2d4i")
+# hfk_request of csrc/hf_kvret_host.h: six addresses, eleven sizes, scale and softcap, and dtype,
+# path, threads and a reserved number. Packed in one call: to fill a ctypes.Structure field by field
+# takes so long that it shows where few rows are read.
+_REQUEST = struct.Struct("@6P11q2d4i")
 # hfk_ranking: three addresses, six sizes, threads and a reserved number.
 _RANKING = struct.Struct("@3P6q2i")
 
@@ -52,6 +53,7 @@ def run(
     The arguments were checked by the caller. Other Python threads run meanwhile.
 
     Raises:
+        ValueError: an id that leads to no row; ``out`` and ``lse`` may hold anything then.
         MemoryError: no room for the work space.
         RuntimeError: the library is of another build.
     """
@@ -76,6 +78,7 @@ def run(
         rows.value_dim,
         table.shape[1],
         rows.page_len,
+        len(pages),
         scale,
         softcap or 0.0,
         DTYPES[query.dtype],
@@ -83,7 +86,12 @@ def run(
         threads,
         0,
     )
-    _call(function, request, threads)
+    if _call(function, request, threads) == _BAD_ID:
+        rows.check_range(ids)
+        raise ValueError(
+            f"an id leads to a table entry that names none of the {len(pages)} pages: entries that "
+            "ids lead to must hold page numbers"
+        )
 
 
 def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, threads: int) -> None:
@@ -98,14 +106,16 @@ def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, threads: i
     _call("hfk_rank", _RANKING.pack(*addresses, *sizes, threads, 0), threads)
 
 
-def _call(function: str, request: bytes, threads: int) -> None:
+def _call(function: str, request: bytes, threads: int) -> int:
+    """0 or ``_BAD_ID``; errors as of ``run`` for other statuses."""
     status = getattr(load(), function)(request)
     if status == _NO_MEMORY:
         raise MemoryError(
             f"no room for the work space of {threads} threads: free memory, or use fewer threads"
         )
-    if status != 0:
+    if status not in (0, _BAD_ID):
         raise RuntimeError(_refused(function, status))
+    return int(status)
 
 
 def paths() -> list[str]:

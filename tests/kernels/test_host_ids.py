@@ -1,0 +1,54 @@
+"""Ids that lead to no row: errors of host_attention and host_scores, on every path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret_kernels import host_attention as host
+from hf_kvret_kernels.host_attention import host_attention, host_scores, library
+from hf_kvret_kernels.paged import PagedRows
+
+FUNCTIONS = (host_attention, host_scores)
+
+
+@pytest.fixture(params=["naive", *library.PATHS])
+def place(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Keyword arguments that choose torch, or one path of the installed library."""
+    if request.param == "naive":
+        return {"backend": "naive"}
+    if not host.available() or request.param not in host.paths():
+        pytest.skip(f"no library, or the processor has no {request.param}")
+    return {"backend": "cpp", "path": request.param}
+
+
+def _rows() -> PagedRows:
+    """Two batch rows of 9 pages of 8 tokens."""
+    table = torch.stack([torch.randperm(9), torch.randperm(9)]).int()
+    return PagedRows([torch.randn(9, 2, 8, 32)], table, 16)
+
+
+@pytest.mark.parametrize("count", [1, 65, 1000])
+@pytest.mark.parametrize("bad", [72, 500, 2**31 - 1])
+def test_an_id_beyond_the_rows_is_refused_by_name(
+    place: dict[str, Any], bad: int, count: int
+) -> None:
+    ids = torch.randint(-1, 72, (2, 2, 2, count), dtype=torch.int32)
+    ids[1, 0, 1, count // 2] = bad
+    for function in FUNCTIONS:
+        with pytest.raises(ValueError, match=rf"ids name token {bad}: .* covers 0 to 71"):
+            function(torch.randn(2, 4, 2, 16), _rows(), ids, scale=0.3, threads=3, **place)
+
+
+@pytest.mark.parametrize("entry", [-1, 9, 10**9])
+def test_a_table_entry_without_a_page_is_refused(place: dict[str, Any], entry: int) -> None:
+    if place["backend"] == "naive":
+        pytest.skip("torch refuses it by itself")
+    rows = _rows()
+    rows.table[0, 3] = entry
+    ids = torch.full((2, 2, 1, 3), 25, dtype=torch.int32)
+    for function in FUNCTIONS:
+        with pytest.raises(ValueError, match="a table entry that names none of the 9 pages"):
+            function(torch.randn(2, 4, 1, 16), rows, ids, scale=0.3, **place)

@@ -1,0 +1,126 @@
+"""What making ctkvr's lists takes beside what is kept, and that pieces change no list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret import TokenBlock
+from hf_kvret.index import ColdTokens
+from hf_kvret.methods.ctkvr import keeper as keeper_module
+from hf_kvret.methods.ctkvr import lists as lists_module
+from hf_kvret.methods.ctkvr.config import CTkvrConfig
+from hf_kvret.methods.ctkvr.keeper import ListKeeper
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret_kernels.centroid import naive
+
+BATCH, HEADS, GROUP, DIM, TOKENS, BUDGET = 2, 4, 2, 32, 3000, 300
+BOUND = 16 * 10**6
+Bundle = tuple[torch.Tensor, torch.Tensor]
+
+
+def _normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _cold(dtype: torch.dtype) -> ColdTokens:
+    keys = _normal(0, BATCH, HEADS, TOKENS, DIM).to(dtype)
+    store = PagedStore(DeviceMemory(keys.device))
+    store.append(TokenBlock(keys, keys, 0))
+    valid = torch.ones(BATCH, TOKENS, dtype=torch.bool)
+    valid[0, :500] = False
+    return ColdTokens(store, valid, DIM**-0.5, None, BUDGET)
+
+
+def _bundle(seed: int, count: int, dead: int = 0) -> Bundle:
+    slots = torch.arange(count).repeat(BATCH, 1)
+    slots[0, :dead], slots[1, count // 2 : count // 2 + dead // 3] = -1, -1
+    return _normal(seed, BATCH, HEADS, count, GROUP, DIM), slots
+
+
+def _keeper(cold: ColdTokens) -> ListKeeper:
+    keeper = ListKeeper(CTkvrConfig(top_k=BUDGET, update_lists="recalled", coverage=0.5))
+    keeper.start(cold, *_bundle(1, keeper.options.centroids_for(TOKENS), 20))
+    return keeper
+
+
+def _fall(keeper: ListKeeper) -> None:
+    """One row's lists hold too little now."""
+    assert keeper._covered is not None
+    keeper._covered = keeper._covered * torch.tensor([1.0, 10.0])
+
+
+def _work(name: str, cold: ColdTokens) -> tuple[list[ListKeeper], Callable[[], object]]:
+    """What makes lists, and where they are then."""
+    if name == "first":
+        made: list[ListKeeper] = []
+        return made, lambda: made.append(_keeper(cold))
+    keeper = _keeper(cold)
+    joining: list[Bundle] = []
+    if name == "anew":
+        keeper.listed = -(10**6)
+    elif name == "coverage":
+        _fall(keeper)
+    else:
+        joining = [_bundle(2, 90, 40 if name == "padded" else 0)]
+    return [keeper], lambda: keeper.keep_up(cold, joining, True)
+
+
+def _lists(name: str) -> tuple[torch.Tensor, ...]:
+    keepers, work = _work(name, _cold(torch.float32))
+    work()
+    queue = keepers[0].queue
+    assert queue is not None
+    return torch.cat(list(queue.pieces()), dim=2), *queue.live()
+
+
+def _compare(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
+    """The same lists, but for keys that a rounding of fp32 puts in another order."""
+    assert torch.equal(found[0] < 0, wanted[0] < 0)
+    assert (found[0] != wanted[0]).float().mean() < 1e-3
+    for got, want in zip(found[1:], wanted[1:], strict=True):
+        assert torch.equal(got, want)
+
+
+WORK = ("first", "anew", "joining", "padded", "coverage")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WORK)
+def test_temporaries_are_bounded(
+    name: str, dtype: torch.dtype, temporaries: Callable[[Callable[[], object]], int]
+) -> None:
+    cold = _cold(dtype)
+    keepers, work = _work(name, cold)
+    # The queue before is held here too, so that what is left is what was made.
+    before = [keeper.queue for keeper in keepers]
+    assert temporaries(work) < BOUND
+    queue = keepers[0].queue
+    assert (queue is not None and queue not in before) or name == "joining"
+    # All scores would be more.
+    assert len(queue) * BATCH * HEADS * GROUP * TOKENS * 4 > 2 * BOUND
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_pieces_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _lists(name)
+    whole: list[tuple[Any, str]] = [
+        (naive, "_MOST_LISTED"),
+        (naive, "_MOST_RANKED"),
+        (naive, "_MOST_SCORES"),
+        (naive, "_LEAST_JOINING"),
+        (naive, "_KEYS"),
+        (lists_module, "_NUMBERS"),
+        (keeper_module, "_PIECE_NUMBERS"),
+    ]
+    for module, size in whole:
+        monkeypatch.setattr(module, size, 1 << 40)
+    _compare(found, _lists(name))
+    monkeypatch.undo()
+    for module, size in whole[1:2] + whole[5:]:
+        monkeypatch.setattr(module, size, 1 << 12)
+    _compare(found, _lists(name))
