@@ -1,13 +1,13 @@
 """Models x modes x methods x stores: the same text and logits as full attention.
 
-By default every model runs the most telling modes and four unlike models run every mode, with
-each method and each store once; every pair of them runs the telling modes on the unlike models.
-The rest of the matrix is marked slow (``-m "slow or not slow"`` runs it all).
+By default a pairwise design: every model meets every mode, every method and every store, every mode
+every method and so on, each at least once. The full product is marked slow, and only made when
+slow tests are asked for (``-m slow``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,8 @@ from hf_kvret import (
     ParisKVCache,
     RetrievalCache,
 )
-from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, conformance_cases, run_case
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES, Case, conformance_cases, run_case
+from hf_kvret.testing.pairs import pairs_of, pairwise
 from hf_kvret.testing.scenario import prompt
 
 CACHES: dict[str, Callable[..., RetrievalCache]] = {
@@ -47,26 +48,6 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
 ArtifactOptions = Callable[[str, str], dict[str, str]]
 
 STORES = ("device", "host", "resident", "cpu")
-WHOLE_PAIRS = {
-    ("flat", "device"),
-    ("paris", "host"),
-    ("lrqk", "resident"),
-    ("ctkvr", "cpu"),
-    ("a2ats", "cpu"),
-}
-
-# Plain rope; soft cap and sliding; sinks and experts; a linear hybrid.
-UNLIKE_MODELS = ("llama", "gemma2", "gpt_oss", "qwen3_next")
-# Padding, reordered rows, dropped drafts, pieces of a prompt, holes, flushed rows that come back.
-TELLING_MODES = (
-    "greedy_ragged",
-    "beams_ragged",
-    "prompt_lookup",
-    "chunked_prefill",
-    "second_turn_ragged",
-    "crop_deep",
-)
-
 # What transformers' own cache can't do in the newest and in the oldest transformers that we
 # support. Skipping goes by trial; without these lists a mode that broke would vanish from the
 # matrix in silence.
@@ -99,24 +80,51 @@ def _stores(method: str) -> tuple[str, ...]:
     return ("device", "host") if method.startswith("aqua") else STORES
 
 
-def _matrix() -> list[Any]:
-    params = []
+def _possible(case: dict[str, Any]) -> bool:
+    """Whether a method keeps rows in such a store, and transformers' own cache has the mode."""
+    if "method" in case and case.get("store", "device") not in _stores(case["method"]):
+        return False
+    impossible = IMPOSSIBLE.get(RELEASE, {})
+    return case.get("mode") not in impossible.get(case.get("model", ""), ())
+
+
+def design() -> list[tuple[str, ...]]:
+    """Model, mode, method and store of the default cases."""
+    factors = {"model": list(MODELS), "mode": list(MODES), "method": [*CACHES], "store": STORES}
+    return [tuple(case.values()) for case in pairwise(factors, _possible)]
+
+
+def full() -> Iterator[tuple[str, ...]]:
+    """The same of all cases."""
     for case in conformance_cases():
-        unlike, telling = case.model in UNLIKE_MODELS, case.mode in TELLING_MODES
         for method in CACHES:
             for store in _stores(method):
-                whole = (method, store) in WHOLE_PAIRS
-                by_default = (unlike or telling) if whole else (unlike and telling)
-                marks = () if by_default else (pytest.mark.slow,)
-                name = f"{case}-{method}-{store}"
-                params.append(pytest.param(case, method, store, marks=marks, id=name))
-    return params
+                yield case.model, case.mode, method, store
 
 
-@pytest.mark.parametrize(("case", "method", "store"), _matrix())
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The default cases, and the others where slow tests are asked for."""
+    if "store" not in metafunc.fixturenames:
+        return
+    default = design()
+    params = [pytest.param(*names, id="-".join(names)) for names in default]
+    if metafunc.config.getoption("markexpr") != "not slow":
+        others = (names for names in full() if names not in set(default))
+        params += [pytest.param(*x, id="-".join(x), marks=pytest.mark.slow) for x in others]
+    metafunc.parametrize(("model", "mode", "method", "store"), params)
+
+
+def test_the_default_cases_cover_every_pair() -> None:
+    default = [dict(zip(("model", "mode", "method", "store"), x, strict=True)) for x in design()]
+    whole = [dict(zip(("model", "mode", "method", "store"), x, strict=True)) for x in full()]
+    assert pairs_of(default) == pairs_of(case for case in whole if _possible(case))
+    assert len(default) < 1.1 * len(MODELS) * len(MODES)
+
+
 def test_same_as_full_attention(
-    case: Case, method: str, store: str, artifact_options: ArtifactOptions
+    model: str, mode: str, method: str, store: str, artifact_options: ArtifactOptions
 ) -> None:
+    case = Case(model, mode)
     # The codec alone has no use for an artifact.
     learned = {} if method == "aqua_codec" else artifact_options(method.split("_")[0], case.model)
     options = {"store": store, **learned, **COVERING_OPTIONS}
