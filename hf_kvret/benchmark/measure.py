@@ -124,10 +124,14 @@ class Measure(ABC):
     Attributes:
         name: on the command line.
         summary: one line for ``--help``.
+        description: the text of the measure's own ``--help``.
+        examples: commands below it.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    description: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def once(self, turn: Turn) -> Any:

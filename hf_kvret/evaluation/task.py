@@ -29,10 +29,14 @@ class Task(ABC):
     Attributes:
         name: on the command line.
         summary: one line for ``--help``.
+        description: the text of the task's own ``--help``.
+        examples: commands below it.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    description: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]]
 
     @staticmethod
     @abstractmethod

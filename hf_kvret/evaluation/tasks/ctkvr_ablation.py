@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from hf_kvret.evaluation.arguments import budget, file_path, lengths, names
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.ctkvr_report import ablation_tables, plot_ablation
@@ -29,22 +30,25 @@ _LONG = ("update", "pending")
 
 @dataclass(frozen=True)
 class CTkvrAblation(Task):
-    """What each part of CTkvr is worth: recall of the exact top-k without it, or with another.
-
-    choice: which queries of the prompt are centroids (the paper's table 4). centroids, probes: how
-    many there are, and how many a query recalls (figure 10). rerank: how the recalled tokens are
-    compared, and how many there are (figure 11). budget: tables 1 and 6. questions: whether a
-    question's queries become centroids. update: new centroids over --turns (table 5). pending:
-    recall of the prompt's and of generated tokens along --long-tokens, without the pending list
-    and without the watch on coverage. Without --text the model reads documents of needles with
-    questions after them, which is what --model needle speaks.
-
-        hf-kvret eval ctkvr-ablation --text novel.txt --json ablation.json --plot ablation.png
-        hf-kvret eval ctkvr-ablation --model needle --parts choice,questions
-    """
+    """What each part of CTkvr is worth: recall of the exact top-k without it, or with another."""
 
     name: ClassVar[str] = "ctkvr-ablation"
     summary: ClassVar[str] = "what each part of CTkvr is worth"
+    description: ClassVar[str] = (
+        "What each part of CTkvr is worth: recall of the exact top-k without it, or with "
+        "another. choice: which queries of the prompt are centroids (the paper's table 4). "
+        "centroids, probes: how many there are, and how many a query recalls (figure 10). "
+        "rerank: how the recalled tokens are compared, and how many there are (figure 11). "
+        "budget: tables 1 and 6. questions: whether a question's queries become centroids. "
+        "update: new centroids over --turns (table 5). pending: recall of the prompt's and of "
+        "generated tokens along --long-tokens, without the pending list and without the watch "
+        "on coverage. Without --text the model reads documents of needles with questions after "
+        "them, which is what --model needle speaks."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval ctkvr-ablation --text novel.txt --json ablation.json --plot ablation.png",
+        "hf-kvret eval ctkvr-ablation --model needle --parts choice,questions",
+    )
 
     text: Path | None
     lengths: tuple[int, ...]
@@ -72,12 +76,10 @@ class CTkvrAblation(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import budget, lengths, names
-
         # A share of the cold tokens like that of 1,024 of 32K.
         parser.set_defaults(caches="ctkvr", top_k=128)
         add = parser.add_argument
-        add("--text", type=Path, metavar="FILE", help="default: documents of needles")
+        add("--text", type=file_path, metavar="FILE", help="default: documents of needles")
         add("--lengths", type=lengths, default=[4096], help="tokens of a context")
         add("--windows", type=int, default=1, help="at most this many contexts of each length")
         add("--parts", type=names, default=list(PARTS), help=f"default: all of {', '.join(PARTS)}")

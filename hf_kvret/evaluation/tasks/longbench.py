@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from tqdm import tqdm
 
+from hf_kvret.evaluation.arguments import file_path, names
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.longbench import (
     BUCKETS,
@@ -43,18 +44,20 @@ _ROOM = 596
 
 @dataclass(frozen=True)
 class LongBench(Task):
-    """LongBench: questions, summaries, few-shot tasks and code about long texts.
-
-    Prompts, cutting in the middle, answer lengths and scores are those of LongBench v1's 16
-    English tasks. With --questions inside, the whole prompt is read in one pass; with after, what
-    stands before the question is read without it.
-
-        hf-kvret eval longbench --data data.zip --tasks qasper,hotpotqa,trec --samples 50 \\
-            --max-length 7500 --caches full,flat,paris --json longbench.json
-    """
+    """LongBench: questions, summaries, few-shot tasks and code about long texts."""
 
     name: ClassVar[str] = "longbench"
     summary: ClassVar[str] = "LongBench v1's 16 English tasks, or LongBench-E"
+    description: ClassVar[str] = (
+        "LongBench: questions, summaries, few-shot tasks and code about long texts. Prompts, "
+        "cutting in the middle, answer lengths and scores are those of LongBench v1's 16 "
+        "English tasks. With --questions inside, the whole prompt is read in one pass; with "
+        "after, what stands before the question is read without it."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval longbench --data data.zip --tasks qasper,hotpotqa,trec --samples 50 "
+        "--max-length 7500 --caches full,flat,paris --json longbench.json",
+    )
 
     tasks: tuple[str, ...]
     data: LongData
@@ -88,11 +91,9 @@ class LongBench(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import names
-
         source = parser.add_mutually_exclusive_group(required=True)
         source.add_argument(
-            "--data", type=Path, help="LongBench's data.zip, or a folder with <task>.jsonl"
+            "--data", type=file_path, help="LongBench's data.zip, or a folder with <task>.jsonl"
         )
         source.add_argument(
             "--hub-id", metavar="ID", help="download data.zip from there: THUDM/LongBench"
@@ -110,7 +111,10 @@ class LongBench(Task):
             f"configuration less {_ROOM}. LongBench: 3500, 7500, 15500, 31500",
         )
         parser.add_argument(
-            "--prompts", type=Path, metavar="FILE", help="templates of yours: dataset2prompt.json"
+            "--prompts",
+            type=file_path,
+            metavar="FILE",
+            help="templates of yours: dataset2prompt.json",
         )
         parser.add_argument(
             "--chat",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from hf_kvret.evaluation.arguments import file_path, lengths
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.following import full_choices
@@ -36,18 +37,20 @@ FOLLOW = ("text", "greedy", "sample")
 
 @dataclass(frozen=True)
 class LongGeneration(Task):
-    """Recall of the exact top-k along a generation of thousands of tokens.
-
-    An index that was fitted to the prompt may fit worse the more was generated. Each context is
-    read in one pass; then --new-tokens follow, one at a time: those of the text itself, or the
-    cache's own (--follow). Recall, and agreement with full attention on the very same tokens, are
-    told for each --every of them.
-
-        hf-kvret eval longgen --text novel.txt --lengths 4K --new-tokens 4096 --caches flat,paris
-    """
+    """Recall of the exact top-k along a generation of thousands of tokens."""
 
     name: ClassVar[str] = "longgen"
     summary: ClassVar[str] = "recall along a generation of thousands of tokens"
+    description: ClassVar[str] = (
+        "Recall of the exact top-k along a generation of thousands of tokens. An index that was "
+        "fitted to the prompt may fit worse the more was generated. Each context is read in one "
+        "pass; then --new-tokens follow, one at a time: those of the text itself, or the "
+        "cache's own (--follow). Recall, and agreement with full attention on the very same "
+        "tokens, are told for each --every of them."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval longgen --text novel.txt --lengths 4K --new-tokens 4096 --caches flat,paris",
+    )
 
     text: Path
     then: Path | None
@@ -70,12 +73,10 @@ class LongGeneration(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths
-
-        parser.add_argument("--text", type=Path, required=True, metavar="FILE")
+        parser.add_argument("--text", type=file_path, required=True, metavar="FILE")
         parser.add_argument(
             "--then",
-            type=Path,
+            type=file_path,
             metavar="FILE",
             help="another text that follows after the context, for a change of subject",
         )

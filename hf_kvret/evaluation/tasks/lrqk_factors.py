@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from hf_kvret.evaluation.arguments import file_path, lengths, names
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.lrqk_report import factor_tables, plot_factors
@@ -30,20 +31,23 @@ _TOKENS_PER_NEEDLE = 128
 
 @dataclass(frozen=True)
 class LRQKFactors(Task):
-    """How good LRQK's factors are: what low-rank proxies miss of the scores of a real model.
-
-    A text is read once; queries and keys of every retrieval layer are kept in fp32, so take up to
-    some 8K tokens. For each rank, proxies are made in several ways (--variants). Their relative
-    error over all queries and keys is exact. Recall of the exact top-k is that of the last
-    --queries, each among all tokens before it. Without --text the model reads a document of
-    needles with questions at its end, which is what --model needle speaks.
-
-        hf-kvret eval lrqk-factors --model needle --plot factors.png
-        hf-kvret eval lrqk-factors --model reference --text novel.txt --lengths 2K
-    """
+    """How good LRQK's factors are: what low-rank proxies miss of the scores of a real model."""
 
     name: ClassVar[str] = "lrqk-factors"
     summary: ClassVar[str] = "how good LRQK's low-rank factors are"
+    description: ClassVar[str] = (
+        "How good LRQK's factors are: what low-rank proxies miss of the scores of a real model. "
+        "A text is read once; queries and keys of every retrieval layer are kept in fp32, so "
+        "take up to some 8K tokens. For each rank, proxies are made in several ways "
+        "(--variants). Their relative error over all queries and keys is exact. Recall of the "
+        "exact top-k is that of the last --queries, each among all tokens before it. Without "
+        "--text the model reads a document of needles with questions at its end, which is what "
+        "--model needle speaks."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval lrqk-factors --model needle --plot factors.png",
+        "hf-kvret eval lrqk-factors --model reference --text novel.txt --lengths 2K",
+    )
 
     text: Path | None
     lengths: tuple[int, ...]
@@ -70,11 +74,9 @@ class LRQKFactors(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths, names
-
         parser.set_defaults(caches="lrqk", top_k=100, store="device")
         parser.add_argument(
-            "--text", type=Path, metavar="FILE", help="default: a document of needles"
+            "--text", type=file_path, metavar="FILE", help="default: a document of needles"
         )
         parser.add_argument("--lengths", type=lengths, default=[2048], help="tokens of the text")
         parser.add_argument(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from hf_kvret.evaluation.arguments import file_path, lengths
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.haystack import (
     Document,
@@ -34,17 +35,23 @@ MODES = ("turns", "forks")
 
 @dataclass(frozen=True)
 class MultiTurn(Task):
-    """One context with a needle for each turn, read once without any question; then the questions.
-
-    Mode "turns" asks them one after the other on the same cache. Earlier answers in it are the
-    right ones, whatever the model said; with --own-answers they are the model's own. Mode "forks"
-    asks each question of a fork of the cache that has read the context only.
-
-        hf-kvret eval multiturn --lengths 4K,16K --turns 8 --caches full,flat,paris --plot turns.png
+    """One context with a needle for each turn, read once without any question; then the
+    questions.
     """
 
     name: ClassVar[str] = "multiturn"
     summary: ClassVar[str] = "several questions in turn about one context"
+    description: ClassVar[str] = (
+        "One context with a needle for each turn, read once without any question; then the "
+        'questions. Mode "turns" asks them one after the other on the same cache. Earlier '
+        "answers in it are the right ones, whatever the model said; with --own-answers they are "
+        'the model\'s own. Mode "forks" asks each question of a fork of the cache that has read '
+        "the context only."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval multiturn --lengths 4K,16K --turns 8 --caches full,flat,paris --plot "
+        "turns.png",
+    )
 
     lengths: tuple[int, ...]
     turns: int
@@ -71,8 +78,6 @@ class MultiTurn(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths
-
         parser.add_argument(
             "--lengths",
             type=lengths,
@@ -92,7 +97,7 @@ class MultiTurn(Task):
         )
         parser.add_argument(
             "--essays",
-            type=Path,
+            type=file_path,
             metavar="FILE",
             help="haystack: plain text or a JSON list of texts; RULER's noise without it",
         )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from hf_kvret.evaluation.arguments import file_path, lengths
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.haystack import (
     Document,
@@ -49,21 +50,24 @@ _RULE = "Don't give information outside the document or repeat your findings"
 
 @dataclass(frozen=True)
 class NeedleInHaystack(Task):
-    """A needle in a haystack, at every depth of every length: a heat map for each cache.
-
-    Styles: "magic" is RULER's wording with a random key and number, which small models can answer;
-    "sandwich" is the sentence of the original test, or yours; "tokens" is the language of the
-    bundled needle model and needs no tokenizer. No model judges the answers: an answer is right
-    when the expected text is in it (substring), or as far as the expected words are (rouge1).
-
-    With --questions inside, the question is read with the text in one pass; with after, the text is
-    read without it, and the question is fed then.
-
-        hf-kvret eval niah --lengths 4K,8K,16K --essays essays.json --json niah.json --plot niah.png
-    """
+    """A needle in a haystack, at every depth of every length: a heat map for each cache."""
 
     name: ClassVar[str] = "niah"
     summary: ClassVar[str] = "needle in a haystack: a heat map of length and depth"
+    description: ClassVar[str] = (
+        "A needle in a haystack, at every depth of every length: a heat map for each cache. "
+        'Styles: "magic" is RULER\'s wording with a random key and number, which small models '
+        'can answer; "sandwich" is the sentence of the original test, or yours; "tokens" is the '
+        "language of the bundled needle model and needs no tokenizer. No model judges the "
+        "answers: an answer is right when the expected text is in it (substring), or as far as "
+        "the expected words are (rouge1). With --questions inside, the question is read with "
+        "the text in one pass; with after, the text is read without it, and the question is fed "
+        "then."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval niah --lengths 4K,8K,16K --essays essays.json --json niah.json --plot "
+        "niah.png",
+    )
 
     lengths: tuple[int, ...]
     depths: tuple[float, ...]
@@ -97,8 +101,6 @@ class NeedleInHaystack(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths
-
         parser.add_argument(
             "--lengths",
             type=lengths,
@@ -121,7 +123,7 @@ class NeedleInHaystack(Task):
         parser.add_argument("--questions", choices=("inside", "after", "both"), default="inside")
         parser.add_argument(
             "--essays",
-            type=Path,
+            type=file_path,
             metavar="FILE",
             help="haystack: plain text or a JSON list of texts; RULER's noise without it",
         )

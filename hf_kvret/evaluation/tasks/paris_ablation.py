@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.evaluation.arguments import file_path, lengths, names, shares
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.following import full_choices
@@ -39,18 +40,20 @@ PARTS = ("switches", "ratios", "drift")
 
 @dataclass(frozen=True)
 class ParisAblation(Task):
-    """What each part of ParisKV is worth: recall of the exact top-k without it.
-
-    switches: one part off at a time, at --ratio candidates. ratios: recall against the share of
-    candidates, at each length (the paper's figure 9). drift: recall along --drift-tokens after the
-    shortest length, beside clusters that were learnt from the prompt (figures 1 and 10). All
-    variants follow the same text, after each context.
-
-        hf-kvret eval paris-ablation --text novel.txt --lengths 4K,8K,16K --plot ablation.png
-    """
+    """What each part of ParisKV is worth: recall of the exact top-k without it."""
 
     name: ClassVar[str] = "paris-ablation"
     summary: ClassVar[str] = "what each part of ParisKV is worth"
+    description: ClassVar[str] = (
+        "What each part of ParisKV is worth: recall of the exact top-k without it. switches: "
+        "one part off at a time, at --ratio candidates. ratios: recall against the share of "
+        "candidates, at each length (the paper's figure 9). drift: recall along --drift-tokens "
+        "after the shortest length, beside clusters that were learnt from the prompt (figures 1 "
+        "and 10). All variants follow the same text, after each context."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval paris-ablation --text novel.txt --lengths 4K,8K,16K --plot ablation.png",
+    )
 
     text: Path
     then: Path | None
@@ -80,14 +83,12 @@ class ParisAblation(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths, names
-
         # The paper's budget, and the only method that there is something to take away from.
         parser.set_defaults(caches="paris", top_k=100)
-        parser.add_argument("--text", type=Path, required=True, metavar="FILE")
+        parser.add_argument("--text", type=file_path, required=True, metavar="FILE")
         parser.add_argument(
             "--then",
-            type=Path,
+            type=file_path,
             metavar="FILE",
             help="another text that the drift part goes on with after the context",
         )
@@ -100,7 +101,7 @@ class ParisAblation(Task):
             "--ratio", type=float, default=0.1, help="share of candidates of switches and drift"
         )
         parser.add_argument(
-            "--ratios", type=_ratios, default=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5), help="of the second"
+            "--ratios", type=shares, default=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5), help="of the second"
         )
         parser.add_argument("--new-tokens", type=int, default=128, help="that are measured")
         parser.add_argument("--drift-tokens", type=int, default=2048, help="of the drift part")
@@ -214,11 +215,3 @@ class ParisAblation(Task):
     def plot(cls, path: Path, results: Results) -> None:
         """One picture a part: ``path``, and ``NAME-PART.png`` for the parts after the first."""
         plot_ablation(path, results)
-
-
-def _ratios(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        message = f"{text!r} are no shares: write 0.05,0.1"
-        raise argparse.ArgumentTypeError(message) from None

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 from tqdm import tqdm
 
+from hf_kvret.evaluation.arguments import file_path, lengths
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file
 from hf_kvret.evaluation.plots import plot_lines
@@ -25,17 +26,19 @@ from hf_kvret.evaluation.texts import read_text, token_ids
 
 @dataclass(frozen=True)
 class Perplexity(Task):
-    """Perplexity of long text, fed through the cache step by step.
-
-    Each window of the text is read up to --prefill in one pass; the rest is fed --step tokens at a
-    time, and only these count. A single forward pass over the window gives the same number for
-    full attention.
-
-        hf-kvret eval ppl --text wiki.test.raw --lengths 4K --windows 8 --caches full,flat,paris
-    """
+    """Perplexity of long text, fed through the cache step by step."""
 
     name: ClassVar[str] = "ppl"
     summary: ClassVar[str] = "perplexity of long text fed step by step"
+    description: ClassVar[str] = (
+        "Perplexity of long text, fed through the cache step by step. Each window of the text "
+        "is read up to --prefill in one pass; the rest is fed --step tokens at a time, and only "
+        "these count. A single forward pass over the window gives the same number for full "
+        "attention."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval ppl --text wiki.test.raw --lengths 4K --windows 8 --caches full,flat,paris",
+    )
 
     text: Path
     lengths: tuple[int, ...]
@@ -53,9 +56,9 @@ class Perplexity(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths
-
-        parser.add_argument("--text", type=Path, required=True, help="WikiText-2 raw test, or any")
+        parser.add_argument(
+            "--text", type=file_path, required=True, help="WikiText-2 raw test, or any"
+        )
         parser.add_argument(
             "--lengths", type=lengths, default=[4096], help="window sizes in tokens"
         )
