@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors import SafetensorError
 
 import hf_kvret
 from hf_kvret.cli import main, make_parser
+from hf_kvret.evaluation.arguments import device_name, file_path, names
 
 
 def parsers(
@@ -25,30 +27,29 @@ def parsers(
                 yield from parsers(child, (*words, name))
 
 
-PARSERS = dict(parsers(make_parser()))
-OPTIONS = [
-    pytest.param(words, action, id=" ".join([*words, action.option_strings[-1]]))
-    for words, parser in PARSERS.items()
-    for action in parser._actions
-    if action.option_strings and action.nargs != 0
-]
-ids = [" ".join(words) or "hf-kvret" for words in PARSERS]
+PARSER = make_parser()
+PARSERS = dict(parsers(PARSER))
+WORDS = [pytest.param(words, id=" ".join(words) or "hf-kvret") for words in PARSERS]
 
 
-@pytest.mark.parametrize(("words", "action"), OPTIONS)
-def test_every_option_says_what_it_is_and_its_default(
-    words: tuple[str, ...], action: argparse.Action
-) -> None:
+def options(words: tuple[str, ...]) -> list[argparse.Action]:
+    """The options of a command that take a value."""
+    actions = PARSERS[words]._actions
+    return [action for action in actions if action.option_strings and action.nargs != 0]
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_every_option_says_what_it_is_and_its_default(words: tuple[str, ...]) -> None:
     formatter = PARSERS[words].formatter_class(prog="hf-kvret")
-    assert action.help, "no help"
-    shown = formatter._expand_help(action)
-    if action.default is not None:
-        assert "default" in shown
-    assert "``" not in shown
+    for action in options(words):
+        assert action.help, action.option_strings
+        if action.default is not None:
+            assert "default" in formatter._expand_help(action), action.option_strings
 
 
-@pytest.mark.parametrize("parser", PARSERS.values(), ids=ids)
-def test_help_is_written_for_users(parser: argparse.ArgumentParser) -> None:
+@pytest.mark.parametrize("words", WORDS)
+def test_help_is_written_for_users(words: tuple[str, ...]) -> None:
+    parser = PARSERS[words]
     shown = parser.format_help()
     for mark in ("``", "Args:", "Attributes:", "Raises:", "Returns:"):
         assert mark not in shown
@@ -60,7 +61,7 @@ def test_defaults_are_shown_as_they_are_typed() -> None:
     assert "(default: 2K,4K,8K,16K)" in shown
     assert "0,10,20,30,40,50,60,70,80,90,100)" in shown
     assert "examples:\n  hf-kvret eval niah --lengths" in shown
-    assert "(default: 16K)" in PARSERS["demo",].format_help()
+    assert "default: 64K" in " ".join(PARSERS["calibrate", "a2ats"].format_help().split())
 
 
 def test_versions_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,23 +79,22 @@ REQUIRED = {
     "--model": "needle",
     "--out": "artifact",
     "--data": "data.zip",
-    "--hub-id": None,
 }
-# `fixed` would be taken for another option's mistake: these are checked with others.
-NUMBERS = [
-    pytest.param(words, action, id=" ".join([*words, action.option_strings[-1]]))
-    for words, parser in PARSERS.items()
-    for action in parser._actions
-    if action.option_strings
-    and action.nargs != 0
-    and (
-        action.type in (int, float)
+
+
+def numbers(words: tuple[str, ...]) -> list[argparse.Action]:
+    """The options of a command that read a number, by a type of Python or by one of ours."""
+    ours = "hf_kvret.evaluation.arguments"
+    return [
+        action
+        for action in options(words)
+        if action.type in (int, float)
         or isinstance(action.default, int | float)
-        or getattr(action.type, "__module__", "") == "hf_kvret.evaluation.arguments"
-    )
-    and action.option_strings[-1] not in ("--device", "--json", "--plot", "--table", "--out")
-    and getattr(action.type, "__name__", "") not in ("file_path", "names")
-]
+        or (
+            getattr(action.type, "__module__", "") == ours
+            and action.type not in (file_path, names, device_name)
+        )
+    ]
 
 
 def _command(words: tuple[str, ...], option: str, value: str, folder: str) -> list[str]:
@@ -102,36 +102,33 @@ def _command(words: tuple[str, ...], option: str, value: str, folder: str) -> li
     command = list(words)
     for action in PARSERS[words]._actions:
         for name, needed in REQUIRED.items():
-            if name in action.option_strings and needed is not None and name != option:
+            if name in action.option_strings and name != option:
                 command += [name, needed if name == "--model" else f"{folder}/{needed}"]
     return [*command, option, value]
 
 
-@pytest.mark.parametrize(("words", "action"), NUMBERS)
-@pytest.mark.parametrize("value", ["-1", "nan", "x"])
+@pytest.mark.parametrize("words", WORDS)
 def test_a_bad_number_is_refused_by_the_name_of_its_option(
     words: tuple[str, ...],
-    action: argparse.Action,
-    value: str,
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = tmp_path_factory.getbasetemp() / "numbers"
-    folder.mkdir(exist_ok=True)
-    (folder / "novel.txt").write_text("The grass is green. " * 200)
+    (tmp_path / "novel.txt").write_text("The grass is green. " * 200)
+    monkeypatch.setattr("hf_kvret.cli.make_parser", lambda: PARSER)
     for module in ("evaluation.command", "calibration.command", "benchmark.index_build_source"):
         monkeypatch.setattr(f"hf_kvret.{module}.load_subject", _begun)
     monkeypatch.setattr("hf_kvret.evaluation.demo_command.load_bundled_model", _begun)
     monkeypatch.setattr("hf_kvret.benchmark.command._prepare", _begun)
-    option = action.option_strings[-1]
-    try:
-        status = main(_command(words, option, value, str(folder)))
-    except SystemExit as stopped:
-        status = stopped.code
-    error = capsys.readouterr().err
-    assert status == 2
-    assert option in error.splitlines()[-1]
+    for action in numbers(words):
+        option = action.option_strings[0]
+        for value in ("-1", "nan", "x"):
+            try:
+                status = main(_command(words, option, value, str(tmp_path)))
+            except SystemExit as stopped:
+                status = stopped.code
+            assert status == 2
+            assert option in capsys.readouterr().err.splitlines()[-1]
 
 
 def _begun(*given: object) -> None:

@@ -68,7 +68,7 @@ def test_a_measurement_with_a_result_file_goes_on(
 ) -> None:
     where = {
         "eval": "hf_kvret.evaluation.command.run_eval",
-        "bench": "hf_kvret.benchmark.command.run_bench",
+        "bench": "hf_kvret.benchmark.parser.run_bench",
     }[command.split()[0]]
     file = ["--json", str(tmp_path / "a.json")]
     assert interrupted(monkeypatch, capsys, where, *command.split(), *file) == GOES_ON

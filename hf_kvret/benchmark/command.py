@@ -77,8 +77,6 @@ def run_batch(options: argparse.Namespace) -> int:
     """
     measure: Measure = options.measure()
     check_outputs(options, f"bench {measure.name}")
-    if options.most < 1:
-        raise ValueError(f"--most {options.most}: at least 1")
     if options.layers is not None:
         raise ValueError("--layers: which batch fits is a matter of the whole model; leave it out")
     limit = device_limit(options.device_memory, torch.device(options.device))
@@ -119,9 +117,6 @@ def _understand(
 ) -> tuple[Shape, int, dict[str, CacheChoice]]:
     """Shape, layers to build and caches; ValueError for what makes no sense."""
     check_device(options.device)
-    for name, least in (("steps", 1), ("warmup", 0), ("rounds", 1)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name} {getattr(options, name)}: at least {least}")
     if min(options.context) < _LEAST_CONTEXT:
         raise ValueError(f"--context {min(options.context)}: at least {_LEAST_CONTEXT} tokens")
     shape = load_shape(options.shape)

@@ -32,7 +32,14 @@ from hf_kvret.benchmark.index_build_ways import (
 )
 from hf_kvret.benchmark.runs import attempt
 from hf_kvret.benchmark.timing import quartiles, synchronize
-from hf_kvret.evaluation.arguments import check_device, file_path, lengths, names, number
+from hf_kvret.evaluation.arguments import (
+    check_device,
+    file_path,
+    lengths,
+    names,
+    number,
+    whole_number,
+)
 from hf_kvret.evaluation.command import add_run_options
 from hf_kvret.evaluation.environment import describe_environment
 from hf_kvret.evaluation.results import Cell, Results
@@ -87,10 +94,14 @@ def add_index_build_options(parser: argparse.ArgumentParser) -> None:
     )
     for name, text in (("heads", "KV heads"), ("group", "query heads of a KV head"), ("dim", "D")):
         default = getattr(DEFAULT_SHAPE, name)
-        parser.add_argument(f"--{name}", type=int, help=f"{text} of random keys; default {default}")
+        parser.add_argument(
+            f"--{name}", type=whole_number(1), help=f"{text} of random keys; default: {default}"
+        )
     parser.add_argument("--model", help="of --keys model; default: the bundled model reference")
     parser.add_argument("--text", type=file_path, metavar="FILE", help="that the model reads")
-    parser.add_argument("--layer", type=int, help="of the model; default: the middle one")
+    parser.add_argument(
+        "--layer", type=whole_number(0), help="of the model; default: the middle one"
+    )
     parser.add_argument("--queries", type=int, default=32, help="after the prompt, for the recall")
     parser.add_argument("--repeats", type=int, default=3, help="timed builds of each index")
     parser.add_argument(

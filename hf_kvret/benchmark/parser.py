@@ -26,7 +26,7 @@ from hf_kvret.benchmark.prefill import Prefill, chunk_length
 from hf_kvret.benchmark.shapes import SHAPES
 from hf_kvret.benchmark.step import Step
 from hf_kvret.benchmark.tune import Tune, add_tune_options, measure_tune
-from hf_kvret.evaluation.arguments import lengths, number
+from hf_kvret.evaluation.arguments import lengths, number, whole_number
 from hf_kvret.evaluation.command import add_budget_options, add_run_options
 from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
 from hf_kvret.evaluation.report import Measurement
@@ -110,7 +110,7 @@ def add_bench_parser(commands: argparse._SubParsersAction) -> None:
                 metavar="SIZE",
                 help="fill no more device memory than this, as 80GB; default: all of a GPU's",
             )
-            one.add_argument("--most", type=int, default=256, help="no batch is larger")
+            one.add_argument("--most", type=whole_number(1), default=256, help="no batch is larger")
         one.set_defaults(run=run_batch if measure is Batch else run_bench, measure=measure)
     for alone, add_options, measuring in _ALONE:
         one = measures.add_parser(
@@ -133,7 +133,9 @@ def _add_options(
         help=f"{', '.join(SHAPES)}, or a folder or hub id with config.json",
     )
     parser.add_argument(
-        "--layers", type=int, help="build this many of the model's layers, and scale to all of them"
+        "--layers",
+        type=whole_number(1),
+        help="build this many of the model's layers, and scale to all of them",
     )
     parser.add_argument("--context", type=lengths, default=[4096], help="as 4096 or 32K,128K")
     if measure is Batch:
@@ -158,13 +160,18 @@ def _add_options(
     parser.add_argument(
         "--steps",
         "--new-tokens",
-        type=int,
+        type=whole_number(1),
         default=defaults.steps,
         help="timed steps (prompts, for prefill) of a round",
     )
-    parser.add_argument("--warmup", type=int, default=defaults.warmup, help="as --steps, untimed")
     parser.add_argument(
-        "--rounds", type=int, default=defaults.rounds, help="how often all caches take turns"
+        "--warmup", type=whole_number(0), default=defaults.warmup, help="as --steps, untimed"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=whole_number(1),
+        default=defaults.rounds,
+        help="how often all caches take turns",
     )
     parser.add_argument(
         "--limit",

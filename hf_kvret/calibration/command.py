@@ -32,6 +32,7 @@ from hf_kvret.evaluation.arguments import (
     length,
     length_or_none,
     share_below_one,
+    whole_number,
 )
 from hf_kvret.evaluation.command import add_place_options, add_seed_option
 from hf_kvret.evaluation.contexts import describe_file
@@ -60,12 +61,14 @@ def add_calibrate_parser(commands: argparse._SubParsersAction) -> None:
         formatter_class=HelpFormatter,
     )
     _add_common_options(a2ats)
-    a2ats.add_argument("--codewords", type=int, default=4096, help="of each KV head")
+    a2ats.add_argument("--codewords", type=whole_number(1), default=4096, help="of each KV head")
     a2ats.add_argument(
         "--codeword-dtype", choices=CODEWORD_DTYPES, default="bfloat16", help="as they are saved"
     )
-    a2ats.add_argument("--window", type=int, default=2048, help="position of all queries, b")
-    a2ats.add_argument("--rounds", type=int, default=300, help="of k-means at most")
+    a2ats.add_argument(
+        "--window", type=whole_number(0), default=2048, help="position of all queries, b"
+    )
+    a2ats.add_argument("--rounds", type=whole_number(0), default=300, help="of k-means at most")
     a2ats.add_argument("--space", choices=SPACES, default="windowed", help="rotated: for study")
     a2ats.add_argument("--plain", action="store_true", help="errors not as queries see them: study")
     a2ats.add_argument(

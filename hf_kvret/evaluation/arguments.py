@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _UNITS = {"k": 1024, "m": 1024**2}
 # Generators of torch take no larger seed; one bit is left for sums with a small number.
 _LARGEST_SEED = 2**63 - 1
+
+_Value = TypeVar("_Value")
 
 
 def device_name(text: str) -> str:
@@ -51,11 +54,6 @@ def budget(text: str) -> int | float:
     return value
 
 
-def budgets(text: str) -> tuple[int | float, ...]:
-    """Comma-separated budgets."""
-    return tuple(budget(part.strip()) for part in text.split(","))
-
-
 def lengths(text: str) -> list[int]:
     """Comma-separated counts from 1, each with an optional K (1,024) or M."""
     found = []
@@ -90,7 +88,7 @@ def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     """Whole numbers from ``least``, to ``most`` where given."""
     allowed = f"from {least}" if most is None else f"from {least} to {most}"
 
@@ -127,19 +125,16 @@ def share_below_one(text: str) -> float:
     return value
 
 
-def shares(text: str) -> tuple[float, ...]:
-    """Comma-separated shares above 0, at most 1."""
-    read = number(0, 1)
-    return tuple(read(part.strip()) for part in text.split(","))
+def several(kind: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
+    """Comma-separated values of one kind."""
+
+    def read(text: str) -> tuple[_Value, ...]:
+        return tuple(kind(part.strip()) for part in text.split(","))
+
+    return read
 
 
-def multiples(text: str) -> tuple[float, ...]:
-    """Comma-separated numbers above 0."""
-    read = number(0)
-    return tuple(read(part.strip()) for part in text.split(","))
-
-
-seed = whole(0, _LARGEST_SEED)
+seed = whole_number(0, _LARGEST_SEED)
 
 
 def _finite(text: str) -> float | None:

@@ -12,7 +12,7 @@ from hf_kvret.evaluation.arguments import (
     file_path,
     length,
     names,
-    whole,
+    whole_number,
 )
 from hf_kvret.evaluation.bundled import load_bundled_model
 from hf_kvret.evaluation.command import add_place_options, add_seed_option
@@ -40,7 +40,7 @@ def add_demo_parser(commands: argparse._SubParsersAction) -> None:
         default="full,flat,paris,lrqk,ctkvr,a2ats,aqua",
         help="comma-separated, options after colons as lrqk:rank=16:store=resident",
     )
-    parser.add_argument("--questions", type=whole(1), default=128, help="needles asked for")
+    parser.add_argument("--questions", type=whole_number(1), default=128, help="needles asked for")
     parser.add_argument("--top-k", type=budget, default=256, help="a count, or a share like 0.04")
     parser.add_argument("--store", default="host", help=f"where cold rows live: {store_names()}")
     add_place_options(parser)

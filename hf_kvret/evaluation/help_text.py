@@ -36,7 +36,9 @@ class HelpFormatter(argparse.HelpFormatter):
 def shown_default(value: Any) -> str:
     """A default as one would type it: ``4K,16K``, ``0.1``, ``cpu``."""
     if isinstance(value, list | tuple):
-        return ",".join(f"{one:g}" if isinstance(one, float) else shown_default(one) for one in value)
+        return ",".join(
+            f"{one:g}" if isinstance(one, float) else shown_default(one) for one in value
+        )
     if isinstance(value, int) and value >= 2 * _K and value % _K == 0:
         return f"{value // _K}K"
     if isinstance(value, float):

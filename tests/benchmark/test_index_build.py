@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_kvret.benchmark import index_build
-from hf_kvret.benchmark.command import MEASUREMENTS
+from hf_kvret.benchmark.parser import MEASUREMENTS
 from hf_kvret.benchmark.index_build import expected_seconds, judge, time_builds
 from hf_kvret.benchmark.index_build_keys import LayerShape, random_layer
 from hf_kvret.benchmark.index_build_ways import Answer, MethodWay, Prompt, Way

@@ -11,7 +11,7 @@ import torch
 
 from hf_kvret.cli import main
 from hf_kvret.evaluation import command
-from hf_kvret.evaluation.command import budget, lengths, names
+from hf_kvret.evaluation.arguments import budget, lengths, names
 from hf_kvret.evaluation.subject import load_subject
 from hf_kvret.evaluation.tasks.ppl import Perplexity
 from hf_kvret.evaluation.texts import read_text

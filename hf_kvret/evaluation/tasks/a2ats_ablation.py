@@ -13,7 +13,16 @@ from hf_kvret.evaluation.a2ats_artifacts import EXACT_KEYS, FULL_METHOD, SWITCHE
 from hf_kvret.evaluation.a2ats_exact import with_exact_keys
 from hf_kvret.evaluation.a2ats_report import PLACES, ablation_tables, plot_ablation
 from hf_kvret.evaluation.a2ats_study import follow, likeness
-from hf_kvret.evaluation.arguments import budgets, file_path, length, length_or_none, lengths, names
+from hf_kvret.evaluation.arguments import (
+    budget,
+    file_path,
+    length,
+    length_or_none,
+    lengths,
+    names,
+    several,
+    whole_number,
+)
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import Pace
@@ -96,8 +105,8 @@ class A2ATSAblation(Task):
             raise ValueError(f"--windows {self.windows}: at least 1")
         if not self.budgets or len(set(self.budgets)) < len(self.budgets):
             raise ValueError(f"--budgets {self.budgets}: different values, at least one")
-        for budget in self.budgets:
-            A2ATSConfig(top_k=budget)
+        for top_k in self.budgets:
+            A2ATSConfig(top_k=top_k)
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +118,12 @@ class A2ATSAblation(Task):
         add("--parts", type=names, default=list(PARTS), help=f"default: all of {', '.join(PARTS)}")
         add("--new-tokens", type=int, default=128, help="that are measured")
         add("--step", type=int, default=8, help="tokens a forward pass")
-        add("--budgets", type=budgets, default=(0.03, 0.06, 0.12), help="of the part budget_of")
+        add(
+            "--budgets",
+            type=several(budget),
+            default=(0.03, 0.06, 0.12),
+            help="of the part budget_of",
+        )
         add(
             "--artifacts",
             type=file_path,
@@ -125,9 +139,14 @@ class A2ATSAblation(Task):
         add("--calibration-tokens", type=length, default="32K", help="the last tenth is held out")
         add("--calibration-length", type=length, default="4K", help="most tokens of a sequence")
         add("--uuid-tokens", type=length_or_none, default="8K", help="of random UUIDs beside text")
-        add("--codewords", type=int, default=1024, help="of each KV head")
-        add("--rounds", type=int, default=30, help="of k-means at most, for inputs too")
-        add("--rope-window", type=int, default=2048, help="position that queries are seen at, b")
+        add("--codewords", type=whole_number(1), default=1024, help="of each KV head")
+        add("--rounds", type=whole_number(0), default=30, help="of k-means at most, for inputs too")
+        add(
+            "--rope-window",
+            type=whole_number(0),
+            default=2048,
+            help="position that queries are seen at, b",
+        )
         add("--inputs", type=int, default=3, help="texts whose own codebooks are compared")
         add("--input-tokens", type=length, default="4K", help="of each")
         add("--input-codewords", type=int, default=512, help="of each of their KV heads")

@@ -22,7 +22,7 @@ from hf_kvret.evaluation.aqua_variants import (
     ablation_variants,
     bit_variants,
 )
-from hf_kvret.evaluation.arguments import file_path, length, lengths, names
+from hf_kvret.evaluation.arguments import file_path, length, lengths, names, number, whole_number
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.study_texts import Texts
@@ -118,10 +118,23 @@ class AquaAblation(Task):
         )
         add("--calibration-tokens", type=length, default="32K", help="the last tenth is held out")
         add("--calibration-length", type=length, default="2K", help="most tokens of a sequence")
-        add("--rank", type=int, help="of reduced-rank predictors; default: a quarter of the keys")
-        add("--hidden", type=int, help="units of MLP predictors; default: twice their outputs")
-        add("--mlp-steps", type=int, default=200, help="of training; 1000 or more for a large one")
-        add("--ridge", type=float, default=usual.ridge, help="in mean variances of an input")
+        add(
+            "--rank",
+            type=whole_number(1),
+            help="of reduced-rank predictors; default: a quarter of the keys",
+        )
+        add(
+            "--hidden",
+            type=whole_number(2),
+            help="units of MLP predictors; default: twice their outputs",
+        )
+        add(
+            "--mlp-steps",
+            type=whole_number(0),
+            default=200,
+            help="of training; 1000 or more for a large one",
+        )
+        add("--ridge", type=number(0), default=usual.ridge, help="in mean variances of an input")
         add("--memory-tokens", type=length, default="16K", help="that fill layers of memory")
         add("--memory-layers", type=int, default=3, help="of the shape of 8B and 70B")
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 
-from hf_kvret.evaluation.arguments import budget, file_path, lengths, names
+from hf_kvret.evaluation.arguments import (
+    budget,
+    file_path,
+    lengths,
+    names,
+    number,
+    several,
+    whole_number,
+)
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.ctkvr_report import ablation_tables, plot_ablation
@@ -85,18 +93,23 @@ class CTkvrAblation(Task):
         add("--parts", type=names, default=list(PARTS), help=f"default: all of {', '.join(PARTS)}")
         add(
             "--centroids",
-            type=_several(_centroids),
+            type=several(_centroids),
             default=("1/8x", "1/4x", "1/2x", "1x", "2x"),
             help="counts, or multiples of what the options give",
         )
-        add("--probes", type=_several(int), default=(1, 2, 4, 8, 16), help="centroids recalled")
+        add(
+            "--probes",
+            type=several(whole_number(1)),
+            default=(1, 2, 4, 8, 16),
+            help="centroids recalled",
+        )
         add(
             "--ratios",
-            type=_several(float),
+            type=several(number(0)),
             default=(1.0, 1.5, 2.5, 4.0),
             help="keys of a list, as multiples of the budget",
         )
-        add("--budgets", type=_several(budget), default=(512, 1024, 0.04))
+        add("--budgets", type=several(budget), default=(512, 1024, 0.04), help="of the part budget")
         add("--new-tokens", type=int, default=128, help="that are measured")
         add("--step", type=int, default=8, help="tokens a forward pass; turns and answers take 1")
         add("--questions", type=int, default=4, help="passages that come again, each on a fork")
@@ -105,7 +118,7 @@ class CTkvrAblation(Task):
         add("--turns", type=int, default=8, help="of the update part")
         add("--turn-tokens", type=int, default=256, help="of new text in a turn")
         add("--turn-measured", type=int, default=64, help="tokens after it that are measured")
-        add("--long-tokens", type=int, default=4000, help="of the pending part")
+        add("--long-tokens", type=whole_number(1), default=4000, help="of the pending part")
         add("--every", type=int, default=400, help="of them a number")
 
     @classmethod
@@ -199,17 +212,8 @@ class CTkvrAblation(Task):
 
 
 def _centroids(text: str) -> str:
-    centroid_count(text, 1)
+    try:
+        centroid_count(text, 1)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
-
-
-def _several(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Comma-separated values of that kind, for argparse."""
-
-    def parse(text: str) -> tuple[Any, ...]:
-        try:
-            return tuple(kind(part.strip()) for part in text.split(","))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse

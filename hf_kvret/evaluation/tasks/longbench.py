@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from tqdm import tqdm
 
-from hf_kvret.evaluation.arguments import file_path, names
+from hf_kvret.evaluation.arguments import file_path, names, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.longbench import (
     BUCKETS,
@@ -99,14 +99,21 @@ class LongBench(Task):
             "--hub-id", metavar="ID", help="download data.zip from there: THUDM/LongBench"
         )
         parser.add_argument("--tasks", type=names, help="default: all")
-        parser.add_argument("--samples", type=int, help="the first so many of a task; default: all")
+        parser.add_argument(
+            "--samples", type=whole_number(1), help="the first so many of a task; default: all"
+        )
         parser.add_argument(
             "--e", action="store_true", help="LongBench-E: 13 tasks, scores by length of the text"
         )
-        parser.add_argument("--questions", choices=("inside", "after", "both"), default="inside")
+        parser.add_argument(
+            "--questions",
+            choices=("inside", "after", "both"),
+            default="inside",
+            help="read with the text, or fed after it",
+        )
         parser.add_argument(
             "--max-length",
-            type=int,
+            type=whole_number(1),
             help="a longer prompt loses its middle; default: the positions of the model's "
             f"configuration less {_ROOM}. LongBench: 3500, 7500, 15500, 31500",
         )

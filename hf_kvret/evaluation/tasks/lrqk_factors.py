@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from hf_kvret.evaluation.arguments import file_path, lengths, names
+from hf_kvret.evaluation.arguments import file_path, lengths, names, several, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.lrqk_report import factor_tables, plot_factors
@@ -80,7 +80,10 @@ class LRQKFactors(Task):
         )
         parser.add_argument("--lengths", type=lengths, default=[2048], help="tokens of the text")
         parser.add_argument(
-            "--ranks", type=_ranks, default=(8, 16, 32, 48, 64), help="left out above the head dim"
+            "--ranks",
+            type=several(whole_number(1)),
+            default=(8, 16, 32, 48, 64),
+            help="left out above the head dim",
         )
         parser.add_argument(
             "--variants",
@@ -210,10 +213,3 @@ def _check_cache(cache: str) -> None:
                 f"--caches {cache}: {option} is chosen by --ranks and --variants, or changes "
                 f"nothing here; leave it out. What counts: {', '.join(_COUNT)}"
             )
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} are no ranks: write 16,32") from None

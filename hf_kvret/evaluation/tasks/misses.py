@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.evaluation.arguments import budgets, file_path, lengths, multiples
+from hf_kvret.evaluation.arguments import budget, file_path, lengths, number, several
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.plots import plot_lines
@@ -108,20 +108,22 @@ class Misses(Task):
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         parser.set_defaults(caches="lrqk,paris", top_k=None, store="resident")
-        parser.add_argument("--text", type=file_path, required=True, metavar="FILE")
+        parser.add_argument(
+            "--text", type=file_path, required=True, metavar="FILE", help="contexts are cut from it"
+        )
         parser.add_argument("--lengths", type=lengths, default=[4096], help="tokens of a context")
         parser.add_argument("--new-tokens", type=int, default=2000, help="after each context")
         parser.add_argument("--every", type=int, default=100, help="tokens a point of the picture")
         parser.add_argument(
             "--top-ks",
-            type=budgets,
+            type=several(budget),
             default=(128, 256, 512),
             metavar="K,K",
             help="budgets in place of --top-k, counts or shares",
         )
         parser.add_argument(
             "--slots",
-            type=multiples,
+            type=several(number(0)),
             default=(1.0, 2.0),
             metavar="N,N",
             help="rows of the buffer, as multiples of the budget",

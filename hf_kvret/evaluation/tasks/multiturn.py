@@ -86,7 +86,12 @@ class MultiTurn(Task):
         )
         parser.add_argument("--turns", type=int, default=8, help="needles and questions")
         parser.add_argument("--samples", type=int, default=4, help="contexts of each length")
-        parser.add_argument("--mode", choices=(*MODES, "both"), default="turns")
+        parser.add_argument(
+            "--mode",
+            choices=(*MODES, "both"),
+            default="turns",
+            help="one cache for all questions, or a fork for each",
+        )
         parser.add_argument(
             "--own-answers", action="store_true", help="keep the model's own answers in the cache"
         )

@@ -120,7 +120,12 @@ class NeedleInHaystack(Task):
         parser.add_argument(
             "--distractors", type=int, default=0, help="more needles, with other keys, anywhere"
         )
-        parser.add_argument("--questions", choices=("inside", "after", "both"), default="inside")
+        parser.add_argument(
+            "--questions",
+            choices=("inside", "after", "both"),
+            default="inside",
+            help="read with the text, or fed after it",
+        )
         parser.add_argument(
             "--essays",
             type=file_path,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.evaluation.arguments import file_path, lengths, names, shares
+from hf_kvret.evaluation.arguments import file_path, lengths, names, number, several, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.following import full_choices
@@ -85,26 +85,38 @@ class ParisAblation(Task):
     def add_options(parser: argparse.ArgumentParser) -> None:
         # The paper's budget, and the only method that there is something to take away from.
         parser.set_defaults(caches="paris", top_k=100)
-        parser.add_argument("--text", type=file_path, required=True, metavar="FILE")
+        parser.add_argument(
+            "--text", type=file_path, required=True, metavar="FILE", help="contexts are cut from it"
+        )
         parser.add_argument(
             "--then",
             type=file_path,
             metavar="FILE",
             help="another text that the drift part goes on with after the context",
         )
-        parser.add_argument("--lengths", type=lengths, default=[4096, 8192, 16384])
+        parser.add_argument(
+            "--lengths", type=lengths, default=[4096, 8192, 16384], help="tokens of a context"
+        )
         parser.add_argument(
             "--windows", type=int, default=1, help="at most this many contexts of each length"
         )
         parser.add_argument("--parts", type=names, default=list(PARTS), help="default: all")
         parser.add_argument(
-            "--ratio", type=float, default=0.1, help="share of candidates of switches and drift"
+            "--ratio",
+            type=number(0, 1),
+            default=0.1,
+            help="share of candidates of switches and drift",
         )
         parser.add_argument(
-            "--ratios", type=shares, default=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5), help="of the second"
+            "--ratios",
+            type=several(number(0, 1)),
+            default=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5),
+            help="of the second",
         )
         parser.add_argument("--new-tokens", type=int, default=128, help="that are measured")
-        parser.add_argument("--drift-tokens", type=int, default=2048, help="of the drift part")
+        parser.add_argument(
+            "--drift-tokens", type=whole_number(1), default=2048, help="of the drift part"
+        )
         parser.add_argument("--every", type=int, default=128, help="drift tokens a number")
         parser.add_argument("--step", type=int, default=8, help="tokens a forward pass")
         parser.add_argument(

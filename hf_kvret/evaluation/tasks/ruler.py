@@ -77,7 +77,12 @@ class Ruler(Task):
             "--lengths", type=lengths, default=[4096], help="tokens, answer included"
         )
         parser.add_argument("--samples", type=int, default=20, help="of each cell; RULER: 500")
-        parser.add_argument("--questions", choices=("inside", "after", "both"), default="inside")
+        parser.add_argument(
+            "--questions",
+            choices=("inside", "after", "both"),
+            default="inside",
+            help="read with the text, or fed after it",
+        )
         parser.add_argument("--essays", type=file_path, help="haystack text: JSON or plain text")
         parser.add_argument("--squad", type=file_path, help="SQuAD or XQuAD JSON, for qa_1")
         parser.add_argument("--hotpot", type=file_path, help="HotpotQA distractor JSON, for qa_2")
