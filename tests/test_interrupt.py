@@ -86,7 +86,9 @@ def test_where_nothing_was_begun_nothing_is_promised(
     assert interrupted(monkeypatch, capsys, where, *command) == "hf-kvret: interrupted"
     (tmp_path / ".parts").mkdir()
     assert interrupted(monkeypatch, capsys, where, *command) == GOES_ON
-    shown = interrupted(monkeypatch, capsys, "hf_kvret.cli._demo", "demo")
+    shown = interrupted(
+        monkeypatch, capsys, "hf_kvret.evaluation.demo_command.run_demo_command", "demo"
+    )
     assert shown == "hf-kvret: interrupted"
 
 

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from hf_kvret.stores import store_names
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNITS = {"k": 1024, "m": 1024**2}
 # Generators of torch take no larger seed; one bit is left for sums with a small number.
@@ -52,6 +54,13 @@ def budget(text: str) -> int | float:
         message = f"{text}: a count from 1 (256), or a share above 0 and at most 1.0 (0.04)"
         raise argparse.ArgumentTypeError(message)
     return value
+
+
+def store_name(text: str) -> str:
+    """A kind of store."""
+    if text not in store_names().split(", "):
+        raise argparse.ArgumentTypeError(f"{text!r} is no store: choose one of {store_names()}")
+    return text
 
 
 def lengths(text: str) -> list[int]:

@@ -14,6 +14,7 @@ from hf_kvret.evaluation.arguments import (
     file_path,
     names,
     seed,
+    store_name,
 )
 from hf_kvret.evaluation.caches import choose_caches, known_caches
 from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
@@ -74,7 +75,10 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
         "--top-k", type=budget, default=256, help="of retrieval caches: a count, or a share as 0.04"
     )
     parser.add_argument(
-        "--store", default="device", help=f"of retrieval caches that have it: {store_names()}"
+        "--store",
+        type=store_name,
+        default="device",
+        help=f"of retrieval caches that have it: {store_names()}",
     )
 
 

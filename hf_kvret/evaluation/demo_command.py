@@ -12,6 +12,7 @@ from hf_kvret.evaluation.arguments import (
     file_path,
     length,
     names,
+    store_name,
     whole_number,
 )
 from hf_kvret.evaluation.bundled import load_bundled_model
@@ -42,7 +43,9 @@ def add_demo_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--questions", type=whole_number(1), default=128, help="needles asked for")
     parser.add_argument("--top-k", type=budget, default=256, help="a count, or a share like 0.04")
-    parser.add_argument("--store", default="host", help=f"where cold rows live: {store_names()}")
+    parser.add_argument(
+        "--store", type=store_name, default="host", help=f"where cold rows live: {store_names()}"
+    )
     add_place_options(parser)
     add_seed_option(parser, 0)
     parser.add_argument("--json", type=file_path, metavar="FILE", help="write the results as JSON")

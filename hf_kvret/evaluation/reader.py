@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.progress import prompt_bar
 from hf_kvret.layer import RetrievalLayer
 
 
@@ -79,8 +80,9 @@ class Reader:
         self.seconds = 0.0
 
     def prefill(self, tokens: torch.Tensor, keep: int = 1) -> torch.Tensor:
-        """Read a context ``[n]``: as ``feed``, and presses compress at its end."""
-        with self.choice.around_prefill(self.model):
+        """Read a context ``[n]``: as ``feed``, with a bar, and presses compress at its end."""
+        bar = prompt_bar(self.model, len(tokens), self.choice.name)
+        with bar, self.choice.around_prefill(self.model):
             return self.feed(tokens, keep)
 
     @torch.inference_mode()

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hf_kvret.benchmark import kernels, kernels_clock
-from hf_kvret.benchmark.parser import MEASUREMENTS
 from hf_kvret.benchmark.kernels_clock import CacheFlush, measure_products, time_calls, time_once
 from hf_kvret.benchmark.kernels_ops import OPS
+from hf_kvret.benchmark.parser import MEASUREMENTS
 from hf_kvret.cli import main
 from hf_kvret.evaluation.results import Results
 from hf_kvret_kernels.host_attention import why_not

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hf_kvret.benchmark import kernels_clock, tune, tune_search
-from hf_kvret.benchmark.parser import MEASUREMENTS
 from hf_kvret.benchmark.kernels_work import Draw, KernelShape
+from hf_kvret.benchmark.parser import MEASUREMENTS
 from hf_kvret.benchmark.tune_cases import TUNE_OPS, TunePlace
 from hf_kvret.benchmark.tune_search import TuneCase, label, search
 from hf_kvret.cli import main

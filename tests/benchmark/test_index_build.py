@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hf_kvret.benchmark import index_build
-from hf_kvret.benchmark.parser import MEASUREMENTS
 from hf_kvret.benchmark.index_build import expected_seconds, judge, time_builds
 from hf_kvret.benchmark.index_build_keys import LayerShape, random_layer
 from hf_kvret.benchmark.index_build_ways import Answer, MethodWay, Prompt, Way
+from hf_kvret.benchmark.parser import MEASUREMENTS
 from hf_kvret.cli import main
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
