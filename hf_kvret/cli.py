@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 import hf_kvret
 from hf_kvret.benchmark.parser import MEASUREMENTS, add_bench_parser
 from hf_kvret.calibration.command import add_calibrate_parser
+from hf_kvret.calibration.hub_access import transport_error
 from hf_kvret.evaluation.command import add_eval_parser
 from hf_kvret.evaluation.demo_command import add_demo_parser
 from hf_kvret.evaluation.help_text import HelpFormatter
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A progress bar may have left the cursor in the middle of a line.
         print(f"\nhf-kvret: interrupted{_what_is_kept(options)}", file=sys.stderr)
         return _INTERRUPTED
-    except _MISTAKES as error:
+    except (*_MISTAKES, transport_error()) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         print(f"hf-kvret: error: {reason}", file=sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from hf_kvret.calibration.aqua_command import add_aqua_options, aqua_calibration
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.calibration.files import check_folder
 from hf_kvret.calibration.hub import check_repository, is_hub_id
+from hf_kvret.calibration.hub_access import needs_cache, why_unreachable
 from hf_kvret.calibration.inspection import describe, plot_quality, quality_table
 from hf_kvret.calibration.runner import calibrate
 from hf_kvret.calibration.sources import (
@@ -180,6 +182,9 @@ def check_sources(options: argparse.Namespace) -> None:
         describe_file("--text", options.text)
     else:
         dataset_loader(options.dataset)
+        repository = options.dataset.partition(":")[0]
+        if not Path(repository).exists():
+            needs_cache("--dataset", repository, "README.md", "dataset")
 
 
 def make_corpus(options: argparse.Namespace, subject: Subject) -> Corpus:
@@ -234,6 +239,12 @@ def _check_outputs(options: argparse.Namespace, method: str) -> None:
     if options.private and not options.push_to_hub:
         raise ValueError("--private is of what --push-to-hub uploads: give that too")
     if options.push_to_hub:
+        reason = why_unreachable(options.push_to_hub)
+        if reason is not None:
+            raise ConnectionError(
+                f"--push-to-hub {options.push_to_hub}: the hub can't be asked ({reason}); leave "
+                "the option out and upload later, or start while online (HF_HUB_OFFLINE unset)"
+            )
         check_repository(options.push_to_hub, method)
 
 
