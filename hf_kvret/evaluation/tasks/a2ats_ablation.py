@@ -24,11 +24,12 @@ from hf_kvret.evaluation.arguments import (
     whole_number,
 )
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.reader import check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import Pace
 from hf_kvret.evaluation.study_texts import Texts
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task, lengths_of
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
 
 PARTS = ("switches", "errors", "alike", "budget_of")
@@ -220,6 +221,14 @@ class A2ATSAblation(Task):
                     for cache in caches
                 ]
         return found
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        for count in lengths_of(cells):
+            size = count + self.pace.count
+            check_positions(subject.model, size)
+            self.texts.contexts(subject, size, self.pace.count, self.windows)
+        if any(cell["part"] == "alike" for cell in cells):
+            self.texts.inputs(subject, self.inputs.count, self.inputs.tokens)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         part, name = cell["part"], cell["variant"]

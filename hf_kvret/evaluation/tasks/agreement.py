@@ -25,11 +25,11 @@ from hf_kvret.evaluation.following import (
     mean_recall,
 )
 from hf_kvret.evaluation.plots import plot_groups, plot_lines
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task
 from hf_kvret.evaluation.texts import token_ids
 
 _GROUP = 8
@@ -107,6 +107,13 @@ class Agreement(Task):
         count = len(read_prompts(self.prompts))
         groups = [f"{n + 1}-{min(n + _GROUP, count)}" for n in range(0, count, _GROUP)]
         return [{"cache": cache, "prompts": group} for group in groups for cache in caches]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        places = {(cell.get("length"), cell.get("prompts")): cell for cell in cells}
+        for cell in places.values():
+            for context in self._contexts(cell, subject):
+                check_positions(subject.model, len(context) + self.new_tokens)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         forced, free, firsts, kls, recalls = 0, 0, [], [], []

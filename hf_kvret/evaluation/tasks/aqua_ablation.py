@@ -24,10 +24,11 @@ from hf_kvret.evaluation.aqua_variants import (
 )
 from hf_kvret.evaluation.arguments import file_path, length, lengths, names, number, whole_number
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
+from hf_kvret.evaluation.reader import check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.study_texts import Texts
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task, lengths_of
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
 
 PARTS = ("bits", "parts", "variance", "layers", "memory")
@@ -201,6 +202,11 @@ class AquaAblation(Task):
             else:
                 found += [{"cache": caches[0], "part": part, "variant": name} for name in names]
         return found
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        for count in lengths_of(cells):
+            check_positions(subject.model, count)
+            self.texts.contexts(subject, count, count // 4, self.windows)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         part, name = cell["part"], cell["variant"]

@@ -25,10 +25,11 @@ from hf_kvret.evaluation.ctkvr_report import ablation_tables, plot_ablation
 from hf_kvret.evaluation.ctkvr_study import Questions, Study, Turns
 from hf_kvret.evaluation.ctkvr_variants import PARTS, Variants, centroid_count
 from hf_kvret.evaluation.needles import NeedleLanguage
+from hf_kvret.evaluation.reader import check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import Pace
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task
 from hf_kvret.evaluation.tasks.lrqk_factors import needle_tokens
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
 
@@ -170,23 +171,35 @@ class CTkvrAblation(Task):
             for cache in caches
         ]
 
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        for part, length in dict.fromkeys((cell["part"], cell["length"]) for cell in cells):
+            new = self._new(part)
+            check_positions(subject.model, length + new)
+            self._contexts(subject, length, new)
+
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         length, part = cell["length"], cell["part"]
         given = choice.make(subject.model.config, 1)
         assert isinstance(given, CTkvrCache) and isinstance(given.options, CTkvrConfig)
         variant = self.variants.choice(part, cell["variant"], given.options, length)
         study = Study(subject, variant)
-        if part == "questions":
-            for window in self._contexts(subject, length, 0):
+        for window in self._contexts(subject, length, self._new(part)):
+            if part == "questions":
                 study.ask(window, self.questions)
-        elif part == "update":
-            for window in self._contexts(subject, length, self.turns.tokens):
+            elif part == "update":
                 study.talk(window, length, self.turns)
-        else:
-            pace = self.long if part == "pending" else self.pace
-            for window in self._contexts(subject, length, pace.count):
-                study.follow(window, length, pace)
+            else:
+                study.follow(window, length, self.long if part == "pending" else self.pace)
         return study.result()
+
+    def _new(self, part: str) -> int:
+        """Tokens that a part has after its context."""
+        if part == "questions":
+            return 0
+        if part == "update":
+            return self.turns.tokens
+        return self.long.count if part == "pending" else self.pace.count
 
     def _contexts(self, subject: Subject, length: int, new: int) -> list[torch.Tensor]:
         """``[length + new]`` int64 each, of the text or of needles with questions after them."""

@@ -32,10 +32,10 @@ from hf_kvret.evaluation.longbench import (
     split_template,
 )
 from hf_kvret.evaluation.plots import plot_groups
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Task, mean_points
+from hf_kvret.evaluation.task import Choices, Task, mean_points
 from hf_kvret.evaluation.texts import chat_parts, token_ids
 
 # LongBench reads 3,500 tokens with a model of 4,096: room for the answer and a chat template.
@@ -169,6 +169,14 @@ class LongBench(Task):
             for questions in self.questions
             for cache in caches
         ]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        for task in dict.fromkeys(cell["task"] for cell in cells):
+            (sample,) = self.data.read(task, 1)
+            prompt = self._prompt(sample, {"task": task, "questions": "inside"}, subject)
+            tokens = token_ids(subject.need_tokenizer(self.name), prompt.context)
+            check_positions(subject.model, len(tokens))
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         task = LONG_TASKS[cell["task"]]

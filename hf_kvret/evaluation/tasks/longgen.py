@@ -15,7 +15,7 @@ from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.following import full_choices
 from hf_kvret.evaluation.plots import plot_lines
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import (
     Pace,
@@ -30,7 +30,7 @@ from hf_kvret.evaluation.stretches import (
 )
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task, lengths_of
 
 FOLLOW = ("text", "greedy", "sample")
 
@@ -127,6 +127,15 @@ class LongGeneration(Task):
 
     def cells(self, caches: Sequence[str]) -> list[Cell]:
         return [{"cache": cache, "length": n} for n in self.lengths for cache in caches]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        known = self.pace.count if self.follow == "text" else 0
+        for length in lengths_of(cells):
+            check_positions(subject.model, length + self.pace.count)
+            text_windows(subject, self.name, self.text, length, known, self.windows, self.then)
+        for choice in choices.values():
+            Reader(subject.model, choice, 0).check_step(self.pace.step)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         length, count = cell["length"], self.pace.count

@@ -19,9 +19,10 @@ from hf_kvret.evaluation.lrqk_report import factor_tables, plot_factors
 from hf_kvret.evaluation.lrqk_study import LayerStudy, read_layers
 from hf_kvret.evaluation.lrqk_variants import VARIANTS
 from hf_kvret.evaluation.needles import NeedleLanguage
+from hf_kvret.evaluation.reader import check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task, lengths_of
 from hf_kvret.methods.lrqk import LRQKCache, LRQKConfig
 
 # Options of the cache that count here; variants choose the others, or nothing depends on them.
@@ -126,6 +127,12 @@ class LRQKFactors(Task):
             for variant in self.variants
             for rank in self.ranks
         ]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        for length in lengths_of(cells):
+            check_positions(subject.model, length)
+            self._tokens(length, subject)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         """The numbers of one cell; ``layers`` leaves out those with a head dim below the rank.

@@ -18,12 +18,12 @@ from hf_kvret.evaluation.arguments import budget, file_path, lengths, number, se
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.plots import plot_lines
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import Source, greedy_source, sampling_source, text_source
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task, lengths_of
 from hf_kvret.registry import registered_methods
 from hf_kvret.reports import MemoryReport
 
@@ -176,6 +176,13 @@ class Misses(Task):
             for top_k in self.top_ks
             for slots in self.slots
         ]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        known = self.count if self.follow == "text" else 0
+        for length in lengths_of(cells):
+            check_positions(subject.model, length + self.count)
+            text_windows(subject, self.name, self.text, length, known, 1, None)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         """The numbers of one cell.

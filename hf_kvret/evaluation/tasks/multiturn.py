@@ -24,11 +24,11 @@ from hf_kvret.evaluation.haystack import (
     token_wording,
 )
 from hf_kvret.evaluation.plots import plot_lines
-from hf_kvret.evaluation.reader import Reader, Usage
+from hf_kvret.evaluation.reader import Reader, Usage, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task, mean_points
+from hf_kvret.evaluation.task import Choices, Task, lengths_of, mean_points
 
 MODES = ("turns", "forks")
 
@@ -141,6 +141,13 @@ class MultiTurn(Task):
             for mode in self.modes
             for cache in caches
         ]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        wording = self._wording(subject)
+        for length in lengths_of(cells):
+            check_positions(subject.model, length)
+            self._document(wording, length, 0)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         wording = self._wording(subject)

@@ -30,11 +30,11 @@ from hf_kvret.evaluation.haystack import (
     token_wording,
 )
 from hf_kvret.evaluation.plots import plot_heat_maps
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task, mean_points
+from hf_kvret.evaluation.task import Choices, Task, lengths_of, mean_points
 
 STYLES = ("sandwich", "magic", "tokens")
 SCORES = ("substring", "rouge1")
@@ -178,6 +178,13 @@ class NeedleInHaystack(Task):
             for questions in self.questions
             for cache in caches
         ]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        wording = self._wording(subject)
+        for length in lengths_of(cells):
+            check_positions(subject.model, length)
+            self._document(wording, length, 0.0, 0)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         wording = self._wording(subject)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
+
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.arguments import file_path, lengths, names, number, several, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
@@ -22,7 +24,7 @@ from hf_kvret.evaluation.paris_variants import (
     switched,
     with_ratio,
 )
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import (
     Pace,
@@ -32,7 +34,7 @@ from hf_kvret.evaluation.stretches import (
     walk,
 )
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task
 from hf_kvret.methods.paris import ParisConfig
 
 PARTS = ("switches", "ratios", "drift")
@@ -174,14 +176,16 @@ class ParisAblation(Task):
             for cache in caches
         ]
 
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        for cell in {(cell["length"], cell["part"] == "drift"): cell for cell in cells}.values():
+            self._texts(cell, subject)
+
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         length, drifts = cell["length"], cell["part"] == "drift"
         pace = self.drift if drifts else self.pace
         variant = self._variant(cell, subject, choice)
-        then = self.then if drifts else None
-        windows = text_windows(
-            subject, self.name, self.text, length, pace.count, self.windows, then
-        )
+        windows = self._texts(cell, subject)
         samples, read, cold, candidates, seconds = [], 0, 0, 0, 0.0
         for window in windows:
             reader = Reader(subject.model, variant, len(window))
@@ -208,6 +212,16 @@ class ParisAblation(Task):
             "read_ratio": read / cold,
             "seconds_with_recall": seconds,
         }
+
+    def _texts(self, cell: Cell, subject: Subject) -> list[torch.Tensor]:
+        """Contexts of the text with what follows them."""
+        drifts = cell["part"] == "drift"
+        count = self.drift.count if drifts else self.pace.count
+        check_positions(subject.model, cell["length"] + count)
+        then = self.then if drifts else None
+        return text_windows(
+            subject, self.name, self.text, cell["length"], count, self.windows, then
+        )
 
     def _variant(self, cell: Cell, subject: Subject, choice: CacheChoice) -> CacheChoice:
         """The variant of the cache that the command line names."""

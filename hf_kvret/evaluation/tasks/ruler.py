@@ -18,12 +18,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from hf_kvret.evaluation.arguments import file_path, lengths, names
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.plots import plot_heat_maps
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.ruler import TASKS, RulerData, Sample, generate, sample_score
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task, mean_points
+from hf_kvret.evaluation.task import Choices, Task, lengths_of, mean_points
 from hf_kvret.evaluation.texts import chat_parts, token_ids
 
 
@@ -123,6 +123,15 @@ class Ruler(Task):
             for questions in self.questions
             for cache in caches
         ]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        tokenizer = subject.need_tokenizer(self.name)
+        lengths = lengths_of(cells)
+        if lengths:
+            check_positions(subject.model, lengths[-1])
+        for task in dict.fromkeys(cell["task"] for cell in cells):
+            _samples(task, tokenizer, lengths[0], 1, self.seed, self.data, self.chat)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         tokenizer = subject.need_tokenizer(self.name)
