@@ -29,7 +29,7 @@ from hf_kvret.evaluation.haystack import (
     text_wording,
     token_wording,
 )
-from hf_kvret.evaluation.plots import plot_heat_maps
+from hf_kvret.evaluation.plots import count_label, plot_heat_maps
 from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
@@ -255,15 +255,18 @@ class NeedleInHaystack(Task):
         for cell, found in results:
             name = f"{cell['cache']}, {cell['questions']}" if both else cell["cache"]
             scores = maps.setdefault(name, np.full((len(depths), len(lengths)), np.nan))
-            scores[depths.index(cell["depth"]), lengths.index(cell["length"])] = found["score"]
+            scores[depths.index(cell["depth"]), lengths.index(cell["length"])] = (
+                100 * found["score"]
+            )
         plot_heat_maps(
             path,
             maps,
             rows=[f"{depth:g}" for depth in depths],
-            columns=[str(length) for length in lengths],
-            title="needle in a haystack, share of right answers",
+            columns=[count_label(length) for length in lengths],
+            title="needle in a haystack, right answers in %",
             x="tokens",
             y="depth of the needle, %",
+            high=100.0,
         )
 
     @classmethod

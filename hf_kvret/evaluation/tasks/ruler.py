@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.evaluation.arguments import file_path, lengths, names
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.plots import plot_heat_maps
+from hf_kvret.evaluation.plots import count_label, plot_heat_maps
 from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.ruler import TASKS, RulerData, Sample, generate, sample_score
@@ -212,7 +212,7 @@ class Ruler(Task):
             path,
             maps,
             rows=tasks,
-            columns=[f"{length} {questions}" for length, questions in columns],
+            columns=[f"{count_label(length)} {questions}" for length, questions in columns],
             title="RULER, score in %",
             x="tokens, question",
             y="task",
