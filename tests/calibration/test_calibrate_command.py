@@ -216,7 +216,7 @@ def test_mistakes_are_one_line_each(
         ),
         (["--push-to-hub", "a/b/c"], r"--push-to-hub a/b/c: no hub id, write user/name"),
         (["--private"], r"--private is of what --push-to-hub uploads"),
-        (["--model", str(tmp_path / "none")], r"can't be loaded"),
+        (["--model", str(tmp_path / "none")], r"no such folder, and no hub id either"),
     ):
         assert re.search(message, failing(capsys, [*arguments, *more])), more
     assert both in failing(capsys, where)
