@@ -78,6 +78,8 @@ def calibrate(
         raise ValueError("the model is in training mode, where dropout acts: call model.eval()")
     check_model(model)
     _check_lengths(model, corpus)
+    learned = len(corpus.sequences) - corpus.held_out
+    calibration.check(sum(map(len, corpus.sequences[:learned])))
     ropes = check_rope(model)
     kinds = model_layers(model.config)
     ropes = {layer: rope for layer, rope in ropes.items() if type(kinds[layer]) is DynamicLayer}

@@ -219,6 +219,8 @@ def test_mistakes_are_one_line_each(
         (["--model", str(tmp_path / "none")], r"no such folder, and no hub id either"),
     ):
         assert re.search(message, failing(capsys, [*arguments, *more])), more
+        # No text was read for it.
+        assert not (tmp_path / "out" / ".parts").exists()
     assert both in failing(capsys, where)
     if not torch.cuda.is_available():
         assert "no CUDA device here" in failing(capsys, [*arguments, "--device", "cuda"])

@@ -13,7 +13,7 @@ import pytest
 
 from hf_kvret import cli
 from hf_kvret.benchmark.opponents import choose_bench_caches
-from hf_kvret.evaluation.command import names
+from hf_kvret.evaluation.arguments import names
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "results" / "h200.md"
