@@ -188,7 +188,6 @@ def test_nothing_is_reported_of_a_way_that_is_wrong(
         (["--heads", "0"], "--heads 0: at least 1"),
         (["--head-dim", "0"], "--head-dim 0: at least 1"),
         (["--repeats", "0"], "--repeats 0: at least 1"),
-        (["--limit", "0"], "--limit 0.0: seconds"),
         (["--threads", "100000"], "--threads 100000: 1 to "),
     ],
 )

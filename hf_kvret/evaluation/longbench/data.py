@@ -110,8 +110,8 @@ def download(hub_id: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
-    cached = needs_cache("--hub-id", hub_id, "data.zip", "dataset")
     try:
+        cached = needs_cache("--hub-id", hub_id, "data.zip", "dataset")
         path = hf_hub_download(hub_id, "data.zip", repo_type="dataset", local_files_only=cached)
         return Path(path)
     # OSError is what being offline and every answer of the hub derive from.

@@ -225,8 +225,8 @@ class A2ATSAblation(Task):
     def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         for count in lengths_of(cells):
             size = count + self.pace.count
-            check_positions(subject.model, size)
             self.texts.contexts(subject, size, self.pace.count, self.windows)
+            check_positions(subject.model, size)
         if any(cell["part"] == "alike" for cell in cells):
             self.texts.inputs(subject, self.inputs.count, self.inputs.tokens)
 

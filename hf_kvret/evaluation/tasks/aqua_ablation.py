@@ -204,9 +204,11 @@ class AquaAblation(Task):
         return found
 
     def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        if self.texts.text is not None:
+            subject.need_tokenizer(self.name)
         for count in lengths_of(cells):
-            check_positions(subject.model, count)
             self.texts.contexts(subject, count, count // 4, self.windows)
+            check_positions(subject.model, count)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         part, name = cell["part"], cell["variant"]

@@ -175,8 +175,8 @@ class CTkvrAblation(Task):
         super().check(cells, subject, choices)
         for part, length in dict.fromkeys((cell["part"], cell["length"]) for cell in cells):
             new = self._new(part)
-            check_positions(subject.model, length + new)
             self._contexts(subject, length, new)
+            check_positions(subject.model, length + new)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         length, part = cell["length"], cell["part"]

@@ -132,8 +132,8 @@ class LongGeneration(Task):
         super().check(cells, subject, choices)
         known = self.pace.count if self.follow == "text" else 0
         for length in lengths_of(cells):
-            check_positions(subject.model, length + self.pace.count)
             text_windows(subject, self.name, self.text, length, known, self.windows, self.then)
+            check_positions(subject.model, length + self.pace.count)
         for choice in choices.values():
             Reader(subject.model, choice, 0).check_step(self.pace.step)
 

@@ -131,8 +131,10 @@ class LRQKFactors(Task):
     def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check(cells, subject, choices)
         for length in lengths_of(cells):
-            check_positions(subject.model, length)
+            for choice in choices.values():
+                self._top_k(length, subject, choice)
             self._tokens(length, subject)
+            check_positions(subject.model, length)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         """The numbers of one cell; ``layers`` leaves out those with a head dim below the rank.
@@ -141,14 +143,7 @@ class LRQKFactors(Task):
             ValueError: a text too short for the budget, or one that this model can't read.
         """
         length, rank = cell["length"], cell["rank"]
-        given = choice.make(subject.model.config, 1)
-        assert isinstance(given, LRQKCache) and isinstance(given.options, LRQKConfig)
-        top_k = given.options.budget(length)
-        if top_k >= length - self.queries:
-            raise ValueError(
-                f"--lengths {length}: --queries {self.queries} and --top-k {top_k} leave nothing "
-                "to choose; take a longer text, or less of them"
-            )
+        top_k, options = self._top_k(length, subject, choice)
         variant, studies = VARIANTS[cell["variant"]], self._studies(length, subject)
         largest = max(study.dim for study in studies)
         if min(self.ranks) > largest:
@@ -158,9 +153,21 @@ class LRQKFactors(Task):
         fitting = [study for study in studies if rank <= study.dim]
         found = []
         for study in tqdm(fitting, desc="layers", leave=False):
-            quality = study.judge(variant.approximate(study, rank, given.options), top_k)
+            quality = study.judge(variant.approximate(study, rank, options), top_k)
             found.append({"layer": study.layer, **quality.to_dict()})
         return {"top_k": top_k, "layers": found}
+
+    def _top_k(self, length: int, subject: Subject, choice: CacheChoice) -> tuple[int, LRQKConfig]:
+        """How many tokens a query selects, and the options of the cache."""
+        given = choice.make(subject.model.config, 1)
+        assert isinstance(given, LRQKCache) and isinstance(given.options, LRQKConfig)
+        top_k = given.options.budget(length)
+        if top_k >= length - self.queries:
+            raise ValueError(
+                f"--lengths {length}: --queries {self.queries} and --top-k {top_k} leave nothing "
+                "to choose; take a longer text, or less of them"
+            )
+        return top_k, given.options
 
     def _studies(self, length: int, subject: Subject) -> list[LayerStudy]:
         key = (subject.model, length)

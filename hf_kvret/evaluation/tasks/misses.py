@@ -181,8 +181,8 @@ class Misses(Task):
         super().check(cells, subject, choices)
         known = self.count if self.follow == "text" else 0
         for length in lengths_of(cells):
-            check_positions(subject.model, length + self.count)
             text_windows(subject, self.name, self.text, length, known, 1, None)
+            check_positions(subject.model, length + self.count)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         """The numbers of one cell.

@@ -179,7 +179,8 @@ class ParisAblation(Task):
     def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check(cells, subject, choices)
         for cell in {(cell["length"], cell["part"] == "drift"): cell for cell in cells}.values():
-            self._texts(cell, subject)
+            (window, *_) = self._texts(cell, subject)
+            check_positions(subject.model, len(window))
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         length, drifts = cell["length"], cell["part"] == "drift"
@@ -217,7 +218,6 @@ class ParisAblation(Task):
         """Contexts of the text with what follows them."""
         drifts = cell["part"] == "drift"
         count = self.drift.count if drifts else self.pace.count
-        check_positions(subject.model, cell["length"] + count)
         then = self.then if drifts else None
         return text_windows(
             subject, self.name, self.text, cell["length"], count, self.windows, then

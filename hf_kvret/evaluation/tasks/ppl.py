@@ -92,8 +92,8 @@ class Perplexity(Task):
     def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check(cells, subject, choices)
         for length in lengths_of(cells):
-            check_positions(subject.model, length)
             self._windows(subject, length)
+            check_positions(subject.model, length)
         for choice in choices.values():
             Reader(subject.model, choice, 0).check_step(self.step)
 
