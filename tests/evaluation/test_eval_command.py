@@ -167,7 +167,7 @@ def test_what_was_finished_is_shown_when_a_later_cell_fails(
         ("misses --lengths 64,32K", "give shorter lengths"),
         ("paris-ablation --lengths 64,32K", "give shorter lengths"),
         ("ctkvr-ablation --lengths 1K,32K", "give shorter lengths"),
-        ("lrqk-factors --lengths 64,32K", "give shorter lengths"),
+        ("lrqk-factors --lengths 512,32K", "give shorter lengths"),
         ("a2ats-ablation --lengths 64,32K --calibration-tokens 1K", "give shorter --lengths"),
         ("aqua-ablation --lengths 64,32K --calibration-tokens 1K", "give shorter --lengths"),
         ("niah --style magic --lengths 2K,100K", "the model knows 65536 positions"),
