@@ -18,7 +18,7 @@ import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache, attach
 from hf_kvret.attention import retrieval_attention
 from hf_kvret.cli import main
-from hf_kvret.evaluation import demo
+from hf_kvret.evaluation import demo_command
 from hf_kvret.masks import base_mask, retrieval_mask
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
@@ -189,13 +189,12 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(demo, "run_demo", lambda *a: pytest.fail("the demo ran first"))
+    monkeypatch.setattr(demo_command, "run_demo", lambda *a: pytest.fail("the demo ran first"))
     assert main(["demo", "--plot", "x.png"]) == 2
 
 
-@pytest.mark.parametrize("arguments", [["--questions", "0"], ["--caches", ","]])
-def test_more_mistakes_print_one_line(arguments: list[str]) -> None:
-    assert main(["demo", "--context", "2000", *arguments]) == 2
+def test_more_mistakes_print_one_line() -> None:
+    assert main(["demo", "--context", "2000", "--caches", ","]) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

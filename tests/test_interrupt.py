@@ -68,7 +68,7 @@ def test_a_measurement_with_a_result_file_goes_on(
 ) -> None:
     where = {
         "eval": "hf_kvret.evaluation.command.run_eval",
-        "bench": "hf_kvret.benchmark.command.run_bench",
+        "bench": "hf_kvret.benchmark.parser.run_bench",
     }[command.split()[0]]
     file = ["--json", str(tmp_path / "a.json")]
     assert interrupted(monkeypatch, capsys, where, *command.split(), *file) == GOES_ON
@@ -86,7 +86,9 @@ def test_where_nothing_was_begun_nothing_is_promised(
     assert interrupted(monkeypatch, capsys, where, *command) == "hf-kvret: interrupted"
     (tmp_path / ".parts").mkdir()
     assert interrupted(monkeypatch, capsys, where, *command) == GOES_ON
-    shown = interrupted(monkeypatch, capsys, "hf_kvret.cli._demo", "demo")
+    shown = interrupted(
+        monkeypatch, capsys, "hf_kvret.evaluation.demo_command.run_demo_command", "demo"
+    )
     assert shown == "hf-kvret: interrupted"
 
 

@@ -21,18 +21,21 @@ from hf_kvret.evaluation.results import Cell, Results
 
 
 class Batch(Decode):
-    """The most new tokens a second: batches of 1, 2, 4, ... up to the largest that fits.
-
-    Decode steps are measured as in bench decode. A batch doesn't fit when memory runs out, when its
-    peak is beyond --device-memory, or when the line through two smaller ones says so. Between the
-    last power of two that fits and the next the largest batch is looked for, and measured too.
-
-        hf-kvret bench batch --shape llama-3.1-8b --context 64K,128K --dtype bfloat16 \\
-            --caches dense,dense-graph,paris,paris:store=host --json batch.json
-    """
+    """The most new tokens a second: batches of 1, 2, 4, ... up to the largest that fits."""
 
     name: ClassVar[str] = "batch"
     summary: ClassVar[str] = "most tokens a second, and the batch that gives them"
+    description: ClassVar[str] = (
+        "The most new tokens a second: batches of 1, 2, 4, ... up to the largest that fits. "
+        "Decode steps are measured as in bench decode. A batch doesn't fit when memory runs "
+        "out, when its peak is beyond --device-memory, or when the line through two smaller "
+        "ones says so. Between the last power of two that fits and the next the largest batch "
+        "is looked for, and measured too."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret bench batch --shape llama-3.1-8b --context 64K,128K --dtype bfloat16 "
+        "--caches dense,dense-graph,paris,paris:store=host --json batch.json",
+    )
 
     def table(self, results: Results) -> str:
         return batch_table(results)

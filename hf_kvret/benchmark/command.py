@@ -1,196 +1,37 @@
-"""``hf-kvret bench decode | prefill | memory | ...``: from options to a table."""
+"""``hf-kvret bench MEASURE``: from options to a table."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_kvret.benchmark.batches import Batch, BatchSearch, device_limit
+from hf_kvret.benchmark.batches import BatchSearch, device_limit
 from hf_kvret.benchmark.checks import CheckFailed
 from hf_kvret.benchmark.decode import Decode
-from hf_kvret.benchmark.filling import FILLS, choose_fill, measure_rows
+from hf_kvret.benchmark.filling import choose_fill, measure_rows
 from hf_kvret.benchmark.fitting import fit_cells, fit_row
-from hf_kvret.benchmark.host_attention import HostAttention, add_host_options, measure_host
-from hf_kvret.benchmark.index_build import (
-    IndexBuild,
-    add_index_build_options,
-    measure_index_build,
-)
-from hf_kvret.benchmark.kernels import Kernels, add_kernels_options, measure_kernels
-from hf_kvret.benchmark.limits import byte_count, check_weights
+from hf_kvret.benchmark.limits import check_weights
 from hf_kvret.benchmark.measure import Bench, Measure, Subject
 from hf_kvret.benchmark.memory import Memory
-from hf_kvret.benchmark.opponents import bench_caches, choose_bench_caches
-from hf_kvret.benchmark.prefill import Prefill, chunk_length
+from hf_kvret.benchmark.opponents import choose_bench_caches
+from hf_kvret.benchmark.prefill import Prefill
 from hf_kvret.benchmark.runs import cells, check_contexts, check_stores, run_cells
-from hf_kvret.benchmark.shapes import SHAPES, Shape, load_shape, random_model, weight_bytes
+from hf_kvret.benchmark.shapes import Shape, load_shape, random_model, weight_bytes
 from hf_kvret.benchmark.stand_ins import make_stand_ins
-from hf_kvret.benchmark.step import Step
 from hf_kvret.benchmark.stepping import LEAST_COMPILED_WARMUP
 from hf_kvret.benchmark.timing import measure_bandwidth
-from hf_kvret.benchmark.tune import Tune, add_tune_options, measure_tune
+from hf_kvret.evaluation.arguments import DTYPES, check_device, names
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.command import (
-    DTYPES,
-    add_budget_options,
-    add_run_options,
-    check_outputs,
-    lengths,
-    names,
-)
 from hf_kvret.evaluation.environment import describe_environment
-from hf_kvret.evaluation.report import Measurement
+from hf_kvret.evaluation.outputs import check_outputs, write_outputs
 from hf_kvret.evaluation.results import Results
 
 _LEAST_CONTEXT = 64
-
-
-_Alone = tuple[Any, Callable[[argparse.ArgumentParser], None], Callable[..., Results]]
-
-
-@dataclass(frozen=True)
-class _Defaults:
-    """How much is measured when nothing is said."""
-
-    caches: str
-    batch: str
-    steps: int
-    warmup: int
-    rounds: int
-
-
-_MEASURES: tuple[tuple[type[Measure], _Defaults], ...] = (
-    (Decode, _Defaults("full,dense,static,flat,paris,lrqk,ctkvr,a2ats,aqua", "1", 32, 8, 3)),
-    (Batch, _Defaults("dense,flat,paris,lrqk", "1", 16, 4, 1)),
-    (Step, _Defaults("dense,flat,paris", "1", 4, 4, 1)),
-    (Prefill, _Defaults("full,dense,flat,paris,lrqk,ctkvr,a2ats,aqua", "1", 1, 1, 3)),
-    (Memory, _Defaults("full,static,flat,paris,lrqk,ctkvr,a2ats,aqua", "1,2", 4, 0, 1)),
-)
-
-# What is measured without a model: the measurement, its options, and the function that measures.
-_ALONE: tuple[_Alone, ...] = (
-    (HostAttention(), add_host_options, measure_host),
-    (IndexBuild(), add_index_build_options, measure_index_build),
-    (Kernels(), add_kernels_options, measure_kernels),
-    (Tune(), add_tune_options, measure_tune),
-)
-
-MEASUREMENTS: dict[str, Measurement] = {
-    **{f"bench {measure.name}": measure() for measure, _ in _MEASURES},
-    **{f"bench {alone.name}": alone for alone, _, _ in _ALONE},
-}
-"""The measures by the name in their result files."""
-
-
-def add_bench_parser(commands: argparse._SubParsersAction) -> None:
-    """Add ``bench`` with one sub-command a measure to the program's commands."""
-    parser = commands.add_parser(
-        "bench",
-        help="measure time and memory of caches on models of true shape with random weights",
-        description="Measure time and memory of caches on a model of true shape with random "
-        "weights. Give --json to keep finished rows: the same command goes on where it was "
-        "interrupted.",
-    )
-    measures = parser.add_subparsers(required=True, metavar="MEASURE")
-    for measure, defaults in _MEASURES:
-        one = measures.add_parser(
-            measure.name,
-            help=measure.summary,
-            description=measure.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        _add_options(one, measure, defaults)
-        if measure is Memory:
-            one.add_argument(
-                "--device-memory",
-                type=byte_count,
-                metavar="SIZE",
-                help="say how many sequences fit into this much device memory, as 80GB or 75GiB",
-            )
-        if measure is Prefill:
-            one.add_argument(
-                "--chunk",
-                type=chunk_length,
-                default="own",
-                help="tokens of a pass, as 8K; none: one pass; own: as each cache's prefill_chunk",
-            )
-        if measure is Batch:
-            one.add_argument(
-                "--device-memory",
-                type=byte_count,
-                metavar="SIZE",
-                help="fill no more device memory than this, as 80GB; default: all of a GPU's",
-            )
-            one.add_argument("--most", type=int, default=256, help="no batch is larger")
-        one.set_defaults(run=run_batch if measure is Batch else run_bench, measure=measure)
-    for alone, add_options, measuring in _ALONE:
-        one = measures.add_parser(
-            alone.name,
-            help=alone.summary,
-            description=alone.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        add_options(one)
-        one.set_defaults(run=run_alone, measurement=alone, measuring=measuring)
-
-
-def _add_options(
-    parser: argparse.ArgumentParser, measure: type[Measure], defaults: _Defaults
-) -> None:
-    parser.add_argument(
-        "--shape",
-        default="tiny",
-        help=f"{', '.join(SHAPES)}, or a folder or hub id with config.json",
-    )
-    parser.add_argument(
-        "--layers", type=int, help="build this many of the model's layers, and scale to all of them"
-    )
-    parser.add_argument("--context", type=lengths, default=[4096], help="as 4096 or 32K,128K")
-    if measure is Batch:
-        parser.set_defaults(batch=[1])
-    else:
-        batch = lengths(defaults.batch)
-        parser.add_argument("--batch", type=lengths, default=batch, help="as 1,8")
-    parser.add_argument(
-        "--caches",
-        default=defaults.caches,
-        help="comma-separated, options after colons as paris:top_k=100:store=host; known: "
-        f"{', '.join(bench_caches())}",
-    )
-    add_budget_options(parser)
-    parser.add_argument(
-        "--fill",
-        choices=FILLS,
-        default="auto",
-        help="prefill: read the context through the model; random: write random rows of the "
-        "model's scale; auto: random beyond 16K tokens on a GPU",
-    )
-    parser.add_argument(
-        "--steps",
-        "--new-tokens",
-        type=int,
-        default=defaults.steps,
-        help="timed steps (prompts, for prefill) of a round",
-    )
-    parser.add_argument("--warmup", type=int, default=defaults.warmup, help="as --steps, untimed")
-    parser.add_argument(
-        "--rounds", type=int, default=defaults.rounds, help="how often all caches take turns"
-    )
-    parser.add_argument(
-        "--limit",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="take fewer decode steps in a turn where --steps of them would take longer",
-    )
-    add_run_options(parser)
 
 
 def run_bench(options: argparse.Namespace) -> int:
@@ -199,8 +40,8 @@ def run_bench(options: argparse.Namespace) -> int:
     Returns 1 when a cache failed its check: its row says why, and the others were measured. The
     same command checks it again.
     """
-    check_outputs(options)
     measure: Measure = options.measure()
+    check_outputs(options, f"bench {measure.name}")
     shape, layers, choices = _understand(options, measure)
     setup = _setup(options, shape, layers)
     if isinstance(measure, Prefill):
@@ -225,7 +66,7 @@ def run_bench(options: argparse.Namespace) -> int:
     known = len(wanted) + len(fits) - len(waiting) - len(unfitted)
     if known:
         print(f"\n{known} rows were finished already and were not measured again")
-    _write(options, measure, results)
+    write_outputs(options, measure, results)
     return _failures(results)
 
 
@@ -234,10 +75,8 @@ def run_batch(options: argparse.Namespace) -> int:
 
     Returns 1 when a cache failed its check: its row says why, and the others were measured.
     """
-    check_outputs(options)
     measure: Measure = options.measure()
-    if options.most < 1:
-        raise ValueError(f"--most {options.most}: at least 1")
+    check_outputs(options, f"bench {measure.name}")
     if options.layers is not None:
         raise ValueError("--layers: which batch fits is a matter of the whole model; leave it out")
     limit = device_limit(options.device_memory, torch.device(options.device))
@@ -252,7 +91,7 @@ def run_batch(options: argparse.Namespace) -> int:
         for context in options.context:
             search.run(context)
     print(f"\n{measure.table(results)}")
-    _write(options, measure, results)
+    write_outputs(options, measure, results)
     return _failures(results)
 
 
@@ -262,14 +101,14 @@ def run_alone(options: argparse.Namespace) -> int:
     Returns 1 when two ways to compute the same disagree: then that size and what follows it is not
     measured.
     """
-    check_outputs(options)
+    check_outputs(options, f"bench {options.measurement.name}")
     try:
         results = options.measuring(options)
     except CheckFailed as error:
         print(f"hf-kvret: error: {error}", file=sys.stderr)
         return 1
     print(f"\n{options.measurement.table(results)}")
-    _write(options, options.measurement, results)
+    write_outputs(options, options.measurement, results)
     return 0
 
 
@@ -277,14 +116,7 @@ def _understand(
     options: argparse.Namespace, measure: Measure
 ) -> tuple[Shape, int, dict[str, CacheChoice]]:
     """Shape, layers to build and caches; ValueError for what makes no sense."""
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {options.device}: no CUDA device here; use --device cpu")
-    for name, least in (("steps", 1), ("warmup", 0), ("rounds", 1)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name} {getattr(options, name)}: at least {least}")
-    if not options.limit > 0:
-        raise ValueError(f"--limit {options.limit}: seconds, more than 0")
+    check_device(options.device)
     if min(options.context) < _LEAST_CONTEXT:
         raise ValueError(f"--context {min(options.context)}: at least {_LEAST_CONTEXT} tokens")
     shape = load_shape(options.shape)
@@ -383,15 +215,3 @@ def _failures(results: Results) -> int:
     for why in dict.fromkeys(failed):
         print(f"hf-kvret: error: {why}", file=sys.stderr)
     return int(bool(failed))
-
-
-def _write(options: argparse.Namespace, measure: Measurement, results: Results) -> None:
-    if options.table:
-        options.table.parent.mkdir(parents=True, exist_ok=True)
-        options.table.write_text(measure.table(results) + "\n", encoding="utf-8")
-        print(f"wrote {options.table}")
-    if options.plot:
-        measure.plot(options.plot, results)
-        print(f"wrote {options.plot}")
-    if options.json:
-        print(f"results are in {options.json}")

@@ -48,19 +48,21 @@ class DecodeSample(TimedSample):
 
 
 class Decode(Measure):
-    """Time of a decode step behind a context of given length.
-
-    Each round fills every cache anew, takes --warmup steps and times --steps steps; the caches take
-    turns, --rounds times. A row is the median over all timed steps, with quartiles. Steps of
-    retrieval caches are replayed from a CUDA graph where they can be; graph=false, as in
-    paris:graph=false, measures them as they are without it.
-
-        hf-kvret bench decode --shape llama-3.1-8b --context 32K,128K --batch 1,8 \\
-            --dtype bfloat16 --caches full,dense,dense-graph,flat,paris --json decode.json
-    """
+    """Time of a decode step behind a context of given length."""
 
     name: ClassVar[str] = "decode"
     summary: ClassVar[str] = "time of a decode step"
+    description: ClassVar[str] = (
+        "Time of a decode step behind a context of given length. Each round fills every cache "
+        "anew, takes --warmup steps and times --steps steps; the caches take turns, --rounds "
+        "times. A row is the median over all timed steps, with quartiles. Steps of retrieval "
+        "caches are replayed from a CUDA graph where they can be; graph=false, as in "
+        "paris:graph=false, measures them as they are without it."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret bench decode --shape llama-3.1-8b --context 32K,128K --batch 1,8 --dtype "
+        "bfloat16 --caches full,dense,dense-graph,flat,paris --json decode.json",
+    )
 
     @torch.inference_mode()
     def once(self, turn: Turn) -> DecodeSample:

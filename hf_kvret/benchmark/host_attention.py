@@ -23,7 +23,8 @@ from hf_kvret.benchmark.host_ways import (
 )
 from hf_kvret.benchmark.limits import available_host_memory, byte_count
 from hf_kvret.benchmark.timing import measure_bandwidth, quartiles
-from hf_kvret.evaluation.command import DTYPES, lengths, names
+from hf_kvret.evaluation.arguments import DTYPES, length, lengths, names
+from hf_kvret.evaluation.command import add_output_options, add_seed_option
 from hf_kvret.evaluation.environment import describe_environment
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret_kernels import host_attention as host
@@ -33,17 +34,20 @@ _WORK_COPIES = 3
 
 
 class HostAttention:
-    """Attention over chosen rows in host memory: the compiled kernel against torch.
-
-    Rows of --tokens tokens lie in pages; each call attends to --k random ones of them for each KV
-    head, other ones than the call before. Compiled kernel (cpp) and torch run on the same number of
-    threads and take turns call by call. A row is the median over --repeats calls.
-
-        hf-kvret bench host-attention --k 256,1K,4K,16K --batch 1,8 --threads 2 --json host.json
-    """
+    """Attention over chosen rows in host memory: the compiled kernel against torch."""
 
     name = "host-attention"
     summary = "time of the compiled CPU kernel and of torch over the same rows"
+    description = (
+        "Attention over chosen rows in host memory: the compiled kernel against torch. Rows of "
+        "--tokens tokens lie in pages; each call attends to --k random ones of them for each KV "
+        "head, other ones than the call before. Compiled kernel (cpp) and torch run on the same "
+        "number of threads and take turns call by call. A row is the median over --repeats "
+        "calls."
+    )
+    examples = (
+        "hf-kvret bench host-attention --k 256,1K,4K,16K --batch 1,8 --threads 2 --json host.json",
+    )
 
     def table(self, results: Results) -> str:
         """One line for each size, all ways in it."""
@@ -59,7 +63,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--k", type=lengths, default=lengths("256,1K,4K,16K"), help="rows a head")
     parser.add_argument("--batch", type=lengths, default=[1], help="as 1,8")
     parser.add_argument("--dtypes", default="bfloat16,float32", help=f"of {', '.join(DTYPES)}")
-    parser.add_argument("--tokens", type=_length, default=_length("128K"), help="of a sequence")
+    parser.add_argument("--tokens", type=length, default=length("128K"), help="of a sequence")
     parser.add_argument("--heads", type=int, default=8, help="KV heads")
     parser.add_argument("--group", type=int, default=4, help="query heads of a KV head")
     parser.add_argument("--dim", type=int, default=128, help="of a key, and of a value")
@@ -74,12 +78,8 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
         help="the most to use, as 6GB; default: half of what is free. Where the rows of a batch "
         "take more, its sequences share rows, and the table says so",
     )
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep results here, and go on from what is there"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG, SVG, PDF)")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the markdown table too")
+    add_seed_option(parser)
+    add_output_options(parser)
 
 
 def measure_host(options: argparse.Namespace) -> Results:
@@ -238,10 +238,3 @@ def _processors() -> int:
     # Not every system can tell which processors a process may use.
     allowed = getattr(os, "sched_getaffinity", None)
     return len(allowed(0)) if allowed else os.cpu_count() or 1
-
-
-def _length(text: str) -> int:
-    found = lengths(text)
-    if len(found) > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} are several lengths: write one")
-    return found[0]

@@ -32,7 +32,15 @@ from hf_kvret.benchmark.index_build_ways import (
 )
 from hf_kvret.benchmark.runs import attempt
 from hf_kvret.benchmark.timing import quartiles, synchronize
-from hf_kvret.evaluation.command import add_run_options, lengths, names
+from hf_kvret.evaluation.arguments import (
+    check_device,
+    file_path,
+    lengths,
+    names,
+    number,
+    whole_number,
+)
+from hf_kvret.evaluation.command import add_run_options
 from hf_kvret.evaluation.environment import describe_environment
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.recall import measure_recall
@@ -44,19 +52,21 @@ _MOST_SCORES = 1 << 24
 
 
 class IndexBuild:
-    """The time to make an index of one layer's keys: our methods beside IVF, HNSW and k-means.
-
-    All get the same keys and run on the same number of threads; what each finds for queries that
-    come after the prompt stands beside its time. A row is the median over --repeats builds, or over
-    fewer where more would take longer than --limit. faiss comes with the extra ``bench``; without
-    it only our methods are measured.
-
-        hf-kvret bench index-build --context 4K,16K,64K --json build.json --plot build.png
-        hf-kvret bench index-build --keys model --text book.txt --context 2K,4K
-    """
+    """The time to make an index of one layer's keys: our methods beside IVF, HNSW and k-means."""
 
     name = "index-build"
     summary = "time to make an index of a layer's keys, beside those of faiss"
+    description = (
+        "The time to make an index of one layer's keys: our methods beside IVF, HNSW and "
+        "k-means. All get the same keys and run on the same number of threads; what each finds "
+        "for queries that come after the prompt stands beside its time. A row is the median "
+        "over --repeats builds, or over fewer where more would take longer than --limit. faiss "
+        "comes with hf-kvret[bench]; without it only our methods are measured."
+    )
+    examples = (
+        "hf-kvret bench index-build --context 4K,16K,64K --json build.json --plot build.png",
+        "hf-kvret bench index-build --keys model --text book.txt --context 2K,4K",
+    )
 
     def table(self, results: Results) -> str:
         """One line for each length and index."""
@@ -84,15 +94,19 @@ def add_index_build_options(parser: argparse.ArgumentParser) -> None:
     )
     for name, text in (("heads", "KV heads"), ("group", "query heads of a KV head"), ("dim", "D")):
         default = getattr(DEFAULT_SHAPE, name)
-        parser.add_argument(f"--{name}", type=int, help=f"{text} of random keys; default {default}")
+        parser.add_argument(
+            f"--{name}", type=whole_number(1), help=f"{text} of random keys; default: {default}"
+        )
     parser.add_argument("--model", help="of --keys model; default: the bundled model reference")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="that the model reads")
-    parser.add_argument("--layer", type=int, help="of the model; default: the middle one")
+    parser.add_argument("--text", type=file_path, metavar="FILE", help="that the model reads")
+    parser.add_argument(
+        "--layer", type=whole_number(0), help="of the model; default: the middle one"
+    )
     parser.add_argument("--queries", type=int, default=32, help="after the prompt, for the recall")
     parser.add_argument("--repeats", type=int, default=3, help="timed builds of each index")
     parser.add_argument(
         "--limit",
-        type=float,
+        type=number(0),
         default=300.0,
         metavar="SECONDS",
         help="leave out an index that is expected to take longer, by its time for shorter prompts",
@@ -140,15 +154,12 @@ def _understand(options: argparse.Namespace) -> dict[str, Way | None]:
         if getattr(options, name) < 1:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} {getattr(options, name)}: at least 1")
-    if not options.limit > 0:
-        raise ValueError(f"--limit {options.limit}: seconds, more than 0")
     if options.top_k >= min(options.context):
         raise ValueError(
             f"--top-k {options.top_k} with --context {min(options.context)}: select fewer keys "
             "than there are"
         )
-    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {options.device}: no CUDA device here; use --device cpu")
+    check_device(options.device)
     # What calibration taught is not built here; `bench kernels` times such a method's codes.
     known = {name: cls for name, cls in registered_methods().items() if not cls.needs_artifact}
     ways: dict[str, Way | None] = {}

@@ -19,7 +19,7 @@ from hf_kvret.benchmark.index_build_keys import (
 )
 from hf_kvret.benchmark.limits import available_host_memory
 from hf_kvret.compatibility import head_dim, model_layers
-from hf_kvret.evaluation.command import DTYPES
+from hf_kvret.evaluation.arguments import DTYPES
 from hf_kvret.evaluation.subject import Subject, load_subject
 from hf_kvret.evaluation.texts import read_text, token_ids
 

@@ -20,7 +20,8 @@ from hf_kvret.benchmark.kernels_work import Call, Draw, KernelOp, KernelShape, R
 from hf_kvret.benchmark.limits import available_host_memory
 from hf_kvret.benchmark.runs import attempt
 from hf_kvret.benchmark.timing import measure_bandwidth, quartiles
-from hf_kvret.evaluation.command import DTYPES, add_run_options, lengths, names
+from hf_kvret.evaluation.arguments import DTYPES, check_device, lengths, names, number
+from hf_kvret.evaluation.command import add_run_options
 from hf_kvret.evaluation.environment import describe_environment
 from hf_kvret.evaluation.results import Cell, Results
 
@@ -29,18 +30,21 @@ _SIZES = ("heads", "group", "head_dim", "top_k", "codewords", "rank")
 
 
 class Kernels:
-    """Single operations against the bytes and multiply-adds that they can't do without.
-
-    Beside each stands plain torch (naive) doing the same. Each call begins with cold caches; ways
-    take turns call by call, and a row is the median over --repeats calls, or over fewer where more
-    would take longer than --limit. Bandwidth and matrix products are measured in the same run.
-
-        hf-kvret bench kernels --ops codebook --lengths 4K,32K,128K --json kernels.json
-        hf-kvret bench kernels --device cuda --batch 1,8 --json gpu.json --plot gpu.png
-    """
+    """Single operations against the bytes and multiply-adds that they can't do without."""
 
     name = "kernels"
     summary = "time of single operations against their floors, and of plain torch"
+    description = (
+        "Single operations against the bytes and multiply-adds that they can't do without. "
+        "Beside each stands plain torch (naive) doing the same. Each call begins with cold "
+        "caches; ways take turns call by call, and a row is the median over --repeats calls, or "
+        "over fewer where more would take longer than --limit. Bandwidth and matrix products "
+        "are measured in the same run."
+    )
+    examples = (
+        "hf-kvret bench kernels --ops codebook --lengths 4K,32K,128K --json kernels.json",
+        "hf-kvret bench kernels --device cuda --batch 1,8 --json gpu.json --plot gpu.png",
+    )
 
     def table(self, results: Results) -> str:
         """One line for each operation, length, batch and way."""
@@ -75,7 +79,7 @@ def add_kernels_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of each way")
     parser.add_argument(
         "--limit",
-        type=float,
+        type=number(0),
         default=10.0,
         metavar="SECONDS",
         help="time fewer calls of a way where --repeats of them would take longer",
@@ -108,8 +112,6 @@ def _understand(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
         if getattr(options, name) < 1:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} {getattr(options, name)}: at least 1")
-    if not options.limit > 0:
-        raise ValueError(f"--limit {options.limit}: seconds, more than 0")
     processors = os.cpu_count() or 1
     if not 1 <= options.threads <= processors:
         raise ValueError(f"--threads {options.threads}: 1 to {processors}, the processors here")
@@ -121,8 +123,7 @@ def _understand(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     device = torch.device(options.device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {options.device}: choose cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {options.device}: no CUDA device here; use --device cpu")
+    check_device(options.device)
     return _choose_ways(options, choose_ops(names(options.ops)), device)
 
 

@@ -19,6 +19,7 @@ from hf_kvret.benchmark.shapes import Shape, WeightBytes
 from hf_kvret.benchmark.timing import Bandwidth
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.progress import prompt_bar
 from hf_kvret.evaluation.reader import Reader, Usage
 from hf_kvret.evaluation.results import Cell, Results
 
@@ -102,7 +103,8 @@ class Turn:
         model, seed = self.subject.model, self.bench.seed
         if self.fill == "prefill":
             tokens = random_tokens(model, self.batch, self.context, seed)
-            return prefill(model, self.choice, cache, tokens)[:, -1:].argmax(-1)
+            with prompt_bar(model, self.context, self.choice.name):
+                return prefill(model, self.choice, cache, tokens)[:, -1:].argmax(-1)
         assert self.subject.rows is not None
         fill_randomly(model, cache, self.subject.rows, self.batch, self.context, seed)
         return random_tokens(model, self.batch, 1, seed)
@@ -124,10 +126,14 @@ class Measure(ABC):
     Attributes:
         name: on the command line.
         summary: one line for ``--help``.
+        description: the text of the measure's own ``--help``.
+        examples: commands below it.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    description: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def once(self, turn: Turn) -> Any:

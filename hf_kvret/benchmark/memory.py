@@ -44,17 +44,19 @@ class MemorySample:
 
 
 class Memory(Measure):
-    """Peak memory, and the largest batch that fits --device-memory.
-
-    Two batch sizes are measured; a straight line through their bytes says how many sequences fit.
-    On a CUDA device a run with that batch confirms it where the device is large enough.
-
-        hf-kvret bench memory --shape llama-3.1-8b --context 32K --batch 1,2 --dtype bfloat16 \\
-            --caches full,paris,paris:store=host --device-memory 80GB
-    """
+    """Peak memory, and the largest batch that fits --device-memory."""
 
     name: ClassVar[str] = "memory"
     summary: ClassVar[str] = "peak memory, and the largest batch that fits"
+    description: ClassVar[str] = (
+        "Peak memory, and the largest batch that fits --device-memory. Two batch sizes are "
+        "measured; a straight line through their bytes says how many sequences fit. On a CUDA "
+        "device a run with that batch confirms it where the device is large enough."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret bench memory --shape llama-3.1-8b --context 32K --batch 1,2 --dtype "
+        "bfloat16 --caches full,paris,paris:store=host --device-memory 80GB",
+    )
 
     @torch.inference_mode()
     def once(self, turn: Turn) -> MemorySample:

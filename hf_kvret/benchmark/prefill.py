@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,8 @@ from hf_kvret.benchmark.rows import TimedSample, timed_row
 from hf_kvret.benchmark.tables import plot_seconds, timing_table
 from hf_kvret.benchmark.timing import StepClock
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.evaluation.arguments import length
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.command import lengths
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.prefill import fit_chunk, prompt_chunk
 
@@ -31,10 +30,7 @@ def chunk_length(text: str) -> int | Literal["own"] | None:
         return "own"
     if text == "none":
         return None
-    found = lengths(text)
-    if len(found) > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} are several lengths: give one, as 8K")
-    return found[0]
+    return length(text)
 
 
 @dataclass(frozen=True)
@@ -51,19 +47,22 @@ class PromptSample(TimedSample):
 class Prefill(Measure):
     """Time to the first token (TTFT): a prompt of given length goes into an empty cache.
 
-    Buffers are made while it is read, and count. A retrieval cache reads it as its prefill_chunk
-    says, in one pass or in chunks, the others in one pass; --chunk sets another length for all but
-    kvpress. Each round reads --warmup prompts and times --steps more; the caches take turns,
-    --rounds times. A row is the median.
-
-        hf-kvret bench prefill --shape llama-3.1-8b --layers 8 --context 8K,32K --dtype bfloat16
-
     Args:
         chunk: tokens of a pass, None for one pass, ``"own"`` for what each cache says.
     """
 
     name: ClassVar[str] = "prefill"
     summary: ClassVar[str] = "time to the first token"
+    description: ClassVar[str] = (
+        "Time to the first token (TTFT): a prompt of given length goes into an empty cache. "
+        "Buffers are made while it is read, and count. A retrieval cache reads it as its "
+        "prefill_chunk says, in one pass or in chunks, the others in one pass; --chunk sets "
+        "another length for all but kvpress. Each round reads --warmup prompts and times "
+        "--steps more; the caches take turns, --rounds times. A row is the median."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret bench prefill --shape llama-3.1-8b --layers 8 --context 8K,32K --dtype bfloat16",
+    )
 
     def __init__(self, chunk: int | Literal["own"] | None = "own") -> None:
         self.chunk = chunk

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hf_kvret.calibration.hub_access import needs_cache
 from hf_kvret.compatibility import check_config
 
 
@@ -212,9 +213,10 @@ def load_shape(name: str) -> Shape:
     )
     if "/" not in name and not Path(name).is_dir():
         raise ValueError(unknown)
+    cached = needs_cache("--shape", name, "config.json")
     try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+        config = AutoConfig.from_pretrained(name, local_files_only=cached)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(unknown) from error
     config = config.get_text_config(decoder=True)
     check_config(config)

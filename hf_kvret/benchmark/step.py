@@ -51,19 +51,22 @@ class StepSample:
 
 
 class Step(Measure):
-    """Where the time of a decode step goes: its parts, launches, waits of the host.
-
-    Steps are taken as they are, without a graph: --warmup, then --steps timed ones and as many
-    under torch's profiler, whose kernels are told apart by what launched them. Then the waits of
-    the host are counted, in such a step and in one as bench decode takes it (a replay). On a CPU
-    operations stand for kernels; with TRITON_INTERPRET=1 those of a GPU are counted, not timed.
-
-        hf-kvret bench step --shape llama-3.1-8b --context 128K --dtype bfloat16 \\
-            --caches dense,paris:top_k=100 --json step.json
-    """
+    """Where the time of a decode step goes: its parts, launches, waits of the host."""
 
     name: ClassVar[str] = "step"
     summary: ClassVar[str] = "where the time of a decode step goes"
+    description: ClassVar[str] = (
+        "Where the time of a decode step goes: its parts, launches, waits of the host. Steps "
+        "are taken as they are, without a graph: --warmup, then --steps timed ones and as many "
+        "under torch's profiler, whose kernels are told apart by what launched them. Then the "
+        "waits of the host are counted, in such a step and in one as bench decode takes it (a "
+        "replay). On a CPU operations stand for kernels; with TRITON_INTERPRET=1 those of a GPU "
+        "are counted, not timed."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret bench step --shape llama-3.1-8b --context 128K --dtype bfloat16 --caches "
+        "dense,paris:top_k=100 --json step.json",
+    )
 
     @torch.inference_mode()
     def once(self, turn: Turn) -> StepSample:

@@ -19,7 +19,8 @@ from hf_kvret.benchmark.runs import attempt
 from hf_kvret.benchmark.tune_cases import TUNE_OPS, TunePlace, host_bytes
 from hf_kvret.benchmark.tune_search import MARGIN, Timer, TuneCase, search
 from hf_kvret.benchmark.tune_tables import plot_tune, tune_table
-from hf_kvret.evaluation.command import DTYPES, add_run_options, lengths, names
+from hf_kvret.evaluation.arguments import DTYPES, lengths, names
+from hf_kvret.evaluation.command import add_run_options
 from hf_kvret.evaluation.environment import describe_environment
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret_kernels import tuning
@@ -31,20 +32,22 @@ _ROWS = ("device", "host")
 
 
 class Tune:
-    """Which launch numbers are quickest here, for each operation and size.
-
-    Each candidate's result is compared with that of the rule, the launch numbers without
-    measurements; one that is wrong or does not run is refused. Candidates take turns, with cold
-    caches before each call. What beats the rule by 5% in the median is written to the file that
-    launches of this GPU family read; where nothing does, it says that the rule is best. Other
-    sizes in the file stay.
-
-        hf-kvret bench tune --device cuda --json tune.json
-        hf-kvret bench tune --device cuda --heads 8 --group 4 --head-dim 128 --batch 1,8,64
-    """
+    """Which launch numbers are quickest here, for each operation and size."""
 
     name = "tune"
     summary = "find the quickest launch numbers of kernels, and keep them for this GPU family"
+    description = (
+        "Which launch numbers are quickest here, for each operation and size. Each candidate's "
+        "result is compared with that of the rule, the launch numbers without measurements; one "
+        "that is wrong or does not run is refused. Candidates take turns, with cold caches "
+        "before each call. What beats the rule by 5% in the median is written to the file that "
+        "launches of this GPU family read; where nothing does, it says that the rule is best. "
+        "Other sizes in the file stay."
+    )
+    examples = (
+        "hf-kvret bench tune --device cuda --json tune.json",
+        "hf-kvret bench tune --device cuda --heads 8 --group 4 --head-dim 128 --batch 1,8,64",
+    )
 
     def table(self, results: Results) -> str:
         """One line for each operation and size."""

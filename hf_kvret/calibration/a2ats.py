@@ -77,6 +77,14 @@ class A2ATSCalibration(Calibration):
                 f"{' or '.join(map(repr, CODEWORD_DTYPES))}"
             )
 
+    def check(self, tokens: int) -> None:
+        super().check(tokens)
+        if self.codewords > tokens:
+            raise ValueError(
+                f"codewords={self.codewords} of {tokens} tokens: give more --tokens or fewer "
+                "--codewords"
+            )
+
     def study(self, layer: int, rope: Rope, device: torch.device) -> CodebookStudy:
         return CodebookStudy(self, rope, device)
 
@@ -114,15 +122,9 @@ class CodebookStudy(LayerStudy):
         self._moments[held_out] = moments + self._moments.get(held_out, torch.zeros_like(moments))
 
     def finish(self, progress: Progress, carried: object = None) -> LayerFindings:
-        if not self._keys[False]:
-            raise ValueError("no tokens to learn from: add sequences that are not held out first")
         options = self.options
+        options.check(sum(keys.shape[1] for keys in self._keys[False]))
         keys = self._gathered(False)
-        if options.codewords > keys.shape[1]:
-            raise ValueError(
-                f"codewords={options.codewords} of {keys.shape[1]} tokens: give more --tokens or "
-                "fewer --codewords"
-            )
         identity = torch.eye(keys.shape[-1], device=self.device).expand(len(keys), -1, -1)
         plain = aware = (identity, identity)
         if options.query_aware:

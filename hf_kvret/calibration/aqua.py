@@ -64,7 +64,7 @@ KEY_INPUTS = ("keys", "none")
 VALUE_INPUTS = ("keys+values", "keys", "values", "none")
 BITS = (2, 3, 4, NOT_CODED)
 
-_GROUPS = tuple(2**n for n in range(3, 11))
+GROUPS = tuple(2**n for n in range(3, 11))
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class AquaCalibration(Calibration):
         choices: dict[str, tuple[object, ...]] = {
             "bits": BITS,
             "first_bits": (*BITS, "auto"),
-            "group": (None, *_GROUPS),
+            "group": (None, *GROUPS),
             "backbone": BACKBONES,
             "predictor": PREDICTORS,
             "predictor_bits": (16, 4),

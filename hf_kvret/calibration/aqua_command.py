@@ -6,6 +6,7 @@ import argparse
 
 from hf_kvret.calibration.aqua import (
     BITS,
+    GROUPS,
     KEY_INPUTS,
     SPACES,
     VALUE_INPUTS,
@@ -13,6 +14,7 @@ from hf_kvret.calibration.aqua import (
 )
 from hf_kvret.calibration.aqua_coding import BACKBONES
 from hf_kvret.calibration.aqua_predictors import PREDICTORS
+from hf_kvret.evaluation.arguments import number, whole_number
 
 
 def add_aqua_options(parser: argparse.ArgumentParser) -> None:
@@ -28,30 +30,43 @@ def add_aqua_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--first-bits",
         type=_first_bits,
+        choices=(*BITS, "auto"),
         default=usual.first_bits,
-        metavar="{2,3,4,16,auto}",
         help="of anchors; 16: left as they are; auto: 4 or 16, by the error",
     )
     parser.add_argument(
-        "--group", type=int, help="numbers that share a scale; default: as many as fit, up to 1024"
+        "--group",
+        type=int,
+        choices=GROUPS,
+        help="numbers that share a scale; default: as many as fit, up to 1024",
     )
-    parser.add_argument("--backbone", choices=BACKBONES, default=usual.backbone)
-    parser.add_argument("--predictor", choices=PREDICTORS, default=usual.predictor)
-    parser.add_argument("--rank", type=int, default=usual.rank, help="of low_rank")
-    parser.add_argument("--hidden", type=int, help="units of mlp; default: twice its outputs")
-    parser.add_argument("--steps", type=int, default=usual.steps, help="of training of mlp")
+    parser.add_argument("--backbone", choices=BACKBONES, default=usual.backbone, help="of codes")
+    parser.add_argument("--predictor", choices=PREDICTORS, default=usual.predictor, help="its kind")
+    parser.add_argument("--rank", type=whole_number(1), default=usual.rank, help="of low_rank")
+    parser.add_argument(
+        "--hidden", type=whole_number(2), help="units of mlp; default: twice its outputs"
+    )
+    parser.add_argument(
+        "--steps", type=whole_number(0), default=usual.steps, help="of training of mlp"
+    )
     parser.add_argument(
         "--predictor-bits", type=int, choices=(16, 4), default=16, help="4 by GPTQ, not for mlp"
     )
     parser.add_argument(
-        "--ridge", type=float, default=usual.ridge, help="in mean variances of an input"
+        "--ridge", type=number(0), default=usual.ridge, help="in mean variances of an input"
     )
     parser.add_argument(
-        "--sinks", type=int, default=usual.sinks, help="first tokens of a sequence, left out"
+        "--sinks",
+        type=whole_number(0),
+        default=usual.sinks,
+        help="first tokens of a sequence, left out",
     )
     parser.add_argument("--space", choices=SPACES, default=usual.space, help="of keys, and RoPE")
     parser.add_argument(
-        "--anchor-every", type=int, metavar="LAYERS", help="also later layers without predictors"
+        "--anchor-every",
+        type=whole_number(1),
+        metavar="LAYERS",
+        help="also later layers without predictors",
     )
     parser.add_argument("--anchor-mean", action="store_true", help="take the mean off in anchors")
     parser.add_argument(

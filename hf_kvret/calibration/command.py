@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from hf_kvret.calibration.a2ats import CODEWORD_DTYPES, SPACES, A2ATSCalibration
-from hf_kvret.calibration.aqua import AquaCalibration
 from hf_kvret.calibration.aqua_command import add_aqua_options, aqua_calibration
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.calibration.files import check_folder
 from hf_kvret.calibration.hub import check_repository, is_hub_id
+from hf_kvret.calibration.hub_access import needs_cache, why_unreachable
 from hf_kvret.calibration.inspection import describe, plot_quality, quality_table
 from hf_kvret.calibration.runner import calibrate
 from hf_kvret.calibration.sources import (
@@ -26,8 +26,19 @@ from hf_kvret.calibration.sources import (
     text_file,
 )
 from hf_kvret.calibration.study import Calibration
-from hf_kvret.evaluation.command import DTYPES, check_outputs, device_name, lengths
+from hf_kvret.evaluation import outputs
+from hf_kvret.evaluation.arguments import (
+    DTYPES,
+    check_device,
+    file_path,
+    length,
+    length_or_none,
+    share_below_one,
+    whole_number,
+)
+from hf_kvret.evaluation.command import add_place_options, add_seed_option
 from hf_kvret.evaluation.contexts import describe_file
+from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
 from hf_kvret.evaluation.subject import Subject, load_subject
 
 
@@ -38,21 +49,28 @@ def add_calibrate_parser(commands: argparse._SubParsersAction) -> None:
         help="learn what a method must know about a model, and save or share it",
         description="Learn what a method must know about a model. The same command goes on where "
         "it was interrupted.",
+        formatter_class=HelpFormatter,
     )
     methods = parser.add_subparsers(required=True, metavar="METHOD")
     a2ats = methods.add_parser(
         "a2ats",
         help="codebooks of keys before RoPE",
-        description=A2ATSCalibration.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Learn codebooks of each KV head from keys before RoPE, one for all inputs, "
+        "with errors counted as queries see them (A2ATS, equations 13 to 15).",
+        epilog=example_lines(
+            ["hf-kvret calibrate a2ats --model MODEL --text novel.txt --out MODEL/a2ats"]
+        ),
+        formatter_class=HelpFormatter,
     )
     _add_common_options(a2ats)
-    a2ats.add_argument("--codewords", type=int, default=4096, help="of each KV head")
+    a2ats.add_argument("--codewords", type=whole_number(1), default=4096, help="of each KV head")
     a2ats.add_argument(
         "--codeword-dtype", choices=CODEWORD_DTYPES, default="bfloat16", help="as they are saved"
     )
-    a2ats.add_argument("--window", type=int, default=2048, help="position of all queries, b")
-    a2ats.add_argument("--rounds", type=int, default=300, help="of k-means at most")
+    a2ats.add_argument(
+        "--window", type=whole_number(0), default=2048, help="position of all queries, b"
+    )
+    a2ats.add_argument("--rounds", type=whole_number(0), default=300, help="of k-means at most")
     a2ats.add_argument("--space", choices=SPACES, default="windowed", help="rotated: for study")
     a2ats.add_argument("--plain", action="store_true", help="errors not as queries see them: study")
     a2ats.add_argument(
@@ -64,8 +82,12 @@ def add_calibrate_parser(commands: argparse._SubParsersAction) -> None:
     aqua = methods.add_parser(
         "aqua",
         help="predictors of a layer's keys and values from those of the layer below",
-        description=AquaCalibration.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Learn what predicts a layer's keys and values from those of the layer below; "
+        "the cache keeps what is left, in few bits (AQUA-KV).",
+        epilog=example_lines(
+            ["hf-kvret calibrate aqua --model MODEL --text novel.txt --out MODEL/aqua"]
+        ),
+        formatter_class=HelpFormatter,
     )
     _add_common_options(aqua, usual_uuid_tokens="0")
     add_aqua_options(aqua)
@@ -79,20 +101,23 @@ def _add_common_options(parser: argparse.ArgumentParser, usual_uuid_tokens: str 
         required=True,
         help="a folder, a hub id, or a bundled model: reference, needle (documents of its own)",
     )
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text to learn from")
+    parser.add_argument("--text", type=file_path, metavar="FILE", help="text to learn from")
     parser.add_argument(
         "--dataset", metavar="ID", help="a data set on the hub instead, as ID or ID:CONFIGURATION"
     )
-    parser.add_argument("--tokens", type=_length, default="64K", help="of text, held-out included")
+    parser.add_argument("--tokens", type=length, default="64K", help="of text, held-out included")
     parser.add_argument(
         "--uuid-tokens",
-        type=_count,
+        type=length_or_none,
         help=f"of random UUIDs beside text; 0 for none; {usual_uuid_tokens} if left out",
     )
-    parser.set_defaults(usual_uuid_tokens=_count(usual_uuid_tokens))
-    parser.add_argument("--length", type=_length, default="4K", help="most tokens of a sequence")
+    parser.set_defaults(usual_uuid_tokens=length_or_none(usual_uuid_tokens))
+    parser.add_argument("--length", type=length, default="4K", help="most tokens of a sequence")
     parser.add_argument(
-        "--held-out", type=float, default=0.1, help="share of the text that only measures quality"
+        "--held-out",
+        type=share_below_one,
+        default=0.1,
+        help="share of the text that only measures quality",
     )
     parser.add_argument(
         "--layers-at-once", type=int, default=4, help="held in memory; fewer take more passes"
@@ -100,14 +125,13 @@ def _add_common_options(parser: argparse.ArgumentParser, usual_uuid_tokens: str 
     parser.add_argument(
         "--name", help="of the model in the artifact; default: its hub id or folder's name"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--out", type=file_path, required=True, metavar="DIR", help="folder of the artifact"
+    )
     parser.add_argument("--push-to-hub", metavar="ID", help="upload the artifact too")
     parser.add_argument("--private", action="store_true", help="of a repository that is made")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument(
-        "--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    add_place_options(parser)
+    add_seed_option(parser, 0)
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
@@ -115,8 +139,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
     calibration: Calibration = options.calibration(options)
     _check_outputs(options, calibration.method)
     check_sources(options)
-    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {options.device}: no CUDA device here; use --device cpu")
+    check_device(options.device)
     subject = load_subject(options.model, DTYPES[options.dtype], options.device)
     corpus = make_corpus(options, subject)
     artifact = calibrate(
@@ -158,11 +181,8 @@ def check_sources(options: argparse.Namespace) -> None:
     Raises:
         FileNotFoundError: no such ``--text``.
         ModuleNotFoundError: ``--dataset`` without ``datasets``.
-        ValueError: no source or two; one, or UUIDs, for a model that makes its own documents; a
-            share that is none.
+        ValueError: no source or two; one, or UUIDs, for a model that makes its own documents.
     """
-    if not 0.0 <= options.held_out < 1.0:
-        raise ValueError(f"--held-out {options.held_out}: a share from 0, below 1")
     if options.model == "needle":
         if options.text or options.dataset:
             raise ValueError(
@@ -180,6 +200,9 @@ def check_sources(options: argparse.Namespace) -> None:
         describe_file("--text", options.text)
     else:
         dataset_loader(options.dataset)
+        repository = options.dataset.partition(":")[0]
+        if not Path(repository).exists():
+            needs_cache("--dataset", repository, "README.md", "dataset")
 
 
 def make_corpus(options: argparse.Namespace, subject: Subject) -> Corpus:
@@ -227,14 +250,19 @@ def _check_outputs(options: argparse.Namespace, method: str) -> None:
     """Look at where results go, and at numbers of the run, before the work, not after it."""
     if options.layers_at_once < 1:
         raise ValueError(f"--layers-at-once {options.layers_at_once}: at least 1")
-    if options.out.exists() and not options.out.is_dir():
-        raise ValueError(f"--out {options.out} is a file: give a folder")
+    outputs.check_folder("--out", options.out)
     check_folder(options.out, method)
     if options.push_to_hub and not is_hub_id(options.push_to_hub):
         raise ValueError(f"--push-to-hub {options.push_to_hub}: no hub id, write user/name")
     if options.private and not options.push_to_hub:
         raise ValueError("--private is of what --push-to-hub uploads: give that too")
     if options.push_to_hub:
+        reason = why_unreachable(options.push_to_hub)
+        if reason is not None:
+            raise ConnectionError(
+                f"--push-to-hub {options.push_to_hub}: the hub can't be asked ({reason}); leave "
+                "the option out and upload later, or start while online (HF_HUB_OFFLINE unset)"
+            )
         check_repository(options.push_to_hub, method)
 
 
@@ -256,19 +284,21 @@ def _add_inspect_parser(commands: argparse._SubParsersAction) -> None:
         "inspect",
         help="say what a calibration artifact is",
         description="Say what a calibration artifact is: method, model, data, sizes and quality.",
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("artifact", help="a folder or a hub id")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--json", action="store_true", help="print config.json's fields instead")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="a picture of the quality by layer"
+        "--plot", type=file_path, metavar="FILE", help="a picture of the quality by layer"
     )
     parser.set_defaults(run=run_inspect)
 
 
 def run_inspect(options: argparse.Namespace) -> int:
     """Print what an artifact is."""
-    check_outputs(argparse.Namespace(json=None, table=None, plot=options.plot))
+    if options.plot:
+        outputs.check_picture("--plot", options.plot)
     artifact = CalibrationArtifact.from_pretrained(options.artifact, revision=options.revision)
     if options.json:
         print(describe(artifact, as_json=True))
@@ -278,14 +308,3 @@ def run_inspect(options: argparse.Namespace) -> int:
         plot_quality(options.plot, artifact)
         print(f"wrote {options.plot}")
     return 0
-
-
-def _length(text: str) -> int:
-    found = lengths(text)
-    if len(found) > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than one length")
-    return found[0]
-
-
-def _count(text: str) -> int:
-    return 0 if text.strip() == "0" else _length(text)

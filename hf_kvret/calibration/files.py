@@ -39,18 +39,26 @@ _LFS_POINTER = b"version https://git-lfs"
 def check_folder(directory: Path, method: str) -> None:
     """Refuse a folder where an artifact of ``method`` would replace what is something else's.
 
-    A new folder is fine, and so is one with an older artifact of the same method.
+    A new folder is fine, and so is one with an older artifact of the same method. Files of an
+    artifact's names without its ``config.json`` are somebody else's.
 
     Raises:
         FileExistsError: ``directory`` is a file.
-        ValueError: as ``check_description``.
+        ValueError: as ``check_description``; a file that would be replaced is of no artifact.
     """
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory} is a file: give a folder")
     path = directory / DESCRIPTION
+    way_out = f"give a new folder, for instance MODEL/{method}"
     if path.is_file():
-        way_out = f"give a new folder, for instance MODEL/{method}"
         check_description(path.read_bytes(), method, str(path), way_out)
+        return
+    for name in (TENSORS, CARD):
+        if (directory / name).exists():
+            raise ValueError(
+                f"{directory / name} is of no artifact (there is no {DESCRIPTION} beside it), and "
+                f"would be replaced: {way_out}"
+            )
 
 
 def check_description(content: bytes, method: str, place: str, way_out: str) -> None:
@@ -61,7 +69,7 @@ def check_description(content: bytes, method: str, place: str, way_out: str) -> 
     """
     try:
         description = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         description = None
     if not isinstance(description, dict) or not {"format_version", "method"} <= description.keys():
         owner = "not of a calibration artifact (but of a model, perhaps)"
@@ -127,7 +135,7 @@ def read_description(directory: Path) -> dict[str, Any]:
         )
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON ({error}): {_AGAIN}") from error
     if not isinstance(description, dict) or "format_version" not in description:
         raise ValueError(

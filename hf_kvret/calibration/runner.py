@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.calibration.files import check_folder
+from hf_kvret.calibration.forecast import Forecast
 from hf_kvret.calibration.identity import ModelIdentity
 from hf_kvret.calibration.parts import Parts, alone_in
 from hf_kvret.calibration.sources import Corpus
@@ -51,7 +52,7 @@ def calibrate(
         out: a folder, made if needed. An artifact of the same method in it is replaced.
         name: of the model in the artifact, one line; None for where it was loaded from.
         layers_at_once: more take fewer passes and more memory.
-        progress: show progress bars, on stderr.
+        progress: show progress bars and how long it will take, on stderr.
 
     Returns:
         the artifact, saved. It covers the layers with full attention.
@@ -77,6 +78,8 @@ def calibrate(
         raise ValueError("the model is in training mode, where dropout acts: call model.eval()")
     check_model(model)
     _check_lengths(model, corpus)
+    learned = len(corpus.sequences) - corpus.held_out
+    calibration.check(sum(map(len, corpus.sequences[:learned])))
     ropes = check_rope(model)
     kinds = model_layers(model.config)
     ropes = {layer: rope for layer, rope in ropes.items() if type(kinds[layer]) is DynamicLayer}
@@ -92,12 +95,15 @@ def calibrate(
     with alone_in(folder):
         parts = Parts(folder / _PARTS, setup)
         waiting, carried = parts.left(list(ropes))
+        passes = -(-len(waiting) // layers_at_once)
+        forecast = Forecast(len(waiting), passes, corpus.tokens, show=progress)
         for first in range(0, len(waiting), layers_at_once):
             group = waiting[first : first + layers_at_once]
-            studies = _read(model, corpus, calibration, {n: ropes[n] for n in group}, progress)
+            some = {n: ropes[n] for n in group}
+            studies = _read(model, corpus, calibration, some, progress, forecast)
             for layer in group:
                 # Popped and named nowhere, so that its tokens are gone before the next one learns.
-                findings = _learn(studies.pop(layer), layer, carried, progress)
+                findings = _learn(studies.pop(layer), layer, carried, progress, forecast)
                 parts.keep(layer, findings, last=layer == waiting[-1])
                 carried = findings.carried
         artifact = _put_together(calibration, identity, corpus, parts, list(ropes))
@@ -112,6 +118,7 @@ def _read(
     calibration: Calibration,
     ropes: Mapping[int, Rope],
     progress: bool,
+    forecast: Forecast,
 ) -> dict[int, LayerStudy]:
     """One pass over all sequences; studies of the layers in ``ropes``, on the layers' devices."""
     studies: dict[int, LayerStudy] = {}
@@ -121,6 +128,7 @@ def _read(
     with tqdm(
         total=corpus.tokens, desc=f"reading for layers {numbers}", unit="tok", disable=not progress
     ) as bar:
+        forecast.begin()
         for index, ids in enumerate(corpus.sequences):
 
             def take(layer: int, tokens: LayerTokens, held_out: bool = index >= learned) -> None:
@@ -135,12 +143,24 @@ def _read(
             with torch.no_grad(), tap_attention(model, take):
                 decoder(ids[None].to(input_device(model)), use_cache=False)
             bar.update(len(ids))
+            forecast.read(len(ids))
     return studies
 
 
-def _learn(study: LayerStudy, layer: int, carried: Carried | None, progress: bool) -> LayerFindings:
-    with tqdm(total=study.work, desc=f"layer {layer}", disable=not progress) as bar:
-        return study.finish(bar.update, carried)
+def _learn(
+    study: LayerStudy, layer: int, carried: Carried | None, progress: bool, forecast: Forecast
+) -> LayerFindings:
+    total = study.work
+    with tqdm(total=total, desc=f"layer {layer}", disable=not progress) as bar:
+
+        def step(units: int) -> None:
+            bar.update(units)
+            forecast.work(units, total)
+
+        forecast.begin()
+        findings = study.finish(step, carried)
+        forecast.finish()
+        return findings
 
 
 def _put_together(

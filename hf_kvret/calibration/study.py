@@ -69,6 +69,11 @@ class Calibration(ABC):
 
     method: ClassVar[str]
 
+    def check(self, tokens: int) -> None:
+        """ValueError where so many tokens to learn from are too few; asked before the reading."""
+        if not tokens:
+            raise ValueError("no tokens to learn from: add sequences that are not held out first")
+
     @abstractmethod
     def study(self, layer: int, rope: Rope, device: torch.device) -> LayerStudy:
         """A new study of layer number ``layer``, which rotates as ``rope``; works on ``device``."""

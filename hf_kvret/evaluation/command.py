@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 
 import torch
 
+from hf_kvret.evaluation.arguments import (
+    DTYPES,
+    budget,
+    check_device,
+    device_name,
+    file_path,
+    names,
+    seed,
+    store_name,
+)
 from hf_kvret.evaluation.caches import choose_caches, known_caches
-from hf_kvret.evaluation.plots import require_matplotlib
+from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
+from hf_kvret.evaluation.outputs import check_folder, check_outputs, write_outputs
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.subject import load_subject, model_folder
 from hf_kvret.evaluation.task import Task, run_task
@@ -19,8 +28,6 @@ from hf_kvret.stores import store_names
 
 # What `--caches` means by itself.
 _CACHES = ("full", "flat", "paris", "lrqk", "ctkvr")
-_PICTURES = (".png", ".svg", ".pdf")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def add_eval_parser(commands: argparse._SubParsersAction) -> None:
@@ -36,8 +43,9 @@ def add_eval_parser(commands: argparse._SubParsersAction) -> None:
         one = tasks.add_parser(
             task.name,
             help=task.summary,
-            description=task.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            description=task.description,
+            epilog=example_lines(task.examples),
+            formatter_class=HelpFormatter,
         )
         add_common_options(one)
         task.add_options(one)
@@ -67,85 +75,50 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
         "--top-k", type=budget, default=256, help="of retrieval caches: a count, or a share as 0.04"
     )
     parser.add_argument(
-        "--store", default="device", help=f"of retrieval caches that have it: {store_names()}"
+        "--store",
+        type=store_name,
+        default="device",
+        help=f"of retrieval caches that have it: {store_names()}",
     )
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Where to compute, and where results go; ``check_outputs`` looks at the latter."""
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+def add_run_options(parser: argparse.ArgumentParser, seed: int = 42) -> None:
+    """What to compute in and where, and where results go."""
+    add_place_options(parser)
+    add_seed_option(parser, seed)
+    add_output_options(parser)
+
+
+def add_place_options(parser: argparse.ArgumentParser) -> None:
+    """What to compute in, and where; ``check_device`` looks at the latter."""
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model")
     parser.add_argument(
-        "--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu"
+        "--device",
+        type=device_name,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda, or one of several as cuda:1",
     )
-    parser.add_argument("--seed", type=int, default=42)
+
+
+def add_seed_option(parser: argparse.ArgumentParser, usual: int = 42) -> None:
+    """What random numbers begin with."""
+    parser.add_argument("--seed", type=seed, default=usual, help="of all random numbers")
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Where results go; ``outputs.check_outputs`` looks at it."""
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep results here, and go on from what is there"
+        "--json",
+        type=file_path,
+        metavar="FILE",
+        help="keep results here, and go on from what is there",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG, SVG, PDF)")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the markdown table too")
-
-
-def device_name(text: str) -> str:
-    """A device that torch knows, for argparse."""
-    try:
-        return str(torch.device(text))
-    except RuntimeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no device: write cpu or cuda") from None
-
-
-def check_outputs(options: argparse.Namespace) -> None:
-    """Look at ``--json``, ``--plot`` and ``--table`` before the work, not after it.
-
-    Raises:
-        ValueError: a path that can't be written, or a picture of unknown kind.
-        ModuleNotFoundError: a picture without matplotlib.
-    """
-    for option in ("json", "plot", "table"):
-        path: Path | None = getattr(options, option)
-        if path is None:
-            continue
-        if path.is_dir():
-            raise ValueError(f"--{option} {path} is a folder: give a file in it")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--{option} {path}: {error}") from error
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"--{option} {path} can't be written: give another file")
-    if options.plot:
-        require_matplotlib()
-        if options.plot.suffix not in _PICTURES:
-            raise ValueError(f"--plot {options.plot}: its name must end in {', '.join(_PICTURES)}")
-
-
-def budget(text: str) -> int | float:
-    """A count or a share, for argparse."""
-    try:
-        return float(text) if "." in text else int(text)
-    except ValueError:
-        message = f"{text!r} is neither a count (256) nor a share (0.04)"
-        raise argparse.ArgumentTypeError(message) from None
-
-
-def lengths(text: str) -> list[int]:
-    """Comma-separated token counts, each with an optional K (1,024) or M, for argparse."""
-    units = {"k": 1024, "m": 1024**2}
-    found = []
-    for part in text.split(","):
-        digits, unit = part.strip().lower(), 1
-        if digits and digits[-1] in units:
-            digits, unit = digits[:-1], units[digits[-1]]
-        if not digits.isdigit() or int(digits) < 1:
-            raise argparse.ArgumentTypeError(f"{part.strip()!r} is no length: write 4096 or 4K")
-        found.append(int(digits) * unit)
-    if len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"the same length twice in {text!r}")
-    return found
-
-
-def names(text: str) -> list[str]:
-    """Comma-separated names, blanks dropped."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    parser.add_argument(
+        "--plot", type=file_path, metavar="FILE", help="write a picture (PNG, SVG, PDF)"
+    )
+    parser.add_argument(
+        "--table", type=file_path, metavar="FILE", help="write the markdown table too"
+    )
 
 
 def default_caches(model: str) -> list[str]:
@@ -157,17 +130,21 @@ def default_caches(model: str) -> list[str]:
 
 def run_eval(options: argparse.Namespace) -> int:
     """Run the task that the command line names, print its table, write what was asked for."""
-    check_outputs(options)
-    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {options.device}: no CUDA device here; use --device cpu")
+    name = f"eval {options.task.name}"
+    check_outputs(options, name)
+    if getattr(options, "artifacts", None):
+        check_folder("--artifacts", options.artifacts)
+    check_device(options.device)
     retrieval = {"top_k": options.top_k, "store": options.store}
     caches = names(options.caches) if options.caches else default_caches(options.model)
     choices = choose_caches(caches, retrieval, options.device)
     task: Task = options.task.from_options(options)
+    # What the caches and the files alone can be wrong about is said before the model is loaded.
+    cells, described = task.cells(list(choices)), task.setup()
     subject = load_subject(options.model, DTYPES[options.dtype], options.device)
     setup = subject.describe() | {"device": options.device, "seed": options.seed} | retrieval
-    results = Results(f"eval {task.name}", setup | task.setup(), options.json)
-    waiting = [cell for cell in task.cells(list(choices)) if results.find(cell) is None]
+    results = Results(name, setup | described, options.json)
+    waiting = [cell for cell in cells if results.find(cell) is None]
     try:
         failed = run_task(task, subject, choices, results)
     finally:
@@ -176,16 +153,8 @@ def run_eval(options: argparse.Namespace) -> int:
             print(f"\n{task.table(results)}")
     for cell, reason in failed:
         print(f"\nout of memory: {' '.join(map(str, cell.values()))} ({reason})")
-    known = len(task.cells(list(choices))) - len(waiting)
+    known = len(cells) - len(waiting)
     if known:
         print(f"\n{known} cells were finished already and were not run again")
-    if options.table:
-        options.table.parent.mkdir(parents=True, exist_ok=True)
-        options.table.write_text(task.table(results) + "\n", encoding="utf-8")
-        print(f"wrote {options.table}")
-    if options.plot:
-        task.plot(options.plot, results)
-        print(f"wrote {options.plot}")
-    if options.json:
-        print(f"results are in {options.json}")
+    write_outputs(options, task, results)
     return 1 if failed else 0

@@ -45,7 +45,7 @@ def read_prompts(path: Path) -> list[str]:
     try:
         content = path.read_text(encoding="utf-8")
         found = json.loads(content) if path.suffix == ".json" else content.splitlines()
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"--prompts {path}: {error}") from error
     if not isinstance(found, list) or not all(isinstance(prompt, str) for prompt in found):
         raise ValueError(f"--prompts {path}: give a JSON list of strings, or one prompt a line")

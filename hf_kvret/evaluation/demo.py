@@ -42,6 +42,16 @@ class DemoSetup:
     def __post_init__(self) -> None:
         if self.questions < 1:
             raise ValueError(f"questions={self.questions}: ask at least one")
+        most, least = NeedleLanguage().most_needles, NeedleLanguage().least_length(self.questions)
+        if self.questions > most:
+            raise ValueError(
+                f"--questions {self.questions}: the language has {most} keys; ask fewer"
+            )
+        if self.context < least:
+            raise ValueError(
+                f"--context {self.context}: {self.questions} needles take at least {least} tokens; "
+                "give a longer one, or fewer --questions"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,12 +97,19 @@ def run_demo(model: PreTrainedModel, names: Sequence[str], setup: DemoSetup) -> 
     Raises:
         ValueError: an unknown cache name or option, or a context too short for the needles.
     """
+    language, rng = NeedleLanguage(), np.random.default_rng(setup.seed)
+    capacity = setup.context + language.question_len + language.value_len
+    most = model.config.max_position_embeddings
+    if capacity > most:
+        raise ValueError(
+            f"--context {setup.context}: with a question {capacity} tokens, and the model knows "
+            f"{most} positions; give a shorter one"
+        )
     options = {"top_k": setup.top_k, "store": setup.store}
     choices = choose_caches(list(names), options, str(model.device))
     for choice in choices.values():
         # A cache that can't be made is refused before the first document is read.
         choice.make(model.config, setup.context)
-    language, rng = NeedleLanguage(), np.random.default_rng(setup.seed)
     keys, values = language.pairs(rng, setup.questions)
     document, _ = language.document(rng, setup.context, keys, values)
     prompts = torch.from_numpy(language.questions(keys))
@@ -102,13 +119,10 @@ def run_demo(model: PreTrainedModel, names: Sequence[str], setup: DemoSetup) -> 
         # The first forward pass pays for start-up; no cache should.
         model(torch.from_numpy(document[:512])[None].to(model.device))
     tokens = torch.from_numpy(document)
-    capacity = len(tokens) + prompts.shape[1] + answers.shape[1]
     results = []
-    for name, choice in choices.items():
+    for choice in choices.values():
         reader = Reader(model, choice, capacity)
-        with tqdm(total=1, desc=f"{name}: prefill of {setup.context} tokens", leave=False) as bar:
-            reader.prefill(tokens)
-            bar.update()
+        reader.prefill(tokens)
         results.append(_ask_all(reader, choice, prompts, answers, setup))
     return results
 

@@ -262,14 +262,17 @@ def token_wording(subject: Subject, task: str) -> Wording:
     """The language of the bundled needle model; answers are written as token ids.
 
     Raises:
-        ValueError: the model can't have learned it, because its vocabulary has another size.
+        ValueError: the model can't have learned it, as its configuration has other token ids.
     """
-    language = NeedleLanguage()
-    if subject.model.config.vocab_size != language.vocab_size:
+    language, config = NeedleLanguage(), subject.model.config
+    # Models of text have an end of text, and their ids mean something else.
+    learned = (config.vocab_size, config.bos_token_id, config.pad_token_id, config.eos_token_id)
+    if learned != (language.vocab_size, language.bos, language.pad, None):
+        if subject.tokenizer is None:
+            subject.need_tokenizer(task)
         raise ValueError(
-            f"{task} --style tokens is the language of --model needle, and {subject.name!r} has "
-            f"{subject.model.config.vocab_size} token ids instead of {language.vocab_size}: use "
-            "--style magic"
+            f"{task} --style tokens is the language of --model needle, which {subject.name!r} has "
+            "not learned (its config.json has other token ids): use --style magic"
         )
 
     def facts(rng: np.random.Generator, count: int) -> list[Fact]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
 from hf_kvret.registry import registered_methods
 
 if TYPE_CHECKING:
@@ -24,17 +25,27 @@ def add_lm_eval_parser(commands: argparse._SubParsersAction) -> None:
         description="Run EleutherAI's lm-evaluation-harness on its tasks of output type "
         "generate_until, with a cache by name in --gen_kwargs. Everything after -- is lm-eval's. "
         "A task that would not use the cache is refused.",
-        epilog="hf-kvret lm-eval --cache-config '{\"top_k\": 256}' -- --model hf --model_args "
-        "pretrained=MODEL --tasks gsm8k --gen_kwargs cache_implementation=paris",
+        epilog=example_lines(
+            [
+                "hf-kvret lm-eval --cache-config '{\"top_k\": 256}' -- --model hf --model_args "
+                "pretrained=MODEL --tasks gsm8k --gen_kwargs cache_implementation=paris"
+            ]
+        ),
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--cache-config",
         type=cache_options,
         default={},
         metavar="JSON",
-        help='options of the cache, as \'{"top_k": 256, "store": "host"}\'',
+        help='options of the cache, as \'{"top_k": 256, "store": "host"}\'; default: its own',
     )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ...")
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="-- ...",
+        help="lm-eval's own options, after two dashes",
+    )
     parser.set_defaults(run=lambda options: run_lm_eval(options.arguments, options.cache_config))
 
 

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
@@ -88,10 +87,8 @@ def read_layers(model: PreTrainedModel, tokens: torch.Tensor, last: int) -> list
         "recording", lambda config, capacity: RecordingCache(config=config, options=options)
     )
     reader = Reader(model, choice, len(tokens))
-    with tqdm(total=1, desc=f"reading {len(tokens)} tokens", leave=False) as bar:
-        reader.prefill(tokens[:-1])
-        reader.feed(tokens[-1:])
-        bar.update()
+    reader.prefill(tokens[:-1])
+    reader.feed(tokens[-1:])
     studies = []
     for number, layer in enumerate(reader.cache.layers):
         if isinstance(layer, RetrievalLayer) and layer.regions is not None:

@@ -37,6 +37,20 @@ class NeedleLanguage:
     def n_values(self) -> int:
         return self.first_noise - self.first_value
 
+    @property
+    def most_needles(self) -> int:
+        """Distinct keys of two tokens."""
+        return self.n_keys**2
+
+    @property
+    def question_len(self) -> int:
+        """Tokens of a question about a key of two tokens."""
+        return 4
+
+    def least_length(self, count: int) -> int:
+        """Tokens of the shortest document with ``count`` needles, whose keys have two tokens."""
+        return 1 + count * (3 + self.value_len + 1)
+
     def noise(self, rng: np.random.Generator, size: int) -> np.ndarray:
         """``[size]`` int64 noise tokens, the r-th most frequent with weight ``r ** -exponent``."""
         ranks = np.arange(1, self.vocab_size - self.first_noise + 1)

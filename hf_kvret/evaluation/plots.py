@@ -40,13 +40,15 @@ def plot_lines(
     if log_x:
         axis.set_xscale("log", base=2)
         ticks = sorted({value for xs, _ in lines.values() for value in xs})
-        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_xticks(ticks, [count_label(tick) for tick in ticks])
         axis.minorticks_off()
     elif whole_x:
         axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     if log_y:
         axis.set_yscale("log")
     axis.set_ylim(low, high)
+    if log_y:
+        _write_out(axis.yaxis, *axis.get_ylim())
     axis.set(title=title, xlabel=x, ylabel=y)
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, fontsize=8)
@@ -67,6 +69,7 @@ def plot_points(
     for name, (xs, ys) in points.items():
         axis.plot(xs, ys, marker="o", markersize=5, linestyle="none", label=name)
     axis.set_xscale("log")
+    _write_out(axis.xaxis, *axis.get_xlim())
     axis.set(title=title, xlabel=x, ylabel=y)
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, fontsize=8)
@@ -111,7 +114,10 @@ def plot_heat_maps(
     low: float = 0.0,
     high: float = 1.0,
 ) -> None:
-    """One map a name, each ``[len(rows), len(columns)]``; NaN where nothing was measured."""
+    """One map a name, each ``[len(rows), len(columns)]``; NaN where nothing was measured.
+
+    Every cell shows its number too: colours alone don't tell 0.9 from 1.
+    """
     wide = max(2.6, 0.42 * len(columns) + 1.0)
     figure, axes = _figure(wide * len(maps) + 1.0, 0.34 * len(rows) + 2.0, columns=len(maps))
     for axis, (name, values) in zip(np.atleast_1d(axes), maps.items(), strict=True):
@@ -119,9 +125,62 @@ def plot_heat_maps(
         axis.set_xticks(range(len(columns)), columns, rotation=45, ha="right", fontsize=7)
         axis.set_yticks(range(len(rows)), rows, fontsize=7)
         axis.set(title=name, xlabel=x, ylabel=y)
+        for (row, column), value in np.ndenumerate(values):
+            if not np.isnan(value):
+                # Both ends of the colours are dark.
+                dark = abs((value - low) / (high - low) - 0.5) > 0.35
+                color = "white" if dark else "black"
+                text = f"{value:.0f}" if high > 1 else f"{value:.2g}"
+                axis.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
     figure.colorbar(image, ax=axes, shrink=0.85)
     figure.suptitle(title)
     _save(figure, path)
+
+
+def plot_shares(
+    path: Path, names: Sequence[str], panels: Mapping[str, Sequence[float]], *, title: str
+) -> None:
+    """A panel a name of ``panels``, with a horizontal bar and its percentage for each of ``names``.
+
+    Values are shares, 1 for all. Names stand once, at the left, so they may be long.
+    """
+    figure, axes = _figure(10.0, 0.3 * len(names) + 1.3, columns=len(panels), sharey=True)
+    for axis, (name, values) in zip(axes, panels.items(), strict=True):
+        bars = axis.barh(names, [100 * value for value in values], color="#4878a8", height=0.65)
+        axis.bar_label(bars, fmt="%.1f%%", padding=3, fontsize=9)
+        axis.set(title=name, xlim=(0, 122), xticks=[0, 50, 100])
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    figure.suptitle(title)
+    _save(figure, path)
+
+
+def count_label(count: float) -> str:
+    """A count as one would say it: ``256``, ``4K`` for 4,096, ``1M`` for 1,048,576."""
+    for unit, size in (("M", 1024**2), ("K", 1024)):
+        if count >= size and count % size == 0:
+            return f"{count / size:,.0f}{unit}"
+    return f"{count:,g}"
+
+
+def _write_out(axis: Any, low: float, high: float) -> None:
+    """Ticks of a logarithmic axis as plain numbers, closer the fewer decades there are."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    decades = np.log10(high / low)
+    if decades < 0.5:
+        axis.set_major_locator(MaxNLocator(5))
+    else:
+        subs = (1.0,) if decades > 3 else (1.0, 2.0, 5.0) if decades > 1 else (1.0, 1.5, 2, 3, 5, 7)
+        axis.set_major_locator(LogLocator(subs=subs, numticks=20))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(_plain))
+
+
+def _plain(value: float, place: int | None = None) -> str:
+    if value >= 1:
+        return f"{value:,.10g}"
+    return np.format_float_positional(value, precision=12, trim="-")
 
 
 def _slanted(labels: int) -> dict[str, Any]:
@@ -129,14 +188,14 @@ def _slanted(labels: int) -> dict[str, Any]:
     return {"rotation": 35, "ha": "right"} if labels > 5 else {}
 
 
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
+def _figure(width: float, height: float, columns: int = 1, sharey: bool = False) -> tuple[Any, Any]:
     require_matplotlib()
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot.subplots(1, columns, figsize=(width, height), layout="constrained")
+    return pyplot.subplots(1, columns, figsize=(width, height), layout="constrained", sharey=sharey)
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.progress import prompt_bar
 from hf_kvret.layer import RetrievalLayer
 
 
@@ -64,13 +65,7 @@ class Reader:
     """
 
     def __init__(self, model: PreTrainedModel, choice: CacheChoice, capacity: int) -> None:
-        config = model.config.get_text_config(decoder=True)
-        most = getattr(config, "max_position_embeddings", None)
-        if most is not None and capacity > most:
-            raise ValueError(
-                f"{capacity} tokens, but the model knows {most} positions "
-                "(max_position_embeddings): take shorter lengths, or extend its config"
-            )
+        check_positions(model, capacity)
         self.model, self.choice, self.capacity = model, choice, capacity
         self.cache: Cache = choice.make(model.config, capacity)
         if isinstance(self.cache, RetrievalCache):
@@ -79,8 +74,9 @@ class Reader:
         self.seconds = 0.0
 
     def prefill(self, tokens: torch.Tensor, keep: int = 1) -> torch.Tensor:
-        """Read a context ``[n]``: as ``feed``, and presses compress at its end."""
-        with self.choice.around_prefill(self.model):
+        """Read a context ``[n]``: as ``feed``, with a bar, and presses compress at its end."""
+        bar = prompt_bar(self.model, len(tokens), self.choice.name)
+        with bar, self.choice.around_prefill(self.model):
             return self.feed(tokens, keep)
 
     @torch.inference_mode()
@@ -194,6 +190,16 @@ class Reader:
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rows = self.length * len(self.cache.layers)
         return 2 * rows * heads * dim * self.model.dtype.itemsize
+
+
+def check_positions(model: PreTrainedModel, count: int) -> None:
+    """ValueError when ``count`` tokens go beyond the positions that the model knows."""
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most is not None and count > most:
+        raise ValueError(
+            f"{count} tokens, but the model knows {most} positions (max_position_embeddings): take "
+            "shorter lengths, or extend its config"
+        )
 
 
 def _step_bytes(layer: RetrievalLayer) -> int:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from hf_kvret.evaluation.arguments import file_path
+from hf_kvret.evaluation.help_text import HelpFormatter
+from hf_kvret.evaluation.outputs import check_folder, check_own
 from hf_kvret.evaluation.plots import plot_points, require_matplotlib
-from hf_kvret.evaluation.results import Results, is_results
+from hf_kvret.evaluation.results import Results, why_no_results
 from hf_kvret.evaluation.tables import markdown_table
+
+_OVERVIEW = "overview.md"
+_MARK = "This page is made by `hf-kvret report`."
 
 
 class Measurement(Protocol):
@@ -33,28 +39,40 @@ def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known
         help="make pages with tables and pictures of result files",
         description="Make a page NAME.md of every NAME.json in DIR that hf-kvret eval or bench "
         "wrote, with its table, picture, command, machine and versions, and overview.md about all "
-        "of them. A file NAME.notes.txt, where there is one, is put under the table.",
+        "of them. A file NAME.notes.txt, where there is one, is put under the table. Other JSON "
+        "files are skipped, and named.",
+        formatter_class=HelpFormatter,
     )
-    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("folder", type=file_path, metavar="DIR", help="holds the result files")
     parser.set_defaults(run=lambda options: _report(options.folder, measurements))
 
 
 _Known = Mapping[str, Measurement | type[Any]]
 
 
-def write_report(folder: Path, measurements: _Known) -> list[Path]:
-    """Write the pages of every result file in ``folder``; returns them, the overview last.
+def write_report(folder: Path, measurements: _Known) -> tuple[list[Path], dict[Path, str]]:
+    """Write the pages of every result file in ``folder``.
+
+    Returns the pages, the overview last; and the JSON files that were skipped, each with the
+    reason.
 
     Raises:
         FileNotFoundError: no such folder, or no result file in it.
-        ValueError: a result file that is broken, or of an unknown measurement.
+        NotADirectoryError: ``folder`` is a file.
+        ValueError: a result file that is broken, or of an unknown measurement; a page of somebody
+            else where ours would be; a folder that can't be written to.
     """
+    if folder.is_file():
+        raise NotADirectoryError(f"{folder} is a file: give the folder that holds it")
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}")
-    files = [path for path in sorted(folder.glob("*.json")) if is_results(path)]
+    reasons = {path: why_no_results(path) for path in sorted(folder.glob("*.json"))}
+    files = [path for path, reason in reasons.items() if reason is None]
+    skipped = {path: reason for path, reason in reasons.items() if reason is not None}
     if not files:
+        others = f" (but {', '.join(path.name for path in skipped)})" if skipped else ""
         raise FileNotFoundError(
-            f"{folder} has no result file: make one with hf-kvret eval TASK --json "
+            f"{folder} has no result file{others}: make one with hf-kvret eval TASK --json "
             f"{folder}/NAME.json"
         )
     loaded = {path: Results.load(path) for path in files}
@@ -64,12 +82,26 @@ def write_report(folder: Path, measurements: _Known) -> list[Path]:
                 f"{path} holds {results.name!r}, which this version does not know: "
                 f"{', '.join(measurements)}"
             )
+    _check_pages(folder, files)
     require_matplotlib()
     pages = []
     for path, results in tqdm(loaded.items(), unit="page"):
-        pages.append(_page(path, results, measurements[results.name]))
+        try:
+            pages.append(_page(path, results, measurements[results.name]))
+        except KeyError as error:
+            raise ValueError(
+                f"{path} has a cell without {error}: it is damaged, or of another version; make it "
+                "again"
+            ) from error
     pages.append(_overview(folder, loaded, measurements))
-    return pages
+    return pages, skipped
+
+
+def _check_pages(folder: Path, files: Sequence[Path]) -> None:
+    check_folder("DIR", folder)
+    check_folder("DIR", folder / "images")
+    for path in (*files, folder / _OVERVIEW):
+        check_own("page", path.with_suffix(".md"), _MARK)
 
 
 def _page(path: Path, results: Results, measurement: Any) -> Path:
@@ -84,7 +116,7 @@ def _page(path: Path, results: Results, measurement: Any) -> Path:
         "## How it was made",
         "\n\n".join(map(_made, results.environments)),
         "Set-up: " + ", ".join(f"{name} {value}" for name, value in results.setup.items()) + ".",
-        f"All numbers are in [{path.name}]({path.name}). This page is made by `hf-kvret report`.",
+        f"All numbers are in [{path.name}]({path.name}). {_MARK}",
     ]
     page = path.with_suffix(".md")
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -127,13 +159,16 @@ def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -
             y="answers right, %",
         )
         parts.append(f"![answers right against bytes read](images/{picture.name})")
-    parts.append("This page is made by `hf-kvret report`.")
-    page = folder / "overview.md"
+    parts.append(_MARK)
+    page = folder / _OVERVIEW
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return page
 
 
 def _report(folder: Path, measurements: _Known) -> int:
-    for page in write_report(folder, measurements):
+    pages, skipped = write_report(folder, measurements)
+    for page in pages:
         print(f"wrote {page}")
+    for path, reason in skipped.items():
+        print(f"skipped {path}: {reason}")
     return 0

@@ -11,6 +11,7 @@ from typing import Any, Self
 from hf_kvret.evaluation.environment import describe_environment
 
 _FORMAT = 1
+_FIELDS = {"name": str, "setup": dict, "environments": list, "cells": list}
 
 # What a cell is called: for instance {"cache": "paris", "length": 4096, "task": "vt"}.
 Cell = dict[str, Any]
@@ -65,7 +66,7 @@ class Results:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_name(self.path.name + ".new")
-        new.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        new.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
         os.replace(new, self.path)
 
     def __iter__(self) -> Iterator[tuple[Cell, dict[str, Any]]]:
@@ -85,12 +86,8 @@ class Results:
         }
 
     def _read(self, path: Path) -> None:
-        content = read_results(path)
-        if content["name"] != self.name:
-            raise ValueError(
-                f"{path} holds results of {content['name']!r}, not of {self.name!r}: give another "
-                "--json"
-            )
+        content = check_results(path, self.name)
+        assert content is not None
         changed = [
             f"{key} was {content['setup'].get(key)!r}, now {self.setup.get(key)!r}"
             for key in sorted({*content["setup"], *self.setup})
@@ -119,33 +116,68 @@ def read_results(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     try:
-        content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not JSON ({error}): delete it, or give another file"
         ) from error
-    fields = ("name", "setup", "environments", "cells")
-    if not isinstance(content, dict) or any(field not in content for field in fields):
+    if not isinstance(content, dict) or any(
+        not isinstance(content.get(field), kind) for field, kind in _FIELDS.items()
+    ):
         raise ValueError(f"{path} is no result file of hf-kvret eval or bench: give another file")
     if content.get("format") != _FORMAT:
         raise ValueError(
             f"{path} has format {content.get('format')!r}, this version reads {_FORMAT}: make it "
             "again"
         )
+    if not all(map(_is_entry, content["cells"])):
+        raise ValueError(
+            f"{path} has a cell without a cache or without its result: the file is damaged, delete "
+            "it and make it again"
+        )
     return content
 
 
-def is_results(path: Path) -> bool:
-    """Whether ``path`` is a JSON file that says it holds cells; it may still be of another format.
+def check_results(path: Path, name: str) -> dict[str, Any] | None:
+    """The content of a result file of ``name``; None where there is no file.
+
+    Raises:
+        ValueError: it is not one of ours, or of another task.
+    """
+    if not path.is_file():
+        return None
+    content = read_results(path)
+    if content["name"] != name:
+        raise ValueError(
+            f"{path} holds results of {content['name']!r}, not of {name!r}: give another --json"
+        )
+    return content
+
+
+def why_no_results(path: Path) -> str | None:
+    """Why a JSON file holds no cells; None where it says it does, maybe in another format.
 
     Raises:
         ValueError: it is not JSON at all, so a result may have been damaged.
     """
     try:
-        content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}): delete it, or make it again") from error
-    return isinstance(content, dict) and "cells" in content
+    if isinstance(content, dict) and "cells" in content:
+        return None
+    if isinstance(content, dict) and isinstance(content.get("name"), str):
+        return f"results of {content['name']!r}, which have no cells and no page"
+    return "no results of hf-kvret eval or bench"
+
+
+def _is_entry(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("cell"), dict)
+        and isinstance(entry["cell"].get("cache"), str)
+        and isinstance(entry.get("result"), dict)
+    )
 
 
 def _key(cell: Cell) -> str:

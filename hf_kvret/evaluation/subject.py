@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from hf_kvret.calibration.hub_access import needs_cache
 from hf_kvret.evaluation.bundled import BUNDLED_MODEL, REFERENCE_MODEL
 from hf_kvret.registry import attach
 
 _BUNDLED = {"needle": BUNDLED_MODEL, "reference": REFERENCE_MODEL}
+# What broken files of a model make transformers, torch and safetensors raise.
+_UNLOADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+    UnpicklingError,
+)
 
 
 @dataclass(frozen=True)
@@ -25,11 +41,13 @@ class Subject:
         name: as the user gave it.
         model: in eval mode, switched to our attention (other caches pass through it unchanged).
         tokenizer: None where the model has none, as the bundled needle model.
+        no_tokenizer: why a tokenizer could not be loaded; empty where it was, or none was tried.
     """
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
+    no_tokenizer: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -39,9 +57,10 @@ class Subject:
     def need_tokenizer(self, task: str) -> PreTrainedTokenizerBase:
         """The tokenizer; ValueError when the model has none and ``task`` needs text."""
         if self.tokenizer is None:
+            reason = f" ({self.no_tokenizer})" if self.no_tokenizer else ""
             raise ValueError(
-                f"{task} needs a tokenizer, and {self.name!r} has none: use --model reference, or "
-                "a folder that holds one"
+                f"{task} needs a tokenizer, and {self.name!r} has none{reason}: use --model "
+                "reference, or put the tokenizer's files (tokenizer.json) into the model's folder"
             )
         return self.tokenizer
 
@@ -83,6 +102,8 @@ def load_subject(
         name: ``needle`` or ``reference`` for a bundled model, else a folder or a hub id.
 
     Raises:
+        FileNotFoundError: neither a folder nor a hub id.
+        ConnectionError: a hub id that is not in the cache, and the hub can't be reached.
         ValueError: no model there, or one that can't be loaded or that retrieval can't serve; the
             message says what was tried.
     """
@@ -92,21 +113,27 @@ def load_subject(
             f"--model {name}: the bundled model is missing from {place}: install hf_kvret again, "
             f"or train it with examples/train_{name}_model.py"
         )
+    cached = needs_cache("--model", place, "config.json")
+    if name not in _BUNDLED:
+        print(f"loading the model {name} ...", file=sys.stderr)
     try:
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, local_files_only=cached)
+    except _UNLOADABLE as error:
         raise ValueError(
-            f"--model {name}: can't be loaded ({reason}). Give a folder with config.json and "
-            f"weights, a hub id, or one of {', '.join(_BUNDLED)}"
+            f"--model {name}: can't be loaded ({_first_line(error)}). Give a folder with "
+            f"config.json and weights, a hub id, or one of {', '.join(_BUNDLED)}"
         ) from error
-    tokenizer = None
+    tokenizer, reason = None, ""
     if name != "needle":
         try:
-            tokenizer = AutoTokenizer.from_pretrained(place)
-        except (OSError, ValueError, KeyError, ImportError):
+            tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=cached)
+        except _UNLOADABLE as error:
             # Tasks that work on token ids go on without; the others ask need_tokenizer.
-            tokenizer = None
+            reason = _first_line(error)
     model = model.to(device).eval()
     attach(model)
-    return Subject(name, model, tokenizer)
+    return Subject(name, model, tokenizer, reason)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), repr(error))

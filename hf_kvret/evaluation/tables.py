@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_kvret.evaluation.demo import DemoResult
 from hf_kvret.evaluation.environment import describe_environment
-from hf_kvret.evaluation.plots import require_matplotlib
+from hf_kvret.evaluation.plots import plot_shares
 
 _BAR = 40
 
@@ -107,27 +107,10 @@ def plot_demo(path: Path, results: Sequence[DemoResult], context: int) -> None:
     Raises:
         ModuleNotFoundError: matplotlib is missing; names the extra that brings it.
     """
-    require_matplotlib()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    panels = {
+        "answers right": [row.right_ratio for row in results],
+        "device bytes / full K,V": [row.device_bytes / row.full_bytes for row in results],
+        "cold rows read": [row.read_ratio for row in results],
+    }
     names = [row.cache for row in results]
-    panels = (
-        ("answers right", [row.right_ratio for row in results]),
-        ("device bytes / full K,V", [row.device_bytes / row.full_bytes for row in results]),
-        ("cold rows read", [row.read_ratio for row in results]),
-    )
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(10, 3.2), layout="constrained")
-    for axis, (title, shares) in zip(axes, panels, strict=True):
-        bars = axis.bar(names, [100 * share for share in shares], color="#4878a8", width=0.6)
-        axis.bar_label(bars, fmt="%.1f%%", padding=2)
-        axis.set_title(title)
-        axis.set_ylim(0, 115)
-        axis.set_yticks([0, 50, 100])
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{context:,} tokens of context")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    plot_shares(path, names, panels, title=f"{context:,} tokens of context")

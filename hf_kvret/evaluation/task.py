@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar, Self
@@ -17,8 +17,12 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.calibration.files import read_description
 from hf_kvret.calibration.hub import find_folder
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
+
+Choices = Mapping[str, CacheChoice]
+"""Caches by the name that cells have."""
 
 
 class Task(ABC):
@@ -29,10 +33,14 @@ class Task(ABC):
     Attributes:
         name: on the command line.
         summary: one line for ``--help``.
+        description: the text of the task's own ``--help``.
+        examples: commands below it.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    description: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]]
 
     @staticmethod
     @abstractmethod
@@ -51,6 +59,17 @@ class Task(ABC):
     @abstractmethod
     def cells(self, caches: Sequence[str]) -> list[Cell]:
         """The cells, in the order in which they are run. Each names its ``cache``."""
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        """Look at what ``cells`` need before any of them is run: caches that serve the model.
+
+        Tasks add texts that are long enough, and lengths that the model has positions for.
+
+        Raises:
+            ValueError: something of that can't be.
+        """
+        for name in dict.fromkeys(cell["cache"] for cell in cells):
+            Reader(subject.model, choices[name], 0)
 
     @abstractmethod
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
@@ -76,7 +95,7 @@ class Task(ABC):
 
 
 def run_task(
-    task: Task, subject: Subject, choices: dict[str, CacheChoice], results: Results
+    task: Task, subject: Subject, choices: Choices, results: Results
 ) -> list[tuple[Cell, str]]:
     """Run the cells that ``results`` does not have yet and add them.
 
@@ -85,6 +104,7 @@ def run_task(
     waiting = [cell for cell in task.cells(list(choices)) if results.find(cell) is None]
     artifacts = {name: artifact_sha256(choice, subject) for name, choice in choices.items()}
     check_artifacts(results, artifacts)
+    task.check(waiting, subject, choices)
     failed = []
     for cell in (bar := tqdm(waiting, desc=task.name, unit="cell")):
         bar.set_postfix_str(" ".join(str(value) for value in cell.values()))
@@ -95,6 +115,11 @@ def run_task(
         except (torch.OutOfMemoryError, MemoryError) as error:
             failed.append((cell, str(error).split("\n")[0] or "no memory left"))
     return failed
+
+
+def lengths_of(cells: Sequence[Cell]) -> list[int]:
+    """The different lengths of cells, ascending; those of cells without one don't count."""
+    return sorted({cell["length"] for cell in cells if "length" in cell})
 
 
 def artifact_sha256(choice: CacheChoice, subject: Subject) -> str | None:

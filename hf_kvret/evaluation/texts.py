@@ -29,7 +29,7 @@ def read_text(path: Path) -> str:
     if path.suffix == ".json":
         try:
             content = "\n\n".join(_strings(json.loads(content)))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
     if not content.strip():
         raise ValueError(f"{path} has no text in it")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_kvret.benchmark import timing
-from hf_kvret.benchmark.command import add_bench_parser
+from hf_kvret.benchmark.parser import add_bench_parser
 from hf_kvret.benchmark.shapes import load_shape
 
 

@@ -162,8 +162,6 @@ def test_a_cache_of_which_nothing_fits_has_no_best(
 def test_mistakes_of_a_batch_search_are_refused(bench: Callable[..., int]) -> None:
     with pytest.raises(ValueError, match="bench batch on a CPU needs --device-memory"):
         bench("batch", *QUICK, "--caches", "full")
-    with pytest.raises(ValueError, match="--most 0: at least 1"):
-        bench("batch", *QUICK, "--caches", "full", "--device-memory", "1GB", "--most", "0")
     with pytest.raises(ValueError, match="--layers: which batch fits"):
         bench("batch", *QUICK, "--caches", "full", "--device-memory", "1GB", "--layers", "2")
     assert device_limit(7, torch.device("cpu")) == 7

@@ -82,7 +82,7 @@ def test_several_lengths_are_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         bench("prefill", "--chunk", "1K,2K")
-    assert "are several lengths: give one, as 8K" in capsys.readouterr().err
+    assert "are several numbers: write one, as 4K" in capsys.readouterr().err
 
 
 def test_a_cache_is_told_of_its_prompt_as_generate_tells_it(

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hf_kvret.benchmark import kernels_clock, tune, tune_search
-from hf_kvret.benchmark.command import MEASUREMENTS
 from hf_kvret.benchmark.kernels_work import Draw, KernelShape
+from hf_kvret.benchmark.parser import MEASUREMENTS
 from hf_kvret.benchmark.tune_cases import TUNE_OPS, TunePlace
 from hf_kvret.benchmark.tune_search import TuneCase, label, search
 from hf_kvret.cli import main
@@ -279,7 +279,8 @@ def test_a_result_has_a_page(mine: Path, tmp_path: Path, small_blocks_win: Clock
     files = ["--json", str(tmp_path / "t.json"), "--plot", str(tmp_path / "t.png")]
     assert bench("--lengths", "8", "--ops", "gather_scores,prompt_attention", *files) == 0
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    page, overview = write_report(tmp_path, MEASUREMENTS)
+    (page, overview), skipped = write_report(tmp_path, MEASUREMENTS)
+    assert not skipped
     assert "what is other than in the rule" in page.read_text()
     assert "bench tune" in overview.read_text() and "rows on device" in overview.read_text()
 

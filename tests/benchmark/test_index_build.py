@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hf_kvret.benchmark import index_build
-from hf_kvret.benchmark.command import MEASUREMENTS
 from hf_kvret.benchmark.index_build import expected_seconds, judge, time_builds
 from hf_kvret.benchmark.index_build_keys import LayerShape, random_layer
 from hf_kvret.benchmark.index_build_ways import Answer, MethodWay, Prompt, Way
+from hf_kvret.benchmark.parser import MEASUREMENTS
 from hf_kvret.cli import main
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
@@ -159,7 +159,7 @@ def test_without_faiss_our_methods_are_measured_and_the_table_names_the_remedy(
         for name in ("faiss-ivf", "faiss-hnsw", "faiss-kmeans"):
             assert "pip install faiss-cpu" in rows[name, length]["skipped"]
     assert len(rows) == 14 and picture.stat().st_size > 1000
-    text = table.read_text()
+    text, _, _ = table.read_text().partition("\n\n<!--")
     assert text.strip() in capsys.readouterr().out
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[4:]]
     assert [line[0] for line in lines] == ["256"] * 7 + ["512"] * 7
@@ -170,7 +170,8 @@ def test_without_faiss_our_methods_are_measured_and_the_table_names_the_remedy(
 def test_results_make_a_page(no_faiss: None, tmp_path: Path) -> None:
     file = tmp_path / "b.json"
     assert bench("--context", "256", "--methods", "flat", "--json", str(file)) == 0
-    page, overview = write_report(tmp_path, MEASUREMENTS)
+    (page, overview), skipped = write_report(tmp_path, MEASUREMENTS)
+    assert not skipped
     assert "| flat " in page.read_text() and "b.json" in page.read_text()
     assert "bench index-build" in overview.read_text()
 
@@ -250,8 +251,6 @@ def test_memory_that_runs_out_leaves_a_row_that_says_so(
         (["--context", "16"], "--top-k 16 with --context 16"),
         (["--context", "256", "--queries", "0"], "--queries 0: at least 1"),
         (["--context", "256", "--repeats", "0"], "--repeats 0: at least 1"),
-        (["--context", "256", "--limit", "0"], "--limit 0.0: seconds"),
-        (["--context", "256", "--limit", "nan"], "--limit nan: seconds"),
         (["--context", "256", "--methods", "faiss"], "--methods faiss: choose of flat"),
         (["--context", "256", "--methods", "flat,flat"], "the same name twice"),
         (["--context", "256", "--faiss", "pq"], "--faiss pq: choose of ivf"),

@@ -212,7 +212,6 @@ def test_mistakes_are_one_line_each(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for more, message in (
-        (["--first-bits", "8"], r"first_bits=8: choose one of"),
         (["--group", "64"], r"group=64 does not divide the 32 numbers"),
         (["--sinks", "200"], r"no tokens to learn from beyond the first 200"),
         (["--predictor", "low_rank"], r"rank=256: layer 0 has 32 numbers of keys a token"),

@@ -205,9 +205,7 @@ def test_mistakes_are_one_line_each(
         (["--dataset", "a/b"], both),
         (["--tokens", "1M"], r"--tokens 1048576: the text has \d+ tokens; give more text"),
         (["--text", str(tmp_path / "no.txt")], r"--text .*no\.txt: no such file"),
-        (["--held-out", "1"], r"--held-out 1.0: a share from 0, below 1"),
-        (["--held-out", "nan"], r"--held-out nan: a share"),
-        (["--codewords", "0"], r"codewords=0: 1 to 32768"),
+        (["--codewords", "40000"], r"codewords=40000: 1 to 32768"),
         (["--layers-at-once", "0"], r"--layers-at-once 0: at least 1"),
         (
             ["--length", "2K", "--uuid-tokens", "2K", "--held-out", "0"],
@@ -220,9 +218,11 @@ def test_mistakes_are_one_line_each(
         ),
         (["--push-to-hub", "a/b/c"], r"--push-to-hub a/b/c: no hub id, write user/name"),
         (["--private"], r"--private is of what --push-to-hub uploads"),
-        (["--model", str(tmp_path / "none")], r"can't be loaded"),
+        (["--model", str(tmp_path / "none")], r"no such folder, and no hub id either"),
     ):
         assert re.search(message, failing(capsys, [*arguments, *more])), more
+        # No text was read for it.
+        assert not (tmp_path / "out" / ".parts").exists()
     assert both in failing(capsys, where)
     if not torch.cuda.is_available():
         assert "no CUDA device here" in failing(capsys, [*arguments, "--device", "cuda"])

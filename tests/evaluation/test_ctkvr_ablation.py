@@ -83,7 +83,7 @@ def test_one_command_measures_all_parts(whole: tuple[Path, Found]) -> None:
     names = ("", *(f"-{part}" for part in PARTS if part != "choice"), "-generated")
     for name in names:
         assert (folder / f"a{name}.png").stat().st_size > 1000
-    lines = [line for line in (folder / "a.md").read_text().splitlines() if line]
+    lines = [line for line in (folder / "a.md").read_text().splitlines()[:-1] if line]
     assert all(line.startswith("|") for line in lines)
     # A header and a rule for each table; the last part has two tables.
     assert len(lines) == len(found) + 5 + 2 * 9
@@ -320,10 +320,8 @@ def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
         (("--caches", "flat,ctkvr"), "--caches flat: ctkvr-ablation takes ctkvr apart"),
         (("--parts", "probe"), "unknown part probe: choose among choice, centroids"),
         (("--parts", ""), "unknown part (none named)"),
-        (("--probes", "1,0"), "probes=0 must be at least 1"),
         (("--probes", "4,4"), "--probes (4, 4): different values"),
         (("--ratios", "0.5"), "list_ratio=0.5: at least 1"),
-        (("--budgets", "0"), "top_k=0"),
         (("--windows", "0"), "--windows 0: at least 1"),
         (("--new-tokens", "0"), "--new-tokens 0"),
         (("--step", "0"), "--step 0"),

@@ -104,10 +104,8 @@ def test_paris_with_a_host_store_keeps_little_on_the_device() -> None:
     ("arguments", "message"),
     [
         (["--caches", "full,parris"], "unknown cache 'parris': choose among full,"),
-        (["--context", "100"], "use at least"),
-        (["--top-k", "0"], "top_k=0: a count must be at least 1"),
-        (["--top-k", "1.5"], "a float is a share"),
-        (["--store", "disk"], f"store='disk': choose one of {store_names()}"),
+        (["--context", "100"], "--context 100: 128 needles take at least 769 tokens"),
+        (["--context", "1M"], "--context 1048576: with a question 1048582 tokens"),
     ],
 )
 def test_mistakes_print_one_line(
@@ -117,6 +115,23 @@ def test_mistakes_print_one_line(
     printed = capsys.readouterr()
     assert message in printed.err
     assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "4G"], "--context: '4G' is no whole number from 1: write 4096 or 4K"),
+        (["--top-k", "0"], "--top-k: 0: a count from 1 (256), or a share"),
+        (["--top-k", "1.5"], "--top-k: 1.5: a count from 1 (256), or a share above 0"),
+        (["--store", "disk"], f"--store: 'disk' is no store: choose one of {store_names()}"),
+    ],
+)
+def test_mistakes_in_an_option_name_it(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", *arguments])
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("store", [name for name in store_names().split(", ") if name != "host"])

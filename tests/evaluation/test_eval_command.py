@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from hf_kvret.cli import main
 from hf_kvret.evaluation import command
-from hf_kvret.evaluation.command import budget, lengths, names
+from hf_kvret.evaluation.arguments import budget, lengths, names
 from hf_kvret.evaluation.subject import load_subject
 from hf_kvret.evaluation.tasks.ppl import Perplexity
 from hf_kvret.evaluation.texts import read_text
@@ -36,7 +38,7 @@ def test_mistakes_are_one_line_each(
 ) -> None:
     text, model = ["--text", str(tiny_text)], ["--model", str(tiny_model_dir)]
     message = _error(capsys, *text, "--model", str(tmp_path / "none"))
-    assert "can't be loaded" in message and "Give a folder with config.json" in message
+    assert "no such folder, and no hub id either (owner/name)" in message
     (tmp_path / "config.json").write_text("{}")
     assert "can't be loaded" in _error(capsys, *text, "--model", str(tmp_path))
     assert "needs a tokenizer" in _error(capsys, *text, "--model", "needle")
@@ -134,12 +136,112 @@ def test_a_cell_without_memory_is_told_and_the_others_run(
 
 
 def test_what_was_finished_is_shown_when_a_later_cell_fails(
-    tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model_dir: Path,
+    tiny_text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    run = Perplexity.run
+
+    def scarce(self: Perplexity, cell: dict, *rest: object) -> dict:
+        if cell["length"] == 128:
+            raise OSError("the disk is gone")
+        return run(self, cell, *rest)
+
+    monkeypatch.setattr(Perplexity, "run", scarce)
     words = ["--text", str(tiny_text), "--model", str(tiny_model_dir), "--windows", "1"]
-    assert main(["eval", "ppl", *words, "--lengths", "64,32K", "--caches", "full"]) == 2
+    assert main(["eval", "ppl", *words, "--lengths", "64,128", "--caches", "full"]) == 2
     shown = capsys.readouterr()
-    assert "| full  | 64" in shown.out and "fewer than --lengths 32768" in shown.err
+    assert "| full  | 64" in shown.out and "the disk is gone" in shown.err
+
+
+# Each is wrong in its last cell: what it needs is looked at before the first.
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("ppl --lengths 64,32K", "fewer than --lengths 32768"),
+        ("ppl --lengths 64 --caches full,flat --step 33", "--step 33: beyond max_draft (32)"),
+        ("agreement --lengths 64,32K", "give shorter lengths"),
+        ("agreement --lengths 64 --new-tokens 70000", "the model knows 65536 positions"),
+        ("longgen --lengths 64,32K", "give shorter lengths"),
+        ("misses --lengths 64,32K", "give shorter lengths"),
+        ("paris-ablation --lengths 64,32K", "give shorter lengths"),
+        ("ctkvr-ablation --lengths 1K,32K", "give shorter lengths"),
+        ("lrqk-factors --lengths 512,32K", "give shorter lengths"),
+        ("a2ats-ablation --lengths 64,32K --calibration-tokens 1K", "give shorter --lengths"),
+        ("aqua-ablation --lengths 64,32K --calibration-tokens 1K", "give shorter --lengths"),
+        ("niah --style magic --lengths 2K,100K", "the model knows 65536 positions"),
+        ("niah --style magic --lengths 2K,40", "--lengths 40 is too short"),
+        ("multiturn --lengths 2K,100K", "the model knows 65536 positions"),
+        ("multiturn --lengths 2K,64", "--lengths 64 is too short"),
+        ("ruler --tasks niah_single_1 --lengths 2K,100K", "the model knows 65536 positions"),
+        ("ruler --tasks niah_single_1 --lengths 2K,20", "20"),
+        ("niah --lengths 2K --caches full,a2ats", "artifact"),
+    ],
+)
+def test_no_bar_is_shown_before_a_mistake(
+    command: str,
+    message: str,
+    tiny_model_dir: Path,
+    tiny_text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model", str(tiny_model_dir), "--json", str(tmp_path / "x.json")]
+    if not command.startswith(("niah", "multiturn", "ruler")):
+        words += ["--text", str(tiny_text)]
+    assert main(["eval", *command.split(), *words]) == 2
+    shown = capsys.readouterr()
+    loading, error = shown.err.splitlines()
+    assert loading.startswith("loading the model") and message in error
+    assert not shown.out and not (tmp_path / "x.json").exists()
+
+
+def test_a_model_of_text_without_a_tokenizer_is_refused(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_model_dir, bare, ignore=shutil.ignore_patterns("tokenizer*", "special*"))
+    # Of the size that the needle language has, but not of its ids.
+    config = LlamaForCausalLM.from_pretrained(bare).config
+    config.vocab_size = 512
+    LlamaForCausalLM(config).save_pretrained(bare)
+    for task in ("niah", "multiturn"):
+        assert main(["eval", task, "--model", str(bare), "--lengths", "2K"]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"{task} needs a tokenizer" in error
+        assert "put the tokenizer's files (tokenizer.json) into the model's folder" in error
+    assert main(["eval", "niah", "--model", str(bare), "--style", "tokens"]) == 2
+    assert "needs a tokenizer" in capsys.readouterr().err
+    tokenizer = bare / "tokenizer.json"
+    tokenizer.write_text("{")
+    assert main(["eval", "niah", "--model", str(bare), "--style", "magic"]) == 2
+    assert "has none (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "[]"),
+        ("config.json", "{"),
+        ("config.json", "[" * 100_000),
+        ("model.safetensors", "short"),
+        ("model.safetensors", ""),
+    ],
+)
+def test_broken_files_of_a_model_are_one_line(
+    name: str,
+    content: str,
+    tiny_model_dir: Path,
+    tiny_text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model_dir, broken)
+    (broken / name).write_text(content)
+    error = _error(capsys, "--text", str(tiny_text), "--model", str(broken)).splitlines()[-1]
+    assert error.startswith(f"hf-kvret: error: --model {broken}: can't be loaded (")
 
 
 def test_lengths_beyond_the_positions_and_steps_beyond_drafts_are_refused(

@@ -247,8 +247,6 @@ def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
         (("--caches", "full,paris"), "--caches full: paris-ablation takes paris apart"),
         (("--parts", "ratio"), "unknown part ratio: choose among switches, ratios, drift"),
         (("--parts", ""), "unknown part (none named)"),
-        (("--ratio", "0"), "candidate ratio 0: above 0 and at most 1"),
-        (("--ratios", "0.1,1.5"), "candidate ratio 1.5: above 0"),
         (("--windows", "0"), "--windows 0, --clusters 16: at least 1 each"),
         (("--clusters", "0"), "--windows 1, --clusters 0: at least 1 each"),
         (("--new-tokens", "0"), "--new-tokens 0"),

@@ -25,7 +25,9 @@ def _ruler(folder: Path) -> Path:
     return path
 
 
-def test_a_page_has_table_picture_command_and_notes(tmp_path: Path) -> None:
+def test_a_page_has_table_picture_command_and_notes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _ruler(tmp_path)
     (tmp_path / "mine.notes.txt").write_text("What stands out.\n")
     (tmp_path / "other.json").write_text(json.dumps({"name": "demo", "results": []}))
@@ -39,6 +41,25 @@ def test_a_page_has_table_picture_command_and_notes(tmp_path: Path) -> None:
     assert "[mine](mine.md)" in overview and "full, paris" in overview
     assert (tmp_path / "images" / "overview.png").is_file()
     assert not (tmp_path / "other.md").exists()
+    printed = capsys.readouterr().out
+    assert f"skipped {tmp_path / 'other.json'}: results of 'demo', which have no" in printed
+    # Pages of ours are made anew.
+    assert main(["report", str(tmp_path)]) == 0
+
+
+def test_pages_of_others_are_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _ruler(tmp_path)
+    for name in ("mine.md", "overview.md"):
+        (tmp_path / name).write_text("# Mine\n")
+        assert main(["report", str(tmp_path)]) == 2
+        assert f"page {tmp_path / name} holds something else" in capsys.readouterr().err
+        assert (tmp_path / name).read_text() == "# Mine\n"
+        (tmp_path / name).unlink()
+    (tmp_path / "images").write_text("")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "images is a file: give a folder" in capsys.readouterr().err
 
 
 def test_mistakes_are_named_and_nothing_is_written(tmp_path: Path) -> None:
@@ -46,11 +67,29 @@ def test_mistakes_are_named_and_nothing_is_written(tmp_path: Path) -> None:
         write_report(tmp_path / "none", MEASUREMENTS)
     with pytest.raises(FileNotFoundError, match="has no result file"):
         write_report(tmp_path, MEASUREMENTS)
-    _ruler(tmp_path)
+    path = _ruler(tmp_path)
+    with pytest.raises(NotADirectoryError, match="is a file: give the folder that holds it"):
+        write_report(path, MEASUREMENTS)
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "mine.json").rename(tmp_path / "mine.away")
+    with pytest.raises(FileNotFoundError, match=r"no result file \(but list.json\)"):
+        write_report(tmp_path, MEASUREMENTS)
+    (tmp_path / "mine.away").rename(path)
     Results("eval weather", {}, tmp_path / "x.json").add({"cache": "full"}, {})
     with pytest.raises(ValueError, match="holds 'eval weather', which this version does not know"):
         write_report(tmp_path, MEASUREMENTS)
-    (tmp_path / "x.json").write_text("{")
-    with pytest.raises(ValueError, match="not JSON"):
+    for broken in ("{", "[" * 100_000):
+        (tmp_path / "x.json").write_text(broken)
+        with pytest.raises(ValueError, match="not JSON"):
+            write_report(tmp_path, MEASUREMENTS)
+    (tmp_path / "x.json").unlink()
+    content = json.loads(path.read_text())
+    del content["cells"][0]["result"]["score"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"mine.json has a cell without 'score': it is damaged"):
+        write_report(tmp_path, MEASUREMENTS)
+    content["cells"][0] = {"cell": {}}
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"mine.json has a cell without a cache"):
         write_report(tmp_path, MEASUREMENTS)
     assert not list(tmp_path.glob("*.md"))

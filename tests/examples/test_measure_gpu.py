@@ -13,7 +13,7 @@ import pytest
 
 from hf_kvret import cli
 from hf_kvret.benchmark.opponents import choose_bench_caches
-from hf_kvret.evaluation.command import names
+from hf_kvret.evaluation.arguments import names
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "results" / "h200.md"
@@ -46,7 +46,7 @@ def test_the_page_lists_the_commands_of_the_plan(plan: ModuleType) -> None:
 
 @pytest.mark.parametrize("command", listed())
 def test_a_command_on_the_page_parses(command: str) -> None:
-    options = cli._parser().parse_args(shlex.split(command)[1:])
+    options = cli.make_parser().parse_args(shlex.split(command)[1:])
     assert options.device == "cuda" and options.json.parent == OUT
     for text in names(getattr(options, "caches", "")):
         if text.partition(":")[0] not in OPTIONAL:
@@ -55,7 +55,7 @@ def test_a_command_on_the_page_parses(command: str) -> None:
 
 def test_tiny_commands_parse_and_name_no_cache_that_needs_cuda(plan: ModuleType) -> None:
     for part in plan.PLAN:
-        options = cli._parser().parse_args(part.command(OUT, tiny=True))
+        options = cli.make_parser().parse_args(part.command(OUT, tiny=True))
         assert options.device == "cpu" and options.json.name == f"tiny_{part.name}.json"
         for text in names(getattr(options, "caches", "")):
             if text.partition(":")[0] not in (*OPTIONAL, "offloaded"):

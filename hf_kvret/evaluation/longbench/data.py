@@ -9,6 +9,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from hf_kvret.calibration.hub_access import needs_cache
+
 
 @dataclass(frozen=True)
 class LongSample:
@@ -109,7 +111,9 @@ def download(hub_id: str) -> Path:
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
     try:
-        return Path(hf_hub_download(hub_id, "data.zip", repo_type="dataset"))
+        cached = needs_cache("--hub-id", hub_id, "data.zip", "dataset")
+        path = hf_hub_download(hub_id, "data.zip", repo_type="dataset", local_files_only=cached)
+        return Path(path)
     # OSError is what being offline and every answer of the hub derive from.
     except (OSError, EntryNotFoundError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
@@ -122,7 +126,7 @@ def download(hub_id: str) -> Path:
 def _sample(where: str, line: str) -> LongSample:
     try:
         content = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{where}: no JSON object")

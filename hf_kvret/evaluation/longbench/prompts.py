@@ -102,7 +102,7 @@ def read_prompts(path: Path) -> dict[str, str]:
         raise FileNotFoundError(f"--prompts {path}: no such file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"--prompts {path}: not JSON ({error})") from error
     if not isinstance(content, dict) or not all(isinstance(v, str) for v in content.values()):
         raise ValueError(f"--prompts {path}: write a JSON object of templates by task")

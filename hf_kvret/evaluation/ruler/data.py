@@ -87,7 +87,7 @@ def _json(data: RulerData, option: str, task: str) -> Any:
     text = _text(data, option, task)
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
             f"data.{option}={getattr(data, option)} is not JSON ({error}): give {_WHAT[option]}"
         ) from error

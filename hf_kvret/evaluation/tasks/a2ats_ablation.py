@@ -13,12 +13,23 @@ from hf_kvret.evaluation.a2ats_artifacts import EXACT_KEYS, FULL_METHOD, SWITCHE
 from hf_kvret.evaluation.a2ats_exact import with_exact_keys
 from hf_kvret.evaluation.a2ats_report import PLACES, ablation_tables, plot_ablation
 from hf_kvret.evaluation.a2ats_study import follow, likeness
+from hf_kvret.evaluation.arguments import (
+    budget,
+    file_path,
+    length,
+    length_or_none,
+    lengths,
+    names,
+    several,
+    whole_number,
+)
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.reader import check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import Pace
 from hf_kvret.evaluation.study_texts import Texts
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task, lengths_of
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
 
 PARTS = ("switches", "errors", "alike", "budget_of")
@@ -54,22 +65,25 @@ class Inputs:
 
 @dataclass(frozen=True)
 class A2ATSAblation(Task):
-    """What the parts of A2ATS are worth, and what they rest on.
-
-    switches: recall of the exact top-k with and without windowed RoPE and query-aware codebooks
-    (the paper's table 2), and with windowed RoPE and no codebooks. errors: score error of held-out
-    text by layer (figure 3). alike: how alike codebooks are that different inputs have of their
-    own, before RoPE and after it (figure 1). budget_of: whether KV heads choose, or their query
-    heads and all attend to all (as published). The command makes the four artifacts that it needs,
-    from --calibration-text or from the start of --text, and measures on text that none of them has
-    seen. Without --text the model reads documents of needles, which is what --model needle speaks.
-
-        hf-kvret eval a2ats-ablation --text novel.txt --json ablation.json --plot ablation.png
-        hf-kvret eval a2ats-ablation --model needle --parts switches,errors
-    """
+    """What the parts of A2ATS are worth, and what they rest on."""
 
     name: ClassVar[str] = "a2ats-ablation"
     summary: ClassVar[str] = "what each part of A2ATS is worth"
+    description: ClassVar[str] = (
+        "What the parts of A2ATS are worth, and what they rest on. switches: recall of the "
+        "exact top-k with and without windowed RoPE and query-aware codebooks (the paper's "
+        "table 2), and with windowed RoPE and no codebooks. errors: score error of held-out "
+        "text by layer (figure 3). alike: how alike codebooks are that different inputs have of "
+        "their own, before RoPE and after it (figure 1). budget_of: whether KV heads choose, or "
+        "their query heads and all attend to all (as published). The command makes the four "
+        "artifacts that it needs, from --calibration-text or from the start of --text, and "
+        "measures on text that none of them has seen. Without --text the model reads documents "
+        "of needles, which is what --model needle speaks."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval a2ats-ablation --text novel.txt --json ablation.json --plot ablation.png",
+        "hf-kvret eval a2ats-ablation --model needle --parts switches,errors",
+    )
 
     texts: Texts
     artifacts: Artifacts
@@ -92,42 +106,50 @@ class A2ATSAblation(Task):
             raise ValueError(f"--windows {self.windows}: at least 1")
         if not self.budgets or len(set(self.budgets)) < len(self.budgets):
             raise ValueError(f"--budgets {self.budgets}: different values, at least one")
-        for budget in self.budgets:
-            A2ATSConfig(top_k=budget)
+        for top_k in self.budgets:
+            A2ATSConfig(top_k=top_k)
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths, names
-
         parser.set_defaults(caches="a2ats", top_k=0.06)
         add = parser.add_argument
-        add("--text", type=Path, metavar="FILE", help="default: documents of needles")
+        add("--text", type=file_path, metavar="FILE", help="default: documents of needles")
         add("--lengths", type=lengths, default=[4096], help="tokens of a context")
         add("--windows", type=int, default=1, help="at most this many contexts of each length")
         add("--parts", type=names, default=list(PARTS), help=f"default: all of {', '.join(PARTS)}")
         add("--new-tokens", type=int, default=128, help="that are measured")
         add("--step", type=int, default=8, help="tokens a forward pass")
-        add("--budgets", type=_budgets, default=(0.03, 0.06, 0.12), help="of the part budget_of")
+        add(
+            "--budgets",
+            type=several(budget),
+            default=(0.03, 0.06, 0.12),
+            help="of the part budget_of",
+        )
         add(
             "--artifacts",
-            type=Path,
+            type=file_path,
             metavar="DIR",
             help="keep the four artifacts here, or find them; default: a folder named after --json",
         )
         add(
             "--calibration-text",
-            type=Path,
+            type=file_path,
             metavar="FILE",
             help="learn from this; default: the start of --text, contexts begin after it",
         )
-        add("--calibration-tokens", type=_length, default="32K", help="the last tenth is held out")
-        add("--calibration-length", type=_length, default="4K", help="most tokens of a sequence")
-        add("--uuid-tokens", type=_count, default="8K", help="of random UUIDs beside text")
-        add("--codewords", type=int, default=1024, help="of each KV head")
-        add("--rounds", type=int, default=30, help="of k-means at most, for inputs too")
-        add("--rope-window", type=int, default=2048, help="position that queries are seen at, b")
+        add("--calibration-tokens", type=length, default="32K", help="the last tenth is held out")
+        add("--calibration-length", type=length, default="4K", help="most tokens of a sequence")
+        add("--uuid-tokens", type=length_or_none, default="8K", help="of random UUIDs beside text")
+        add("--codewords", type=whole_number(1), default=1024, help="of each KV head")
+        add("--rounds", type=whole_number(0), default=30, help="of k-means at most, for inputs too")
+        add(
+            "--rope-window",
+            type=whole_number(0),
+            default=2048,
+            help="position that queries are seen at, b",
+        )
         add("--inputs", type=int, default=3, help="texts whose own codebooks are compared")
-        add("--input-tokens", type=_length, default="4K", help="of each")
+        add("--input-tokens", type=length, default="4K", help="of each")
         add("--input-codewords", type=int, default=512, help="of each of their KV heads")
 
     @classmethod
@@ -200,6 +222,14 @@ class A2ATSAblation(Task):
                 ]
         return found
 
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        for count in lengths_of(cells):
+            size = count + self.pace.count
+            self.texts.contexts(subject, size, self.pace.count, self.windows)
+            check_positions(subject.model, size)
+        if any(cell["part"] == "alike" for cell in cells):
+            self.texts.inputs(subject, self.inputs.count, self.inputs.tokens)
+
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         part, name = cell["part"], cell["variant"]
         if part == "errors":
@@ -263,22 +293,3 @@ def _check_cache(cache: str) -> None:
                 f"--caches {cache}: a2ats-ablation makes its artifacts itself, leave {option} out; "
                 "--artifacts names their folder"
             )
-
-
-def _budgets(text: str) -> tuple[int | float, ...]:
-    from hf_kvret.evaluation.command import budget
-
-    return tuple(budget(part.strip()) for part in text.split(","))
-
-
-def _length(text: str) -> int:
-    from hf_kvret.evaluation.command import lengths
-
-    found = lengths(text)
-    if len(found) > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than one length")
-    return found[0]
-
-
-def _count(text: str) -> int:
-    return 0 if text.strip() == "0" else _length(text)

@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from hf_kvret.evaluation.arguments import file_path, lengths
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
 from hf_kvret.evaluation.contexts import describe_file, read_prompts, text_windows
 from hf_kvret.evaluation.following import (
@@ -24,11 +25,11 @@ from hf_kvret.evaluation.following import (
     mean_recall,
 )
 from hf_kvret.evaluation.plots import plot_groups, plot_lines
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task
 from hf_kvret.evaluation.texts import token_ids
 
 _GROUP = 8
@@ -38,17 +39,19 @@ _continuations = Kept(most=64)
 
 @dataclass(frozen=True)
 class Agreement(Task):
-    """Agreement with full attention on any text: tokens, distributions, recall by layer.
-
-    Full attention goes on greedily from each context. The same tokens are then forced through the
-    cache, and in a second run the cache goes on by itself. The context's last token is fed alone,
-    so the first new token is already a retrieving one.
-
-        hf-kvret eval agreement --text wiki.test.raw --lengths 4K --caches flat,paris
-    """
+    """Agreement with full attention on any text: tokens, distributions, recall by layer."""
 
     name: ClassVar[str] = "agreement"
     summary: ClassVar[str] = "how closely a cache agrees with full attention on any text"
+    description: ClassVar[str] = (
+        "Agreement with full attention on any text: tokens, distributions, recall by layer. "
+        "Full attention goes on greedily from each context. The same tokens are then forced "
+        "through the cache, and in a second run the cache goes on by itself. The context's last "
+        "token is fed alone, so the first new token is already a retrieving one."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval agreement --text wiki.test.raw --lengths 4K --caches flat,paris",
+    )
 
     text: Path | None
     prompts: Path | None
@@ -68,11 +71,14 @@ class Agreement(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths
-
-        parser.add_argument("--text", type=Path, metavar="FILE", help="contexts are cut from it")
         parser.add_argument(
-            "--prompts", type=Path, metavar="FILE", help="one a line, or a JSON list of strings"
+            "--text", type=file_path, metavar="FILE", help="contexts are cut from it"
+        )
+        parser.add_argument(
+            "--prompts",
+            type=file_path,
+            metavar="FILE",
+            help="one a line, or a JSON list of strings",
         )
         parser.add_argument(
             "--lengths", type=lengths, default=[4096], help="tokens of a context, with --text"
@@ -101,6 +107,13 @@ class Agreement(Task):
         count = len(read_prompts(self.prompts))
         groups = [f"{n + 1}-{min(n + _GROUP, count)}" for n in range(0, count, _GROUP)]
         return [{"cache": cache, "prompts": group} for group in groups for cache in caches]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        places = {(cell.get("length"), cell.get("prompts")): cell for cell in cells}
+        for cell in places.values():
+            for context in self._contexts(cell, subject):
+                check_positions(subject.model, len(context) + self.new_tokens)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         forced, free, firsts, kls, recalls = 0, 0, [], [], []

@@ -22,11 +22,13 @@ from hf_kvret.evaluation.aqua_variants import (
     ablation_variants,
     bit_variants,
 )
+from hf_kvret.evaluation.arguments import file_path, length, lengths, names, number, whole_number
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
+from hf_kvret.evaluation.reader import check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.study_texts import Texts
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task, lengths_of
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
 
 PARTS = ("bits", "parts", "variance", "layers", "memory")
@@ -47,23 +49,26 @@ _CHOSEN = (
 
 @dataclass(frozen=True)
 class AquaAblation(Task):
-    """What AQUA-KV's predictors are worth, and what its cache takes.
-
-    bits: perplexity of aqua, of HIGGS without predictors, of round-to-nearest and KIVI-style codes,
-    and of transformers' quantized caches where they are installed, at 2, 3 and 4 bits (the paper's
-    table 2). parts: other predictors, bits of the first layer, sinks, RoPE, anchors, inputs of the
-    predictors, at 2 bits (tables 1 and 5). variance: what predictors explain, by layer (figure 2).
-    layers: what it costs to code one layer alone. memory: bits a value at 131,072 tokens of the
-    shapes of 8B and 70B, on paper and of tensors. The command makes the artifacts that it needs,
-    from --calibration-text or from the start of --text, and reads text that none of them has seen.
-
-        hf-kvret eval aqua-ablation --text wiki.test.raw --calibration-text novel.txt \\
-            --json ablation.json --plot ablation.png
-        hf-kvret eval aqua-ablation --parts memory --memory-tokens 128K
-    """
+    """What AQUA-KV's predictors are worth, and what its cache takes."""
 
     name: ClassVar[str] = "aqua-ablation"
     summary: ClassVar[str] = "what AQUA-KV's predictors are worth, beside other quantized caches"
+    description: ClassVar[str] = (
+        "What AQUA-KV's predictors are worth, and what its cache takes. bits: perplexity of "
+        "aqua, of HIGGS without predictors, of round-to-nearest and KIVI-style codes, and of "
+        "transformers' quantized caches where they are installed, at 2, 3 and 4 bits (the "
+        "paper's table 2). parts: other predictors, bits of the first layer, sinks, RoPE, "
+        "anchors, inputs of the predictors, at 2 bits (tables 1 and 5). variance: what "
+        "predictors explain, by layer (figure 2). layers: what it costs to code one layer "
+        "alone. memory: bits a value at 131,072 tokens of the shapes of 8B and 70B, on paper "
+        "and of tensors. The command makes the artifacts that it needs, from --calibration-text "
+        "or from the start of --text, and reads text that none of them has seen."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval aqua-ablation --text wiki.test.raw --calibration-text novel.txt --json "
+        "ablation.json --plot ablation.png",
+        "hf-kvret eval aqua-ablation --parts memory --memory-tokens 128K",
+    )
 
     texts: Texts
     artifacts: Artifacts
@@ -92,35 +97,46 @@ class AquaAblation(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths, names
-
         usual = AquaCalibration()
         parser.set_defaults(caches="aqua", top_k=1.0)
         add = parser.add_argument
-        add("--text", type=Path, metavar="FILE", help="default: documents of needles")
+        add("--text", type=file_path, metavar="FILE", help="default: documents of needles")
         add("--lengths", type=lengths, default=[2048], help="tokens of a window")
         add("--windows", type=int, default=3, help="at most this many of each length")
         add("--step", type=int, default=32, help="tokens a forward pass, from the first one on")
         add("--parts", type=names, default=list(PARTS), help=f"default: all of {', '.join(PARTS)}")
         add(
             "--artifacts",
-            type=Path,
+            type=file_path,
             metavar="DIR",
             help="keep the artifacts here, or find them; default: a folder named after --json",
         )
         add(
             "--calibration-text",
-            type=Path,
+            type=file_path,
             metavar="FILE",
             help="learn from this; default: the start of --text, windows begin after it",
         )
-        add("--calibration-tokens", type=_length, default="32K", help="the last tenth is held out")
-        add("--calibration-length", type=_length, default="2K", help="most tokens of a sequence")
-        add("--rank", type=int, help="of reduced-rank predictors; default: a quarter of the keys")
-        add("--hidden", type=int, help="units of MLP predictors; default: twice their outputs")
-        add("--mlp-steps", type=int, default=200, help="of training; 1000 or more for a large one")
-        add("--ridge", type=float, default=usual.ridge, help="in mean variances of an input")
-        add("--memory-tokens", type=_length, default="16K", help="that fill layers of memory")
+        add("--calibration-tokens", type=length, default="32K", help="the last tenth is held out")
+        add("--calibration-length", type=length, default="2K", help="most tokens of a sequence")
+        add(
+            "--rank",
+            type=whole_number(1),
+            help="of reduced-rank predictors; default: a quarter of the keys",
+        )
+        add(
+            "--hidden",
+            type=whole_number(2),
+            help="units of MLP predictors; default: twice their outputs",
+        )
+        add(
+            "--mlp-steps",
+            type=whole_number(0),
+            default=200,
+            help="of training; 1000 or more for a large one",
+        )
+        add("--ridge", type=number(0), default=usual.ridge, help="in mean variances of an input")
+        add("--memory-tokens", type=length, default="16K", help="that fill layers of memory")
         add("--memory-layers", type=int, default=3, help="of the shape of 8B and 70B")
 
     @classmethod
@@ -186,6 +202,13 @@ class AquaAblation(Task):
             else:
                 found += [{"cache": caches[0], "part": part, "variant": name} for name in names]
         return found
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        if self.texts.text is not None:
+            subject.need_tokenizer(self.name)
+        for count in lengths_of(cells):
+            self.texts.contexts(subject, count, count // 4, self.windows)
+            check_positions(subject.model, count)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         part, name = cell["part"], cell["variant"]
@@ -263,12 +286,3 @@ def _check_cache(cache: str) -> None:
                 f"--caches {cache}: aqua-ablation chooses {option} itself, leave it out; "
                 "--artifacts names the artifacts' folder"
             )
-
-
-def _length(text: str) -> int:
-    from hf_kvret.evaluation.command import lengths
-
-    found = lengths(text)
-    if len(found) > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than one length")
-    return found[0]

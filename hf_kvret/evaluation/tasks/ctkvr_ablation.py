@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 
+from hf_kvret.evaluation.arguments import (
+    budget,
+    file_path,
+    lengths,
+    names,
+    number,
+    several,
+    whole_number,
+)
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.ctkvr_report import ablation_tables, plot_ablation
 from hf_kvret.evaluation.ctkvr_study import Questions, Study, Turns
 from hf_kvret.evaluation.ctkvr_variants import PARTS, Variants, centroid_count
 from hf_kvret.evaluation.needles import NeedleLanguage
+from hf_kvret.evaluation.reader import check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import Pace
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task
 from hf_kvret.evaluation.tasks.lrqk_factors import needle_tokens
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
 
@@ -29,22 +39,25 @@ _LONG = ("update", "pending")
 
 @dataclass(frozen=True)
 class CTkvrAblation(Task):
-    """What each part of CTkvr is worth: recall of the exact top-k without it, or with another.
-
-    choice: which queries of the prompt are centroids (the paper's table 4). centroids, probes: how
-    many there are, and how many a query recalls (figure 10). rerank: how the recalled tokens are
-    compared, and how many there are (figure 11). budget: tables 1 and 6. questions: whether a
-    question's queries become centroids. update: new centroids over --turns (table 5). pending:
-    recall of the prompt's and of generated tokens along --long-tokens, without the pending list
-    and without the watch on coverage. Without --text the model reads documents of needles with
-    questions after them, which is what --model needle speaks.
-
-        hf-kvret eval ctkvr-ablation --text novel.txt --json ablation.json --plot ablation.png
-        hf-kvret eval ctkvr-ablation --model needle --parts choice,questions
-    """
+    """What each part of CTkvr is worth: recall of the exact top-k without it, or with another."""
 
     name: ClassVar[str] = "ctkvr-ablation"
     summary: ClassVar[str] = "what each part of CTkvr is worth"
+    description: ClassVar[str] = (
+        "What each part of CTkvr is worth: recall of the exact top-k without it, or with "
+        "another. choice: which queries of the prompt are centroids (the paper's table 4). "
+        "centroids, probes: how many there are, and how many a query recalls (figure 10). "
+        "rerank: how the recalled tokens are compared, and how many there are (figure 11). "
+        "budget: tables 1 and 6. questions: whether a question's queries become centroids. "
+        "update: new centroids over --turns (table 5). pending: recall of the prompt's and of "
+        "generated tokens along --long-tokens, without the pending list and without the watch "
+        "on coverage. Without --text the model reads documents of needles with questions after "
+        "them, which is what --model needle speaks."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval ctkvr-ablation --text novel.txt --json ablation.json --plot ablation.png",
+        "hf-kvret eval ctkvr-ablation --model needle --parts choice,questions",
+    )
 
     text: Path | None
     lengths: tuple[int, ...]
@@ -72,29 +85,32 @@ class CTkvrAblation(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import budget, lengths, names
-
         # A share of the cold tokens like that of 1,024 of 32K.
         parser.set_defaults(caches="ctkvr", top_k=128)
         add = parser.add_argument
-        add("--text", type=Path, metavar="FILE", help="default: documents of needles")
+        add("--text", type=file_path, metavar="FILE", help="default: documents of needles")
         add("--lengths", type=lengths, default=[4096], help="tokens of a context")
         add("--windows", type=int, default=1, help="at most this many contexts of each length")
         add("--parts", type=names, default=list(PARTS), help=f"default: all of {', '.join(PARTS)}")
         add(
             "--centroids",
-            type=_several(_centroids),
+            type=several(_centroids),
             default=("1/8x", "1/4x", "1/2x", "1x", "2x"),
             help="counts, or multiples of what the options give",
         )
-        add("--probes", type=_several(int), default=(1, 2, 4, 8, 16), help="centroids recalled")
+        add(
+            "--probes",
+            type=several(whole_number(1)),
+            default=(1, 2, 4, 8, 16),
+            help="centroids recalled",
+        )
         add(
             "--ratios",
-            type=_several(float),
+            type=several(number(0)),
             default=(1.0, 1.5, 2.5, 4.0),
             help="keys of a list, as multiples of the budget",
         )
-        add("--budgets", type=_several(budget), default=(512, 1024, 0.04))
+        add("--budgets", type=several(budget), default=(512, 1024, 0.04), help="of the part budget")
         add("--new-tokens", type=int, default=128, help="that are measured")
         add("--step", type=int, default=8, help="tokens a forward pass; turns and answers take 1")
         add("--questions", type=int, default=4, help="passages that come again, each on a fork")
@@ -103,7 +119,7 @@ class CTkvrAblation(Task):
         add("--turns", type=int, default=8, help="of the update part")
         add("--turn-tokens", type=int, default=256, help="of new text in a turn")
         add("--turn-measured", type=int, default=64, help="tokens after it that are measured")
-        add("--long-tokens", type=int, default=4000, help="of the pending part")
+        add("--long-tokens", type=whole_number(1), default=4000, help="of the pending part")
         add("--every", type=int, default=400, help="of them a number")
 
     @classmethod
@@ -155,23 +171,35 @@ class CTkvrAblation(Task):
             for cache in caches
         ]
 
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        for part, length in dict.fromkeys((cell["part"], cell["length"]) for cell in cells):
+            new = self._new(part)
+            self._contexts(subject, length, new)
+            check_positions(subject.model, length + new)
+
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         length, part = cell["length"], cell["part"]
         given = choice.make(subject.model.config, 1)
         assert isinstance(given, CTkvrCache) and isinstance(given.options, CTkvrConfig)
         variant = self.variants.choice(part, cell["variant"], given.options, length)
         study = Study(subject, variant)
-        if part == "questions":
-            for window in self._contexts(subject, length, 0):
+        for window in self._contexts(subject, length, self._new(part)):
+            if part == "questions":
                 study.ask(window, self.questions)
-        elif part == "update":
-            for window in self._contexts(subject, length, self.turns.tokens):
+            elif part == "update":
                 study.talk(window, length, self.turns)
-        else:
-            pace = self.long if part == "pending" else self.pace
-            for window in self._contexts(subject, length, pace.count):
-                study.follow(window, length, pace)
+            else:
+                study.follow(window, length, self.long if part == "pending" else self.pace)
         return study.result()
+
+    def _new(self, part: str) -> int:
+        """Tokens that a part has after its context."""
+        if part == "questions":
+            return 0
+        if part == "update":
+            return self.turns.tokens
+        return self.long.count if part == "pending" else self.pace.count
 
     def _contexts(self, subject: Subject, length: int, new: int) -> list[torch.Tensor]:
         """``[length + new]`` int64 each, of the text or of needles with questions after them."""
@@ -197,17 +225,8 @@ class CTkvrAblation(Task):
 
 
 def _centroids(text: str) -> str:
-    centroid_count(text, 1)
+    try:
+        centroid_count(text, 1)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
-
-
-def _several(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Comma-separated values of that kind, for argparse."""
-
-    def parse(text: str) -> tuple[Any, ...]:
-        try:
-            return tuple(kind(part.strip()) for part in text.split(","))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from tqdm import tqdm
 
+from hf_kvret.evaluation.arguments import file_path, names, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.longbench import (
     BUCKETS,
@@ -31,10 +32,10 @@ from hf_kvret.evaluation.longbench import (
     split_template,
 )
 from hf_kvret.evaluation.plots import plot_groups
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Task, mean_points
+from hf_kvret.evaluation.task import Choices, Task, mean_points
 from hf_kvret.evaluation.texts import chat_parts, token_ids
 
 # LongBench reads 3,500 tokens with a model of 4,096: room for the answer and a chat template.
@@ -43,18 +44,20 @@ _ROOM = 596
 
 @dataclass(frozen=True)
 class LongBench(Task):
-    """LongBench: questions, summaries, few-shot tasks and code about long texts.
-
-    Prompts, cutting in the middle, answer lengths and scores are those of LongBench v1's 16
-    English tasks. With --questions inside, the whole prompt is read in one pass; with after, what
-    stands before the question is read without it.
-
-        hf-kvret eval longbench --data data.zip --tasks qasper,hotpotqa,trec --samples 50 \\
-            --max-length 7500 --caches full,flat,paris --json longbench.json
-    """
+    """LongBench: questions, summaries, few-shot tasks and code about long texts."""
 
     name: ClassVar[str] = "longbench"
     summary: ClassVar[str] = "LongBench v1's 16 English tasks, or LongBench-E"
+    description: ClassVar[str] = (
+        "LongBench: questions, summaries, few-shot tasks and code about long texts. Prompts, "
+        "cutting in the middle, answer lengths and scores are those of LongBench v1's 16 "
+        "English tasks. With --questions inside, the whole prompt is read in one pass; with "
+        "after, what stands before the question is read without it."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval longbench --data data.zip --tasks qasper,hotpotqa,trec --samples 50 "
+        "--max-length 7500 --caches full,flat,paris --json longbench.json",
+    )
 
     tasks: tuple[str, ...]
     data: LongData
@@ -88,29 +91,37 @@ class LongBench(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import names
-
         source = parser.add_mutually_exclusive_group(required=True)
         source.add_argument(
-            "--data", type=Path, help="LongBench's data.zip, or a folder with <task>.jsonl"
+            "--data", type=file_path, help="LongBench's data.zip, or a folder with <task>.jsonl"
         )
         source.add_argument(
             "--hub-id", metavar="ID", help="download data.zip from there: THUDM/LongBench"
         )
         parser.add_argument("--tasks", type=names, help="default: all")
-        parser.add_argument("--samples", type=int, help="the first so many of a task; default: all")
+        parser.add_argument(
+            "--samples", type=whole_number(1), help="the first so many of a task; default: all"
+        )
         parser.add_argument(
             "--e", action="store_true", help="LongBench-E: 13 tasks, scores by length of the text"
         )
-        parser.add_argument("--questions", choices=("inside", "after", "both"), default="inside")
+        parser.add_argument(
+            "--questions",
+            choices=("inside", "after", "both"),
+            default="inside",
+            help="read with the text, or fed after it",
+        )
         parser.add_argument(
             "--max-length",
-            type=int,
+            type=whole_number(1),
             help="a longer prompt loses its middle; default: the positions of the model's "
             f"configuration less {_ROOM}. LongBench: 3500, 7500, 15500, 31500",
         )
         parser.add_argument(
-            "--prompts", type=Path, metavar="FILE", help="templates of yours: dataset2prompt.json"
+            "--prompts",
+            type=file_path,
+            metavar="FILE",
+            help="templates of yours: dataset2prompt.json",
         )
         parser.add_argument(
             "--chat",
@@ -158,6 +169,14 @@ class LongBench(Task):
             for questions in self.questions
             for cache in caches
         ]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        for task in dict.fromkeys(cell["task"] for cell in cells):
+            (sample,) = self.data.read(task, 1)
+            prompt = self._prompt(sample, {"task": task, "questions": "inside"}, subject)
+            tokens = token_ids(subject.need_tokenizer(self.name), prompt.context)
+            check_positions(subject.model, len(tokens))
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         task = LONG_TASKS[cell["task"]]

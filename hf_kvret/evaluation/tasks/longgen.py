@@ -10,11 +10,12 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from hf_kvret.evaluation.arguments import file_path, lengths
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.following import full_choices
 from hf_kvret.evaluation.plots import plot_lines
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import (
     Pace,
@@ -29,25 +30,27 @@ from hf_kvret.evaluation.stretches import (
 )
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task, lengths_of
 
 FOLLOW = ("text", "greedy", "sample")
 
 
 @dataclass(frozen=True)
 class LongGeneration(Task):
-    """Recall of the exact top-k along a generation of thousands of tokens.
-
-    An index that was fitted to the prompt may fit worse the more was generated. Each context is
-    read in one pass; then --new-tokens follow, one at a time: those of the text itself, or the
-    cache's own (--follow). Recall, and agreement with full attention on the very same tokens, are
-    told for each --every of them.
-
-        hf-kvret eval longgen --text novel.txt --lengths 4K --new-tokens 4096 --caches flat,paris
-    """
+    """Recall of the exact top-k along a generation of thousands of tokens."""
 
     name: ClassVar[str] = "longgen"
     summary: ClassVar[str] = "recall along a generation of thousands of tokens"
+    description: ClassVar[str] = (
+        "Recall of the exact top-k along a generation of thousands of tokens. An index that was "
+        "fitted to the prompt may fit worse the more was generated. Each context is read in one "
+        "pass; then --new-tokens follow, one at a time: those of the text itself, or the "
+        "cache's own (--follow). Recall, and agreement with full attention on the very same "
+        "tokens, are told for each --every of them."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval longgen --text novel.txt --lengths 4K --new-tokens 4096 --caches flat,paris",
+    )
 
     text: Path
     then: Path | None
@@ -70,12 +73,12 @@ class LongGeneration(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths
-
-        parser.add_argument("--text", type=Path, required=True, metavar="FILE")
+        parser.add_argument(
+            "--text", type=file_path, required=True, metavar="FILE", help="contexts are cut from it"
+        )
         parser.add_argument(
             "--then",
-            type=Path,
+            type=file_path,
             metavar="FILE",
             help="another text that follows after the context, for a change of subject",
         )
@@ -124,6 +127,15 @@ class LongGeneration(Task):
 
     def cells(self, caches: Sequence[str]) -> list[Cell]:
         return [{"cache": cache, "length": n} for n in self.lengths for cache in caches]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        known = self.pace.count if self.follow == "text" else 0
+        for length in lengths_of(cells):
+            text_windows(subject, self.name, self.text, length, known, self.windows, self.then)
+            check_positions(subject.model, length + self.pace.count)
+        for choice in choices.values():
+            Reader(subject.model, choice, 0).check_step(self.pace.step)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         length, count = cell["length"], self.pace.count

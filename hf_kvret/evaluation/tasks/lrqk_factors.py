@@ -12,15 +12,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from hf_kvret.evaluation.arguments import file_path, lengths, names, several, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.lrqk_report import factor_tables, plot_factors
 from hf_kvret.evaluation.lrqk_study import LayerStudy, read_layers
 from hf_kvret.evaluation.lrqk_variants import VARIANTS
 from hf_kvret.evaluation.needles import NeedleLanguage
+from hf_kvret.evaluation.reader import check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task, lengths_of
 from hf_kvret.methods.lrqk import LRQKCache, LRQKConfig
 
 # Options of the cache that count here; variants choose the others, or nothing depends on them.
@@ -30,20 +32,23 @@ _TOKENS_PER_NEEDLE = 128
 
 @dataclass(frozen=True)
 class LRQKFactors(Task):
-    """How good LRQK's factors are: what low-rank proxies miss of the scores of a real model.
-
-    A text is read once; queries and keys of every retrieval layer are kept in fp32, so take up to
-    some 8K tokens. For each rank, proxies are made in several ways (--variants). Their relative
-    error over all queries and keys is exact. Recall of the exact top-k is that of the last
-    --queries, each among all tokens before it. Without --text the model reads a document of
-    needles with questions at its end, which is what --model needle speaks.
-
-        hf-kvret eval lrqk-factors --model needle --plot factors.png
-        hf-kvret eval lrqk-factors --model reference --text novel.txt --lengths 2K
-    """
+    """How good LRQK's factors are: what low-rank proxies miss of the scores of a real model."""
 
     name: ClassVar[str] = "lrqk-factors"
     summary: ClassVar[str] = "how good LRQK's low-rank factors are"
+    description: ClassVar[str] = (
+        "How good LRQK's factors are: what low-rank proxies miss of the scores of a real model. "
+        "A text is read once; queries and keys of every retrieval layer are kept in fp32, so "
+        "take up to some 8K tokens. For each rank, proxies are made in several ways "
+        "(--variants). Their relative error over all queries and keys is exact. Recall of the "
+        "exact top-k is that of the last --queries, each among all tokens before it. Without "
+        "--text the model reads a document of needles with questions at its end, which is what "
+        "--model needle speaks."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval lrqk-factors --model needle --plot factors.png",
+        "hf-kvret eval lrqk-factors --model reference --text novel.txt --lengths 2K",
+    )
 
     text: Path | None
     lengths: tuple[int, ...]
@@ -70,15 +75,16 @@ class LRQKFactors(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths, names
-
         parser.set_defaults(caches="lrqk", top_k=100, store="device")
         parser.add_argument(
-            "--text", type=Path, metavar="FILE", help="default: a document of needles"
+            "--text", type=file_path, metavar="FILE", help="default: a document of needles"
         )
         parser.add_argument("--lengths", type=lengths, default=[2048], help="tokens of the text")
         parser.add_argument(
-            "--ranks", type=_ranks, default=(8, 16, 32, 48, 64), help="left out above the head dim"
+            "--ranks",
+            type=several(whole_number(1)),
+            default=(8, 16, 32, 48, 64),
+            help="left out above the head dim",
         )
         parser.add_argument(
             "--variants",
@@ -122,6 +128,14 @@ class LRQKFactors(Task):
             for rank in self.ranks
         ]
 
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        for length in lengths_of(cells):
+            for choice in choices.values():
+                self._top_k(length, subject, choice)
+            self._tokens(length, subject)
+            check_positions(subject.model, length)
+
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         """The numbers of one cell; ``layers`` leaves out those with a head dim below the rank.
 
@@ -129,14 +143,7 @@ class LRQKFactors(Task):
             ValueError: a text too short for the budget, or one that this model can't read.
         """
         length, rank = cell["length"], cell["rank"]
-        given = choice.make(subject.model.config, 1)
-        assert isinstance(given, LRQKCache) and isinstance(given.options, LRQKConfig)
-        top_k = given.options.budget(length)
-        if top_k >= length - self.queries:
-            raise ValueError(
-                f"--lengths {length}: --queries {self.queries} and --top-k {top_k} leave nothing "
-                "to choose; take a longer text, or less of them"
-            )
+        top_k, options = self._top_k(length, subject, choice)
         variant, studies = VARIANTS[cell["variant"]], self._studies(length, subject)
         largest = max(study.dim for study in studies)
         if min(self.ranks) > largest:
@@ -146,9 +153,21 @@ class LRQKFactors(Task):
         fitting = [study for study in studies if rank <= study.dim]
         found = []
         for study in tqdm(fitting, desc="layers", leave=False):
-            quality = study.judge(variant.approximate(study, rank, given.options), top_k)
+            quality = study.judge(variant.approximate(study, rank, options), top_k)
             found.append({"layer": study.layer, **quality.to_dict()})
         return {"top_k": top_k, "layers": found}
+
+    def _top_k(self, length: int, subject: Subject, choice: CacheChoice) -> tuple[int, LRQKConfig]:
+        """How many tokens a query selects, and the options of the cache."""
+        given = choice.make(subject.model.config, 1)
+        assert isinstance(given, LRQKCache) and isinstance(given.options, LRQKConfig)
+        top_k = given.options.budget(length)
+        if top_k >= length - self.queries:
+            raise ValueError(
+                f"--lengths {length}: --queries {self.queries} and --top-k {top_k} leave nothing "
+                "to choose; take a longer text, or less of them"
+            )
+        return top_k, given.options
 
     def _studies(self, length: int, subject: Subject) -> list[LayerStudy]:
         key = (subject.model, length)
@@ -208,10 +227,3 @@ def _check_cache(cache: str) -> None:
                 f"--caches {cache}: {option} is chosen by --ranks and --variants, or changes "
                 f"nothing here; leave it out. What counts: {', '.join(_COUNT)}"
             )
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} are no ranks: write 16,32") from None

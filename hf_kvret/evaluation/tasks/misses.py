@@ -14,15 +14,16 @@ from tqdm import tqdm
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
+from hf_kvret.evaluation.arguments import budget, file_path, lengths, number, several
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.plots import plot_lines
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import Source, greedy_source, sampling_source, text_source
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task, lengths_of
 from hf_kvret.registry import registered_methods
 from hf_kvret.reports import MemoryReport
 
@@ -64,17 +65,20 @@ class Generation:
 
 @dataclass(frozen=True)
 class Misses(Task):
-    """What the hit/miss buffer of store="resident" saves along a long generation.
-
-    Each context is read in one pass; then --new-tokens follow, one at a time, once with rows in
-    host memory alone and once for each of --slots with a buffer on the device in front of them.
-    Both must give the same tokens. A miss is a selected row that had to be fetched.
-
-        hf-kvret eval misses --text novel.txt --lengths 4K --top-ks 128,256 --caches lrqk,paris
-    """
+    """What the hit/miss buffer of store="resident" saves along a long generation."""
 
     name: ClassVar[str] = "misses"
     summary: ClassVar[str] = "rows that a hit/miss buffer saves along a generation"
+    description: ClassVar[str] = (
+        'What the hit/miss buffer of store="resident" saves along a long generation. Each '
+        "context is read in one pass; then --new-tokens follow, one at a time, once with rows "
+        "in host memory alone and once for each of --slots with a buffer on the device in front "
+        "of them. Both must give the same tokens. A miss is a selected row that had to be "
+        "fetched."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval misses --text novel.txt --lengths 4K --top-ks 128,256 --caches lrqk,paris",
+    )
 
     text: Path
     lengths: tuple[int, ...]
@@ -103,23 +107,23 @@ class Misses(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths
-
         parser.set_defaults(caches="lrqk,paris", top_k=None, store="resident")
-        parser.add_argument("--text", type=Path, required=True, metavar="FILE")
+        parser.add_argument(
+            "--text", type=file_path, required=True, metavar="FILE", help="contexts are cut from it"
+        )
         parser.add_argument("--lengths", type=lengths, default=[4096], help="tokens of a context")
         parser.add_argument("--new-tokens", type=int, default=2000, help="after each context")
         parser.add_argument("--every", type=int, default=100, help="tokens a point of the picture")
         parser.add_argument(
             "--top-ks",
-            type=_numbers,
+            type=several(budget),
             default=(128, 256, 512),
             metavar="K,K",
             help="budgets in place of --top-k, counts or shares",
         )
         parser.add_argument(
             "--slots",
-            type=_numbers,
+            type=several(number(0)),
             default=(1.0, 2.0),
             metavar="N,N",
             help="rows of the buffer, as multiples of the budget",
@@ -172,6 +176,13 @@ class Misses(Task):
             for top_k in self.top_ks
             for slots in self.slots
         ]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        known = self.count if self.follow == "text" else 0
+        for length in lengths_of(cells):
+            text_windows(subject, self.name, self.text, length, known, 1, None)
+            check_positions(subject.model, length + self.count)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         """The numbers of one cell.
@@ -360,14 +371,3 @@ def _cache(reader: Reader) -> RetrievalCache:
 
 def _label(cell: Cell) -> str:
     return f"{cell['cache']}, {cell['length']}, k={cell['top_k']:g}, {cell['slots']:g} x k slots"
-
-
-def _numbers(text: str) -> tuple[int | float, ...]:
-    """Comma-separated numbers, for argparse."""
-    try:
-        return tuple(
-            float(part) if "." in part else int(part) for part in map(str.strip, text.split(","))
-        )
-    except ValueError:
-        message = f"{text!r} are no numbers: write them as 128,256 or 0.04,0.08"
-        raise argparse.ArgumentTypeError(message) from None

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from hf_kvret.evaluation.arguments import file_path, lengths
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.haystack import (
     Document,
@@ -23,28 +24,34 @@ from hf_kvret.evaluation.haystack import (
     token_wording,
 )
 from hf_kvret.evaluation.plots import plot_lines
-from hf_kvret.evaluation.reader import Reader, Usage
+from hf_kvret.evaluation.reader import Reader, Usage, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task, mean_points
+from hf_kvret.evaluation.task import Choices, Task, lengths_of, mean_points
 
 MODES = ("turns", "forks")
 
 
 @dataclass(frozen=True)
 class MultiTurn(Task):
-    """One context with a needle for each turn, read once without any question; then the questions.
-
-    Mode "turns" asks them one after the other on the same cache. Earlier answers in it are the
-    right ones, whatever the model said; with --own-answers they are the model's own. Mode "forks"
-    asks each question of a fork of the cache that has read the context only.
-
-        hf-kvret eval multiturn --lengths 4K,16K --turns 8 --caches full,flat,paris --plot turns.png
+    """One context with a needle for each turn, read once without any question; then the
+    questions.
     """
 
     name: ClassVar[str] = "multiturn"
     summary: ClassVar[str] = "several questions in turn about one context"
+    description: ClassVar[str] = (
+        "One context with a needle for each turn, read once without any question; then the "
+        'questions. Mode "turns" asks them one after the other on the same cache. Earlier '
+        "answers in it are the right ones, whatever the model said; with --own-answers they are "
+        'the model\'s own. Mode "forks" asks each question of a fork of the cache that has read '
+        "the context only."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval multiturn --lengths 4K,16K --turns 8 --caches full,flat,paris --plot "
+        "turns.png",
+    )
 
     lengths: tuple[int, ...]
     turns: int
@@ -71,8 +78,6 @@ class MultiTurn(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths
-
         parser.add_argument(
             "--lengths",
             type=lengths,
@@ -81,7 +86,12 @@ class MultiTurn(Task):
         )
         parser.add_argument("--turns", type=int, default=8, help="needles and questions")
         parser.add_argument("--samples", type=int, default=4, help="contexts of each length")
-        parser.add_argument("--mode", choices=(*MODES, "both"), default="turns")
+        parser.add_argument(
+            "--mode",
+            choices=(*MODES, "both"),
+            default="turns",
+            help="one cache for all questions, or a fork for each",
+        )
         parser.add_argument(
             "--own-answers", action="store_true", help="keep the model's own answers in the cache"
         )
@@ -92,7 +102,7 @@ class MultiTurn(Task):
         )
         parser.add_argument(
             "--essays",
-            type=Path,
+            type=file_path,
             metavar="FILE",
             help="haystack: plain text or a JSON list of texts; RULER's noise without it",
         )
@@ -131,6 +141,13 @@ class MultiTurn(Task):
             for mode in self.modes
             for cache in caches
         ]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        wording = self._wording(subject)
+        for length in lengths_of(cells):
+            check_positions(subject.model, length)
+            self._document(wording, length, 0)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         wording = self._wording(subject)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from hf_kvret.evaluation.arguments import file_path, lengths
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.haystack import (
     Document,
@@ -28,12 +29,12 @@ from hf_kvret.evaluation.haystack import (
     text_wording,
     token_wording,
 )
-from hf_kvret.evaluation.plots import plot_heat_maps
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.plots import count_label, plot_heat_maps
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task, mean_points
+from hf_kvret.evaluation.task import Choices, Task, lengths_of, mean_points
 
 STYLES = ("sandwich", "magic", "tokens")
 SCORES = ("substring", "rouge1")
@@ -49,21 +50,24 @@ _RULE = "Don't give information outside the document or repeat your findings"
 
 @dataclass(frozen=True)
 class NeedleInHaystack(Task):
-    """A needle in a haystack, at every depth of every length: a heat map for each cache.
-
-    Styles: "magic" is RULER's wording with a random key and number, which small models can answer;
-    "sandwich" is the sentence of the original test, or yours; "tokens" is the language of the
-    bundled needle model and needs no tokenizer. No model judges the answers: an answer is right
-    when the expected text is in it (substring), or as far as the expected words are (rouge1).
-
-    With --questions inside, the question is read with the text in one pass; with after, the text is
-    read without it, and the question is fed then.
-
-        hf-kvret eval niah --lengths 4K,8K,16K --essays essays.json --json niah.json --plot niah.png
-    """
+    """A needle in a haystack, at every depth of every length: a heat map for each cache."""
 
     name: ClassVar[str] = "niah"
     summary: ClassVar[str] = "needle in a haystack: a heat map of length and depth"
+    description: ClassVar[str] = (
+        "A needle in a haystack, at every depth of every length: a heat map for each cache. "
+        'Styles: "magic" is RULER\'s wording with a random key and number, which small models '
+        'can answer; "sandwich" is the sentence of the original test, or yours; "tokens" is the '
+        "language of the bundled needle model and needs no tokenizer. No model judges the "
+        "answers: an answer is right when the expected text is in it (substring), or as far as "
+        "the expected words are (rouge1). With --questions inside, the question is read with "
+        "the text in one pass; with after, the text is read without it, and the question is fed "
+        "then."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval niah --lengths 4K,8K,16K --essays essays.json --json niah.json --plot "
+        "niah.png",
+    )
 
     lengths: tuple[int, ...]
     depths: tuple[float, ...]
@@ -97,8 +101,6 @@ class NeedleInHaystack(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths
-
         parser.add_argument(
             "--lengths",
             type=lengths,
@@ -118,10 +120,15 @@ class NeedleInHaystack(Task):
         parser.add_argument(
             "--distractors", type=int, default=0, help="more needles, with other keys, anywhere"
         )
-        parser.add_argument("--questions", choices=("inside", "after", "both"), default="inside")
+        parser.add_argument(
+            "--questions",
+            choices=("inside", "after", "both"),
+            default="inside",
+            help="read with the text, or fed after it",
+        )
         parser.add_argument(
             "--essays",
-            type=Path,
+            type=file_path,
             metavar="FILE",
             help="haystack: plain text or a JSON list of texts; RULER's noise without it",
         )
@@ -171,6 +178,13 @@ class NeedleInHaystack(Task):
             for questions in self.questions
             for cache in caches
         ]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        wording = self._wording(subject)
+        for length in lengths_of(cells):
+            check_positions(subject.model, length)
+            self._document(wording, length, 0.0, 0)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         wording = self._wording(subject)
@@ -241,15 +255,18 @@ class NeedleInHaystack(Task):
         for cell, found in results:
             name = f"{cell['cache']}, {cell['questions']}" if both else cell["cache"]
             scores = maps.setdefault(name, np.full((len(depths), len(lengths)), np.nan))
-            scores[depths.index(cell["depth"]), lengths.index(cell["length"])] = found["score"]
+            scores[depths.index(cell["depth"]), lengths.index(cell["length"])] = (
+                100 * found["score"]
+            )
         plot_heat_maps(
             path,
             maps,
             rows=[f"{depth:g}" for depth in depths],
-            columns=[str(length) for length in lengths],
-            title="needle in a haystack, share of right answers",
+            columns=[count_label(length) for length in lengths],
+            title="needle in a haystack, right answers in %",
             x="tokens",
             y="depth of the needle, %",
+            high=100.0,
         )
 
     @classmethod

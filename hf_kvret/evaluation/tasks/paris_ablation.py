@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
+
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.evaluation.arguments import file_path, lengths, names, number, several, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.following import full_choices
@@ -21,7 +24,7 @@ from hf_kvret.evaluation.paris_variants import (
     switched,
     with_ratio,
 )
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import (
     Pace,
@@ -31,7 +34,7 @@ from hf_kvret.evaluation.stretches import (
     walk,
 )
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task
 from hf_kvret.methods.paris import ParisConfig
 
 PARTS = ("switches", "ratios", "drift")
@@ -39,18 +42,20 @@ PARTS = ("switches", "ratios", "drift")
 
 @dataclass(frozen=True)
 class ParisAblation(Task):
-    """What each part of ParisKV is worth: recall of the exact top-k without it.
-
-    switches: one part off at a time, at --ratio candidates. ratios: recall against the share of
-    candidates, at each length (the paper's figure 9). drift: recall along --drift-tokens after the
-    shortest length, beside clusters that were learnt from the prompt (figures 1 and 10). All
-    variants follow the same text, after each context.
-
-        hf-kvret eval paris-ablation --text novel.txt --lengths 4K,8K,16K --plot ablation.png
-    """
+    """What each part of ParisKV is worth: recall of the exact top-k without it."""
 
     name: ClassVar[str] = "paris-ablation"
     summary: ClassVar[str] = "what each part of ParisKV is worth"
+    description: ClassVar[str] = (
+        "What each part of ParisKV is worth: recall of the exact top-k without it. switches: "
+        "one part off at a time, at --ratio candidates. ratios: recall against the share of "
+        "candidates, at each length (the paper's figure 9). drift: recall along --drift-tokens "
+        "after the shortest length, beside clusters that were learnt from the prompt (figures 1 "
+        "and 10). All variants follow the same text, after each context."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval paris-ablation --text novel.txt --lengths 4K,8K,16K --plot ablation.png",
+    )
 
     text: Path
     then: Path | None
@@ -80,30 +85,40 @@ class ParisAblation(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths, names
-
         # The paper's budget, and the only method that there is something to take away from.
         parser.set_defaults(caches="paris", top_k=100)
-        parser.add_argument("--text", type=Path, required=True, metavar="FILE")
+        parser.add_argument(
+            "--text", type=file_path, required=True, metavar="FILE", help="contexts are cut from it"
+        )
         parser.add_argument(
             "--then",
-            type=Path,
+            type=file_path,
             metavar="FILE",
             help="another text that the drift part goes on with after the context",
         )
-        parser.add_argument("--lengths", type=lengths, default=[4096, 8192, 16384])
+        parser.add_argument(
+            "--lengths", type=lengths, default=[4096, 8192, 16384], help="tokens of a context"
+        )
         parser.add_argument(
             "--windows", type=int, default=1, help="at most this many contexts of each length"
         )
         parser.add_argument("--parts", type=names, default=list(PARTS), help="default: all")
         parser.add_argument(
-            "--ratio", type=float, default=0.1, help="share of candidates of switches and drift"
+            "--ratio",
+            type=number(0, 1),
+            default=0.1,
+            help="share of candidates of switches and drift",
         )
         parser.add_argument(
-            "--ratios", type=_ratios, default=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5), help="of the second"
+            "--ratios",
+            type=several(number(0, 1)),
+            default=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5),
+            help="of the second",
         )
         parser.add_argument("--new-tokens", type=int, default=128, help="that are measured")
-        parser.add_argument("--drift-tokens", type=int, default=2048, help="of the drift part")
+        parser.add_argument(
+            "--drift-tokens", type=whole_number(1), default=2048, help="of the drift part"
+        )
         parser.add_argument("--every", type=int, default=128, help="drift tokens a number")
         parser.add_argument("--step", type=int, default=8, help="tokens a forward pass")
         parser.add_argument(
@@ -161,14 +176,17 @@ class ParisAblation(Task):
             for cache in caches
         ]
 
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        for cell in {(cell["length"], cell["part"] == "drift"): cell for cell in cells}.values():
+            (window, *_) = self._texts(cell, subject)
+            check_positions(subject.model, len(window))
+
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         length, drifts = cell["length"], cell["part"] == "drift"
         pace = self.drift if drifts else self.pace
         variant = self._variant(cell, subject, choice)
-        then = self.then if drifts else None
-        windows = text_windows(
-            subject, self.name, self.text, length, pace.count, self.windows, then
-        )
+        windows = self._texts(cell, subject)
         samples, read, cold, candidates, seconds = [], 0, 0, 0, 0.0
         for window in windows:
             reader = Reader(subject.model, variant, len(window))
@@ -196,6 +214,15 @@ class ParisAblation(Task):
             "seconds_with_recall": seconds,
         }
 
+    def _texts(self, cell: Cell, subject: Subject) -> list[torch.Tensor]:
+        """Contexts of the text with what follows them."""
+        drifts = cell["part"] == "drift"
+        count = self.drift.count if drifts else self.pace.count
+        then = self.then if drifts else None
+        return text_windows(
+            subject, self.name, self.text, cell["length"], count, self.windows, then
+        )
+
     def _variant(self, cell: Cell, subject: Subject, choice: CacheChoice) -> CacheChoice:
         """The variant of the cache that the command line names."""
         given = choice.make(subject.model.config, 1)
@@ -214,11 +241,3 @@ class ParisAblation(Task):
     def plot(cls, path: Path, results: Results) -> None:
         """One picture a part: ``path``, and ``NAME-PART.png`` for the parts after the first."""
         plot_ablation(path, results)
-
-
-def _ratios(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        message = f"{text!r} are no shares: write 0.05,0.1"
-        raise argparse.ArgumentTypeError(message) from None

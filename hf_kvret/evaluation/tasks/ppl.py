@@ -12,30 +12,33 @@ from typing import Any, ClassVar, Self
 import torch
 from tqdm import tqdm
 
+from hf_kvret.evaluation.arguments import file_path, lengths
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file
 from hf_kvret.evaluation.plots import plot_lines
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task
+from hf_kvret.evaluation.task import Choices, Task, lengths_of
 from hf_kvret.evaluation.texts import read_text, token_ids
 
 
 @dataclass(frozen=True)
 class Perplexity(Task):
-    """Perplexity of long text, fed through the cache step by step.
-
-    Each window of the text is read up to --prefill in one pass; the rest is fed --step tokens at a
-    time, and only these count. A single forward pass over the window gives the same number for
-    full attention.
-
-        hf-kvret eval ppl --text wiki.test.raw --lengths 4K --windows 8 --caches full,flat,paris
-    """
+    """Perplexity of long text, fed through the cache step by step."""
 
     name: ClassVar[str] = "ppl"
     summary: ClassVar[str] = "perplexity of long text fed step by step"
+    description: ClassVar[str] = (
+        "Perplexity of long text, fed through the cache step by step. Each window of the text "
+        "is read up to --prefill in one pass; the rest is fed --step tokens at a time, and only "
+        "these count. A single forward pass over the window gives the same number for full "
+        "attention."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval ppl --text wiki.test.raw --lengths 4K --windows 8 --caches full,flat,paris",
+    )
 
     text: Path
     lengths: tuple[int, ...]
@@ -53,9 +56,9 @@ class Perplexity(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths
-
-        parser.add_argument("--text", type=Path, required=True, help="WikiText-2 raw test, or any")
+        parser.add_argument(
+            "--text", type=file_path, required=True, help="WikiText-2 raw test, or any"
+        )
         parser.add_argument(
             "--lengths", type=lengths, default=[4096], help="window sizes in tokens"
         )
@@ -86,15 +89,19 @@ class Perplexity(Task):
     def cells(self, caches: Sequence[str]) -> list[Cell]:
         return [{"cache": cache, "length": n} for n in self.lengths for cache in caches]
 
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        for length in lengths_of(cells):
+            self._windows(subject, length)
+            check_positions(subject.model, length)
+        for choice in choices.values():
+            Reader(subject.model, choice, 0).check_step(self.step)
+
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
-        ids = token_ids(subject.need_tokenizer(self.name), read_text(self.text))
-        length = cell["length"]
-        count = min(self.windows, len(ids) // length)
-        if not count:
-            raise ValueError(f"{self.text} has {len(ids)} tokens, fewer than --lengths {length}")
+        windows = self._windows(subject, cell["length"])
         total, tokens, read, cold, seconds = 0.0, 0, 0, 0, 0.0
         device_bytes = host_bytes = full_bytes = 0
-        for window in tqdm(ids[: count * length].view(count, length), leave=False, unit="window"):
+        for window in tqdm(windows, leave=False, unit="window"):
             reader, losses = self._read(subject, choice, window)
             usage = reader.usage()
             total, tokens = total + losses.double().sum().item(), tokens + len(losses)
@@ -105,7 +112,7 @@ class Perplexity(Task):
             "ppl": math.exp(total / tokens),
             "nats": total / tokens,
             "tokens": tokens,
-            "windows": count,
+            "windows": len(windows),
             "read_ratio": read / cold if cold else None,
             "device_bytes": device_bytes,
             "host_bytes": host_bytes,
@@ -113,6 +120,14 @@ class Perplexity(Task):
             "step_bytes": usage.step_bytes,
             "seconds": seconds,
         }
+
+    def _windows(self, subject: Subject, length: int) -> torch.Tensor:
+        """``[count, length]`` token ids from the start of the text; ValueError for a short one."""
+        ids = token_ids(subject.need_tokenizer(self.name), read_text(self.text))
+        count = min(self.windows, len(ids) // length)
+        if not count:
+            raise ValueError(f"{self.text} has {len(ids)} tokens, fewer than --lengths {length}")
+        return ids[: count * length].view(count, length)
 
     def _read(
         self, subject: Subject, choice: CacheChoice, window: torch.Tensor

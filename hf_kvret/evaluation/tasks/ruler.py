@@ -15,32 +15,35 @@ import torch
 from tqdm import tqdm
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from hf_kvret.evaluation.arguments import file_path, lengths, names
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.plots import plot_heat_maps
-from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.plots import count_label, plot_heat_maps
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.ruler import TASKS, RulerData, Sample, generate, sample_score
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.evaluation.task import Task, mean_points
+from hf_kvret.evaluation.task import Choices, Task, lengths_of, mean_points
 from hf_kvret.evaluation.texts import chat_parts, token_ids
 
 
 @dataclass(frozen=True)
 class Ruler(Task):
-    """RULER: needles, variable tracking, word counts and questions at any length.
-
-    A cell is a task at a length. With --questions inside, the whole prompt is read in one pass, the
-    question too; with after, the context is read without it, as when many questions are asked
-    about one document, and question and answer prefix are fed then. An answer ends early once all
-    that counts is in it, which can't change its score.
-
-        hf-kvret eval ruler --essays essays.json --squad squad.json --hotpot hotpot.json \\
-            --lengths 4K,8K --samples 20 --caches full,flat,paris --json ruler.json
-    """
+    """RULER: needles, variable tracking, word counts and questions at any length."""
 
     name: ClassVar[str] = "ruler"
     summary: ClassVar[str] = "RULER's 13 tasks at any length"
+    description: ClassVar[str] = (
+        "RULER: needles, variable tracking, word counts and questions at any length. A cell is "
+        "a task at a length. With --questions inside, the whole prompt is read in one pass, the "
+        "question too; with after, the context is read without it, as when many questions are "
+        "asked about one document, and question and answer prefix are fed then. An answer ends "
+        "early once all that counts is in it, which can't change its score."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret eval ruler --essays essays.json --squad squad.json --hotpot hotpot.json "
+        "--lengths 4K,8K --samples 20 --caches full,flat,paris --json ruler.json",
+    )
 
     tasks: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -69,18 +72,23 @@ class Ruler(Task):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        from hf_kvret.evaluation.command import lengths, names
-
         parser.add_argument("--tasks", type=names, default=list(TASKS), help="default: all 13")
         parser.add_argument(
             "--lengths", type=lengths, default=[4096], help="tokens, answer included"
         )
         parser.add_argument("--samples", type=int, default=20, help="of each cell; RULER: 500")
-        parser.add_argument("--questions", choices=("inside", "after", "both"), default="inside")
-        parser.add_argument("--essays", type=Path, help="haystack text: JSON or plain text")
-        parser.add_argument("--squad", type=Path, help="SQuAD or XQuAD JSON, for qa_1")
-        parser.add_argument("--hotpot", type=Path, help="HotpotQA distractor JSON, for qa_2")
-        parser.add_argument("--english-words", type=Path, help="more words for cwe from 128K on")
+        parser.add_argument(
+            "--questions",
+            choices=("inside", "after", "both"),
+            default="inside",
+            help="read with the text, or fed after it",
+        )
+        parser.add_argument("--essays", type=file_path, help="haystack text: JSON or plain text")
+        parser.add_argument("--squad", type=file_path, help="SQuAD or XQuAD JSON, for qa_1")
+        parser.add_argument("--hotpot", type=file_path, help="HotpotQA distractor JSON, for qa_2")
+        parser.add_argument(
+            "--english-words", type=file_path, help="more words for cwe from 128K on"
+        )
         parser.add_argument(
             "--chat", action="store_true", help="wrap prompts in the tokenizer's chat template"
         )
@@ -115,6 +123,15 @@ class Ruler(Task):
             for questions in self.questions
             for cache in caches
         ]
+
+    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check(cells, subject, choices)
+        tokenizer = subject.need_tokenizer(self.name)
+        lengths = lengths_of(cells)
+        if lengths:
+            check_positions(subject.model, lengths[-1])
+        for task in dict.fromkeys(cell["task"] for cell in cells):
+            _samples(task, tokenizer, lengths[0], 1, self.seed, self.data, self.chat)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         tokenizer = subject.need_tokenizer(self.name)
@@ -195,7 +212,7 @@ class Ruler(Task):
             path,
             maps,
             rows=tasks,
-            columns=[f"{length} {questions}" for length, questions in columns],
+            columns=[f"{count_label(length)} {questions}" for length, questions in columns],
             title="RULER, score in %",
             x="tokens, question",
             y="task",

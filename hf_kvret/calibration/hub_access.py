@@ -1,0 +1,65 @@
+"""Whether the hub can be asked at all, found out in one request.
+
+The clients try six times, for 25 seconds, before they say that there is no network.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, get_session, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+from hf_kvret.calibration.hub import is_hub_id
+
+_TIMEOUT_SECONDS = 10.0
+
+
+def needs_cache(option: str, name: str, file: str, repo_type: str = "model") -> bool:
+    """Whether the repository ``name`` can only be had of the cache, as the hub can't be asked.
+
+    Args:
+        option: what the user gave ``name`` to, as ``--model``.
+        file: tells that the repository is in the cache.
+        repo_type: ``"model"`` or ``"dataset"``.
+
+    Raises:
+        FileNotFoundError: ``name`` is neither a folder nor a hub id.
+        ConnectionError: it is a hub id, the hub can't be reached, and the cache lacks it.
+    """
+    if Path(name).is_dir():
+        return False
+    if not is_hub_id(name):
+        raise FileNotFoundError(
+            f"{option} {name}: no such folder, and no hub id either (owner/name); check the "
+            "spelling"
+        )
+    reason = why_unreachable(name, repo_type)
+    if reason is None:
+        return False
+    if isinstance(try_to_load_from_cache(name, file, repo_type=repo_type), str):
+        return True
+    raise ConnectionError(
+        f"{option} {name}: no such folder, not in the cache, and the hub can't be asked "
+        f"({reason}). Give a local folder, or load it once while online (HF_HUB_OFFLINE unset)"
+    )
+
+
+def why_unreachable(repo_id: str, repo_type: str = "model") -> str | None:
+    """Why the hub can't be asked about a repository; None where it answers, be it with a no."""
+    if is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    try:
+        HfApi().repo_info(repo_id, repo_type=repo_type, timeout=_TIMEOUT_SECONDS)
+    except HfHubHTTPError:
+        return None
+    except (OfflineModeIsEnabled, transport_error()) as error:
+        return f"{constants.ENDPOINT} does not answer: {error or type(error).__name__}"
+    return None
+
+
+def transport_error() -> type[Exception]:
+    """The base of what the hub's client raises without an answer: httpx's, of whatever version."""
+    package = type(get_session()).__module__.partition(".")[0]
+    return import_module(package).HTTPError

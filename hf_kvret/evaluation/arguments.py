@@ -1,0 +1,154 @@
+"""Kinds of arguments on the command line, for argparse, whose errors then name the option."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from hf_kvret.stores import store_names
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_UNITS = {"k": 1024, "m": 1024**2}
+# Generators of torch take no larger seed; one bit is left for sums with a small number.
+_LARGEST_SEED = 2**63 - 1
+
+_Value = TypeVar("_Value")
+
+
+def device_name(text: str) -> str:
+    """A device that torch knows."""
+    try:
+        return str(torch.device(text))
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device: write cpu or cuda") from None
+
+
+def check_device(device: str) -> None:
+    """ValueError for ``--device cuda`` on a machine without."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: no CUDA device here; use --device cpu")
+
+
+def file_path(text: str) -> Path:
+    """A path, ``~`` expanded; an empty one is refused."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the path is empty: write the name of a file or folder")
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} has a null character: write a path without")
+    return Path(text).expanduser()
+
+
+def budget(text: str) -> int | float:
+    """A count from 1, or a share above 0 and at most 1."""
+    try:
+        value = float(text) if "." in text else int(text)
+    except ValueError:
+        message = f"{text!r} is neither a count (256) nor a share (0.04)"
+        raise argparse.ArgumentTypeError(message) from None
+    if value <= 0 or (isinstance(value, float) and value > 1):
+        message = f"{text}: a count from 1 (256), or a share above 0 and at most 1.0 (0.04)"
+        raise argparse.ArgumentTypeError(message)
+    return value
+
+
+def store_name(text: str) -> str:
+    """A kind of store."""
+    if text not in store_names().split(", "):
+        raise argparse.ArgumentTypeError(f"{text!r} is no store: choose one of {store_names()}")
+    return text
+
+
+def lengths(text: str) -> list[int]:
+    """Comma-separated counts from 1, each with an optional K (1,024) or M."""
+    found = []
+    for part in text.split(","):
+        digits, unit = part.strip().lower(), 1
+        if digits and digits[-1] in _UNITS:
+            digits, unit = digits[:-1], _UNITS[digits[-1]]
+        if not digits.isdecimal() or int(digits) < 1:
+            message = f"{part.strip()!r} is no whole number from 1: write 4096 or 4K"
+            raise argparse.ArgumentTypeError(message)
+        found.append(int(digits) * unit)
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"the same number twice in {text!r}: name each once")
+    return found
+
+
+def length(text: str) -> int:
+    """One count from 1, as 4096 or 4K."""
+    found = lengths(text)
+    if len(found) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} are several numbers: write one, as 4K")
+    return found[0]
+
+
+def length_or_none(text: str) -> int:
+    """As ``length``, or 0."""
+    return 0 if text.strip() == "0" else length(text)
+
+
+def names(text: str) -> list[str]:
+    """Comma-separated names, blanks dropped."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Whole numbers from ``least``, to ``most`` where given."""
+    allowed = f"from {least}" if most is None else f"from {least} to {most}"
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number {allowed}")
+        return value
+
+    return read
+
+
+def number(above: float, most: float = math.inf) -> Callable[[str], float]:
+    """Finite numbers above ``above``, and at most ``most``."""
+    allowed = f"above {above:g}" if most == math.inf else f"above {above:g}, at most {most:g}"
+
+    def read(text: str) -> float:
+        value = _finite(text)
+        if value is None or not above < value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number {allowed}")
+        return value
+
+    return read
+
+
+def share_below_one(text: str) -> float:
+    """A share from 0, below 1."""
+    value = _finite(text)
+    if value is None or not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0, below 1")
+    return value
+
+
+def several(kind: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
+    """Comma-separated values of one kind."""
+
+    def read(text: str) -> tuple[_Value, ...]:
+        return tuple(kind(part.strip()) for part in text.split(","))
+
+    return read
+
+
+seed = whole_number(0, _LARGEST_SEED)
+
+
+def _finite(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

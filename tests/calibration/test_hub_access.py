@@ -1,0 +1,71 @@
+"""Without a network every command that is given a hub id says so at once."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from hf_kvret.calibration import hub_access
+from hf_kvret.calibration.hub_access import needs_cache, why_unreachable
+from hf_kvret.cli import main
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """An endpoint where nobody listens; nothing is in the cache."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return url
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("eval ppl --text {text} --model nobody/none", "--model nobody/none"),
+        ("bench decode --shape nobody/none", "--shape nobody/none"),
+        ("eval longbench --hub-id nobody/none", "--hub-id nobody/none"),
+        ("calibrate a2ats --text {text} --out {out} --model nobody/none", "--model nobody/none"),
+        ("calibrate a2ats --model needle --out {out} --push-to-hub me/x", "--push-to-hub me/x"),
+    ],
+)
+def test_no_command_tries_for_half_a_minute(
+    command: str, option: str, nobody: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "novel.txt"
+    text.write_text("The grass is green. " * 100)
+    started = time.perf_counter()
+    words = command.format(text=text, out=tmp_path / "out").split()
+    assert main(words) == 2
+    # The clients' own six tries take 23 seconds.
+    assert time.perf_counter() - started < 10
+    (error,) = capsys.readouterr().err.splitlines()
+    assert option in error and "the hub can't be asked" in error
+    assert nobody in error and "HF_HUB_OFFLINE" in error
+
+
+def test_what_is_in_the_cache_is_taken_from_there(
+    nobody: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert why_unreachable("me/mine") is not None
+    monkeypatch.setattr(hub_access, "try_to_load_from_cache", lambda *given, **more: "config.json")
+    assert needs_cache("--model", "me/mine", "config.json")
+
+
+def test_folders_are_not_asked_for_and_no_id_is_told(tmp_path: Path) -> None:
+    assert not needs_cache("--model", str(tmp_path), "config.json")
+    with pytest.raises(FileNotFoundError, match=r"--model .*none: no such folder, and no hub id"):
+        needs_cache("--model", str(tmp_path / "none"), "config.json")
+
+
+def test_the_users_own_wish_to_be_offline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_access, "is_offline_mode", lambda: True)
+    with pytest.raises(ConnectionError, match="HF_HUB_OFFLINE is set"):
+        needs_cache("--model", "me/mine", "config.json")

@@ -1,0 +1,153 @@
+"""Every command tries the paths of its results before the work, and replaces nothing foreign."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hf_kvret.cli import main
+from hf_kvret.evaluation import outputs
+
+# A command of each kind, and the function that begins its work.
+EVAL = ["eval", "niah", "--model", "needle"]
+BENCH = ["bench", "decode"]
+ALONE = ["bench", "kernels"]
+CALIBRATE = ["calibrate", "a2ats", "--model", "needle"]
+COMMANDS = (["demo"], EVAL, BENCH, ALONE)
+
+
+@pytest.fixture(autouse=True)
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes beyond the look at the paths fails the test."""
+    for place in (
+        "hf_kvret.evaluation.demo_command.load_bundled_model",
+        "hf_kvret.evaluation.command.choose_caches",
+        "hf_kvret.benchmark.command.load_shape",
+        "hf_kvret.benchmark.kernels._understand",
+        "hf_kvret.calibration.command.load_subject",
+    ):
+        monkeypatch.setattr(place, lambda *given: pytest.fail("work has begun"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line of an error."""
+    assert main([*map(str, arguments)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hf-kvret: error: ")
+    return line
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("option", ["--json", "--plot", "--table"])
+def test_paths_that_cant_be_written_are_refused(
+    command: list[str], option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if command == ["demo"] and option == "--table":
+        pytest.skip("the demo writes no table")
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    os.mkfifo(tmp_path / "pipe.png")
+    for name, message in (
+        ("folder.png", "is a folder: give a file in it"),
+        ("file/x.png", "can't be written (Not a directory)"),
+        ("x" * 300 + ".png", "can't be written (File name too long)"),
+        ("pipe.png", "is no ordinary file"),
+    ):
+        path = tmp_path / name
+        assert f"{option} {path} {message}" in refused(capsys, *command, option, path)
+    if option == "--plot":
+        assert "must end in .png, .svg, .pdf" in refused(
+            capsys, *command, option, tmp_path / "a.gif"
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.png", "pipe.png"]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_one_file_for_two_options_is_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.png"
+    line = refused(capsys, *command, "--json", path, "--plot", path)
+    assert f"--json and --plot are both {path}: give each its own file" in line
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_foreign_json_file_is_not_replaced(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.json"
+    for content in ('{"name": "somebody"}', "no json", "[" * 100_000, '{"cells": 3}'):
+        path.write_text(content)
+        assert str(path) in refused(capsys, *command, "--json", path)
+        assert path.read_text() == content
+
+
+@pytest.mark.parametrize("command", [EVAL, BENCH, ALONE], ids=" ".join)
+def test_a_foreign_text_is_not_replaced_by_a_table(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("# Mine\n")
+    line = refused(capsys, *command, "--table", path)
+    assert "holds something else than what hf-kvret wrote" in line
+    assert path.read_text() == "# Mine\n"
+
+
+def test_a_table_of_ours_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "t.md"
+    outputs.write_table(path, "| a |\n| - |")
+    outputs.check_own("--table", path, "<!-- This table is written by hf-kvret. -->")
+    assert path.read_text().startswith("| a |\n")
+
+
+def test_a_trial_leaves_nothing_behind(tmp_path: Path) -> None:
+    outputs.check_file("--json", tmp_path / "a" / "b" / "c.json", replaced=True)
+    outputs.check_folder("--out", tmp_path / "d" / "e")
+    assert not list(tmp_path.iterdir())
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({"name": "demo"}))
+    outputs.check_named_json("--json", kept, "demo")
+    assert json.loads(kept.read_text()) == {"name": "demo"}
+
+
+@pytest.mark.skipif(not Path("/proc/version").exists(), reason="no file system to fail on")
+def test_a_folder_that_takes_no_files_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    # Also the superuser, whom permissions don't stop, can't write there.
+    line = refused(capsys, *EVAL, "--json", "/proc/none/x.json")
+    assert "--json /proc/none/x.json can't be written" in line
+    assert "--out /proc/none can't be written" in refused(capsys, *CALIBRATE, "--out", "/proc/none")
+
+
+def test_an_artifact_takes_a_folder_without_files_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    line = refused(capsys, *CALIBRATE, "--out", tmp_path / "file")
+    assert "is a file: give a folder" in line
+    (tmp_path / "README.md").write_text("# My project\n")
+    line = refused(capsys, *CALIBRATE, "--out", tmp_path)
+    assert "README.md" in line and "would be replaced" in line
+    assert (tmp_path / "README.md").read_text() == "# My project\n"
+
+
+@pytest.mark.parametrize("task", ["a2ats-ablation", "aqua-ablation"])
+def test_a_folder_of_artifacts_is_tried_too(
+    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    line = refused(capsys, "eval", task, "--model", "needle", "--artifacts", tmp_path / "file")
+    assert f"--artifacts {tmp_path / 'file'} is a file: give a folder" in line
+
+
+def test_the_picture_of_an_artifact_is_tried_before_it_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(capsys, "inspect", "nobody/nothing", "--plot", tmp_path)
+    assert "must end in" in line
+    (tmp_path / "a.png").mkdir()
+    line = refused(capsys, "inspect", "nobody/nothing", "--plot", tmp_path / "a.png")
+    assert "is a folder" in line
