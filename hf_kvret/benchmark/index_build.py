@@ -61,7 +61,7 @@ class IndexBuild:
         "k-means. All get the same keys and run on the same number of threads; what each finds "
         "for queries that come after the prompt stands beside its time. A row is the median "
         "over --repeats builds, or over fewer where more would take longer than --limit. faiss "
-        "comes with hf-kvret[bench]; without it only our methods are measured."
+        "comes with the package faiss-cpu; without it only our methods are measured."
     )
     examples = (
         "hf-kvret bench index-build --context 4K,16K,64K --json build.json --plot build.png",

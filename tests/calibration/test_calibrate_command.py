@@ -302,6 +302,7 @@ def test_a_hub_that_went_away_leaves_the_artifact_and_the_way_to_push_it(
 ) -> None:
     # It answered before the work began. Port 9, discard: nothing listens there.
     monkeypatch.setattr(calibrate_command, "check_repository", lambda *args: None)
+    monkeypatch.setattr(calibrate_command, "why_unreachable", lambda name: None)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     message = failing(capsys, [*arguments, "--push-to-hub", "alice/river", "--private"])
     out = tmp_path / "out"
