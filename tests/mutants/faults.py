@@ -174,8 +174,8 @@ FAULTS = (
     Fault(
         "padding-selected",
         "hf_kvret/methods/flat/index.py",
-        'scores = scores.masked_fill(~valid[:, None, None], float("-inf"))\n',
-        "",
+        'scores = scores.masked_fill(~valid[:, None, None], float("-inf"))',
+        "assert valid is not None",
     ),
     Fault(
         "counts-of-dropped-keys-kept",
