@@ -76,6 +76,8 @@ class RetrievalCache(Cache):
             layers[number] = RetrievalLayer(options, make_index, make_store)
         self._newest: RetrievalLayer | None = None
         self._thread = threading.get_ident()
+        # The newest layer below the lowest that attends whose state took in tokens of a pass.
+        self._state_layer: int | None = None
         super().__init__(layers=layers)
         self._stack_layers()
 
@@ -126,8 +128,8 @@ class RetrievalCache(Cache):
                 use the registered attention function.
         """
         newest = self._newest
-        self._claim()
         if newest is not None and newest.waiting:
+            self._check_thread()
             raise RuntimeError(
                 f"layer {self.layers.index(newest)} was given tokens but its attention was never "
                 "called: the model does not use hf_kvret's attention, or a forward pass broke off. "
@@ -143,7 +145,8 @@ class RetrievalCache(Cache):
             )
         layer = self.layers[layer_idx]
         if layer is self._lowest:
-            self._check_pass()
+            self._state_layer = None
+            self._begin_pass()
             self._stores.note_pass(key_states.shape[2])
         self._newest = layer if isinstance(layer, RetrievalLayer) else newest
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -159,18 +162,45 @@ class RetrievalCache(Cache):
     def reset(self) -> None:
         """Forget all tokens and counts of every layer, and what was expected."""
         super().reset()
+        self._newest = self._state_layer = None
         self._stores.expect(0, 0)
 
-    def _claim(self) -> None:
-        """Note the thread that uses the cache; RuntimeError in the middle of another's pass."""
-        thread = threading.get_ident()
-        if thread != self._thread and self._pass_fault() is not None:
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As transformers' own; RuntimeError where the last pass broke off."""
+        self._note_state(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As transformers' own; RuntimeError where the last pass broke off."""
+        self._note_state(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def _note_state(self, layer_idx: int) -> None:
+        """Note a layer whose state is ahead until the lowest attention layer has its tokens."""
+        if self._state_layer is not None and layer_idx < self._state_layer:
+            self._check_pass()
+        if layer_idx < self.layers.index(self._lowest):
+            self._state_layer = layer_idx
+
+    def _begin_pass(self) -> None:
+        """Note the thread of a new pass; RuntimeError where the last one did not end."""
+        if self._pass_fault() is not None:
+            self._check_thread()
+            self._check_pass()
+        self._thread = threading.get_ident()
+
+    def _check_thread(self) -> None:
+        """RuntimeError in the middle of another thread's pass."""
+        if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "another thread is in the middle of a forward pass with this cache, or broke off "
                 "there: a cache serves one thread at a time. Give each thread a cache of its own "
                 "(cache.fork() shares what is held), or start again with cache.reset()"
             )
-        self._thread = thread
 
     def _check_pass(self) -> None:
         """RuntimeError where the last forward pass did not reach all layers."""
@@ -183,13 +213,14 @@ class RetrievalCache(Cache):
 
     def _pass_fault(self) -> str | None:
         """What shows that a forward pass did not reach all layers; None: nothing does."""
-        layers = self.retrieval_layers
-        if any(layer.waiting for layer in layers):
-            number = next(n for n, x in enumerate(self.layers) if getattr(x, "waiting", False))
-            return f"layer {number} was given tokens and has not attended yet"
-        lengths = [layer.get_seq_length() for layer in layers]
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, RetrievalLayer) and layer.waiting:
+                return f"layer {number} was given tokens and has not attended yet"
+        lengths = [layer.get_seq_length() for layer in self._attention_layers]
         if len(set(lengths)) > 1:
             return f"the layers hold different numbers of tokens ({', '.join(map(str, lengths))})"
+        if self._state_layer is not None:
+            return f"the state of layer {self._state_layer} is ahead of the layers that attend"
         return None
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -267,7 +298,7 @@ class RetrievalCache(Cache):
         twin = object.__new__(type(self))
         twin.__dict__ = dict(vars(self))
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
-        twin._newest = None
+        twin._newest, twin._thread = None, threading.get_ident()
         twin._stack_layers()
         if changes:
             twin.options = self.options.replace(**changes)
@@ -287,7 +318,9 @@ class RetrievalCache(Cache):
     def _stack_layers(self) -> None:
         """Tell each retrieval layer which ones are below and above it."""
         ours = self.retrieval_layers
-        self._lowest = ours[0]
+        kinds = (RetrievalLayer, DynamicLayer)
+        self._attention_layers = [layer for layer in self.layers if isinstance(layer, kinds)]
+        self._lowest = self._attention_layers[0]
         for layer, below in zip(ours[1:], ours, strict=False):
             layer.below, below.above = below, layer
 

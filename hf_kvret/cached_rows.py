@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -21,27 +22,25 @@ class CachedRows(torch.Tensor):
     """``[B, Hkv, n, D]``: the first ``n`` tokens of a layer, wherever they lie.
 
     A tensor for whoever looks at ``layer.keys`` as with transformers' own caches. Form, dtype and
-    device cost nothing, and so does a prefix, ``rows[:, :, :m]``; any other operation gathers all
-    rows first, on the device of the window. Nothing is written through it.
+    device cost nothing, and so does a prefix, ``rows[:, :, :m]``; any other operation, also another
+    part, gathers all rows first, on the device of the window, and gives a plain tensor: a copy.
+    Nothing is written through it. RuntimeError once the cache has dropped some of these tokens or
+    rows of the batch.
 
     Attributes:
-        owner: the layer.
-        read: ``count -> [B, Hkv, count, D]``, the first rows in the order of their slots.
+        source: where the rows come from.
     """
 
-    owner: Any
-    read: Callable[[int], torch.Tensor]
+    source: RowSource
 
     @staticmethod
-    def __new__(
-        cls, owner: Any, read: Callable[[int], torch.Tensor], length: int, like: torch.Tensor
-    ) -> Self:
-        """``length`` rows with batch, heads, width, dtype and device of ``like [B, H, *, D]``."""
-        batch, heads, _, width = like.shape
+    def __new__(cls, source: RowSource, length: int) -> Self:
+        """The first ``length`` rows of ``source``."""
+        batch, heads, _, width = source.like.shape
         rows: Self = torch.Tensor._make_wrapper_subclass(
-            cls, (batch, heads, length, width), dtype=like.dtype, device=like.device
+            cls, (batch, heads, length, width), dtype=source.like.dtype, device=source.like.device
         )
-        rows.owner, rows.read = owner, read
+        rows.source = source
         return rows
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -49,6 +48,17 @@ class CachedRows(torch.Tensor):
 
     def __setitem__(self, indices: Any, value: Any) -> None:
         raise TypeError(_NO_WRITING.format("assigning to a part"))
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
+        raise TypeError(_NO_WRITING.format("an assignment like +="))
+
+    __isub__ = __imul__ = __itruediv__ = __ipow__ = __iadd__  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return _made(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _made(self).__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """As of any tensor."""
@@ -67,15 +77,38 @@ class CachedRows(torch.Tensor):
     ) -> Any:
         named = zip(func._schema.arguments, args, strict=False)
         written = [given for one, given in named if one.is_write]
-        if any(isinstance(given, cls) for given in (*written, (kwargs or {}).get("out"))):
+        if any(isinstance(leaf, cls) for leaf in pytree.tree_leaves((written, _out(kwargs)))):
             raise TypeError(_NO_WRITING.format(func._schema.name.removeprefix("aten::")))
         rows = args[0] if args else None
         if isinstance(rows, cls):
             length = _prefix_len(func, args, rows)
             if length is not None:
-                return cls(rows.owner, rows.read, length, rows)
+                return cls(rows.source, length)
         made = [pytree.tree_map_only(cls, _made, part) for part in (args, kwargs or {})]
         return func(*made[0], **made[1])
+
+
+@dataclass(frozen=True, eq=False)
+class RowSource:
+    """Keys or values of a layer, as they were when somebody asked for them.
+
+    Attributes:
+        owner: the layer.
+        side: ``"keys"`` or ``"values"``.
+        like: any ``[B, Hkv, *, D]`` with the form, dtype and device of the rows.
+        read: ``(side, count) -> [B, Hkv, count, D]``, the first rows that the layer holds now.
+        current: whether a layer that holds so many tokens still holds them: ``count -> bool``.
+    """
+
+    owner: Any
+    side: str
+    like: torch.Tensor
+    read: Callable[[str, int], torch.Tensor]
+    current: Callable[[int], bool]
+
+
+def _out(kwargs: dict[str, Any] | None) -> Any:
+    return (kwargs or {}).get("out")
 
 
 def _prefix_len(func: Any, args: tuple, rows: CachedRows) -> int | None:
@@ -97,7 +130,13 @@ def _prefix_len(func: Any, args: tuple, rows: CachedRows) -> int | None:
 
 
 def _made(rows: CachedRows) -> torch.Tensor:
-    return rows.read(rows.shape[_TOKENS])
+    source, length = rows.source, rows.shape[_TOKENS]
+    if not source.current(length):
+        raise RuntimeError(
+            f"these {length} {source.side} are of a cache that has dropped some of them since: ask "
+            f"layer.{source.side} again"
+        )
+    return source.read(source.side, length)
 
 
 def prefix_of(layer: Any, name: str, rows: object) -> int:
@@ -106,8 +145,10 @@ def prefix_of(layer: Any, name: str, rows: object) -> int:
     Raises:
         ValueError: it is something else; ``name`` is what it was to become.
     """
-    if isinstance(rows, CachedRows) and rows.owner is layer:
-        return rows.shape[_TOKENS]
+    if isinstance(rows, CachedRows):
+        source, length = rows.source, rows.shape[_TOKENS]
+        if source.owner is layer and source.side == name and source.current(length):
+            return length
     raise ValueError(
         f"layer.{name} of a retrieval cache can be set to a prefix of itself only, which crops: "
         f"layer.{name} = layer.{name}[:, :, :n]. To drop the newest tokens call "

@@ -79,8 +79,6 @@ def check_config(config: PreTrainedConfig) -> None:
                 f"supported yet; {_OWN_CACHE}"
             )
     _check_layers(config)
-    if text is not config:
-        text_key(config)
 
 
 def _check_layers(config: PreTrainedConfig) -> None:
@@ -106,9 +104,11 @@ def check_model(model: PreTrainedModel) -> None:
     """``check_config``, and that the model's attention can be switched at all.
 
     Raises:
-        ValueError: as ``check_config`` and ``check_class``.
+        ValueError: as ``check_config``, ``text_key`` and ``check_class``.
     """
     check_config(model.config)
+    if model.config.get_text_config(decoder=True) is not model.config:
+        text_key(model.config)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     check_class(type(model), type(decoder))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
@@ -10,7 +11,7 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_kvret.cached_rows import CachedRows, prefix_of
+from hf_kvret.cached_rows import CachedRows, RowSource, prefix_of
 from hf_kvret.calls import AttentionCall, View
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.counters import LayerCounters
@@ -111,7 +112,7 @@ class RetrievalLayer(CacheLayerMixin):
         Assigning a prefix of it, ``layer.keys = layer.keys[:, :, :n]``, crops this layer and those
         above it to ``n`` tokens; anything else raises ValueError.
         """
-        return self._rows(0)
+        return self._rows("keys")
 
     @keys.setter
     def keys(self, rows: torch.Tensor | None) -> None:
@@ -120,19 +121,34 @@ class RetrievalLayer(CacheLayerMixin):
     @property
     def values(self) -> torch.Tensor | None:
         """``[B, Hkv, T, Dv]`` of all tokens, as ``keys``."""
-        return self._rows(1)
+        return self._rows("values")
 
     @values.setter
     def values(self, rows: torch.Tensor | None) -> None:
         self._assign("values", rows)
 
-    def _rows(self, side: int) -> CachedRows | None:
-        """Keys (side 0) or values (1)."""
+    def _rows(self, side: str) -> CachedRows | None:
         regions = self.regions
         if regions is None:
             return None
-        like = (regions.window.keys, regions.window.values)[side]
-        return CachedRows(self, lambda count: regions.rows(count)[side], regions.length, like)
+        window, batch, asked = regions.window, regions.batch_size, weakref.ref(regions)
+        like = window.keys if side == "keys" else window.values
+
+        def current(count: int) -> bool:
+            now = self.regions
+            same = now is not None and now is asked() and now.batch_size == batch
+            return same and count <= self.get_seq_length()
+
+        # Without tokens: whoever keeps the rows keeps no buffer of a cache that was reset.
+        source = RowSource(
+            self, side, like.new_empty(like[:, :, :0].shape), self._read_rows, current
+        )
+        return CachedRows(source, regions.length)
+
+    def _read_rows(self, side: str, count: int) -> torch.Tensor:
+        assert self.regions is not None, "rows that are current have regions"
+        keys, values = self.regions.rows(count)
+        return keys if side == "keys" else values
 
     def _assign(self, name: str, rows: torch.Tensor | None) -> None:
         if rows is not None or self.regions is not None:

@@ -124,9 +124,7 @@ class MaskCarrier(torch.Tensor):
 
 
 # Operations of a mask carrier that give the same mask once more.
-_COPIES = frozenset(
-    {"to", "cpu", "cuda", "clone", "detach", "contiguous", "data", "pin_memory", "__deepcopy__"}
-)
+_COPIES = frozenset({"to", "cpu", "cuda", "clone", "detach", "contiguous", "data", "pin_memory"})
 # Those that ask for its form and never for what is in it.
 _FORM = frozenset(
     {
@@ -136,6 +134,7 @@ _FORM = frozenset(
         *("layout", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_sparse_csr"),
         *("requires_grad", "grad", "grad_fn", "is_leaf", "is_inference", "_version"),
         *("data_ptr", "untyped_storage", "storage_offset", "__len__", "__hash__", "__repr__"),
+        "__format__",
         *("_is_view", "_base", "is_conj", "is_neg", "record_stream"),
     }
 )
@@ -165,6 +164,9 @@ def _all_true(batch: int, length: int, device: torch.device) -> torch.Tensor:
         held = torch.ones(
             batch * (length + max(4096, length // 8)), dtype=torch.bool, device=device
         )
+        if type(held) is not torch.Tensor:
+            # Made while a model is traced, it is no tensor for anybody else.
+            return held[: batch * length].view(batch, length)
         _trues[device] = held
     return held[: batch * length].view(batch, length)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ BUILT_IN: tuple[type[RetrievalCache], ...] = (
 
 _methods: dict[str, type[RetrievalCache]] = {}
 _switched: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+# Held while a call looks at a model's attention and switches it, or puts it back.
+_switching = threading.RLock()
 
 
 def register(*cache_classes: type[RetrievalCache]) -> None:
@@ -148,8 +151,9 @@ def _around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Itera
         finally:
             cache, call.cache = call.cache, None
             # A call in another thread may go on with what this one switched.
-            if failed and call.switched and not is_served(model):
-                restore(model)
+            with _switching:
+                if failed and call.switched and not is_served(model):
+                    restore(model)
     if cache is not None:
         tell_dense(cache)
 
@@ -180,7 +184,7 @@ def _prepare_cache(
             )
         _check_options(given, generation_config.cache_config or {}, model.config)
         generation_config.cache_implementation = None
-        check_length(call.arguments, given)
+        check_length(call, given)
         _serve(call, given, generation_config, model_kwargs)
         return False
     if given is not None and name in _methods:
@@ -191,7 +195,7 @@ def _prepare_cache(
     if given is None and name is None and generation_config.use_cache is not False:
         name = model.config.get_text_config(decoder=True)._attn_implementation
     if given is not None or name not in _methods:
-        _refuse_unread(generation_config, given)
+        _refuse_unread(call, generation_config, given)
         return False
     check_model(model)
     if generation_config.use_cache is False:
@@ -199,7 +203,7 @@ def _prepare_cache(
             f"use_cache=False contradicts cache_implementation={name!r}: "
             + (
                 "drop one"
-                if "use_cache" in call.arguments
+                if call.gives("use_cache")
                 else "the model's generation_config says it, so pass use_cache=True"
             )
         )
@@ -222,22 +226,26 @@ def _serve(
     model = call.model
     _check_request(generation_config, model_kwargs)
     cache.check_model(model)
-    warn_of_top_k(call.arguments, cache.name, generation_config.do_sample is True)
+    warn_of_top_k(call, cache.name, generation_config.do_sample is True)
     text = model.config.get_text_config(decoder=True)
-    call.switched = text._attn_implementation not in OUR_NAMES
-    call.cache = cache
-    attach(model)
+    with _switching:
+        call.switched = text._attn_implementation not in OUR_NAMES
+        call.cache = cache
+        attach(model)
     chunk_prompt(model, cache, generation_config, model_kwargs)
 
 
-def _refuse_unread(generation_config: Any, given: Any) -> None:
-    """ValueError for a ``cache_config`` that no cache of this call would read."""
+def _refuse_unread(call: Request, generation_config: Any, given: Any) -> None:
+    """ValueError for a ``cache_config`` of this very call that no cache would read."""
     options = generation_config.cache_config
     if not options or generation_config.cache_implementation is not None:
         return
-    held = "no cache was asked for" if given is None else f"past_key_values={type(given).__name__}"
+    if not call.gives("cache_config"):
+        # The model's own default, which belongs to a name that another call may give.
+        return
+    asked = "no cache was asked for" if given is None else f"the cache is a {type(given).__name__}"
     raise ValueError(
-        f"cache_config={options!r}, but {held}, so nothing would read it: name the cache that it "
+        f"cache_config={options!r}, but {asked}, so nothing would read it: name the cache that it "
         f"is for with cache_implementation, one of {', '.join(_methods)}"
     )
 

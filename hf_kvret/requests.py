@@ -34,13 +34,23 @@ class Request:
     cache: RetrievalCache | None = None
     switched: bool = False
 
+    def gives(self, name: str) -> bool:
+        """Whether the caller set ``name``, by keyword or in a generation config of this call."""
+        return name in self.arguments or self.configured(name) is not None
+
+    def configured(self, name: str) -> Any:
+        """``name`` in the generation config that the caller passed; None where it is not there."""
+        config = self.arguments.get("generation_config")
+        own = getattr(self.model, "generation_config", None)
+        return None if config is None or config is own else getattr(config, name, None)
+
 
 # All calls under way, in any thread; the newest last.
 _under_way: list[tuple[int, Request]] = []
 _lock = threading.Lock()
 
-# Caches of which it was said that they retrieved nothing.
-_told: weakref.WeakSet[RetrievalCache] = weakref.WeakSet()
+# Caches whose reason for retrieving nothing was logged.
+_logged: weakref.WeakSet[RetrievalCache] = weakref.WeakSet()
 
 
 @contextmanager
@@ -75,26 +85,28 @@ def is_served(model: PreTrainedModel) -> bool:
         return any(one.model is model and one.cache is not None for _, one in _under_way)
 
 
-def check_length(arguments: dict[str, Any], cache: RetrievalCache) -> None:
-    """ValueError unless the prompt of a call goes on from what ``cache`` holds."""
-    for name in ("inputs_embeds", "input_ids", "inputs"):
-        prompt = arguments.get(name)
+def check_length(call: Request, cache: RetrievalCache) -> None:
+    """ValueError unless the prompt of ``call`` goes on from what ``cache`` holds."""
+    cached = cache.get_seq_length()
+    own = getattr(call.model, "main_input_name", "input_ids")
+    for name in ("inputs_embeds", "input_ids", "inputs", own):
+        prompt = call.arguments.get(name)
         if isinstance(prompt, torch.Tensor):
+            length = prompt.shape[1] if prompt.ndim > 1 else len(prompt)
             break
     else:
-        return
-    length, held = prompt.shape[1] if prompt.ndim > 1 else len(prompt), cache.get_seq_length()
-    if held and length <= held:
+        name, length = "input_ids", 0
+    if cached and length <= cached:
         raise ValueError(
-            f"{name} has {length} tokens, past_key_values holds {held}: pass the whole "
+            f"{name} has {length} tokens, past_key_values holds {cached}: pass the whole "
             "conversation, the tokens that the cache holds and the new ones behind them (or "
             "cache.crop to forget the newest, cache.reset() to begin anew)"
         )
 
 
-def warn_of_top_k(arguments: dict[str, Any], method: str, samples: bool) -> None:
+def warn_of_top_k(call: Request, method: str, samples: bool) -> None:
     """Warn of a ``top_k`` that was meant for the cache: ``generate`` takes it for sampling."""
-    top_k = arguments.get("top_k")
+    top_k = call.arguments.get("top_k", call.configured("top_k"))
     if top_k is not None and not samples:
         _log.warning(
             "top_k=%s is generate's own, for sampling, and does nothing without do_sample=True. "
@@ -108,6 +120,6 @@ def warn_of_top_k(arguments: dict[str, Any], method: str, samples: bool) -> None
 def tell_dense(cache: RetrievalCache) -> None:
     """Log, once for a ``cache``, that it was too short to retrieve anything."""
     reason = cache.why_dense()
-    if reason is not None and cache not in _told:
-        _told.add(cache)
+    if reason is not None and cache not in _logged:
+        _logged.add(cache)
         _log.info("%s", reason)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -108,6 +111,9 @@ def test_rows_become_arrays_and_lists(llama: PreTrainedModel) -> None:
         lambda keys: keys.__setitem__((slice(None), 0), 1.0),
         lambda keys: torch.add(keys, 1, out=keys),
         lambda keys: keys.zero_(),
+        lambda keys: operator.iadd(keys, 1),
+        lambda keys: operator.imul(keys, 2),
+        lambda keys: torch._foreach_add_([keys], 1),
     ],
 )
 def test_nothing_is_written_through_them(
@@ -147,7 +153,42 @@ def test_assigning_a_prefix_crops_as_crop_does(
 def test_anything_else_is_refused_with_advice(llama: PreTrainedModel, name: str) -> None:
     cache = _filled(llama, prompt(1, 30))
     layer, other = cache.layers
-    for rows in (getattr(layer, name).clone(), getattr(other, name), None, torch.zeros(1)):
+    opposite = "values" if name == "keys" else "keys"
+    wrong = (getattr(layer, name).clone(), getattr(other, name), getattr(layer, opposite))
+    for rows in (*wrong, None, torch.zeros(1)):
         with pytest.raises(ValueError, match=r"prefix of itself only.*cache\.crop\(-count\)"):
             setattr(layer, name, rows)
     assert cache.get_seq_length() == 31
+
+
+def test_rows_are_saved_and_copied_as_tensors(llama: PreTrainedModel) -> None:
+    keys = _filled(llama, prompt(1, 30)).layers[0].keys
+    file = io.BytesIO()
+    torch.save([(keys, keys)], file)
+    file.seek(0)
+    ((one, other),) = torch.load(file)
+    for twin in (one, other, copy.deepcopy(keys)):
+        assert type(twin) is torch.Tensor and torch.equal(twin, keys.clone())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.crop(-10),
+        lambda cache: cache.batch_select_indices(torch.tensor([0])),
+        lambda cache: cache.reset(),
+    ],
+)
+def test_rows_of_what_was_dropped_are_refused(
+    llama: PreTrainedModel, change: Callable[[hf_kvret.RetrievalCache], None]
+) -> None:
+    cache = _filled(llama, prompt(2, 30))
+    layer = cache.layers[0]
+    keys, first = layer.keys, layer.keys[:, :, :5].clone()
+    change(cache)
+    with pytest.raises(RuntimeError, match=r"31 keys are of a cache that has dropped some"):
+        keys.clone()
+    with pytest.raises(ValueError, match="prefix of itself only"):
+        layer.keys = keys
+    if layer.regions is not None and layer.regions.batch_size == 2:
+        assert torch.equal(keys[:, :, :5].clone(), first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,69 @@ def test_a_half_finished_pass_is_not_copied_cropped_or_saved(method: str, tmp_pa
     with torch.no_grad():
         model(torch.ones(1, 9, dtype=torch.long), past_key_values=cache)
     assert cache.fork().get_seq_length() == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [("gemma2", 1), ("gemma2", 2), ("qwen3_next", 1), ("qwen3_next", 2)]
+)
+def test_a_pass_that_broke_off_in_a_hybrid_is_noticed(
+    name: str, layer: int, tmp_path: Path
+) -> None:
+    """Behind a layer that slides, or has a state, and took in what the others lack."""
+    model = MODELS[name].build()
+    hf_kvret.attach(model)
+    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
+    step = torch.ones(1, 1, dtype=torch.long)
+
+    def broken(*args: object) -> None:
+        raise MemoryError("out of paper")
+
+    with torch.no_grad():
+        model(_ids(), past_key_values=cache)
+        model(step, past_key_values=cache)
+        hook = model.model.layers[layer].register_forward_pre_hook(broken)
+        with pytest.raises(MemoryError):
+            model(step, past_key_values=cache)
+        hook.remove()
+        for what in (cache.fork, lambda: cache.save_pretrained(tmp_path / "half")):
+            with pytest.raises(RuntimeError, match="finish the forward pass first"):
+                what()
+
+
+def test_a_retry_behind_a_layer_that_slides_is_refused() -> None:
+    model = MODELS["gemma2"].build()
+    hf_kvret.attach(model)
+    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
+
+    def broken(*args: object) -> None:
+        raise MemoryError("out of paper")
+
+    with torch.no_grad():
+        model(_ids(), past_key_values=cache)
+        hook = model.model.layers[1].register_forward_pre_hook(broken)
+        with pytest.raises(MemoryError):
+            model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+        hook.remove()
+        with pytest.raises(RuntimeError, match=r"numbers of tokens \(61, 60, 60\)"):
+            model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+
+
+def test_layers_may_run_in_threads_one_after_the_other() -> None:
+    model = MODELS["llama"].build()
+    hf_kvret.attach(model)
+    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
+    expected = model(_ids(), past_key_values=DynamicCache(config=model.config)).logits
+    for layer in model.model.layers:
+        pool, forward = ThreadPoolExecutor(1), layer.forward
+
+        def elsewhere(*args: Any, pool: Any = pool, forward: Any = forward, **kwargs: Any) -> Any:
+            return pool.submit(torch.no_grad()(forward), *args, **kwargs).result()
+
+        layer.forward = elsewhere
+    with torch.no_grad():
+        model(_ids()[:, :59], past_key_values=cache)
+        got = model(_ids()[:, 59:], past_key_values=cache).logits
+    torch.testing.assert_close(got[:, -1], expected[:, -1], atol=1e-4, rtol=0)
 
 
 def test_a_second_thread_in_the_middle_of_a_pass_is_named() -> None:

@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 import hf_kvret
-from hf_kvret.compatibility import check_class, check_config
+from hf_kvret.compatibility import check_class, check_config, text_key
 
 # What a message says, and the types that are refused with it. A type that transformers adds
 # belongs here or below: it is not served before somebody has looked.
@@ -139,6 +139,8 @@ def outcome(model_type: str, model_class: type) -> str:
     config = AutoConfig.for_model(model_type)
     try:
         check_config(config)
+        if config.get_text_config(decoder=True) is not config:
+            text_key(config)
         check_class(model_class)
         hf_kvret.FlatKVCache(config)
     except ValueError as error:

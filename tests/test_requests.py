@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     LogitsProcessor,
     PreTrainedModel,
 )
@@ -140,6 +141,35 @@ def test_options_that_no_cache_reads_are_refused(
     assert llama.config._attn_implementation == "sdpa"
 
 
+def test_a_models_own_cache_config_is_left_alone(llama: PreTrainedModel) -> None:
+    """It belongs to a name that another call gives, or that the model was loaded with."""
+    expected = llama.generate(prompt(1, 20), **RUN)
+    llama.generation_config.cache_config = {"top_k": 64}
+    llama.set_attn_implementation("paris")
+    calls: list[dict[str, Any]] = [
+        {"use_cache": False},
+        {"past_key_values": DynamicCache(config=llama.config)},
+        {},
+    ]
+    for more in calls:
+        assert torch.equal(llama.generate(prompt(1, 20), **RUN, **more), expected)
+    hf_kvret.restore(llama)
+    assert torch.equal(llama.generate(prompt(1, 20), **RUN), expected)
+
+
+def test_options_in_a_generation_config_of_the_call_are_refused(llama: PreTrainedModel) -> None:
+    config = GenerationConfig(**RUN, cache_config={"top_k": 64})
+    with pytest.raises(ValueError, match="nothing would read it"):
+        llama.generate(prompt(1, 20), generation_config=config)
+
+
+def test_a_call_without_any_ids_is_refused_behind_a_filled_cache(llama: PreTrainedModel) -> None:
+    cache = hf_kvret.ParisKVCache(llama.config, **COVERING_OPTIONS)
+    llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
+    with pytest.raises(ValueError, match="input_ids has 0 tokens, past_key_values holds 43"):
+        llama.generate(**RUN, past_key_values=cache, bos_token_id=1)
+
+
 def test_options_of_transformers_own_caches_are_theirs(llama: PreTrainedModel) -> None:
     llama.generate(prompt(1, 20), **RUN, cache_implementation="dynamic", cache_config={"nbits": 4})
 
@@ -153,6 +183,15 @@ def test_a_budget_given_to_generate_is_warned_of(
     told = [record.getMessage() for record in caplog.records if "top_k=64" in record.getMessage()]
     assert len(told) == warned
     assert all("cache_config={'top_k': ...}" in text for text in told)
+
+
+def test_a_budget_in_a_generation_config_of_the_call_is_warned_of(
+    llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = GenerationConfig(max_new_tokens=2, do_sample=False, top_k=64)
+    with caplog.at_level(logging.WARNING, "hf_kvret"):
+        llama.generate(prompt(1, 20), generation_config=config, **PARIS)
+    assert "top_k=64 is generate's own" in caplog.text
 
 
 def test_models_own_top_k_is_not_warned_of(

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_kvret.compatibility import model_layers
 from hf_kvret.registry import attach
 from hf_kvret.testing.models import MODELS
 from hf_kvret.testing.modes import MODES, Mode
@@ -146,7 +147,9 @@ def check(
 def widest_span(model: PreTrainedModel) -> tuple[str, int]:
     """The widest window or block of tokens in the model's configuration: its name and length."""
     text = model.config.get_text_config(decoder=True)
-    spans = [(name, getattr(text, name, None)) for name in _SPANS]
+    slides = any(getattr(layer, "is_sliding", False) for layer in model_layers(model.config))
+    names = [name for name in _SPANS if slides or name != "sliding_window"]
+    spans = [(name, getattr(text, name, None)) for name in names]
     return max(
         ((name, span) for name, span in spans if isinstance(span, int)),
         key=lambda named: named[1],

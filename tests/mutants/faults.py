@@ -191,9 +191,9 @@ FAULTS = (
     ),
     Fault(
         "lists-name-dropped-tokens",
-        "hf_kvret/methods/ctkvr/queue.py",
-        "lists.replace_ids(ids.masked_fill(ids >= cold_len, -1))",
-        "lists.replace_ids(ids.masked_fill(ids > cold_len, -1))",
+        "hf_kvret/methods/ctkvr/lists.py",
+        "ids.masked_fill_(ids >= first, -1)",
+        "ids.masked_fill_(ids > first, -1)",
     ),
     Fault(
         "dropped-codes-selected",
