@@ -155,12 +155,21 @@ class PagedRows:
             )
 
     def check_range(self, ids: torch.Tensor) -> None:
-        """Raise ValueError for a token number beyond the table; looks at the data."""
-        tokens = self.table.shape[1] * self.page_len
-        largest = int(ids.max()) if ids.numel() else -1
+        """ValueError where one of ``ids [B, H, Q, K]`` leads to no page; looks at the data."""
+        if not ids.numel():
+            return
+        tokens, largest = self.table.shape[1] * self.page_len, int(ids.max())
         if largest >= tokens:
             raise ValueError(
                 f"ids name token {largest}: the page table covers 0 to {tokens - 1}; -1 is for none"
+            )
+        columns = (ids.flatten(1).long() // self.page_len).clamp(min=0)
+        entries = self.table.gather(1, columns)[ids.flatten(1) >= 0]
+        count = sum(len(chunk) for chunk in self.chunks)
+        if entries.numel() and (int(entries.min()) < 0 or int(entries.max()) >= count):
+            raise ValueError(
+                f"an id leads to a table entry that names none of the {count} pages: entries that "
+                "ids lead to must hold page numbers"
             )
 
     def _gather_with_torch(self, ids: torch.Tensor) -> torch.Tensor:

@@ -42,12 +42,15 @@ def test_an_id_beyond_the_rows_is_refused_by_name(
             function(torch.randn(2, 4, 2, 16), _rows(), ids, scale=0.3, threads=3, **place)
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("entry", [-1, 9, 10**9])
-def test_a_table_entry_without_a_page_is_refused(place: dict[str, Any], entry: int) -> None:
-    if place["backend"] == "naive":
-        pytest.skip("torch refuses it by itself")
+def test_a_table_entry_without_a_page_is_refused(
+    place: dict[str, Any], entry: int, chunks: int
+) -> None:
     rows = _rows()
     rows.table[0, 3] = entry
+    two_chunks = [chunk.contiguous() for chunk in rows.chunks[0].split([4, 5])]
+    rows = PagedRows(two_chunks if chunks == 2 else rows.chunks, rows.table, rows.key_dim)
     ids = torch.full((2, 2, 1, 3), 25, dtype=torch.int32)
     for function in FUNCTIONS:
         with pytest.raises(ValueError, match="a table entry that names none of the 9 pages"):

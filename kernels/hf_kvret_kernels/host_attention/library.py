@@ -88,10 +88,7 @@ def run(
     )
     if _call(function, request, threads) == _BAD_ID:
         rows.check_range(ids)
-        raise ValueError(
-            f"an id leads to a table entry that names none of the {len(pages)} pages: entries that "
-            "ids lead to must hold page numbers"
-        )
+        raise AssertionError("the library refuses what check_range refuses")
 
 
 def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, threads: int) -> None:
