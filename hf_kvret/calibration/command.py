@@ -11,7 +11,7 @@ import torch
 from hf_kvret.calibration.a2ats import CODEWORD_DTYPES, SPACES, A2ATSCalibration
 from hf_kvret.calibration.aqua_command import add_aqua_options, aqua_calibration
 from hf_kvret.calibration.artifact import CalibrationArtifact
-from hf_kvret.calibration.files import check_folder
+from hf_kvret.calibration.files import check_no_foreign_artifact
 from hf_kvret.calibration.hub import check_repository, is_hub_id
 from hf_kvret.calibration.hub_access import needs_cache, why_unreachable
 from hf_kvret.calibration.inspection import describe, plot_quality, quality_table
@@ -251,7 +251,7 @@ def _check_outputs(options: argparse.Namespace, method: str) -> None:
     if options.layers_at_once < 1:
         raise ValueError(f"--layers-at-once {options.layers_at_once}: at least 1")
     outputs.check_folder("--out", options.out)
-    check_folder(options.out, method)
+    check_no_foreign_artifact(options.out, method)
     if options.push_to_hub and not is_hub_id(options.push_to_hub):
         raise ValueError(f"--push-to-hub {options.push_to_hub}: no hub id, write user/name")
     if options.private and not options.push_to_hub:

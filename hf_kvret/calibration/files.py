@@ -36,7 +36,7 @@ _KINDS = {
 _LFS_POINTER = b"version https://git-lfs"
 
 
-def check_folder(directory: Path, method: str) -> None:
+def check_no_foreign_artifact(directory: Path, method: str) -> None:
     """Refuse a folder where an artifact of ``method`` would replace what is something else's.
 
     A new folder is fine, and so is one with an older artifact of the same method. Files of an
@@ -100,7 +100,7 @@ def write_folder(
         FileExistsError, NotADirectoryError: ``directory``, or a part of it, is a file.
         ValueError: ``config.json`` there is not of an artifact of this method.
     """
-    check_folder(directory, description["method"])
+    check_no_foreign_artifact(directory, description["method"])
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".unfinished-") as name:
         folder = Path(name)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from hf_kvret.calibration.artifact import CalibrationArtifact
-from hf_kvret.calibration.files import check_folder
+from hf_kvret.calibration.files import check_no_foreign_artifact
 from hf_kvret.calibration.forecast import Forecast
 from hf_kvret.calibration.identity import ModelIdentity
 from hf_kvret.calibration.parts import Parts, alone_in
@@ -69,7 +69,7 @@ def calibrate(
     if not isinstance(out, str | os.PathLike):
         raise TypeError(f"out is a {type(out).__name__}: pass the path of a folder")
     folder = Path(out).expanduser()
-    check_folder(folder, calibration.method)
+    check_no_foreign_artifact(folder, calibration.method)
     if name is not None and len(name.splitlines()) > 1:
         raise ValueError(f"name={name!r} has several lines: give a hub id, or a name in one line")
     if layers_at_once < 1:
