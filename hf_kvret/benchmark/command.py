@@ -41,7 +41,7 @@ def run_bench(options: argparse.Namespace) -> int:
     same command checks it again.
     """
     measure: Measure = options.measure()
-    check_outputs(options, f"bench {measure.name}")
+    check_outputs(options, f"bench {measure.name}", measure)
     shape, layers, choices = _understand(options, measure)
     setup = _setup(options, shape, layers)
     if isinstance(measure, Prefill):
@@ -76,7 +76,7 @@ def run_batch(options: argparse.Namespace) -> int:
     Returns 1 when a cache failed its check: its row says why, and the others were measured.
     """
     measure: Measure = options.measure()
-    check_outputs(options, f"bench {measure.name}")
+    check_outputs(options, f"bench {measure.name}", measure)
     if options.layers is not None:
         raise ValueError("--layers: which batch fits is a matter of the whole model; leave it out")
     limit = device_limit(options.device_memory, torch.device(options.device))
@@ -101,7 +101,7 @@ def run_alone(options: argparse.Namespace) -> int:
     Returns 1 when two ways to compute the same disagree: then that size and what follows it is not
     measured.
     """
-    check_outputs(options, f"bench {options.measurement.name}")
+    check_outputs(options, f"bench {options.measurement.name}", options.measurement)
     try:
         results = options.measuring(options)
     except CheckFailed as error:

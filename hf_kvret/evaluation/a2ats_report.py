@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hf_kvret.evaluation.a2ats_artifacts import SWITCHES
-from hf_kvret.evaluation.plots import plot_groups, plot_heat_maps, plot_lines
+from hf_kvret.evaluation.plots import part_pictures, plot_groups, plot_heat_maps, plot_lines
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import share
 from hf_kvret.evaluation.tables import markdown_table
@@ -35,19 +35,16 @@ def ablation_tables(results: Results) -> str:
     return "\n\n".join(tables[part](found) for part, found in known.items() if found)
 
 
+def ablation_pictures(path: Path) -> list[Path]:
+    """The pictures that ``plot_ablation`` writes where all parts were run."""
+    return list(part_pictures(path, _PLOTS).values())
+
+
 def plot_ablation(path: Path, results: Results) -> None:
     """A picture for each part that was run: ``path``, then ``NAME-PART`` beside it."""
-    plots: dict[str, tuple[str, Callable[[Path, Found], None]]] = {
-        "switches": ("switches", _plot_switches),
-        "errors": ("errors", _plot_errors),
-        "alike": ("alike", _plot_alike),
-        "inputs": ("alike", _plot_inputs),
-        "budget_of": ("budget_of", _plot_budget),
-    }
-    used = [name for name, (part, _) in plots.items() if _of(results, part)]
-    for number, name in enumerate(used):
-        own = path.with_name(f"{path.stem}-{name}{path.suffix}") if number else path
-        part, plot = plots[name]
+    used = [name for name, (part, _) in _PLOTS.items() if _of(results, part)]
+    for name, own in part_pictures(path, used).items():
+        part, plot = _PLOTS[name]
         plot(own, _of(results, part))
 
 
@@ -246,3 +243,12 @@ def _plot_budget(path: Path, cells: Found) -> None:
         xs.append(found["read_ratio"])
         ys.append(found["mass"])
     plot_lines(path, lines, title="A2ATS: who chooses", x="rows read, share of cold", y="mass")
+
+
+_PLOTS: dict[str, tuple[str, Callable[[Path, Found], None]]] = {
+    "switches": ("switches", _plot_switches),
+    "errors": ("errors", _plot_errors),
+    "alike": ("alike", _plot_alike),
+    "inputs": ("alike", _plot_inputs),
+    "budget_of": ("budget_of", _plot_budget),
+}

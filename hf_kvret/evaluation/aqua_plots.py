@@ -13,23 +13,20 @@ from hf_kvret.evaluation.aqua_memory import (
 )
 from hf_kvret.evaluation.aqua_report import SIDES, Found, by_place, explained_by, of_part, rise_of
 from hf_kvret.evaluation.aqua_variants import FULL, ablation_rows
-from hf_kvret.evaluation.plots import plot_groups, plot_lines
+from hf_kvret.evaluation.plots import part_pictures, plot_groups, plot_lines
 from hf_kvret.evaluation.results import Results
+
+
+def ablation_pictures(path: Path) -> list[Path]:
+    """The pictures that ``plot_ablation`` writes where all parts were run."""
+    return list(part_pictures(path, _PLOTS).values())
 
 
 def plot_ablation(path: Path, results: Results) -> None:
     """A picture for each part that was run: ``path``, then ``NAME-PART`` beside it."""
-    plots: dict[str, Callable[[Path, Found], None]] = {
-        "bits": _plot_bits,
-        "parts": _plot_parts,
-        "variance": _plot_variance,
-        "layers": _plot_alone,
-        "memory": _plot_memory,
-    }
-    used = [part for part in plots if of_part(results, part)]
-    for number, part in enumerate(used):
-        own = path.with_name(f"{path.stem}-{part}{path.suffix}") if number else path
-        plots[part](own, of_part(results, part))
+    used = [part for part in _PLOTS if of_part(results, part)]
+    for part, own in part_pictures(path, used).items():
+        _PLOTS[part](own, of_part(results, part))
 
 
 def _plot_bits(path: Path, cells: Found) -> None:
@@ -102,3 +99,12 @@ def _plot_memory(path: Path, cells: Found) -> None:
     title = f"AQUA-KV at {PUBLISHED_TOKENS} tokens"
     bars = {"on paper": on_paper, "measured": real}
     plot_groups(path, groups, bars, title=title, y="bits a value")
+
+
+_PLOTS: dict[str, Callable[[Path, Found], None]] = {
+    "bits": _plot_bits,
+    "parts": _plot_parts,
+    "variance": _plot_variance,
+    "layers": _plot_alone,
+    "memory": _plot_memory,
+}

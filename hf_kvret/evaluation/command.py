@@ -18,7 +18,7 @@ from hf_kvret.evaluation.arguments import (
 )
 from hf_kvret.evaluation.caches import choose_caches, known_caches
 from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
-from hf_kvret.evaluation.outputs import check_folder, check_outputs, write_outputs
+from hf_kvret.evaluation.outputs import check_outputs, write_outputs
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.subject import load_subject, model_folder
 from hf_kvret.evaluation.task import Task, run_task
@@ -131,9 +131,7 @@ def default_caches(model: str) -> list[str]:
 def run_eval(options: argparse.Namespace) -> int:
     """Run the task that the command line names, print its table, write what was asked for."""
     name = f"eval {options.task.name}"
-    check_outputs(options, name)
-    if getattr(options, "artifacts", None):
-        check_folder("--artifacts", options.artifacts)
+    check_outputs(options, name, options.task)
     check_device(options.device)
     retrieval = {"top_k": options.top_k, "store": options.store}
     caches = names(options.caches) if options.caches else default_caches(options.model)

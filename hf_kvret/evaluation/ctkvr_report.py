@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_kvret.evaluation.plots import plot_groups, plot_lines
+from hf_kvret.evaluation.plots import part_pictures, plot_groups, plot_lines
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import mean_of, share
 from hf_kvret.evaluation.tables import markdown_table
@@ -40,19 +40,16 @@ def ablation_tables(results: Results) -> str:
     return "\n\n".join(tables)
 
 
+def ablation_pictures(path: Path) -> list[Path]:
+    """The pictures that ``plot_ablation`` writes where all parts were run."""
+    return list(part_pictures(path, _PLOTS).values())
+
+
 def plot_ablation(path: Path, results: Results) -> None:
     """A picture for each part that was run: ``path``, then ``NAME-PART`` beside it."""
-    plots: dict[str, tuple[str, Callable[[Path, Found], None]]] = {
-        **{part: (part, _plot_bars) for part in _PLAIN},
-        "rerank": ("rerank", _plot_ratios),
-        "update": ("update", _plot_turns),
-        "pending": ("pending", _plot_prompt),
-        "generated": ("pending", _plot_generated),
-    }
-    used = [name for name, (part, _) in plots.items() if _of(results, part)]
-    for number, name in enumerate(used):
-        own = path.with_name(f"{path.stem}-{name}{path.suffix}") if number else path
-        part, plot = plots[name]
+    used = [name for name, (part, _) in _PLOTS.items() if _of(results, part)]
+    for name, own in part_pictures(path, used).items():
+        part, plot = _PLOTS[name]
         plot(own, _of(results, part))
 
 
@@ -179,3 +176,12 @@ def _named(cells: Found) -> list[tuple[str, list[dict[str, Any]]]]:
         (f"{cell['cache']}: {cell['variant']}" if several else cell["variant"], found["stretches"])
         for cell, found in cells
     ]
+
+
+_PLOTS: dict[str, tuple[str, Callable[[Path, Found], None]]] = {
+    **{part: (part, _plot_bars) for part in _PLAIN},
+    "rerank": ("rerank", _plot_ratios),
+    "update": ("update", _plot_turns),
+    "pending": ("pending", _plot_prompt),
+    "generated": ("pending", _plot_generated),
+}

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from hf_kvret.evaluation.lrqk_variants import ALTERNATING, OPTIMUM, PER_HEAD, VARIANTS
-from hf_kvret.evaluation.plots import plot_lines
+from hf_kvret.evaluation.plots import part_pictures, plot_lines
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.tables import markdown_table
 
@@ -59,13 +59,18 @@ def factor_tables(results: Results) -> str:
     return "\n\n".join([*parts, *_checks(known)])
 
 
+def factor_pictures(path: Path) -> list[Path]:
+    """The pictures that ``plot_factors`` writes."""
+    return list(part_pictures(path, ("error", "recall")).values())
+
+
 def plot_factors(path: Path, results: Results) -> None:
     """Errors over rank to ``path``, recall over rank to ``NAME-recall`` beside it."""
     known = _by_rank(results)
     if len({variant for _, _, variant, _ in known}) > _LINES:
         known = {key: layers for key, layers in known.items() if key[2] in _DRAWN}
     one_text = len({(cache, length) for cache, length, _, _ in known}) == 1
-    beside = path.with_name(f"{path.stem}-recall{path.suffix}")
+    path, beside = factor_pictures(path)
     for name, place, y in (
         ("error", path, "relative error, mean of layers"),
         ("recall", beside, "recall of the exact top-k, mean of layers"),

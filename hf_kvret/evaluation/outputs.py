@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +16,54 @@ from hf_kvret.evaluation.results import check_results
 
 PICTURES = (".png", ".svg", ".pdf")
 _TABLE_MARK = "<!-- This table is written by hf-kvret. -->"
+PAGE_MARK = "This page is made by `hf-kvret report`."
 
 
-def check_outputs(options: argparse.Namespace, name: str) -> None:
-    """Try ``--json``, ``--plot`` and ``--table`` of the measurement ``name``; nothing is left.
+def check_outputs(options: argparse.Namespace, name: str, measurement: Any) -> None:
+    """Try all files and folders that the measurement ``name`` will write; nothing is left.
+
+    These are ``--json``, ``--plot`` with the pictures beside it, ``--table``, and a task's folders.
 
     Raises:
         ValueError: a path that can't be written, a picture of unknown kind, one file for two
             options, or a file that holds something else than what would replace it.
         ModuleNotFoundError: a picture without matplotlib.
     """
-    check_distinct(options)
+    check_distinct(options, measurement)
     if options.json is not None:
         check_file("--json", options.json, replaced=True)
         check_results(options.json, name)
     if options.plot is not None:
-        check_picture("--plot", options.plot)
+        for picture in pictures(measurement, options.plot):
+            check_picture("--plot", picture)
     if options.table is not None:
         check_file("--table", options.table)
-        check_own("--table", options.table, _TABLE_MARK)
+        check_own("--table", options.table)
+    if hasattr(measurement, "folders"):
+        for option, folder in measurement.folders(options).items():
+            check_folder(option, folder)
 
 
-def check_distinct(options: argparse.Namespace) -> None:
-    """ValueError where two of ``--json``, ``--plot`` and ``--table`` name one file."""
-    owners: dict[Path, str] = {}
-    for option in ("json", "plot", "table"):
-        path: Path | None = getattr(options, option, None)
-        if path is None:
-            continue
-        other = owners.setdefault(path.absolute(), option)
-        if other != option:
-            raise ValueError(f"--{other} and --{option} are both {path}: give each its own file")
+def pictures(measurement: Any, path: Path) -> list[Path]:
+    """All files that ``measurement.plot`` may write for ``path``."""
+    return measurement.pictures(path) if hasattr(measurement, "pictures") else [path]
+
+
+def check_distinct(options: argparse.Namespace, measurement: Any = None) -> None:
+    """ValueError where two of ``--json``, ``--plot`` and ``--table`` name one file.
+
+    ``measurement``: the pictures that it writes beside ``--plot`` count too.
+    """
+    given = {name: getattr(options, name, None) for name in ("json", "plot", "table")}
+    paths = [
+        (f"--{name}", file)
+        for name, path in given.items()
+        if path is not None
+        for file in (pictures(measurement, path) if name == "plot" else [path])
+    ]
+    for (one, first), (other, second) in combinations(paths, 2):
+        if _same_file(first, second):
+            raise ValueError(f"{one} and {other} are both {second}: give each its own file")
 
 
 def check_file(option: str, path: Path, *, replaced: bool = False) -> None:
@@ -61,8 +80,12 @@ def check_file(option: str, path: Path, *, replaced: bool = False) -> None:
             if path.exists():
                 with path.open("r+b"):
                     pass
-            if replaced or not path.exists():
-                _try_new(path.with_name(f"{path.name}.new") if replaced else path)
+            else:
+                with path.open("xb"):
+                    pass
+                path.unlink()
+            if replaced:
+                _try_folder(path.parent)
 
 
 def check_picture(option: str, path: Path) -> None:
@@ -83,17 +106,25 @@ def check_folder(option: str, path: Path) -> None:
         if path.exists() and not path.is_dir():
             raise ValueError(f"{option} {path} is a file: give a folder")
         with _folders(path):
-            _try_new(path / ".hf-kvret.new")
+            _try_folder(path)
 
 
-def check_own(option: str, path: Path, mark: str) -> None:
-    """ValueError for a text at ``path`` without our ``mark``: it is somebody else's."""
-    if not path.is_file() or not path.stat().st_size:
+def check_own(
+    option: str, path: Path, way_out: str = "give another file, or delete this one"
+) -> None:
+    """ValueError for a text at ``path`` that is no table or page of ours.
+
+    Ours have a mark. Tables had none at first: a text of table rows alone is taken for one of them.
+    """
+    if not path.is_file():
         return
-    if mark not in path.read_text(encoding="utf-8", errors="replace"):
+    with _refusing(option, path, "file"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    rows = all(line.startswith("|") for line in text.splitlines() if line.strip())
+    if not rows and _TABLE_MARK not in text and PAGE_MARK not in text:
         raise ValueError(
             f"{option} {path} holds something else than what hf-kvret wrote, and would be "
-            "replaced: give another file, or delete this one"
+            f"replaced: {way_out}"
         )
 
 
@@ -131,6 +162,15 @@ def write_outputs(options: argparse.Namespace, measurement: Any, results: Any) -
         print(f"results are in {options.json}")
 
 
+def _same_file(one: Path, other: Path) -> bool:
+    """Whether two paths name one file, by whatever folders, links or letter case."""
+    try:
+        return one.resolve() == other.resolve() or one.samefile(other)
+    except OSError:
+        # Whether a path can be used at all is said by ``check_file``.
+        return False
+
+
 @contextmanager
 def _refusing(option: str, path: Path, kind: str) -> Iterator[None]:
     try:
@@ -157,11 +197,7 @@ def _folders(folder: Path) -> Iterator[None]:
             part.rmdir()
 
 
-def _try_new(path: Path) -> None:
-    """Make a file and delete it; one that is there stays."""
-    if path.exists():
-        with path.open("ab"):
-            return
-    with path.open("xb"):
+def _try_folder(folder: Path) -> None:
+    """Make a file of a new name in ``folder``, and delete it."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".unfinished-"):
         pass
-    path.unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_kvret.evaluation.plots import plot_groups, plot_lines
+from hf_kvret.evaluation.plots import part_pictures, plot_groups, plot_lines
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import mean_of, share
 from hf_kvret.evaluation.tables import markdown_table
@@ -31,13 +31,16 @@ def ablation_tables(results: Results) -> str:
     return "\n\n".join(table for table in tables if table)
 
 
+def ablation_pictures(path: Path) -> list[Path]:
+    """The pictures that ``plot_ablation`` writes where all parts were run."""
+    return list(part_pictures(path, _PLOTS).values())
+
+
 def plot_ablation(path: Path, results: Results) -> None:
     """A picture for each part that was run: ``path``, then ``NAME-PART`` beside it."""
-    plots = {"ratios": _plot_ratios, "switches": _plot_switches, "drift": _plot_drift}
-    parts = [part for part in plots if any(cell["part"] == part for cell, _ in results)]
-    for number, part in enumerate(parts):
-        own = path.with_name(f"{path.stem}-{part}{path.suffix}") if number else path
-        plots[part](own, results)
+    used = [part for part in _PLOTS if any(cell["part"] == part for cell, _ in results)]
+    for part, own in part_pictures(path, used).items():
+        _PLOTS[part](own, results)
 
 
 def _ends(stretches: list[dict[str, Any]], name: str) -> tuple[str, str, str]:
@@ -108,3 +111,6 @@ def _plot_drift(path: Path, results: Results) -> None:
         for cell, found in cells
     }
     plot_lines(path, lines, title="recall along a text", x="generated tokens", y="recall")
+
+
+_PLOTS = {"ratios": _plot_ratios, "switches": _plot_switches, "drift": _plot_drift}

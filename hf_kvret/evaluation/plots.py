@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,14 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("pictures need matplotlib: pip install matplotlib") from error
+
+
+def part_pictures(path: Path, parts: Iterable[str]) -> dict[str, Path]:
+    """A picture for each part: ``path`` for the first one, ``NAME-PART`` beside it for others."""
+    return {
+        part: path.with_name(f"{path.stem}-{part}{path.suffix}") if number else path
+        for number, part in enumerate(parts)
+    }
 
 
 def plot_lines(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,13 +11,18 @@ from tqdm import tqdm
 
 from hf_kvret.evaluation.arguments import file_path
 from hf_kvret.evaluation.help_text import HelpFormatter
-from hf_kvret.evaluation.outputs import check_folder, check_own
+from hf_kvret.evaluation.outputs import (
+    PAGE_MARK,
+    check_file,
+    check_folder,
+    check_own,
+    pictures,
+)
 from hf_kvret.evaluation.plots import plot_points, require_matplotlib
 from hf_kvret.evaluation.results import Results, why_no_results
 from hf_kvret.evaluation.tables import markdown_table
 
 _OVERVIEW = "overview.md"
-_MARK = "This page is made by `hf-kvret report`."
 
 
 class Measurement(Protocol):
@@ -82,7 +87,7 @@ def write_report(folder: Path, measurements: _Known) -> tuple[list[Path], dict[P
                 f"{path} holds {results.name!r}, which this version does not know: "
                 f"{', '.join(measurements)}"
             )
-    _check_pages(folder, files)
+    _check_pages(folder, loaded, measurements)
     require_matplotlib()
     pages = []
     for path, results in tqdm(loaded.items(), unit="page"):
@@ -97,11 +102,18 @@ def write_report(folder: Path, measurements: _Known) -> tuple[list[Path], dict[P
     return pages, skipped
 
 
-def _check_pages(folder: Path, files: Sequence[Path]) -> None:
+def _check_pages(folder: Path, loaded: dict[Path, Results], measurements: _Known) -> None:
+    """Try every page and picture before the first one is written."""
+    images = folder / "images"
     check_folder("DIR", folder)
-    check_folder("DIR", folder / "images")
-    for path in (*files, folder / _OVERVIEW):
-        check_own("page", path.with_suffix(".md"), _MARK)
+    check_folder("DIR", images)
+    for page in (*(path.with_suffix(".md") for path in loaded), folder / _OVERVIEW):
+        check_file("page", page)
+        check_own("page", page, "move the file, or give another DIR")
+    check_file("picture", images / "overview.png")
+    for path, results in loaded.items():
+        for picture in pictures(measurements[results.name], images / f"{path.stem}.png"):
+            check_file("picture", picture)
 
 
 def _page(path: Path, results: Results, measurement: Any) -> Path:
@@ -116,7 +128,7 @@ def _page(path: Path, results: Results, measurement: Any) -> Path:
         "## How it was made",
         "\n\n".join(map(_made, results.environments)),
         "Set-up: " + ", ".join(f"{name} {value}" for name, value in results.setup.items()) + ".",
-        f"All numbers are in [{path.name}]({path.name}). {_MARK}",
+        f"All numbers are in [{path.name}]({path.name}). {PAGE_MARK}",
     ]
     page = path.with_suffix(".md")
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -159,7 +171,7 @@ def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -
             y="answers right, %",
         )
         parts.append(f"![answers right against bytes read](images/{picture.name})")
-    parts.append(_MARK)
+    parts.append(PAGE_MARK)
     page = folder / _OVERVIEW
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -65,9 +66,10 @@ class Results:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_name(self.path.name + ".new")
-        new.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        os.replace(new, self.path)
+        with tempfile.TemporaryDirectory(dir=self.path.parent, prefix=".unfinished-") as folder:
+            new = Path(folder) / "results.json"
+            new.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+            os.replace(new, self.path)
 
     def __iter__(self) -> Iterator[tuple[Cell, dict[str, Any]]]:
         return iter(self._results.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +19,13 @@ from hf_kvret.evaluation.subject import Subject
 
 # Of few KV heads, so that a text passes a small model once.
 _LAYERS_AT_ONCE = 8
+
+
+def artifact_folder(options: argparse.Namespace) -> Path | None:
+    """``--artifacts``, else a folder named after ``--json``; None where neither is given."""
+    if options.artifacts is not None or options.json is None:
+        return options.artifacts
+    return options.json.with_name(f"{options.json.stem}-artifacts")
 
 
 class ArtifactShelf:

@@ -81,6 +81,19 @@ class Task(ABC):
         """The results as a markdown table; cells that are missing show as ``-``."""
 
     @classmethod
+    def folders(cls, options: argparse.Namespace) -> dict[str, Path]:
+        """Folders that it writes to besides the files of ``--json``, ``--plot`` and ``--table``.
+
+        By the option that names them. They are tried before the work.
+        """
+        return {}
+
+    @classmethod
+    def pictures(cls, path: Path) -> list[Path]:
+        """All files that ``plot`` may write for ``path``. They are tried before the work."""
+        return [path]
+
+    @classmethod
     @abstractmethod
     def plot(cls, path: Path, results: Results) -> None:
         """Write the results as a picture; matplotlib is there."""
@@ -143,8 +156,8 @@ def check_artifacts(results: Results, artifacts: dict[str, str | None]) -> None:
         now, then = artifacts.get(cell.get("cache", "")), found.get("artifact")
         if now is not None and then is not None and now != then:
             raise ValueError(
-                f"{results.path} has {cell['cache']} with another artifact (sha256 {then[:12]}, "
-                f"now {now[:12]}): give another --json, or delete the file"
+                f"{results.path} has {cell['cache']} with another artifact (sha256 "
+                f"{str(then)[:12]}, now {now[:12]}): give another --json, or delete the file"
             )
 
 

@@ -75,6 +75,24 @@ def test_one_file_for_two_options_is_refused(
     assert f"--json and --plot are both {path}: give each its own file" in line
 
 
+def test_one_file_by_two_paths_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = tmp_path / "real"
+    (real / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(real)
+    kept = real / "kept.png"
+    kept.write_text("")
+    (tmp_path / "hard.png").hardlink_to(kept)
+    for first, second in (
+        (real / "x.png", real / "deep" / ".." / "x.png"),
+        (real / "x.png", tmp_path / "link" / "x.png"),
+        (kept, tmp_path / "hard.png"),
+    ):
+        line = refused(capsys, *EVAL, "--json", first, "--plot", second)
+        assert f"--json and --plot are both {second}: give each its own file" in line
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_foreign_json_file_is_not_replaced(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -100,8 +118,11 @@ def test_a_foreign_text_is_not_replaced_by_a_table(
 def test_a_table_of_ours_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "new" / "t.md"
     outputs.write_table(path, "| a |\n| - |")
-    outputs.check_own("--table", path, "<!-- This table is written by hf-kvret. -->")
     assert path.read_text().startswith("| a |\n")
+    # Also one without a mark, as they were at first, and a page of report.
+    for text in (path.read_text(), "| a |\n| - |\n\n", f"# Mine\n\n{outputs.PAGE_MARK}\n", ""):
+        path.write_text(text)
+        outputs.check_own("--table", path)
 
 
 def test_a_trial_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -141,6 +162,40 @@ def test_a_folder_of_artifacts_is_tried_too(
     (tmp_path / "file").write_text("")
     line = refused(capsys, "eval", task, "--model", "needle", "--artifacts", tmp_path / "file")
     assert f"--artifacts {tmp_path / 'file'} is a file: give a folder" in line
+
+
+@pytest.mark.parametrize("task", ["a2ats-ablation", "aqua-ablation"])
+def test_a_folder_of_artifacts_named_after_the_results_is_tried(
+    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "x-artifacts"
+    folder.write_text("")
+    line = refused(capsys, "eval", task, "--model", "needle", "--json", tmp_path / "x.json")
+    assert f"--artifacts {folder} is a file: give a folder" in line
+
+
+@pytest.mark.parametrize(
+    ("task", "part"),
+    [
+        ("lrqk-factors", "recall"),
+        ("aqua-ablation", "memory"),
+        ("a2ats-ablation", "inputs"),
+        ("ctkvr-ablation", "generated"),
+        ("paris-ablation", "drift"),
+    ],
+)
+def test_pictures_beside_the_named_one_are_tried(
+    task: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    given = ["--model", "needle", "--text", text, "--plot", tmp_path / "x.png"]
+    command = ["eval", task, *given]
+    beside = tmp_path / f"x-{part}.png"
+    line = refused(capsys, *command, "--json", beside)
+    assert f"--json and --plot are both {beside}" in line
+    beside.mkdir()
+    assert f"--plot {beside} is a folder" in refused(capsys, *command)
 
 
 def test_the_picture_of_an_artifact_is_tried_before_it_is_read(

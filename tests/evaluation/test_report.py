@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_kvret.cli import main
+from hf_kvret.evaluation.outputs import write_table
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.tasks import TASKS
@@ -54,12 +55,33 @@ def test_pages_of_others_are_not_replaced(
     for name in ("mine.md", "overview.md"):
         (tmp_path / name).write_text("# Mine\n")
         assert main(["report", str(tmp_path)]) == 2
-        assert f"page {tmp_path / name} holds something else" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert f"page {tmp_path / name} holds something else" in error
+        assert "move the file, or give another DIR" in error
         assert (tmp_path / name).read_text() == "# Mine\n"
         (tmp_path / name).unlink()
     (tmp_path / "images").write_text("")
     assert main(["report", str(tmp_path)]) == 2
     assert "images is a file: give a folder" in capsys.readouterr().err
+
+
+def test_pages_and_pictures_are_tried_before_the_first_is_written(tmp_path: Path) -> None:
+    _ruler(tmp_path)
+    cell = {"cache": "paris", "part": "switches", "variant": "full", "length": 64}
+    Results("eval paris-ablation", {}, tmp_path / "parts.json").add(cell, {})
+    for name in ("parts.md", "images/parts-drift.png", "images/overview.png"):
+        place = tmp_path / name
+        place.mkdir(parents=True)
+        with pytest.raises(ValueError, match=f"{place} is a folder"):
+            write_report(tmp_path, MEASUREMENTS)
+        place.rmdir()
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".md", ".png")]
+
+
+def test_a_table_in_the_place_of_a_page_is_replaced(tmp_path: Path) -> None:
+    write_table(_ruler(tmp_path).with_suffix(".md"), "| a |\n| - |")
+    write_report(tmp_path, MEASUREMENTS)
+    assert "This page is made by" in (tmp_path / "mine.md").read_text()
 
 
 def test_mistakes_are_named_and_nothing_is_written(tmp_path: Path) -> None:

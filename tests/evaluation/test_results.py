@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_kvret.evaluation.outputs import check_file
 from hf_kvret.evaluation.results import Results, read_results
 
 CELL = {"cache": "full", "length": 64}
@@ -26,7 +27,17 @@ def test_finished_cells_are_found_again(tmp_path: Path) -> None:
         64,
         128,
     ]
-    assert not list(file.parent.glob("*.new"))
+    assert [path.name for path in file.parent.iterdir()] == ["results.json"]
+
+
+def test_a_file_beside_the_results_stays(tmp_path: Path) -> None:
+    file, other = tmp_path / "results.json", tmp_path / "results.json.new"
+    other.write_text("mine")
+    check_file("--json", file, replaced=True)
+    Results("eval x", {}, file).add(CELL, {"score": 1})
+    assert other.read_text() == "mine" and len(read_results(file)["cells"]) == 1
+    # As readable to others as any file that is written here.
+    assert file.stat().st_mode == other.stat().st_mode
 
 
 def test_the_file_names_command_machine_and_versions(tmp_path: Path) -> None:

@@ -11,7 +11,12 @@ from typing import Any, ClassVar, Self
 from hf_kvret.calibration.a2ats import A2ATSCalibration
 from hf_kvret.evaluation.a2ats_artifacts import EXACT_KEYS, FULL_METHOD, SWITCHES, Artifacts
 from hf_kvret.evaluation.a2ats_exact import with_exact_keys
-from hf_kvret.evaluation.a2ats_report import PLACES, ablation_tables, plot_ablation
+from hf_kvret.evaluation.a2ats_report import (
+    PLACES,
+    ablation_pictures,
+    ablation_tables,
+    plot_ablation,
+)
 from hf_kvret.evaluation.a2ats_study import follow, likeness
 from hf_kvret.evaluation.arguments import (
     budget,
@@ -27,6 +32,7 @@ from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.reader import check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import Pace
+from hf_kvret.evaluation.study_artifacts import artifact_folder
 from hf_kvret.evaluation.study_texts import Texts
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.task import Choices, Task, lengths_of
@@ -166,9 +172,7 @@ class A2ATSAblation(Task):
         calibration = A2ATSCalibration(
             given.codewords, given.rope_window, given.rounds, seed=given.seed
         )
-        folder: Path | None = given.artifacts
-        if folder is None and given.json is not None:
-            folder = given.json.with_name(f"{given.json.stem}-artifacts")
+        folder = artifact_folder(given)
         # One stretch, rounded up to whole steps.
         whole = -(-given.new_tokens // max(1, given.step)) * max(1, given.step)
         return cls(
@@ -272,6 +276,15 @@ class A2ATSAblation(Task):
     @classmethod
     def table(cls, results: Results) -> str:
         return ablation_tables(results)
+
+    @classmethod
+    def folders(cls, options: argparse.Namespace) -> dict[str, Path]:
+        folder = artifact_folder(options)
+        return {} if folder is None else {"--artifacts": folder}
+
+    @classmethod
+    def pictures(cls, path: Path) -> list[Path]:
+        return ablation_pictures(path)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:

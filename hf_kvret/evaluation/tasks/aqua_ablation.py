@@ -13,7 +13,7 @@ from hf_kvret.evaluation.aqua_artifacts import Artifacts
 from hf_kvret.evaluation.aqua_layers import one_layer_each
 from hf_kvret.evaluation.aqua_memory import PREDICTORS, measure
 from hf_kvret.evaluation.aqua_perplexity import read_through
-from hf_kvret.evaluation.aqua_plots import plot_ablation
+from hf_kvret.evaluation.aqua_plots import ablation_pictures, plot_ablation
 from hf_kvret.evaluation.aqua_report import ablation_tables
 from hf_kvret.evaluation.aqua_variants import (
     ALONE,
@@ -26,6 +26,7 @@ from hf_kvret.evaluation.arguments import file_path, length, lengths, names, num
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
 from hf_kvret.evaluation.reader import check_positions
 from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.study_artifacts import artifact_folder
 from hf_kvret.evaluation.study_texts import Texts
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.task import Choices, Task, lengths_of
@@ -154,9 +155,7 @@ class AquaAblation(Task):
         if given.rank is not None:
             # Refused now rather than when the first such predictor is learned.
             replace(calibration, rank=given.rank)
-        folder: Path | None = given.artifacts
-        if folder is None and given.json is not None:
-            folder = given.json.with_name(f"{given.json.stem}-artifacts")
+        folder = artifact_folder(given)
         return cls(
             texts,
             Artifacts(folder, texts, calibration, given.rank),
@@ -254,6 +253,15 @@ class AquaAblation(Task):
     @classmethod
     def table(cls, results: Results) -> str:
         return ablation_tables(results)
+
+    @classmethod
+    def folders(cls, options: argparse.Namespace) -> dict[str, Path]:
+        folder = artifact_folder(options)
+        return {} if folder is None else {"--artifacts": folder}
+
+    @classmethod
+    def pictures(cls, path: Path) -> list[Path]:
+        return ablation_pictures(path)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:

@@ -21,7 +21,7 @@ from hf_kvret.evaluation.arguments import (
 )
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
-from hf_kvret.evaluation.ctkvr_report import ablation_tables, plot_ablation
+from hf_kvret.evaluation.ctkvr_report import ablation_pictures, ablation_tables, plot_ablation
 from hf_kvret.evaluation.ctkvr_study import Questions, Study, Turns
 from hf_kvret.evaluation.ctkvr_variants import PARTS, Variants, centroid_count
 from hf_kvret.evaluation.needles import NeedleLanguage
@@ -217,6 +217,10 @@ class CTkvrAblation(Task):
     @classmethod
     def table(cls, results: Results) -> str:
         return ablation_tables(results)
+
+    @classmethod
+    def pictures(cls, path: Path) -> list[Path]:
+        return ablation_pictures(path)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from hf_kvret.evaluation.arguments import file_path, lengths, names, several, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
-from hf_kvret.evaluation.lrqk_report import factor_tables, plot_factors
+from hf_kvret.evaluation.lrqk_report import factor_pictures, factor_tables, plot_factors
 from hf_kvret.evaluation.lrqk_study import LayerStudy, read_layers
 from hf_kvret.evaluation.lrqk_variants import VARIANTS
 from hf_kvret.evaluation.needles import NeedleLanguage
@@ -193,6 +193,10 @@ class LRQKFactors(Task):
     @classmethod
     def table(cls, results: Results) -> str:
         return factor_tables(results)
+
+    @classmethod
+    def pictures(cls, path: Path) -> list[Path]:
+        return factor_pictures(path)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:

@@ -15,7 +15,7 @@ from hf_kvret.evaluation.arguments import file_path, lengths, names, number, sev
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.following import full_choices
-from hf_kvret.evaluation.paris_report import ablation_tables, plot_ablation
+from hf_kvret.evaluation.paris_report import ablation_pictures, ablation_tables, plot_ablation
 from hf_kvret.evaluation.paris_variants import (
     DRIFT,
     SHIPPED,
@@ -236,6 +236,10 @@ class ParisAblation(Task):
     @classmethod
     def table(cls, results: Results) -> str:
         return ablation_tables(results)
+
+    @classmethod
+    def pictures(cls, path: Path) -> list[Path]:
+        return ablation_pictures(path)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
