@@ -11,8 +11,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from hf_kvret.evaluation.damage import naming_damage
 from hf_kvret.evaluation.plots import require_matplotlib
-from hf_kvret.evaluation.results import check_results
+from hf_kvret.evaluation.results import Results, check_results
 
 PICTURES = (".png", ".svg", ".pdf")
 _TABLE_MARK = "<!-- This table is written by hf-kvret. -->"
@@ -26,13 +27,18 @@ def check_outputs(options: argparse.Namespace, name: str, measurement: Any) -> N
 
     Raises:
         ValueError: a path that can't be written, a picture of unknown kind, one file for two
-            options, or a file that holds something else than what would replace it.
+            options, a file that holds something else than what would replace it, or results
+            with a damaged cell.
         ModuleNotFoundError: a picture without matplotlib.
     """
     check_distinct(options, measurement)
     if options.json is not None:
         check_file("--json", options.json, replaced=True)
-        check_results(options.json, name)
+        if check_results(options.json, name):
+            known = Results.load(options.json)
+            with naming_damage(measurement, known, options.json):
+                if len(known):
+                    measurement.table(known)
     if options.plot is not None:
         for picture in pictures(measurement, options.plot):
             check_picture("--plot", picture)
@@ -153,10 +159,13 @@ def write_table(path: Path, table: str) -> None:
 def write_outputs(options: argparse.Namespace, measurement: Any, results: Any) -> None:
     """Write table and picture as the options say, and name every file on stdout."""
     if options.table:
-        write_table(options.table, measurement.table(results))
+        with naming_damage(measurement, results, options.json):
+            table = measurement.table(results)
+        write_table(options.table, table)
         print(f"wrote {options.table}")
     if options.plot:
-        measurement.plot(options.plot, results)
+        with naming_damage(measurement, results, options.json):
+            measurement.plot(options.plot, results)
         print(f"wrote {options.plot}")
     if options.json:
         print(f"results are in {options.json}")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tqdm import tqdm
 
 from hf_kvret.evaluation.arguments import file_path
+from hf_kvret.evaluation.damage import naming_damage
 from hf_kvret.evaluation.help_text import HelpFormatter
 from hf_kvret.evaluation.outputs import (
     PAGE_MARK,
@@ -45,7 +48,7 @@ def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known
         description="Make a page NAME.md of every NAME.json in DIR that hf-kvret eval or bench "
         "wrote, with its table, picture, command, machine and versions, and overview.md about all "
         "of them. A file NAME.notes.txt, where there is one, is put under the table. Other JSON "
-        "files are skipped, and named.",
+        "files are skipped, and named; status 1 says that results of ours were damaged.",
         formatter_class=HelpFormatter,
     )
     parser.add_argument("folder", type=file_path, metavar="DIR", help="holds the result files")
@@ -55,51 +58,78 @@ def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known
 _Known = Mapping[str, Measurement | type[Any]]
 
 
-def write_report(folder: Path, measurements: _Known) -> tuple[list[Path], dict[Path, str]]:
-    """Write the pages of every result file in ``folder``.
+class Report(NamedTuple):
+    """What ``write_report`` did."""
 
-    Returns the pages, the overview last; and the JSON files that were skipped, each with the
-    reason.
+    pages: list[Path]
+    """The pages, the overview last."""
+    skipped: dict[Path, str]
+    """JSON of somebody else, with the reason."""
+    failed: dict[Path, str]
+    """Results without a page, with the reason: they are damaged, or of another version."""
+
+
+def write_report(folder: Path, measurements: _Known) -> Report:
+    """Write the pages of every result file in ``folder``.
 
     Raises:
         FileNotFoundError: no such folder, or no result file in it.
         NotADirectoryError: ``folder`` is a file.
-        ValueError: a result file that is broken, or of an unknown measurement; a page of somebody
-            else where ours would be; a folder that can't be written to.
+        ValueError: no result file can be used; a page of somebody else where ours would be; a
+            folder that can't be written to.
     """
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file: give the folder that holds it")
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}")
     reasons = {path: why_no_results(path) for path in sorted(folder.glob("*.json"))}
-    files = [path for path, reason in reasons.items() if reason is None]
     skipped = {path: reason for path, reason in reasons.items() if reason is not None}
-    if not files:
+    loaded: dict[Path, Results] = {}
+    failed: dict[Path, str] = {}
+    for path in (path for path, reason in reasons.items() if reason is None):
+        try:
+            loaded[path] = _load(path, measurements)
+        except ValueError as error:
+            failed[path] = str(error)
+    if failed and not loaded:
+        raise ValueError("; ".join(failed.values()))
+    if not loaded:
         others = f" (but {', '.join(path.name for path in skipped)})" if skipped else ""
         raise FileNotFoundError(
             f"{folder} has no result file{others}: make one with hf-kvret eval TASK --json "
             f"{folder}/NAME.json"
         )
-    loaded = {path: Results.load(path) for path in files}
-    for path, results in loaded.items():
-        if results.name not in measurements:
-            raise ValueError(
-                f"{path} holds {results.name!r}, which this version does not know: "
-                f"{', '.join(measurements)}"
-            )
     _check_pages(folder, loaded, measurements)
     require_matplotlib()
     pages = []
-    for path, results in tqdm(loaded.items(), unit="page"):
+    for path, results in tqdm(list(loaded.items()), unit="page"):
+        measurement = measurements[results.name]
+        picture = folder / "images" / f"{path.stem}.png"
         try:
-            pages.append(_page(path, results, measurements[results.name]))
-        except KeyError as error:
-            raise ValueError(
-                f"{path} has a cell without {error}: it is damaged, or of another version; make it "
-                "again"
-            ) from error
+            with naming_damage(measurement, results, path):
+                measurement.plot(picture, results)
+        except ValueError as error:
+            failed[path] = str(error)
+            del loaded[path]
+        else:
+            pages.append(_page(path, results, measurement, picture))
     pages.append(_overview(folder, loaded, measurements))
-    return pages, skipped
+    return Report(pages, skipped, failed)
+
+
+def _load(path: Path, measurements: _Known) -> Results:
+    """The results of a file; ValueError where no table can be made of them."""
+    results = Results.load(path)
+    if results.name not in measurements:
+        raise ValueError(
+            f"{path} holds {results.name!r}, which this version does not know: "
+            f"{', '.join(measurements)}"
+        )
+    measurement = measurements[results.name]
+    with naming_damage(measurement, results, path):
+        measurement.table(results)
+        _accuracy(measurement, results)
+    return results
 
 
 def _check_pages(folder: Path, loaded: dict[Path, Results], measurements: _Known) -> None:
@@ -116,9 +146,7 @@ def _check_pages(folder: Path, loaded: dict[Path, Results], measurements: _Known
             check_file("picture", picture)
 
 
-def _page(path: Path, results: Results, measurement: Any) -> Path:
-    picture = path.parent / "images" / f"{path.stem}.png"
-    measurement.plot(picture, results)
+def _page(path: Path, results: Results, measurement: Any, picture: Path) -> Path:
     parts = [f"# {results.name}: {path.stem}", measurement.table(results)]
     notes = path.with_suffix(".notes.txt")
     if notes.is_file():
@@ -150,6 +178,12 @@ def _made(environment: dict[str, Any]) -> str:
     )
 
 
+def _accuracy(measurement: Any, results: Results) -> dict[str, tuple[float, float]]:
+    """As ``Task.accuracy``; empty for a benchmark."""
+    accuracy = getattr(measurement, "accuracy", None)
+    return accuracy(results) if accuracy else {}
+
+
 def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -> Path:
     rows: list[tuple[str, ...]] = []
     points: dict[str, tuple[float, float]] = {}
@@ -157,8 +191,7 @@ def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -
         caches = list(dict.fromkeys(cell["cache"] for cell, _ in results))
         link = f"[{path.stem}]({path.stem}.md)"
         rows.append((link, results.name, str(len(results)), ", ".join(caches)))
-        accuracy = getattr(measurements[results.name], "accuracy", None)
-        found = accuracy(results) if accuracy else {}
+        found = _accuracy(measurements[results.name], results)
         points |= {f"{path.stem}, {cache}": point for cache, point in found.items()}
     parts = ["# Results", markdown_table(("page", "measured", "cells", "caches"), rows)]
     if points:
@@ -178,9 +211,16 @@ def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -
 
 
 def _report(folder: Path, measurements: _Known) -> int:
-    pages, skipped = write_report(folder, measurements)
-    for page in pages:
-        print(f"wrote {page}")
-    for path, reason in skipped.items():
-        print(f"skipped {path}: {reason}")
-    return 0
+    pages, skipped, failed = write_report(folder, measurements)
+    lines = [
+        *(f"wrote {page}" for page in pages),
+        *(f"skipped {path}: {reason}" for path, reason in skipped.items()),
+    ]
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:
+        # Nobody reads on. What is left in the buffer goes nowhere, so that the exit is silent too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for reason in failed.values():
+        print(f"hf-kvret: error: {reason}", file=sys.stderr)
+    return 1 if failed else 0

@@ -12,6 +12,8 @@ from typing import Any, Self
 from hf_kvret.evaluation.environment import describe_environment
 
 _FORMAT = 1
+# What a page tells of a run; None and names that are missing stand for what was not there.
+_ENVIRONMENT = {"command", "processor", "threads", "accelerator", "python", "versions"}
 _FIELDS = {"name": str, "setup": dict, "environments": list, "cells": list}
 
 # What a cell is called: for instance {"cache": "paris", "length": 4096, "task": "vt"}.
@@ -137,6 +139,10 @@ def read_results(path: Path) -> dict[str, Any]:
             f"{path} has a cell without a cache or without its result: the file is damaged, delete "
             "it and make it again"
         )
+    if not all(map(_is_environment, content["environments"])):
+        raise ValueError(
+            f"{path} has a damaged entry among its environments: delete it, or make it again"
+        )
     return content
 
 
@@ -157,16 +163,23 @@ def check_results(path: Path, name: str) -> dict[str, Any] | None:
 
 
 def why_no_results(path: Path) -> str | None:
-    """Why a JSON file holds no cells; None where it says it does, maybe in another format.
+    """Why a file is somebody else's; None for one of ours, maybe damaged or of another format.
 
-    Raises:
-        ValueError: it is not JSON at all, so a result may have been damaged.
+    Ours have ``format`` and ``cells``; so has the text of one that is no JSON any more.
     """
+    if path.is_dir():
+        return "a folder"
+    if path.exists() and not path.is_file():
+        return "no ordinary file"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): delete it, or make it again") from error
-    if isinstance(content, dict) and "cells" in content:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"it can't be read ({error.strerror or error})"
+    try:
+        content = json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        return None if '"format"' in text and '"cells"' in text else "not JSON"
+    if isinstance(content, dict) and {"format", "cells"} <= content.keys():
         return None
     if isinstance(content, dict) and isinstance(content.get("name"), str):
         return f"results of {content['name']!r}, which have no cells and no page"
@@ -179,6 +192,14 @@ def _is_entry(entry: object) -> bool:
         and isinstance(entry.get("cell"), dict)
         and isinstance(entry["cell"].get("cache"), str)
         and isinstance(entry.get("result"), dict)
+    )
+
+
+def _is_environment(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() >= _ENVIRONMENT
+        and isinstance(entry["versions"], dict)
     )
 
 

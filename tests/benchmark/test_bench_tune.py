@@ -279,7 +279,7 @@ def test_a_result_has_a_page(mine: Path, tmp_path: Path, small_blocks_win: Clock
     files = ["--json", str(tmp_path / "t.json"), "--plot", str(tmp_path / "t.png")]
     assert bench("--lengths", "8", "--ops", "gather_scores,prompt_attention", *files) == 0
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    (page, overview), skipped = write_report(tmp_path, MEASUREMENTS)
+    (page, overview), skipped, _ = write_report(tmp_path, MEASUREMENTS)
     assert not skipped
     assert "what is other than in the rule" in page.read_text()
     assert "bench tune" in overview.read_text() and "rows on device" in overview.read_text()

@@ -170,7 +170,7 @@ def test_without_faiss_our_methods_are_measured_and_the_table_names_the_remedy(
 def test_results_make_a_page(no_faiss: None, tmp_path: Path) -> None:
     file = tmp_path / "b.json"
     assert bench("--context", "256", "--methods", "flat", "--json", str(file)) == 0
-    (page, overview), skipped = write_report(tmp_path, MEASUREMENTS)
+    (page, overview), skipped, _ = write_report(tmp_path, MEASUREMENTS)
     assert not skipped
     assert "| flat " in page.read_text() and "b.json" in page.read_text()
     assert "bench index-build" in overview.read_text()

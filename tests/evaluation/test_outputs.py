@@ -10,6 +10,7 @@ import pytest
 
 from hf_kvret.cli import main
 from hf_kvret.evaluation import outputs
+from hf_kvret.evaluation.results import Results
 
 # A command of each kind, and the function that begins its work.
 EVAL = ["eval", "niah", "--model", "needle"]
@@ -102,6 +103,21 @@ def test_a_foreign_json_file_is_not_replaced(
         path.write_text(content)
         assert str(path) in refused(capsys, *command, "--json", path)
         assert path.read_text() == content
+
+
+@pytest.mark.parametrize("command", [EVAL, BENCH, ALONE], ids=" ".join)
+@pytest.mark.parametrize("result", [{}, {"score": [], "step_seconds": {}}], ids=["empty", "wrong"])
+def test_a_damaged_cell_is_named_before_the_work(
+    command: list[str],
+    result: dict[str, object],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "results.json"
+    Results(" ".join(command[:2]), {}, path).add({"cache": "full", "length": 64}, result)
+    line = refused(capsys, *command, "--json", path)
+    assert f"{path} has a damaged cell, full 64 (" in line
+    assert line.endswith(": delete it, or make it again")
 
 
 @pytest.mark.parametrize("command", [EVAL, BENCH, ALONE], ids=" ".join)

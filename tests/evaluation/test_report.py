@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,7 +71,8 @@ def test_pages_of_others_are_not_replaced(
 def test_pages_and_pictures_are_tried_before_the_first_is_written(tmp_path: Path) -> None:
     _ruler(tmp_path)
     cell = {"cache": "paris", "part": "switches", "variant": "full", "length": 64}
-    Results("eval paris-ablation", {}, tmp_path / "parts.json").add(cell, {})
+    found = {"overlap": 1.0, "mass": 1.0, "best_mass": 1.0, "candidate_ratio": 0.5}
+    Results("eval paris-ablation", {}, tmp_path / "parts.json").add(cell, found)
     for name in ("parts.md", "images/parts-drift.png", "images/overview.png"):
         place = tmp_path / name
         place.mkdir(parents=True)
@@ -97,21 +101,70 @@ def test_mistakes_are_named_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no result file \(but list.json\)"):
         write_report(tmp_path, MEASUREMENTS)
     (tmp_path / "mine.away").rename(path)
-    Results("eval weather", {}, tmp_path / "x.json").add({"cache": "full"}, {})
-    with pytest.raises(ValueError, match="holds 'eval weather', which this version does not know"):
-        write_report(tmp_path, MEASUREMENTS)
-    for broken in ("{", "[" * 100_000):
-        (tmp_path / "x.json").write_text(broken)
-        with pytest.raises(ValueError, match="not JSON"):
-            write_report(tmp_path, MEASUREMENTS)
-    (tmp_path / "x.json").unlink()
     content = json.loads(path.read_text())
     del content["cells"][0]["result"]["score"]
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"mine.json has a cell without 'score': it is damaged"):
+    with pytest.raises(ValueError, match=r"mine.json has a damaged cell, full vt .*no 'score'\)"):
         write_report(tmp_path, MEASUREMENTS)
     content["cells"][0] = {"cell": {}}
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"mine.json has a cell without a cache"):
         write_report(tmp_path, MEASUREMENTS)
     assert not list(tmp_path.glob("*.md"))
+
+
+def test_files_of_others_are_skipped_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _ruler(tmp_path)
+    (tmp_path / "tsconfig.json").write_text("{ // no JSON")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "link.json").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "book.json").write_text(json.dumps({"cells": [], "nbformat": 4}))
+    os.mkfifo(tmp_path / "pipe.json")
+    assert main(["report", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for name, reason in (
+        ("tsconfig", "not JSON"),
+        ("deep", "not JSON"),
+        ("folder", "a folder"),
+        ("link", "it can't be read (No such file or directory)"),
+        ("book", "no results of hf-kvret eval or bench"),
+        ("pipe", "no ordinary file"),
+    ):
+        assert f"skipped {tmp_path / name}.json: {reason}\n" in printed
+    assert f"wrote {tmp_path / 'mine.md'}\n" in printed
+
+
+def test_damaged_results_are_named_and_the_others_have_their_pages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(_ruler(tmp_path).read_text())
+    whole = json.dumps(content)
+    content["cells"][1]["result"]["score"] = {"no": "number"}
+    (tmp_path / "wrong.json").write_text(json.dumps(content))
+    (tmp_path / "cut.json").write_text(whole[:-2])
+    (tmp_path / "odd.json").write_text(whole.replace('"environments": [', '"environments": [3, '))
+    Results("eval weather", {}, tmp_path / "new.json").add({"cache": "full"}, {})
+    assert main(["report", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    for name, reason in (
+        ("wrong", "has a damaged cell, paris vt 4096 inside ("),
+        ("cut", "is not JSON"),
+        ("odd", "has a damaged entry among its environments"),
+        ("new", "holds 'eval weather', which this version does not know"),
+    ):
+        assert f"hf-kvret: error: {tmp_path / name}.json {reason}" in captured.err
+        assert not (tmp_path / f"{name}.md").exists()
+    assert f"wrote {tmp_path / 'mine.md'}\n" in captured.out
+
+
+def test_a_reader_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    _ruler(tmp_path)
+    command = [sys.executable, "-m", "hf_kvret.cli", "report", str(tmp_path)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert done.returncode == 0 and "rror" not in done.stderr, done.stderr
