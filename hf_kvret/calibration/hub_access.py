@@ -24,11 +24,14 @@ def needs_cache(option: str, name: str, file: str, repo_type: str = "model") -> 
         repo_type: ``"model"`` or ``"dataset"``.
 
     Raises:
-        FileNotFoundError: ``name`` is neither a folder nor a hub id.
+        NotADirectoryError: ``name`` is a file.
+        FileNotFoundError: it is neither a folder nor a hub id.
         ConnectionError: it is a hub id, the hub can't be reached, and the cache lacks it.
     """
     if Path(name).is_dir():
         return False
+    if Path(name).is_file():
+        raise NotADirectoryError(f"{option} {name} is a file: give the folder that holds it")
     if not is_hub_id(name):
         raise FileNotFoundError(
             f"{option} {name}: no such folder, and no hub id either (owner/name); check the "
