@@ -14,16 +14,15 @@ from transformers.utils import logging as transformers_logging
 import hf_kvret
 from hf_kvret.benchmark.parser import MEASUREMENTS, add_bench_parser
 from hf_kvret.calibration.command import add_calibrate_parser
-from hf_kvret.calibration.hub_access import transport_error
+from hf_kvret.calibration.hub import CLIENT_ERROR
 from hf_kvret.evaluation.command import add_eval_parser
 from hf_kvret.evaluation.demo_command import add_demo_parser
 from hf_kvret.evaluation.help_text import HelpFormatter
 from hf_kvret.evaluation.lm_eval import add_lm_eval_parser
 from hf_kvret.evaluation.report import add_report_parser
 from hf_kvret.evaluation.tasks import TASKS
+from hf_kvret.loading import INTERRUPTED, loading_is_done
 
-# 128 and the number of SIGINT, as shells have it.
-_INTERRUPTED = 130
 # What a user, a file or the machine can be the cause of; anything else is our own bug.
 _MISTAKES = (
     ValueError,
@@ -47,14 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     transformers_logging.disable_progress_bar()
     try:
+        loading_is_done()
         return options.run(options)
     except KeyboardInterrupt:
         if arguments is not None:
             raise
         # A progress bar may have left the cursor in the middle of a line.
         print(f"\nhf-kvret: interrupted{_what_is_kept(options)}", file=sys.stderr)
-        return _INTERRUPTED
-    except (*_MISTAKES, transport_error()) as error:
+        return INTERRUPTED
+    except (*_MISTAKES, CLIENT_ERROR) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         print(f"hf-kvret: error: {reason}", file=sys.stderr)
         return 2

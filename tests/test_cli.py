@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from safetensors import SafetensorError
 
 import hf_kvret
 from hf_kvret.cli import main, make_parser
-from hf_kvret.evaluation.arguments import device_name, file_path, names
+from hf_kvret.evaluation.arguments import check_device, device_name, file_path, names
+from hf_kvret.evaluation.help_text import shown_default
 
 
 def parsers(
@@ -38,13 +40,39 @@ def options(words: tuple[str, ...]) -> list[argparse.Action]:
     return [action for action in actions if action.option_strings and action.nargs != 0]
 
 
+# Defaults that are long lists, in a word.
+IN_A_WORD = {"--ops": "all", "--parts": "all", "--tasks": "all", "--variants": "all"}
+
+
 @pytest.mark.parametrize("words", WORDS)
 def test_every_option_says_what_it_is_and_its_default(words: tuple[str, ...]) -> None:
     formatter = PARSERS[words].formatter_class(prog="hf-kvret")
     for action in options(words):
         assert action.help, action.option_strings
-        if action.default is not None:
-            assert "default" in formatter._expand_help(action), action.option_strings
+        shown = formatter._expand_help(action)
+        assert shown.count("default: ") <= 1, action.option_strings
+        if action.default is None:
+            continue
+        word = IN_A_WORD.get(action.option_strings[0])
+        default = f"(default: {shown_default(action.default)})"
+        assert default in shown or (word and f"default: {word}" in shown), shown
+
+
+@pytest.mark.parametrize(
+    "task, caches",
+    [
+        ("misses", "lrqk,paris"),
+        ("paris-ablation", "paris"),
+        ("ctkvr-ablation", "ctkvr"),
+        ("a2ats-ablation", "a2ats"),
+        ("aqua-ablation", "aqua"),
+        ("lrqk-factors", "lrqk"),
+    ],
+)
+def test_the_caches_of_a_task_are_those_its_help_shows(task: str, caches: str) -> None:
+    shown = " ".join(PARSERS["eval", task].format_help().split())
+    assert f"(default: {caches})" in shown and "default: full" not in shown
+    assert "default: full,flat" in " ".join(PARSERS["eval", "niah"].format_help().split())
 
 
 @pytest.mark.parametrize("words", WORDS)
@@ -157,3 +185,58 @@ def test_no_mistake_ends_in_a_trace(
     assert main(["demo"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hf-kvret: error: ") and len(line) > len("hf-kvret: error: ")
+
+
+@pytest.mark.parametrize(
+    "device", ["meta", "mps", "xpu", "cpu:0", "cuda:", "cuda:²", "cuda:-1", "cuda:999", "gpu", ""]
+)
+def test_a_device_that_nothing_here_runs_on_is_refused(
+    device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", "--device", device])
+    assert stopped.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "--device" in line and "write cpu, cuda, or one of several as cuda:1" in line
+
+
+def test_a_gpu_must_be_one_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device in ("cpu", "cuda", "cuda:0", "cuda:1"):
+        assert device_name(device) == device
+        check_device(device)
+    assert main(["demo", "--device", "cuda:7"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--device cuda:7: 2 CUDA devices here, numbered from 0; use --device cuda:0" in line
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda:0: no CUDA device here"):
+        check_device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        words
+        for words in PARSERS
+        if words and any("--limit" in a.option_strings for a in options(words))
+    ],
+)
+def test_no_limit_is_a_limit_of_infinity(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert PARSER.parse_args([*words, "--limit", "inf"]).limit == math.inf
+    for value in ("0", "-1", "nan", "-inf", "x"):
+        with pytest.raises(SystemExit):
+            PARSER.parse_args([*words, f"--limit={value}"])
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert f"--limit: {value!r} is no number of seconds above 0" in line
+
+
+def test_a_wrong_batch_is_told_what_a_batch_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "decode", "--batch", "0"])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith("argument --batch: '0' is no whole number from 1: write 1 or 1,8")

@@ -110,6 +110,7 @@ UPPER_FLOORS = (
     "hf_kvret.benchmark",
     "hf_kvret.testing",
     "hf_kvret.cli",
+    "hf_kvret.__main__",
 )
 KERNELS_MAY_IMPORT = {"torch", "triton", KERNELS, *sys.stdlib_module_names}
 

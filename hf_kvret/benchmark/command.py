@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -171,7 +172,8 @@ def _fills(options: argparse.Namespace, choices: dict[str, CacheChoice]) -> set[
 def _setup(options: argparse.Namespace, shape: Shape, layers: int) -> dict[str, Any]:
     keys = ("dtype", "device", "seed", "top_k", "store", "fill", "steps", "warmup", "rounds")
     sizes = {"shape": shape.name, "layers": layers, "of_layers": shape.layers}
-    sizes["limit"] = options.limit
+    # JSON has no infinity.
+    sizes["limit"] = options.limit if math.isfinite(options.limit) else None
     here = describe_environment()
     machine = {key: here[key] for key in ("processor", "threads", "accelerator", "versions")}
     return sizes | {key: getattr(options, key) for key in keys} | machine

@@ -23,7 +23,7 @@ from hf_kvret.benchmark.host_ways import (
 )
 from hf_kvret.benchmark.limits import available_host_memory, byte_count
 from hf_kvret.benchmark.timing import measure_bandwidth, quartiles
-from hf_kvret.evaluation.arguments import DTYPES, length, lengths, names
+from hf_kvret.evaluation.arguments import DTYPES, batches, length, lengths, names
 from hf_kvret.evaluation.command import add_output_options, add_seed_option
 from hf_kvret.evaluation.environment import describe_environment
 from hf_kvret.evaluation.results import Cell, Results
@@ -61,7 +61,7 @@ class HostAttention:
 def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Sizes, threads and where results go."""
     parser.add_argument("--k", type=lengths, default=lengths("256,1K,4K,16K"), help="rows a head")
-    parser.add_argument("--batch", type=lengths, default=[1], help="as 1,8")
+    parser.add_argument("--batch", type=batches, default=[1], help="as 1,8")
     parser.add_argument("--dtypes", default="bfloat16,float32", help=f"of {', '.join(DTYPES)}")
     parser.add_argument("--tokens", type=length, default=length("128K"), help="of a sequence")
     parser.add_argument("--heads", type=int, default=8, help="KV heads")

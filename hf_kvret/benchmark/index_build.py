@@ -37,7 +37,7 @@ from hf_kvret.evaluation.arguments import (
     file_path,
     lengths,
     names,
-    number,
+    seconds_at_most,
     whole_number,
 )
 from hf_kvret.evaluation.command import add_run_options
@@ -106,7 +106,7 @@ def add_index_build_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed builds of each index")
     parser.add_argument(
         "--limit",
-        type=number(0),
+        type=seconds_at_most,
         default=300.0,
         metavar="SECONDS",
         help="leave out an index that is expected to take longer, by its time for shorter prompts",

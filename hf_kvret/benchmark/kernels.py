@@ -20,7 +20,14 @@ from hf_kvret.benchmark.kernels_work import Call, Draw, KernelOp, KernelShape, R
 from hf_kvret.benchmark.limits import available_host_memory
 from hf_kvret.benchmark.runs import attempt
 from hf_kvret.benchmark.timing import measure_bandwidth, quartiles
-from hf_kvret.evaluation.arguments import DTYPES, check_device, lengths, names, number
+from hf_kvret.evaluation.arguments import (
+    DTYPES,
+    batches,
+    check_device,
+    lengths,
+    names,
+    seconds_at_most,
+)
 from hf_kvret.evaluation.command import add_run_options
 from hf_kvret.evaluation.environment import describe_environment
 from hf_kvret.evaluation.results import Cell, Results
@@ -60,7 +67,7 @@ def add_kernels_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ops",
         default=",".join(OPS),
-        help=f"of {', '.join(OPS)}; codebook stands for all codebook.*; default: all",
+        help=f"of {', '.join(OPS)}; codebook stands for all codebook.* (default: all)",
     )
     parser.add_argument(
         "--backends",
@@ -68,7 +75,7 @@ def add_kernels_options(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(_BACKENDS)}; an operation is measured in those that it has",
     )
     parser.add_argument("--lengths", type=lengths, default=lengths("4K,32K,128K"), help="tokens")
-    parser.add_argument("--batch", type=lengths, default=[1], help="as 1,8")
+    parser.add_argument("--batch", type=batches, default=[1], help="as 1,8")
     parser.add_argument("--heads", type=int, default=8, help="KV heads")
     parser.add_argument("--group", type=int, default=4, help="query heads of a KV head")
     parser.add_argument("--head-dim", type=int, default=128, help="of a key, and of a value")
@@ -79,7 +86,7 @@ def add_kernels_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of each way")
     parser.add_argument(
         "--limit",
-        type=number(0),
+        type=seconds_at_most,
         default=10.0,
         metavar="SECONDS",
         help="time fewer calls of a way where --repeats of them would take longer",
@@ -260,7 +267,7 @@ def _check(
 
 
 def _repeats(options: argparse.Namespace, seconds: float) -> int:
-    return max(1, min(options.repeats, int(options.limit / max(seconds, 1e-9))))
+    return max(1, int(min(options.repeats, options.limit / max(seconds, 1e-9))))
 
 
 def _setup(options: argparse.Namespace) -> dict[str, Any]:

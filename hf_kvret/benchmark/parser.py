@@ -26,7 +26,7 @@ from hf_kvret.benchmark.prefill import Prefill, chunk_length
 from hf_kvret.benchmark.shapes import SHAPES
 from hf_kvret.benchmark.step import Step
 from hf_kvret.benchmark.tune import Tune, add_tune_options, measure_tune
-from hf_kvret.evaluation.arguments import lengths, number, whole_number
+from hf_kvret.evaluation.arguments import batches, lengths, seconds_at_most, whole_number
 from hf_kvret.evaluation.command import add_budget_options, add_run_options
 from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
 from hf_kvret.evaluation.report import Measurement
@@ -142,7 +142,7 @@ def _add_options(
         parser.set_defaults(batch=[1])
     else:
         batch = lengths(defaults.batch)
-        parser.add_argument("--batch", type=lengths, default=batch, help="as 1,8")
+        parser.add_argument("--batch", type=batches, default=batch, help="as 1,8")
     parser.add_argument(
         "--caches",
         default=defaults.caches,
@@ -175,7 +175,7 @@ def _add_options(
     )
     parser.add_argument(
         "--limit",
-        type=number(0),
+        type=seconds_at_most,
         default=60.0,
         metavar="SECONDS",
         help="take fewer decode steps in a turn where --steps of them would take longer",

@@ -19,7 +19,7 @@ from hf_kvret.benchmark.runs import attempt
 from hf_kvret.benchmark.tune_cases import TUNE_OPS, TunePlace, host_bytes
 from hf_kvret.benchmark.tune_search import MARGIN, Timer, TuneCase, search
 from hf_kvret.benchmark.tune_tables import plot_tune, tune_table
-from hf_kvret.evaluation.arguments import DTYPES, lengths, names
+from hf_kvret.evaluation.arguments import DTYPES, batches, lengths, names
 from hf_kvret.evaluation.command import add_run_options
 from hf_kvret.evaluation.environment import describe_environment
 from hf_kvret.evaluation.results import Cell, Results
@@ -77,7 +77,7 @@ class _Todo(NamedTuple):
 def add_tune_options(parser: argparse.ArgumentParser) -> None:
     """Operations, sizes, and where results go."""
     parser.add_argument(
-        "--ops", default=",".join(TUNE_OPS), help=f"of {', '.join(TUNE_OPS)}; default: all"
+        "--ops", default=",".join(TUNE_OPS), help=f"of {', '.join(TUNE_OPS)} (default: all)"
     )
     parser.add_argument(
         "--lengths",
@@ -86,7 +86,7 @@ def add_tune_options(parser: argparse.ArgumentParser) -> None:
         help="tokens of a call: rows selected, keys of a window; sizes between two powers of two "
         "share the choice of the larger",
     )
-    parser.add_argument("--batch", type=lengths, default=[1, 8], help="as 1,8")
+    parser.add_argument("--batch", type=batches, default=[1, 8], help="as 1,8")
     parser.add_argument("--heads", type=int, default=8, help="KV heads")
     parser.add_argument("--group", type=int, default=4, help="query heads of a KV head")
     parser.add_argument("--head-dim", type=int, default=128, help="of a key, and of a value")

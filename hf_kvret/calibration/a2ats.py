@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -77,8 +78,9 @@ class A2ATSCalibration(Calibration):
                 f"{' or '.join(map(repr, CODEWORD_DTYPES))}"
             )
 
-    def check(self, tokens: int) -> None:
-        super().check(tokens)
+    def check(self, lengths: Sequence[int]) -> None:
+        super().check(lengths)
+        tokens = sum(lengths)
         if self.codewords > tokens:
             raise ValueError(
                 f"codewords={self.codewords} of {tokens} tokens: give more --tokens or fewer "
@@ -123,7 +125,7 @@ class CodebookStudy(LayerStudy):
 
     def finish(self, progress: Progress, carried: object = None) -> LayerFindings:
         options = self.options
-        options.check(sum(keys.shape[1] for keys in self._keys[False]))
+        options.check([keys.shape[1] for keys in self._keys[False]])
         keys = self._gathered(False)
         identity = torch.eye(keys.shape[-1], device=self.device).expand(len(keys), -1, -1)
         plain = aware = (identity, identity)

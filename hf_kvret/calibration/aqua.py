@@ -46,18 +46,20 @@ coded), ``group`` and ``value_group`` (of the codec, for keys and values), ``hea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from hf_kvret.calibration.aqua_coding import BACKBONES, NOT_CODED
+from hf_kvret.calibration.aqua_coding import BACKBONES, NOT_CODED, default_group
 from hf_kvret.calibration.aqua_mlp import fit_mlp
 from hf_kvret.calibration.aqua_predictors import PREDICTORS, Rows, fit_linear, fit_low_rank
 from hf_kvret.calibration.aqua_study import AquaStudy
 from hf_kvret.calibration.option_kinds import check_kinds
 from hf_kvret.calibration.study import Calibration, Progress
 from hf_kvret_model_patches.rope import Rope
+from hf_kvret_model_patches.taps import LayerTokens
 
 SPACES = ("before", "after")
 KEY_INPUTS = ("keys", "none")
@@ -155,6 +157,37 @@ class AquaCalibration(Calibration):
                 f"predictor_bits={self.predictor_bits} with predictor='mlp': GPTQ is for 'linear' "
                 "and 'low_rank', or give predictor_bits=16"
             )
+
+    def check(self, lengths: Sequence[int]) -> None:
+        super().check(lengths)
+        if max(lengths) <= self.sinks:
+            raise ValueError(
+                f"sinks={self.sinks} of sequences of at most {max(lengths)} tokens: no tokens to "
+                "learn from beyond them; give fewer --sinks, or a greater --length"
+            )
+
+    def check_layer(self, layer: int, tokens: LayerTokens) -> None:
+        for name, x in (("key", tokens.key), ("value", tokens.value)):
+            self.group_of(layer, name, x.shape[1] * x.shape[3])
+
+    def group_of(self, layer: int, name: str, width: int) -> int:
+        """Numbers that share a scale in a layer with ``width`` numbers of ``name`` a token.
+
+        Raises:
+            ValueError: ``group`` or ``rank`` doesn't go with the width.
+        """
+        group = self.group or default_group(self.backbone, width)
+        if width % group:
+            raise ValueError(
+                f"group={group} does not divide the {width} numbers of {name}s that layer {layer} "
+                "has a token: leave --group out, or give a power of two that does"
+            )
+        if self.predictor == "low_rank" and self.rank > width:
+            raise ValueError(
+                f"rank={self.rank}: layer {layer} has {width} numbers of {name}s a token, give a "
+                "--rank of at most that many (fewer than half of them save memory)"
+            )
+        return group
 
     def study(self, layer: int, rope: Rope, device: torch.device) -> AquaStudy:
         return AquaStudy(self, layer, rope, device)

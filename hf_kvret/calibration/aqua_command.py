@@ -29,7 +29,7 @@ def add_aqua_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--first-bits",
-        type=_first_bits,
+        type=anchor_bits,
         choices=(*BITS, "auto"),
         default=usual.first_bits,
         help="of anchors; 16: left as they are; auto: 4 or 16, by the error",
@@ -83,6 +83,11 @@ def aqua_calibration(options: argparse.Namespace) -> AquaCalibration:
     Raises:
         ValueError: options that don't go together.
     """
+    if options.hidden is not None and options.predictor != "mlp":
+        raise ValueError(
+            f"--hidden {options.hidden} is of --predictor mlp, and it is {options.predictor}: "
+            "leave --hidden out, or give --predictor mlp"
+        )
     return AquaCalibration(
         bits=options.bits,
         first_bits=options.first_bits,
@@ -104,5 +109,9 @@ def aqua_calibration(options: argparse.Namespace) -> AquaCalibration:
     )
 
 
-def _first_bits(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
+def anchor_bits(text: str) -> int | str:
+    """A number of bits, or ``auto``; the parser compares it with its choices."""
+    if text != "auto" and not text.isdecimal():
+        allowed = ", ".join(map(str, BITS))
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {allowed} bits, and not auto")
+    return text if text == "auto" else int(text)

@@ -11,8 +11,6 @@ import torch
 from hf_kvret.calibration.aqua_coding import (
     NOT_CODED,
     Tally,
-    check_group,
-    default_group,
     make_codec,
     recode,
 )
@@ -81,7 +79,9 @@ class AquaStudy(LayerStudy):
         keys = tokens.key_before if self.options.space == "before" else tokens.key
         for name, x in (("key", keys), ("value", tokens.value)):
             if name not in self._shapes:
-                self._check_shape(name, x.shape[1], x.shape[3])
+                self._shapes[name] = x.shape[1], x.shape[3]
+                width = x.shape[1] * x.shape[3]
+                self._groups[name] = self.options.group_of(self.layer, name, width)
             rows = x[0, :, self.options.sinks :].transpose(0, 1).flatten(1)
             # A copy on the CPU too: rows may be a view of something larger.
             self._rows[name].append(rows.to("cpu", copy=True))
@@ -140,17 +140,6 @@ class AquaStudy(LayerStudy):
         }
         quality = {"role": role, "bits": bits, **_figures(tallies, below is None)}
         return LayerFindings(tensors, told, quality, {**restored, **state})
-
-    def _check_shape(self, name: str, heads: int, width: int) -> None:
-        options, total = self.options, heads * width
-        self._shapes[name] = heads, width
-        self._groups[name] = options.group or default_group(options.backbone, total)
-        check_group(self._groups[name], total)
-        if options.predictor == "low_rank" and options.rank > total:
-            raise ValueError(
-                f"rank={options.rank}: layer {self.layer} has {total} numbers of {name}s a token, "
-                "give at most that many (fewer than half of them save memory)"
-            )
 
     def _inputs(
         self, name: str, below: Carried, restored: dict[str, torch.Tensor]

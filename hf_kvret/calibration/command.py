@@ -13,7 +13,7 @@ from hf_kvret.calibration.aqua_command import add_aqua_options, aqua_calibration
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.calibration.files import check_no_foreign_artifact
 from hf_kvret.calibration.hub import check_repository, is_hub_id
-from hf_kvret.calibration.hub_access import needs_cache, why_unreachable
+from hf_kvret.calibration.hub_access import why_unreachable
 from hf_kvret.calibration.inspection import describe, plot_quality, quality_table
 from hf_kvret.calibration.runner import calibrate
 from hf_kvret.calibration.sources import (
@@ -179,7 +179,8 @@ def check_sources(options: argparse.Namespace) -> None:
     """Look at what to learn from before the model is loaded.
 
     Raises:
-        FileNotFoundError: no such ``--text``.
+        FileNotFoundError: no such ``--text``, or a ``--dataset`` that is no name of one.
+        ConnectionError: ``--dataset``, and the hub can't be reached.
         ModuleNotFoundError: ``--dataset`` without ``datasets``.
         ValueError: no source or two; one, or UUIDs, for a model that makes its own documents.
     """
@@ -202,7 +203,22 @@ def check_sources(options: argparse.Namespace) -> None:
         dataset_loader(options.dataset)
         repository = options.dataset.partition(":")[0]
         if not Path(repository).exists():
-            needs_cache("--dataset", repository, "README.md", "dataset")
+            _check_stream(options.dataset, repository)
+
+
+def _check_stream(dataset: str, repository: str) -> None:
+    """Errors of ``check_sources`` for a data set on the hub; the cache holds no stream of it."""
+    if not is_hub_id(repository):
+        raise FileNotFoundError(
+            f"--dataset {dataset}: no such folder, and no hub id either (owner/name); check the "
+            "spelling"
+        )
+    reason = why_unreachable(repository, "dataset")
+    if reason is not None:
+        raise ConnectionError(
+            f"--dataset {dataset} is streamed from the hub, and the hub can't be asked ({reason}): "
+            "give --text FILE, or start while online (HF_HUB_OFFLINE unset)"
+        )
 
 
 def make_corpus(options: argparse.Namespace, subject: Subject) -> Corpus:

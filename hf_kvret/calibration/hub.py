@@ -31,8 +31,9 @@ from huggingface_hub.utils import validate_repo_id
 import hf_kvret
 from hf_kvret.calibration.files import DESCRIPTION, FILES, check_description
 
-# What the client raises where there is no answer; its package has other names in other versions.
-_CLIENT_ERROR = HfHubHTTPError.__bases__[0]
+# The base of what the hub's client raises where there is no answer; its package has other names in
+# other versions.
+CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 _LOG_IN = (
     "log in with huggingface_hub.login() or `hf auth login`, set HF_TOKEN, or pass token= "
     "(a token that may {do} it)"
@@ -221,7 +222,7 @@ def upload_folder(
         raise PermissionError(
             f"{constants.ENDPOINT} refuses to write {repo_id}: {_LOG_IN.format(do='write')}"
         ) from error
-    except (OfflineModeIsEnabled, _CLIENT_ERROR) as error:
+    except (OfflineModeIsEnabled, CLIENT_ERROR) as error:
         raise ConnectionError(
             f"{constants.ENDPOINT} can't be reached, and nothing was uploaded to {repo_id} "
             f"({error}): keep the artifact with artifact.save_pretrained('FOLDER'), and once "

@@ -5,13 +5,12 @@ The clients try six times, for 25 seconds, before they say that there is no netw
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, get_session, is_offline_mode, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-from hf_kvret.calibration.hub import is_hub_id
+from hf_kvret.calibration.hub import CLIENT_ERROR, is_hub_id
 
 _TIMEOUT_SECONDS = 10.0
 
@@ -25,11 +24,14 @@ def needs_cache(option: str, name: str, file: str, repo_type: str = "model") -> 
         repo_type: ``"model"`` or ``"dataset"``.
 
     Raises:
-        FileNotFoundError: ``name`` is neither a folder nor a hub id.
+        NotADirectoryError: ``name`` is a file.
+        FileNotFoundError: it is neither a folder nor a hub id.
         ConnectionError: it is a hub id, the hub can't be reached, and the cache lacks it.
     """
     if Path(name).is_dir():
         return False
+    if Path(name).is_file():
+        raise NotADirectoryError(f"{option} {name} is a file: give the folder that holds it")
     if not is_hub_id(name):
         raise FileNotFoundError(
             f"{option} {name}: no such folder, and no hub id either (owner/name); check the "
@@ -54,12 +56,6 @@ def why_unreachable(repo_id: str, repo_type: str = "model") -> str | None:
         HfApi().repo_info(repo_id, repo_type=repo_type, timeout=_TIMEOUT_SECONDS)
     except HfHubHTTPError:
         return None
-    except (OfflineModeIsEnabled, transport_error()) as error:
+    except (OfflineModeIsEnabled, CLIENT_ERROR) as error:
         return f"{constants.ENDPOINT} does not answer: {error or type(error).__name__}"
     return None
-
-
-def transport_error() -> type[Exception]:
-    """The base of what the hub's client raises without an answer: httpx's, of whatever version."""
-    package = type(get_session()).__module__.partition(".")[0]
-    return import_module(package).HTTPError

@@ -79,10 +79,11 @@ def calibrate(
     check_model(model)
     _check_lengths(model, corpus)
     learned = len(corpus.sequences) - corpus.held_out
-    calibration.check(sum(map(len, corpus.sequences[:learned])))
+    calibration.check([len(ids) for ids in corpus.sequences[:learned]])
     ropes = check_rope(model)
     kinds = model_layers(model.config)
     ropes = {layer: rope for layer, rope in ropes.items() if type(kinds[layer]) is DynamicLayer}
+    _check_layers(model, calibration, ropes)
     identity = ModelIdentity.of(model, name)
     setup = {
         "method": calibration.method,
@@ -197,6 +198,20 @@ def _check_lengths(model: PreTrainedModel, corpus: Corpus) -> None:
             f"sequences of {most} tokens, but the model has {limit} positions: give shorter ones "
             "(--length)"
         )
+
+
+def _check_layers(
+    model: PreTrainedModel, calibration: Calibration, ropes: Mapping[int, Rope]
+) -> None:
+    """Show the calibration a token of every layer, before the model reads for minutes."""
+
+    def take(layer: int, tokens: LayerTokens) -> None:
+        if layer in ropes:
+            calibration.check_layer(layer, tokens)
+
+    token = torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
+    with torch.no_grad(), tap_attention(model, take):
+        model(token, use_cache=False)
 
 
 def _digest(corpus: Corpus) -> str:

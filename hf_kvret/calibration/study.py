@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -69,10 +69,17 @@ class Calibration(ABC):
 
     method: ClassVar[str]
 
-    def check(self, tokens: int) -> None:
-        """ValueError where so many tokens to learn from are too few; asked before the reading."""
-        if not tokens:
+    def check(self, lengths: Sequence[int]) -> None:
+        """ValueError where sequences to learn from, of these lengths, are too little.
+
+        Asked before the reading, as ``check_layer``.
+        """
+        if not sum(lengths):
             raise ValueError("no tokens to learn from: add sequences that are not held out first")
+
+    def check_layer(self, layer: int, tokens: LayerTokens) -> None:
+        """ValueError where the options don't fit a layer, of which a token is shown."""
+        return None
 
     @abstractmethod
     def study(self, layer: int, rope: Rope, device: torch.device) -> LayerStudy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -21,17 +22,26 @@ _Value = TypeVar("_Value")
 
 
 def device_name(text: str) -> str:
-    """A device that torch knows."""
-    try:
-        return str(torch.device(text))
-    except RuntimeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no device: write cpu or cuda") from None
+    """``cpu``, ``cuda``, or ``cuda:N``: the devices that caches and kernels are made for."""
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", text):
+        message = f"{text!r} is no device here: write cpu, cuda, or one of several as cuda:1"
+        raise argparse.ArgumentTypeError(message)
+    return str(torch.device(text))
 
 
 def check_device(device: str) -> None:
-    """ValueError for ``--device cuda`` on a machine without."""
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    """ValueError for a CUDA device that this machine lacks."""
+    wanted = torch.device(device)
+    if wanted.type != "cuda":
+        return
+    if not torch.cuda.is_available():
         raise ValueError(f"--device {device}: no CUDA device here; use --device cpu")
+    count = torch.cuda.device_count()
+    if wanted.index is not None and wanted.index >= count:
+        raise ValueError(
+            f"--device {device}: {count} CUDA devices here, numbered from 0; use --device cuda:0"
+            + (f" to cuda:{count - 1}" if count > 1 else "")
+        )
 
 
 def file_path(text: str) -> Path:
@@ -65,13 +75,22 @@ def store_name(text: str) -> str:
 
 def lengths(text: str) -> list[int]:
     """Comma-separated counts from 1, each with an optional K (1,024) or M."""
+    return _counts(text, "4096 or 4K")
+
+
+def batches(text: str) -> list[int]:
+    """Comma-separated counts of sequences from 1, written as ``lengths``."""
+    return _counts(text, "1 or 1,8")
+
+
+def _counts(text: str, example: str) -> list[int]:
     found = []
     for part in text.split(","):
         digits, unit = part.strip().lower(), 1
         if digits and digits[-1] in _UNITS:
             digits, unit = digits[:-1], _UNITS[digits[-1]]
         if not digits.isdecimal() or int(digits) < 1:
-            message = f"{part.strip()!r} is no whole number from 1: write 4096 or 4K"
+            message = f"{part.strip()!r} is no whole number from 1: write {example}"
             raise argparse.ArgumentTypeError(message)
         found.append(int(digits) * unit)
     if len(set(found)) < len(found):
@@ -124,6 +143,18 @@ def number(above: float, most: float = math.inf) -> Callable[[str], float]:
         return value
 
     return read
+
+
+def seconds_at_most(text: str) -> float:
+    """Seconds above 0, as a limit; ``inf`` for none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        message = f"{text!r} is no number of seconds above 0; write inf for no limit"
+        raise argparse.ArgumentTypeError(message)
+    return value
 
 
 def share_below_one(text: str) -> float:

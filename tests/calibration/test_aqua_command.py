@@ -24,7 +24,7 @@ from hf_kvret.testing import MODELS
 from hf_kvret.testing.tiny import spread_weights
 
 FILES = ("artifact.safetensors", "config.json")
-# Every option of AquaCalibration away from its default.
+# Every option of AquaCalibration away from its default, but for the one that is of an mlp alone.
 ALL_OTHER = {
     "bits": 3,
     "first_bits": "auto",
@@ -32,7 +32,6 @@ ALL_OTHER = {
     "backbone": "minmax",
     "predictor": "low_rank",
     "rank": 16,
-    "hidden": 10,
     "steps": 7,
     "predictor_bits": 4,
     "ridge": 0.5,
@@ -117,8 +116,8 @@ def test_the_defaults_are_the_papers() -> None:
 
 def test_every_option_reaches_the_calibration() -> None:
     usual = AquaCalibration().options()
-    assert ALL_OTHER.keys() == usual.keys()
-    assert all(ALL_OTHER[name] != usual[name] for name in usual)
+    assert usual.keys() == ALL_OTHER.keys() | {"hidden"}
+    assert all(ALL_OTHER[name] != usual[name] for name in ALL_OTHER)
     flags = [f"--{name.replace('_', '-')}" for name in ALL_OTHER]
     line = [
         word
@@ -126,7 +125,9 @@ def test_every_option_reaches_the_calibration() -> None:
         for word in ([flag] if value is True else [flag, str(value)])
     ]
     options = parsed(*line)
-    assert options.calibration(options).options() == ALL_OTHER
+    assert options.calibration(options).options() == ALL_OTHER | {"hidden": None}
+    options = parsed("--predictor", "mlp", "--hidden", "10")
+    assert options.calibration(options).hidden == 10
     assert parsed("--first-bits", "16").first_bits == 16
 
 
@@ -212,17 +213,30 @@ def test_mistakes_are_one_line_each(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for more, message in (
-        (["--group", "64"], r"group=64 does not divide the 32 numbers"),
-        (["--sinks", "200"], r"no tokens to learn from beyond the first 200"),
-        (["--predictor", "low_rank"], r"rank=256: layer 0 has 32 numbers of keys a token"),
+        (["--group", "64"], r"group=64 does not divide the 32 numbers of keys.* leave --group out"),
+        (["--sinks", "100"], r"sinks=100 of sequences of at most 100 tokens: .* fewer --sinks"),
+        (["--predictor", "low_rank"], r"rank=256: layer 0 has 32 numbers of keys a token.* --rank"),
+        (["--hidden", "5"], r"--hidden 5 is of --predictor mlp, and it is linear"),
     ):
         capsys.readouterr()
         assert main([*arguments, *more]) == 2
-        lines = [line for line in capsys.readouterr().err.splitlines() if "hf-kvret: error" in line]
+        shown = capsys.readouterr().err
+        lines = [line for line in shown.splitlines() if "hf-kvret: error" in line]
         assert len(lines) == 1 and re.search(message, lines[0]), more
-        parts = Path(arguments[arguments.index("--out") + 1]) / ".parts"
-        for file in parts.glob("*"):
-            file.unlink()
+        # No text was read for it.
+        assert "reading for layers" not in shown
+        assert not (Path(arguments[arguments.index("--out") + 1]) / ".parts").exists()
+
+
+def test_bits_that_are_no_number_are_told_which_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for bits in ("²", "x", ""):
+        with pytest.raises(SystemExit):
+            parsed("--first-bits", bits)
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.endswith(f"--first-bits: {bits!r} is none of 2, 3, 4, 16 bits, and not auto")
+    with pytest.raises(SystemExit):
+        parsed("--first-bits", "5")
+    assert "--first-bits: invalid choice: 5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "smollm3", "gpt_oss"])

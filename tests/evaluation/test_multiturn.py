@@ -228,3 +228,11 @@ def test_mistakes_are_one_line_each(
     assert main(given) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("hf-kvret: error: ") and message in error
+
+
+def test_text_is_refused_once_the_style_turns_out_to_have_none(
+    tiny_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "multiturn", "--model", "needle", "--essays", str(tiny_text)]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "--essays" in line and "of --style magic" in line

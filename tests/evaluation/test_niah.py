@@ -219,3 +219,20 @@ def test_text_styles_need_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> Non
     for style in ("magic", "sandwich"):
         assert main(["eval", "niah", "--model", "needle", "--style", style]) == 2
         assert "needs a tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--samples", "--answer-tokens"])
+def test_the_number_that_is_wrong_is_named_alone(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "niah", option, "0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"hf-kvret: error: {option} 0: at least 1"
+
+
+def test_text_is_refused_once_the_style_turns_out_to_have_none(
+    tiny_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "niah", "--model", "needle", "--essays", str(tiny_text)]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "--essays" in line and "of --style magic or sandwich" in line

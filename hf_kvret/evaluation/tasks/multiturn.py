@@ -183,6 +183,12 @@ class MultiTurn(Task):
 
     def _wording(self, subject: Subject) -> Wording:
         if (self.style or ("magic" if subject.tokenizer else "tokens")) == "tokens":
+            if self.essays is not None:
+                raise ValueError(
+                    f"--essays {self.essays} is of --style magic, and {subject.name} without a "
+                    "tokenizer is asked in --style tokens: leave --essays out, or take another "
+                    "--model"
+                )
             return token_wording(subject, self.name)
         return magic_wording(subject, self.name, self.essays, self.answer_tokens)
 

@@ -82,10 +82,9 @@ class NeedleInHaystack(Task):
     seed: int
 
     def __post_init__(self) -> None:
-        if self.samples < 1 or self.answer_tokens < 1:
-            raise ValueError(
-                f"--samples {self.samples}, --answer-tokens {self.answer_tokens}: at least 1 each"
-            )
+        for option, value in (("samples", self.samples), ("answer-tokens", self.answer_tokens)):
+            if value < 1:
+                raise ValueError(f"--{option} {value}: at least 1")
         if self.distractors < 0:
             raise ValueError(f"--distractors {self.distractors}: 0 or more")
         if self.style == "sandwich" and self.distractors:
@@ -215,6 +214,12 @@ class NeedleInHaystack(Task):
     def _wording(self, subject: Subject) -> Wording:
         style = self.style or ("tokens" if subject.tokenizer is None else "magic")
         if style == "tokens":
+            if self.essays is not None:
+                raise ValueError(
+                    f"--essays {self.essays} is of --style magic or sandwich, and {subject.name} "
+                    "without a tokenizer is asked in --style tokens: leave --essays out, or take "
+                    "another --model"
+                )
             return token_wording(subject, self.name)
         if style == "magic":
             return magic_wording(subject, self.name, self.essays, self.answer_tokens)
