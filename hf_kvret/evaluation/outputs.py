@@ -100,7 +100,7 @@ def check_picture(option: str, path: Path) -> None:
     Raises:
         ModuleNotFoundError: matplotlib is missing.
     """
-    if path.suffix not in PICTURES:
+    if path.suffix.lower() not in PICTURES:
         raise ValueError(f"{option} {path}: its name must end in {', '.join(PICTURES)}")
     check_file(option, path)
     require_matplotlib()
