@@ -86,7 +86,10 @@ def is_served(model: PreTrainedModel) -> bool:
 
 
 def check_length(call: Request, cache: RetrievalCache) -> None:
-    """ValueError unless the prompt of ``call`` goes on from what ``cache`` holds."""
+    """ValueError unless the prompt of ``call`` goes on from what ``cache`` holds.
+
+    New tokens alone are a prompt where they come with positions, and a mask of all tokens.
+    """
     cached = cache.get_seq_length()
     own = getattr(call.model, "main_input_name", "input_ids")
     for name in ("inputs_embeds", "input_ids", "inputs", own):
@@ -96,12 +99,19 @@ def check_length(call: Request, cache: RetrievalCache) -> None:
             break
     else:
         name, length = "input_ids", 0
-    if cached and length <= cached:
+    mask, positions = (call.arguments.get(x) for x in ("attention_mask", "position_ids"))
+    placed = _width(mask) == cached + length and _width(positions) == length
+    if cached and length <= cached and not placed:
         raise ValueError(
             f"{name} has {length} tokens, past_key_values holds {cached}: pass the whole "
             "conversation, the tokens that the cache holds and the new ones behind them (or "
             "cache.crop to forget the newest, cache.reset() to begin anew)"
         )
+
+
+def _width(tensor: object) -> int | None:
+    """Size of the last dimension, None for what is no tensor."""
+    return tensor.shape[-1] if isinstance(tensor, torch.Tensor) and tensor.ndim else None
 
 
 def warn_of_top_k(call: Request, method: str, samples: bool) -> None:
