@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -73,17 +73,17 @@ def store_name(text: str) -> str:
     return text
 
 
-def lengths(text: str) -> list[int]:
+def lengths(text: str) -> tuple[int, ...]:
     """Comma-separated counts from 1, each with an optional K (1,024) or M."""
     return _counts(text, "4096 or 4K")
 
 
-def batches(text: str) -> list[int]:
+def batches(text: str) -> tuple[int, ...]:
     """Comma-separated counts of sequences from 1, written as ``lengths``."""
     return _counts(text, "1 or 1,8")
 
 
-def _counts(text: str, example: str) -> list[int]:
+def _counts(text: str, example: str) -> tuple[int, ...]:
     found = []
     for part in text.split(","):
         digits, unit = part.strip().lower(), 1
@@ -95,7 +95,7 @@ def _counts(text: str, example: str) -> list[int]:
         found.append(int(digits) * unit)
     if len(set(found)) < len(found):
         raise argparse.ArgumentTypeError(f"the same number twice in {text!r}: name each once")
-    return found
+    return tuple(found)
 
 
 def length(text: str) -> int:
@@ -165,11 +165,48 @@ def share_below_one(text: str) -> float:
     return value
 
 
+def share_inside(text: str) -> float:
+    """A share above 0, below 1."""
+    value = _finite(text)
+    if value is None or not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share above 0, below 1")
+    return value
+
+
 def several(kind: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
     """Comma-separated values of one kind."""
 
     def read(text: str) -> tuple[_Value, ...]:
         return tuple(kind(part.strip()) for part in text.split(","))
+
+    return read
+
+
+def one_or_both(one: str, other: str) -> Callable[[str], tuple[str, ...]]:
+    """One of two words, or ``both``, as a tuple of words."""
+
+    def read(text: str) -> tuple[str, ...]:
+        if text not in (one, other, "both"):
+            raise argparse.ArgumentTypeError(f"{text!r}: choose {one}, {other} or both")
+        return (one, other) if text == "both" else (text,)
+
+    return read
+
+
+def known_names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """Comma-separated names, at least one, each of ``known`` and no one twice."""
+    allowed = tuple(known)
+
+    def read(text: str) -> tuple[str, ...]:
+        given = names(text)
+        unknown = [name for name in given if name not in allowed]
+        if unknown or not given:
+            what = f"unknown: {', '.join(unknown)}" if unknown else "none is named"
+            message = f"{what}; choose among {', '.join(allowed)}"
+            raise argparse.ArgumentTypeError(message)
+        if len(set(given)) < len(given):
+            raise argparse.ArgumentTypeError(f"the same name twice in {text!r}: name each once")
+        return tuple(given)
 
     return read
 

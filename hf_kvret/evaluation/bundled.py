@@ -1,4 +1,7 @@
-"""The small models that ship with the package; they need no network."""
+"""The small models that are ours: they need no network.
+
+``needle`` ships with the package, ``reference`` lies in the examples of a checkout.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,17 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 BUNDLED_MODEL = Path(__file__).parent / "needle_llama"
-REFERENCE_MODEL = Path(__file__).parent / "reference_llama"
+REFERENCE_MODEL = Path(__file__).parents[2] / "examples" / "reference_llama"
+
+
+def in_checkout() -> bool:
+    """Whether the package is run from a checkout that has the reference model."""
+    return (REFERENCE_MODEL / "model.safetensors").is_file()
+
+
+def default_model() -> str:
+    """What ``--model`` means when it is not given: ``reference`` in a checkout, else ``needle``."""
+    return "reference" if in_checkout() else "needle"
 
 
 def load_bundled_model(

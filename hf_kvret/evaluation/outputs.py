@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Iterator
@@ -20,8 +19,8 @@ _TABLE_MARK = "<!-- This table is written by hf-kvret. -->"
 PAGE_MARK = "This page is made by `hf-kvret report`."
 
 
-def check_outputs(options: argparse.Namespace, name: str, measurement: Any) -> None:
-    """Try all files and folders that the measurement ``name`` will write; nothing is left.
+def check_outputs(options: Any, measurement: Any) -> None:
+    """Try all files and folders that a measurement will write; nothing is left.
 
     These are ``--json``, ``--plot`` with the pictures beside it, ``--table``, and a task's folders.
 
@@ -34,7 +33,7 @@ def check_outputs(options: argparse.Namespace, name: str, measurement: Any) -> N
     check_distinct(options, measurement)
     if options.json is not None:
         check_file("--json", options.json, replaced=True)
-        if check_results(options.json, name):
+        if check_results(options.json, measurement.title()):
             known = Results.load(options.json)
             with naming_damage(measurement, known, options.json):
                 if len(known):
@@ -45,9 +44,8 @@ def check_outputs(options: argparse.Namespace, name: str, measurement: Any) -> N
     if options.table is not None:
         check_file("--table", options.table)
         check_own("--table", options.table)
-    if hasattr(measurement, "folders"):
-        for option, folder in measurement.folders(options).items():
-            check_folder(option, folder)
+    for option, folder in measurement.folders().items():
+        check_folder(option, folder)
 
 
 def pictures(measurement: Any, path: Path) -> list[Path]:
@@ -55,7 +53,7 @@ def pictures(measurement: Any, path: Path) -> list[Path]:
     return measurement.pictures(path) if hasattr(measurement, "pictures") else [path]
 
 
-def check_distinct(options: argparse.Namespace, measurement: Any = None) -> None:
+def check_distinct(options: Any, measurement: Any = None) -> None:
     """ValueError where two of ``--json``, ``--plot`` and ``--table`` name one file.
 
     ``measurement``: the pictures that it writes beside ``--plot`` count too.
@@ -156,7 +154,7 @@ def write_table(path: Path, table: str) -> None:
     path.write_text(f"{table}\n\n{_TABLE_MARK}\n", encoding="utf-8")
 
 
-def write_outputs(options: argparse.Namespace, measurement: Any, results: Any) -> None:
+def write_outputs(options: Any, measurement: Any, results: Any) -> None:
     """Write table and picture as the options say, and name every file on stdout."""
     if options.table:
         with naming_damage(measurement, results, options.json):

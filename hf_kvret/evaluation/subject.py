@@ -1,4 +1,4 @@
-"""What is evaluated: a model with its tokenizer, by path, hub id or the name of a bundled one."""
+"""What is evaluated: a model with its tokenizer, by path, hub id or the name of one of ours."""
 
 from __future__ import annotations
 
@@ -109,10 +109,7 @@ def load_subject(
     """
     place = str(model_folder(name))
     if name in _BUNDLED and not (_BUNDLED[name] / "model.safetensors").is_file():
-        raise FileNotFoundError(
-            f"--model {name}: the bundled model is missing from {place}: install hf_kvret again, "
-            f"or train it with examples/train_{name}_model.py"
-        )
+        raise FileNotFoundError(_where(name))
     cached = needs_cache("--model", place, "config.json")
     if name not in _BUNDLED:
         print(f"loading the model {name} ...", file=sys.stderr)
@@ -133,6 +130,18 @@ def load_subject(
     model = model.to(device).eval()
     attach(model)
     return Subject(name, model, tokenizer, reason)
+
+
+def _where(name: str) -> str:
+    if name == "reference":
+        return (
+            "--model reference: this model is in the examples of hf-kvret's repository, not in the "
+            "package: run this from a checkout, or give --model needle, a folder or a hub id"
+        )
+    return (
+        f"--model {name}: the bundled model is missing from {_BUNDLED[name]}: install hf_kvret "
+        f"again, or train it with examples/train_{name}_model.py"
+    )
 
 
 def _first_line(error: Exception) -> str:

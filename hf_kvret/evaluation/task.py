@@ -1,66 +1,103 @@
-"""The contract of an evaluation task, and the loop that runs its cells."""
+"""What evaluation tasks have in common: a model, caches, and a cell for each cache and question."""
 
 from __future__ import annotations
 
-import argparse
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, Self
-
-import torch
-from tqdm import tqdm
+from typing import Any, ClassVar
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.calibration.files import read_description
 from hf_kvret.calibration.hub import find_folder
-from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.arguments import DTYPES, check_device, names
+from hf_kvret.evaluation.bundled import default_model
+from hf_kvret.evaluation.caches import CacheChoice, choose_caches, known_caches
+from hf_kvret.evaluation.common_options import (
+    budget_option,
+    device_option,
+    dtype_option,
+    seed_option,
+    store_option,
+)
+from hf_kvret.evaluation.measurement import Measurement, Progress, Row
+from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.results import Cell, Results
-from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.subject import Subject, load_subject, model_folder
+from hf_kvret.registry import registered_methods
 
 Choices = Mapping[str, CacheChoice]
 """Caches by the name that cells have."""
 
+# What `--caches` means by itself.
+_CACHES = ("full", "flat", "paris", "lrqk", "ctkvr")
 
-class Task(ABC):
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Measurement):
     """A question about caches, cut into cells that are run one by one.
 
-    Subclasses are frozen dataclasses whose fields are the task's options.
-
-    Attributes:
-        name: on the command line.
-        summary: one line for ``--help``.
-        description: the text of the task's own ``--help``.
-        examples: commands below it.
+    Subclasses are frozen dataclasses that add their own options.
     """
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
-    description: ClassVar[str]
-    examples: ClassVar[tuple[str, ...]]
+    command: ClassVar[str] = "eval"
 
-    @staticmethod
-    @abstractmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        """Add the task's own options; those of all tasks are there already."""
+    model: str = option(
+        default_model(),
+        "a folder, a hub id, or a model of ours: reference (text), needle (token ids only)",
+    )
+    caches: str | None = option(
+        None,
+        "comma-separated, options after colons as paris:top_k=100:store=host; known: "
+        f"{', '.join(known_caches())}; default: {','.join(_CACHES)}, and those that the model's "
+        "folder has an artifact for",
+    )
+    top_k: int | float = budget_option()
+    store: str = store_option()
+    dtype: str = dtype_option()
+    device: str = device_option()
+    seed: int = seed_option()
 
-    @classmethod
-    @abstractmethod
-    def from_options(cls, options: argparse.Namespace) -> Self:
-        """The task that was asked for; ValueError for options that make no sense."""
+    @cached_property
+    def subject(self) -> Subject:
+        """The model, loaded when it is first asked for."""
+        return load_subject(self.model, DTYPES[self.dtype], self.device)
 
-    @abstractmethod
+    @cached_property
+    def choices(self) -> Choices:
+        """The caches that are compared; ValueError for one that can't be."""
+        chosen = names(self.caches) if self.caches else default_caches(self.model)
+        return choose_caches(chosen, self._retrieval(), self.device)
+
+    def check(self) -> None:
+        """What caches and files can be wrong about is said before the model is loaded."""
+        check_device(self.device)
+        self.cells()
+        self.details()
+
     def setup(self) -> dict[str, Any]:
+        """Model, place and budget; and ``details``."""
+        place = {"device": self.device, "seed": self.seed}
+        return self.subject.describe() | place | self._retrieval() | self.details()
+
+    @abstractmethod
+    def details(self) -> dict[str, Any]:
         """What its numbers depend on besides model, caches and cells, as plain JSON values."""
 
+    def cells(self) -> list[Cell]:
+        """Those of ``cells_of`` for the caches that are compared."""
+        return self.cells_of(list(self.choices))
+
     @abstractmethod
-    def cells(self, caches: Sequence[str]) -> list[Cell]:
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         """The cells, in the order in which they are run. Each names its ``cache``."""
 
-    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         """Look at what ``cells`` need before any of them is run: caches that serve the model.
 
         Tasks add texts that are long enough, and lengths that the model has positions for.
@@ -71,63 +108,43 @@ class Task(ABC):
         for name in dict.fromkeys(cell["cache"] for cell in cells):
             Reader(subject.model, choices[name], 0)
 
+    def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
+        """One by one, after a look at all of them."""
+        check_artifacts(results, self._artifacts)
+        self.check_cells(self.waiting(results), self.subject, self.choices)
+        yield from super().plan(results)
+
+    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+        """The numbers of a cell, and which artifact its cache works with."""
+        found = []
+        for cell in group:
+            row = self.run(cell, self.subject, self.choices[cell["cache"]])
+            artifact = self._artifacts[cell["cache"]]
+            found.append(row if artifact is None else {**row, "artifact": artifact})
+        return found
+
     @abstractmethod
-    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> Row:
         """The numbers of one cell, as plain JSON values. Long work shows a progress bar."""
 
-    @classmethod
-    @abstractmethod
-    def table(cls, results: Results) -> str:
-        """The results as a markdown table; cells that are missing show as ``-``."""
+    def lacking(self, cell: Cell, why: Row) -> None:
+        """Nothing is kept of a cell that ran out of memory: it is tried the next time."""
 
-    @classmethod
-    def folders(cls, options: argparse.Namespace) -> dict[str, Path]:
-        """Folders that it writes to besides the files of ``--json``, ``--plot`` and ``--table``.
+    def _retrieval(self) -> dict[str, Any]:
+        return {"top_k": self.top_k, "store": self.store}
 
-        By the option that names them. They are tried before the work.
-        """
-        return {}
-
-    @classmethod
-    def pictures(cls, path: Path) -> list[Path]:
-        """All files that ``plot`` may write for ``path``. They are tried before the work."""
-        return [path]
-
-    @classmethod
-    @abstractmethod
-    def plot(cls, path: Path, results: Results) -> None:
-        """Write the results as a picture; matplotlib is there."""
-
-    @classmethod
-    def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
-        """By cache: bytes that a step reads, as a share of full K,V; and answers right in 0..1.
-
-        Empty where a task has no answers. ``mean_points`` makes it.
-        """
-        return {}
+    @cached_property
+    def _artifacts(self) -> dict[str, str | None]:
+        return {
+            name: artifact_sha256(choice, self.subject) for name, choice in self.choices.items()
+        }
 
 
-def run_task(
-    task: Task, subject: Subject, choices: Choices, results: Results
-) -> list[tuple[Cell, str]]:
-    """Run the cells that ``results`` does not have yet and add them.
-
-    Returns the cells that ran out of memory, with the reason; the others are run all the same.
-    """
-    waiting = [cell for cell in task.cells(list(choices)) if results.find(cell) is None]
-    artifacts = {name: artifact_sha256(choice, subject) for name, choice in choices.items()}
-    check_artifacts(results, artifacts)
-    task.check(waiting, subject, choices)
-    failed = []
-    for cell in (bar := tqdm(waiting, desc=task.name, unit="cell")):
-        bar.set_postfix_str(" ".join(str(value) for value in cell.values()))
-        try:
-            found = task.run(cell, subject, choices[cell["cache"]])
-            artifact = artifacts[cell["cache"]]
-            results.add(cell, found if artifact is None else {**found, "artifact": artifact})
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            failed.append((cell, str(error).split("\n")[0] or "no memory left"))
-    return failed
+def default_caches(model: str) -> list[str]:
+    """Those that ``--caches`` means when it is not given, for the ``model`` of ``--model``."""
+    home = model_folder(model)
+    learned = [name for name, cls in registered_methods().items() if cls.needs_artifact]
+    return [*_CACHES, *(name for name in learned if (home / name).is_dir())]
 
 
 def lengths_of(cells: Sequence[Cell]) -> list[int]:

@@ -1,17 +1,12 @@
 """The evaluation tasks, one a file."""
 
 from hf_kvret.evaluation.task import Task
-from hf_kvret.evaluation.tasks.a2ats_ablation import A2ATSAblation
 from hf_kvret.evaluation.tasks.agreement import Agreement
-from hf_kvret.evaluation.tasks.aqua_ablation import AquaAblation
-from hf_kvret.evaluation.tasks.ctkvr_ablation import CTkvrAblation
 from hf_kvret.evaluation.tasks.longbench import LongBench
 from hf_kvret.evaluation.tasks.longgen import LongGeneration
-from hf_kvret.evaluation.tasks.lrqk_factors import LRQKFactors
 from hf_kvret.evaluation.tasks.misses import Misses
 from hf_kvret.evaluation.tasks.multiturn import MultiTurn
 from hf_kvret.evaluation.tasks.niah import NeedleInHaystack
-from hf_kvret.evaluation.tasks.paris_ablation import ParisAblation
 from hf_kvret.evaluation.tasks.ppl import Perplexity
 from hf_kvret.evaluation.tasks.ruler import Ruler
 
@@ -26,10 +21,5 @@ TASKS: dict[str, type[Task]] = {
         Agreement,
         LongGeneration,
         Misses,
-        ParisAblation,
-        LRQKFactors,
-        CTkvrAblation,
-        A2ATSAblation,
-        AquaAblation,
     )
 }

@@ -69,7 +69,7 @@ class Inputs:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class A2ATSAblation(Task):
     """What the parts of A2ATS are worth, and what they rest on."""
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_kvret.evaluation.arguments import file_path, lengths
+from hf_kvret.evaluation.arguments import file_path
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
+from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
 from hf_kvret.evaluation.contexts import describe_file, read_prompts, text_windows
 from hf_kvret.evaluation.following import (
     Kept,
@@ -24,6 +24,7 @@ from hf_kvret.evaluation.following import (
     mean_by_layer,
     mean_recall,
 )
+from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_groups, plot_lines
 from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
@@ -37,7 +38,7 @@ _RECALL = ("overlap", "mass", "best_mass")
 _continuations = Kept(most=64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Agreement(Task):
     """Agreement with full attention on any text: tokens, distributions, recall by layer."""
 
@@ -53,47 +54,21 @@ class Agreement(Task):
         "hf-kvret eval agreement --text wiki.test.raw --lengths 4K --caches flat,paris",
     )
 
-    text: Path | None
-    prompts: Path | None
-    lengths: tuple[int, ...]
-    windows: int
-    new_tokens: int
+    text: Path | None = text_option(required=False)
+    prompts: Path | None = option(
+        None, "one a line, or a JSON list of strings", kind=file_path, metavar="FILE"
+    )
+    lengths: tuple[int, ...] = lengths_option((4096,), "tokens of a context, with --text")
+    windows: int = count_option(4, "at most this many contexts of each length")
+    new_tokens: int = count_option(64, "of each continuation")
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.prompts is None):
             raise ValueError("give either --text FILE or --prompts FILE")
         if min(self.lengths) < 2:
             raise ValueError(f"--lengths {min(self.lengths)}: a context has at least 2 tokens")
-        if self.windows < 1 or self.new_tokens < 1:
-            raise ValueError(
-                f"--windows {self.windows}, --new-tokens {self.new_tokens}: at least 1 each"
-            )
 
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--text", type=file_path, metavar="FILE", help="contexts are cut from it"
-        )
-        parser.add_argument(
-            "--prompts",
-            type=file_path,
-            metavar="FILE",
-            help="one a line, or a JSON list of strings",
-        )
-        parser.add_argument(
-            "--lengths", type=lengths, default=[4096], help="tokens of a context, with --text"
-        )
-        parser.add_argument(
-            "--windows", type=int, default=4, help="at most this many contexts of each length"
-        )
-        parser.add_argument("--new-tokens", type=int, default=64, help="of each continuation")
-
-    @classmethod
-    def from_options(cls, options: argparse.Namespace) -> Self:
-        lengths = tuple(options.lengths)
-        return cls(options.text, options.prompts, lengths, options.windows, options.new_tokens)
-
-    def setup(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         return {
             "text": describe_file("--text", self.text),
             "prompts": describe_file("--prompts", self.prompts),
@@ -101,15 +76,15 @@ class Agreement(Task):
             "new_tokens": self.new_tokens,
         }
 
-    def cells(self, caches: Sequence[str]) -> list[Cell]:
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         if self.prompts is None:
             return [{"cache": cache, "length": n} for n in self.lengths for cache in caches]
         count = len(read_prompts(self.prompts))
         groups = [f"{n + 1}-{min(n + _GROUP, count)}" for n in range(0, count, _GROUP)]
         return [{"cache": cache, "prompts": group} for group in groups for cache in caches]
 
-    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
-        super().check(cells, subject, choices)
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check_cells(cells, subject, choices)
         places = {(cell.get("length"), cell.get("prompts")): cell for cell in cells}
         for cell in places.values():
             for context in self._contexts(cell, subject):

@@ -48,7 +48,7 @@ _CHOSEN = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AquaAblation(Task):
     """What AQUA-KV's predictors are worth, and what its cache takes."""
 

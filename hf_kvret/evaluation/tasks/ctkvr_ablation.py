@@ -37,7 +37,7 @@ from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
 _LONG = ("update", "pending")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CTkvrAblation(Task):
     """What each part of CTkvr is worth: recall of the exact top-k without it, or with another."""
 

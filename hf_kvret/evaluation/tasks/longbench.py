@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from tqdm import tqdm
 
-from hf_kvret.evaluation.arguments import file_path, names, whole_number
+from hf_kvret.evaluation.arguments import file_path, known_names, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.common_options import questions_option
 from hf_kvret.evaluation.longbench import (
     BUCKETS,
     LONG_TASKS,
@@ -31,6 +31,7 @@ from hf_kvret.evaluation.longbench import (
     score_table,
     split_template,
 )
+from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_groups
 from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
@@ -42,7 +43,7 @@ from hf_kvret.evaluation.texts import chat_parts, token_ids
 _ROOM = 596
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LongBench(Task):
     """LongBench: questions, summaries, few-shot tasks and code about long texts."""
 
@@ -59,28 +60,62 @@ class LongBench(Task):
         "--max-length 7500 --caches full,flat,paris --json longbench.json",
     )
 
-    tasks: tuple[str, ...]
-    data: LongData
-    samples: int | None
-    questions: tuple[str, ...]
-    max_length: int | None
-    prompts: Path | None
-    chat: bool
+    path: Path | None = option(
+        None,
+        "LongBench's data.zip, or a folder with <task>.jsonl",
+        kind=file_path,
+        metavar="DATA",
+        name="--data",
+    )
+    hub_id: str | None = option(None, "download data.zip from there: THUDM/LongBench", metavar="ID")
+    tasks: tuple[str, ...] = option(
+        (), "comma-separated (default: all)", kind=known_names(LONG_TASKS)
+    )
+    samples: int | None = option(
+        None, "the first so many of a task; default: all", kind=whole_number(1)
+    )
+    e: bool = option(False, "LongBench-E: 13 tasks, scores by length of the text")
+    questions: tuple[str, ...] = questions_option()
+    max_length: int | None = option(
+        None,
+        "a longer prompt loses its middle; default: the positions of the model's configuration "
+        f"less {_ROOM}. LongBench: 3500, 7500, 15500, 31500",
+        kind=whole_number(2),
+    )
+    prompts: Path | None = option(
+        None, "templates of yours: dataset2prompt.json", kind=file_path, metavar="FILE"
+    )
+    chat: bool = option(
+        False, "wrap prompts in the tokenizer's chat template, but for few-shot and code tasks"
+    )
+
+    @cached_property
+    def data(self) -> LongData:
+        """The texts and questions; downloaded where a hub id is given."""
+        path = self.path if self.path is not None else download(str(self.hub_id))
+        return LongData(path, self.e)
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The tasks to be run."""
+        return self.tasks or tuple(self._known())
+
+    def _known(self) -> list[str]:
+        return [name for name, task in LONG_TASKS.items() if task.even or not self.e]
 
     def __post_init__(self) -> None:
-        known = [name for name, task in LONG_TASKS.items() if task.even or not self.data.even]
-        unknown = [name for name in self.tasks if name not in known]
-        if unknown or not self.tasks:
-            which = "LongBench-E" if self.data.even else "LongBench"
+        if (self.path is None) == (self.hub_id is None):
+            raise ValueError("give one of --data and --hub-id")
+        unknown = [name for name in self.tasks if name not in self._known()]
+        if unknown:
             raise ValueError(
-                f"unknown {which} task {', '.join(unknown) or '(none named)'}: choose among "
-                f"{', '.join(known)}"
+                f"--tasks {unknown[0]}: no LongBench-E task, choose among "
+                f"{', '.join(self._known())}"
             )
-        if self.samples is not None and self.samples < 1:
-            raise ValueError(f"--samples {self.samples}: at least 1")
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"--max-length {self.max_length}: at least 2 tokens, a half has one")
-        for name in self.tasks:
+
+    def check(self) -> None:
+        super().check()
+        for name in self.chosen:
             self.data.read(name, self.samples)
             template = self._template(name)
             if "after" in self.questions and "{input}" in split_template(template)[0]:
@@ -89,64 +124,7 @@ class LongBench(Task):
                     "use --questions inside"
                 )
 
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        source = parser.add_mutually_exclusive_group(required=True)
-        source.add_argument(
-            "--data", type=file_path, help="LongBench's data.zip, or a folder with <task>.jsonl"
-        )
-        source.add_argument(
-            "--hub-id", metavar="ID", help="download data.zip from there: THUDM/LongBench"
-        )
-        parser.add_argument("--tasks", type=names, help="default: all")
-        parser.add_argument(
-            "--samples", type=whole_number(1), help="the first so many of a task; default: all"
-        )
-        parser.add_argument(
-            "--e", action="store_true", help="LongBench-E: 13 tasks, scores by length of the text"
-        )
-        parser.add_argument(
-            "--questions",
-            choices=("inside", "after", "both"),
-            default="inside",
-            help="read with the text, or fed after it",
-        )
-        parser.add_argument(
-            "--max-length",
-            type=whole_number(1),
-            help="a longer prompt loses its middle; default: the positions of the model's "
-            f"configuration less {_ROOM}. LongBench: 3500, 7500, 15500, 31500",
-        )
-        parser.add_argument(
-            "--prompts",
-            type=file_path,
-            metavar="FILE",
-            help="templates of yours: dataset2prompt.json",
-        )
-        parser.add_argument(
-            "--chat",
-            action="store_true",
-            help="wrap prompts in the tokenizer's chat template, but for few-shot and code tasks",
-        )
-
-    @classmethod
-    def from_options(cls, options: argparse.Namespace) -> Self:
-        path = options.data if options.data is not None else download(options.hub_id)
-        tasks = options.tasks
-        if tasks is None:
-            tasks = [name for name, task in LONG_TASKS.items() if task.even or not options.e]
-        questions = ("inside", "after") if options.questions == "both" else (options.questions,)
-        return cls(
-            tuple(tasks),
-            LongData(path, options.e),
-            options.samples,
-            questions,
-            options.max_length,
-            options.prompts,
-            options.chat,
-        )
-
-    def setup(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         prompts = "LongBench"
         if self.prompts is not None:
             digest = sha256(self.prompts.read_bytes()).hexdigest()[:12]
@@ -162,16 +140,16 @@ class LongBench(Task):
             "chat": self.chat,
         }
 
-    def cells(self, caches: Sequence[str]) -> list[Cell]:
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
             {"cache": cache, "task": task, "questions": questions}
-            for task in self.tasks
+            for task in self.chosen
             for questions in self.questions
             for cache in caches
         ]
 
-    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
-        super().check(cells, subject, choices)
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check_cells(cells, subject, choices)
         for task in dict.fromkeys(cell["task"] for cell in cells):
             (sample,) = self.data.read(task, 1)
             prompt = self._prompt(sample, {"task": task, "questions": "inside"}, subject)

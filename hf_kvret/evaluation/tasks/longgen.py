@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
-from hf_kvret.evaluation.arguments import file_path, lengths
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.common_options import (
+    count_option,
+    lengths_option,
+    text_option,
+    then_option,
+)
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.following import full_choices
+from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
@@ -35,7 +40,7 @@ from hf_kvret.evaluation.task import Choices, Task, lengths_of
 FOLLOW = ("text", "greedy", "sample")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LongGeneration(Task):
     """Recall of the exact top-k along a generation of thousands of tokens."""
 
@@ -52,69 +57,38 @@ class LongGeneration(Task):
         "hf-kvret eval longgen --text novel.txt --lengths 4K --new-tokens 4096 --caches flat,paris",
     )
 
-    text: Path
-    then: Path | None
-    lengths: tuple[int, ...]
-    windows: int
-    pace: Pace
-    follow: str
-    seed: int
+    text: Path = text_option()
+    then: Path | None = then_option("follows after the context, for a change of subject")
+    lengths: tuple[int, ...] = lengths_option((4096,), "tokens of a context")
+    windows: int = count_option(1, "at most this many contexts of each length")
+    new_tokens: int = count_option(2048, "after each context")
+    every: int = count_option(128, "tokens that share a number")
+    step: int = count_option(
+        1,
+        "tokens a forward pass with --follow text; retrieval caches select for each of them up to "
+        "max_draft (32)",
+    )
+    follow: str = option(
+        "text",
+        "where the new tokens come from: the text, or the cache's own choice",
+        choices=FOLLOW,
+    )
 
     def __post_init__(self) -> None:
-        if self.windows < 1:
-            raise ValueError(f"--windows {self.windows}: at least 1")
         if self.follow != "text" and self.pace.step != 1:
             raise ValueError(
-                f"--step {self.pace.step} with --follow {self.follow}: a token of its own comes "
+                f"--step {self.step} with --follow {self.follow}: a token of its own comes "
                 "alone, leave --step out"
             )
         if self.follow != "text" and self.then is not None:
             raise ValueError(f"--then with --follow {self.follow}: leave one out")
 
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--text", type=file_path, required=True, metavar="FILE", help="contexts are cut from it"
-        )
-        parser.add_argument(
-            "--then",
-            type=file_path,
-            metavar="FILE",
-            help="another text that follows after the context, for a change of subject",
-        )
-        parser.add_argument("--lengths", type=lengths, default=[4096], help="tokens of a context")
-        parser.add_argument(
-            "--windows", type=int, default=1, help="at most this many contexts of each length"
-        )
-        parser.add_argument("--new-tokens", type=int, default=2048, help="after each context")
-        parser.add_argument("--every", type=int, default=128, help="tokens that share a number")
-        parser.add_argument(
-            "--step",
-            type=int,
-            default=1,
-            help="tokens a forward pass with --follow text; retrieval caches select for each of "
-            "them up to max_draft (32)",
-        )
-        parser.add_argument(
-            "--follow",
-            choices=FOLLOW,
-            default="text",
-            help="where the new tokens come from: the text, or the cache's own choice",
-        )
+    @property
+    def pace(self) -> Pace:
+        """How the new tokens are walked through."""
+        return Pace(self.new_tokens, self.every, self.step)
 
-    @classmethod
-    def from_options(cls, options: argparse.Namespace) -> Self:
-        return cls(
-            options.text,
-            options.then,
-            tuple(options.lengths),
-            options.windows,
-            Pace(options.new_tokens, options.every, options.step),
-            options.follow,
-            options.seed,
-        )
-
-    def setup(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         return {
             "text": describe_file("--text", self.text),
             "then": describe_file("--then", self.then),
@@ -125,11 +99,11 @@ class LongGeneration(Task):
             "follow": self.follow,
         }
 
-    def cells(self, caches: Sequence[str]) -> list[Cell]:
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [{"cache": cache, "length": n} for n in self.lengths for cache in caches]
 
-    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
-        super().check(cells, subject, choices)
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check_cells(cells, subject, choices)
         known = self.pace.count if self.follow == "text" else 0
         for length in lengths_of(cells):
             text_windows(subject, self.name, self.text, length, known, self.windows, self.then)

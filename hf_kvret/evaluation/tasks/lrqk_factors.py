@@ -30,7 +30,7 @@ _COUNT = ("top_k", "recency", "half_life", "iterations", "penalty", "seed")
 _TOKENS_PER_NEEDLE = 128
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LRQKFactors(Task):
     """How good LRQK's factors are: what low-rank proxies miss of the scores of a real model."""
 

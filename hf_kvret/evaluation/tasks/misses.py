@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from tqdm import tqdm
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.evaluation.arguments import budget, file_path, lengths, number, several
+from hf_kvret.evaluation.arguments import budget, number, several
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
 from hf_kvret.evaluation.contexts import describe_file, text_windows
+from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
@@ -63,7 +64,7 @@ class Generation:
         return int(unequal.nonzero()[0]) if unequal.any() else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Misses(Task):
     """What the hit/miss buffer of store="resident" saves along a long generation."""
 
@@ -80,92 +81,57 @@ class Misses(Task):
         "hf-kvret eval misses --text novel.txt --lengths 4K --top-ks 128,256 --caches lrqk,paris",
     )
 
-    text: Path
-    lengths: tuple[int, ...]
-    count: int
-    every: int
-    top_ks: tuple[int | float, ...]
-    slots: tuple[float, ...]
-    follow: str
-    seed: int
+    # Budgets and stores are what this compares.
+    caches: str | None = option("lrqk,paris", "comma-separated, options after colons")
+    top_k: int | float = field(default=1.0, init=False)
+    store: str = field(default="resident", init=False)
+    text: Path = text_option()
+    lengths: tuple[int, ...] = lengths_option((4096,), "tokens of a context")
+    new_tokens: int = count_option(2000, "after each context")
+    every: int = count_option(100, "tokens a point of the picture")
+    top_ks: tuple[int | float, ...] = option(
+        (128, 256, 512),
+        "budgets, counts or shares",
+        kind=several(budget),
+        metavar="K,K",
+        aliases=("--top-k",),
+    )
+    slots: tuple[float, ...] = option(
+        (1.0, 2.0),
+        "rows of the buffer, as multiples of the budget",
+        kind=several(number(0)),
+        metavar="N,N",
+    )
+    follow: str = option(
+        "sample",
+        "where the new tokens come from: drawn with --seed, the best ones (small models soon "
+        "repeat themselves, and a loop hardly misses), or the text",
+        choices=FOLLOW,
+    )
     # The last run without a buffer, which those with one are compared to.
     _plain: dict[Any, Generation] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        if min(self.count, self.every) < 1:
-            raise ValueError(
-                f"--new-tokens {self.count}, --every {self.every}: at least 1 token each"
-            )
-        for option, values in (("--top-ks", self.top_ks), ("--slots", self.slots)):
+        for name, values in (("--top-ks", self.top_ks), ("--slots", self.slots)):
             if len(set(values)) < len(values):
-                raise ValueError(f"{option}: the same number twice in {values}")
+                raise ValueError(f"{name}: the same number twice in {values}")
         for top_k in self.top_ks:
             for slots in self.slots:
                 RetrievalConfig(top_k=top_k, slots=slots)
 
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.set_defaults(caches="lrqk,paris", top_k=None, store="resident")
-        parser.add_argument(
-            "--text", type=file_path, required=True, metavar="FILE", help="contexts are cut from it"
-        )
-        parser.add_argument("--lengths", type=lengths, default=[4096], help="tokens of a context")
-        parser.add_argument("--new-tokens", type=int, default=2000, help="after each context")
-        parser.add_argument("--every", type=int, default=100, help="tokens a point of the picture")
-        parser.add_argument(
-            "--top-ks",
-            type=several(budget),
-            default=(128, 256, 512),
-            metavar="K,K",
-            help="budgets in place of --top-k, counts or shares",
-        )
-        parser.add_argument(
-            "--slots",
-            type=several(number(0)),
-            default=(1.0, 2.0),
-            metavar="N,N",
-            help="rows of the buffer, as multiples of the budget",
-        )
-        parser.add_argument(
-            "--follow",
-            choices=FOLLOW,
-            default="sample",
-            help="where the new tokens come from: drawn with --seed, the best ones (small models "
-            "soon repeat themselves, and a loop hardly misses), or the text",
-        )
-
-    @classmethod
-    def from_options(cls, options: argparse.Namespace) -> Self:
-        if options.top_k is not None:
-            raise ValueError(f"--top-k {options.top_k}: misses takes several, use --top-ks")
-        if options.store != "resident":
-            raise ValueError(
-                f"--store {options.store}: misses compares resident with host, leave it out"
-            )
-        return cls(
-            options.text,
-            tuple(options.lengths),
-            options.new_tokens,
-            options.every,
-            options.top_ks,
-            tuple(map(float, options.slots)),
-            options.follow,
-            options.seed,
-        )
-
-    def setup(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         return {
             "text": describe_file("--text", self.text),
-            "new_tokens": self.count,
+            "new_tokens": self.new_tokens,
             "every": self.every,
             "follow": self.follow,
             "top_k": "of each row",
             "store": "resident beside host",
         }
 
-    def cells(self, caches: Sequence[str]) -> list[Cell]:
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         for cache in caches:
             _check_cache(cache)
         # Slots come last, so that the run without a buffer is made once for all of them.
@@ -177,12 +143,12 @@ class Misses(Task):
             for slots in self.slots
         ]
 
-    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
-        super().check(cells, subject, choices)
-        known = self.count if self.follow == "text" else 0
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check_cells(cells, subject, choices)
+        known = self.new_tokens if self.follow == "text" else 0
         for length in lengths_of(cells):
             text_windows(subject, self.name, self.text, length, known, 1, None)
-            check_positions(subject.model, length + self.count)
+            check_positions(subject.model, length + self.new_tokens)
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         """The numbers of one cell.
@@ -201,14 +167,14 @@ class Misses(Task):
                 f"token {place + 1} (position {cell['length'] + place}): a store must not change "
                 "a result, so this is a bug"
             )
-        fetched = sum(layer["bytes_missed"] for layer in found.last) / self.count
-        selected = sum(layer["bytes_fetched"] for layer in plain.last) / self.count
+        fetched = sum(layer["bytes_missed"] for layer in found.last) / self.new_tokens
+        selected = sum(layer["bytes_fetched"] for layer in plain.last) / self.new_tokens
         layers = [{"layer": one["layer"], "miss_ratio": one["miss_ratio"]} for one in found.last]
         return {
             "miss_ratio": fmean(layer["miss_ratio"] for layer in layers),
             "layers": layers,
             "stretches": _stretches(found.layers),
-            "equal_tokens": self.count,
+            "equal_tokens": self.new_tokens,
             "bus_bytes": fetched,
             "plain_bus_bytes": selected,
             "saved_ratio": 1 - fetched / selected,
@@ -229,14 +195,14 @@ class Misses(Task):
         self, cell: Cell, subject: Subject, choice: CacheChoice, changes: dict[str, Any]
     ) -> Generation:
         """Read the context and go on, with those options of the cache changed."""
-        length, known = cell["length"], self.count if self.follow == "text" else 0
+        length, known = cell["length"], self.new_tokens if self.follow == "text" else 0
         (window,) = text_windows(subject, self.name, self.text, length, known, 1, None)
         changed = _changed(choice, subject, top_k=cell["top_k"], **changes)
-        reader = Reader(subject.model, changed, length + self.count)
+        reader = Reader(subject.model, changed, length + self.new_tokens)
         source = self._source(window[length:])
         logits = reader.prefill(window[:length])[-1]
         tokens, choices, seconds, layers = [], [logits.argmax()], [], []
-        for place in tqdm(range(self.count), leave=False, desc=_label(cell), mininterval=1):
+        for place in tqdm(range(self.new_tokens), leave=False, desc=_label(cell), mininterval=1):
             tokens.append(source(logits, place))
             before = reader.seconds
             logits = reader.feed(tokens[-1])[-1]
@@ -246,7 +212,7 @@ class Misses(Task):
             if place == 0:
                 _check_selects(reader, cell)
             # Counts lie on the device: to read them is to wait for it.
-            if end % self.every == 0 or end == self.count:
+            if end % self.every == 0 or end == self.new_tokens:
                 layers.append((end, _cache(reader).stats()["layers"]))
         memory = _cache(reader).memory()
         return Generation(
@@ -339,11 +305,11 @@ def _check_cache(cache: str) -> None:
             f"--caches {cache}: misses is about selected rows, so name caches that retrieve: "
             f"{', '.join(registered_methods())}"
         )
-    for option in (part.partition("=")[0] for part in options):
-        if option in _OWN:
-            use = f"use {_OWN[option]}" if _OWN[option] else "both host and resident are run"
+    for key in (part.partition("=")[0] for part in options):
+        if key in _OWN:
+            use = f"use {_OWN[key]}" if _OWN[key] else "both host and resident are run"
             raise ValueError(
-                f"--caches {cache}: {option} is chosen by misses itself: leave it out, {use}"
+                f"--caches {cache}: {key} is chosen by misses itself: leave it out, {use}"
             )
 
 

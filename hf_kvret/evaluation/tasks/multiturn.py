@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from hf_kvret.evaluation.arguments import file_path, lengths
+from hf_kvret.evaluation.arguments import one_or_both
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.common_options import (
+    answer_tokens_option,
+    count_option,
+    essays_option,
+    lengths_option,
+    style_option,
+)
 from hf_kvret.evaluation.haystack import (
     Document,
     Wording,
@@ -23,6 +29,7 @@ from hf_kvret.evaluation.haystack import (
     ratio,
     token_wording,
 )
+from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.reader import Reader, Usage, check_positions
 from hf_kvret.evaluation.results import Cell, Results
@@ -33,7 +40,7 @@ from hf_kvret.evaluation.task import Choices, Task, lengths_of, mean_points
 MODES = ("turns", "forks")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MultiTurn(Task):
     """One context with a needle for each turn, read once without any question; then the
     questions.
@@ -53,78 +60,30 @@ class MultiTurn(Task):
         "turns.png",
     )
 
-    lengths: tuple[int, ...]
-    turns: int
-    samples: int
-    modes: tuple[str, ...]
-    own_answers: bool
-    style: str | None
-    essays: Path | None
-    answer_tokens: int
-    seed: int
+    lengths: tuple[int, ...] = lengths_option(
+        (4096, 16384), "tokens, all questions and room for all answers included"
+    )
+    turns: int = count_option(8, "needles and questions")
+    samples: int = count_option(4, "contexts of each length")
+    modes: tuple[str, ...] = option(
+        MODES[:1],
+        "one cache for all questions, or a fork for each",
+        kind=one_or_both(*MODES),
+        metavar="{turns,forks,both}",
+        name="--mode",
+    )
+    own_answers: bool = option(False, "keep the model's own answers in the cache")
+    style: str | None = style_option("magic", "tokens")
+    essays: Path | None = essays_option()
+    answer_tokens: int = answer_tokens_option()
 
     def __post_init__(self) -> None:
-        for option, value in (
-            ("turns", self.turns),
-            ("samples", self.samples),
-            ("answer-tokens", self.answer_tokens),
-        ):
-            if value < 1:
-                raise ValueError(f"--{option} {value}: at least 1")
         if self.own_answers and "turns" not in self.modes:
             raise ValueError("--own-answers: forks forget every answer; use --mode turns or both")
         if self.style == "tokens" and self.essays is not None:
             raise ValueError("--essays is text, and --style tokens has none: leave one out")
 
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--lengths",
-            type=lengths,
-            default=[4096, 16384],
-            help="tokens, all questions and room for all answers included",
-        )
-        parser.add_argument("--turns", type=int, default=8, help="needles and questions")
-        parser.add_argument("--samples", type=int, default=4, help="contexts of each length")
-        parser.add_argument(
-            "--mode",
-            choices=(*MODES, "both"),
-            default="turns",
-            help="one cache for all questions, or a fork for each",
-        )
-        parser.add_argument(
-            "--own-answers", action="store_true", help="keep the model's own answers in the cache"
-        )
-        parser.add_argument(
-            "--style",
-            choices=("magic", "tokens"),
-            help="default: magic, or tokens without a tokenizer",
-        )
-        parser.add_argument(
-            "--essays",
-            type=file_path,
-            metavar="FILE",
-            help="haystack: plain text or a JSON list of texts; RULER's noise without it",
-        )
-        parser.add_argument(
-            "--answer-tokens", type=int, default=32, help="most tokens of an answer in text"
-        )
-
-    @classmethod
-    def from_options(cls, options: argparse.Namespace) -> Self:
-        return cls(
-            tuple(options.lengths),
-            options.turns,
-            options.samples,
-            MODES if options.mode == "both" else (options.mode,),
-            options.own_answers,
-            options.style,
-            options.essays,
-            options.answer_tokens,
-            options.seed,
-        )
-
-    def setup(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         return {
             "turns": self.turns,
             "samples": self.samples,
@@ -134,7 +93,7 @@ class MultiTurn(Task):
             "answer_tokens": self.answer_tokens,
         }
 
-    def cells(self, caches: Sequence[str]) -> list[Cell]:
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
             {"cache": cache, "mode": mode, "length": length}
             for length in self.lengths
@@ -142,8 +101,8 @@ class MultiTurn(Task):
             for cache in caches
         ]
 
-    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
-        super().check(cells, subject, choices)
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check_cells(cells, subject, choices)
         wording = self._wording(subject)
         for length in lengths_of(cells):
             check_positions(subject.model, length)

@@ -8,14 +8,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from hf_kvret.evaluation.arguments import file_path, lengths
+from hf_kvret.evaluation.arguments import whole_number
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.common_options import (
+    answer_tokens_option,
+    count_option,
+    essays_option,
+    lengths_option,
+    questions_option,
+    style_option,
+)
 from hf_kvret.evaluation.haystack import (
     Document,
     Fact,
@@ -29,6 +37,7 @@ from hf_kvret.evaluation.haystack import (
     text_wording,
     token_wording,
 )
+from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import count_label, plot_heat_maps
 from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
@@ -48,7 +57,24 @@ _ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"
 _RULE = "Don't give information outside the document or repeat your findings"
 
 
-@dataclass(frozen=True)
+def _depths(text: str) -> tuple[float, ...]:
+    """Comma-separated percentages from 0 to 100, for argparse."""
+    found = []
+    for part in text.split(","):
+        try:
+            depth = float(part)
+        except ValueError:
+            depth = -1.0
+        if not 0 <= depth <= 100:
+            message = f"{part.strip()!r} is no depth: write percents from 0 to 100, as 0,12.5,100"
+            raise argparse.ArgumentTypeError(message)
+        found.append(depth)
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"the same depth twice in {text!r}")
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NeedleInHaystack(Task):
     """A needle in a haystack, at every depth of every length: a heat map for each cache."""
 
@@ -69,24 +95,26 @@ class NeedleInHaystack(Task):
         "niah.png",
     )
 
-    lengths: tuple[int, ...]
-    depths: tuple[float, ...]
-    style: str | None
-    samples: int
-    distractors: int
-    questions: tuple[str, ...]
-    essays: Path | None
-    sandwich: tuple[str, str, str]
-    answer_tokens: int
-    score: str | None
-    seed: int
+    lengths: tuple[int, ...] = lengths_option(
+        (2048, 4096, 8192, 16384), "tokens, question and room for the answer included"
+    )
+    depths: tuple[float, ...] = option(
+        tuple(float(depth) for depth in range(0, 101, 10)),
+        "where the needle is, in percent of the haystack, comma-separated",
+        kind=_depths,
+    )
+    style: str | None = style_option(*STYLES)
+    samples: int = count_option(3, "documents in each cell")
+    distractors: int = option(0, "more needles, with other keys, anywhere", kind=whole_number(0))
+    questions: tuple[str, ...] = questions_option()
+    essays: Path | None = essays_option()
+    needle: str = option(_NEEDLE, "of --style sandwich")
+    question: str = option(_QUESTION, "of --style sandwich")
+    answer: str = option(_ANSWER, "of --style sandwich")
+    answer_tokens: int = answer_tokens_option()
+    score: str | None = option(None, "default: rouge1 for sandwich, else substring", choices=SCORES)
 
     def __post_init__(self) -> None:
-        for option, value in (("samples", self.samples), ("answer-tokens", self.answer_tokens)):
-            if value < 1:
-                raise ValueError(f"--{option} {value}: at least 1")
-        if self.distractors < 0:
-            raise ValueError(f"--distractors {self.distractors}: 0 or more")
         if self.style == "sandwich" and self.distractors:
             raise ValueError(
                 f"--distractors {self.distractors}: there is one sandwich only; use --style magic"
@@ -98,67 +126,12 @@ class NeedleInHaystack(Task):
         if self.style == "tokens" and self.essays is not None:
             raise ValueError("--essays is text, and --style tokens has none: leave one out")
 
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--lengths",
-            type=lengths,
-            default=[2048, 4096, 8192, 16384],
-            help="tokens, question and room for the answer included",
-        )
-        parser.add_argument(
-            "--depths",
-            type=depths,
-            default=[float(depth) for depth in range(0, 101, 10)],
-            help="where the needle is, in percent of the haystack, comma-separated",
-        )
-        parser.add_argument(
-            "--style", choices=STYLES, help="default: magic, or tokens without a tokenizer"
-        )
-        parser.add_argument("--samples", type=int, default=3, help="documents in each cell")
-        parser.add_argument(
-            "--distractors", type=int, default=0, help="more needles, with other keys, anywhere"
-        )
-        parser.add_argument(
-            "--questions",
-            choices=("inside", "after", "both"),
-            default="inside",
-            help="read with the text, or fed after it",
-        )
-        parser.add_argument(
-            "--essays",
-            type=file_path,
-            metavar="FILE",
-            help="haystack: plain text or a JSON list of texts; RULER's noise without it",
-        )
-        parser.add_argument("--needle", default=_NEEDLE, help="of --style sandwich")
-        parser.add_argument("--question", default=_QUESTION, help="of --style sandwich")
-        parser.add_argument("--answer", default=_ANSWER, help="of --style sandwich")
-        parser.add_argument(
-            "--answer-tokens", type=int, default=32, help="most tokens of an answer in text"
-        )
-        parser.add_argument(
-            "--score", choices=SCORES, help="default: rouge1 for sandwich, else substring"
-        )
+    @property
+    def sandwich(self) -> tuple[str, str, str]:
+        """Needle, question and answer of that style."""
+        return self.needle, self.question, self.answer
 
-    @classmethod
-    def from_options(cls, options: argparse.Namespace) -> Self:
-        questions = ("inside", "after") if options.questions == "both" else (options.questions,)
-        return cls(
-            tuple(options.lengths),
-            tuple(options.depths),
-            options.style,
-            options.samples,
-            options.distractors,
-            questions,
-            options.essays,
-            (options.needle, options.question, options.answer),
-            options.answer_tokens,
-            options.score,
-            options.seed,
-        )
-
-    def setup(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         return {
             "style": self.style,
             "samples": self.samples,
@@ -169,7 +142,7 @@ class NeedleInHaystack(Task):
             "score": self.score,
         }
 
-    def cells(self, caches: Sequence[str]) -> list[Cell]:
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
             {"cache": cache, "questions": questions, "length": length, "depth": depth}
             for length in self.lengths
@@ -178,8 +151,8 @@ class NeedleInHaystack(Task):
             for cache in caches
         ]
 
-    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
-        super().check(cells, subject, choices)
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check_cells(cells, subject, choices)
         wording = self._wording(subject)
         for length in lengths_of(cells):
             check_positions(subject.model, length)
@@ -277,23 +250,6 @@ class NeedleInHaystack(Task):
     @classmethod
     def accuracy(cls, results: Results) -> dict[str, tuple[float, float]]:
         return mean_points(results, "score")
-
-
-def depths(text: str) -> list[float]:
-    """Comma-separated percentages from 0 to 100, for argparse."""
-    found = []
-    for part in text.split(","):
-        try:
-            depth = float(part)
-        except ValueError:
-            depth = -1.0
-        if not 0 <= depth <= 100:
-            message = f"{part.strip()!r} is no depth: write percents from 0 to 100, as 0,12.5,100"
-            raise argparse.ArgumentTypeError(message)
-        found.append(depth)
-    if len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"the same depth twice in {text!r}")
-    return found
 
 
 def rouge1_recall(answer: str, given: str) -> float:

@@ -40,7 +40,7 @@ from hf_kvret.methods.paris import ParisConfig
 PARTS = ("switches", "ratios", "drift")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParisAblation(Task):
     """What each part of ParisKV is worth: recall of the exact top-k without it."""
 

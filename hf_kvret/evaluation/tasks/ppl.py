@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from tqdm import tqdm
 
-from hf_kvret.evaluation.arguments import file_path, lengths
+from hf_kvret.evaluation.arguments import share_inside
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
 from hf_kvret.evaluation.contexts import describe_file
+from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
@@ -24,7 +25,7 @@ from hf_kvret.evaluation.task import Choices, Task, lengths_of
 from hf_kvret.evaluation.texts import read_text, token_ids
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Perplexity(Task):
     """Perplexity of long text, fed through the cache step by step."""
 
@@ -40,45 +41,21 @@ class Perplexity(Task):
         "hf-kvret eval ppl --text wiki.test.raw --lengths 4K --windows 8 --caches full,flat,paris",
     )
 
-    text: Path
-    lengths: tuple[int, ...]
-    windows: int
-    prefill: float
-    step: int
+    text: Path = text_option("WikiText-2 raw test, or any")
+    lengths: tuple[int, ...] = lengths_option((4096,), "window sizes in tokens")
+    windows: int = count_option(8, "at most this many of each size")
+    prefill: float = option(0.5, "share read in one pass", kind=share_inside)
+    step: int = count_option(
+        1,
+        "tokens a forward pass; retrieval caches select for each of them up to max_draft (32) and "
+        "attend to everything beyond",
+    )
 
     def __post_init__(self) -> None:
         if min(self.lengths) < 8:
             raise ValueError(f"--lengths {min(self.lengths)}: a window needs at least 8 tokens")
-        if self.windows < 1 or self.step < 1:
-            raise ValueError(f"--windows {self.windows}, --step {self.step}: at least 1 each")
-        if not 0 < self.prefill < 1:
-            raise ValueError(f"--prefill {self.prefill}: a share of the window, between 0 and 1")
 
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--text", type=file_path, required=True, help="WikiText-2 raw test, or any"
-        )
-        parser.add_argument(
-            "--lengths", type=lengths, default=[4096], help="window sizes in tokens"
-        )
-        parser.add_argument("--windows", type=int, default=8, help="at most this many of each size")
-        parser.add_argument("--prefill", type=float, default=0.5, help="share read in one pass")
-        parser.add_argument(
-            "--step",
-            type=int,
-            default=1,
-            help="tokens a forward pass; retrieval caches select for each of them up to max_draft "
-            "(32) and attend to everything beyond",
-        )
-
-    @classmethod
-    def from_options(cls, options: argparse.Namespace) -> Self:
-        return cls(
-            options.text, tuple(options.lengths), options.windows, options.prefill, options.step
-        )
-
-    def setup(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         return {
             "text": describe_file("--text", self.text),
             "windows": self.windows,
@@ -86,11 +63,11 @@ class Perplexity(Task):
             "step": self.step,
         }
 
-    def cells(self, caches: Sequence[str]) -> list[Cell]:
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [{"cache": cache, "length": n} for n in self.lengths for cache in caches]
 
-    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
-        super().check(cells, subject, choices)
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check_cells(cells, subject, choices)
         for length in lengths_of(cells):
             self._windows(subject, length)
             check_positions(subject.model, length)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from tqdm import tqdm
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from hf_kvret.evaluation.arguments import file_path, lengths, names
+from hf_kvret.evaluation.arguments import file_path, known_names
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.common_options import count_option, lengths_option, questions_option
+from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import count_label, plot_heat_maps
 from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
@@ -27,7 +28,7 @@ from hf_kvret.evaluation.task import Choices, Task, lengths_of, mean_points
 from hf_kvret.evaluation.texts import chat_parts, token_ids
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ruler(Task):
     """RULER: needles, variable tracking, word counts and questions at any length."""
 
@@ -45,23 +46,24 @@ class Ruler(Task):
         "--lengths 4K,8K --samples 20 --caches full,flat,paris --json ruler.json",
     )
 
-    tasks: tuple[str, ...]
-    lengths: tuple[int, ...]
-    samples: int
-    questions: tuple[str, ...]
-    data: RulerData
-    chat: bool
-    seed: int
+    tasks: tuple[str, ...] = option(
+        tuple(TASKS), "comma-separated (default: all 13)", kind=known_names(TASKS)
+    )
+    lengths: tuple[int, ...] = lengths_option((4096,), "tokens, answer included")
+    samples: int = count_option(20, "of each cell; RULER: 500")
+    questions: tuple[str, ...] = questions_option()
+    essays: Path | None = option(None, "haystack text: JSON or plain text", kind=file_path)
+    squad: Path | None = option(None, "SQuAD or XQuAD JSON, for qa_1", kind=file_path)
+    hotpot: Path | None = option(None, "HotpotQA distractor JSON, for qa_2", kind=file_path)
+    english_words: Path | None = option(None, "more words for cwe from 128K on", kind=file_path)
+    chat: bool = option(False, "wrap prompts in the tokenizer's chat template")
+
+    @property
+    def data(self) -> RulerData:
+        """The files of texts and words."""
+        return RulerData(self.essays, self.squad, self.hotpot, self.english_words)
 
     def __post_init__(self) -> None:
-        unknown = [task for task in self.tasks if task not in TASKS]
-        if unknown or not self.tasks:
-            raise ValueError(
-                f"unknown RULER task {', '.join(unknown) or '(none named)'}: choose among "
-                f"{', '.join(TASKS)}"
-            )
-        if self.samples < 1:
-            raise ValueError(f"--samples {self.samples}: at least 1")
         for task in self.tasks:
             option = TASKS[task].data
             path = None if option is None else getattr(self.data, option)
@@ -70,43 +72,7 @@ class Ruler(Task):
             if path is not None and not path.is_file():
                 raise FileNotFoundError(f"--{option} {path}: no such file")
 
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--tasks", type=names, default=list(TASKS), help="default: all 13")
-        parser.add_argument(
-            "--lengths", type=lengths, default=[4096], help="tokens, answer included"
-        )
-        parser.add_argument("--samples", type=int, default=20, help="of each cell; RULER: 500")
-        parser.add_argument(
-            "--questions",
-            choices=("inside", "after", "both"),
-            default="inside",
-            help="read with the text, or fed after it",
-        )
-        parser.add_argument("--essays", type=file_path, help="haystack text: JSON or plain text")
-        parser.add_argument("--squad", type=file_path, help="SQuAD or XQuAD JSON, for qa_1")
-        parser.add_argument("--hotpot", type=file_path, help="HotpotQA distractor JSON, for qa_2")
-        parser.add_argument(
-            "--english-words", type=file_path, help="more words for cwe from 128K on"
-        )
-        parser.add_argument(
-            "--chat", action="store_true", help="wrap prompts in the tokenizer's chat template"
-        )
-
-    @classmethod
-    def from_options(cls, options: argparse.Namespace) -> Self:
-        questions = ("inside", "after") if options.questions == "both" else (options.questions,)
-        return cls(
-            tuple(options.tasks),
-            tuple(options.lengths),
-            options.samples,
-            questions,
-            RulerData(options.essays, options.squad, options.hotpot, options.english_words),
-            options.chat,
-            options.seed,
-        )
-
-    def setup(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         files = {
             name: None
             if path is None
@@ -115,7 +81,7 @@ class Ruler(Task):
         }
         return {"samples": self.samples, "chat": self.chat, **files}
 
-    def cells(self, caches: Sequence[str]) -> list[Cell]:
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
             {"cache": cache, "task": task, "length": length, "questions": questions}
             for length in self.lengths
@@ -124,8 +90,8 @@ class Ruler(Task):
             for cache in caches
         ]
 
-    def check(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
-        super().check(cells, subject, choices)
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check_cells(cells, subject, choices)
         tokenizer = subject.need_tokenizer(self.name)
         lengths = lengths_of(cells)
         if lengths:
