@@ -12,13 +12,21 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 import hf_kvret
-from hf_kvret.benchmark.parser import MEASUREMENTS, add_bench_parser
+
+MEASUREMENTS = {}
+
+
+def add_bench_parser(c):
+    pass  # TEMPORARY
+
+
 from hf_kvret.calibration.command import add_calibrate_parser
 from hf_kvret.calibration.hub import CLIENT_ERROR
 from hf_kvret.evaluation.command import add_eval_parser
-from hf_kvret.evaluation.demo_command import add_demo_parser
+from hf_kvret.evaluation.demo import Demo
 from hf_kvret.evaluation.help_text import HelpFormatter
 from hf_kvret.evaluation.lm_eval import add_lm_eval_parser
+from hf_kvret.evaluation.measurement import add_measurement
 from hf_kvret.evaluation.report import add_report_parser
 from hf_kvret.evaluation.tasks import TASKS
 from hf_kvret.loading import INTERRUPTED, loading_is_done
@@ -76,19 +84,19 @@ def make_parser() -> argparse.ArgumentParser:
         help="show the versions of hf-kvret, torch and transformers",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    add_demo_parser(commands)
+    add_measurement(commands, Demo)
     add_eval_parser(commands)
     add_bench_parser(commands)
     add_lm_eval_parser(commands)
     add_calibrate_parser(commands)
     tasks = {f"eval {name}": task for name, task in TASKS.items()}
-    add_report_parser(commands, {**tasks, **MEASUREMENTS})
+    add_report_parser(commands, {"demo": Demo, **tasks, **MEASUREMENTS})
     return parser
 
 
 def _what_is_kept(options: argparse.Namespace) -> str:
     """What an interrupted command leaves to go on from, as the end of a sentence."""
-    measures = options.command in ("eval", "bench")
+    measures = options.command in ("demo", "eval", "bench")
     learns = options.command == "calibrate" and (options.out / ".parts").is_dir()
     if learns or (measures and options.json):
         return ": the same command goes on where it stopped"

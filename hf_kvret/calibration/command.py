@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_kvret.calibration.a2ats import CODEWORD_DTYPES, SPACES, A2ATSCalibration
-from hf_kvret.calibration.aqua_command import add_aqua_options, aqua_calibration
 from hf_kvret.calibration.artifact import CalibrationArtifact
+from hf_kvret.calibration.command_options import METHODS, CalibrateOptions
 from hf_kvret.calibration.files import check_no_foreign_artifact
 from hf_kvret.calibration.hub import check_repository, is_hub_id
 from hf_kvret.calibration.hub_access import why_unreachable
@@ -25,24 +25,15 @@ from hf_kvret.calibration.sources import (
     random_uuids,
     text_file,
 )
-from hf_kvret.calibration.study import Calibration
 from hf_kvret.evaluation import outputs
-from hf_kvret.evaluation.arguments import (
-    DTYPES,
-    check_device,
-    file_path,
-    length,
-    length_or_none,
-    share_below_one,
-    whole_number,
-)
-from hf_kvret.evaluation.command import add_place_options, add_seed_option
+from hf_kvret.evaluation.arguments import DTYPES, check_device, file_path
 from hf_kvret.evaluation.contexts import describe_file
 from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
+from hf_kvret.evaluation.options import add_options, option, read_options
 from hf_kvret.evaluation.subject import Subject, load_subject
 
 
-def add_calibrate_parser(commands: argparse._SubParsersAction) -> None:
+def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``calibrate`` with one sub-command a method, and ``inspect``, to the program."""
     parser = commands.add_parser(
         "calibrate",
@@ -52,91 +43,46 @@ def add_calibrate_parser(commands: argparse._SubParsersAction) -> None:
         formatter_class=HelpFormatter,
     )
     methods = parser.add_subparsers(required=True, metavar="METHOD")
-    a2ats = methods.add_parser(
-        "a2ats",
-        help="codebooks of keys before RoPE",
-        description="Learn codebooks of each KV head from keys before RoPE, one for all inputs, "
-        "with errors counted as queries see them (A2ATS, equations 13 to 15).",
-        epilog=example_lines(
-            ["hf-kvret calibrate a2ats --model MODEL --text novel.txt --out MODEL/a2ats"]
-        ),
+    for kind in METHODS:
+        one = methods.add_parser(
+            kind.method,
+            help=kind.summary,
+            description=kind.description,
+            epilog=example_lines(
+                [
+                    f"hf-kvret calibrate {kind.method} --model MODEL --text novel.txt "
+                    f"--out MODEL/{kind.method}"
+                ]
+            ),
+            formatter_class=HelpFormatter,
+        )
+        add_options(one, kind)
+        one.set_defaults(run=lambda parsed, kind=kind: run_calibrate(read_options(kind, parsed)))
+    parser = commands.add_parser(
+        "inspect",
+        help="say what a calibration artifact is",
+        description="Say what a calibration artifact is: method, model, data, sizes and quality.",
         formatter_class=HelpFormatter,
     )
-    _add_common_options(a2ats)
-    a2ats.add_argument("--codewords", type=whole_number(1), default=4096, help="of each KV head")
-    a2ats.add_argument(
-        "--codeword-dtype", choices=CODEWORD_DTYPES, default="bfloat16", help="as they are saved"
-    )
-    a2ats.add_argument(
-        "--window", type=whole_number(0), default=2048, help="position of all queries, b"
-    )
-    a2ats.add_argument("--rounds", type=whole_number(0), default=300, help="of k-means at most")
-    a2ats.add_argument("--space", choices=SPACES, default="windowed", help="rotated: for study")
-    a2ats.add_argument("--plain", action="store_true", help="errors not as queries see them: study")
-    a2ats.add_argument(
-        "--no-compare",
-        action="store_true",
-        help="no plain codebooks to compare with: half the time",
-    )
-    a2ats.set_defaults(run=run_calibrate, calibration=_a2ats)
-    aqua = methods.add_parser(
-        "aqua",
-        help="predictors of a layer's keys and values from those of the layer below",
-        description="Learn what predicts a layer's keys and values from those of the layer below; "
-        "the cache keeps what is left, in few bits (AQUA-KV).",
-        epilog=example_lines(
-            ["hf-kvret calibrate aqua --model MODEL --text novel.txt --out MODEL/aqua"]
-        ),
-        formatter_class=HelpFormatter,
-    )
-    _add_common_options(aqua, usual_uuid_tokens="0")
-    add_aqua_options(aqua)
-    aqua.set_defaults(run=run_calibrate, calibration=aqua_calibration)
-    _add_inspect_parser(commands)
+    add_options(parser, InspectOptions)
+    parser.set_defaults(run=lambda parsed: run_inspect(read_options(InspectOptions, parsed)))
 
 
-def _add_common_options(parser: argparse.ArgumentParser, usual_uuid_tokens: str = "16K") -> None:
-    parser.add_argument(
-        "--model",
-        required=True,
-        help="a folder, a hub id, or a bundled model: reference, needle (documents of its own)",
+@dataclass(frozen=True)
+class InspectOptions:
+    """What ``hf-kvret inspect`` takes."""
+
+    artifact: str = option(help="a folder or a hub id", name="artifact")
+    revision: str | None = option(None, "branch, tag or commit on the hub")
+    json: bool = option(False, "print config.json's fields instead")
+    plot: Path | None = option(
+        None, "a picture of the quality by layer", kind=file_path, metavar="FILE"
     )
-    parser.add_argument("--text", type=file_path, metavar="FILE", help="text to learn from")
-    parser.add_argument(
-        "--dataset", metavar="ID", help="a data set on the hub instead, as ID or ID:CONFIGURATION"
-    )
-    parser.add_argument("--tokens", type=length, default="64K", help="of text, held-out included")
-    parser.add_argument(
-        "--uuid-tokens",
-        type=length_or_none,
-        help=f"of random UUIDs beside text; 0 for none; {usual_uuid_tokens} if left out",
-    )
-    parser.set_defaults(usual_uuid_tokens=length_or_none(usual_uuid_tokens))
-    parser.add_argument("--length", type=length, default="4K", help="most tokens of a sequence")
-    parser.add_argument(
-        "--held-out",
-        type=share_below_one,
-        default=0.1,
-        help="share of the text that only measures quality",
-    )
-    parser.add_argument(
-        "--layers-at-once", type=int, default=4, help="held in memory; fewer take more passes"
-    )
-    parser.add_argument(
-        "--name", help="of the model in the artifact; default: its hub id or folder's name"
-    )
-    parser.add_argument(
-        "--out", type=file_path, required=True, metavar="DIR", help="folder of the artifact"
-    )
-    parser.add_argument("--push-to-hub", metavar="ID", help="upload the artifact too")
-    parser.add_argument("--private", action="store_true", help="of a repository that is made")
-    add_place_options(parser)
-    add_seed_option(parser, 0)
 
 
-def run_calibrate(options: argparse.Namespace) -> int:
+def run_calibrate(options: CalibrateOptions) -> int:
     """Calibrate as the command line says; print what was made."""
-    calibration: Calibration = options.calibration(options)
+    calibration = options.calibration()
     _check_outputs(options, calibration.method)
     check_sources(options)
     check_device(options.device)
@@ -156,7 +102,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _push(artifact: CalibrationArtifact, options: argparse.Namespace) -> str:
+def _push(artifact: CalibrationArtifact, options: CalibrateOptions) -> str:
     """The URL of what was uploaded.
 
     Raises:
@@ -175,7 +121,7 @@ def _push(artifact: CalibrationArtifact, options: argparse.Namespace) -> str:
         ) from error
 
 
-def check_sources(options: argparse.Namespace) -> None:
+def check_sources(options: CalibrateOptions) -> None:
     """Look at what to learn from before the model is loaded.
 
     Raises:
@@ -221,7 +167,7 @@ def _check_stream(dataset: str, repository: str) -> None:
         )
 
 
-def make_corpus(options: argparse.Namespace, subject: Subject) -> Corpus:
+def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
     """The sequences that the command line names, which ``check_sources`` has seen.
 
     Raises:
@@ -262,10 +208,8 @@ def make_corpus(options: argparse.Namespace, subject: Subject) -> Corpus:
     return Corpus([*uuids, *sequences], held_out, {**told, "held_out_sequences": held_out})
 
 
-def _check_outputs(options: argparse.Namespace, method: str) -> None:
-    """Look at where results go, and at numbers of the run, before the work, not after it."""
-    if options.layers_at_once < 1:
-        raise ValueError(f"--layers-at-once {options.layers_at_once}: at least 1")
+def _check_outputs(options: CalibrateOptions, method: str) -> None:
+    """Look at where results go before the work, not after it."""
     outputs.check_folder("--out", options.out)
     check_no_foreign_artifact(options.out, method)
     if options.push_to_hub and not is_hub_id(options.push_to_hub):
@@ -282,36 +226,7 @@ def _check_outputs(options: argparse.Namespace, method: str) -> None:
         check_repository(options.push_to_hub, method)
 
 
-def _a2ats(options: argparse.Namespace) -> A2ATSCalibration:
-    return A2ATSCalibration(
-        codewords=options.codewords,
-        codeword_dtype=options.codeword_dtype,
-        window=options.window,
-        rounds=options.rounds,
-        space=options.space,
-        query_aware=not options.plain,
-        compare=not options.no_compare,
-        seed=options.seed,
-    )
-
-
-def _add_inspect_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "inspect",
-        help="say what a calibration artifact is",
-        description="Say what a calibration artifact is: method, model, data, sizes and quality.",
-        formatter_class=HelpFormatter,
-    )
-    parser.add_argument("artifact", help="a folder or a hub id")
-    parser.add_argument("--revision", help="branch, tag or commit on the hub")
-    parser.add_argument("--json", action="store_true", help="print config.json's fields instead")
-    parser.add_argument(
-        "--plot", type=file_path, metavar="FILE", help="a picture of the quality by layer"
-    )
-    parser.set_defaults(run=run_inspect)
-
-
-def run_inspect(options: argparse.Namespace) -> int:
+def run_inspect(options: InspectOptions) -> int:
     """Print what an artifact is."""
     if options.plot:
         outputs.check_picture("--plot", options.plot)

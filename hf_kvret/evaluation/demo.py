@@ -1,48 +1,73 @@
-"""The main job in small: one long document, many questions, and what each cache costs."""
+"""``hf-kvret demo``: one long document, many questions, and what each cache costs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.evaluation.arguments import DTYPES, check_device, length, names
+from hf_kvret.evaluation.bundled import load_bundled_model
 from hf_kvret.evaluation.caches import CacheChoice, choose_caches
+from hf_kvret.evaluation.common_options import (
+    budget_option,
+    count_option,
+    device_option,
+    dtype_option,
+    seed_option,
+    store_option,
+)
+from hf_kvret.evaluation.measurement import Measurement, Progress, Row
 from hf_kvret.evaluation.needles import NeedleLanguage
+from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.plots import plot_shares
 from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.tables import markdown_table, or_dash, table_of
+from hf_kvret.evaluation.usage import UsageSum
 from hf_kvret.registry import attach
 
+_BAR = 40
 
-@dataclass(frozen=True)
-class DemoSetup:
-    """What is asked. Lengths in tokens.
 
-    Attributes:
-        context: length of the document.
-        questions: needles in the document, each asked once.
-        top_k: budget of the retrieval caches, a count or a share.
-        store: where their cold rows live.
-        recall_questions: how many questions are asked again with recall measured.
-        seed: of the document.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Demo(Measurement):
+    """The main job in small: every cache is asked the same questions about the same document."""
 
-    context: int = 16_384
-    questions: int = 128
-    top_k: int | float = 256
-    store: str = "host"
+    command: ClassVar[str] = "demo"
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = "ask questions about a long document, with the bundled model"
+    description: ClassVar[str] = (
+        "Read one long document with the bundled model, ask questions about it, and compare full "
+        "attention with retrieval caches. Needs no network."
+    )
+    examples: ClassVar[tuple[str, ...]] = ("hf-kvret demo --context 8K --caches full,paris",)
+
+    context: int = option(16_384, "document length in tokens, as 4096 or 4K", kind=length)
+    caches: str = option(
+        "full,flat,paris,lrqk,ctkvr,a2ats,aqua",
+        "comma-separated, options after colons as lrqk:rank=16:store=resident",
+    )
+    questions: int = count_option(128, "needles asked for")
+    top_k: int | float = budget_option()
+    store: str = store_option("host")
+    dtype: str = dtype_option()
+    device: str = device_option()
+    seed: int = seed_option(0)
     recall_questions: int = 16
-    seed: int = 0
+    """How many questions are asked again with recall measured."""
 
     def __post_init__(self) -> None:
-        if self.questions < 1:
-            raise ValueError(f"questions={self.questions}: ask at least one")
-        most, least = NeedleLanguage().most_needles, NeedleLanguage().least_length(self.questions)
+        language = NeedleLanguage()
+        most, least = language.most_needles, language.least_length(self.questions)
         if self.questions > most:
             raise ValueError(
                 f"--questions {self.questions}: the language has {most} keys; ask fewer"
@@ -53,126 +78,128 @@ class DemoSetup:
                 "give a longer one, or fewer --questions"
             )
 
+    @cached_property
+    def choices(self) -> dict[str, CacheChoice]:
+        """The caches that are asked; ValueError for an unknown name or option."""
+        retrieval = {"top_k": self.top_k, "store": self.store}
+        return choose_caches(names(self.caches), retrieval, self.device)
 
-@dataclass(frozen=True)
-class DemoResult:
-    """One row of the table.
+    def check(self) -> None:
+        """Caches and context are refused before the document is read."""
+        check_device(self.device)
+        config = self._model.config
+        if self._capacity > config.max_position_embeddings:
+            raise ValueError(
+                f"--context {self.context}: with a question {self._capacity} tokens, and the model "
+                f"knows {config.max_position_embeddings} positions; give a shorter one"
+            )
+        for choice in self.choices.values():
+            choice.make(config, self.context)
 
-    Attributes:
-        cache: its name, options included; ``full`` is transformers' DynamicCache.
-        right_ratio: share of questions answered with exactly the needle's value.
-        prefill_seconds: the document's one forward pass.
-        tokens_per_second: new tokens over the median time of a question, its reading included.
-        device_bytes, host_bytes: what the filled cache holds, spare capacity included.
-        full_bytes: keys and values of all tokens.
-        read_ratio: share of the cold rows that decoding read; 1 for full attention.
-        recall: share of the exact top-k that was selected, mean over layers; None for full.
-        mass: share of the cold attention mass on the selected rows, mean over layers.
-        recall_by_layer, mass_by_layer: the same for each retrieval layer, by its number.
-    """
+    def setup(self) -> dict[str, Any]:
+        keys = ("context", "questions", "top_k", "store", "recall_questions", "seed")
+        return {key: getattr(self, key) for key in (*keys, "dtype", "device")}
 
-    cache: str
-    right_ratio: float
-    prefill_seconds: float
-    tokens_per_second: float
-    device_bytes: int
-    host_bytes: int
-    full_bytes: int
-    read_ratio: float
-    recall: float | None
-    mass: float | None
-    recall_by_layer: dict[int, float]
-    mass_by_layer: dict[int, float]
+    def cells(self) -> list[Cell]:
+        return [{"cache": name} for name in self.choices]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
+    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+        """What a cache answers, reads and holds.
 
+        ``right_ratio`` is the share of questions answered with exactly the needle's value;
+        ``tokens_per_second`` new tokens over the median time of a question, its reading included;
+        ``read_ratio`` the share of the cold rows that decoding read, 1 for full attention;
+        ``recall`` the share of the exact top-k that was selected and ``mass`` that of the cold
+        attention on it, means over layers, None for caches that don't retrieve.
+        """
+        return [self._ask_all(self.choices[cell["cache"]]) for cell in group]
 
-def run_demo(model: PreTrainedModel, names: Sequence[str], setup: DemoSetup) -> list[DemoResult]:
-    """Ask every cache in ``names`` the same questions about the same document.
+    def lacking(self, cell: Cell, why: Row) -> None:
+        """Nothing is kept of a cache that ran out of memory."""
 
-    A name is one that ``choose_caches`` takes, options included, as ``lrqk:rank=16``.
+    @cached_property
+    def _model(self) -> Any:
+        model = load_bundled_model(DTYPES[self.dtype], self.device)
+        attach(model)
+        with torch.inference_mode():
+            # The first forward pass pays for start-up; no cache should.
+            model(torch.zeros(1, 512, dtype=torch.long, device=model.device))
+        return model
 
-    Raises:
-        ValueError: an unknown cache name or option, or a context too short for the needles.
-    """
-    language, rng = NeedleLanguage(), np.random.default_rng(setup.seed)
-    capacity = setup.context + language.question_len + language.value_len
-    most = model.config.max_position_embeddings
-    if capacity > most:
-        raise ValueError(
-            f"--context {setup.context}: with a question {capacity} tokens, and the model knows "
-            f"{most} positions; give a shorter one"
-        )
-    options = {"top_k": setup.top_k, "store": setup.store}
-    choices = choose_caches(list(names), options, str(model.device))
-    for choice in choices.values():
-        # A cache that can't be made is refused before the first document is read.
-        choice.make(model.config, setup.context)
-    keys, values = language.pairs(rng, setup.questions)
-    document, _ = language.document(rng, setup.context, keys, values)
-    prompts = torch.from_numpy(language.questions(keys))
-    answers = torch.from_numpy(values)
-    attach(model)
-    with torch.inference_mode():
-        # The first forward pass pays for start-up; no cache should.
-        model(torch.from_numpy(document[:512])[None].to(model.device))
-    tokens = torch.from_numpy(document)
-    results = []
-    for choice in choices.values():
-        reader = Reader(model, choice, capacity)
+    @cached_property
+    def _document(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[context]`` tokens, and of each question its tokens and its answer's."""
+        language, rng = NeedleLanguage(), np.random.default_rng(self.seed)
+        keys, values = language.pairs(rng, self.questions)
+        document, _ = language.document(rng, self.context, keys, values)
+        parts = (document, language.questions(keys), values)
+        tokens, prompts, answers = map(torch.from_numpy, parts)
+        return tokens, prompts, answers
+
+    @property
+    def _capacity(self) -> int:
+        language = NeedleLanguage()
+        return self.context + language.question_len + language.value_len
+
+    def _ask_all(self, choice: CacheChoice) -> Row:
+        tokens, prompts, answers = self._document
+        reader = Reader(self._model, choice, self._capacity)
         reader.prefill(tokens)
-        results.append(_ask_all(reader, choice, prompts, answers, setup))
-    return results
+        right, seconds, used = 0, [], UsageSum()
+        for prompt, answer in tqdm(
+            list(zip(prompts, answers, strict=True)), desc=f"{choice.name}: questions", leave=False
+        ):
+            turn = reader.fork()
+            right += turn.answer(prompt, len(answer)) == answer.tolist()
+            seconds.append(turn.seconds)
+            used.add(turn)
+        held = reader.usage()
+        recalls, masses = _recall(reader, prompts[: self.recall_questions], answers.shape[1])
+        return {
+            "right_ratio": right / len(prompts),
+            "prefill_seconds": reader.seconds,
+            "tokens_per_second": answers.shape[1] / median(seconds),
+            "device_bytes": held.device_bytes,
+            "host_bytes": held.host_bytes,
+            "full_bytes": held.full_bytes,
+            "read_ratio": used.read_ratio or 0.0,
+            "recall": _mean(recalls),
+            "mass": _mean(masses),
+            "recall_by_layer": recalls,
+            "mass_by_layer": masses,
+        }
 
+    @classmethod
+    def table(cls, results: Results) -> str:
+        """Answers and costs, recall by layer, and bars."""
+        setup = results.setup
+        title = (
+            f"{setup['questions']} questions about {setup['context']:,} tokens, {setup['dtype']}, "
+            f"top_k={setup['top_k']}, store={setup['store']}"
+        )
+        parts = [title, _costs(results), _by_layer(results), f"```\n{_bars(results)}\n```"]
+        return "\n\n".join(part for part in parts if part)
 
-def _ask_all(
-    reader: Reader,
-    choice: CacheChoice,
-    prompts: torch.Tensor,
-    answers: torch.Tensor,
-    setup: DemoSetup,
-) -> DemoResult:
-    right, seconds, read, cold = 0, [], 0, 0
-    for prompt, answer in tqdm(
-        list(zip(prompts, answers, strict=True)), desc=f"{choice.name}: questions", leave=False
-    ):
-        turn = reader.fork()
-        right += turn.answer(prompt, len(answer)) == answer.tolist()
-        seconds.append(turn.seconds)
-        usage = turn.usage()
-        read, cold = read + usage.rows_read, cold + usage.rows_cold
-    held = reader.usage()
-    recalls, masses = _recall(reader, prompts[: setup.recall_questions], answers.shape[1])
-    return DemoResult(
-        cache=choice.name,
-        right_ratio=right / len(prompts),
-        prefill_seconds=reader.seconds,
-        tokens_per_second=answers.shape[1] / median(seconds),
-        device_bytes=held.device_bytes,
-        host_bytes=held.host_bytes,
-        full_bytes=held.full_bytes,
-        read_ratio=read / cold if cold else 0.0,
-        recall=_mean(recalls),
-        mass=_mean(masses),
-        recall_by_layer=recalls,
-        mass_by_layer=masses,
-    )
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        """Answers, device bytes and rows read, a bar for each cache."""
+        caches = [cell["cache"] for cell, _ in results]
+        title = f"{results.setup['context']:,} tokens of context"
+        plot_shares(path, caches, _shares(results), title=title)
 
 
 def _recall(
     reader: Reader, prompts: torch.Tensor, count: int
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Recall and mass of each layer, mean over the questions; empty for other caches."""
-    found: dict[int, list[dict[str, Any]]] = {}
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Recall and mass by layer, mean over the questions; empty for other caches."""
+    found: dict[str, list[dict[str, Any]]] = {}
     if isinstance(reader.cache, RetrievalCache):
         for prompt in tqdm(list(prompts), desc=f"{reader.choice.name}: recall", leave=False):
             turn = reader.fork(track_recall=True)
             turn.answer(prompt, count)
             for layer in turn.cache.stats()["layers"]:
                 if "recall_overlap" in layer:
-                    found.setdefault(layer["layer"], []).append(layer)
+                    found.setdefault(str(layer["layer"]), []).append(layer)
     recalls, masses = (
         {number: sum(one[key] for one in layers) / len(layers) for number, layers in found.items()}
         for key in ("recall_overlap", "recall_mass")
@@ -180,5 +207,59 @@ def _recall(
     return recalls, masses
 
 
-def _mean(by_layer: dict[int, float]) -> float | None:
+def _mean(by_layer: dict[str, float]) -> float | None:
     return sum(by_layer.values()) / len(by_layer) if by_layer else None
+
+
+def _costs(results: Results) -> str:
+    columns = {
+        "cache": lambda cell, row: cell["cache"],
+        "answers right": lambda cell, row: f"{row['right_ratio']:.1%}",
+        "new tokens/s": lambda cell, row: f"{row['tokens_per_second']:.1f}",
+        "prefill s": lambda cell, row: f"{row['prefill_seconds']:.1f}",
+        "device MB": lambda cell, row: f"{row['device_bytes'] / 1e6:.1f}",
+        "host MB": lambda cell, row: f"{row['host_bytes'] / 1e6:.1f}",
+        "device / full K,V": lambda cell, row: f"{row['device_bytes'] / row['full_bytes']:.1%}",
+        "cold rows read": lambda cell, row: f"{row['read_ratio']:.2%}",
+        "recall@k": lambda cell, row: or_dash(row["recall"], ".3f"),
+        "attention mass": lambda cell, row: or_dash(row["mass"], ".3f"),
+    }
+    return table_of(results, columns)
+
+
+def _by_layer(results: Results) -> str:
+    """Recall of the exact top-k and attention mass by layer; empty where nothing retrieves."""
+    retrieving = [(cell, row) for cell, row in results if row["recall_by_layer"]]
+    numbers = sorted({int(n) for _, row in retrieving for n in row["recall_by_layer"]})
+    header = ["recall / mass", *(f"layer {number}" for number in numbers)]
+    lines = [
+        [cell["cache"]]
+        + [
+            f"{row['recall_by_layer'][str(n)]:.3f} / {row['mass_by_layer'][str(n)]:.3f}"
+            for n in numbers
+        ]
+        for cell, row in retrieving
+    ]
+    return markdown_table(header, lines) if lines else ""
+
+
+def _shares(results: Results) -> dict[str, list[float]]:
+    rows = [row for _, row in results]
+    return {
+        "answers right": [row["right_ratio"] for row in rows],
+        "device bytes / full K,V": [row["device_bytes"] / row["full_bytes"] for row in rows],
+        "cold rows read": [row["read_ratio"] for row in rows],
+    }
+
+
+def _bars(results: Results) -> str:
+    """The shares as a picture in text."""
+    caches = [cell["cache"] for cell, _ in results]
+    width, lines = max(8, *map(len, caches)), []
+    for title, shares in _shares(results).items():
+        lines.append(title)
+        for cache, share in zip(caches, shares, strict=True):
+            filled = min(_BAR, round(share * _BAR))
+            bar = "█" * filled + "·" * (_BAR - filled)
+            lines.append(f"  {cache:>{width}} {bar} {share:.1%}")
+    return "\n".join(lines)

@@ -326,10 +326,5 @@ def contains(answer: str, given: str) -> bool:
     return answer.lower() in given.lower()
 
 
-def ratio(part: float, whole: float) -> float | None:
-    """``part / whole``; None where there is no whole."""
-    return part / whole if whole else None
-
-
 def _spelled(tokens: list[Any]) -> str:
     return " ".join(map(str, tokens))

@@ -13,6 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,7 +58,7 @@ class Measurement(ABC):
 
     Attributes:
         command: the program's command, as ``eval``.
-        name: of its sub-command, as ``niah``.
+        name: of its sub-command, as ``niah``; empty where there is none.
         summary: one line for ``--help``.
         description: the text of the command's own ``--help``.
         examples: commands below it.
@@ -72,7 +73,7 @@ class Measurement(ABC):
     @classmethod
     def title(cls) -> str:
         """What result files have, as ``eval niah``."""
-        return f"{cls.command} {cls.name}"
+        return f"{cls.command} {cls.name}".strip()
 
     def check(self) -> None:  # noqa: B027 - many have nothing to add to their dataclass's checks
         """Look at what the options alone can be wrong about, before anything is loaded.
@@ -167,14 +168,18 @@ class Progress:
 def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]]:
     """Measure what ``results`` lack and add it; returns the cells that got no row, with reasons."""
     failed: list[tuple[Cell, str]] = []
-    done = 0
+    done, count = 0, measurement.count(results)
+    groups = measurement.plan(results)
+    # What can't be measured is said before there is a bar.
+    first = list(islice(groups, 1))
     with tqdm(
-        total=measurement.count(results),
-        desc=measurement.name,
+        total=count,
+        desc=measurement.name or measurement.command,
         unit="cell",
         bar_format="{l_bar}{bar}| {n:.0f}/{total_fmt} cells [{elapsed}<{remaining}{postfix}]",
+        disable=not first,
     ) as bar:
-        for group in measurement.plan(results):
+        for group in chain(first, groups):
             bar.set_postfix_str(" ".join(map(str, group[0].values())))
             found, why = attempt(lambda group=group: measurement.rows(group, Progress(bar)))
             for place, cell in enumerate(group):
@@ -228,7 +233,7 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
         if len(results):
             print(f"\n{measurement.table(results)}")
     for cell, reason in failed:
-        print(f"\n{reason}: {' '.join(map(str, cell.values()))}")
+        print(f"\n{' '.join(map(str, cell.values()))}: {reason}")
     if known:
         print(f"\n{known} cells were finished already and were not measured again")
     write_outputs(outputs, measurement, results)
@@ -243,7 +248,7 @@ def add_measurement(
 ) -> None:
     """Add the command of a measurement, with its options, to ``commands``."""
     parser = commands.add_parser(
-        kind.name,
+        kind.name or kind.command,
         help=kind.summary,
         description=kind.description,
         epilog=example_lines(kind.examples),

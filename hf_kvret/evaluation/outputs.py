@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ def check_outputs(options: Any, measurement: Any) -> None:
                 if len(known):
                     measurement.table(known)
     if options.plot is not None:
-        for picture in pictures(measurement, options.plot):
+        for picture in measurement.pictures(options.plot):
             check_picture("--plot", picture)
     if options.table is not None:
         check_file("--table", options.table)
@@ -48,22 +47,17 @@ def check_outputs(options: Any, measurement: Any) -> None:
         check_folder(option, folder)
 
 
-def pictures(measurement: Any, path: Path) -> list[Path]:
-    """All files that ``measurement.plot`` may write for ``path``."""
-    return measurement.pictures(path) if hasattr(measurement, "pictures") else [path]
-
-
-def check_distinct(options: Any, measurement: Any = None) -> None:
+def check_distinct(options: Any, measurement: Any) -> None:
     """ValueError where two of ``--json``, ``--plot`` and ``--table`` name one file.
 
-    ``measurement``: the pictures that it writes beside ``--plot`` count too.
+    The pictures that ``measurement`` writes beside ``--plot`` count too.
     """
     given = {name: getattr(options, name, None) for name in ("json", "plot", "table")}
     paths = [
         (f"--{name}", file)
         for name, path in given.items()
         if path is not None
-        for file in (pictures(measurement, path) if name == "plot" else [path])
+        for file in (measurement.pictures(path) if name == "plot" else [path])
     ]
     for (one, first), (other, second) in combinations(paths, 2):
         if _same_file(first, second):
@@ -129,22 +123,6 @@ def check_own(
         raise ValueError(
             f"{option} {path} holds something else than what hf-kvret wrote, and would be "
             f"replaced: {way_out}"
-        )
-
-
-def check_named_json(option: str, path: Path, name: str) -> None:
-    """As ``check_file``; a file that is there must be JSON of our results ``name``."""
-    check_file(option, path)
-    if not path.is_file() or not path.stat().st_size:
-        return
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        content = None
-    if not isinstance(content, dict) or content.get("name") != name:
-        raise ValueError(
-            f"{option} {path} holds something else than results of {name}, and would be replaced: "
-            "give another file, or delete this one"
         )
 
 

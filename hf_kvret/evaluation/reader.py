@@ -147,21 +147,27 @@ class Reader:
         tokens: torch.Tensor,
         count: int,
         stop: Collection[int] = (),
-        each: Callable[[torch.Tensor], None] | None = None,
+        *,
+        barred: Collection[int] = (),
+        done: Callable[[list[int]], bool] = lambda given: False,
     ) -> list[int]:
         """Up to ``count`` greedy tokens after feeding ``tokens [n]``; ends before one of ``stop``.
 
-        ``each`` is called with the logits ``[vocab]`` of every step.
+        The first one is none of ``barred``. ``done`` is asked after each token, whether all those
+        given will do.
         """
         given: list[int] = []
         while len(given) < count:
             logits = self.feed(tokens)[-1]
-            if each is not None:
-                each(logits)
+            if barred and not given:
+                places = torch.tensor(sorted(barred), device=logits.device)
+                logits = logits.index_fill(0, places, float("-inf"))
             best = int(logits.argmax())
             if best in stop:
                 break
             given.append(best)
+            if done(given):
+                break
             tokens = torch.tensor([best])
         return given
 

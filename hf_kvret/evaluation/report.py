@@ -7,37 +7,25 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from hf_kvret.evaluation.arguments import file_path
 from hf_kvret.evaluation.damage import naming_damage
 from hf_kvret.evaluation.help_text import HelpFormatter
+from hf_kvret.evaluation.measurement import Measurement
 from hf_kvret.evaluation.outputs import (
     PAGE_MARK,
     check_file,
     check_folder,
     check_own,
-    pictures,
 )
 from hf_kvret.evaluation.plots import plot_points, require_matplotlib
 from hf_kvret.evaluation.results import Results, why_no_results
 from hf_kvret.evaluation.tables import markdown_table
 
 _OVERVIEW = "overview.md"
-
-
-class Measurement(Protocol):
-    """What a page needs of a task or a benchmark."""
-
-    def table(self, results: Results) -> str:
-        """The results as a markdown table."""
-        ...
-
-    def plot(self, path: Path, results: Results) -> None:
-        """Write the results as a picture."""
-        ...
 
 
 def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known) -> None:
@@ -55,7 +43,7 @@ def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known
     parser.set_defaults(run=lambda options: _report(options.folder, measurements))
 
 
-_Known = Mapping[str, Measurement | type[Any]]
+_Known = Mapping[str, type[Measurement]]
 
 
 class Report(NamedTuple):
@@ -128,7 +116,7 @@ def _load(path: Path, measurements: _Known) -> Results:
     measurement = measurements[results.name]
     with naming_damage(measurement, results, path):
         measurement.table(results)
-        _accuracy(measurement, results)
+        measurement.accuracy(results)
     return results
 
 
@@ -142,7 +130,7 @@ def _check_pages(folder: Path, loaded: dict[Path, Results], measurements: _Known
         check_own("page", page, "move the file, or give another DIR")
     check_file("picture", images / "overview.png")
     for path, results in loaded.items():
-        for picture in pictures(measurements[results.name], images / f"{path.stem}.png"):
+        for picture in measurements[results.name].pictures(images / f"{path.stem}.png"):
             check_file("picture", picture)
 
 
@@ -178,12 +166,6 @@ def _made(environment: dict[str, Any]) -> str:
     )
 
 
-def _accuracy(measurement: Any, results: Results) -> dict[str, tuple[float, float]]:
-    """As ``Task.accuracy``; empty for a benchmark."""
-    accuracy = getattr(measurement, "accuracy", None)
-    return accuracy(results) if accuracy else {}
-
-
 def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -> Path:
     rows: list[tuple[str, ...]] = []
     points: dict[str, tuple[float, float]] = {}
@@ -191,7 +173,7 @@ def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -
         caches = list(dict.fromkeys(cell["cache"] for cell, _ in results))
         link = f"[{path.stem}]({path.stem}.md)"
         rows.append((link, results.name, str(len(results)), ", ".join(caches)))
-        found = _accuracy(measurements[results.name], results)
+        found = measurements[results.name].accuracy(results)
         points |= {f"{path.stem}, {cache}": point for cache, point in found.items()}
     parts = ["# Results", markdown_table(("page", "measured", "cells", "caches"), rows)]
     if points:

@@ -11,7 +11,9 @@ import torch
 from hf_kvret import ParisKVCache
 from hf_kvret.cli import main
 from hf_kvret.evaluation.bundled import load_bundled_model
-from hf_kvret.evaluation.demo import DemoSetup, run_demo
+from hf_kvret.evaluation.demo import Demo
+from hf_kvret.evaluation.measurement import measure
+from hf_kvret.evaluation.results import Results
 from hf_kvret.stores import store_names
 
 
@@ -22,11 +24,17 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     arguments += ["--json", str(folder / "demo.json"), "--plot", str(folder / "demo.png")]
     assert main(arguments) == 0
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
-    return json.loads((folder / "demo.json").read_text())
+    content = json.loads((folder / "demo.json").read_text())
+    assert content["name"] == "demo"
+    return content
+
+
+def rows_of(report: dict) -> dict[str, dict]:
+    return {entry["cell"]["cache"]: entry["result"] for entry in report["cells"]}
 
 
 def test_every_cache_answers_and_reads_few_rows(report: dict) -> None:
-    rows = {row["cache"]: row for row in report["results"]}
+    rows = rows_of(report)
     assert list(rows) == ["full", "flat", "paris", "lrqk", "ctkvr", "a2ats", "aqua"]
     for row in rows.values():
         # 16 questions: one may go wrong in a model that is 98% right.
@@ -61,7 +69,7 @@ def test_a_long_document_is_answered_as_well_as_by_full_attention(
     file = tmp_path / "demo.json"
     arguments = ["demo", "--context", str(context), "--dtype", dtype, "--json", str(file)]
     assert main(arguments) == 0
-    rows = {row["cache"]: row for row in json.loads(file.read_text())["results"]}
+    rows = rows_of(json.loads(file.read_text()))
     full = rows["full"]["right_ratio"]
     assert full >= 0.98
     for name in ("flat", "paris", "lrqk", "ctkvr", "a2ats"):
@@ -71,18 +79,21 @@ def test_a_long_document_is_answered_as_well_as_by_full_attention(
 
 
 def test_the_report_says_where_it_was_made(report: dict) -> None:
-    environment = report["environment"]
+    (environment,) = report["environments"]
     assert environment["versions"]["torch"] == torch.__version__
     assert environment["processor"]
     assert report["setup"]["context"] == 4096
 
 
 def test_the_same_questions_are_right_without_the_cli() -> None:
-    model = load_bundled_model(torch.bfloat16)
-    setup = DemoSetup(context=4096, questions=8, top_k=0.05, recall_questions=0)
-    (row,) = run_demo(model, ["paris"], setup)
-    assert row.right_ratio >= 7 / 8
-    assert row.recall is None
+    demo = Demo(
+        context=4096, questions=8, top_k=0.05, caches="paris", dtype="bfloat16", recall_questions=0
+    )
+    results = Results("demo", demo.setup())
+    assert measure(demo, results) == []
+    ((_, row),) = results
+    assert row["right_ratio"] >= 7 / 8
+    assert row["recall"] is None
 
 
 def test_paris_with_a_host_store_keeps_little_on_the_device() -> None:

@@ -15,7 +15,7 @@ from hf_kvret.cli import main
 from hf_kvret.evaluation.haystack import Document, Wording, magic_wording
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.subject import load_subject
-from hf_kvret.evaluation.tasks.niah import NeedleInHaystack, depths, rouge1_recall
+from hf_kvret.evaluation.tasks.niah import NeedleInHaystack, percents, rouge1_recall
 
 # Everything beyond 40 tokens is cold and all of it is selected.
 COVERING = "top_k=4096:dense_below=0:recent=16:flush=24"
@@ -183,10 +183,10 @@ def test_rouge_counts_words_as_often_as_both_have_them() -> None:
 
 
 def test_depths_are_percents() -> None:
-    assert depths("0, 12.5,100") == [0, 12.5, 100]
+    assert percents("0, 12.5,100") == (0, 12.5, 100)
     for bad in ("", "-1", "101", "a", "5,5", "nan"):
         with pytest.raises(argparse.ArgumentTypeError):
-            depths(bad)
+            percents(bad)
 
 
 @pytest.mark.parametrize(

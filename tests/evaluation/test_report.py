@@ -70,10 +70,7 @@ def test_pages_of_others_are_not_replaced(
 
 def test_pages_and_pictures_are_tried_before_the_first_is_written(tmp_path: Path) -> None:
     _ruler(tmp_path)
-    cell = {"cache": "paris", "part": "switches", "variant": "full", "length": 64}
-    found = {"overlap": 1.0, "mass": 1.0, "best_mass": 1.0, "candidate_ratio": 0.5}
-    Results("eval paris-ablation", {}, tmp_path / "parts.json").add(cell, found)
-    for name in ("parts.md", "images/parts-drift.png", "images/overview.png"):
+    for name in ("ruler.md", "images/ruler.png", "images/overview.png"):
         place = tmp_path / name
         place.mkdir(parents=True)
         with pytest.raises(ValueError, match=f"{place} is a folder"):

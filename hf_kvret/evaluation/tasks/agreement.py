@@ -29,9 +29,10 @@ from hf_kvret.evaluation.plots import plot_groups, plot_lines
 from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.evaluation.tables import Columns, markdown_table, or_dash, table_of
 from hf_kvret.evaluation.task import Choices, Task
 from hf_kvret.evaluation.texts import token_ids
+from hf_kvret.evaluation.usage import UsageSum
 
 _GROUP = 8
 _RECALL = ("overlap", "mass", "best_mass")
@@ -92,7 +93,7 @@ class Agreement(Task):
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         forced, free, firsts, kls, recalls = 0, 0, [], [], []
-        read, cold, seconds = 0, 0, 0.0
+        used = UsageSum()
         contexts = self._contexts(cell, subject)
         for context in tqdm(contexts, leave=False, desc=choice.name, unit="context"):
             told = _continuation(subject.model, context, self.new_tokens)
@@ -116,9 +117,7 @@ class Agreement(Task):
                 own = reader.answer(context[-1:], self.new_tokens)
                 free += int((torch.tensor(own) == told).sum())
             recalls.append(layer_recalls(follower))
-            usage = follower.usage()
-            read, cold = read + usage.rows_read, cold + usage.rows_cold
-            seconds += follower.seconds
+            used.add(follower)
         tokens = len(contexts) * self.new_tokens
         layers = mean_by_layer(recalls)
         return {
@@ -131,12 +130,7 @@ class Agreement(Task):
             "kl_max": float(torch.cat(kls).max()),
             **mean_recall(layers),
             "layers": [layer.to_dict() for layer in layers],
-            "read_ratio": read / cold if cold else None,
-            "device_bytes": usage.device_bytes,
-            "host_bytes": usage.host_bytes,
-            "full_bytes": usage.full_bytes,
-            "step_bytes": usage.step_bytes,
-            "seconds_with_recall": seconds,
+            **used.row("seconds_with_recall"),
         }
 
     def _contexts(self, cell: Cell, subject: Subject) -> list[torch.Tensor]:
@@ -159,36 +153,21 @@ class Agreement(Task):
 
     @classmethod
     def table(cls, results: Results) -> str:
-        rows = []
-        for cell, found in results:
-            kinds = [f"{found[name]:.3f}" if found[name] is not None else "-" for name in _RECALL]
-            rows.append(
-                (
-                    cell["cache"],
-                    _place(cell),
-                    f"{found['forced_equal']:.2%}",
-                    f"{found['kl_mean']:.2e}",
-                    f"{found['kl_max']:.2e}",
-                    f"{median(found['first_divergence']):g}",
-                    f"{found['free_equal']:.2%}",
-                    *kinds,
-                    "-" if found["read_ratio"] is None else f"{found['read_ratio']:.2%}",
-                )
-            )
-        header = (
-            "cache",
-            "context",
-            "tokens equal, forced",
-            "KL, mean",
-            "KL, max",
-            f"first other of {results.setup['new_tokens']}",
-            "tokens equal, free",
-            "recall",
-            "mass",
-            "best mass",
-            "cold rows read",
-        )
-        table = markdown_table(header, rows)
+        first = f"first other of {results.setup['new_tokens']}"
+        columns: Columns = {
+            "cache": lambda cell, row: cell["cache"],
+            "context": lambda cell, row: _place(cell),
+            "tokens equal, forced": lambda cell, row: f"{row['forced_equal']:.2%}",
+            "KL, mean": lambda cell, row: f"{row['kl_mean']:.2e}",
+            "KL, max": lambda cell, row: f"{row['kl_max']:.2e}",
+            first: lambda cell, row: f"{median(row['first_divergence']):g}",
+            "tokens equal, free": lambda cell, row: f"{row['free_equal']:.2%}",
+            "recall": lambda cell, row: or_dash(row["overlap"], ".3f"),
+            "mass": lambda cell, row: or_dash(row["mass"], ".3f"),
+            "best mass": lambda cell, row: or_dash(row["best_mass"], ".3f"),
+            "cold rows read": lambda cell, row: or_dash(row["read_ratio"], ".2%"),
+        }
+        table = table_of(results, columns)
         by_layer = _layer_table(results)
         return f"{table}\n\n{by_layer}" if by_layer else table
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from hf_kvret.evaluation.arguments import file_path, known_names, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import questions_option
+from hf_kvret.evaluation.haystack import end_tokens
 from hf_kvret.evaluation.longbench import (
     BUCKETS,
     LONG_TASKS,
@@ -38,6 +39,7 @@ from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.task import Choices, Task, mean_points
 from hf_kvret.evaluation.texts import chat_parts, token_ids
+from hf_kvret.evaluation.usage import UsageSum
 
 # LongBench reads 3,500 tokens with a model of 4,096: room for the answer and a chat template.
 _ROOM = 596
@@ -159,16 +161,14 @@ class LongBench(Task):
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         task = LONG_TASKS[cell["task"]]
         samples = _samples(self.data, task.name, self.samples)
-        scores, answers, cut, read, cold, seconds = [], [], 0, 0, 0, 0.0
+        scores, answers, cut, used = [], [], 0, UsageSum()
         for sample in tqdm(samples, leave=False, desc=f"{choice.name} {task.name}"):
             prompt = self._prompt(sample, cell, subject)
             reader, answer = self._answer(prompt, cell, subject, choice)
             scores.append(task.score(answer, sample.answers, sample.classes))
             answers.append(answer)
-            usage = reader.usage()
             cut += prompt.cut
-            read, cold = read + usage.rows_read, cold + usage.rows_cold
-            seconds += reader.seconds
+            used.add(reader)
         return {
             "score": 100 * fmean(scores),
             "buckets": _by_bucket(samples, scores) if self.data.even else None,
@@ -176,12 +176,7 @@ class LongBench(Task):
             "answers": answers,
             "cut": cut,
             "max_length": self._max_length(subject),
-            "read_ratio": read / cold if cold else None,
-            "device_bytes": usage.device_bytes,
-            "host_bytes": usage.host_bytes,
-            "full_bytes": usage.full_bytes,
-            "step_bytes": usage.step_bytes,
-            "seconds": seconds,
+            **used.row(),
         }
 
     def _template(self, task: str) -> str:
@@ -228,14 +223,14 @@ class LongBench(Task):
         else:
             # The last token is fed alone: it asks for the first new one, and retrieves.
             context, rest = tokens[:-1], tokens[-1:]
-        stop = _stop_tokens(subject)
+        stop = set(end_tokens(subject))
         barred: set[int] = set()
         if task.stop_at_newline:
             stop.add(tokenizer("\n", add_special_tokens=False)["input_ids"][-1])
             barred = stop
         reader = Reader(subject.model, choice, len(context) + len(rest) + task.max_new_tokens)
         reader.prefill(context)
-        given = _greedy(reader, rest, task.max_new_tokens, stop, barred)
+        given = reader.answer(rest, task.max_new_tokens, stop, barred=barred)
         return reader, tokenizer.decode(given, skip_special_tokens=True)
 
     @classmethod
@@ -265,29 +260,3 @@ def _by_bucket(samples: Sequence[LongSample], scores: Sequence[float]) -> dict[s
     for sample, score in zip(samples, scores, strict=True):
         found[bucket(sample.length)].append(score)
     return {name: 100 * fmean(part) if part else None for name, part in found.items()}
-
-
-def _stop_tokens(subject: Subject) -> set[int]:
-    """What ends an answer for ``generate``, and the tokenizer's end."""
-    ends = subject.model.generation_config.eos_token_id
-    listed = ends if isinstance(ends, list) else [ends]
-    end = subject.need_tokenizer(LongBench.name).eos_token_id
-    return {token for token in (*listed, end) if token is not None}
-
-
-def _greedy(
-    reader: Reader, tokens: torch.Tensor, count: int, stop: Collection[int], barred: Collection[int]
-) -> list[int]:
-    """Up to ``count`` tokens, ended by one of ``stop``; none of ``barred`` is the first."""
-    given: list[int] = []
-    while len(given) < count:
-        logits = reader.feed(tokens)[-1]
-        if not given and barred:
-            places = torch.tensor(sorted(barred), device=logits.device)
-            logits = logits.index_fill(0, places, float("-inf"))
-        best = int(logits.argmax())
-        if best in stop:
-            break
-        given.append(best)
-        tokens = torch.tensor([best])
-    return given

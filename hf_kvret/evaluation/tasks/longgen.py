@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,8 +35,9 @@ from hf_kvret.evaluation.stretches import (
     walk,
 )
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.evaluation.tables import Columns, or_dash, table_of
 from hf_kvret.evaluation.task import Choices, Task, lengths_of
+from hf_kvret.evaluation.usage import UsageSum
 
 FOLLOW = ("text", "greedy", "sample")
 
@@ -117,28 +119,19 @@ class LongGeneration(Task):
         windows = text_windows(
             subject, self.name, self.text, length, known, self.windows, self.then
         )
-        samples, read, cold, seconds = [], 0, 0, 0.0
+        samples, used = [], UsageSum()
         for number, window in enumerate(windows):
             reader = Reader(subject.model, choice, length + count)
             logits = reader.prefill(window[:length])[-1]
             done = walk(reader, logits, self._source(window[length:], number), self.pace)
             tokens = torch.cat([window[:length], done.tokens])
             samples.append(done.compared(full_choices(subject.model, tokens, start=length)))
-            read, cold, seconds = (
-                read + done.rows_read,
-                cold + done.rows_cold,
-                seconds + done.seconds,
-            )
-            usage = done.reader.usage()
+            rows = {"rows_read": done.rows_read, "rows_cold": done.rows_cold}
+            used.count(replace(done.reader.usage(), **rows), done.seconds)
         return {
             "stretches": mean_stretches(samples),
             "windows": len(windows),
-            "read_ratio": read / cold if cold else None,
-            "device_bytes": usage.device_bytes,
-            "host_bytes": usage.host_bytes,
-            "full_bytes": usage.full_bytes,
-            "step_bytes": usage.step_bytes,
-            "seconds_with_recall": seconds,
+            **used.row("seconds_with_recall"),
         }
 
     def _source(self, rest: torch.Tensor, number: int) -> Source:
@@ -148,30 +141,23 @@ class LongGeneration(Task):
 
     @classmethod
     def table(cls, results: Results) -> str:
-        rows = []
-        for cell, found in results:
-            stretches = found["stretches"]
-            row = [cell["cache"], str(cell["length"])]
-            for name in ("overlap", "mass"):
-                first, last = stretches[0][name], stretches[-1][name]
-                row += [share(first), share(last), share(mean_of(stretches, name))]
-            row += [share(mean_of(stretches, name)) for name in ("best_mass", "equal")]
-            ratio = found["read_ratio"]
-            rows.append([*row, "-" if ratio is None else f"{ratio:.2%}"])
-        header = (
-            "cache",
-            "context",
-            "recall, first",
-            "last",
-            "mean",
-            "mass, first",
-            "last",
-            "mean",
-            "best mass",
-            "tokens equal",
-            "cold rows read",
-        )
-        return markdown_table(header, rows)
+        columns: Columns = {
+            "cache": lambda cell, row: cell["cache"],
+            "context": lambda cell, row: str(cell["length"]),
+        }
+        for title, name in (("recall", "overlap"), ("mass", "mass")):
+            blanks = " " * len(columns)
+            columns |= {
+                f"{title}, first": partial(_stretch, name, 0),
+                f"last{blanks}": partial(_stretch, name, -1),
+                f"mean{blanks}": partial(_stretch, name, None),
+            }
+        columns |= {
+            "best mass": partial(_stretch, "best_mass", None),
+            "tokens equal": partial(_stretch, "equal", None),
+            "cold rows read": lambda cell, row: or_dash(row["read_ratio"], ".2%"),
+        }
+        return table_of(results, columns)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -192,3 +178,9 @@ class LongGeneration(Task):
             x="generated tokens",
             y="recall" if retrieves else "share",
         )
+
+
+def _stretch(name: str, place: int | None, cell: Cell, row: dict[str, Any]) -> str:
+    """A number of the stretch at ``place``, or of all stretches."""
+    stretches = row["stretches"]
+    return share(mean_of(stretches, name) if place is None else stretches[place][name])

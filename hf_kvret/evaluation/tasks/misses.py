@@ -23,7 +23,7 @@ from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import Source, greedy_source, sampling_source, text_source
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.evaluation.tables import Columns, table_of
 from hf_kvret.evaluation.task import Choices, Task, lengths_of
 from hf_kvret.registry import registered_methods
 from hf_kvret.reports import MemoryReport
@@ -226,44 +226,23 @@ class Misses(Task):
 
     @classmethod
     def table(cls, results: Results) -> str:
-        rows = []
-        for cell, found in results:
-            by_layer = [layer["miss_ratio"] for layer in found["layers"]]
-            rows.append(
-                (
-                    cell["cache"],
-                    str(cell["length"]),
-                    f"{cell['top_k']:g}",
-                    f"{cell['slots']:g}",
-                    f"{found['miss_ratio']:.1%}",
-                    f"{min(by_layer):.1%} to {max(by_layer):.1%}",
-                    f"{found['bus_bytes'] / 1e3:.1f}",
-                    f"{found['plain_bus_bytes'] / 1e3:.1f}",
-                    f"{found['saved_ratio']:.1%}",
-                    f"{1e3 * found['seconds']:.2f}",
-                    f"{1e3 * found['plain_seconds']:.2f}",
-                    f"{found['seconds'] / found['plain_seconds']:.2f}",
-                    f"{found['buffer_bytes'] / 1e6:.2f}",
-                    f"{found['buffer_bytes'] / found['full_bytes']:.1%}",
-                )
-            )
-        header = (
-            "cache",
-            "context",
-            "k",
-            "slots / k",
-            "miss ratio",
-            "by layer",
-            "kB a step",
-            "without",
-            "saved",
-            "ms a step",
-            "without",
-            "time / without",
-            "buffer MB",
-            "of full K,V",
-        )
-        return markdown_table(header, rows)
+        columns: Columns = {
+            "cache": lambda cell, row: cell["cache"],
+            "context": lambda cell, row: str(cell["length"]),
+            "k": lambda cell, row: f"{cell['top_k']:g}",
+            "slots / k": lambda cell, row: f"{cell['slots']:g}",
+            "miss ratio": lambda cell, row: f"{row['miss_ratio']:.1%}",
+            "by layer": lambda cell, row: _range(row["layers"]),
+            "kB a step": lambda cell, row: f"{row['bus_bytes'] / 1e3:.1f}",
+            "without": lambda cell, row: f"{row['plain_bus_bytes'] / 1e3:.1f}",
+            "saved": lambda cell, row: f"{row['saved_ratio']:.1%}",
+            "ms a step": lambda cell, row: f"{1e3 * row['seconds']:.2f}",
+            "without ": lambda cell, row: f"{1e3 * row['plain_seconds']:.2f}",
+            "time / without": lambda cell, row: f"{row['seconds'] / row['plain_seconds']:.2f}",
+            "buffer MB": lambda cell, row: f"{row['buffer_bytes'] / 1e6:.2f}",
+            "of full K,V": lambda cell, row: f"{row['buffer_bytes'] / row['full_bytes']:.1%}",
+        }
+        return table_of(results, columns)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -337,3 +316,8 @@ def _cache(reader: Reader) -> RetrievalCache:
 
 def _label(cell: Cell) -> str:
     return f"{cell['cache']}, {cell['length']}, k={cell['top_k']:g}, {cell['slots']:g} x k slots"
+
+
+def _range(layers: list[dict[str, Any]]) -> str:
+    ratios = [layer["miss_ratio"] for layer in layers]
+    return f"{min(ratios):.1%} to {max(ratios):.1%}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,16 +27,16 @@ from hf_kvret.evaluation.haystack import (
     contains,
     describe_essays,
     magic_wording,
-    ratio,
     token_wording,
 )
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
-from hf_kvret.evaluation.reader import Reader, Usage, check_positions
+from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.evaluation.tables import table_of
 from hf_kvret.evaluation.task import Choices, Task, lengths_of, mean_points
+from hf_kvret.evaluation.usage import UsageSum
 
 MODES = ("turns", "forks")
 
@@ -114,10 +115,10 @@ class MultiTurn(Task):
         # Left alone, a model of plain text goes on and writes the next question itself.
         stop = wording.stop | (_line_breaks(subject) if own else frozenset())
         right = np.zeros((self.samples, self.turns))
-        read, cold, seconds, answers = 0, 0, 0.0, []
+        used, answers = UsageSum(), []
         for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="context"):
             document = self._document(wording, cell["length"], sample)
-            talk = _Talk(subject, choice, cell["length"], document.context, wording, stop)
+            talk = _Talk(subject, choice, cell["length"], document.context, wording, stop, used)
             for turn, fact in enumerate(document.asked):
                 given = talk.ask(fact.question)
                 if own:
@@ -126,18 +127,12 @@ class MultiTurn(Task):
                     talk.correct(fact.question, fact.gold)
                 right[sample, turn] = contains(fact.answer, given)
                 answers.append({"turn": turn + 1, "expected": fact.answer, "given": given})
-            read, cold, seconds = read + talk.read, cold + talk.cold, seconds + talk.seconds
-        usage = talk.usage()
+            talk.end()
         return {
             "right": right.mean(axis=0).tolist(),
             "mean": float(right.mean()),
             "answers": answers,
-            "read_ratio": ratio(read, cold),
-            "device_bytes": usage.device_bytes,
-            "host_bytes": usage.host_bytes,
-            "full_bytes": usage.full_bytes,
-            "step_bytes": usage.step_bytes,
-            "seconds": seconds,
+            **used.row(),
         }
 
     def _wording(self, subject: Subject) -> Wording:
@@ -161,24 +156,22 @@ class MultiTurn(Task):
 
     @classmethod
     def table(cls, results: Results) -> str:
-        rows = []
-        for cell, found in results:
+        def over_full(cell: Cell, row: dict[str, Any]) -> str:
             full = results.find(cell | {"cache": "full"})
-            read = found["read_ratio"]
-            rows.append(
-                [
-                    cell["cache"],
-                    cell["mode"],
-                    str(cell["length"]),
-                    *(f"{100 * share:.0f}" for share in found["right"]),
-                    f"{100 * found['mean']:.1f}",
-                    "-" if full is None else f"{100 * (found['mean'] - full['mean']):+.1f}",
-                    "-" if read is None else f"{100 * read:.2f}",
-                ]
-            )
-        turns = [f"turn {turn + 1}" for turn in range(results.setup["turns"])]
-        header = ["cache", "mode", "length", *turns, "mean", "over full", "cold rows read, %"]
-        return markdown_table(header, rows)
+            return "-" if full is None else f"{100 * (row['mean'] - full['mean']):+.1f}"
+
+        def read(cell: Cell, row: dict[str, Any]) -> str:
+            return "-" if row["read_ratio"] is None else f"{100 * row['read_ratio']:.2f}"
+
+        columns: dict[str, Callable[[Cell, dict[str, Any]], str]] = {
+            "cache": lambda cell, row: cell["cache"],
+            "mode": lambda cell, row: cell["mode"],
+            "length": lambda cell, row: str(cell["length"]),
+        }
+        for turn in range(results.setup["turns"]):
+            columns[f"turn {turn + 1}"] = partial(_right, turn)
+        columns["mean"] = lambda cell, row: f"{100 * row['mean']:.1f}"
+        return table_of(results, columns | {"over full": over_full, "cold rows read, %": read})
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -210,9 +203,8 @@ class MultiTurn(Task):
 class _Talk:
     """A context that was read, and the turns on it.
 
-    Attributes:
-        read, cold: rows that questions and answers read, and rows there were; see ``Usage``.
-        seconds: of all forward passes whose result counts.
+    ``used`` counts what questions and answers read, and the seconds of all forward passes whose
+    result counts.
     """
 
     def __init__(
@@ -223,15 +215,16 @@ class _Talk:
         context: torch.Tensor,
         wording: Wording,
         stop: frozenset[int],
+        used: UsageSum,
     ) -> None:
-        self._wording, self._stop = wording, stop
+        self._wording, self._stop, self._used = wording, stop, used
         self._reader = Reader(subject.model, choice, capacity)
         self._reader.prefill(context)
         self._fork = self._reader
         # Tokens of the last answer that the cache does not hold yet, for it and for its fork.
         self._pending: list[int] = []
         self._fork_pending: list[int] = []
-        self.read, self.cold, self.seconds = 0, 0, self._reader.seconds
+        self._prefill_seconds = self._reader.seconds
 
     def ask(self, question: list[int]) -> str:
         """The answer, given on a fork, so that the cache is what it was."""
@@ -241,9 +234,7 @@ class _Talk:
         # The last token is fed only when another one is asked for.
         fed = fork.length - self._reader.length - len(asked)
         self._fork, self._fork_pending = fork, given[fed:]
-        usage = fork.usage()
-        self.read, self.cold = self.read + usage.rows_read, self.cold + usage.rows_cold
-        self.seconds += fork.seconds
+        self._used.add(fork)
         return self._wording.text(given)
 
     def keep(self) -> None:
@@ -255,9 +246,10 @@ class _Talk:
         self._reader.feed(torch.tensor(question))
         self._reader.feed(torch.tensor(gold))
 
-    def usage(self) -> Usage:
-        """Bytes held before the next question."""
-        return self._reader.usage()
+    def end(self) -> None:
+        """Count the reading of the context, and the bytes held before another question."""
+        held = replace(self._reader.usage(), rows_read=0, rows_cold=0)
+        self._used.count(held, self._prefill_seconds)
 
 
 def _line_breaks(subject: Subject) -> frozenset[int]:
@@ -266,3 +258,7 @@ def _line_breaks(subject: Subject) -> frozenset[int]:
     if tokenizer is None:
         return frozenset()
     return frozenset(n for n in range(len(tokenizer)) if "\n" in tokenizer.decode([n]))
+
+
+def _right(turn: int, cell: Cell, row: dict[str, Any]) -> str:
+    return f"{100 * row['right'][turn]:.0f}"

@@ -33,7 +33,6 @@ from hf_kvret.evaluation.haystack import (
     encode,
     first_tokens,
     magic_wording,
-    ratio,
     text_wording,
     token_wording,
 )
@@ -44,6 +43,7 @@ from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
 from hf_kvret.evaluation.task import Choices, Task, lengths_of, mean_points
+from hf_kvret.evaluation.usage import UsageSum
 
 STYLES = ("sandwich", "magic", "tokens")
 SCORES = ("substring", "rouge1")
@@ -57,7 +57,7 @@ _ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"
 _RULE = "Don't give information outside the document or repeat your findings"
 
 
-def _depths(text: str) -> tuple[float, ...]:
+def percents(text: str) -> tuple[float, ...]:
     """Comma-separated percentages from 0 to 100, for argparse."""
     found = []
     for part in text.split(","):
@@ -101,7 +101,7 @@ class NeedleInHaystack(Task):
     depths: tuple[float, ...] = option(
         tuple(float(depth) for depth in range(0, 101, 10)),
         "where the needle is, in percent of the haystack, comma-separated",
-        kind=_depths,
+        kind=percents,
     )
     style: str | None = style_option(*STYLES)
     samples: int = count_option(3, "documents in each cell")
@@ -161,27 +161,20 @@ class NeedleInHaystack(Task):
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         wording = self._wording(subject)
         given: list[dict[str, str]] = []
-        read, cold, seconds = 0, 0, 0.0
+        used = UsageSum()
         for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="document"):
             document = self._document(wording, cell["length"], cell["depth"], sample)
             reader, tokens = _ask(subject, choice, document, wording, cell)
             reply = wording.text(reader.answer(tokens, wording.answer_len, wording.stop))
             given.append({"expected": document.asked[0].answer, "given": reply})
-            usage = reader.usage()
-            read, cold = read + usage.rows_read, cold + usage.rows_cold
-            seconds += reader.seconds
+            used.add(reader)
         scores = {"substring": _mean(contains, given), "rouge1": _mean(rouge1_recall, given)}
         default = "rouge1" if wording.name == "sandwich" else "substring"
         return {
             "score": scores[self.score or default],
             **scores,
             "answers": given,
-            "read_ratio": ratio(read, cold),
-            "device_bytes": usage.device_bytes,
-            "host_bytes": usage.host_bytes,
-            "full_bytes": usage.full_bytes,
-            "step_bytes": usage.step_bytes,
-            "seconds": seconds,
+            **used.row(),
         }
 
     def _wording(self, subject: Subject) -> Wording:

@@ -20,9 +20,10 @@ from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.evaluation.tables import Columns, or_dash, table_of
 from hf_kvret.evaluation.task import Choices, Task, lengths_of
 from hf_kvret.evaluation.texts import read_text, token_ids
+from hf_kvret.evaluation.usage import UsageSum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,26 +77,17 @@ class Perplexity(Task):
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         windows = self._windows(subject, cell["length"])
-        total, tokens, read, cold, seconds = 0.0, 0, 0, 0, 0.0
-        device_bytes = host_bytes = full_bytes = 0
+        total, tokens, used = 0.0, 0, UsageSum()
         for window in tqdm(windows, leave=False, unit="window"):
             reader, losses = self._read(subject, choice, window)
-            usage = reader.usage()
             total, tokens = total + losses.double().sum().item(), tokens + len(losses)
-            read, cold = read + usage.rows_read, cold + usage.rows_cold
-            device_bytes, host_bytes = usage.device_bytes, usage.host_bytes
-            full_bytes, seconds = usage.full_bytes, seconds + reader.seconds
+            used.add(reader)
         return {
             "ppl": math.exp(total / tokens),
             "nats": total / tokens,
             "tokens": tokens,
             "windows": len(windows),
-            "read_ratio": read / cold if cold else None,
-            "device_bytes": device_bytes,
-            "host_bytes": host_bytes,
-            "full_bytes": full_bytes,
-            "step_bytes": usage.step_bytes,
-            "seconds": seconds,
+            **used.row(),
         }
 
     def _windows(self, subject: Subject, length: int) -> torch.Tensor:
@@ -131,34 +123,17 @@ class Perplexity(Task):
 
     @classmethod
     def table(cls, results: Results) -> str:
-        rows = []
-        for cell, found in results:
-            full = results.find(cell | {"cache": "full"})
-            held = found["device_bytes"] + found["host_bytes"]
-            ratio = found["read_ratio"]
-            rows.append(
-                (
-                    cell["cache"],
-                    str(cell["length"]),
-                    f"{found['ppl']:.3f}",
-                    "-" if full is None else f"{found['nats'] - full['nats']:+.4f}",
-                    "-" if ratio is None else f"{ratio:.2%}",
-                    f"{found['device_bytes'] / found['full_bytes']:.1%}",
-                    f"{held / found['full_bytes']:.1%}",
-                    str(found["tokens"]),
-                )
-            )
-        header = (
-            "cache",
-            "window",
-            "perplexity",
-            "nats over full",
-            "cold rows read",
-            "device / full K,V",
-            "bytes / full K,V",
-            "tokens",
-        )
-        return markdown_table(header, rows)
+        columns: Columns = {
+            "cache": lambda cell, row: cell["cache"],
+            "window": lambda cell, row: str(cell["length"]),
+            "perplexity": lambda cell, row: f"{row['ppl']:.3f}",
+            "nats over full": lambda cell, row: or_dash(_over_full(results, cell, row), "+.4f"),
+            "cold rows read": lambda cell, row: or_dash(row["read_ratio"], ".2%"),
+            "device / full K,V": lambda cell, row: f"{row['device_bytes'] / row['full_bytes']:.1%}",
+            "bytes / full K,V": lambda cell, row: f"{_held(row) / row['full_bytes']:.1%}",
+            "tokens": lambda cell, row: str(row["tokens"]),
+        }
+        return table_of(results, columns)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -170,3 +145,12 @@ class Perplexity(Task):
         plot_lines(
             path, lines, title=results.setup["text"], x="window, tokens", y="perplexity", log_x=True
         )
+
+
+def _over_full(results: Results, cell: Cell, row: dict[str, Any]) -> float | None:
+    full = results.find(cell | {"cache": "full"})
+    return None if full is None else row["nats"] - full["nats"]
+
+
+def _held(row: dict[str, Any]) -> int:
+    return row["device_bytes"] + row["host_bytes"]

@@ -17,6 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from hf_kvret.evaluation.arguments import file_path, known_names
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import count_option, lengths_option, questions_option
+from hf_kvret.evaluation.haystack import end_tokens
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import count_label, plot_heat_maps
 from hf_kvret.evaluation.reader import Reader, check_positions
@@ -26,6 +27,7 @@ from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
 from hf_kvret.evaluation.task import Choices, Task, lengths_of, mean_points
 from hf_kvret.evaluation.texts import chat_parts, token_ids
+from hf_kvret.evaluation.usage import UsageSum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +107,8 @@ class Ruler(Task):
         samples = _samples(
             task.name, tokenizer, cell["length"], self.samples, self.seed, self.data, self.chat
         )
-        stop = _stop_tokens(subject)
-        scores, answers, read, cold, seconds = [], [], 0, 0, 0.0
+        stop = end_tokens(subject)
+        scores, answers, used = [], [], UsageSum()
         for sample in tqdm(samples, leave=False, desc=f"{choice.name} {task.name}"):
             reader, tokens = self._read(sample, cell, subject, choice, task.max_new_tokens)
             answer = _answer(
@@ -114,22 +116,12 @@ class Ruler(Task):
             )
             scores.append(sample_score(task.name, answer, sample.outputs))
             answers.append(answer)
-            usage = reader.usage()
-            read, cold, seconds = (
-                read + usage.rows_read,
-                cold + usage.rows_cold,
-                seconds + reader.seconds,
-            )
+            used.add(reader)
         return {
             "score": 100 * sum(scores) / len(scores),
             "scores": scores,
             "answers": answers,
-            "read_ratio": read / cold if cold else None,
-            "device_bytes": usage.device_bytes,
-            "host_bytes": usage.host_bytes,
-            "full_bytes": usage.full_bytes,
-            "step_bytes": usage.step_bytes,
-            "seconds": seconds,
+            **used.row(),
         }
 
     def _read(
@@ -239,26 +231,16 @@ def _answer(
     tokens: torch.Tensor,
     budget: int,
     tokenizer: PreTrainedTokenizerBase,
-    stop: set[int],
+    stop: frozenset[int],
     task: str,
     sample: Sample,
 ) -> str:
     """Greedy text of at most ``budget`` tokens; ends when it can't be scored better any more."""
-    given: list[int] = []
-    text = ""
-    while len(given) < budget:
-        best = int(reader.feed(tokens)[-1].argmax())
-        if best in stop:
-            break
-        given.append(best)
-        tokens = torch.tensor([best])
-        text = tokenizer.decode(given, skip_special_tokens=True)
-        if sample_score(task, text, sample.outputs) == 1.0:
-            break
-    return text
 
+    def text(given: list[int]) -> str:
+        return tokenizer.decode(given, skip_special_tokens=True)
 
-def _stop_tokens(subject: Subject) -> set[int]:
-    ends = subject.model.generation_config.eos_token_id
-    listed = ends if isinstance(ends, list) else [ends]
-    return {token for token in listed if token is not None}
+    def right(given: list[int]) -> bool:
+        return sample_score(task, text(given), sample.outputs) == 1.0
+
+    return text(reader.answer(tokens, budget, stop, done=right))
