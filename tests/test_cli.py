@@ -178,10 +178,10 @@ def _begun(*given: object) -> None:
 def test_no_mistake_ends_in_a_trace(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(options: argparse.Namespace) -> int:
+    def fail(*given: object) -> int:
         raise error
 
-    monkeypatch.setattr("hf_kvret.evaluation.demo_command.run_demo_command", fail)
+    monkeypatch.setattr("hf_kvret.evaluation.measurement.run_measurement", fail)
     assert main(["demo"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hf-kvret: error: ") and len(line) > len("hf-kvret: error: ")

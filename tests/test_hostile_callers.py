@@ -16,7 +16,7 @@ import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache, attach
 from hf_kvret.attention import retrieval_attention
 from hf_kvret.cli import main
-from hf_kvret.evaluation import demo_command
+from hf_kvret.evaluation import measurement
 from hf_kvret.masks import base_mask, retrieval_mask
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
@@ -187,7 +187,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(demo_command, "run_demo", lambda *a: pytest.fail("the demo ran first"))
+    monkeypatch.setattr(measurement, "measure", lambda *a: pytest.fail("the demo ran first"))
     assert main(["demo", "--plot", "x.png"]) == 2
 
 

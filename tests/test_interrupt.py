@@ -29,7 +29,7 @@ def interrupted(
 ) -> str:
     """The last line of stderr when ``where`` is interrupted in ``hf-kvret <command>``."""
 
-    def stop(options: argparse.Namespace) -> int:
+    def stop(*given: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(where, stop)
@@ -59,17 +59,14 @@ def test_a_real_signal_ends_a_calibration_with_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in shown
 
 
-@pytest.mark.parametrize("command", ["eval niah", "bench decode"])
+@pytest.mark.parametrize("command", ["demo", "eval niah", "bench decode"])
 def test_a_measurement_with_a_result_file_goes_on(
     command: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    where = {
-        "eval": "hf_kvret.evaluation.command.run_eval",
-        "bench": "hf_kvret.benchmark.parser.run_bench",
-    }[command.split()[0]]
+    where = "hf_kvret.evaluation.measurement.run_measurement"
     file = ["--json", str(tmp_path / "a.json")]
     assert interrupted(monkeypatch, capsys, where, *command.split(), *file) == GOES_ON
     without = interrupted(monkeypatch, capsys, where, *command.split())
@@ -86,10 +83,6 @@ def test_where_nothing_was_begun_nothing_is_promised(
     assert interrupted(monkeypatch, capsys, where, *command) == "hf-kvret: interrupted"
     (tmp_path / ".parts").mkdir()
     assert interrupted(monkeypatch, capsys, where, *command) == GOES_ON
-    shown = interrupted(
-        monkeypatch, capsys, "hf_kvret.evaluation.demo_command.run_demo_command", "demo"
-    )
-    assert shown == "hf-kvret: interrupted"
 
 
 def test_callers_in_python_get_the_interruption(

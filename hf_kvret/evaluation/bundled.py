@@ -1,6 +1,7 @@
 """The small models that are ours: they need no network.
 
-``needle`` ships with the package, ``reference`` lies in the examples of a checkout.
+``needle`` ships with the package, ``reference`` lies in the examples of a checkout: that which the
+package is run from, or the folder where the command is run.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+_ROOT = Path(__file__).parents[2]
 BUNDLED_MODEL = Path(__file__).parent / "needle_llama"
-REFERENCE_MODEL = Path(__file__).parents[2] / "examples" / "reference_llama"
 
 
-def in_checkout() -> bool:
-    """Whether the package is run from a checkout that has the reference model."""
-    return (REFERENCE_MODEL / "model.safetensors").is_file()
+def _reference_model() -> Path:
+    places = [root / "examples" / "reference_llama" for root in (_ROOT, Path.cwd())]
+    return next((place for place in places if (place / "model.safetensors").is_file()), places[0])
+
+
+REFERENCE_MODEL = _reference_model()
 
 
 def default_model() -> str:
     """What ``--model`` means when it is not given: ``reference`` in a checkout, else ``needle``."""
-    return "reference" if in_checkout() else "needle"
+    return "reference" if (REFERENCE_MODEL / "model.safetensors").is_file() else "needle"
 
 
 def load_bundled_model(

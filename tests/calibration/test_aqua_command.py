@@ -14,12 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.aqua import AquaCalibration
 from hf_kvret.calibration.aqua_study import AquaStudy
-from hf_kvret.calibration.command import add_calibrate_parser
+from hf_kvret.calibration.command_options import AquaOptions
 from hf_kvret.calibration.runner import calibrate
 from hf_kvret.calibration.sources import Corpus
 from hf_kvret.calibration.study import Carried, LayerFindings, Progress
 from hf_kvret.cli import main
 from hf_kvret.evaluation.bundled import REFERENCE_MODEL
+from hf_kvret.evaluation.options import add_options, read_options
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.tiny import spread_weights
 
@@ -77,10 +78,10 @@ def arguments(model_dir: Path, tmp_path: Path) -> list[str]:
     return ["calibrate", "aqua", *where, "--tokens", "400", "--length", "100"]
 
 
-def parsed(*arguments: str) -> argparse.Namespace:
+def parsed(*arguments: str) -> AquaOptions:
     parser = argparse.ArgumentParser()
-    add_calibrate_parser(parser.add_subparsers())
-    return parser.parse_args(["calibrate", "aqua", "--model", "m", "--out", "o", *arguments])
+    add_options(parser, AquaOptions)
+    return read_options(AquaOptions, parser.parse_args(["--model", "m", "--out", "o", *arguments]))
 
 
 def corpus(*lengths: int) -> Corpus:
@@ -107,7 +108,7 @@ def test_a_command_makes_an_artifact_of_the_model(
 
 def test_the_defaults_are_the_papers() -> None:
     options = parsed()
-    made = options.calibration(options)
+    made = options.calibration()
     assert made == AquaCalibration()
     assert (made.bits, made.first_bits, made.backbone, made.predictor) == (2, 4, "higgs", "linear")
     assert (made.ridge, made.sinks, made.space, made.predictor_bits) == (1e-3, 4, "before", 16)
@@ -125,9 +126,9 @@ def test_every_option_reaches_the_calibration() -> None:
         for word in ([flag] if value is True else [flag, str(value)])
     ]
     options = parsed(*line)
-    assert options.calibration(options).options() == ALL_OTHER | {"hidden": None}
+    assert options.calibration().options() == ALL_OTHER | {"hidden": None}
     options = parsed("--predictor", "mlp", "--hidden", "10")
-    assert options.calibration(options).hidden == 10
+    assert options.calibration().hidden == 10
     assert parsed("--first-bits", "16").first_bits == 16
 
 

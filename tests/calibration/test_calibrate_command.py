@@ -15,10 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration import command as calibrate_command
 from hf_kvret.calibration.a2ats import CodebookStudy
-from hf_kvret.calibration.command import add_calibrate_parser, make_corpus
+from hf_kvret.calibration.command import make_corpus
+from hf_kvret.calibration.command_options import A2ATSOptions
 from hf_kvret.calibration.study import LayerFindings, Progress
 from hf_kvret.cli import main
 from hf_kvret.evaluation.bundled import REFERENCE_MODEL
+from hf_kvret.evaluation.options import add_options, read_options
 from hf_kvret.evaluation.subject import load_subject
 from hf_kvret.testing.tiny import spread_weights
 
@@ -65,10 +67,10 @@ def arguments(model_dir: Path, text: Path, tmp_path: Path) -> list[str]:
     return ["calibrate", "a2ats", *where, *SMALL, *SHORT]
 
 
-def parsed(*arguments: str) -> argparse.Namespace:
+def parsed(*arguments: str) -> A2ATSOptions:
     parser = argparse.ArgumentParser()
-    add_calibrate_parser(parser.add_subparsers())
-    return parser.parse_args(arguments)
+    add_options(parser, A2ATSOptions)
+    return read_options(A2ATSOptions, parser.parse_args(arguments))
 
 
 def failing(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
@@ -112,8 +114,8 @@ def test_options_reach_the_artifact(arguments: list[str], tmp_path: Path) -> Non
 
 
 def test_the_defaults_are_the_papers() -> None:
-    options = parsed("calibrate", "a2ats", "--model", "m", "--out", "o")
-    made = options.calibration(options)
+    options = parsed("--model", "m", "--out", "o")
+    made = options.calibration()
     assert (made.codewords, made.window, made.rounds, made.space) == (4096, 2048, 300, "windowed")
     assert made.query_aware and made.compare
     assert (options.tokens, options.length) == (65_536, 4096)
@@ -165,7 +167,7 @@ def test_the_same_command_goes_on_after_an_interruption(
 
 def test_the_held_out_text_is_the_end_of_the_text(model_dir: Path, text: Path) -> None:
     subject = load_subject(str(model_dir))
-    base = ["calibrate", "a2ats", "--model", "m", "--out", "o", "--text", str(text)]
+    base = ["--model", "m", "--out", "o", "--text", str(text)]
 
     def corpus(*more: str) -> Any:
         return make_corpus(parsed(*base, *SHORT, *more), subject)
@@ -206,7 +208,6 @@ def test_mistakes_are_one_line_each(
         (["--tokens", "1M"], r"--tokens 1048576: the text has \d+ tokens; give more text"),
         (["--text", str(tmp_path / "no.txt")], r"--text .*no\.txt: no such file"),
         (["--codewords", "40000"], r"codewords=40000: 1 to 32768"),
-        (["--layers-at-once", "0"], r"--layers-at-once 0: at least 1"),
         (
             ["--length", "2K", "--uuid-tokens", "2K", "--held-out", "0"],
             r"2048 tokens, but the model has 1024 pos",

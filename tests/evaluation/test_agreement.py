@@ -169,35 +169,6 @@ def test_prompts_are_taken_in_groups(tmp_path: Path, tiny_model_dir: Path) -> No
         assert one["result"]["forced_equal"] == 1
 
 
-def test_an_interrupted_run_goes_on_where_it_was(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, ran = Agreement.run, []
-
-    def stopping(self: Agreement, cell: Any, subject: Any, choice: Any) -> dict[str, Any]:
-        if ran:
-            raise KeyboardInterrupt
-        ran.append(cell)
-        return whole(self, cell, subject, choice)
-
-    monkeypatch.setattr(Agreement, "run", stopping)
-    arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", "full,flat,paris"]
-    path = tmp_path / "a.json"
-    with pytest.raises(KeyboardInterrupt):
-        _run(path, *arguments)
-    (done,) = json.loads(path.read_text())["cells"]
-    ran.clear()
-    monkeypatch.setattr(Agreement, "run", lambda *given: (ran.append(given[1]), whole(*given))[1])
-    found = _run(path, *arguments)
-    assert [cell["cache"] for cell in ran] == ["flat", "paris"]
-    assert found["full"] == done["result"] and len(found) == 3
-    # Another text is another file.
-    other = tmp_path / "other.txt"
-    other.write_text(tiny_text.read_text() + "more")
-    changed = [str(other) if part == str(tiny_text) else part for part in arguments]
-    assert main(["eval", "agreement", "--json", str(path), *changed]) == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -207,8 +178,6 @@ def test_an_interrupted_run_goes_on_where_it_was(
         (("--prompts", "missing.txt"), "--prompts missing.txt: no such file"),
         (("--text", "TEXT", "--lengths", "1"), "--lengths 1: a context has at least 2 tokens"),
         (("--text", "TEXT", "--lengths", "1M"), "fewer than the 1048576 of a window"),
-        (("--text", "TEXT", "--windows", "0"), "--windows 0, --new-tokens 64: at least 1"),
-        (("--text", "TEXT", "--new-tokens", "0"), "--new-tokens 0: at least 1"),
         (("--text", "TEXT", "--model", "needle"), "needs a tokenizer"),
         (("--prompts", "EMPTY"), "has no prompt in it"),
         (("--prompts", "DICT"), "give a JSON list of strings"),

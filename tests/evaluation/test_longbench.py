@@ -160,40 +160,6 @@ def test_the_table_leaves_out_means_of_unequal_tasks() -> None:
     assert LongBench.accuracy(results)["paris"] == pytest.approx((0.25, 0.45))
 
 
-def test_an_interrupted_run_goes_on_where_it_was(
-    tiny_model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, ran = tmp_path / "r.json", []
-    original = LongBench.run
-
-    def stopping(self: LongBench, cell: dict[str, Any], *rest: Any) -> dict[str, Any]:
-        if ran:
-            raise KeyboardInterrupt
-        ran.append(cell)
-        return original(self, cell, *rest)
-
-    options = ["--tasks", "trec", "--caches", "full,flat", "--max-length", "200", "--samples", "1"]
-    monkeypatch.setattr(LongBench, "run", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        _run(tiny_model_dir, data_dir, *options, "--json", str(out))
-
-    def counting(self: LongBench, cell: dict[str, Any], *rest: Any) -> dict[str, Any]:
-        ran.append(cell)
-        return original(self, cell, *rest)
-
-    monkeypatch.setattr(LongBench, "run", counting)
-    # More tasks are another part of the same measurement.
-    options[1] = "trec,qasper"
-    assert _run(tiny_model_dir, data_dir, *options, "--json", str(out)) == 0
-    assert [(cell["cache"], cell["task"]) for cell in ran] == [
-        ("full", "trec"),
-        ("flat", "trec"),
-        ("full", "qasper"),
-        ("flat", "qasper"),
-    ]
-    assert len(_cells(out)) == 4
-
-
 def test_results_of_other_data_are_not_gone_on_with(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

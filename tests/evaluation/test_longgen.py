@@ -167,39 +167,10 @@ def test_table_and_picture_do_without_recall(tmp_path: Path) -> None:
     assert (tmp_path / "l.png").stat().st_size > 1000
 
 
-def test_an_interrupted_run_goes_on_where_it_was(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, ran = LongGeneration.run, []
-
-    def stopping(self: LongGeneration, cell: Any, subject: Any, choice: Any) -> dict[str, Any]:
-        if ran:
-            raise KeyboardInterrupt
-        ran.append(cell)
-        return whole(self, cell, subject, choice)
-
-    monkeypatch.setattr(LongGeneration, "run", stopping)
-    arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", "full,flat,paris"]
-    path = tmp_path / "l.json"
-    with pytest.raises(KeyboardInterrupt):
-        _run(path, *arguments)
-    ran.clear()
-    monkeypatch.setattr(
-        LongGeneration, "run", lambda *given: (ran.append(given[1]), whole(*given))[1]
-    )
-    assert len(_run(path, *arguments)) == 3
-    assert [cell["cache"] for cell in ran] == ["flat", "paris"]
-    assert main(["eval", "longgen", "--json", str(path), *arguments, "--follow", "greedy"]) == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--new-tokens", "0"), "--new-tokens 0, --every 24, --step 1: at least 1 each"),
-        (("--every", "0"), "--every 0"),
-        (("--step", "0"), "--step 0"),
         (("--step", "5"), "--every 24 is no multiple of --step 5"),
-        (("--windows", "0"), "--windows 0: at least 1"),
         (("--follow", "greedy", "--step", "4"), "--step 4 with --follow greedy"),
         (("--follow", "sample", "--then", "TEXT"), "--then with --follow sample"),
         (("--then", "missing.txt"), "--then missing.txt: no such file"),

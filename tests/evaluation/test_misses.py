@@ -199,32 +199,6 @@ def test_tokens_are_drawn_or_the_best_or_the_text_s(
     assert greedy not in drawn
 
 
-def test_an_interrupted_run_goes_on_where_it_was(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, ran = Misses.run, []
-
-    def stopping(self: Misses, cell: Any, subject: Any, choice: Any) -> dict[str, Any]:
-        if ran:
-            raise KeyboardInterrupt
-        ran.append(cell["slots"])
-        return whole(self, cell, subject, choice)
-
-    monkeypatch.setattr(Misses, "run", stopping)
-    arguments = [*_arguments(tiny_model_dir, tiny_text), "--slots", "1,2"]
-    path = tmp_path / "m.json"
-    with pytest.raises(KeyboardInterrupt):
-        _run(path, *arguments)
-    ran.clear()
-    monkeypatch.setattr(
-        Misses, "run", lambda *given: (ran.append(given[1]["slots"]), whole(*given))[1]
-    )
-    found = _run(path, *arguments)
-    assert ran == [2.0] and len(found) == 2
-    assert found[0][1]["plain_bus_bytes"] == found[1][1]["plain_bus_bytes"]
-    assert main(["eval", "misses", "--json", str(path), *arguments, "--follow", "greedy"]) == 2
-
-
 def test_the_table_says_what_was_found() -> None:
     results = Results("eval misses", {"follow": "sample"})
     found = {
@@ -249,13 +223,9 @@ def test_the_table_says_what_was_found() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--new-tokens", "0"), "--new-tokens 0, --every 16: at least 1 token each"),
-        (("--every", "0"), "--every 0"),
         (("--slots", "0.5"), "slots=0.5: a float is a multiple of the budget, at least 1.0"),
         (("--slots", "2,2.0"), "--slots: the same number twice"),
         (("--top-ks", "8,8"), "--top-ks: the same number twice"),
-        (("--top-k", "8"), "--top-k 8: misses takes several, use --top-ks"),
-        (("--store", "host"), "--store host: misses compares resident with host"),
         (("--caches", "full"), "--caches full: misses is about selected rows"),
         (("--caches", "flat:top_k=8"), "top_k is chosen by misses itself: leave it out, use --top"),
         (("--caches", "flat:slots=2.0"), "slots is chosen by misses itself"),

@@ -180,37 +180,9 @@ def test_full_must_be_named_to_be_compared_with() -> None:
     assert cells == ["flat", "turns", "64", "100", "50", "75.0", "-", "12.50"]
 
 
-def test_an_interrupted_run_goes_on_where_it_was(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, ran = MultiTurn.run, []
-
-    def counted(self: MultiTurn, cell: Any, subject: Any, choice: Any) -> dict[str, Any]:
-        if len(ran) == 1:
-            raise KeyboardInterrupt
-        ran.append(cell)
-        return whole(self, cell, subject, choice)
-
-    monkeypatch.setattr(MultiTurn, "run", counted)
-    arguments = [*_small(tiny_model_dir), "--caches", "full,flat,paris"]
-    path = tmp_path / "m.json"
-    with pytest.raises(KeyboardInterrupt):
-        _run(path, *arguments)
-    (done,) = json.loads(path.read_text())["cells"]
-    ran.clear()
-    monkeypatch.setattr(MultiTurn, "run", lambda *given: (ran.append(given[1]), whole(*given))[1])
-    cells = _run(path, *arguments)
-    assert len(ran) == 2 and done["cell"] not in ran and cells[0] == done
-    # Another set-up is another file.
-    assert main(["eval", "multiturn", "--json", str(path), *arguments, "--own-answers"]) == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--turns", "0"), "--turns 0: at least 1"),
-        (("--samples", "0"), "--samples 0: at least 1"),
-        (("--answer-tokens", "0"), "--answer-tokens 0: at least 1"),
         (("--mode", "forks", "--own-answers"), "forks forget every answer"),
         (("--style", "tokens", "--essays", "x.txt"), "leave one out"),
         (("--style", "tokens"), "use --style magic"),

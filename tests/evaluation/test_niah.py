@@ -80,33 +80,6 @@ def test_the_command_gives_what_plain_forward_passes_give(
         assert one["substring"] == 0 and one["score"] == one["substring"]
 
 
-def test_an_interrupted_run_goes_on_where_it_was(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, ran = NeedleInHaystack.run, []
-
-    def counted(self: NeedleInHaystack, cell: Any, subject: Any, choice: Any) -> dict[str, Any]:
-        if len(ran) == 1:
-            raise KeyboardInterrupt
-        ran.append(cell)
-        return whole(self, cell, subject, choice)
-
-    monkeypatch.setattr(NeedleInHaystack, "run", counted)
-    arguments = ["--model", str(tiny_model_dir), "--lengths", "300", "--depths", "0,100"]
-    arguments += ["--samples", "1", "--answer-tokens", "2", "--caches", "full,flat"]
-    path = tmp_path / "niah.json"
-    with pytest.raises(KeyboardInterrupt):
-        _run(path, *arguments)
-    (done,) = json.loads(path.read_text())["cells"]
-    ran.clear()
-    monkeypatch.setattr(
-        NeedleInHaystack, "run", lambda *given: (ran.append(given[1]), whole(*given))[1]
-    )
-    cells = _run(path, *arguments)
-    assert len(ran) == 3 and len(cells) == 4
-    assert done["cell"] not in ran and cells[0] == done
-
-
 def test_the_bundled_model_finds_its_needles(tmp_path: Path) -> None:
     arguments = ["--model", "needle", "--lengths", "2K", "--depths", "20,90"]
     arguments += ["--samples", "2", "--distractors", "12", "--questions", "both"]
@@ -192,8 +165,6 @@ def test_depths_are_percents() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--samples", "0"), "--samples 0"),
-        (("--distractors", "-1"), "--distractors -1"),
         (("--needle", "x"), "are texts of --style sandwich"),
         (("--style", "sandwich", "--answer", " "), "none may be empty"),
         (("--style", "sandwich", "--distractors", "2"), "one sandwich only"),

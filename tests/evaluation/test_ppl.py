@@ -91,38 +91,12 @@ def test_without_full_there_is_nothing_to_compare_with() -> None:
     assert cells == ["flat", "64", "8.000", "-", "-", "25.0%", "100.0%", "5"]
 
 
-def test_an_interrupted_run_goes_on_where_it_was(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, ran = Perplexity.run, []
-
-    def stopping(self: Perplexity, cell: Any, subject: Any, choice: Any) -> dict[str, Any]:
-        if ran:
-            raise KeyboardInterrupt
-        ran.append(cell)
-        return whole(self, cell, subject, choice)
-
-    monkeypatch.setattr(Perplexity, "run", stopping)
-    arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", "full,flat,paris"]
-    path = tmp_path / "p.json"
-    with pytest.raises(KeyboardInterrupt):
-        _run(path, *arguments)
-    ran.clear()
-    monkeypatch.setattr(Perplexity, "run", lambda *given: (ran.append(given[1]), whole(*given))[1])
-    assert len(_run(path, *arguments)) == 3
-    assert [cell["cache"] for cell in ran] == ["flat", "paris"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--text", "missing.txt"), "--text missing.txt: no such file"),
         (("--lengths", "1M"), "fewer than --lengths 1048576"),
         (("--lengths", "4"), "--lengths 4: a window needs at least 8 tokens"),
-        (("--prefill", "0"), "--prefill 0.0: a share of the window"),
-        (("--prefill", "1"), "--prefill 1.0: a share of the window"),
-        (("--windows", "0"), "--windows 0, --step 1: at least 1 each"),
-        (("--step", "0"), "--windows 2, --step 0: at least 1 each"),
         (("--model", "needle"), "needs a tokenizer"),
     ],
 )
