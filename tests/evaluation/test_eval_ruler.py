@@ -57,7 +57,7 @@ def test_an_answer_ends_when_its_score_is_full(
         return float(len(calls) == 3)
 
     monkeypatch.setattr(ruler, "sample_score", right_after_three)
-    monkeypatch.setattr(ruler, "_stop_tokens", lambda subject: set())
+    monkeypatch.setattr(ruler, "end_tokens", lambda subject: frozenset())
     arguments = _arguments(tiny_model_dir, "--json", str(tmp_path / "r.json"), "--tasks", "vt")
     assert main([*arguments, "--caches", "full", "--samples", "1"]) == 0
     # Three tokens, then the finished answer once more.

@@ -17,6 +17,7 @@ from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.subject import Subject, load_subject
 from hf_kvret.evaluation.tasks import multiturn
 from hf_kvret.evaluation.tasks.multiturn import MultiTurn
+from hf_kvret.evaluation.usage import UsageSum
 
 COVERING = "top_k=4096:dense_below=0:recent=16:flush=24"
 LENGTH, TURNS, ANSWER = 900, 3, 5
@@ -117,8 +118,9 @@ def test_an_own_answer_that_ends_early_is_held_whole(tiny_model_dir: Path) -> No
     question = document.asked[0].question
     free = _greedy(subject, document.context.tolist() + question)
     cut = next(i for i in range(1, ANSWER) if free[i] not in free[:i])
+    stop = frozenset([free[cut]])
     talk = multiturn._Talk(
-        subject, choose_cache("full"), LENGTH, document.context, wording, frozenset([free[cut]])
+        subject, choose_cache("full"), LENGTH, document.context, wording, stop, UsageSum()
     )
     assert talk.ask(question) == wording.text(free[:cut])
     talk.keep()

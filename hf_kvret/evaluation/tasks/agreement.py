@@ -35,7 +35,6 @@ from hf_kvret.evaluation.texts import token_ids
 from hf_kvret.evaluation.usage import UsageSum
 
 _GROUP = 8
-_RECALL = ("overlap", "mass", "best_mass")
 _continuations = Kept(most=64)
 
 
