@@ -351,3 +351,57 @@ def test_the_reader_sees_every_form_of_import() -> None:
 def test_the_reader_misses_no_docstring() -> None:
     assert undocumented("sample", SAMPLE) == ["sample.f"]
     assert undocumented("sample", "x = 1") == ["sample"]
+
+
+MEASURING = ("hf_kvret.evaluation", "hf_kvret.benchmark", "hf_kvret.cli", "hf_kvret.__main__")
+# What of other rooms is command line.
+COMMANDS = ("hf_kvret.loading", "hf_kvret.calibration.command")
+MOST_MEASURING_LINES = 13_000
+
+
+def with_packages(names: set[str]) -> set[str]:
+    """``names`` and their packages, whose ``__init__`` runs first."""
+    parts = [name.split(".") for name in names]
+    return {".".join(one[:n]) for one in parts for n in range(2, len(one) + 1)} & set(MODULES)
+
+
+def cycles(graph: dict[str, set[str]]) -> list[str]:
+    """Modules on an import cycle: those that are left when what imports nothing is taken away."""
+    left = {module: set(targets) & set(graph) for module, targets in graph.items()}
+    while True:
+        done = {module for module, targets in left.items() if not targets}
+        if not done:
+            break
+        left = {module: targets - done for module, targets in left.items() if module not in done}
+    # What merely imports a cycle goes too.
+    while True:
+        imported = set().union(*left.values())
+        outer = {module for module in left if module not in imported}
+        if not outer:
+            return sorted(left)
+        left = {module: targets for module, targets in left.items() if module not in outer}
+
+
+def test_the_measuring_rooms_have_no_import_cycle() -> None:
+    modules = [module for room in MEASURING for module in modules_in(room)]
+    graph = {
+        # A package's own modules import it by being there.
+        module: {
+            name
+            for name in with_packages(imports(module)) - {module}
+            if not module.startswith(f"{name}.")
+        }
+        for module in modules
+    }
+    assert len(graph) > 50
+    assert cycles(graph) == []
+    broken = {**graph, "hf_kvret.evaluation.results": {"hf_kvret.cli"}}
+    assert "hf_kvret.evaluation.results" in cycles(broken)
+
+
+def test_measuring_is_no_larger_than_it_may_be() -> None:
+    """Evaluation, benchmark and command line; more of them belongs into ``examples``."""
+    rooms = [*MEASURING, *COMMANDS]
+    files = [MODULES[module] for module in MODULES if module.startswith(tuple(rooms))]
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    assert 5_000 < lines <= MOST_MEASURING_LINES
