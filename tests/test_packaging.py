@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -129,10 +130,13 @@ def test_the_readme_has_one_test_and_one_demo_command() -> None:
     assert all("-c constraints.txt" in line for line in commands)
 
 
-def test_the_wheel_holds_the_packages_and_their_data(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, and beside it in ``source`` what it was made of."""
     pytest.importorskip("scikit_build_core", reason="building a wheel needs the test extra")
+    folder = tmp_path_factory.mktemp("wheel")
     # A copy, so that the test doesn't depend on what lies about in the checkout.
-    source = tmp_path / "source"
+    source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, source / name)
@@ -140,7 +144,7 @@ def test_the_wheel_holds_the_packages_and_their_data(tmp_path: Path) -> None:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     done = subprocess.run(
-        [*pip, "--wheel-dir", str(tmp_path), str(source)],
+        [*pip, "--wheel-dir", str(folder), str(source)],
         env={**os.environ, "CC": "no-compiler", "CXX": "no-compiler"},
         capture_output=True,
         text=True,
@@ -148,7 +152,12 @@ def test_the_wheel_holds_the_packages_and_their_data(tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    [wheel] = tmp_path.glob("*.whl")
+    [made] = folder.glob("*.whl")
+    return made
+
+
+def test_the_wheel_holds_the_packages_and_their_data(wheel: Path) -> None:
+    source = wheel.parent / "source"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         [metadata] = [name for name in names if name.endswith(".dist-info/METADATA")]
@@ -165,3 +174,50 @@ def test_the_wheel_holds_the_packages_and_their_data(tmp_path: Path) -> None:
     assert {name.split("/")[0] for name in names} == {*PACKAGES, metadata.split("/")[0]}
     assert re.search(r"Apache License\s+Version 2\.0", licence)
     assert "hf-kvret = hf_kvret.cli:main" in entry_points.replace("=", " = ").replace("  ", " ")
+
+
+# What a user without a checkout may type, and what comes of it.
+OUTSIDE = (
+    ("eval niah --lengths 1K --depths 50 --samples 1 --caches full", 0, "| full "),
+    ("bench index-build --context 1K --repeats 1 --methods flat --faiss", 0, "| flat "),
+    ("eval ruler --tasks vt --samples 1", 2, "ruler needs a tokenizer"),
+    ("eval niah --model reference", 2, "give --model needle, a folder or a hub id"),
+    ("eval paris-ablation --text novel.txt", 2, "python examples/studies/paris_ablation.py"),
+    ("bench kernels --ops paris", 2, "python examples/"),
+)
+
+
+def test_the_wheel_runs_where_no_checkout_is(wheel: Path, tmp_path: Path) -> None:
+    """In one process, because starting takes longer than the commands."""
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    commands = [
+        [*line.split(), ""] if line.endswith("faiss") else line.split() for line, *_ in OUTSIDE
+    ]
+    code = (
+        "import contextlib, io, json\n"
+        "import hf_kvret\n"
+        "from hf_kvret.cli import main\n"
+        "ended = [hf_kvret.__file__]\n"
+        f"for words in {commands!r}:\n"
+        "    shown = io.StringIO()\n"
+        "    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):\n"
+        "        status = main(words)\n"
+        "    ended.append([status, shown.getvalue()])\n"
+        "print(json.dumps(ended))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    where, *ended = json.loads(done.stdout.splitlines()[-1])
+    assert Path(where).is_relative_to(installed)
+    for (line, status, message), (code, shown) in zip(OUTSIDE, ended, strict=True):
+        assert (code, message in shown) == (status, True), f"{line}: {shown}"

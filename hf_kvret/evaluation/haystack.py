@@ -289,6 +289,24 @@ def token_wording(subject: Subject, task: str) -> Wording:
     return Wording("tokens", heads, hay, facts, _spelled, language.value_len, frozenset())
 
 
+def choose_wording(
+    style: str | None, subject: Subject, task: str, essays: Path | None, answer_len: int
+) -> Wording:
+    """That of ``style``, ``magic`` or ``tokens``; None: ``magic``, or ``tokens`` without tokenizer.
+
+    Raises:
+        ValueError: essays for tokens, or a model that can't be asked so.
+    """
+    if (style or ("magic" if subject.tokenizer else "tokens")) == "magic":
+        return magic_wording(subject, task, essays, answer_len)
+    if essays is not None:
+        raise ValueError(
+            f"--essays {essays} is text, and --style tokens, in which {subject.name} is asked, has "
+            "none: leave --essays out, or take another --style or --model"
+        )
+    return token_wording(subject, task)
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The tokens of a piece of text, none added."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -198,6 +198,28 @@ class Reader:
         return 2 * rows * heads * dim * self.model.dtype.itemsize
 
 
+def begin(
+    model: PreTrainedModel,
+    choice: CacheChoice,
+    context: torch.Tensor,
+    question: torch.Tensor,
+    answer_len: int,
+    *,
+    whole: bool,
+) -> tuple[Reader, torch.Tensor]:
+    """A reader with room for the answer, and the tokens that it is to be fed before it answers.
+
+    It has read ``context [n]``; with ``whole`` the ``question [m]`` too but for the last token,
+    which is fed alone: it asks for the first new one, and retrieves.
+    """
+    if whole:
+        prompt = torch.cat([context, question])
+        context, question = prompt[:-1], prompt[-1:]
+    reader = Reader(model, choice, len(context) + len(question) + answer_len)
+    reader.prefill(context)
+    return reader, question
+
+
 def check_positions(model: PreTrainedModel, count: int) -> None:
     """ValueError when ``count`` tokens go beyond the positions that the model knows."""
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

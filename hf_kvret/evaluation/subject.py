@@ -59,8 +59,9 @@ class Subject:
         if self.tokenizer is None:
             reason = f" ({self.no_tokenizer})" if self.no_tokenizer else ""
             raise ValueError(
-                f"{task} needs a tokenizer, and {self.name!r} has none{reason}: use --model "
-                "reference, or put the tokenizer's files (tokenizer.json) into the model's folder"
+                f"{task} needs a tokenizer, and {self.name!r} has none{reason}: give another "
+                "--model (reference, in a checkout), or put the tokenizer's files "
+                "(tokenizer.json) into the model's folder"
             )
         return self.tokenizer
 

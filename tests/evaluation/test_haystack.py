@@ -12,6 +12,7 @@ from hf_kvret.evaluation.haystack import (
     Document,
     TextHay,
     Wording,
+    choose_wording,
     contains,
     describe_essays,
     magic_wording,
@@ -150,6 +151,14 @@ def test_a_length_that_is_too_short_names_one_that_is_enough(subject: Subject) -
 def test_the_token_language_is_refused_to_other_models(subject: Subject) -> None:
     with pytest.raises(ValueError, match=r"has not learned .*: use --style magic"):
         token_wording(subject, "niah")
+
+
+def test_tokens_take_no_essays(needle: Subject, subject: Subject, tiny_text: Path) -> None:
+    for style in (None, "tokens"):
+        with pytest.raises(ValueError, match="is text, and --style tokens"):
+            choose_wording(style, needle, "niah", tiny_text, 8)
+    assert choose_wording(None, needle, "niah", None, 8).name == "tokens"
+    assert choose_wording(None, subject, "niah", None, 8).name == "magic"
 
 
 def test_magic_needs_a_tokenizer(needle: Subject) -> None:

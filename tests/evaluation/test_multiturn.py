@@ -186,7 +186,6 @@ def test_full_must_be_named_to_be_compared_with() -> None:
     ("arguments", "message"),
     [
         (("--mode", "forks", "--own-answers"), "forks forget every answer"),
-        (("--style", "tokens", "--essays", "x.txt"), "leave one out"),
         (("--style", "tokens"), "use --style magic"),
         (("--essays", "missing.txt"), "--essays missing.txt: no such file"),
         (("--lengths", "256"), "--lengths 256 is too short"),

@@ -34,7 +34,7 @@ from hf_kvret.evaluation.longbench import (
 )
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_groups
-from hf_kvret.evaluation.reader import Reader, check_positions
+from hf_kvret.evaluation.reader import Reader, begin, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.task import Choices, Task, mean_points
@@ -217,20 +217,21 @@ class LongBench(Task):
         """The reader after the answer, and the answer."""
         tokenizer, task = subject.need_tokenizer(self.name), LONG_TASKS[cell["task"]]
         tokens = token_ids(tokenizer, prompt.context)
-        if prompt.question:
-            context = tokens
-            rest = torch.tensor(tokenizer(prompt.question, add_special_tokens=False)["input_ids"])
-        else:
-            # The last token is fed alone: it asks for the first new one, and retrieves.
-            context, rest = tokens[:-1], tokens[-1:]
+        rest = tokenizer(prompt.question, add_special_tokens=False)["input_ids"]
         stop = set(end_tokens(subject))
         barred: set[int] = set()
         if task.stop_at_newline:
             stop.add(tokenizer("\n", add_special_tokens=False)["input_ids"][-1])
             barred = stop
-        reader = Reader(subject.model, choice, len(context) + len(rest) + task.max_new_tokens)
-        reader.prefill(context)
-        given = reader.answer(rest, task.max_new_tokens, stop, barred=barred)
+        reader, question = begin(
+            subject.model,
+            choice,
+            tokens,
+            torch.tensor(rest, dtype=torch.long),
+            task.max_new_tokens,
+            whole=not prompt.question,
+        )
+        given = reader.answer(question, task.max_new_tokens, stop, barred=barred)
         return reader, tokenizer.decode(given, skip_special_tokens=True)
 
     @classmethod

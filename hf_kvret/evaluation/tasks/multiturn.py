@@ -24,10 +24,9 @@ from hf_kvret.evaluation.common_options import (
 from hf_kvret.evaluation.haystack import (
     Document,
     Wording,
+    choose_wording,
     contains,
     describe_essays,
-    magic_wording,
-    token_wording,
 )
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
@@ -81,8 +80,6 @@ class MultiTurn(Task):
     def __post_init__(self) -> None:
         if self.own_answers and "turns" not in self.modes:
             raise ValueError("--own-answers: forks forget every answer; use --mode turns or both")
-        if self.style == "tokens" and self.essays is not None:
-            raise ValueError("--essays is text, and --style tokens has none: leave one out")
 
     def details(self) -> dict[str, Any]:
         return {
@@ -136,15 +133,7 @@ class MultiTurn(Task):
         }
 
     def _wording(self, subject: Subject) -> Wording:
-        if (self.style or ("magic" if subject.tokenizer else "tokens")) == "tokens":
-            if self.essays is not None:
-                raise ValueError(
-                    f"--essays {self.essays} is of --style magic, and {subject.name} without a "
-                    "tokenizer is asked in --style tokens: leave --essays out, or take another "
-                    "--model"
-                )
-            return token_wording(subject, self.name)
-        return magic_wording(subject, self.name, self.essays, self.answer_tokens)
+        return choose_wording(self.style, subject, self.name, self.essays, self.answer_tokens)
 
     def _document(self, wording: Wording, length: int, sample: int) -> Document:
         # The same document for every cache and mode. Depths are drawn, so turns don't follow the

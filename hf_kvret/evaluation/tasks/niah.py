@@ -28,17 +28,16 @@ from hf_kvret.evaluation.haystack import (
     Document,
     Fact,
     Wording,
+    choose_wording,
     contains,
     describe_essays,
     encode,
     first_tokens,
-    magic_wording,
     text_wording,
-    token_wording,
 )
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import count_label, plot_heat_maps
-from hf_kvret.evaluation.reader import Reader, check_positions
+from hf_kvret.evaluation.reader import Reader, begin, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
@@ -123,8 +122,6 @@ class NeedleInHaystack(Task):
             raise ValueError("--needle, --question and --answer are texts of --style sandwich")
         if not all(part.strip() for part in self.sandwich):
             raise ValueError("--needle, --question and --answer: none may be empty")
-        if self.style == "tokens" and self.essays is not None:
-            raise ValueError("--essays is text, and --style tokens has none: leave one out")
 
     @property
     def sandwich(self) -> tuple[str, str, str]:
@@ -178,17 +175,8 @@ class NeedleInHaystack(Task):
         }
 
     def _wording(self, subject: Subject) -> Wording:
-        style = self.style or ("tokens" if subject.tokenizer is None else "magic")
-        if style == "tokens":
-            if self.essays is not None:
-                raise ValueError(
-                    f"--essays {self.essays} is of --style magic or sandwich, and {subject.name} "
-                    "without a tokenizer is asked in --style tokens: leave --essays out, or take "
-                    "another --model"
-                )
-            return token_wording(subject, self.name)
-        if style == "magic":
-            return magic_wording(subject, self.name, self.essays, self.answer_tokens)
+        if self.style != "sandwich":
+            return choose_wording(self.style, subject, self.name, self.essays, self.answer_tokens)
         return _sandwich_wording(subject, self.essays, self.sandwich, self.answer_tokens)
 
     def _document(self, wording: Wording, length: int, depth: float, sample: int) -> Document:
@@ -256,13 +244,15 @@ def _ask(
     subject: Subject, choice: CacheChoice, document: Document, wording: Wording, cell: Cell
 ) -> tuple[Reader, torch.Tensor]:
     """A reader that has read its part, and the tokens that it is to be fed before it answers."""
-    context, question = document.context, torch.tensor(document.asked[0].question)
-    if cell["questions"] == "inside":
-        # The last token is fed alone: it asks for the first new one, and retrieves.
-        context, question = torch.cat([context, question[:-1]]), question[-1:]
-    reader = Reader(subject.model, choice, len(context) + len(question) + wording.answer_len)
-    reader.prefill(context)
-    return reader, question
+    question = torch.tensor(document.asked[0].question)
+    return begin(
+        subject.model,
+        choice,
+        document.context,
+        question,
+        wording.answer_len,
+        whole=cell["questions"] == "inside",
+    )
 
 
 def _sandwich_wording(

@@ -20,7 +20,7 @@ from hf_kvret.evaluation.common_options import count_option, lengths_option, que
 from hf_kvret.evaluation.haystack import end_tokens
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import count_label, plot_heat_maps
-from hf_kvret.evaluation.reader import Reader, check_positions
+from hf_kvret.evaluation.reader import Reader, begin, check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.ruler import TASKS, RulerData, Sample, generate, sample_score
 from hf_kvret.evaluation.subject import Subject
@@ -129,17 +129,13 @@ class Ruler(Task):
     ) -> tuple[Reader, torch.Tensor]:
         """A reader that has read all that comes before the answer but for the returned tokens."""
         tokenizer = subject.need_tokenizer(self.name)
-        if cell["questions"] == "inside":
-            prompt = token_ids(tokenizer, sample.input + sample.answer_prefix)
-            # The last token is fed alone: it asks for the first new one, and retrieves.
-            context, rest = prompt[:-1], prompt[-1:]
-        else:
-            context = token_ids(tokenizer, sample.context)
-            text = sample.question + sample.answer_prefix
-            rest = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-        reader = Reader(subject.model, choice, len(context) + len(rest) + budget)
-        reader.prefill(context)
-        return reader, rest
+        whole = cell["questions"] == "inside"
+        text = sample.question + sample.answer_prefix
+        first = sample.context + text if whole else sample.context
+        context = token_ids(tokenizer, first)
+        rest = [] if whole else tokenizer(text, add_special_tokens=False)["input_ids"]
+        question = torch.tensor(rest, dtype=torch.long)
+        return begin(subject.model, choice, context, question, budget, whole=whole)
 
     @classmethod
     def table(cls, results: Results) -> str:
