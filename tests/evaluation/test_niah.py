@@ -196,4 +196,4 @@ def test_text_is_refused_once_the_style_turns_out_to_have_none(
 ) -> None:
     assert main(["eval", "niah", "--model", "needle", "--essays", str(tiny_text)]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert "--essays" in line and "of --style magic or sandwich" in line
+    assert "--essays" in line and "is text, and --style tokens" in line
