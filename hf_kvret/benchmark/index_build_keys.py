@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.evaluation.lrqk_study import read_layers
-from hf_kvret.evaluation.subject import Subject
 
 RECENT = RetrievalConfig().recent
 """Tokens of a prompt behind those that are indexed: a cache keeps them in its window."""
@@ -84,23 +82,6 @@ def random_layer(
             found = _tokens_of(topics, to_key + 0.5 * other, _QUERY_NOISE, drawn)
             queries[0, head * shape.group + member] = _rotate(found, turns)
     return LayerKeys(queries.to(device), keys.to(device), shape.dim**-0.5)
-
-
-def model_layer(
-    subject: Subject, tokens: torch.Tensor, layer: int, dtype: torch.dtype
-) -> LayerKeys:
-    """What the retrieval layer with number ``layer`` has while the model reads ``tokens [l]``.
-
-    All layers' queries and keys are held while it reads.
-
-    Raises:
-        ValueError: more tokens than the model has positions for.
-    """
-    (study,) = (
-        study for study in read_layers(subject.model, tokens, last=1) if study.layer == layer
-    )
-    queries, keys = (x[None].to(dtype) for x in (study.queries, study.keys))
-    return LayerKeys(queries, keys, study.scale, study.softcap)
 
 
 def _drifting(tokens: int, generator: torch.Generator) -> torch.Tensor:

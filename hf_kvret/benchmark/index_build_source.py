@@ -1,144 +1,129 @@
-"""Where the keys of ``bench index-build`` come from, as its options say."""
+"""Where the keys of ``bench index-build`` come from."""
 
 from __future__ import annotations
 
-import argparse
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from hf_kvret.benchmark.index_build_keys import (
-    RECENT,
-    LayerKeys,
-    LayerShape,
-    model_layer,
-    random_layer,
-)
+from hf_kvret.benchmark.index_build_keys import RECENT, LayerKeys, LayerShape, random_layer
 from hf_kvret.benchmark.limits import available_host_memory
+from hf_kvret.calibration.sources import needle_documents
 from hf_kvret.compatibility import head_dim, model_layers
-from hf_kvret.evaluation.arguments import DTYPES
-from hf_kvret.evaluation.subject import Subject, load_subject
+from hf_kvret.evaluation.lrqk_study import read_layers
+from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.texts import read_text, token_ids
 
-DEFAULT_SHAPE = LayerShape(heads=8, group=4, dim=128)
-_RANDOM_ONLY = ("heads", "group", "dim")
-_MODEL_ONLY = ("model", "text", "layer")
+# Tokens of a document of the needle model.
+_DOCUMENT_LEN = 2048
 
 
-class Source(ABC):
+@dataclass(frozen=True)
+class Source:
     """Keys and queries of one layer, made when they are asked for.
 
     Attributes:
         shape: sizes of the layer.
+        read: makes those of so many tokens.
+        description: what identifies them, for JSON.
     """
 
     shape: LayerShape
-
-    @abstractmethod
-    def read(self, tokens: int) -> LayerKeys:
-        """Of so many tokens."""
-
-    @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """What identifies them, for JSON."""
+    read: Callable[[int], LayerKeys]
+    description: dict[str, Any]
 
 
-class RandomSource(Source):
+def random_source(shape: LayerShape, dtype: torch.dtype, device: str, seed: int) -> Source:
     """Synthetic ones, see ``random_layer``."""
-
-    def __init__(
-        self, shape: LayerShape, dtype: torch.dtype, device: torch.device, seed: int
-    ) -> None:
-        self.shape = shape
-        self._rest = (dtype, device, seed)
-
-    def read(self, tokens: int) -> LayerKeys:
-        return random_layer(self.shape, tokens, *self._rest)
-
-    def describe(self) -> dict[str, Any]:
-        return {"keys": "random", **vars(self.shape)}
+    place = torch.device(device)
+    description = {"keys": "random", **vars(shape)}
+    return Source(
+        shape, lambda tokens: random_layer(shape, tokens, dtype, place, seed), description
+    )
 
 
-class ModelSource(Source):
-    """Those of a model's layer while it reads the beginning of a text."""
+def model_source(
+    subject: Subject, text: Path | None, layer: int | None, needed: int, seed: int = 0
+) -> Source:
+    """Those of a model's layer while it reads the beginning of a text; of all layers meanwhile.
 
-    def __init__(self, subject: Subject, text: Path, layer: int | None, needed: int) -> None:
-        """``layer`` None: the middle one.
-
-        Raises:
-            ValueError: a text of fewer than ``needed`` tokens, or a layer without full attention.
-        """
-        self._subject, self._text = subject, text
-        ids = token_ids(subject.need_tokenizer("--keys model"), read_text(text))
-        if len(ids) < needed:
-            raise ValueError(
-                f"--text {text} has {len(ids)} tokens, the longest --context, {RECENT} recent "
-                f"ones and --queries take {needed}: give a longer text, or a shorter --context"
-            )
-        self._ids = ids
-        config = subject.model.config.get_text_config(decoder=True)
-        layers = model_layers(subject.model.config)
-        full = [number for number, one in enumerate(layers) if type(one) is DynamicLayer]
-        if layer is not None and layer not in full:
-            raise ValueError(
-                f"--layer {layer}: layers of full attention in {subject.name} are "
-                f"{', '.join(map(str, full))}"
-            )
-        self._layer = full[len(full) // 2] if layer is None else layer
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        self.shape = LayerShape(kv_heads, heads // kv_heads, head_dim(subject.model.config))
-
-    def read(self, tokens: int) -> LayerKeys:
-        dtype = self._subject.model.dtype
-        return model_layer(self._subject, self._ids[:tokens], self._layer, dtype)
-
-    def describe(self) -> dict[str, Any]:
-        where = {"layer": self._layer, "text": self._text.name, "text_tokens": len(self._ids)}
-        return {"keys": "model"} | self._subject.describe() | where | vars(self.shape)
-
-
-def choose_source(options: argparse.Namespace) -> Source:
-    """The keys that ``options`` ask for.
+    Args:
+        text: of at least ``needed`` tokens; None for the model ``needle``, which has a language of
+            its own and reads documents drawn with ``seed``.
+        layer: None for the middle one.
 
     Raises:
-        ValueError: options of the other kind of keys, sizes below 1, no text or one that is too
-            short, or a model that can't be loaded.
+        ValueError: no text or one that is too short, or a layer without full attention. ``read``
+            raises it for more tokens than the model has positions for.
         FileNotFoundError: no such text.
     """
-    model = options.keys == "model"
-    for name in _RANDOM_ONLY if model else _MODEL_ONLY:
-        if getattr(options, name) is not None:
-            other = "random" if model else "model"
-            raise ValueError(f"--{name} belongs to --keys {other}: leave one of them out")
-    dtype, device = DTYPES[options.dtype], torch.device(options.device)
-    if model:
-        if options.text is None:
-            raise ValueError("--keys model reads a text: give --text FILE")
-        subject = load_subject(options.model or "reference", dtype, device)
-        needed = max(options.context) + RECENT + options.queries
-        return ModelSource(subject, options.text, options.layer, needed)
-    sizes = {name: getattr(options, name) for name in _RANDOM_ONLY}
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value}: at least 1")
-    given = {name: value for name, value in sizes.items() if value is not None}
-    return RandomSource(LayerShape(**{**vars(DEFAULT_SHAPE), **given}), dtype, device, options.seed)
+    ids, told = _model_tokens(subject, text, needed, seed)
+    number = _layer_number(subject, layer)
+    config = subject.model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    shape = LayerShape(kv_heads, heads // kv_heads, head_dim(subject.model.config))
+
+    def read(tokens: int) -> LayerKeys:
+        studies = read_layers(subject.model, ids[:tokens], last=1)
+        (study,) = (study for study in studies if study.layer == number)
+        queries, keys = (x[None].to(subject.model.dtype) for x in (study.queries, study.keys))
+        return LayerKeys(queries, keys, study.scale, study.softcap)
+
+    where = {"layer": number, **told, **vars(shape)}
+    return Source(shape, read, {"keys": "model"} | subject.describe() | where)
 
 
-def check_memory(shape: LayerShape, tokens: int, options: argparse.Namespace) -> None:
+def _model_tokens(
+    subject: Subject, text: Path | None, needed: int, seed: int
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Token ids, and what they are, for JSON."""
+    if subject.name == "needle":
+        if text is not None:
+            raise ValueError(
+                "--model needle reads no text: leave --text out, and documents of its own language "
+                "are read"
+            )
+        # Whole documents, so that a longer text begins as a shorter one does.
+        count = -(-needed // _DOCUMENT_LEN) * _DOCUMENT_LEN
+        ids = torch.cat(list(needle_documents(count, _DOCUMENT_LEN, seed)))
+        return ids, {"text": "needle language"}
+    tokenizer = subject.need_tokenizer("--keys model")
+    if text is None:
+        raise ValueError("--keys model reads a text: give --text FILE")
+    ids = token_ids(tokenizer, read_text(text))
+    if len(ids) < needed:
+        raise ValueError(
+            f"--text {text} has {len(ids)} tokens, the longest --context, {RECENT} recent ones and "
+            f"--queries take {needed}: give a longer text, or a shorter --context"
+        )
+    return ids, {"text": text.name, "text_tokens": len(ids)}
+
+
+def _layer_number(subject: Subject, layer: int | None) -> int:
+    layers = enumerate(model_layers(subject.model.config))
+    full = [number for number, one in layers if type(one) is DynamicLayer]
+    if layer is not None and layer not in full:
+        raise ValueError(
+            f"--layer {layer}: layers of full attention in {subject.name} are "
+            f"{', '.join(map(str, full))}"
+        )
+    return full[len(full) // 2] if layer is None else layer
+
+
+def check_memory(shape: LayerShape, tokens: int, dtype: torch.dtype, device: str) -> None:
     """ValueError when host memory is short of what ``tokens`` take, as far as it can be foreseen.
 
     Keys and queries, on a CPU the store and its copy while it is filled; and, in fp32, the keys
     for faiss and in its index, or an index of ours.
     """
-    itemsize = DTYPES[options.dtype].itemsize
     row = tokens * shape.heads * shape.dim
-    stored = 4 * row * itemsize if torch.device(options.device).type == "cpu" else 0
-    needed = (1 + shape.group) * row * itemsize + stored + 3 * row * 4
+    stored = 4 * row * dtype.itemsize if device == "cpu" else 0
+    needed = (1 + shape.group) * row * dtype.itemsize + stored + 3 * row * 4
     free = available_host_memory()
     if needed > free:
         raise ValueError(

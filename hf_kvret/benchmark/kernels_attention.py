@@ -1,147 +1,186 @@
-"""Attention over chosen rows and over a dense window, as ``bench kernels`` measures them."""
+"""Attention over rows of a store and over a dense window, as ``bench kernels`` measures them.
+
+Coded rows are as ``store="higgs"`` has them: with its default of bits, in groups of a head, and in
+the dtype of the model.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
-from hf_kvret.benchmark.kernels_work import Call, Draw, KernelOp, KernelShape, Work, distance
+from hf_kvret.benchmark.kernels_inputs import PAGE_LEN, Draw, KernelShape
+from hf_kvret.benchmark.kernels_work import (
+    ATTENTION_ERRORS,
+    FP32_BYTES,
+    ID_BYTES,
+    SCORE_ERROR,
+    SizedOp,
+    Work,
+    distance,
+    operation,
+    unequal,
+)
+from hf_kvret.config import RetrievalConfig
+from hf_kvret_kernels import higgs
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
-from hf_kvret_kernels.host_attention import why_not
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.prompt_attention import prompt_attention
 
-_FP32_BYTES = 4
-_ID_BYTES = 4
-PAGE_LEN = 64
-_SCORE_ERROR = 1e-3
-# Kernels round softmax weights to the rows' dtype before they meet the values.
-ATTENTION_ERRORS = {torch.float32: 1e-4, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+_BITS = RetrievalConfig.bits
 
 
-class _ChosenRows(KernelOp):
-    """k random rows of a paged store for each KV head."""
+@operation("gather_attention", distance, ATTENTION_ERRORS, compiled=True)
+def _gather_attention(shape: KernelShape) -> SizedOp:
+    """Attention of a step's query over k chosen rows of each KV head.
 
-    def backends(self, device: torch.device) -> tuple[str, ...]:
-        """The compiled library first, for CPU tensors where it was built."""
-        known = super().backends(device)
-        return ("cpp", *known) if device.type == "cpu" and not why_not() else known
-
-    def held_bytes(self, shape: KernelShape) -> int:
-        """All rows of the store lie there too."""
-        return super().held_bytes(shape) + shape.vectors(2 * shape.all_heads * shape.length)
-
-    def sizes(self, shape: KernelShape) -> str:
-        return f"{shape.top_k:,} rows"
+    Reads 4-byte ids, keys and values of the chosen rows once for a group, and the query; writes the
+    output in fp32 and a log-sum for each query head. Two multiply-adds for each number of a key and
+    query head. The page table is left out.
+    """
+    read = shape.selected * ID_BYTES + shape.vectors(2 * shape.selected + shape.queries)
+    return _over_rows(shape, _attending(shape, read, shape.selected), gather_attention)
 
 
-class GatherAttention(_ChosenRows):
-    """Attention of a step's query over k chosen rows of each KV head."""
+@operation("gather_scores", distance, SCORE_ERROR, compiled=True)
+def _gather_scores(shape: KernelShape) -> SizedOp:
+    """Exact scores of k chosen keys of each KV head.
 
-    name = "gather_attention"
+    Reads 4-byte ids and the chosen keys once for a group, and the query; writes 4 bytes a key and
+    query head. A multiply-add for each number of a key and query head. The page table is left out,
+    and so are the values between the keys.
+    """
+    read = shape.selected * ID_BYTES + shape.vectors(shape.selected + shape.queries)
+    scores = shape.selected * shape.group
+    return _over_rows(
+        shape, Work(read, scores * FP32_BYTES, scores * shape.head_dim), gather_scores
+    )
 
-    def work(self, shape: KernelShape) -> Work:
-        """Reads 4-byte ids, keys and values of the chosen rows once for a group, and the query;
-        writes the output in fp32 and a log-sum for each query head. Two multiply-adds for each
-        number of a key and query head. The page table is left out."""
-        rows, queries = shape.all_heads * shape.top_k, shape.batch * shape.query_heads
-        return Work(
-            rows * _ID_BYTES + shape.vectors(2 * rows + queries),
-            queries * (shape.head_dim + 1) * _FP32_BYTES,
-            2 * rows * shape.group * shape.head_dim,
+
+@operation("prompt_attention", distance, ATTENTION_ERRORS)
+def _prompt_attention(shape: KernelShape) -> SizedOp:
+    """A decode step's query over a dense window of all tokens.
+
+    Reads keys and values ``[B, H, n, D]`` once for a group, the query and a byte of mask a token;
+    writes and multiplies as ``gather_attention`` does, for all tokens.
+    """
+    read = shape.vectors(2 * shape.tokens + shape.queries) + shape.mask_bytes
+
+    def inputs(draw: Draw) -> Any:
+        return partial(
+            prompt_attention,
+            draw.query(shape),
+            draw.keys(shape),
+            draw.keys(shape),
+            scale=shape.scale,
+            causal_offset=shape.length - 1,
+            valid=draw.all_valid(shape),
+            out_dtype=torch.float32,
         )
 
-    def prepare(self, shape: KernelShape, draw: Draw) -> Call:
-        query, rows, ids = _draw_chosen(shape, draw)
-        scale = shape.scale
-        return Call(
-            lambda backend: gather_attention(query, rows, ids, scale=scale, backend=backend),
-            distance,
-            ATTENTION_ERRORS[shape.dtype],
-        )
+    return SizedOp(_attending(shape, read, shape.tokens), inputs)
 
 
-class GatherScores(_ChosenRows):
-    """Exact scores of k chosen keys of each KV head."""
+# Pairs nearly half-way between two points go to either; scales are rounded to fp16.
+@operation("higgs.encode", unequal, 1e-2, copies=16)
+def _encode(shape: KernelShape) -> SizedOp:
+    """Keys, or values, to codes and scales, as a flush does.
 
-    name = "gather_scores"
-
-    def work(self, shape: KernelShape) -> Work:
-        """Reads 4-byte ids and the chosen keys once for a group, and the query; writes 4 bytes a
-        key and query head. A multiply-add for each number of a key and query head. The page table
-        is left out, and so are the values between the keys."""
-        rows, queries = shape.all_heads * shape.top_k, shape.batch * shape.query_heads
-        return Work(
-            rows * _ID_BYTES + shape.vectors(rows + queries),
-            rows * shape.group * _FP32_BYTES,
-            rows * shape.group * shape.head_dim,
-        )
-
-    def prepare(self, shape: KernelShape, draw: Draw) -> Call:
-        query, rows, ids = _draw_chosen(shape, draw)
-        scale = shape.scale
-        return Call(
-            lambda backend: (gather_scores(query, rows, ids, scale=scale, backend=backend),),
-            distance,
-            _SCORE_ERROR,
-        )
+    Reads the vectors ``[B, H, n, D]``; writes the codes and 2 bytes a group. The transform is
+    additions, and a nearest point can be found without a product for each point, so no
+    multiply-adds count.
+    """
+    work = Work(shape.vectors(shape.tokens), shape.tokens * _vector_bytes(shape))
+    codec = _codec(shape)
+    return SizedOp(work, lambda draw: partial(codec.encode, draw.keys(shape)), _coding(shape))
 
 
-class WindowAttention(KernelOp):
-    """A decode step's query over a dense window of all tokens."""
+# Both are rounded to the vectors' dtype.
+@operation("higgs.decode", distance, ATTENTION_ERRORS, copies=16)
+def _decode(shape: KernelShape) -> SizedOp:
+    """Codes and scales to vectors, as exact attention over a second prompt does.
 
-    name = "prompt_attention"
+    Reads and writes what ``higgs.encode`` writes and reads.
+    """
 
-    def work(self, shape: KernelShape) -> Work:
-        """Reads keys and values ``[B, H, n, D]`` once for a group, the query and a byte of mask a
-        token; writes the output in fp32, to be merged, and a log-sum for each query head. Two
-        multiply-adds for each number of a key and query head."""
-        tokens, queries = shape.all_heads * shape.length, shape.batch * shape.query_heads
-        return Work(
-            shape.vectors(2 * tokens + queries) + shape.batch * shape.length,
-            queries * (shape.head_dim + 1) * _FP32_BYTES,
-            2 * tokens * shape.group * shape.head_dim,
-        )
+    def inputs(draw: Draw) -> Any:
+        coded = _draw_coded(shape, draw, (shape.batch, shape.heads, shape.length), 1)
+        return partial(_codec(shape).decode, *coded, shape.dtype)
 
-    def prepare(self, shape: KernelShape, draw: Draw) -> Call:
-        lead = (shape.batch, shape.heads, shape.length, shape.head_dim)
-        query = draw_query(shape, draw)
-        key, value = (draw.normal(*lead, dtype=shape.dtype) for _ in range(2))
-        valid, scale = draw.all_valid(shape), shape.scale
-
-        def run(backend: str) -> tuple[torch.Tensor, ...]:
-            return prompt_attention(
-                query,
-                key,
-                value,
-                scale=scale,
-                causal_offset=shape.length - 1,
-                valid=valid,
-                out_dtype=torch.float32,
-                backend=backend,
-            )
-
-        return Call(run, distance, ATTENTION_ERRORS[shape.dtype])
+    work = Work(shape.tokens * _vector_bytes(shape), shape.vectors(shape.tokens))
+    return SizedOp(work, inputs, _coding(shape))
 
 
-def draw_pages(shape: KernelShape, draw: Draw) -> torch.Tensor:
-    """``[B, pages]`` int32: the page table of a store in which pages lie in random order."""
-    pages = -(-shape.length // PAGE_LEN)
-    return draw.tokens(shape.batch * pages, (), shape.batch * pages).view(shape.batch, pages)
+# Scaled grid points are rounded to the query's dtype too.
+_CODED_ERRORS = {dtype: 2 * error for dtype, error in ATTENTION_ERRORS.items()}
 
 
-def draw_query(shape: KernelShape, draw: Draw) -> torch.Tensor:
-    """``[B, Hq, 1, D]`` in the shape's dtype."""
-    return draw.normal(shape.batch, shape.query_heads, 1, shape.head_dim, dtype=shape.dtype)
+@operation("higgs.attend", distance, _CODED_ERRORS, copies=64)
+def _attend(shape: KernelShape) -> SizedOp:
+    """Attention of a step's query over k chosen coded rows of each KV head.
+
+    As ``gather_attention``, with codes and scales of the chosen keys and values.
+    """
+    pair_bytes = 2 * _vector_bytes(shape)
+    read = shape.selected * (ID_BYTES + pair_bytes) + shape.vectors(shape.queries)
+
+    def inputs(draw: Draw) -> Any:
+        codec, dim, table = _codec(shape), shape.head_dim, draw.pages(shape)
+        coded = _draw_coded(shape, draw, (table.numel(), shape.heads, PAGE_LEN), 2)
+        rows = PagedRows([torch.cat(coded, dim=-1)], table, 2 * codec.code_bytes(dim))
+        query, ids = draw.query(shape), draw.ids(shape, shape.top_k)
+        sizes = {"key_dim": dim, "value_dim": dim, "scale": shape.scale}
+        return partial(higgs.attend, query, rows, ids, codec, **sizes)
+
+    sizes = f"{shape.top_k:,} rows, {_coding(shape)}"
+    work = _attending(shape, read, shape.selected)
+    return SizedOp(work, inputs, sizes, stored=shape.tokens * pair_bytes)
 
 
-def _draw_chosen(shape: KernelShape, draw: Draw) -> tuple[torch.Tensor, PagedRows, torch.Tensor]:
-    """Query, a store of normal rows, ids."""
-    table = draw_pages(shape, draw)
-    sizes = (table.numel(), shape.heads, PAGE_LEN, 2 * shape.head_dim)
-    rows = PagedRows([draw.normal(*sizes, dtype=shape.dtype)], table, shape.head_dim)
-    ids = draw.tokens(shape.length, (shape.batch, shape.heads, 1), shape.top_k)
-    return draw_query(shape, draw), rows, ids
+def _attending(shape: KernelShape, read_bytes: int, rows: int) -> Work:
+    """Attention to ``rows`` of all KV heads: an output in fp32 and a log-sum for each query head,
+    two multiply-adds for each number of a key and query head."""
+    written = shape.queries * (shape.head_dim + 1) * FP32_BYTES
+    return Work(read_bytes, written, 2 * rows * shape.group * shape.head_dim)
 
 
-ATTENTION_OPS: tuple[KernelOp, ...] = (GatherAttention(), GatherScores(), WindowAttention())
+def _over_rows(shape: KernelShape, work: Work, called: Any) -> SizedOp:
+    """k random rows of a paged store for each KV head; all its rows lie there too."""
+    return SizedOp(
+        work,
+        lambda draw: partial(called, *draw.chosen_rows(shape), scale=shape.scale),
+        f"{shape.top_k:,} rows",
+        stored=shape.vectors(2 * shape.tokens),
+    )
+
+
+def _coding(shape: KernelShape) -> str:
+    return f"{_BITS} bits, groups of {_codec(shape).group}"
+
+
+def _codec(shape: KernelShape) -> higgs.HiggsCodec:
+    """With the largest groups that a head is made of."""
+    return higgs.HiggsCodec(_BITS, shape.head_dim & -shape.head_dim)
+
+
+def _vector_bytes(shape: KernelShape) -> int:
+    """Codes and scales of a vector of the head dim."""
+    codec = _codec(shape)
+    return codec.code_bytes(shape.head_dim) + codec.scale_bytes(shape.head_dim)
+
+
+def _draw_coded(
+    shape: KernelShape, draw: Draw, lead: tuple[int, ...], parts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random codes and scales of ``parts`` vectors a row: the cost does not depend on them."""
+    codec, dim = _codec(shape), shape.head_dim
+    codes = draw.integers(256, *lead, parts * codec.code_bytes(dim), dtype=torch.uint8)
+    scales = draw.normal(*lead, parts * codec.scale_bytes(dim) // 2, dtype=torch.float16)
+    return codes, scales.abs().view(torch.uint8)
+
+
+HIGGS_OPS = (_encode, _decode, _attend)
+ATTENTION_OPS = (_gather_attention, _gather_scores, _prompt_attention)

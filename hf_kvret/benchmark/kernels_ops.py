@@ -1,14 +1,12 @@
-"""The operations that ``bench kernels`` knows. One more is a class of ``KernelOp``, added here."""
+"""The operations that ``bench kernels`` knows. One more is a function in one of these modules."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_kvret.benchmark.kernels_attention import ATTENTION_OPS
-from hf_kvret.benchmark.kernels_codebook import CODEBOOK_OPS
-from hf_kvret.benchmark.kernels_higgs import HIGGS_OPS
+from hf_kvret.benchmark.kernels_attention import ATTENTION_OPS, HIGGS_OPS
+from hf_kvret.benchmark.kernels_codebook import CODEBOOK_OPS, SEARCH_OPS
 from hf_kvret.benchmark.kernels_paris import PARIS_OPS
-from hf_kvret.benchmark.kernels_search import SEARCH_OPS
 from hf_kvret.benchmark.kernels_work import KernelOp
 
 OPS: dict[str, KernelOp] = {

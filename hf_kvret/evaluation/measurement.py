@@ -12,6 +12,7 @@ import gc
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -80,6 +81,10 @@ class Measurement(ABC):
         Raises:
             ValueError: options that make no sense together or on this machine.
         """
+
+    def surroundings(self) -> AbstractContextManager[Any]:
+        """What set-up, plan and rows are made in, as another number of threads."""
+        return nullcontext()
 
     @abstractmethod
     def setup(self) -> dict[str, Any]:
@@ -219,14 +224,15 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     """
     check_outputs(outputs, measurement)
     measurement.check()
-    results = Results(measurement.title(), measurement.setup(), outputs.json)
-    known = len(measurement.cells()) - len(measurement.waiting(results))
-    try:
-        failed = measure(measurement, results)
-    finally:
-        # What was finished is worth seeing, also when a later cell could not be.
-        if len(results):
-            print(f"\n{measurement.table(results)}")
+    with measurement.surroundings():
+        results = Results(measurement.title(), measurement.setup(), outputs.json)
+        known = len(measurement.cells()) - len(measurement.waiting(results))
+        try:
+            failed = measure(measurement, results)
+        finally:
+            # What was finished is worth seeing, also when a later cell could not be.
+            if len(results):
+                print(f"\n{measurement.table(results)}")
     for cell, reason in failed:
         print(f"\n{reason}: {' '.join(map(str, cell.values()))}")
     if known:
