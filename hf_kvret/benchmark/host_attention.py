@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from hf_kvret.benchmark import timed
 from hf_kvret.benchmark.host_ways import (
     TORCH_WAYS,
     check_ways,
@@ -21,19 +22,6 @@ from hf_kvret.benchmark.host_ways import (
 )
 from hf_kvret.benchmark.kernels_inputs import PAGE_LEN, Draw, KernelShape
 from hf_kvret.benchmark.limits import available_host_memory, byte_count
-from hf_kvret.benchmark.timed import (
-    Column,
-    TimedTogether,
-    describe,
-    milliseconds,
-    rows_table,
-    series,
-    size_of,
-    spread,
-    thread_count,
-    timed_row,
-    torch_threads,
-)
 from hf_kvret.benchmark.timing import measure_bandwidth
 from hf_kvret.evaluation import common_options as common
 from hf_kvret.evaluation.arguments import DTYPES, known_names, length, processors
@@ -60,7 +48,7 @@ class _Stored(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostAttention(TimedTogether):
+class HostAttention(timed.TimedTogether):
     """Attention over chosen rows in host memory: the compiled kernel against torch."""
 
     command: ClassVar[str] = "bench"
@@ -111,12 +99,12 @@ class HostAttention(TimedTogether):
 
     def surroundings(self) -> AbstractContextManager[Any]:
         """torch has ``--threads``."""
-        return torch_threads(self._threads)
+        return timed.torch_threads(self._threads)
 
     def setup(self) -> dict[str, Any]:
         sizes = ("tokens", "heads", "group", "dim", "repeats", "seed")
         machine = ("processor", "threads", "versions")
-        return describe(self, *sizes, machine=machine) | {"path": host.paths()[0]}
+        return timed.describe(self, *sizes, machine=machine) | {"path": host.paths()[0]}
 
     def cells(self) -> list[Cell]:
         return [
@@ -151,7 +139,7 @@ class HostAttention(TimedTogether):
         seconds = time_ways(ways, query, rows, ids, self.repeats)
         moved = shape.vectors(2 * shape.selected)
         return [
-            (row := timed_row(seconds[cell["cache"]]))
+            (row := timed.calls_row(seconds[cell["cache"]]))
             | {
                 "row_bytes": moved,
                 "bytes_per_second": moved / row["seconds"],
@@ -222,18 +210,18 @@ class HostAttention(TimedTogether):
         def ratio(row: Row, name: str) -> str:
             return f"{row['torch'][name] / row['cpp'][name]:.2f}"
 
-        columns: tuple[Column, ...] = (
+        columns: tuple[timed.Column, ...] = (
             ("dtype", lambda cell, row: cell["dtype"]),
             ("batch", held),
             ("k", lambda cell, row: f"{cell['k']:,}"),
-            ("cpp ms", lambda cell, row: milliseconds(row["cpp"]["seconds"])),
-            ("quartiles", lambda cell, row: spread(row["cpp"])),
-            ("torch ms", lambda cell, row: milliseconds(row["torch"]["seconds"])),
-            ("quartiles", lambda cell, row: spread(row["torch"])),
+            ("cpp ms", lambda cell, row: timed.milliseconds(row["cpp"]["seconds"])),
+            ("quartiles", lambda cell, row: timed.spread(row["cpp"])),
+            ("torch ms", lambda cell, row: timed.milliseconds(row["torch"]["seconds"])),
+            ("quartiles", lambda cell, row: timed.spread(row["torch"])),
             ("torch is", lambda cell, row: row["torch_is"]),
             ("torch / cpp", lambda cell, row: ratio(row, "seconds")),
             ("of the least", lambda cell, row: ratio(row, "seconds_least")),
-            ("naive ms", lambda cell, row: milliseconds(row["naive"]["seconds"])),
+            ("naive ms", lambda cell, row: timed.milliseconds(row["naive"]["seconds"])),
             ("cpp GB/s", lambda cell, row: _gb(row["cpp"]["bytes_per_second"])),
             ("of sequential", lambda cell, row: f"{row['cpp']['of_sequential']:.0%}"),
             ("sequential GB/s", lambda cell, row: _gb(row["cpp"]["sequential_bandwidth"])),
@@ -243,9 +231,9 @@ class HostAttention(TimedTogether):
         setup = results.setup
         said = (
             f"{setup['tokens']:,} tokens, {setup['heads']} KV heads of {setup['dim']} with "
-            f"{setup['group']} query heads each, {thread_count(setup['threads'])}."
+            f"{setup['group']} query heads each, {timed.thread_count(setup['threads'])}."
         )
-        return rows_table(columns, _by_size(results), 3, said)
+        return timed.rows_table(columns, _by_size(results), 3, said)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -253,7 +241,7 @@ class HostAttention(TimedTogether):
         sizes = [(cell, ways) for cell, ways in _by_size(results) if "cpp" in ways]
         sizes.sort(key=lambda size: tuple(size[0].values()))
         several = len({cell["batch"] for cell, _ in sizes}) > 1
-        lines = series(
+        lines = timed.series(
             (
                 f"{name}, {cell['dtype']}" + (f", batch {cell['batch']}" if several else ""),
                 float(cell["k"]),
@@ -262,9 +250,7 @@ class HostAttention(TimedTogether):
             for cell, ways in sizes
             for name in ("cpp", "torch")
         )
-        title = (
-            f"attention over chosen rows in host memory, {thread_count(results.setup['threads'])}"
-        )
+        title = f"attention over chosen rows in host memory, {timed.thread_count(results.setup['threads'])}"
         plot_lines(path, lines, title=title, x="rows of a head", y="ms", log_x=True, log_y=True)
 
 
@@ -275,7 +261,7 @@ def _by_size(results: Results) -> Iterator[tuple[Cell, Row]]:
     """
     found: dict[str, tuple[Cell, dict[str, Any]]] = {}
     for cell, row in results:
-        size = size_of(cell)
+        size = timed.size_of(cell)
         found.setdefault(str(size), (size, {}))[1][cell["cache"]] = row
     for size, ways in found.values():
         failed = [row for row in ways.values() if "seconds" not in row]

@@ -12,8 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_kvret.benchmark.index_build_keys import RECENT, LayerShape
-from hf_kvret.benchmark.index_build_source import (
+from hf_kvret.benchmark import timed
+from hf_kvret.benchmark.index_build_keys import (
+    RECENT,
+    LayerShape,
     Source,
     check_memory,
     model_source,
@@ -26,16 +28,6 @@ from hf_kvret.benchmark.index_build_ways import (
     Prompt,
     Way,
     find_faiss,
-)
-from hf_kvret.benchmark.timed import (
-    Column,
-    describe,
-    milliseconds,
-    rows_table,
-    series,
-    spread,
-    thread_count,
-    timed_row,
 )
 from hf_kvret.benchmark.timing import synchronize
 from hf_kvret.evaluation import common_options as common
@@ -131,7 +123,7 @@ class IndexBuild(Measurement):
     def setup(self) -> dict[str, Any]:
         keys = ("top_k", "queries", "repeats", "seed", "dtype", "device")
         machine = ("processor", "threads", "accelerator", "versions")
-        return self.source.description | describe(self, *keys, machine=machine)
+        return self.source.description | timed.describe(self, *keys, machine=machine)
 
     def cells(self) -> list[Cell]:
         # Called a cache as in all results, so that the overview of pages finds it.
@@ -209,7 +201,7 @@ class IndexBuild(Measurement):
             self._warm.add(way.name)
         index, seconds = time_builds(way.prepare(prompt), self.repeats, self.limit, prompt)
         settings = {"settings": way.settings(prompt)}
-        return [timed_row(seconds) | settings | judge(way, index, prompt)]
+        return [timed.calls_row(seconds) | settings | judge(way, index, prompt)]
 
     def lacking(self, cell: Cell, why: Row) -> Row:
         """Skipped, and tried again the next time."""
@@ -231,11 +223,11 @@ class IndexBuild(Measurement):
             found = base.get(cell["length"], {})
             return f"{row['seconds'] / found['seconds']:.3g}" if "seconds" in found else "-"
 
-        columns: tuple[Column, ...] = (
+        columns: tuple[timed.Column, ...] = (
             ("tokens", lambda cell, row: f"{cell['length']:,}"),
             ("index", lambda cell, row: cell["cache"]),
-            ("build ms", lambda cell, row: milliseconds(row["seconds"])),
-            ("quartiles", lambda cell, row: spread(row)),
+            ("build ms", lambda cell, row: timed.milliseconds(row["seconds"])),
+            ("quartiles", lambda cell, row: timed.spread(row)),
             ("times ctkvr", times),
             ("recall@k", lambda cell, row: f"{row['recall']:.3f}"),
             ("mass", lambda cell, row: f"{row['mass']:.3f}"),
@@ -250,7 +242,7 @@ class IndexBuild(Measurement):
             f"heads each, {setup['top_k']} keys selected for {setup['queries']} queries after the "
             f"prompt; {_where(setup)}."
         )
-        return rows_table(columns, _by_length(results), 2, said)
+        return timed.rows_table(columns, _by_length(results), 2, said)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -259,7 +251,7 @@ class IndexBuild(Measurement):
         points = ((cell["cache"], float(cell["length"]), row["seconds"]) for cell, row in rows)
         title = f"making an index of one layer, {_where(results.setup)}"
         plot_lines(
-            path, series(points), title=title, x="tokens", y="seconds", log_x=True, log_y=True
+            path, timed.series(points), title=title, x="tokens", y="seconds", log_x=True, log_y=True
         )
 
 
@@ -321,5 +313,5 @@ def _by_length(results: Results) -> list[tuple[Cell, Row]]:
 
 
 def _where(setup: dict[str, Any]) -> str:
-    threads = thread_count(setup["threads"])
+    threads = timed.thread_count(setup["threads"])
     return threads if setup["device"] == "cpu" else f"ours on {setup['device']}, faiss on {threads}"

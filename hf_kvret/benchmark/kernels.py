@@ -11,19 +11,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from hf_kvret.benchmark import timed
 from hf_kvret.benchmark.kernels_clock import CacheFlush, measure_products, time_calls, time_once
 from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
 from hf_kvret.benchmark.kernels_ops import OPS, choose_ops
 from hf_kvret.benchmark.kernels_tables import kernels_table, plot_kernels
 from hf_kvret.benchmark.kernels_work import Call, Rates
-from hf_kvret.benchmark.timed import (
-    TimedTogether,
-    check_error,
-    check_host_memory,
-    describe,
-    timed_row,
-    torch_threads,
-)
 from hf_kvret.benchmark.timing import measure_bandwidth
 from hf_kvret.evaluation import common_options as common
 from hf_kvret.evaluation.arguments import DTYPES, check_device, known_names, names
@@ -36,7 +29,7 @@ _SIZES = ("heads", "group", "head_dim", "top_k", "codewords", "rank")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernels(TimedTogether):
+class Kernels(timed.TimedTogether):
     """Single operations against the bytes and multiply-adds that they can't do without."""
 
     command: ClassVar[str] = "bench"
@@ -90,11 +83,11 @@ class Kernels(TimedTogether):
 
     def surroundings(self) -> AbstractContextManager[Any]:
         """torch has ``--threads``."""
-        return torch_threads(self.threads)
+        return timed.torch_threads(self.threads)
 
     def setup(self) -> dict[str, Any]:
         machine = ("processor", "threads", "accelerator", "versions")
-        return describe(self, *_SIZES, "dtype", "device", "repeats", "seed", machine=machine)
+        return timed.describe(self, *_SIZES, "dtype", "device", "repeats", "seed", machine=machine)
 
     def cells(self) -> list[Cell]:
         """ValueError for operations and backends that don't go together."""
@@ -137,16 +130,16 @@ class Kernels(TimedTogether):
             **{name: getattr(self, name) for name in _SIZES},
         )
         if device.type == "cpu":
-            check_host_memory(op.held_bytes(shape))
+            timed.check_host_memory(op.held_bytes(shape))
         call, ways = op.prepare(shape, Draw(device, self.seed)), [cell["cache"] for cell in group]
         where = f"at {shape.length} tokens, batch {shape.batch}"
         errors, expected = _check(f"{op.name}: {{}} and naive", where, call, ways, device)
         repeats = {way: max(1, int(min(self.repeats, self.limit / expected[way]))) for way in ways}
         calls = {way: partial(call.run, way) for way in ways}
         seconds = time_calls(calls, repeats, self._flush, device)
-        work, sizes = op.work(shape), op.at(shape).sizes
+        work, sizes = op.work(shape), op.sizes(shape)
         return [
-            (row := timed_row(seconds[way]))
+            (row := timed.calls_row(seconds[way]))
             | {
                 "read_bytes": work.read_bytes,
                 "written_bytes": work.written_bytes,
@@ -187,7 +180,7 @@ def _check(
     for way in ways:
         if way != "naive":
             errors[way] = call.error(call.run(way), want)
-            check_error(both.format(way), errors[way], call.tolerance, where)
+            timed.check_error(both.format(way), errors[way], call.tolerance, where)
             # The first call may have compiled something.
             _, expected[way] = time_once(partial(call.run, way), device)
     return errors, {way: max(taken, 1e-9) for way, taken in expected.items()}

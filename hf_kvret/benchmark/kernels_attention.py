@@ -16,11 +16,8 @@ from hf_kvret.benchmark.kernels_work import (
     ATTENTION_ERRORS,
     FP32_BYTES,
     ID_BYTES,
-    SCORE_ERROR,
-    SizedOp,
-    Work,
+    KernelOp,
     distance,
-    operation,
     unequal,
 )
 from hf_kvret.config import RetrievalConfig
@@ -33,132 +30,36 @@ from hf_kvret_kernels.prompt_attention import prompt_attention
 _BITS = RetrievalConfig.bits
 
 
-@operation("gather_attention", distance, ATTENTION_ERRORS, compiled=True)
-def _gather_attention(shape: KernelShape) -> SizedOp:
-    """Attention of a step's query over k chosen rows of each KV head.
-
-    Reads 4-byte ids, keys and values of the chosen rows once for a group, and the query; writes the
-    output in fp32 and a log-sum for each query head. Two multiply-adds for each number of a key and
-    query head. The page table is left out.
-    """
-    read = shape.selected * ID_BYTES + shape.vectors(2 * shape.selected + shape.queries)
-    return _over_rows(shape, _attending(shape, read, shape.selected), gather_attention)
-
-
-@operation("gather_scores", distance, SCORE_ERROR, compiled=True)
-def _gather_scores(shape: KernelShape) -> SizedOp:
-    """Exact scores of k chosen keys of each KV head.
-
-    Reads 4-byte ids and the chosen keys once for a group, and the query; writes 4 bytes a key and
-    query head. A multiply-add for each number of a key and query head. The page table is left out,
-    and so are the values between the keys.
-    """
-    read = shape.selected * ID_BYTES + shape.vectors(shape.selected + shape.queries)
-    scores = shape.selected * shape.group
-    return _over_rows(
-        shape, Work(read, scores * FP32_BYTES, scores * shape.head_dim), gather_scores
+def _window(shape: KernelShape, draw: Draw) -> Any:
+    return partial(
+        prompt_attention,
+        draw.query(shape),
+        draw.keys(shape),
+        draw.keys(shape),
+        scale=shape.scale,
+        causal_offset=shape.length - 1,
+        valid=draw.all_valid(shape),
+        out_dtype=torch.float32,
     )
 
 
-@operation("prompt_attention", distance, ATTENTION_ERRORS)
-def _prompt_attention(shape: KernelShape) -> SizedOp:
-    """A decode step's query over a dense window of all tokens.
-
-    Reads keys and values ``[B, H, n, D]`` once for a group, the query and a byte of mask a token;
-    writes and multiplies as ``gather_attention`` does, for all tokens.
-    """
-    read = shape.vectors(2 * shape.tokens + shape.queries) + shape.mask_bytes
-
-    def inputs(draw: Draw) -> Any:
-        return partial(
-            prompt_attention,
-            draw.query(shape),
-            draw.keys(shape),
-            draw.keys(shape),
-            scale=shape.scale,
-            causal_offset=shape.length - 1,
-            valid=draw.all_valid(shape),
-            out_dtype=torch.float32,
-        )
-
-    return SizedOp(_attending(shape, read, shape.tokens), inputs)
+def _decode(shape: KernelShape, draw: Draw) -> Any:
+    coded = _draw_coded(shape, draw, (shape.batch, shape.heads, shape.length), 1)
+    return partial(_codec(shape).decode, *coded, shape.dtype)
 
 
-# Pairs nearly half-way between two points go to either; scales are rounded to fp16.
-@operation("higgs.encode", unequal, 1e-2, copies=16)
-def _encode(shape: KernelShape) -> SizedOp:
-    """Keys, or values, to codes and scales, as a flush does.
-
-    Reads the vectors ``[B, H, n, D]``; writes the codes and 2 bytes a group. The transform is
-    additions, and a nearest point can be found without a product for each point, so no
-    multiply-adds count.
-    """
-    work = Work(shape.vectors(shape.tokens), shape.tokens * _vector_bytes(shape))
-    codec = _codec(shape)
-    return SizedOp(work, lambda draw: partial(codec.encode, draw.keys(shape)), _coding(shape))
+def _attend_coded(shape: KernelShape, draw: Draw) -> Any:
+    codec, dim, table = _codec(shape), shape.head_dim, draw.pages(shape)
+    coded = _draw_coded(shape, draw, (table.numel(), shape.heads, PAGE_LEN), 2)
+    rows = PagedRows([torch.cat(coded, dim=-1)], table, 2 * codec.code_bytes(dim))
+    query, ids = draw.query(shape), draw.ids(shape, shape.top_k)
+    sizes = {"key_dim": dim, "value_dim": dim, "scale": shape.scale}
+    return partial(higgs.attend, query, rows, ids, codec, **sizes)
 
 
-# Both are rounded to the vectors' dtype.
-@operation("higgs.decode", distance, ATTENTION_ERRORS, copies=16)
-def _decode(shape: KernelShape) -> SizedOp:
-    """Codes and scales to vectors, as exact attention over a second prompt does.
-
-    Reads and writes what ``higgs.encode`` writes and reads.
-    """
-
-    def inputs(draw: Draw) -> Any:
-        coded = _draw_coded(shape, draw, (shape.batch, shape.heads, shape.length), 1)
-        return partial(_codec(shape).decode, *coded, shape.dtype)
-
-    work = Work(shape.tokens * _vector_bytes(shape), shape.vectors(shape.tokens))
-    return SizedOp(work, inputs, _coding(shape))
-
-
-# Scaled grid points are rounded to the query's dtype too.
-_CODED_ERRORS = {dtype: 2 * error for dtype, error in ATTENTION_ERRORS.items()}
-
-
-@operation("higgs.attend", distance, _CODED_ERRORS, copies=64)
-def _attend(shape: KernelShape) -> SizedOp:
-    """Attention of a step's query over k chosen coded rows of each KV head.
-
-    As ``gather_attention``, with codes and scales of the chosen keys and values.
-    """
-    pair_bytes = 2 * _vector_bytes(shape)
-    read = shape.selected * (ID_BYTES + pair_bytes) + shape.vectors(shape.queries)
-
-    def inputs(draw: Draw) -> Any:
-        codec, dim, table = _codec(shape), shape.head_dim, draw.pages(shape)
-        coded = _draw_coded(shape, draw, (table.numel(), shape.heads, PAGE_LEN), 2)
-        rows = PagedRows([torch.cat(coded, dim=-1)], table, 2 * codec.code_bytes(dim))
-        query, ids = draw.query(shape), draw.ids(shape, shape.top_k)
-        sizes = {"key_dim": dim, "value_dim": dim, "scale": shape.scale}
-        return partial(higgs.attend, query, rows, ids, codec, **sizes)
-
-    sizes = f"{shape.top_k:,} rows, {_coding(shape)}"
-    work = _attending(shape, read, shape.selected)
-    return SizedOp(work, inputs, sizes, stored=shape.tokens * pair_bytes)
-
-
-def _attending(shape: KernelShape, read_bytes: int, rows: int) -> Work:
-    """Attention to ``rows`` of all KV heads: an output in fp32 and a log-sum for each query head,
-    two multiply-adds for each number of a key and query head."""
-    written = shape.queries * (shape.head_dim + 1) * FP32_BYTES
-    return Work(read_bytes, written, 2 * rows * shape.group * shape.head_dim)
-
-
-def _over_rows(shape: KernelShape, work: Work, called: Any) -> SizedOp:
-    """k random rows of a paged store for each KV head; all its rows lie there too."""
-    return SizedOp(
-        work,
-        lambda draw: partial(called, *draw.chosen_rows(shape), scale=shape.scale),
-        f"{shape.top_k:,} rows",
-        stored=shape.vectors(2 * shape.tokens),
-    )
-
-
-def _coding(shape: KernelShape) -> str:
-    return f"{_BITS} bits, groups of {_codec(shape).group}"
+def _outputs(shape: KernelShape) -> int:
+    """In fp32, to be merged, and a log-sum for each query head."""
+    return shape.queries * (shape.head_dim + 1) * FP32_BYTES
 
 
 def _codec(shape: KernelShape) -> higgs.HiggsCodec:
@@ -166,8 +67,12 @@ def _codec(shape: KernelShape) -> higgs.HiggsCodec:
     return higgs.HiggsCodec(_BITS, shape.head_dim & -shape.head_dim)
 
 
-def _vector_bytes(shape: KernelShape) -> int:
-    """Codes and scales of a vector of the head dim."""
+def _coding(shape: KernelShape) -> str:
+    return f"{_BITS} bits, groups of {_codec(shape).group}"
+
+
+def _coded(shape: KernelShape) -> int:
+    """Bytes of the codes and scales of a vector of the head dim."""
     codec = _codec(shape)
     return codec.code_bytes(shape.head_dim) + codec.scale_bytes(shape.head_dim)
 
@@ -182,5 +87,80 @@ def _draw_coded(
     return codes, scales.abs().view(torch.uint8)
 
 
-HIGGS_OPS = (_encode, _decode, _attend)
-ATTENTION_OPS = (_gather_attention, _gather_scores, _prompt_attention)
+HIGGS_OPS = (
+    # Keys, or values, to codes and scales, as a flush does. The transform is additions, and a
+    # nearest point can be found without a product for each point, so no multiply-adds count.
+    KernelOp(
+        name="higgs.encode",
+        read=lambda s: s.vectors(s.tokens),
+        written=lambda s: s.tokens * _coded(s),
+        inputs=lambda s, draw: partial(_codec(s).encode, draw.keys(s)),
+        # Pairs nearly half-way between two points go to either; scales are rounded to fp16.
+        check=(unequal, 1e-2),
+        sizes=_coding,
+        copies=16,
+    ),
+    # Codes and scales to vectors, as exact attention over a second prompt does.
+    KernelOp(
+        name="higgs.decode",
+        read=lambda s: s.tokens * _coded(s),
+        written=lambda s: s.vectors(s.tokens),
+        inputs=_decode,
+        # Both are rounded to the vectors' dtype.
+        check=(distance, ATTENTION_ERRORS),
+        sizes=_coding,
+        copies=16,
+    ),
+    # Attention of a step's query over k chosen coded rows of each KV head; without the page table.
+    KernelOp(
+        name="higgs.attend",
+        read=lambda s: s.selected * (ID_BYTES + 2 * _coded(s)) + s.vectors(s.queries),
+        written=_outputs,
+        products=lambda s: 2 * s.selected * s.group * s.head_dim,
+        inputs=_attend_coded,
+        # Scaled grid points are rounded to the query's dtype too.
+        check=(distance, {dtype: 2 * error for dtype, error in ATTENTION_ERRORS.items()}),
+        sizes=lambda s: f"{s.top_k:,} rows, {_coding(s)}",
+        # All rows of the store.
+        stored=lambda s: 2 * s.tokens * _coded(s),
+        copies=64,
+    ),
+)
+ATTENTION_OPS = (
+    # Attention of a step's query over k chosen rows of each KV head. Rows are read once for a
+    # group; the page table is left out.
+    KernelOp(
+        name="gather_attention",
+        # Ids, keys and values of the chosen rows, the query.
+        read=lambda s: s.selected * ID_BYTES + s.vectors(2 * s.selected + s.queries),
+        written=_outputs,
+        # Two for each number of a key and query head.
+        products=lambda s: 2 * s.selected * s.group * s.head_dim,
+        inputs=lambda s, draw: partial(gather_attention, *draw.chosen_rows(s), scale=s.scale),
+        check=(distance, ATTENTION_ERRORS),
+        sizes=lambda s: f"{s.top_k:,} rows",
+        stored=lambda s: s.vectors(2 * s.tokens),
+        compiled=True,
+    ),
+    # Exact scores of k chosen keys of each KV head; values between the keys don't count.
+    KernelOp(
+        name="gather_scores",
+        read=lambda s: s.selected * ID_BYTES + s.vectors(s.selected + s.queries),
+        written=lambda s: s.selected * s.group * FP32_BYTES,
+        products=lambda s: s.selected * s.group * s.head_dim,
+        inputs=lambda s, draw: partial(gather_scores, *draw.chosen_rows(s), scale=s.scale),
+        sizes=lambda s: f"{s.top_k:,} rows",
+        stored=lambda s: s.vectors(2 * s.tokens),
+        compiled=True,
+    ),
+    # A decode step's query over a dense window of all tokens.
+    KernelOp(
+        name="prompt_attention",
+        # Keys and values [B, H, n, D], the query, the mask.
+        read=lambda s: s.vectors(2 * s.tokens + s.queries) + s.mask_bytes,
+        written=_outputs,
+        products=lambda s: 2 * s.tokens * s.group * s.head_dim,
+        inputs=_window,
+        check=(distance, ATTENTION_ERRORS),
+    ),
+)

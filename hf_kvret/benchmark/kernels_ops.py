@@ -1,4 +1,4 @@
-"""The operations that ``bench kernels`` knows. One more is a function in one of these modules."""
+"""The operations that ``bench kernels`` knows. One more is a `KernelOp` there."""
 
 from __future__ import annotations
 

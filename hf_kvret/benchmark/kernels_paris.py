@@ -13,12 +13,9 @@ from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
 from hf_kvret.benchmark.kernels_work import (
     FP32_BYTES,
     ID_BYTES,
-    SCORE_ERROR,
-    SizedOp,
-    Work,
+    KernelOp,
     distance,
     not_shared,
-    operation,
     unequal,
 )
 from hf_kvret.methods.paris import ParisConfig
@@ -30,110 +27,44 @@ _CONFIG = ParisConfig()
 _M = _CONFIG.subspace_dim
 
 
+def _encode(shape: KernelShape, draw: Draw) -> Any:
+    keys, (signs, levels) = draw.keys(shape), _basis(shape, draw)
+    mean = draw.normal(shape.batch, shape.heads, shape.head_dim)
+
+    def run(backend: str) -> tuple[torch.Tensor, ...]:
+        codes = paris.encode(
+            keys, signs, levels, m=_M, mean=mean, weight_dtype=_WEIGHT, backend=backend
+        )
+        return codes.sign, codes.magnitude, codes.weight
+
+    return run
+
+
 def _code_error(found: Sequence[Any], want: Sequence[Any]) -> float:
     return max(unequal(found[:2], want[:2]), distance(found[2:], want[2:]))
 
 
-# Coordinates at the border of two levels go to either, and weights are rounded to bf16.
-@operation("paris.encode", _code_error, 1e-2, copies=8)
-def _encode(shape: KernelShape) -> SizedOp:
-    """Keys to their codes, the mean key of each head subtracted, as a flush does.
-
-    Reads the keys ``[B, H, n, D]``, the means ``[B, H, D]`` and the P signs of the rotation in
-    fp32; writes one bit of sign and three of magnitude a coordinate, and a bf16 weight a subspace.
-    The rotation is additions alone, so no multiply-adds count.
-    """
-    shared = (shape.all_heads * shape.head_dim + _width(shape)) * FP32_BYTES
-    work = Work(shape.vectors(shape.tokens) + shared, shape.tokens * _code_bytes(shape))
-
-    def inputs(draw: Draw) -> Any:
-        keys, (signs, levels) = draw.keys(shape), _basis(shape, draw)
-        mean = draw.normal(shape.batch, shape.heads, shape.head_dim)
-
-        def run(backend: str) -> tuple[torch.Tensor, ...]:
-            codes = paris.encode(
-                keys, signs, levels, m=_M, mean=mean, weight_dtype=_WEIGHT, backend=backend
-            )
-            return codes.sign, codes.magnitude, codes.weight
-
-        return run
-
-    return SizedOp(work, inputs)
+def _collisions(shape: KernelShape, draw: Draw, **more: Any) -> Any:
+    sign, queries = _draw_codes(shape, draw).sign, _draw_queries(shape, draw)
+    counts = paris.count_centroids(sign, m=_M)
+    given = {"rho": _CONFIG.ratios(shape.length)[1], "tiers": _CONFIG.tiers, "m": _M}
+    return partial(paris.collisions, queries, counts, sign, **given, **more)
 
 
-# Patterns at the border of two tiers go to either.
-@operation("paris.collisions", unequal, 1e-2, copies=16)
-def _collisions(shape: KernelShape) -> SizedOp:
-    """Points of all tokens by their sign patterns, for each query head of a group.
-
-    Reads a bit a coordinate of all tokens, the rotated queries ``[B, H, 1, G, P]`` in fp32, how
-    many tokens have each pattern (4 bytes a subspace and pattern) and a byte of mask a token;
-    writes a byte a token and KV head, and a histogram of 256 counts for each KV head.
-    """
-    dim = _width(shape)
-    counts = shape.all_heads * dim // _M * (1 << _M) * 4
-    read = shape.tokens * dim // 8 + shape.queries * dim * FP32_BYTES + counts + shape.mask_bytes
-    work = Work(read, shape.tokens + shape.all_heads * _HISTOGRAM_BYTES)
-    return SizedOp(work, lambda draw: _colliding(shape, draw, valid=draw.all_valid(shape)))
+def _best(shape: KernelShape, draw: Draw) -> Any:
+    points, histogram = _collisions(shape, draw)()
+    return partial(paris.candidates, points, histogram, _candidates(shape))
 
 
-@operation("paris.candidates", unequal, 0.0, copies=32)
-def _best(shape: KernelShape) -> SizedOp:
-    """The tokens with the most points.
-
-    Reads the points ``[B, H, 1, n]`` of a byte and a histogram for each KV head; writes 4-byte ids
-    of the candidates.
-    """
-    count = _candidates(shape)
-    read = shape.tokens + shape.all_heads * _HISTOGRAM_BYTES
-    work = Work(read, shape.all_heads * count * ID_BYTES)
-
-    def inputs(draw: Draw) -> Any:
-        points, histogram = _colliding(shape, draw)()
-        return partial(paris.candidates, points, histogram, count)
-
-    return SizedOp(work, inputs, _candidates_of(shape))
+def _rerank(shape: KernelShape, draw: Draw) -> Any:
+    codes, queries = _draw_codes(shape, draw), _draw_queries(shape, draw)
+    ids, levels = _draw_candidates(shape, draw), _basis(shape, draw)[1]
+    return partial(paris.rerank, queries, codes, ids, levels, m=_M)
 
 
-@operation("paris.rerank", distance, SCORE_ERROR)
-def _rerank(shape: KernelShape) -> SizedOp:
-    """Estimated scores of the candidates, for each query head of a group.
-
-    Reads ids and whole codes of the candidates, the rotated queries ``[B, H, 1, G, P]`` in fp32 and
-    8 levels; writes 4 bytes a candidate and query head. A multiply-add for each coordinate of a
-    candidate and query head.
-    """
-    found, dim = shape.all_heads * _candidates(shape), _width(shape)
-    read = found * (ID_BYTES + _code_bytes(shape)) + (shape.queries * dim + 8) * FP32_BYTES
-    scores = found * shape.group
-
-    def inputs(draw: Draw) -> Any:
-        codes, queries = _draw_codes(shape, draw), _draw_queries(shape, draw)
-        ids, levels = _draw_candidates(shape, draw), _basis(shape, draw)[1]
-        return partial(paris.rerank, queries, codes, ids, levels, m=_M)
-
-    work = Work(read, scores * FP32_BYTES, scores * dim)
-    # The codes of all tokens lie there too.
-    stored = shape.tokens * _code_bytes(shape)
-    return SizedOp(work, inputs, _candidates_of(shape), stored)
-
-
-# Of candidates that matter equally any may be taken.
-@operation("relevance.best_ids", not_shared, 1e-3, copies=16)
-def _best_ids(shape: KernelShape) -> SizedOp:
-    """The candidates that matter most to any query head of a group.
-
-    Reads ids of the candidates and 4 bytes a candidate and query head; writes 4-byte ids of those
-    that are selected.
-    """
-    count = _candidates(shape)
-    read = shape.all_heads * count * (ID_BYTES + shape.group * FP32_BYTES)
-
-    def inputs(draw: Draw) -> Any:
-        scores = draw.normal(shape.batch, shape.heads, 1, shape.group, count)
-        return partial(relevance.best_ids, scores, _draw_candidates(shape, draw), shape.top_k)
-
-    return SizedOp(Work(read, shape.selected * ID_BYTES), inputs, _candidates_of(shape))
+def _best_ids(shape: KernelShape, draw: Draw) -> Any:
+    scores = draw.normal(shape.batch, shape.heads, 1, shape.group, _candidates(shape))
+    return partial(relevance.best_ids, scores, _draw_candidates(shape, draw), shape.top_k)
 
 
 def _width(shape: KernelShape) -> int:
@@ -141,8 +72,14 @@ def _width(shape: KernelShape) -> int:
     return paris.rotated_dim(shape.head_dim)
 
 
+def _query_bytes(shape: KernelShape) -> int:
+    """The rotated queries ``[B, H, 1, G, P]`` in fp32."""
+    return shape.queries * _width(shape) * FP32_BYTES
+
+
 def _code_bytes(shape: KernelShape) -> int:
-    """Of a token and KV head: four bits a coordinate, a weight a subspace."""
+    """Of a token and KV head: a bit of sign and three of magnitude a coordinate, a bf16 weight a
+    subspace."""
     return _width(shape) // 2 + _width(shape) // _M * _WEIGHT.itemsize
 
 
@@ -152,6 +89,10 @@ def _candidates(shape: KernelShape) -> int:
     return min(shape.length, max(shape.top_k, math.ceil(beta * shape.length)))
 
 
+def _all_candidates(shape: KernelShape) -> int:
+    return shape.all_heads * _candidates(shape)
+
+
 def _candidates_of(shape: KernelShape) -> str:
     return f"{_candidates(shape):,} candidates"
 
@@ -159,14 +100,6 @@ def _candidates_of(shape: KernelShape) -> str:
 def _basis(shape: KernelShape, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
     signs = paris.random_signs(_width(shape), _CONFIG.seed)
     return signs.to(draw.device), paris.magnitude_levels(_M).to(draw.device)
-
-
-def _colliding(shape: KernelShape, draw: Draw, **more: Any) -> Any:
-    """A call of ``paris.collisions`` with inputs."""
-    sign, queries = _draw_codes(shape, draw).sign, _draw_queries(shape, draw)
-    counts = paris.count_centroids(sign, m=_M)
-    given = {"rho": _CONFIG.ratios(shape.length)[1], "tiers": _CONFIG.tiers, "m": _M}
-    return partial(paris.collisions, queries, counts, sign, **given, **more)
 
 
 def _draw_codes(shape: KernelShape, draw: Draw) -> paris.ParisCodes:
@@ -187,4 +120,69 @@ def _draw_candidates(shape: KernelShape, draw: Draw) -> torch.Tensor:
     return draw.ids(shape, _candidates(shape)).sort(dim=-1).values
 
 
-PARIS_OPS = (_encode, _collisions, _best, _rerank, _best_ids)
+PARIS_OPS = (
+    # Keys to their codes, the mean key of each head subtracted, as a flush does. The rotation is
+    # additions alone, so no multiply-adds count.
+    KernelOp(
+        name="paris.encode",
+        # Keys [B, H, n, D], the means [B, H, D] and the P signs of the rotation in fp32.
+        read=lambda s: s.vectors(s.tokens) + (s.all_heads * s.head_dim + _width(s)) * FP32_BYTES,
+        written=lambda s: s.tokens * _code_bytes(s),
+        inputs=_encode,
+        # Coordinates at the border of two levels go to either, and weights are rounded to bf16.
+        check=(_code_error, 1e-2),
+        copies=8,
+    ),
+    # Points of all tokens by their sign patterns, for each query head of a group.
+    KernelOp(
+        name="paris.collisions",
+        # A bit a coordinate, queries, how many tokens have each pattern of a subspace, the mask.
+        read=lambda s: (
+            s.tokens * _width(s) // 8
+            + _query_bytes(s)
+            + s.all_heads * _width(s) // _M * (1 << _M) * 4
+            + s.mask_bytes
+        ),
+        # A byte a token and KV head, and a histogram of 256 counts for each KV head.
+        written=lambda s: s.tokens + s.all_heads * _HISTOGRAM_BYTES,
+        inputs=lambda s, draw: _collisions(s, draw, valid=draw.all_valid(s)),
+        # Patterns at the border of two tiers go to either.
+        check=(unequal, 1e-2),
+        copies=16,
+    ),
+    # The tokens with the most points.
+    KernelOp(
+        name="paris.candidates",
+        read=lambda s: s.tokens + s.all_heads * _HISTOGRAM_BYTES,
+        written=lambda s: _all_candidates(s) * ID_BYTES,
+        inputs=_best,
+        check=(unequal, 0.0),
+        sizes=_candidates_of,
+        copies=32,
+    ),
+    # Estimated scores of the candidates, for each query head of a group.
+    KernelOp(
+        name="paris.rerank",
+        # Ids and whole codes of the candidates, queries, 8 levels.
+        read=lambda s: (
+            _all_candidates(s) * (ID_BYTES + _code_bytes(s)) + _query_bytes(s) + 8 * FP32_BYTES
+        ),
+        written=lambda s: _all_candidates(s) * s.group * FP32_BYTES,
+        products=lambda s: _all_candidates(s) * s.group * _width(s),
+        inputs=_rerank,
+        sizes=_candidates_of,
+        # The codes of all tokens.
+        stored=lambda s: s.tokens * _code_bytes(s),
+    ),
+    # The candidates that matter most to any query head of a group.
+    KernelOp(
+        name="relevance.best_ids",
+        read=lambda s: _all_candidates(s) * (ID_BYTES + s.group * FP32_BYTES),
+        written=lambda s: s.selected * ID_BYTES,
+        inputs=_best_ids,
+        # Of candidates that matter equally any may be taken.
+        check=(not_shared, 1e-3),
+        sizes=_candidates_of,
+        copies=16,
+    ),
+)

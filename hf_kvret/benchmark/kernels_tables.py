@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_kvret.benchmark.timed import Column, rows_table, size_of, spread, thread_count
+from hf_kvret.benchmark import timed
 from hf_kvret.evaluation.measurement import Row
 from hf_kvret.evaluation.plots import plot_groups
 from hf_kvret.evaluation.results import Cell, Results
@@ -22,13 +22,13 @@ def kernels_table(results: Results) -> str:
         naive = results.find(cell | {"cache": "naive"}) or {}
         return f"{naive['seconds'] / row['seconds']:.3g}" if "seconds" in naive else "-"
 
-    columns: tuple[Column, ...] = (
+    columns: tuple[timed.Column, ...] = (
         ("operation", lambda cell, row: cell["op"]),
         ("tokens", lambda cell, row: f"{cell['length']:,}"),
         ("batch", lambda cell, row: str(cell["batch"])),
         ("way", lambda cell, row: cell["cache"]),
         ("ms", lambda cell, row: _ms(row["seconds"])),
-        ("quartiles", lambda cell, row: spread(row, _ms)),
+        ("quartiles", lambda cell, row: timed.spread(row, _ms)),
         ("naive / it", times),
         ("MB to move", lambda cell, row: _megabytes(row["read_bytes"] + row["written_bytes"])),
         ("GB/s", lambda cell, row: _three(row["bytes_per_second"] / 1e9)),
@@ -40,7 +40,7 @@ def kernels_table(results: Results) -> str:
         ("time / floor", lambda cell, row: _three(row["seconds"] / row["floor_seconds"])),
         ("sizes", lambda cell, row: row["sizes"]),
     )
-    return rows_table(columns, sorted(results, key=place), 4, _said(results))
+    return timed.rows_table(columns, sorted(results, key=place), 4, _said(results))
 
 
 def plot_kernels(path: Path, results: Results) -> None:
@@ -71,7 +71,7 @@ def _is_shown(results: Results, cell: Cell) -> bool:
     rivals = [
         (other["cache"] == "naive", row["seconds"], other["cache"])
         for other, row in results
-        if "seconds" in row and size_of(other) == size_of(cell)
+        if "seconds" in row and timed.size_of(other) == timed.size_of(cell)
     ]
     return min(rivals)[2] == cell["cache"]
 
@@ -97,7 +97,7 @@ def _said(results: Results) -> str:
 def _where(setup: dict[str, Any]) -> str:
     if setup["device"] != "cpu":
         return str(setup["accelerator"] or setup["device"])
-    return thread_count(setup["threads"])
+    return timed.thread_count(setup["threads"])
 
 
 def _span(rates: list[float]) -> str:

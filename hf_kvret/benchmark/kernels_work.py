@@ -1,4 +1,4 @@
-"""What ``bench kernels`` knows of an operation: its sizes, its floor, how to call and check it."""
+"""What ``bench kernels`` knows of an operation: its floor, how to call and check it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ ATTENTION_ERRORS = {torch.float32: 1e-4, torch.float16: 2**-9, torch.bfloat16: 2
 
 Error = Callable[[Sequence[Any], Sequence[Any]], float]
 """``(found, naive's)`` to a number, 0 for equal."""
+Count = Callable[[KernelShape], int]
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,6 @@ class Rates:
     bandwidth: float
     products: Mapping[str, float]
 
-    @property
-    def best_products(self) -> float:
-        """Of the quickest dtype."""
-        return max(self.products.values())
-
 
 @dataclass(frozen=True)
 class Work:
@@ -47,7 +43,6 @@ class Work:
     between, or read again, is a way's own affair.
 
     Attributes:
-        read_bytes, written_bytes: see the operation's ``work``.
         multiply_adds: of its dot products; 0 where it has none. Comparisons, exponentials and
             additions without a product do not count.
     """
@@ -66,8 +61,8 @@ class Work:
         return self.moved_bytes / rates.bandwidth
 
     def product_seconds(self, rates: Rates) -> float:
-        """The floor by multiply-adds."""
-        return self.multiply_adds / rates.best_products
+        """The floor by multiply-adds, in the quickest dtype."""
+        return self.multiply_adds / max(rates.products.values())
 
     def bound(self, rates: Rates) -> str:
         """Which floor is the higher one: ``"bytes"`` or ``"products"``."""
@@ -93,53 +88,44 @@ class Call:
     tolerance: float
 
 
-@dataclass(frozen=True)
-class SizedOp:
-    """An operation at one shape.
-
-    Attributes:
-        work: the bytes and multiply-adds that a call needs.
-        inputs: draws inputs; what it returns takes ``backend`` and returns one tensor or several.
-            Or it returns a whole call, where the error depends on the inputs.
-        sizes: what else the work depends on, for the table.
-        stored: bytes that lie in memory too, as a store of which a call reads some rows.
-    """
-
-    work: Work
-    inputs: Callable[[Draw], Call | Callable[..., Any]]
-    sizes: str = ""
-    stored: int = 0
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelOp:
     """An operation of ``hf_kvret_kernels`` as ``bench kernels`` measures it.
 
     Attributes:
         name: on the command line, the folder first.
-        at: the operation at a shape; the docstring says what it reads and writes.
-        error: of a way, against plain torch.
-        tolerance: the largest error that rounding explains, maybe by dtype.
+        read, written: bytes that a call needs, see ``Work``.
+        products: its multiply-adds.
+        inputs: draws inputs; what it returns takes ``backend`` and returns one tensor or several.
+        check: the error of a way against plain torch, and the largest that rounding explains, maybe
+            by dtype; None for scores, ``(distance, SCORE_ERROR)``.
+        error_of: makes the error of what ``inputs`` returned, where it depends on the inputs.
+        sizes: what else the work depends on, for the table.
+        stored: bytes that lie in memory too, as a store of which a call reads some rows.
         copies: as many times its inputs and outputs a call may hold in memory, about; the way in
             torch needs the most.
         compiled: whether the compiled library has it, for CPU tensors.
     """
 
     name: str
-    at: Callable[[KernelShape], SizedOp]
-    error: Error
-    tolerance: float | Mapping[torch.dtype, float]
+    read: Count
+    written: Count
+    products: Count = lambda shape: 0
+    inputs: Callable[[KernelShape, Draw], Callable[..., Any]]
+    check: tuple[Error, float | Mapping[torch.dtype, float]] | None = None
+    error_of: Callable[[Any], Error] | None = None
+    sizes: Callable[[KernelShape], str] = lambda shape: ""
+    stored: Count = lambda shape: 0
     copies: int = 4
     compiled: bool = False
 
     def work(self, shape: KernelShape) -> Work:
         """The bytes and multiply-adds that a call needs."""
-        return self.at(shape).work
+        return Work(self.read(shape), self.written(shape), self.products(shape))
 
     def held_bytes(self, shape: KernelShape) -> int:
         """Memory that a call takes with its inputs, about."""
-        one = self.at(shape)
-        return self.copies * one.work.moved_bytes + one.stored
+        return self.copies * self.work(shape).moved_bytes + self.stored(shape)
 
     def backends(self, device: torch.device) -> tuple[str, ...]:
         """Those that this operation has there, the one that ``"auto"`` means first."""
@@ -149,18 +135,12 @@ class KernelOp:
 
     def prepare(self, shape: KernelShape, draw: Draw) -> Call:
         """A call with inputs of its own, and its check."""
-        call, told = self.at(shape).inputs(draw), self.tolerance
-        if isinstance(call, Call):
-            return call
-        tolerance = told[shape.dtype] if isinstance(told, Mapping) else told
-        return Call(lambda backend: as_tuple(call(backend=backend)), self.error, tolerance)
-
-
-def operation(
-    name: str, error: Error, tolerance: float | Mapping[torch.dtype, float], **more: Any
-) -> Callable[[Callable[[KernelShape], SizedOp]], KernelOp]:
-    """Make a ``KernelOp`` of a function of a shape; ``more`` are its other fields."""
-    return lambda at: KernelOp(name, at, error, tolerance, **more)
+        call = self.inputs(shape, draw)
+        error, allowed = self.check or (distance, SCORE_ERROR)
+        if self.error_of is not None:
+            error = self.error_of(call)
+        tolerance = allowed[shape.dtype] if isinstance(allowed, Mapping) else allowed
+        return Call(lambda backend: as_tuple(call(backend=backend)), error, tolerance)
 
 
 def as_tuple(returned: Any) -> tuple[torch.Tensor, ...]:

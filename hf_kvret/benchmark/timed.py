@@ -79,7 +79,7 @@ def check_error(ways: str, error: float, tolerance: float, where: str) -> None:
         )
 
 
-def timed_row(seconds: Sequence[float]) -> Row:
+def calls_row(seconds: Sequence[float]) -> Row:
     """``seconds``, the median, with quartiles and the least, of ``timed`` calls."""
     low, middle, high = quartiles(seconds)
     return {
@@ -125,7 +125,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def spread(row: Row, text: Callable[[float], str] = milliseconds) -> str:
-    """The quartiles of ``timed_row``."""
+    """The quartiles of ``calls_row``."""
     low, high = row["seconds_quartiles"]
     return f"{text(low)} to {text(high)}" if row["timed"] > 1 else "once"
 

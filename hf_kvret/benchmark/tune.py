@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from tqdm import tqdm
 
+from hf_kvret.benchmark import timed
 from hf_kvret.benchmark.kernels_clock import CacheFlush, time_calls
 from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
-from hf_kvret.benchmark.timed import Column, check_host_memory, describe, rows_table
 from hf_kvret.benchmark.tune_cases import TUNE_OPS
 from hf_kvret.benchmark.tune_search import MARGIN, Timer, search
 from hf_kvret.evaluation import common_options as common
@@ -109,7 +109,7 @@ class Tune(Measurement):
     def setup(self) -> dict[str, Any]:
         sizes = ("heads", "group", "head_dim", "cold", "repeats", "dtype", "device", "seed")
         ops = {op.name: op.version for op in tuning.operations().values()}
-        here = describe(self, *sizes, machine=("accelerator", "versions"))
+        here = timed.describe(self, *sizes, machine=("accelerator", "versions"))
         return here | {"margin": MARGIN, "ops": ops}
 
     def cells(self) -> list[Cell]:
@@ -155,7 +155,7 @@ class Tune(Measurement):
             **sizes,
         )
         rows = _place(cell)
-        check_host_memory(shape.vectors(2 * shape.tokens) if rows == "host" else 0)
+        timed.check_host_memory(shape.vectors(2 * shape.tokens) if rows == "host" else 0)
         draw = Draw(torch.device(self.device), self.seed)
         case = TUNE_OPS[cell["op"]].prepare(shape, rows, draw)
         found = search(case, self._timer)
@@ -212,7 +212,7 @@ class Tune(Measurement):
         )
         if setup["device"] == "cpu":
             said += " Triton ran in its interpreter: these times say nothing about a GPU."
-        return rows_table(_COLUMNS, results, 4, said)
+        return timed.rows_table(_COLUMNS, results, 4, said)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -257,7 +257,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4g}"
 
 
-_COLUMNS: tuple[Column, ...] = (
+_COLUMNS: tuple[timed.Column, ...] = (
     ("operation", lambda cell, row: cell["op"]),
     ("tokens", lambda cell, row: f"{cell['length']:,}"),
     ("batch", lambda cell, row: str(cell["batch"])),
