@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -36,15 +36,6 @@ _CPU = torch.device("cpu")
 _WAYS = ("cpp", *TORCH_WAYS, "naive")
 # Gathered rows, and fp32 copies of their keys and their values.
 _WORK_COPIES = 3
-
-
-class _Stored(NamedTuple):
-    """Rows of one dtype for the largest batch, with what draws from them."""
-
-    rows: PagedRows
-    sequences: int
-    draw: Draw
-    random_bandwidth: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +87,8 @@ class HostAttention(timed.TimedTogether):
         reason = host.why_not()
         if reason:
             raise ModuleNotFoundError(f"bench host-attention has nothing to measure: {reason}")
+        for dtype in self.dtypes:
+            self._sequences(dtype)
 
     def surroundings(self) -> AbstractContextManager[Any]:
         """torch has ``--threads``."""
@@ -116,12 +109,6 @@ class HostAttention(timed.TimedTogether):
             for way in _WAYS
         ]
 
-    def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
-        """Sizes one by one; ValueError for rows that don't fit into memory."""
-        for dtype in {cell["dtype"] for cell in self.waiting(results)}:
-            self._sequences(dtype)
-        yield from super().plan(results)
-
     @torch.inference_mode()
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
         """All ways of a size, over rows that are made once for a dtype."""
@@ -130,7 +117,7 @@ class HostAttention(timed.TimedTogether):
             progress.say(f"{dtype}: making rows")
             self._stored.clear()
             self._stored[dtype] = self._store(dtype)
-        every, sequences, draw, random_bandwidth = self._stored[dtype]
+        every, draw, random_bandwidth = self._stored[dtype]
         shape = self._shape(dtype, batch, k)
         rows = PagedRows(every.chunks, every.table[:batch], self.dim)
         query, ids = draw.query(shape), partial(draw.ids, shape, k)
@@ -146,7 +133,7 @@ class HostAttention(timed.TimedTogether):
                 "of_sequential": moved / row["seconds"] / self._bandwidth,
                 "sequential_bandwidth": self._bandwidth,
                 "random_row_bandwidth": random_bandwidth,
-                "sequences_held": min(batch, sequences),
+                "sequences_held": min(batch, len(every.chunks[0]) // shape.pages),
                 "error": errors.get(cell["cache"]),
             }
             for cell in group
@@ -161,14 +148,14 @@ class HostAttention(timed.TimedTogether):
         return measure_bandwidth(_CPU).device
 
     @cached_property
-    def _stored(self) -> dict[str, _Stored]:
-        """Rows of the last dtype."""
+    def _stored(self) -> dict[str, tuple[PagedRows, Draw, float]]:
+        """Of the last dtype: rows for the largest batch, what draws, bandwidth of random rows."""
         return {}
 
-    def _store(self, dtype: str) -> _Stored:
-        sequences, draw = self._sequences(dtype), Draw(_CPU, self.seed)
-        rows = make_rows(self._shape(dtype, max(self.batch), max(self.k)), sequences, draw)
-        return _Stored(rows, sequences, draw, random_row_bandwidth(rows, draw.generator))
+    def _store(self, dtype: str) -> tuple[PagedRows, Draw, float]:
+        draw, shape = Draw(_CPU, self.seed), self._shape(dtype, max(self.batch), max(self.k))
+        rows = make_rows(shape, self._sequences(dtype), draw)
+        return rows, draw, random_row_bandwidth(rows, draw.generator)
 
     def _sequences(self, dtype: str) -> int:
         """How many sequences' rows are held; ValueError when not even one fits."""
@@ -250,7 +237,8 @@ class HostAttention(timed.TimedTogether):
             for cell, ways in sizes
             for name in ("cpp", "torch")
         )
-        title = f"attention over chosen rows in host memory, {timed.thread_count(results.setup['threads'])}"
+        threads = timed.thread_count(results.setup["threads"])
+        title = f"attention over chosen rows in host memory, {threads}"
         plot_lines(path, lines, title=title, x="rows of a head", y="ms", log_x=True, log_y=True)
 
 
