@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -116,15 +116,17 @@ class HostAttention(timed.TimedTogether):
         if dtype not in self._stored:
             progress.say(f"{dtype}: making rows")
             self._stored.clear()
-            self._stored[dtype] = self._store(dtype)
+            draw = Draw(_CPU, self.seed)
+            every = make_rows(self._largest(dtype), self._sequences(dtype), draw)
+            self._stored[dtype] = every, draw, random_row_bandwidth(every, draw.generator)
         every, draw, random_bandwidth = self._stored[dtype]
-        shape = self._shape(dtype, batch, k)
+        shape = replace(self._largest(dtype), batch=batch, top_k=k)
         rows = PagedRows(every.chunks, every.table[:batch], self.dim)
         query, ids = draw.query(shape), partial(draw.ids, shape, k)
         ways = make_ways(shape, self._threads)
         errors = check_ways(ways, query, rows, ids())
         seconds = time_ways(ways, query, rows, ids, self.repeats)
-        moved = shape.vectors(2 * shape.selected)
+        moved = shape.count("2 B H K D x")
         return [
             (row := timed.calls_row(seconds[cell["cache"]]))
             | {
@@ -152,16 +154,11 @@ class HostAttention(timed.TimedTogether):
         """Of the last dtype: rows for the largest batch, what draws, bandwidth of random rows."""
         return {}
 
-    def _store(self, dtype: str) -> tuple[PagedRows, Draw, float]:
-        draw, shape = Draw(_CPU, self.seed), self._shape(dtype, max(self.batch), max(self.k))
-        rows = make_rows(shape, self._sequences(dtype), draw)
-        return rows, draw, random_row_bandwidth(rows, draw.generator)
-
     def _sequences(self, dtype: str) -> int:
         """How many sequences' rows are held; ValueError when not even one fits."""
-        shape = self._shape(dtype, max(self.batch), max(self.k))
-        each = shape.pages * PAGE_LEN * shape.vectors(2 * shape.heads)
-        work = _WORK_COPIES * shape.selected * 2 * self.dim * torch.float32.itemsize
+        shape = self._largest(dtype)
+        each = shape.pages * PAGE_LEN * shape.count("2 H D x")
+        work = _WORK_COPIES * shape.count("2 B H K D f32")
         free = available_host_memory()
         limit = free // 2 if self.memory is None else self.memory
         if each + work > min(limit, free):
@@ -173,10 +170,9 @@ class HostAttention(timed.TimedTogether):
             )
         return min(shape.batch, (min(limit, free) - work) // each)
 
-    def _shape(self, dtype: str, batch: int, k: int) -> KernelShape:
-        return KernelShape(
-            self.tokens, batch, self.heads, self.group, self.dim, DTYPES[dtype], top_k=k
-        )
+    def _largest(self, dtype: str) -> KernelShape:
+        sizes = (self.tokens, max(self.batch), self.heads, self.group, self.dim)
+        return KernelShape(*sizes, DTYPES[dtype], max(self.k))
 
     @classmethod
     def table(cls, results: Results) -> str:
@@ -188,11 +184,7 @@ class HostAttention(timed.TimedTogether):
 
         def held(cell: Cell, row: Row) -> str:
             count = row["cpp"]["sequences_held"] if "cpp" in row else cell["batch"]
-            return (
-                str(cell["batch"])
-                if count == cell["batch"]
-                else f"{cell['batch']} (rows of {count})"
-            )
+            return f"{cell['batch']}" + (f" (rows of {count})" if count != cell["batch"] else "")
 
         def ratio(row: Row, name: str) -> str:
             return f"{row['torch'][name] / row['cpp'][name]:.2f}"

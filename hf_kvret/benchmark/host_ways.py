@@ -71,7 +71,7 @@ def _torch_ways(shape: KernelShape) -> dict[str, Way]:
     would be timed together with the system's clearing of memory.
     """
     dim = shape.head_dim
-    gathered = torch.empty(shape.all_heads, shape.top_k, 2 * dim, dtype=shape.dtype)
+    gathered = torch.empty(shape.batch * shape.heads, shape.top_k, 2 * dim, dtype=shape.dtype)
 
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         # The query heads of a group stand where sdpa has the queries of one head: without a mask

@@ -137,7 +137,7 @@ class Kernels(timed.TimedTogether):
         repeats = {way: max(1, int(min(self.repeats, self.limit / expected[way]))) for way in ways}
         calls = {way: partial(call.run, way) for way in ways}
         seconds = time_calls(calls, repeats, self._flush, device)
-        work, sizes = op.work(shape), op.sizes(shape)
+        work, sizes = op.work(shape), shape.tell(op.sizes)
         return [
             (row := timed.calls_row(seconds[way]))
             | {

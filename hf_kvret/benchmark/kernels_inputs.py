@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.methods.ctkvr import CTkvrConfig
+from hf_kvret.methods.paris import ParisConfig
+from hf_kvret_kernels.higgs import HiggsCodec
 from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paris import rotated_dim
 
 PAGE_LEN = 64
+CTKVR, PARIS = CTkvrConfig(), ParisConfig()
+_BITS = RetrievalConfig.bits
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,7 @@ class KernelShape:
         batch: sequences B.
         heads, group, head_dim: KV heads H, query heads G of each, head dim D.
         dtype: of keys, values and queries as a model has them.
-        top_k: tokens that a head selects.
+        top_k: tokens that a head selects, K.
         codewords: C of a codebook.
         rank: numbers of a proxy, r.
     """
@@ -41,31 +50,6 @@ class KernelShape:
         return self.heads * self.group
 
     @property
-    def all_heads(self) -> int:
-        """KV heads of all sequences, B * H."""
-        return self.batch * self.heads
-
-    @property
-    def queries(self) -> int:
-        """Query heads of all sequences, B * Hq."""
-        return self.batch * self.query_heads
-
-    @property
-    def tokens(self) -> int:
-        """Of all KV heads, B * H * n."""
-        return self.all_heads * self.length
-
-    @property
-    def selected(self) -> int:
-        """Tokens that all KV heads select."""
-        return self.all_heads * self.top_k
-
-    @property
-    def mask_bytes(self) -> int:
-        """A byte a token of a sequence."""
-        return self.batch * self.length
-
-    @property
     def pages(self) -> int:
         """Of a sequence in a paged store."""
         return -(-self.length // PAGE_LEN)
@@ -75,9 +59,64 @@ class KernelShape:
         """Factor of the dot products."""
         return self.head_dim**-0.5
 
-    def vectors(self, count: int) -> int:
-        """Bytes of ``count`` vectors of the head dim in ``dtype``."""
-        return count * self.head_dim * self.dtype.itemsize
+    def count(self, terms: str) -> int:
+        """A sum of products of numbers and ``SIZES``: ``"B H n D f32 + B n"`` are bytes of keys in
+        fp32 and of a mask."""
+        products = (math.prod(map(self._size, term.split())) for term in terms.split("+"))
+        return sum(products)
+
+    def tell(self, text: str) -> str:
+        """A text with ``SIZES`` in braces, as ``"rank {r}"``."""
+        known = {name: size(self) for name, size in SIZES.items() if f"{{{name}" in text}
+        return text.format(**known)
+
+    def _size(self, word: str) -> int:
+        return SIZES[word](self) if word in SIZES else int(word)
+
+
+def coded(shape: KernelShape) -> HiggsCodec:
+    """With the largest groups that a head is made of."""
+    return HiggsCodec(_BITS, shape.head_dim & -shape.head_dim)
+
+
+def _candidates(shape: KernelShape) -> int:
+    beta, _ = PARIS.ratios(shape.length)
+    return min(shape.length, max(shape.top_k, math.ceil(beta * shape.length)))
+
+
+SIZES: dict[str, Callable[[KernelShape], int]] = {
+    "B": lambda s: s.batch,
+    "H": lambda s: s.heads,
+    "Hq": lambda s: s.query_heads,
+    "G": lambda s: s.group,
+    "D": lambda s: s.head_dim,
+    "n": lambda s: s.length,
+    "K": lambda s: s.top_k,
+    "C": lambda s: s.codewords,
+    "r": lambda s: s.rank,
+    # Centroids of CTkvr at that length, and keys of a list.
+    "L": lambda s: CTKVR.centroids_for(s.length),
+    "listed": lambda s: CTKVR.list_len(s.length, s.top_k),
+    # ParisKV: the head dim as it is rotated, subspaces, patterns of signs in one; candidates.
+    "P": lambda s: rotated_dim(s.head_dim),
+    "S": lambda s: rotated_dim(s.head_dim) // PARIS.subspace_dim,
+    "patterns": lambda s: 1 << PARIS.subspace_dim,
+    "best": _candidates,
+    # Bytes of its sign bits, and of magnitudes, three bits a coordinate.
+    "signs": lambda s: rotated_dim(s.head_dim) // 8,
+    "magnitudes": lambda s: 3 * rotated_dim(s.head_dim) // 8,
+    # Coded rows: bits of a number, numbers of a group, bytes of a vector with its scales.
+    "bits": lambda s: _BITS,
+    "together": lambda s: coded(s).group,
+    "coded": lambda s: coded(s).code_bytes(s.head_dim) + coded(s).scale_bytes(s.head_dim),
+    # Bytes of a number: of the model's, or of a dtype.
+    "x": lambda s: s.dtype.itemsize,
+    "f32": lambda s: 4,
+    "i32": lambda s: 4,
+    "bf16": lambda s: 2,
+    "i16": lambda s: 2,
+}
+"""What ``count`` and ``tell`` know, by a letter or a word."""
 
 
 class Draw:

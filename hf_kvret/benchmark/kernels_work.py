@@ -11,7 +11,6 @@ import torch
 from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
 from hf_kvret_kernels.host_attention import why_not
 
-FP32_BYTES = ID_BYTES = 4
 SCORE_ERROR = 1e-3
 """Of sums of products in fp32, taken in another order."""
 ATTENTION_ERRORS = {torch.float32: 1e-4, torch.float16: 2**-9, torch.bfloat16: 2**-6}
@@ -19,7 +18,6 @@ ATTENTION_ERRORS = {torch.float32: 1e-4, torch.float16: 2**-9, torch.bfloat16: 2
 
 Error = Callable[[Sequence[Any], Sequence[Any]], float]
 """``(found, naive's)`` to a number, 0 for equal."""
-Count = Callable[[KernelShape], int]
 
 
 @dataclass(frozen=True)
@@ -94,13 +92,13 @@ class KernelOp:
 
     Attributes:
         name: on the command line, the folder first.
-        read, written: bytes that a call needs, see ``Work``.
+        read, written: bytes that a call needs, as ``KernelShape.count`` takes them; see ``Work``.
         products: its multiply-adds.
         inputs: draws inputs; what it returns takes ``backend`` and returns one tensor or several.
         check: the error of a way against plain torch, and the largest that rounding explains, maybe
-            by dtype; None for scores, ``(distance, SCORE_ERROR)``.
+            by dtype.
         error_of: makes the error of what ``inputs`` returned, where it depends on the inputs.
-        sizes: what else the work depends on, for the table.
+        sizes: what else the work depends on, for the table, as ``KernelShape.tell`` takes it.
         stored: bytes that lie in memory too, as a store of which a call reads some rows.
         copies: as many times its inputs and outputs a call may hold in memory, about; the way in
             torch needs the most.
@@ -108,24 +106,24 @@ class KernelOp:
     """
 
     name: str
-    read: Count
-    written: Count
-    products: Count = lambda shape: 0
+    read: str
+    written: str
+    products: str = "0"
     inputs: Callable[[KernelShape, Draw], Callable[..., Any]]
-    check: tuple[Error, float | Mapping[torch.dtype, float]] | None = None
+    check: tuple[Error, float | Mapping[torch.dtype, float]]
     error_of: Callable[[Any], Error] | None = None
-    sizes: Callable[[KernelShape], str] = lambda shape: ""
-    stored: Count = lambda shape: 0
+    sizes: str = ""
+    stored: str = "0"
     copies: int = 4
     compiled: bool = False
 
     def work(self, shape: KernelShape) -> Work:
         """The bytes and multiply-adds that a call needs."""
-        return Work(self.read(shape), self.written(shape), self.products(shape))
+        return Work(*map(shape.count, (self.read, self.written, self.products)))
 
     def held_bytes(self, shape: KernelShape) -> int:
         """Memory that a call takes with its inputs, about."""
-        return self.copies * self.work(shape).moved_bytes + self.stored(shape)
+        return self.copies * self.work(shape).moved_bytes + shape.count(self.stored)
 
     def backends(self, device: torch.device) -> tuple[str, ...]:
         """Those that this operation has there, the one that ``"auto"`` means first."""
@@ -135,8 +133,7 @@ class KernelOp:
 
     def prepare(self, shape: KernelShape, draw: Draw) -> Call:
         """A call with inputs of its own, and its check."""
-        call = self.inputs(shape, draw)
-        error, allowed = self.check or (distance, SCORE_ERROR)
+        call, (error, allowed) = self.inputs(shape, draw), self.check
         if self.error_of is not None:
             error = self.error_of(call)
         tolerance = allowed[shape.dtype] if isinstance(allowed, Mapping) else allowed

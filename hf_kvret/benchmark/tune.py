@@ -155,7 +155,7 @@ class Tune(Measurement):
             **sizes,
         )
         rows = _place(cell)
-        timed.check_host_memory(shape.vectors(2 * shape.tokens) if rows == "host" else 0)
+        timed.check_host_memory(shape.count("2 B H n D x") if rows == "host" else 0)
         draw = Draw(torch.device(self.device), self.seed)
         case = TUNE_OPS[cell["op"]].prepare(shape, rows, draw)
         found = search(case, self._timer)
