@@ -15,6 +15,7 @@ import torch
 from hf_kvret.benchmark import timed
 from hf_kvret.benchmark.index_build_keys import (
     RECENT,
+    LayerKeys,
     LayerShape,
     Source,
     check_memory,
@@ -153,27 +154,23 @@ class IndexBuild(Measurement):
         return random_source(LayerShape(**given), dtype, self.device, self.seed)
 
     @cached_property
-    def _held(self) -> dict[str, Any]:
-        """The layer's keys, the prompt of the last length, seconds that are expected of a way."""
-        return {}
+    def _layer(self) -> LayerKeys:
+        """Keys for the longest length; ValueError where they do not fit into memory."""
+        tokens = max(self.context) + RECENT + self.queries
+        check_memory(self.source.shape, tokens, DTYPES[self.dtype], self.device)
+        return self.source.read(tokens)
 
     @cached_property
-    def _warm(self) -> set[str]:
-        """Ways that have been called."""
-        return set()
+    def _held(self) -> dict[str, Any]:
+        """Ways that are warm, the prompt of the last length, seconds expected of the next way."""
+        return {"warm": set()}
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
-        """Ascending lengths, for keys that are made once; ValueError where they do not fit."""
+        """One by one, with the time that is expected after shorter lengths."""
         for way in self.ways.values():
             if isinstance(way, MethodWay):
                 way.check(self.source.shape.dim)
-        waiting = self.waiting(results)
-        lengths = [cell["length"] for cell in waiting if self.ways[cell["cache"]] is not None]
-        if lengths:
-            tokens = max(lengths) + RECENT + self.queries
-            check_memory(self.source.shape, tokens, DTYPES[self.dtype], self.device)
-            self._held["layer"] = self.source.read(tokens)
-        for cell in waiting:
+        for cell in self.waiting(results):
             known = [
                 (other["length"], row["seconds"])
                 for other, row in results
@@ -195,10 +192,10 @@ class IndexBuild(Measurement):
             why = f"skipped: over --limit {self.limit:g} s, expected {expected:,.0f} s"
             return [{"skipped": why, "expected_seconds": expected}]
         prompt = self._prompt(cell["length"])
-        if way.name not in self._warm:
+        if way.name not in self._held["warm"]:
             short = min(cell["length"], _WARMUP_TOKENS)
-            way.prepare(Prompt.of(self._held["layer"], short, 1, self.top_k))()
-            self._warm.add(way.name)
+            way.prepare(Prompt.of(self._layer, short, 1, self.top_k))()
+            self._held["warm"].add(way.name)
         index, seconds = time_builds(way.prepare(prompt), self.repeats, self.limit, prompt)
         settings = {"settings": way.settings(prompt)}
         return [timed.calls_row(seconds) | settings | judge(way, index, prompt)]
@@ -210,8 +207,7 @@ class IndexBuild(Measurement):
     def _prompt(self, length: int) -> Prompt:
         if "prompt" not in self._held or len(self._held["prompt"]) != length:
             self._held.pop("prompt", None)
-            made = Prompt.of(self._held["layer"], length, self.queries, self.top_k)
-            self._held["prompt"] = made
+            self._held["prompt"] = Prompt.of(self._layer, length, self.queries, self.top_k)
         return self._held["prompt"]
 
     @classmethod

@@ -12,17 +12,24 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.benchmark import timed
+from hf_kvret.benchmark.kernels_attention import ATTENTION_OPS, HIGGS_OPS
 from hf_kvret.benchmark.kernels_clock import CacheFlush, measure_products, time_calls, time_once
+from hf_kvret.benchmark.kernels_codebook import CODEBOOK_OPS, SEARCH_OPS
 from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
-from hf_kvret.benchmark.kernels_ops import OPS, choose_ops
+from hf_kvret.benchmark.kernels_paris import PARIS_OPS
 from hf_kvret.benchmark.kernels_tables import kernels_table, plot_kernels
-from hf_kvret.benchmark.kernels_work import Call, Rates
+from hf_kvret.benchmark.kernels_work import Call, KernelOp, Rates
 from hf_kvret.benchmark.timing import measure_bandwidth
 from hf_kvret.evaluation import common_options as common
 from hf_kvret.evaluation.arguments import DTYPES, check_device, known_names, names
 from hf_kvret.evaluation.measurement import Progress, Row
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell, Results
+
+OPS: dict[str, KernelOp] = {
+    op.name: op for op in (*CODEBOOK_OPS, *SEARCH_OPS, *PARIS_OPS, *HIGGS_OPS, *ATTENTION_OPS)
+}
+"""By name. One more is a ``KernelOp`` in one of these tuples."""
 
 _BACKENDS = ("auto", "naive", "triton", "cpp")
 _SIZES = ("heads", "group", "head_dim", "top_k", "codewords", "rank")
@@ -184,3 +191,23 @@ def _check(
             # The first call may have compiled something.
             _, expected[way] = time_once(partial(call.run, way), device)
     return errors, {way: max(taken, 1e-9) for way, taken in expected.items()}
+
+
+def choose_ops(wanted: Sequence[str]) -> dict[str, KernelOp]:
+    """The operations by name; ``"codebook"`` stands for all whose names begin with ``codebook.``.
+
+    Raises:
+        ValueError: an unknown name, one twice, or none.
+    """
+    found: dict[str, KernelOp] = {}
+    for name in wanted:
+        some = [known for known in OPS if known == name or known.startswith(f"{name}.")]
+        if not some:
+            raise ValueError(f"--ops {name}: choose of {', '.join(OPS)}")
+        twice = [known for known in some if known in found]
+        if twice:
+            raise ValueError(f"--ops {','.join(wanted)}: {twice[0]} is named twice")
+        found |= {known: OPS[known] for known in some}
+    if not found:
+        raise ValueError(f"--ops is empty: choose of {', '.join(OPS)}")
+    return found

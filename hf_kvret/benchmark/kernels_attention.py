@@ -49,8 +49,8 @@ def _attend_coded(shape: KernelShape, draw: Draw) -> Any:
     parts = _draw_coded(shape, draw, (table.numel(), shape.heads, PAGE_LEN), 2)
     rows = PagedRows([torch.cat(parts, dim=-1)], table, 2 * codec.code_bytes(dim))
     query, ids = draw.query(shape), draw.ids(shape, shape.top_k)
-    sizes = {"key_dim": dim, "value_dim": dim, "scale": shape.scale}
-    return partial(higgs.attend, query, rows, ids, codec, **sizes)
+    attend = partial(higgs.attend, query, rows, ids, codec, scale=shape.scale)
+    return partial(attend, key_dim=dim, value_dim=dim)
 
 
 def _draw_coded(

@@ -42,8 +42,9 @@ def _code_error(found: Sequence[Any], want: Sequence[Any]) -> float:
 def _collisions(shape: KernelShape, draw: Draw, **more: Any) -> Any:
     sign, queries = _draw_codes(shape, draw).sign, _draw_queries(shape, draw)
     counts = paris.count_centroids(sign, m=_M)
-    given = {"rho": PARIS.ratios(shape.length)[1], "tiers": PARIS.tiers, "m": _M}
-    return partial(paris.collisions, queries, counts, sign, **given, **more)
+    _, rho = PARIS.ratios(shape.length)
+    tiers = PARIS.tiers
+    return partial(paris.collisions, queries, counts, sign, rho=rho, tiers=tiers, m=_M, **more)
 
 
 def _best(shape: KernelShape, draw: Draw) -> Any:

@@ -15,8 +15,7 @@ from tqdm import tqdm
 from hf_kvret.benchmark import timed
 from hf_kvret.benchmark.kernels_clock import CacheFlush, time_calls
 from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
-from hf_kvret.benchmark.tune_cases import TUNE_OPS
-from hf_kvret.benchmark.tune_search import MARGIN, Timer, search
+from hf_kvret.benchmark.tune_search import MARGIN, TUNE_OPS, Timer, search
 from hf_kvret.evaluation import common_options as common
 from hf_kvret.evaluation.arguments import DTYPES, check_device, known_names
 from hf_kvret.evaluation.measurement import Measurement, Progress, Row

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from hf_kvret.benchmark import kernels, kernels_clock, timed
-from hf_kvret.benchmark.kernels import Kernels
+from hf_kvret.benchmark.kernels import OPS, Kernels
 from hf_kvret.benchmark.kernels_clock import CacheFlush, measure_products, time_calls, time_once
-from hf_kvret.benchmark.kernels_ops import OPS
 from hf_kvret.benchmark.kernels_work import Call, KernelOp
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results

@@ -16,8 +16,7 @@ import torch
 from hf_kvret.benchmark import kernels_clock, tune, tune_search
 from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
 from hf_kvret.benchmark.tune import Tune
-from hf_kvret.benchmark.tune_cases import TUNE_OPS
-from hf_kvret.benchmark.tune_search import TuneCase, label, search
+from hf_kvret.benchmark.tune_search import TUNE_OPS, TuneCase, label, search
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
 from hf_kvret_kernels import tuning
