@@ -130,12 +130,9 @@ class Kernels(timed.TimedTogether):
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
         """The ways of one operation and size; MemoryError where the host's would not suffice."""
         op, device, rates = OPS[group[0]["op"]], torch.device(self.device), self._rates
-        shape = KernelShape(
-            length=group[0]["length"],
-            batch=group[0]["batch"],
-            dtype=DTYPES[self.dtype],
-            **{name: getattr(self, name) for name in _SIZES},
-        )
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        sizes |= {name: group[0][name] for name in ("length", "batch")}
+        shape = KernelShape(dtype=DTYPES[self.dtype], **sizes)
         if device.type == "cpu":
             timed.check_host_memory(op.held_bytes(shape))
         call, ways = op.prepare(shape, Draw(device, self.seed)), [cell["cache"] for cell in group]

@@ -28,6 +28,7 @@ from hf_kvret_kernels._dispatch import interpreted
 from hf_kvret_kernels.prompt_attention.choices import FEW_ROWS
 
 _ROWS = ("device", "host")
+_FOUND = ("rule_seconds", "best_seconds", "ratio", "worth_it", "timed", "refused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ class Tune(Measurement):
                 f"--group {self.group}: prompt_attention looks up choices for at most {FEW_ROWS} "
                 "query heads of a KV head; leave it out of --ops"
             )
-        if any(TUNE_OPS[name].chooses for name in self.ops) and max(self.lengths) > self.cold:
+        if any(map(_chooses, self.ops)) and max(self.lengths) > self.cold:
             raise ValueError(
                 f"--lengths {max(self.lengths)} with --cold {self.cold}: more rows can't be "
                 "selected than there are"
@@ -120,7 +121,7 @@ class Tune(Measurement):
             for batch in self.batch
             for length in self.lengths
             # A window is on the device, wherever the store is.
-            for rows in ((self.rows_on or both) if TUNE_OPS[name].chooses else _ROWS[:1])
+            for rows in ((self.rows_on or both) if _chooses(name) else _ROWS[:1])
         ]
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
@@ -145,18 +146,10 @@ class Tune(Measurement):
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
         """Of one operation and size; MemoryError where the host lacks memory."""
         (cell,) = group
-        sizes = {name: getattr(self, name) for name in ("heads", "group", "head_dim")}
-        shape = KernelShape(
-            length=self.cold,
-            batch=cell["batch"],
-            dtype=DTYPES[self.dtype],
-            top_k=cell["length"],
-            **sizes,
-        )
-        rows = _place(cell)
+        sizes = (self.cold, cell["batch"], self.heads, self.group, self.head_dim)
+        shape, rows = KernelShape(*sizes, DTYPES[self.dtype], cell["length"]), _place(cell)
         timed.check_host_memory(shape.count("2 B H n D x") if rows == "host" else 0)
-        draw = Draw(torch.device(self.device), self.seed)
-        case = TUNE_OPS[cell["op"]].prepare(shape, rows, draw)
+        case = TUNE_OPS[cell["op"]](shape, rows, Draw(torch.device(self.device), self.seed))
         found = search(case, self._timer)
         return [
             {
@@ -165,12 +158,7 @@ class Tune(Measurement):
                 "size": case.size._asdict(),
                 "rule": case.op.told(case.rule),
                 "best": case.op.told(found.best),
-                "rule_seconds": found.rule_seconds,
-                "best_seconds": found.best_seconds,
-                "ratio": found.ratio,
-                "worth_it": found.worth_it,
-                "timed": dict(found.timed),
-                "refused": dict(found.refused),
+                **{name: getattr(found, name) for name in _FOUND},
             }
         ]
 
@@ -223,6 +211,11 @@ class Tune(Measurement):
             values[sizes.index(_size(cell))] = row.get("ratio")
         title = f"launches as measured against rules, {_machine(results.setup)}"
         plot_groups(path, sizes, bars, title=title, y="time of the rule / time of the best")
+
+
+def _chooses(op: str) -> bool:
+    """Whether it reads rows that ids name, which may lie on the host."""
+    return op.startswith("gather_")
 
 
 def _place(cell: Cell) -> str:

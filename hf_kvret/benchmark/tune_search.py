@@ -86,25 +86,19 @@ def search(case: TuneCase, timer: Timer) -> Found:
     Errors of the rule's own launch come through. Those of a candidate make it refused.
     """
     want = case.run(case.rule)
-    refused: dict[str, str] = {}
+    wrong: dict[Any, str | None] = {case.rule: None}
     timed: dict[str, float] = {}
-    right = {case.rule}
     best = case.rule
     for _ in range(_PASSES):
         before = best
         for name, values in case.op.space.items():
             if not case.op.counts(name, best):
                 continue
-            others = [replace(best, **{name: value}) for value in values]
-            for rival in others:
-                if rival in right or label(rival) in refused:
-                    continue
-                why = _why_refused(case, rival, want)
-                if why is None:
-                    right.add(rival)
-                else:
-                    refused[label(rival)] = why
-            rivals = [best, *(rival for rival in others if rival in right and rival != best)]
+            rivals = list(dict.fromkeys([best, *(replace(best, **{name: one}) for one in values)]))
+            for rival in rivals:
+                if rival not in wrong:
+                    wrong[rival] = _why_refused(case, rival, want)
+            rivals = [rival for rival in rivals if wrong[rival] is None]
             if len(rivals) > 1:
                 seconds = _medians(case, rivals, timer)
                 timed |= seconds
@@ -114,6 +108,7 @@ def search(case: TuneCase, timer: Timer) -> Found:
         if best == before:
             break
     seconds = _medians(case, list(dict.fromkeys((case.rule, best))), timer)
+    refused = {label(rival): why for rival, why in wrong.items() if why is not None}
     return Found(best, seconds[label(case.rule)], seconds[label(best)], timed | seconds, refused)
 
 
@@ -143,70 +138,51 @@ def _why_refused(case: TuneCase, choice: Any, want: Sequence[torch.Tensor]) -> s
 
 def _failures() -> tuple[type[Exception], ...]:
     """What a launch raises that the compiler, or the device, refuses."""
-    errors = import_module("triton.errors")
-    return (RuntimeError, errors.TritonError)
-
-
-@dataclass(frozen=True)
-class TuneOp:
-    """How cases of an operation are made.
-
-    Attributes:
-        prepare: the case of a shape, whose ``top_k`` is the tokens of a call, with rows on
-            ``"device"`` or ``"host"``.
-        chooses: whether it reads rows that ids name, which may lie on the host.
-    """
-
-    prepare: Callable[[KernelShape, str, Draw], TuneCase]
-    chooses: bool
+    return (RuntimeError, import_module("triton.errors").TritonError)
 
 
 def _chosen(name: str, shape: KernelShape, rows: str, draw: Draw) -> TuneCase:
     """An operation over a store of ``shape.length`` rows, of which ids name ``top_k``."""
     choices, triton = _modules(name)
-    query, stored, ids = draw.chosen_rows(shape, rows)
+    given = query, _, _ = draw.chosen_rows(shape, rows)
+    size = choices.size_of(*given)
 
     def run(choice: Any) -> tuple[torch.Tensor, ...]:
         with launching_on(query):
-            launch = getattr(triton, name)
-            return as_tuple(launch(query, stored, ids, shape.scale, None, choice=choice))
+            return as_tuple(getattr(triton, name)(*given, shape.scale, None, choice=choice))
 
-    size = choices.size_of(query, stored, ids)
     tolerance = SCORE_ERROR if name == "gather_scores" else ATTENTION_ERRORS[shape.dtype]
     return TuneCase(choices.CHOICES, size, choices.rule(size), run, tolerance)
 
 
-def _window(shape: KernelShape, rows: str, draw: Draw, masked: bool) -> TuneCase:
+def _window(masked: bool, shape: KernelShape, rows: str, draw: Draw) -> TuneCase:
     """Attention over a window of ``top_k`` tokens, as a decode step asks: its query sees all."""
     choices, triton = _modules("prompt_attention")
-    query, lead = draw.query(shape), (shape.batch, shape.heads, shape.top_k, shape.head_dim)
-    key, value = (draw.normal(*lead, dtype=shape.dtype) for _ in range(2))
-    valid = None
-    if masked:
-        valid = torch.ones(shape.batch, shape.top_k, dtype=torch.bool, device=draw.device)
+    window = replace(shape, length=shape.top_k)
+    query, key, value = draw.query(window), draw.keys(window), draw.keys(window)
+    size, valid = choices.size_of(query, value, masked), draw.all_valid(window) if masked else None
     # Scale, causal offset, mask, softcap and the dtype of the output.
-    rest = (shape.scale, None, valid, None, torch.float32)
+    given = (query, key, value, shape.scale, None, valid, None, torch.float32)
 
     def run(choice: Any) -> tuple[torch.Tensor, ...]:
         with launching_on(query):
-            return as_tuple(triton.prompt_attention(query, key, value, *rest, choice=choice))
+            return as_tuple(triton.prompt_attention(*given, choice=choice))
 
-    size, rule = choices.size_of(query, value, masked), triton.rule_for(query, value)
+    rule = triton.rule_for(query, value)
     return TuneCase(choices.CHOICES, size, rule, run, ATTENTION_ERRORS[shape.dtype])
 
 
 def _modules(name: str) -> tuple[Any, Any]:
     """Choices and kernels of an operation; they need triton."""
-    choices, triton = (
-        import_module(f"hf_kvret_kernels.{name}.{part}") for part in ("choices", "triton")
-    )
-    return choices, triton
+    folder = f"hf_kvret_kernels.{name}"
+    return import_module(f"{folder}.choices"), import_module(f"{folder}.triton")
 
 
-TUNE_OPS: dict[str, TuneOp] = {
-    "gather_attention": TuneOp(partial(_chosen, "gather_attention"), chooses=True),
-    "gather_scores": TuneOp(partial(_chosen, "gather_scores"), chooses=True),
-    "prompt_attention": TuneOp(partial(_window, masked=False), chooses=False),
-    "prompt_attention.masked": TuneOp(partial(_window, masked=True), chooses=False),
+TUNE_OPS: dict[str, Callable[[KernelShape, str, Draw], TuneCase]] = {
+    "gather_attention": partial(_chosen, "gather_attention"),
+    "gather_scores": partial(_chosen, "gather_scores"),
+    "prompt_attention": partial(_window, False),
+    "prompt_attention.masked": partial(_window, True),
 }
-"""By name on the command line."""
+"""By name on the command line, from a shape, whose ``top_k`` is the tokens of a call, and where
+rows are, ``"device"`` or ``"host"``. Windows are on the device."""

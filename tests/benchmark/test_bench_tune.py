@@ -382,7 +382,7 @@ def test_a_window_is_attended_to_as_a_decode_step_does(
         dtype=torch.float32,
         top_k=8,
     )
-    made = TUNE_OPS[op].prepare(shape, "device", Draw(torch.device("cpu"), 0))
+    made = TUNE_OPS[op](shape, "device", Draw(torch.device("cpu"), 0))
     out, _ = made.run(made.rule)
     assert asked == [None] and out.isfinite().all()
 
