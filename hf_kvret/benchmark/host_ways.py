@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from hf_kvret.benchmark import timed
 from hf_kvret.benchmark.kernels_clock import time_calls, wait_until_calm
 from hf_kvret.benchmark.kernels_inputs import PAGE_LEN, Draw, KernelShape
 from hf_kvret.benchmark.kernels_work import ATTENTION_ERRORS, distance
-from hf_kvret.benchmark.timed import check_error
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret_kernels.host_attention import host_attention
 from hf_kvret_kernels.paged import PagedRows
@@ -122,14 +122,14 @@ def check_ways(
     Raises:
         CheckFailed: one is further away than its tolerance, or not finite.
     """
-    want, errors = ways["cpp"](query, rows, ids), {}
-    where = f"of the output with {rows.dtype}, batch {ids.shape[0]} and k {ids.shape[3]}"
-    for name, way in ways.items():
-        if name != "cpp":
-            errors[name] = distance([way(query, rows, ids)], [want])
-            allowed = _NAIVE_TOLERANCE if name == "naive" else TOLERANCES[rows.dtype]
-            check_error(f"cpp and {name}", errors[name], allowed, where)
-    return errors
+    return timed.check_ways(
+        lambda name: (ways[name](query, rows, ids),),
+        ways,
+        "cpp",
+        distance,
+        lambda name: _NAIVE_TOLERANCE if name == "naive" else TOLERANCES[rows.dtype],
+        f"{rows.dtype}, batch {ids.shape[0]}, k {ids.shape[3]}",
+    )
 
 
 def time_ways(

@@ -18,7 +18,7 @@ from hf_kvret.benchmark.kernels_codebook import CODEBOOK_OPS, SEARCH_OPS
 from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
 from hf_kvret.benchmark.kernels_paris import PARIS_OPS
 from hf_kvret.benchmark.kernels_tables import kernels_table, plot_kernels
-from hf_kvret.benchmark.kernels_work import Call, KernelOp, Rates
+from hf_kvret.benchmark.kernels_work import KernelOp, Rates
 from hf_kvret.benchmark.timing import measure_bandwidth
 from hf_kvret.evaluation import common_options as common
 from hf_kvret.evaluation.arguments import DTYPES, check_device, known_names, names
@@ -136,12 +136,18 @@ class Kernels(timed.TimedTogether):
         if device.type == "cpu":
             timed.check_host_memory(op.held_bytes(shape))
         call, ways = op.prepare(shape, Draw(device, self.seed)), [cell["cache"] for cell in group]
-        where = f"at {shape.length} tokens, batch {shape.batch}"
-        errors, expected = _check(f"{op.name}: {{}} and naive", where, call, ways, device)
-        repeats = {way: max(1, int(min(self.repeats, self.limit / expected[way]))) for way in ways}
+        told = f"{op.name} at {shape.length} tokens, batch {shape.batch}"
+        errors = timed.check_ways(
+            call.run, ways, "naive", call.error, lambda way: call.tolerance, told
+        )
         calls = {way: partial(call.run, way) for way in ways}
+        # Not the first calls, which may have compiled something.
+        once = {way: time_once(calls[way], device)[1] for way in ways}
+        repeats = {
+            way: max(1, int(min(self.repeats, self.limit / max(once[way], 1e-9)))) for way in ways
+        }
         seconds = time_calls(calls, repeats, self._flush, device)
-        work, sizes = op.work(shape), shape.tell(op.sizes)
+        work = op.work(shape)
         return [
             (row := timed.calls_row(seconds[way]))
             | {
@@ -158,7 +164,7 @@ class Kernels(timed.TimedTogether):
                 "bandwidth": rates.bandwidth,
                 "product_rates": dict(rates.products),
                 "error": errors.get(way),
-                "sizes": sizes,
+                "sizes": shape.tell(op.sizes),
             }
             for way in ways
         ]
@@ -170,24 +176,6 @@ class Kernels(timed.TimedTogether):
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         plot_kernels(path, results)
-
-
-def _check(
-    both: str, where: str, call: Call, ways: Sequence[str], device: torch.device
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Errors of the ways against plain torch, and seconds that a call of each takes, about.
-
-    CheckFailed where an error is above what rounding explains.
-    """
-    want, seconds = time_once(partial(call.run, "naive"), device)
-    errors, expected = {}, {"naive": seconds}
-    for way in ways:
-        if way != "naive":
-            errors[way] = call.error(call.run(way), want)
-            timed.check_error(both.format(way), errors[way], call.tolerance, where)
-            # The first call may have compiled something.
-            _, expected[way] = time_once(partial(call.run, way), device)
-    return errors, {way: max(taken, 1e-9) for way, taken in expected.items()}
 
 
 def choose_ops(wanted: Sequence[str]) -> dict[str, KernelOp]:

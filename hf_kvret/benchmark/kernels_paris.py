@@ -48,7 +48,8 @@ def _collisions(shape: KernelShape, draw: Draw, **more: Any) -> Any:
 
 
 def _best(shape: KernelShape, draw: Draw) -> Any:
-    return partial(paris.candidates, *_collisions(shape, draw)(), shape.count("best"))
+    points, histogram = _collisions(shape, draw)()
+    return partial(paris.candidates, points, histogram, shape.count("best"))
 
 
 def _rerank(shape: KernelShape, draw: Draw) -> Any:

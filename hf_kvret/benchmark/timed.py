@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -69,14 +70,29 @@ def check_host_memory(needed: int) -> None:
         raise MemoryError(f"predicted: {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB free")
 
 
-def check_error(ways: str, error: float, tolerance: float, where: str) -> None:
-    """CheckFailed where ``ways``, as "cpp and naive", differ by more than ``tolerance``."""
-    # A comparison with NaN is false, so that NaN fails.
-    if not error <= tolerance:
-        raise CheckFailed(
-            f"{ways} differ by {error:.1e} {where}; allowed are {tolerance:.1e}. Nothing was "
-            "reported of them"
-        )
+def check_ways(
+    run: Callable[[str], Any],
+    ways: Iterable[str],
+    reference: str,
+    error: Callable[[Any, Any], float],
+    tolerance: Callable[[str], float],
+    of: str,
+) -> dict[str, float]:
+    """The errors of what ``ways`` return against that of ``reference``, which is left out.
+
+    CheckFailed where one is above its tolerance; ``of`` says what was run.
+    """
+    want, errors = run(reference), {}
+    for way in ways:
+        if way != reference:
+            errors[way] = error(run(way), want)
+            # A comparison with NaN is false, so that NaN fails.
+            if not errors[way] <= tolerance(way):
+                raise CheckFailed(
+                    f"{of}: {way} and {reference} differ by {errors[way]:.1e}; allowed are "
+                    f"{tolerance(way):.1e}. Nothing was reported of them"
+                )
+    return errors
 
 
 def calls_row(seconds: Sequence[float]) -> Row:

@@ -291,7 +291,7 @@ def test_nothing_is_reported_of_a_library_that_is_wrong_and_other_sizes_go_on(
         patched.setattr(bench_module, "make_ways", wrong)
         assert measure(*arguments, "--plot", str(tmp_path / "h.png")) == 1
     said = capsys.readouterr()
-    assert "Nothing was reported" in said.err and "cpp and sdpa differ by" in said.out
+    assert "Nothing was reported" in said.err and "sdpa and cpp differ by" in said.out
     rows = rows_of(file)
     assert [key[3] for key, row in rows.items() if "check_failed" in row] == [16] * 5
     assert [key[3] for key, row in rows.items() if "seconds" in row] == [32] * 5
