@@ -117,6 +117,13 @@ class IndexBuild(Measurement):
         for name in _ONLY[other]:
             if getattr(self, name) is not None:
                 raise ValueError(f"--{name} belongs to --keys {other}: leave one of them out")
+        needle = self._model == "needle"
+        if self.keys == "model" and needle == (self.text is not None):
+            raise ValueError(
+                "--model needle reads documents of its own language: leave --text out"
+                if needle
+                else "--keys model reads a text: give --text FILE"
+            )
         check_device(self.device)
         if not self.cells():
             raise ValueError("--methods and --faiss are empty: name an index to make")
@@ -134,6 +141,10 @@ class IndexBuild(Measurement):
         """Those without a time."""
         return [cell for cell in self.cells() if "seconds" not in (results.find(cell) or {})]
 
+    @property
+    def _model(self) -> str:
+        return self.model or default_model()
+
     @cached_property
     def ways(self) -> dict[str, Way | None]:
         """By name; None for what is not installed."""
@@ -147,7 +158,7 @@ class IndexBuild(Measurement):
         """Where keys come from; a model is loaded."""
         dtype = DTYPES[self.dtype]
         if self.keys == "model":
-            subject = load_subject(self.model or default_model(), dtype, self.device)
+            subject = load_subject(self._model, dtype, self.device)
             needed = max(self.context) + RECENT + self.queries
             return model_source(subject, self.text, self.layer, needed, self.seed)
         given = {name: getattr(self, name) or usual for name, usual in _RANDOM_SHAPE.items()}

@@ -169,13 +169,13 @@ def model_source(
     """Those of a model's layer while it reads the beginning of a text; of all layers meanwhile.
 
     Args:
-        text: of at least ``needed`` tokens; None for the model ``needle``, which has a language of
-            its own and reads documents drawn with ``seed``.
+        text: of at least ``needed`` tokens; None for documents in the language of the model
+            ``needle``, drawn with ``seed``.
         layer: None for the middle one.
 
     Raises:
-        ValueError: no text or one that is too short, or a layer without full attention. ``read``
-            raises it for more tokens than the model has positions for.
+        ValueError: a text that is too short, no tokenizer, or a layer without full attention.
+            ``read`` raises it for more tokens than the model has positions for.
         FileNotFoundError: no such text.
     """
     ids, told = _model_tokens(subject, text, needed, seed)
@@ -199,20 +199,12 @@ def _model_tokens(
     subject: Subject, text: Path | None, needed: int, seed: int
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Token ids, and what they are, for JSON."""
-    if subject.name == "needle":
-        if text is not None:
-            raise ValueError(
-                "--model needle reads no text: leave --text out, and documents of its own language "
-                "are read"
-            )
+    if text is None:
         # Whole documents, so that a longer text begins as a shorter one does.
         count = -(-needed // _DOCUMENT_LEN) * _DOCUMENT_LEN
         ids = torch.cat(list(needle_documents(count, _DOCUMENT_LEN, seed)))
         return ids, {"text": "needle language"}
-    tokenizer = subject.need_tokenizer("--keys model")
-    if text is None:
-        raise ValueError("--keys model reads a text: give --text FILE")
-    ids = token_ids(tokenizer, read_text(text))
+    ids = token_ids(subject.need_tokenizer("--keys model"), read_text(text))
     if len(ids) < needed:
         raise ValueError(
             f"--text {text} has {len(ids)} tokens, the longest --context, {RECENT} recent ones and "
