@@ -87,8 +87,6 @@ class HostAttention(timed.TimedTogether):
         reason = host.why_not()
         if reason:
             raise ModuleNotFoundError(f"bench host-attention has nothing to measure: {reason}")
-        for dtype in self.dtypes:
-            self._sequences(dtype)
 
     def surroundings(self) -> AbstractContextManager[Any]:
         """torch has ``--threads``."""
@@ -108,6 +106,12 @@ class HostAttention(timed.TimedTogether):
             for k in self.k
             for way in _WAYS
         ]
+
+    def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
+        """Sizes one by one; ValueError for rows that don't fit into memory."""
+        for dtype in dict.fromkeys(cell["dtype"] for cell in self.waiting(results)):
+            self._sequences(dtype)
+        yield from super().plan(results)
 
     @torch.inference_mode()
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:

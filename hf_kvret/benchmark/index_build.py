@@ -100,8 +100,7 @@ class IndexBuild(Measurement):
     queries: int = common.count_option(32, "after the prompt, for the recall")
     repeats: int = common.repeats_option(3, "timed builds of each index")
     limit: float = common.limit_option(
-        300.0,
-        "leave out an index that is expected to take longer, by its time for shorter prompts",
+        300.0, "leave out an index that is expected to take longer, by its time for shorter prompts"
     )
     dtype: str = common.dtype_option()
     device: str = common.device_option()

@@ -69,6 +69,7 @@ class Tune(Measurement):
         None,
         "where selected rows lie, of device, host; default: both on a GPU, else device",
         kind=known_names(_ROWS),
+        metavar="ROWS",
         name="--rows",
     )
     cold: int = common.count_option(32_768, "tokens of a store that rows are selected from")

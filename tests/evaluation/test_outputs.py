@@ -27,7 +27,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         "hf_kvret.evaluation.demo_command.load_bundled_model",
         "hf_kvret.evaluation.command.choose_caches",
         "hf_kvret.benchmark.command.load_shape",
-        "hf_kvret.benchmark.kernels._understand",
+        "hf_kvret.benchmark.kernels.Kernels.check",
         "hf_kvret.calibration.command.load_subject",
     ):
         monkeypatch.setattr(place, lambda *given: pytest.fail("work has begun"))
