@@ -144,7 +144,7 @@ def test_a_bad_number_is_refused_by_the_name_of_its_option(
 ) -> None:
     (tmp_path / "novel.txt").write_text("The grass is green. " * 200)
     monkeypatch.setattr("hf_kvret.cli.make_parser", lambda: PARSER)
-    for module in ("evaluation.command", "calibration.command", "benchmark.index_build_source"):
+    for module in ("evaluation.command", "calibration.command", "benchmark.index_build"):
         monkeypatch.setattr(f"hf_kvret.{module}.load_subject", _begun)
     monkeypatch.setattr("hf_kvret.evaluation.demo_command.load_bundled_model", _begun)
     monkeypatch.setattr("hf_kvret.benchmark.command._prepare", _begun)

@@ -2,239 +2,259 @@
 
 from __future__ import annotations
 
-import argparse
-import os
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from tqdm import tqdm
 
-from hf_kvret.benchmark.host_tables import host_table, plot_host
-from hf_kvret.benchmark.host_torch import HostShape
+from hf_kvret.benchmark import timed
 from hf_kvret.benchmark.host_ways import (
+    TORCH_WAYS,
     check_ways,
-    draw_ids,
     make_rows,
     make_ways,
     random_row_bandwidth,
     time_ways,
 )
+from hf_kvret.benchmark.kernels_inputs import PAGE_LEN, Draw, KernelShape
 from hf_kvret.benchmark.limits import available_host_memory, byte_count
-from hf_kvret.benchmark.timing import measure_bandwidth, quartiles
-from hf_kvret.evaluation.arguments import DTYPES, batches, length, lengths, names
-from hf_kvret.evaluation.command import add_output_options, add_seed_option
-from hf_kvret.evaluation.environment import describe_environment
+from hf_kvret.benchmark.timing import measure_bandwidth
+from hf_kvret.evaluation import common_options as common
+from hf_kvret.evaluation.arguments import DTYPES, known_names, length, processors
+from hf_kvret.evaluation.measurement import Progress, Row
+from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret_kernels import host_attention as host
+from hf_kvret_kernels.paged import PagedRows
 
+_CPU = torch.device("cpu")
+_WAYS = ("cpp", *TORCH_WAYS, "naive")
 # Gathered rows, and fp32 copies of their keys and their values.
 _WORK_COPIES = 3
 
 
-class HostAttention:
+@dataclass(frozen=True, kw_only=True)
+class HostAttention(timed.TimedTogether):
     """Attention over chosen rows in host memory: the compiled kernel against torch."""
 
-    name = "host-attention"
-    summary = "time of the compiled CPU kernel and of torch over the same rows"
-    description = (
+    command: ClassVar[str] = "bench"
+    name: ClassVar[str] = "host-attention"
+    summary: ClassVar[str] = "time of the compiled CPU kernel and of torch over the same rows"
+    description: ClassVar[str] = (
         "Attention over chosen rows in host memory: the compiled kernel against torch. Rows of "
         "--tokens tokens lie in pages; each call attends to --k random ones of them for each KV "
         "head, other ones than the call before. Compiled kernel (cpp) and torch run on the same "
         "number of threads and take turns call by call. A row is the median over --repeats "
         "calls."
     )
-    examples = (
+    examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret bench host-attention --k 256,1K,4K,16K --batch 1,8 --threads 2 --json host.json",
     )
 
-    def table(self, results: Results) -> str:
-        """One line for each size, all ways in it."""
-        return host_table(results)
-
-    def plot(self, path: Path, results: Results) -> None:
-        """Milliseconds against k, the library and the quickest way in torch."""
-        plot_host(path, results)
-
-
-def add_host_options(parser: argparse.ArgumentParser) -> None:
-    """Sizes, threads and where results go."""
-    parser.add_argument("--k", type=lengths, default=lengths("256,1K,4K,16K"), help="rows a head")
-    parser.add_argument("--batch", type=batches, default=[1], help="as 1,8")
-    parser.add_argument("--dtypes", default="bfloat16,float32", help=f"of {', '.join(DTYPES)}")
-    parser.add_argument("--tokens", type=length, default=length("128K"), help="of a sequence")
-    parser.add_argument("--heads", type=int, default=8, help="KV heads")
-    parser.add_argument("--group", type=int, default=4, help="query heads of a KV head")
-    parser.add_argument("--dim", type=int, default=128, help="of a key, and of a value")
-    parser.add_argument(
-        "--threads", type=int, help="of both; default: torch's, no more than processors"
+    k: tuple[int, ...] = common.lengths_option((256, 1024, 4096, 16_384), "rows a head")
+    batch: tuple[int, ...] = common.batch_option()
+    dtypes: tuple[str, ...] = option(
+        ("bfloat16", "float32"), f"of {', '.join(DTYPES)}", kind=known_names(DTYPES)
     )
-    parser.add_argument("--repeats", type=int, default=20, help="timed calls of each way")
-    parser.add_argument(
-        "--memory",
-        type=byte_count,
-        metavar="SIZE",
-        help="the most to use, as 6GB; default: half of what is free. Where the rows of a batch "
+    tokens: int = option(131_072, "of a sequence", kind=length)
+    heads: int = common.heads_option()
+    group: int = common.group_option()
+    dim: int = common.dim_option()
+    threads: int | None = common.threads_option(
+        None, "of both; default: torch's, no more than processors"
+    )
+    repeats: int = common.repeats_option(20)
+    memory: int | None = option(
+        None,
+        "the most to use, as 6GB; default: half of what is free. Where the rows of a batch "
         "take more, its sequences share rows, and the table says so",
+        kind=byte_count,
+        metavar="SIZE",
     )
-    add_seed_option(parser)
-    add_output_options(parser)
+    seed: int = common.seed_option()
 
+    def check(self) -> None:
+        """ModuleNotFoundError where the library was not built."""
+        if max(self.k) > self.tokens:
+            raise ValueError(
+                f"--k {max(self.k)}: a head can't choose more than --tokens {self.tokens}"
+            )
+        reason = host.why_not()
+        if reason:
+            raise ModuleNotFoundError(f"bench host-attention has nothing to measure: {reason}")
 
-def measure_host(options: argparse.Namespace) -> Results:
-    """Measure what ``options`` name and ``--json`` does not hold yet; returns all of it.
+    def surroundings(self) -> AbstractContextManager[Any]:
+        """torch has ``--threads``."""
+        return timed.torch_threads(self._threads)
 
-    torch's number of threads is changed meanwhile.
+    def setup(self) -> dict[str, Any]:
+        sizes = ("tokens", "heads", "group", "dim", "repeats", "seed")
+        machine = ("processor", "threads", "versions")
+        return timed.describe(self, *sizes, machine=machine) | {"path": host.paths()[0]}
 
-    Raises:
-        ValueError: sizes that make no sense, or rows that do not fit into memory.
-        ModuleNotFoundError: the library was not built.
-        CheckFailed: library and torch disagree.
-    """
-    dtypes = _understand(options)
-    reason = host.why_not()
-    if reason:
-        raise ModuleNotFoundError(f"bench host-attention has nothing to measure: {reason}")
-    before = torch.get_num_threads()
-    torch.set_num_threads(_threads(options))
-    try:
-        return _measure(options, dtypes)
-    finally:
-        torch.set_num_threads(before)
+    def cells(self) -> list[Cell]:
+        return [
+            # Called a cache as in all results, so that the overview of pages finds it.
+            {"cache": way, "dtype": dtype, "batch": batch, "k": k}
+            for dtype in self.dtypes
+            for batch in self.batch
+            for k in self.k
+            for way in _WAYS
+        ]
 
+    def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
+        """Sizes one by one; ValueError for rows that don't fit into memory."""
+        for dtype in dict.fromkeys(cell["dtype"] for cell in self.waiting(results)):
+            self._sequences(dtype)
+        yield from super().plan(results)
 
-def _understand(options: argparse.Namespace) -> dict[str, torch.dtype]:
-    """The dtypes by name; ValueError for what makes no sense."""
-    for name in ("heads", "group", "dim", "repeats"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} {getattr(options, name)}: at least 1")
-    if max(options.k) > options.tokens:
-        raise ValueError(
-            f"--k {max(options.k)}: a head can't choose more than --tokens {options.tokens}"
-        )
-    processors = _processors()
-    if not 1 <= _threads(options) <= processors:
-        raise ValueError(
-            f"--threads {options.threads}: 1 to {processors}, the processors of this process"
-        )
-    chosen = names(options.dtypes)
-    for name in chosen:
-        if name not in DTYPES:
-            raise ValueError(f"--dtypes {name}: choose of {', '.join(DTYPES)}")
-    if not chosen:
-        raise ValueError(f"--dtypes is empty: choose of {', '.join(DTYPES)}")
-    return {name: DTYPES[name] for name in chosen}
-
-
-def _measure(options: argparse.Namespace, dtypes: dict[str, torch.dtype]) -> Results:
-    results = Results("bench host-attention", _setup(options), options.json)
-    sizes = [(batch, k) for batch in options.batch for k in options.k]
-    waiting = {
-        name: [size for size in sizes if not _finished(results, name, *size)] for name in dtypes
-    }
-    todo = {name: some for name, some in waiting.items() if some}
-    if not todo:
-        return results
-    held = {name: _sequences(options, dtypes[name]) for name in todo}
-    bandwidth = measure_bandwidth(torch.device("cpu")).device
-    with tqdm(total=sum(map(len, todo.values())), desc="host-attention", unit="size") as bar:
-        for name, some in todo.items():
-            _measure_dtype(options, name, some, held[name], bandwidth, results, bar)
-    return results
-
-
-@torch.inference_mode()
-def _measure_dtype(
-    options: argparse.Namespace,
-    dtype_name: str,
-    sizes: list[tuple[int, int]],
-    sequences: int,
-    bandwidth: float,
-    results: Results,
-    bar: Any,
-) -> None:
-    """Measure ``sizes`` of batch and k over rows that are made once and freed at the end."""
-    shape, dtype = _shape(options), DTYPES[dtype_name]
-    generator = torch.Generator().manual_seed(options.seed)
-    bar.set_postfix_str(f"{dtype_name}: making rows")
-    every = make_rows(shape, dtype, max(options.batch), sequences, options.seed)
-    random_bandwidth = random_row_bandwidth(every, generator)
-    for batch, k in sizes:
-        bar.set_postfix_str(f"{dtype_name}, batch {batch}, k {k}")
-        rows = type(every)(every.chunks, every.table[:batch], shape.dim)
-        query = torch.randn(batch, shape.heads * shape.group, 1, shape.dim, generator=generator)
-        query = query.to(dtype)
-        draw = partial(draw_ids, shape, batch, k, generator)
-        ways = make_ways(shape, dtype, batch, k, _threads(options))
-        errors = check_ways(ways, query, rows, draw())
-        seconds = time_ways(ways, query, rows, draw, options.repeats)
-        moved = batch * shape.heads * k * shape.row_bytes(dtype)
-        for name, taken in seconds.items():
-            low, middle, high = quartiles(taken)
-            row = {
-                "seconds": middle,
-                "seconds_quartiles": [low, high],
-                "seconds_least": min(taken),
-                "timed": len(taken),
+    @torch.inference_mode()
+    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+        """All ways of a size, over rows that are made once for a dtype."""
+        dtype, batch, k = (group[0][name] for name in ("dtype", "batch", "k"))
+        if dtype not in self._stored:
+            progress.say(f"{dtype}: making rows")
+            self._stored.clear()
+            draw = Draw(_CPU, self.seed)
+            every = make_rows(self._largest(dtype), self._sequences(dtype), draw)
+            self._stored[dtype] = every, draw, random_row_bandwidth(every, draw.generator)
+        every, draw, random_bandwidth = self._stored[dtype]
+        shape = replace(self._largest(dtype), batch=batch, top_k=k)
+        rows = PagedRows(every.chunks, every.table[:batch], self.dim)
+        query, ids = draw.query(shape), partial(draw.ids, shape, k)
+        ways = make_ways(shape, self._threads)
+        errors = check_ways(ways, query, rows, ids())
+        seconds = time_ways(ways, query, rows, ids, self.repeats)
+        moved = shape.count("2 B H K D x")
+        return [
+            (row := timed.calls_row(seconds[cell["cache"]]))
+            | {
                 "row_bytes": moved,
-                "bytes_per_second": moved / middle,
-                "of_sequential": moved / middle / bandwidth,
-                "sequential_bandwidth": bandwidth,
+                "bytes_per_second": moved / row["seconds"],
+                "of_sequential": moved / row["seconds"] / self._bandwidth,
+                "sequential_bandwidth": self._bandwidth,
                 "random_row_bandwidth": random_bandwidth,
-                "sequences_held": min(batch, sequences),
-                "error": errors.get(name),
+                "sequences_held": min(batch, len(every.chunks[0]) // shape.pages),
+                "error": errors.get(cell["cache"]),
             }
-            results.add(_cell(name, dtype_name, batch, k), row)
-        bar.update()
+            for cell in group
+        ]
 
+    @cached_property
+    def _threads(self) -> int:
+        return self.threads or min(torch.get_num_threads(), processors())
 
-def _setup(options: argparse.Namespace) -> dict[str, Any]:
-    sizes = {key: getattr(options, key) for key in ("tokens", "heads", "group", "dim")}
-    here = describe_environment()
-    machine = {key: here[key] for key in ("processor", "threads", "versions")}
-    calls = {"repeats": options.repeats, "seed": options.seed, "path": host.paths()[0]}
-    return sizes | calls | machine
+    @cached_property
+    def _bandwidth(self) -> float:
+        return measure_bandwidth(_CPU).device
 
+    @cached_property
+    def _stored(self) -> dict[str, tuple[PagedRows, Draw, float]]:
+        """Of the last dtype: rows for the largest batch, what draws, bandwidth of random rows."""
+        return {}
 
-def _sequences(options: argparse.Namespace, dtype: torch.dtype) -> int:
-    """How many sequences' rows are held; ValueError when not even one fits."""
-    shape, batch = _shape(options), max(options.batch)
-    each = shape.sequence_bytes(dtype)
-    work = _WORK_COPIES * batch * shape.heads * max(options.k) * shape.row_bytes(torch.float32)
-    free = available_host_memory()
-    limit = free // 2 if options.memory is None else options.memory
-    if each + work > min(limit, free):
-        raise ValueError(
-            f"rows of {options.tokens} tokens in {dtype} and the work space of batch {batch} take "
-            f"{(each + work) / 1e9:.2f} GB; {free / 1e9:.2f} GB are free, and "
-            f"{limit / 1e9:.2f} GB may be used: give fewer --tokens or --heads, a smaller --batch "
-            "or --k, or more --memory"
+    def _sequences(self, dtype: str) -> int:
+        """How many sequences' rows are held; ValueError when not even one fits."""
+        shape = self._largest(dtype)
+        each = shape.pages * PAGE_LEN * shape.count("2 H D x")
+        work = _WORK_COPIES * shape.count("2 B H K D f32")
+        free = available_host_memory()
+        limit = free // 2 if self.memory is None else self.memory
+        if each + work > min(limit, free):
+            raise ValueError(
+                f"rows of {self.tokens} tokens in {dtype} and the work space of batch "
+                f"{shape.batch} take {(each + work) / 1e9:.2f} GB; {free / 1e9:.2f} GB are free, "
+                f"and {limit / 1e9:.2f} GB may be used: give fewer --tokens or --heads, a smaller "
+                "--batch or --k, or more --memory"
+            )
+        return min(shape.batch, (min(limit, free) - work) // each)
+
+    def _largest(self, dtype: str) -> KernelShape:
+        sizes = (self.tokens, max(self.batch), self.heads, self.group, self.dim)
+        return KernelShape(*sizes, DTYPES[dtype], max(self.k))
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        """A line for each dtype, batch and k; ``torch`` is its quickest way there.
+
+        ``torch / cpp`` is of the medians, ``of the least`` of the quickest calls. Where they are
+        far apart, other programs had the processors.
+        """
+
+        def held(cell: Cell, row: Row) -> str:
+            count = row["cpp"]["sequences_held"] if "cpp" in row else cell["batch"]
+            return f"{cell['batch']}" + (f" (rows of {count})" if count != cell["batch"] else "")
+
+        def ratio(row: Row, name: str) -> str:
+            return f"{row['torch'][name] / row['cpp'][name]:.2f}"
+
+        columns: tuple[timed.Column, ...] = (
+            ("dtype", lambda cell, row: cell["dtype"]),
+            ("batch", held),
+            ("k", lambda cell, row: f"{cell['k']:,}"),
+            ("cpp ms", lambda cell, row: timed.milliseconds(row["cpp"]["seconds"])),
+            ("quartiles", lambda cell, row: timed.spread(row["cpp"])),
+            ("torch ms", lambda cell, row: timed.milliseconds(row["torch"]["seconds"])),
+            ("quartiles", lambda cell, row: timed.spread(row["torch"])),
+            ("torch is", lambda cell, row: row["torch_is"]),
+            ("torch / cpp", lambda cell, row: ratio(row, "seconds")),
+            ("of the least", lambda cell, row: ratio(row, "seconds_least")),
+            ("naive ms", lambda cell, row: timed.milliseconds(row["naive"]["seconds"])),
+            ("cpp GB/s", lambda cell, row: _gb(row["cpp"]["bytes_per_second"])),
+            ("of sequential", lambda cell, row: f"{row['cpp']['of_sequential']:.0%}"),
+            ("sequential GB/s", lambda cell, row: _gb(row["cpp"]["sequential_bandwidth"])),
+            ("random rows GB/s", lambda cell, row: _gb(row["cpp"]["random_row_bandwidth"])),
+            ("path", lambda cell, row: results.setup["path"]),
         )
-    return min(batch, (min(limit, free) - work) // each)
+        setup = results.setup
+        said = (
+            f"{setup['tokens']:,} tokens, {setup['heads']} KV heads of {setup['dim']} with "
+            f"{setup['group']} query heads each, {timed.thread_count(setup['threads'])}."
+        )
+        return timed.rows_table(columns, _by_size(results), 3, said)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        """Milliseconds against k, two lines for each dtype and batch."""
+        sizes = [(cell, ways) for cell, ways in _by_size(results) if "cpp" in ways]
+        sizes.sort(key=lambda size: tuple(size[0].values()))
+        several = len({cell["batch"] for cell, _ in sizes}) > 1
+        lines = timed.series(
+            (
+                f"{name}, {cell['dtype']}" + (f", batch {cell['batch']}" if several else ""),
+                float(cell["k"]),
+                1e3 * ways[name]["seconds"],
+            )
+            for cell, ways in sizes
+            for name in ("cpp", "torch")
+        )
+        threads = timed.thread_count(results.setup["threads"])
+        title = f"attention over chosen rows in host memory, {threads}"
+        plot_lines(path, lines, title=title, x="rows of a head", y="ms", log_x=True, log_y=True)
 
 
-def _finished(results: Results, dtype: str, batch: int, k: int) -> bool:
-    # The ways were timed against each other, and the last one is added last.
-    return results.find(_cell("naive", dtype, batch, k)) is not None
+def _by_size(results: Results) -> Iterator[tuple[Cell, Row]]:
+    """For each size its rows by way, the quickest of torch's as ``torch``; or one that failed.
+
+    Sizes that lack a way are left out.
+    """
+    found: dict[str, tuple[Cell, dict[str, Any]]] = {}
+    for cell, row in results:
+        size = timed.size_of(cell)
+        found.setdefault(str(size), (size, {}))[1][cell["cache"]] = row
+    for size, ways in found.values():
+        failed = [row for row in ways.values() if "seconds" not in row]
+        if failed:
+            yield size, failed[0]
+        elif {*_WAYS} <= {*ways}:
+            quickest = min(TORCH_WAYS, key=lambda name: ways[name]["seconds"])
+            yield size, ways | {"torch": ways[quickest], "torch_is": quickest}
 
 
-def _cell(way: str, dtype: str, batch: int, k: int) -> Cell:
-    # Called a cache as in all results, so that the overview of pages finds it.
-    return {"cache": way, "dtype": dtype, "batch": batch, "k": k}
-
-
-def _shape(options: argparse.Namespace) -> HostShape:
-    return HostShape(options.tokens, options.heads, options.group, options.dim)
-
-
-def _threads(options: argparse.Namespace) -> int:
-    if options.threads is not None:
-        return options.threads
-    return min(torch.get_num_threads(), _processors())
-
-
-def _processors() -> int:
-    # Not every system can tell which processors a process may use.
-    allowed = getattr(os, "sched_getaffinity", None)
-    return len(allowed(0)) if allowed else os.cpu_count() or 1
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.1f}"

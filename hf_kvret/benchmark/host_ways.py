@@ -1,4 +1,4 @@
-"""Ways to attend to chosen rows in host memory: rows to read, ids to draw, a check, a clock."""
+"""Ways to attend to chosen rows in host memory: the compiled kernel, and its opponents in torch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+from torch.nn import functional
 
-from hf_kvret.benchmark.checks import CheckFailed
-from hf_kvret.benchmark.host_torch import PAGE_LEN, TORCH_WAYS, HostShape
+from hf_kvret.benchmark import timed
+from hf_kvret.benchmark.kernels_clock import time_calls, wait_until_calm
+from hf_kvret.benchmark.kernels_inputs import PAGE_LEN, Draw, KernelShape
+from hf_kvret.benchmark.kernels_work import ATTENTION_ERRORS, distance
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret_kernels.host_attention import host_attention
 from hf_kvret_kernels.paged import PagedRows
 
 WARMUP = 2
-CALM_SECONDS = 0.015
 SLOW_SECONDS = 0.5
 SLOW_TURNS = 4
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-"""How far the ways in torch may be from the library: the error of a query's output, root mean
-square, over that of the output. Half floats round the weights and the result."""
+TORCH_WAYS = ("sdpa", "sdpa-apart", "sdpa-by-head")
+"""The ways in torch that compute in the rows' dtype; the quickest is the opponent."""
+TOLERANCES = ATTENTION_ERRORS | {torch.float32: 1e-5}
+"""How far they may be from the library: half floats round the weights and the result."""
 
 _NAIVE_TOLERANCE = 1e-5
+_PAGE_BITS = PAGE_LEN.bit_length() - 1
 _RANDOM_BYTES = 1 << 26
 _RANDOM_CALL_BYTES = 1 << 20
 _RANDOM_ROUNDS = 10
@@ -31,79 +35,101 @@ Way = Callable[[torch.Tensor, PagedRows, torch.Tensor], torch.Tensor]
 """``(query, rows, ids)`` to ``[B, Hq, 1, D]``, as ``host_attention`` takes them."""
 
 
-def make_rows(
-    shape: HostShape, dtype: torch.dtype, batch: int, sequences: int, seed: int
-) -> PagedRows:
+def make_rows(shape: KernelShape, sequences: int, draw: Draw) -> PagedRows:
     """Normal rows of ``sequences`` sequences in one chunk of a store's host memory, their pages in
     random order.
 
-    With more of ``batch`` than ``sequences``, batch rows share pages in turn.
+    With a larger batch than ``sequences``, batch rows share pages in turn.
     """
-    generator = torch.Generator().manual_seed(seed)
-    count = sequences * shape.pages()
-    memory = HostMemory(torch.device("cpu"))
-    chunk = memory.allocate((count, shape.heads, PAGE_LEN, 2 * shape.dim), dtype)
-    chunk.normal_(generator=generator)
-    order = torch.randperm(count, generator=generator, dtype=torch.int32).view(sequences, -1)
-    return PagedRows([chunk], order[torch.arange(batch) % sequences], shape.dim)
+    count = sequences * shape.pages
+    memory = HostMemory(draw.device)
+    chunk = memory.allocate((count, shape.heads, PAGE_LEN, 2 * shape.head_dim), shape.dtype)
+    chunk.normal_(generator=draw.generator)
+    order = draw.tokens(count, (), count).view(sequences, -1)
+    return PagedRows([chunk], order[torch.arange(shape.batch) % sequences], shape.head_dim)
 
 
-def draw_ids(shape: HostShape, batch: int, count: int, generator: torch.Generator) -> torch.Tensor:
-    """``[batch, heads, 1, count]`` int32: other distinct tokens for each head, in random order."""
-    ids = torch.empty(batch * shape.heads, count, dtype=torch.int32)
-    for one in ids:
-        one.copy_(torch.randperm(shape.tokens, generator=generator, dtype=torch.int32)[:count])
-    return ids.view(batch, shape.heads, 1, count)
-
-
-def make_ways(
-    shape: HostShape, dtype: torch.dtype, batch: int, count: int, threads: int
-) -> dict[str, Way]:
-    """The opponents by name, for one size: ``cpp``, the ways in torch, and ours in plain torch.
-
-    The ways in torch share one buffer for the rows that they gather: with a new one for each call
-    they would be timed together with the system's clearing of memory.
-    """
-    gathered = torch.empty(batch * shape.heads, count, 2 * shape.dim, dtype=dtype)
+def make_ways(shape: KernelShape, threads: int) -> dict[str, Way]:
+    """The opponents by name, for one size: ``cpp``, the ways in torch, and ours in plain torch."""
 
     def ours(query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, backend: str) -> torch.Tensor:
         given = threads if backend == "cpp" else None
         out, _ = host_attention(query, rows, ids, scale=shape.scale, threads=given, backend=backend)
         return out
 
-    return {
-        "cpp": partial(ours, backend="cpp"),
-        **{name: partial(way, shape, gathered) for name, way in TORCH_WAYS.items()},
-        "naive": partial(ours, backend="naive"),
-    }
+    naive = {"naive": partial(ours, backend="naive")}
+    return {"cpp": partial(ours, backend="cpp")} | _torch_ways(shape) | naive
+
+
+def _torch_ways(shape: KernelShape) -> dict[str, Way]:
+    """By the names of ``TORCH_WAYS``.
+
+    They gather the rows of all heads, or keys and values apart, and attend once; or go head by
+    head, so that gathered rows are still in the processor's caches when they are used. Tried and
+    left out, for they were at most as quick: softmax between two matrix products, ``enable_gqa``,
+    expanded heads. They share one buffer for what they gather: with a new one for each call they
+    would be timed together with the system's clearing of memory.
+    """
+    dim = shape.head_dim
+    gathered = torch.empty(shape.batch * shape.heads, shape.top_k, 2 * dim, dtype=shape.dtype)
+
+    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        # The query heads of a group stand where sdpa has the queries of one head: without a mask
+        # that is the same attention, and no key is copied for them.
+        grouped = query.view(1, -1, shape.group, dim)
+        keys, values = (part.view(1, -1, shape.top_k, dim) for part in (keys, values))
+        return functional.scaled_dot_product_attention(grouped, keys, values, scale=shape.scale)
+
+    def sdpa(query: torch.Tensor, rows: PagedRows, ids: torch.Tensor) -> torch.Tensor:
+        matrix, flat = rows.chunks[0].view(-1, 2 * dim), gathered.view(-1, 2 * dim)
+        torch.index_select(matrix, 0, _row_numbers(rows, ids).flatten(), out=flat)
+        return attend(query, gathered[..., :dim], gathered[..., dim:]).reshape(query.shape)
+
+    def sdpa_apart(query: torch.Tensor, rows: PagedRows, ids: torch.Tensor) -> torch.Tensor:
+        matrix, index = rows.chunks[0].view(-1, dim), _row_numbers(rows, ids).flatten().mul_(2)
+        keys, values = gathered.view(2, -1, dim)
+        torch.index_select(matrix, 0, index, out=keys)
+        torch.index_select(matrix, 0, index.add_(1), out=values)
+        return attend(query, keys, values).reshape(query.shape)
+
+    def sdpa_by_head(query: torch.Tensor, rows: PagedRows, ids: torch.Tensor) -> torch.Tensor:
+        matrix, some = rows.chunks[0].view(-1, 2 * dim), gathered[0]
+        grouped = query.view(-1, shape.group, dim)
+        out = torch.empty_like(grouped)
+        for number, index in enumerate(_row_numbers(rows, ids)):
+            torch.index_select(matrix, 0, index, out=some)
+            out[number] = attend(grouped[number], some[..., :dim], some[..., dim:])
+        return out.view(query.shape)
+
+    return dict(zip(TORCH_WAYS, (sdpa, sdpa_apart, sdpa_by_head), strict=True))
+
+
+def _row_numbers(rows: PagedRows, ids: torch.Tensor) -> torch.Tensor:
+    """``[B * H, K]`` int64: where the rows of ``ids`` stand in the chunk, seen as a matrix."""
+    batch, heads, _, count = ids.shape
+    tokens = ids.view(batch, heads * count)
+    pages = rows.table.gather(1, (tokens >> _PAGE_BITS).long()).long()
+    starts = torch.arange(heads).mul_(PAGE_LEN).repeat_interleave(count)
+    index = pages.mul_(heads * PAGE_LEN).add_(tokens & (PAGE_LEN - 1)).add_(starts)
+    return index.view(batch * heads, count)
 
 
 def check_ways(
     ways: Mapping[str, Way], query: torch.Tensor, rows: PagedRows, ids: torch.Tensor
 ) -> dict[str, float]:
-    """Error of each way but ``cpp`` against ``cpp``: the worst query's, see ``TOLERANCES``.
+    """Error of each way but ``cpp`` against ``cpp``: ``distance``, that of the worst query.
 
     Raises:
         CheckFailed: one is further away than its tolerance, or not finite.
     """
-    want = ways["cpp"](query, rows, ids)
-    errors = {}
-    for name, way in ways.items():
-        if name == "cpp":
-            continue
-        found = way(query, rows, ids)
-        assert found.shape == want.shape, f"{name} returned {tuple(found.shape)}"
-        off = (found.float() - want).square().mean(-1).sqrt() / want.square().mean(-1).sqrt()
-        errors[name] = off.max().item()
-        allowed = _NAIVE_TOLERANCE if name == "naive" else TOLERANCES[rows.dtype]
-        # A comparison with NaN is false, so that NaN fails.
-        if not errors[name] <= allowed:
-            raise CheckFailed(
-                f"cpp and {name} differ by {errors[name]:.1e} of the output with {rows.dtype}, "
-                f"batch {ids.shape[0]} and k {ids.shape[3]}; allowed are {allowed:.1e}. Nothing "
-                "was reported of them"
-            )
-    return errors
+    return timed.check_ways(
+        lambda name: (ways[name](query, rows, ids),),
+        ways,
+        "cpp",
+        distance,
+        lambda name: _NAIVE_TOLERANCE if name == "naive" else TOLERANCES[rows.dtype],
+        f"{rows.dtype}, batch {ids.shape[0]}, k {ids.shape[3]}",
+    )
 
 
 def time_ways(
@@ -116,33 +142,21 @@ def time_ways(
     """Seconds of ``repeats`` calls of each way, after ``WARMUP`` that do not count.
 
     A way that took more than ``SLOW_SECONDS`` in every warm-up call takes part in one of
-    ``SLOW_TURNS`` turns only, or nearly all the time would go to it.
-
-    The ways take turns call by call, each turn beginning with another one. Each call gets ids of
-    its own, or a way would find in the processor's caches the rows that its neighbour read, and
-    starts ``CALM_SECONDS`` after they were drawn: torch's threads spin for some milliseconds when
-    they have done their part, and would be in the way of the library's.
+    ``SLOW_TURNS`` turns only, or nearly all the time would go to it. Each call gets ids of its own,
+    or a way would find in the processor's caches the rows that its neighbour read.
     """
-    names = list(ways)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    slow = set(names)
-    for turn in range(-WARMUP, repeats):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            if turn % SLOW_TURNS and turn >= 0 and name in slow:
-                continue
-            ids = draw()
-            # Not asleep: a processor that slept is slow to begin with.
-            calm = time.perf_counter() + CALM_SECONDS
-            while (start := time.perf_counter()) < calm:
-                pass
-            ways[name](query, rows, ids)
-            taken = time.perf_counter() - start
-            if turn >= 0:
-                seconds[name].append(taken)
-            elif taken <= SLOW_SECONDS:
-                slow.discard(name)
-    return seconds
+    ids = draw()
+
+    def prepare() -> None:
+        nonlocal ids
+        ids = draw()
+        wait_until_calm()
+
+    calls = {name: lambda way=way: way(query, rows, ids) for name, way in ways.items()}
+    warm = time_calls(calls, dict.fromkeys(calls, WARMUP), prepare, query.device)
+    few = -(-repeats // SLOW_TURNS)
+    counts = {name: few if min(warm[name]) > SLOW_SECONDS else repeats for name in ways}
+    return time_calls(calls, counts, prepare, query.device)
 
 
 def random_row_bandwidth(rows: PagedRows, generator: torch.Generator) -> float:

@@ -2,236 +2,263 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from tqdm import tqdm
 
-from hf_kvret.benchmark.index_build_keys import RECENT, LayerKeys
-from hf_kvret.benchmark.index_build_source import (
-    DEFAULT_SHAPE,
+from hf_kvret.benchmark import timed
+from hf_kvret.benchmark.index_build_keys import (
+    RECENT,
+    LayerKeys,
+    LayerShape,
     Source,
     check_memory,
-    choose_source,
+    model_source,
+    random_source,
 )
-from hf_kvret.benchmark.index_build_tables import index_build_table, plot_index_build
 from hf_kvret.benchmark.index_build_ways import (
     FAISS_WAYS,
     NOT_INSTALLED,
-    FaissWay,
     MethodWay,
     Prompt,
     Way,
     find_faiss,
 )
-from hf_kvret.benchmark.runs import attempt
-from hf_kvret.benchmark.timing import quartiles, synchronize
-from hf_kvret.evaluation.arguments import (
-    check_device,
-    file_path,
-    lengths,
-    names,
-    seconds_at_most,
-    whole_number,
-)
-from hf_kvret.evaluation.command import add_run_options
-from hf_kvret.evaluation.environment import describe_environment
+from hf_kvret.benchmark.timing import synchronize
+from hf_kvret.evaluation import common_options as common
+from hf_kvret.evaluation.arguments import DTYPES, check_device, known_names, whole_number
+from hf_kvret.evaluation.bundled import default_model
+from hf_kvret.evaluation.measurement import Measurement, Progress, Row
+from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.subject import load_subject
 from hf_kvret.recall import measure_recall
 from hf_kvret.registry import registered_methods
 
 _WARMUP_TOKENS = 512
 # Scores of held-out queries that are there at a time.
 _MOST_SCORES = 1 << 24
+# What calibration taught is not built here; `bench kernels` times such a method's codes.
+_METHODS = {name: cls for name, cls in registered_methods().items() if not cls.needs_artifact}
+_RANDOM_SHAPE = {"heads": 8, "group": 4, "dim": 128}
+_ONLY = {"random": tuple(_RANDOM_SHAPE), "model": ("model", "text", "layer")}
 
 
-class IndexBuild:
+def _size_option(name: str, of: str) -> Any:
+    return option(
+        None, f"{of} of random keys; default: {_RANDOM_SHAPE[name]}", kind=whole_number(1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexBuild(Measurement):
     """The time to make an index of one layer's keys: our methods beside IVF, HNSW and k-means."""
 
-    name = "index-build"
-    summary = "time to make an index of a layer's keys, beside those of faiss"
-    description = (
+    command: ClassVar[str] = "bench"
+    name: ClassVar[str] = "index-build"
+    summary: ClassVar[str] = "time to make an index of a layer's keys, beside those of faiss"
+    description: ClassVar[str] = (
         "The time to make an index of one layer's keys: our methods beside IVF, HNSW and "
         "k-means. All get the same keys and run on the same number of threads; what each finds "
         "for queries that come after the prompt stands beside its time. A row is the median "
         "over --repeats builds, or over fewer where more would take longer than --limit. faiss "
         "comes with the package faiss-cpu; without it only our methods are measured."
     )
-    examples = (
+    examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret bench index-build --context 4K,16K,64K --json build.json --plot build.png",
         "hf-kvret bench index-build --keys model --text book.txt --context 2K,4K",
     )
 
-    def table(self, results: Results) -> str:
-        """One line for each length and index."""
-        return index_build_table(results)
-
-    def plot(self, path: Path, results: Results) -> None:
-        """Seconds against length, a line for each index."""
-        plot_index_build(path, results)
-
-
-def add_index_build_options(parser: argparse.ArgumentParser) -> None:
-    """Keys, what to make of them, and where results go."""
-    parser.add_argument("--context", type=lengths, default=lengths("4K,16K,64K,128K"), help="keys")
-    parser.add_argument(
-        "--methods",
-        default="flat,paris,lrqk,ctkvr",
-        help="retrieval methods that make their index of the keys alone",
+    context: tuple[int, ...] = common.lengths_option((4096, 16_384, 65_536, 131_072), "keys")
+    methods: tuple[str, ...] = option(
+        ("flat", "paris", "lrqk", "ctkvr"),
+        "retrieval methods that make their index of the keys alone",
+        kind=known_names(_METHODS, none=True),
     )
-    parser.add_argument(
-        "--faiss", default=",".join(FAISS_WAYS), help=f"of {', '.join(FAISS_WAYS)}; '' for none"
+    faiss: tuple[str, ...] = option(
+        tuple(FAISS_WAYS),
+        f"of {', '.join(FAISS_WAYS)}; '' for none",
+        kind=known_names(FAISS_WAYS, none=True),
     )
-    parser.add_argument("--top-k", type=int, default=256, help="keys that a query selects")
-    parser.add_argument(
-        "--keys", choices=("random", "model"), default="random", help="synthetic, or a model's"
+    top_k: int = common.count_option(256, "keys that a query selects")
+    keys: str = option("random", "synthetic, or a model's", choices=_ONLY)
+    heads: int | None = _size_option("heads", "KV heads")
+    group: int | None = _size_option("group", "query heads of a KV head")
+    dim: int | None = _size_option("dim", "D")
+    model: str | None = option(None, f"of --keys model; default: {default_model()}")
+    text: Path | None = common.text_option(
+        "that the model reads; needle reads documents of its own", required=False
     )
-    for name, text in (("heads", "KV heads"), ("group", "query heads of a KV head"), ("dim", "D")):
-        default = getattr(DEFAULT_SHAPE, name)
-        parser.add_argument(
-            f"--{name}", type=whole_number(1), help=f"{text} of random keys; default: {default}"
+    layer: int | None = option(None, "of the model; default: the middle one", kind=whole_number(0))
+    queries: int = common.count_option(32, "after the prompt, for the recall")
+    repeats: int = common.repeats_option(3, "timed builds of each index")
+    limit: float = common.limit_option(
+        300.0, "leave out an index that is expected to take longer, by its time for shorter prompts"
+    )
+    dtype: str = common.dtype_option()
+    device: str = common.device_option()
+    seed: int = common.seed_option()
+
+    def check(self) -> None:
+        if self.top_k >= min(self.context):
+            raise ValueError(
+                f"--top-k {self.top_k} with --context {min(self.context)}: select fewer keys than "
+                "there are"
+            )
+        other = "model" if self.keys == "random" else "random"
+        for name in _ONLY[other]:
+            if getattr(self, name) is not None:
+                raise ValueError(f"--{name} belongs to --keys {other}: leave one of them out")
+        needle = self._model == "needle"
+        if self.keys == "model" and needle == (self.text is not None):
+            raise ValueError(
+                "--model needle reads documents of its own language: leave --text out"
+                if needle
+                else "--keys model reads a text: give --text FILE"
+            )
+        check_device(self.device)
+        if not self.cells():
+            raise ValueError("--methods and --faiss are empty: name an index to make")
+
+    def setup(self) -> dict[str, Any]:
+        keys = ("top_k", "queries", "repeats", "seed", "dtype", "device")
+        machine = ("processor", "threads", "accelerator", "versions")
+        return self.source.description | timed.describe(self, *keys, machine=machine)
+
+    def cells(self) -> list[Cell]:
+        # Called a cache as in all results, so that the overview of pages finds it.
+        return [{"cache": name, "length": n} for n in sorted(self.context) for name in self.ways]
+
+    def waiting(self, results: Results) -> list[Cell]:
+        """Those without a time."""
+        return [cell for cell in self.cells() if "seconds" not in (results.find(cell) or {})]
+
+    @property
+    def _model(self) -> str:
+        return self.model or default_model()
+
+    @cached_property
+    def ways(self) -> dict[str, Way | None]:
+        """By name; None for what is not installed."""
+        faiss = find_faiss()
+        kinds = [FAISS_WAYS[name] for name in self.faiss]
+        ours = {name: MethodWay(_METHODS[name], self.top_k) for name in self.methods}
+        return ours | {kind.name: None if faiss is None else kind(faiss) for kind in kinds}
+
+    @cached_property
+    def source(self) -> Source:
+        """Where keys come from; a model is loaded."""
+        dtype = DTYPES[self.dtype]
+        if self.keys == "model":
+            subject = load_subject(self._model, dtype, self.device)
+            needed = max(self.context) + RECENT + self.queries
+            return model_source(subject, self.text, self.layer, needed, self.seed)
+        given = {name: getattr(self, name) or usual for name, usual in _RANDOM_SHAPE.items()}
+        return random_source(LayerShape(**given), dtype, self.device, self.seed)
+
+    @cached_property
+    def _layer(self) -> LayerKeys:
+        """Keys for the longest length; ValueError where they do not fit into memory."""
+        tokens = max(self.context) + RECENT + self.queries
+        check_memory(self.source.shape, tokens, DTYPES[self.dtype], self.device)
+        return self.source.read(tokens)
+
+    @cached_property
+    def _held(self) -> dict[str, Any]:
+        """Ways that are warm, the prompt of the last length, seconds expected of the next way."""
+        return {"warm": set()}
+
+    def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
+        """One by one, with the time that is expected after shorter lengths."""
+        for way in self.ways.values():
+            if isinstance(way, MethodWay):
+                way.check(self.source.shape.dim)
+        for cell in self.waiting(results):
+            known = [
+                (other["length"], row["seconds"])
+                for other, row in results
+                if other["cache"] == cell["cache"]
+                and other["length"] < cell["length"]
+                and "seconds" in row
+            ]
+            self._held["expected"] = expected_seconds(known, cell["length"])
+            yield [cell]
+
+    @torch.no_grad()
+    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+        """The time of one index, and what it finds; or why it was left out."""
+        (cell,) = group
+        way, expected = self.ways[cell["cache"]], self._held["expected"]
+        if way is None:
+            return [{"skipped": NOT_INSTALLED}]
+        if expected is not None and expected > self.limit:
+            why = f"skipped: over --limit {self.limit:g} s, expected {expected:,.0f} s"
+            return [{"skipped": why, "expected_seconds": expected}]
+        prompt = self._prompt(cell["length"])
+        if way.name not in self._held["warm"]:
+            short = min(cell["length"], _WARMUP_TOKENS)
+            way.prepare(Prompt.of(self._layer, short, 1, self.top_k))()
+            self._held["warm"].add(way.name)
+        index, seconds = time_builds(way.prepare(prompt), self.repeats, self.limit, prompt)
+        settings = {"settings": way.settings(prompt)}
+        return [timed.calls_row(seconds) | settings | judge(way, index, prompt)]
+
+    def lacking(self, cell: Cell, why: Row) -> Row:
+        """Skipped, and tried again the next time."""
+        return {"skipped": next(iter(why.values()))}
+
+    def _prompt(self, length: int) -> Prompt:
+        if "prompt" not in self._held or len(self._held["prompt"]) != length:
+            self._held.pop("prompt", None)
+            self._held["prompt"] = Prompt.of(self._layer, length, self.queries, self.top_k)
+        return self._held["prompt"]
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        """A line for each length and way, with times of ctkvr."""
+        base = {cell["length"]: row for cell, row in results if cell["cache"] == "ctkvr"}
+
+        def times(cell: Cell, row: Row) -> str:
+            found = base.get(cell["length"], {})
+            return f"{row['seconds'] / found['seconds']:.3g}" if "seconds" in found else "-"
+
+        columns: tuple[timed.Column, ...] = (
+            ("tokens", lambda cell, row: f"{cell['length']:,}"),
+            ("index", lambda cell, row: cell["cache"]),
+            ("build ms", lambda cell, row: timed.milliseconds(row["seconds"])),
+            ("quartiles", lambda cell, row: timed.spread(row)),
+            ("times ctkvr", times),
+            ("recall@k", lambda cell, row: f"{row['recall']:.3f}"),
+            ("mass", lambda cell, row: f"{row['mass']:.3f}"),
+            ("best mass", lambda cell, row: f"{row['best_mass']:.3f}"),
+            ("keys compared", lambda cell, row: f"{row['compared']:,.0f}"),
+            ("settings", lambda cell, row: row["settings"]),
         )
-    parser.add_argument("--model", help="of --keys model; default: the bundled model reference")
-    parser.add_argument("--text", type=file_path, metavar="FILE", help="that the model reads")
-    parser.add_argument(
-        "--layer", type=whole_number(0), help="of the model; default: the middle one"
-    )
-    parser.add_argument("--queries", type=int, default=32, help="after the prompt, for the recall")
-    parser.add_argument("--repeats", type=int, default=3, help="timed builds of each index")
-    parser.add_argument(
-        "--limit",
-        type=seconds_at_most,
-        default=300.0,
-        metavar="SECONDS",
-        help="leave out an index that is expected to take longer, by its time for shorter prompts",
-    )
-    add_run_options(parser)
-
-
-def measure_index_build(options: argparse.Namespace) -> Results:
-    """Measure what ``options`` name and ``--json`` has no time of yet; returns all of it.
-
-    Raises:
-        ValueError: options that make no sense or contradict each other, a text that is too short,
-            or keys that do not fit into memory.
-        FileNotFoundError: no such text or model.
-    """
-    ways = _understand(options)
-    source = choose_source(options)
-    for way in ways.values():
-        if isinstance(way, MethodWay):
-            way.check(source.shape.dim)
-    results = Results("bench index-build", _setup(options, source), options.json)
-    todo = [
-        (length, name)
-        for length in sorted(options.context)
-        for name in ways
-        if "seconds" not in (results.find(_cell(name, length)) or {})
-    ]
-    missing = [(length, name) for length, name in todo if ways[name] is None]
-    todo = [(length, name) for length, name in todo if ways[name] is not None]
-    if todo:
-        longest = max(length for length, _ in todo)
-        tokens = longest + RECENT + options.queries
-        check_memory(source.shape, tokens, options)
-        layer = source.read(tokens)
-        with torch.no_grad(), tqdm(total=len(todo), desc="index-build", unit="index") as bar:
-            _measure(options, layer, ways, todo, results, bar)
-    for length, name in missing:
-        results.add(_cell(name, length), {"skipped": NOT_INSTALLED})
-    return results
-
-
-def _understand(options: argparse.Namespace) -> dict[str, Way | None]:
-    """The ways by name, None for what is not installed; ValueError for what makes no sense."""
-    for name in ("top_k", "queries", "repeats"):
-        if getattr(options, name) < 1:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} {getattr(options, name)}: at least 1")
-    if options.top_k >= min(options.context):
-        raise ValueError(
-            f"--top-k {options.top_k} with --context {min(options.context)}: select fewer keys "
-            "than there are"
+        setup = results.setup
+        keys = "Synthetic keys" if setup["keys"] == "random" else f"Keys of layer {setup['layer']}"
+        said = (
+            f"{keys} of {setup['heads']} KV heads of {setup['dim']} with {setup['group']} query "
+            f"heads each, {setup['top_k']} keys selected for {setup['queries']} queries after the "
+            f"prompt; {_where(setup)}."
         )
-    check_device(options.device)
-    # What calibration taught is not built here; `bench kernels` times such a method's codes.
-    known = {name: cls for name, cls in registered_methods().items() if not cls.needs_artifact}
-    ways: dict[str, Way | None] = {}
-    for name in _distinct("methods", options.methods, list(known)):
-        ways[name] = MethodWay(known[name], options.top_k)
-    faiss = find_faiss()
-    for name in _distinct("faiss", options.faiss, list(FAISS_WAYS)):
-        kind: type[FaissWay] = FAISS_WAYS[name]
-        ways[kind.name] = None if faiss is None else kind(faiss)
-    if not ways:
-        raise ValueError("--methods and --faiss are empty: name an index to make")
-    return ways
+        return timed.rows_table(columns, _by_length(results), 2, said)
 
-
-def _distinct(option: str, text: str, known: Sequence[str]) -> list[str]:
-    found = names(text)
-    for name in found:
-        if name not in known:
-            raise ValueError(f"--{option} {name}: choose of {', '.join(known)}")
-    if len(set(found)) < len(found):
-        raise ValueError(f"--{option} {text}: the same name twice")
-    return found
-
-
-def _measure(
-    options: argparse.Namespace,
-    layer: LayerKeys,
-    ways: dict[str, Way | None],
-    todo: Sequence[tuple[int, str]],
-    results: Results,
-    bar: Any,
-) -> None:
-    """Measure ``todo``, ascending lengths and names, and add a row for each to ``results``."""
-    prompt: Prompt | None = None
-    warm: set[str] = set()
-    for length, name in todo:
-        way = ways[name]
-        assert way is not None
-        bar.set_postfix_str(f"{name}, {length:,} tokens")
-        expected = expected_seconds(_known(results, name, length), length)
-        if expected is not None and expected > options.limit:
-            row: dict[str, Any] = {
-                "skipped": f"skipped: over --limit {options.limit:g} s, expected {expected:,.0f} s",
-                "expected_seconds": expected,
-            }
-        else:
-            if prompt is None or len(prompt) != length:
-                prompt = None
-                prompt = Prompt.of(layer, length, options.queries, options.top_k)
-            if name not in warm:
-                short = Prompt.of(layer, min(length, _WARMUP_TOKENS), 1, options.top_k)
-                way.prepare(short)()
-                warm.add(name)
-            row = _row(way, prompt, options.repeats, options.limit)
-        results.add(_cell(name, length), row)
-        bar.update()
-
-
-def _row(way: Way, prompt: Prompt, repeats: int, limit: float) -> dict[str, Any]:
-    made, lacking = attempt(partial(time_builds, way.prepare(prompt), repeats, limit, prompt))
-    if lacking is not None:
-        return {"skipped": lacking}
-    index, seconds = made
-    low, middle, high = quartiles(seconds)
-    row = {
-        "seconds": middle,
-        "seconds_quartiles": [low, high],
-        "seconds_least": min(seconds),
-        "timed": len(seconds),
-        "settings": way.settings(prompt),
-    }
-    return row | judge(way, index, prompt)
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        """Seconds against length, both on a log scale, a line for each way that was measured."""
+        rows = [(cell, row) for cell, row in _by_length(results) if "seconds" in row]
+        points = ((cell["cache"], float(cell["length"]), row["seconds"]) for cell, row in rows)
+        title = f"making an index of one layer, {_where(results.setup)}"
+        plot_lines(
+            path, timed.series(points), title=title, x="tokens", y="seconds", log_x=True, log_y=True
+        )
 
 
 def time_builds(
@@ -287,21 +314,10 @@ def expected_seconds(known: Sequence[tuple[int, float]], length: int) -> float |
     return seconds * (length / near) ** power
 
 
-def _known(results: Results, name: str, length: int) -> list[tuple[int, float]]:
-    return [
-        (cell["length"], row["seconds"])
-        for cell, row in results
-        if cell["cache"] == name and cell["length"] < length and "seconds" in row
-    ]
+def _by_length(results: Results) -> list[tuple[Cell, Row]]:
+    return sorted(results, key=lambda entry: entry[0]["length"])
 
 
-def _setup(options: argparse.Namespace, source: Source) -> dict[str, Any]:
-    keys = ("top_k", "queries", "repeats", "seed", "dtype", "device")
-    here = describe_environment()
-    machine = {key: here[key] for key in ("processor", "threads", "accelerator", "versions")}
-    return source.describe() | {key: getattr(options, key) for key in keys} | machine
-
-
-def _cell(name: str, length: int) -> Cell:
-    # Called a cache as in all results, so that the overview of pages finds it.
-    return {"cache": name, "length": length}
+def _where(setup: dict[str, Any]) -> str:
+    threads = timed.thread_count(setup["threads"])
+    return threads if setup["device"] == "cpu" else f"ours on {setup['device']}, faiss on {threads}"

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -44,39 +44,30 @@ class Prompt:
     @classmethod
     def of(cls, layer: LayerKeys, length: int, asked: int, top_k: int) -> Self:
         """The first ``length`` tokens of ``layer``; values are 0, as nothing here reads them."""
-        keys = layer.keys[:, :, :length]
+        keys, end = layer.keys[:, :, :length], length + RECENT
         options = CTkvrConfig(top_k=top_k, store="device")
         store = STORES[options.store](keys.device, options)
         store.append(TokenBlock(keys, keys.new_zeros(1, 1, 1, 1).expand_as(keys), start=0))
         valid = torch.ones(1, length, dtype=torch.bool, device=keys.device)
         cold = ColdTokens(store, valid, layer.scale, layer.softcap, min(top_k, length))
-        end = length + RECENT
-        queries, passed = layer.queries[:, :, :end], layer.keys[:, :, :end]
-        return cls(queries, passed, keys, layer.queries[:, :, end : end + asked], cold)
+        queries, later = layer.queries[:, :, : end + asked].tensor_split([end], dim=2)
+        return cls(queries, layer.keys[:, :, :end], keys, later, cold)
 
     def __len__(self) -> int:
         return self.keys.shape[2]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What an index says to queries.
-
-    Attributes:
-        ids: ``[1, H, Q, k]`` int32, -1 for none; H is Hkv, or Hq where heads select for themselves.
-        compared: keys that a query head compared exactly, or by codes; a mean.
-    """
+class Answer(NamedTuple):
+    """What an index says to queries."""
 
     ids: torch.Tensor
+    """``[1, H, Q, k]`` int32, -1 for none; H is Hkv, or Hq where heads select for themselves."""
     compared: float
+    """Keys that a query head compared exactly, or by codes; a mean."""
 
 
 class Way(ABC):
-    """One way to make an index of all KV heads of a layer.
-
-    Attributes:
-        name: in tables and on the command line.
-    """
+    """One way to make an index of all KV heads of a layer; ``name`` is that in tables."""
 
     name: str
 
@@ -91,9 +82,9 @@ class Way(ABC):
     def ask(self, made: Any, prompt: Prompt, query: torch.Tensor) -> Answer:
         """What the index ``made`` selects for ``query [1, Hq, Q, D]``, ``cold.budget`` a query."""
 
-    @abstractmethod
     def settings(self, prompt: Prompt) -> str:
         """Sizes that were chosen for this prompt, for the table."""
+        return ""
 
 
 class MethodWay(Way):
@@ -123,16 +114,18 @@ class MethodWay(Way):
         ids = made.select(query, cold.budget, cold.valid, cold.scale, cold.softcap)
         return Answer(ids, float(made.candidates(len(prompt), cold.budget)))
 
-    def settings(self, prompt: Prompt) -> str:
-        return ""
-
 
 class FaissWay(Way):
     """An index of faiss for each KV head, over inner products; on the CPU, in fp32.
 
     Each query head searches for ``budget`` keys, and the best of those that its group found are
     selected: by exact scores, as the exact top-k is. So what is missing was not found.
+
+    Attributes:
+        counters: faiss's, of this kind of index, with ``ndis`` and ``reset()``.
     """
+
+    counters: ClassVar[str]
 
     def __init__(self, faiss: Any) -> None:
         self._faiss = faiss
@@ -145,45 +138,51 @@ class FaissWay(Way):
     def aim(self, index: Any, prompt: Prompt) -> None:
         """Set how much of ``index`` a query searches."""
 
-    @abstractmethod
-    def counted(self) -> Any:
-        """faiss's counters of this kind of index, with ``ndis`` and ``reset()``."""
-
     def prepare(self, prompt: Prompt) -> Callable[[], list[Any]]:
         heads = [keys.float().cpu().contiguous().numpy() for keys in prompt.keys[0]]
         return lambda: [self.make(keys) for keys in heads]
 
     def ask(self, made: list[Any], prompt: Prompt, query: torch.Tensor) -> Answer:
-        cold, group = prompt.cold, query.shape[1] // len(made)
-        self.counted().reset()
+        budget, group = prompt.cold.budget, query.shape[1] // len(made)
+        counted = getattr(self._faiss.cvar, self.counters)
+        counted.reset()
         found = []
         for index, queries in zip(made, query[0].float().cpu().split(group), strict=True):
             self.aim(index, prompt)
-            flat = queries.flatten(0, 1).contiguous().numpy()
-            _, ids = index.search(flat, cold.budget)
-            found.append(torch.from_numpy(ids).view(group, -1, cold.budget))
-        compared = self.counted().ndis / (query.shape[1] * query.shape[2])
-        ids = torch.stack(found).transpose(1, 2).flatten(2)
-        return Answer(_best_found(ids[None].to(query.device), prompt, query), compared)
+            _, ids = index.search(queries.flatten(0, 1).contiguous().numpy(), budget)
+            found.append(torch.from_numpy(ids).view(group, -1, budget))
+        ids = torch.stack(found).transpose(1, 2).flatten(2)[None].to(query.device)
+        compared = counted.ndis / (query.shape[1] * query.shape[2])
+        return Answer(_best_found(ids, prompt, query), compared)
 
 
 class InvertedLists(FaissWay):
     """IndexIVFFlat: the lists of the centroids nearest to a query are compared."""
 
     name = "faiss-ivf"
-
-    def make(self, keys: Any) -> Any:
-        return self._lists(keys, self.lists(len(keys)))
+    counters = "indexIVF_stats"
 
     def lists(self, length: int) -> int:
         """How many there are for ``length`` keys: 4 times the root, faiss's own advice."""
         return min(length, math.ceil(4 * math.sqrt(length)))
 
+    def training(self, length: int) -> dict[str, int]:
+        """Options of it that are not faiss's defaults."""
+        return {}
+
+    def make(self, keys: Any) -> Any:
+        faiss, (length, dim) = self._faiss, keys.shape
+        lists, metric = self.lists(length), faiss.METRIC_INNER_PRODUCT
+        index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, lists, metric)
+        index.cp.min_points_per_centroid = _LEAST_POINTS
+        for name, value in self.training(length).items():
+            setattr(index.cp, name, value)
+        index.train(keys)
+        index.add(keys)
+        return index
+
     def aim(self, index: Any, prompt: Prompt) -> None:
         index.nprobe = self._probes(prompt)
-
-    def counted(self) -> Any:
-        return self._faiss.cvar.indexIVF_stats
 
     def settings(self, prompt: Prompt) -> str:
         return f"{self.lists(len(prompt)):,} lists, {self._probes(prompt)} probed"
@@ -195,36 +194,25 @@ class InvertedLists(FaissWay):
         recalled = options.probes * options.list_len(length, prompt.cold.budget)
         return min(lists, math.ceil(recalled * lists / length))
 
-    def _lists(self, keys: Any, count: int, **training: int) -> Any:
-        faiss, dim = self._faiss, keys.shape[1]
-        quantizer = faiss.IndexFlatIP(dim)
-        index = faiss.IndexIVFFlat(quantizer, dim, count, faiss.METRIC_INNER_PRODUCT)
-        index.cp.min_points_per_centroid = _LEAST_POINTS
-        for name, value in training.items():
-            setattr(index.cp, name, value)
-        index.train(keys)
-        index.add(keys)
-        return index
-
 
 class KMeansLists(InvertedLists):
     """Lloyd's algorithm over all keys, faiss's usual 25 rounds, for as many lists as ctkvr has."""
 
     name = "faiss-kmeans"
 
-    def make(self, keys: Any) -> Any:
-        most = {"niter": 25, "max_points_per_centroid": len(keys)}
-        return self._lists(keys, self.lists(len(keys)), **most)
-
     def lists(self, length: int) -> int:
         """As ctkvr has centroids."""
         return CTkvrConfig().centroids_for(length)
+
+    def training(self, length: int) -> dict[str, int]:
+        return {"niter": 25, "max_points_per_centroid": length}
 
 
 class Graph(FaissWay):
     """IndexHNSWFlat with 32 links and efConstruction 40; a search keeps the budget in sight."""
 
     name = "faiss-hnsw"
+    counters = "hnsw_stats"
 
     def make(self, keys: Any) -> Any:
         faiss = self._faiss
@@ -234,9 +222,6 @@ class Graph(FaissWay):
 
     def aim(self, index: Any, prompt: Prompt) -> None:
         index.hnsw.efSearch = prompt.cold.budget
-
-    def counted(self) -> Any:
-        return self._faiss.cvar.hnsw_stats
 
     def settings(self, prompt: Prompt) -> str:
         return f"M {_HNSW_LINKS}, efSearch {prompt.cold.budget}"
@@ -263,8 +248,9 @@ def find_faiss() -> Any | None:
 def _best_found(ids: torch.Tensor, prompt: Prompt, query: torch.Tensor) -> torch.Tensor:
     """``[1, Hkv, Q, budget]`` int32: of ``ids [1, Hkv, Q, M]``, which repeat, the best."""
     cold = prompt.cold
-    scores = exact_scores(query, prompt.keys, cold.scale, cold.softcap)
-    relevance = group_relevance(scores, ids.shape[1])
+    relevance = group_relevance(
+        exact_scores(query, prompt.keys, cold.scale, cold.softcap), ids.shape[1]
+    )
     held = relevance.shape[-1]
     marks = relevance.new_zeros(*relevance.shape[:-1], held + 1, dtype=torch.bool)
     marks.scatter_(-1, ids.masked_fill(ids < 0, held), True)

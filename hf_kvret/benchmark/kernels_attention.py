@@ -1,147 +1,139 @@
-"""Attention over chosen rows and over a dense window, as ``bench kernels`` measures them."""
+"""Attention over rows of a store and over a dense window, as ``bench kernels`` measures them.
+
+Coded rows are as ``store="higgs"`` has them: with its default of bits, in groups of a head, and in
+the dtype of the model.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
-from hf_kvret.benchmark.kernels_work import Call, Draw, KernelOp, KernelShape, Work, distance
+from hf_kvret.benchmark.kernels_inputs import PAGE_LEN, Draw, KernelShape, coded
+from hf_kvret.benchmark.kernels_work import (
+    ATTENTION_ERRORS,
+    SCORE_ERROR,
+    KernelOp,
+    distance,
+    unequal,
+)
+from hf_kvret_kernels import higgs
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
-from hf_kvret_kernels.host_attention import why_not
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.prompt_attention import prompt_attention
 
-_FP32_BYTES = 4
-_ID_BYTES = 4
-PAGE_LEN = 64
-_SCORE_ERROR = 1e-3
-# Kernels round softmax weights to the rows' dtype before they meet the values.
-ATTENTION_ERRORS = {torch.float32: 1e-4, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+
+def _window(shape: KernelShape, draw: Draw) -> Any:
+    return partial(
+        prompt_attention,
+        draw.query(shape),
+        draw.keys(shape),
+        draw.keys(shape),
+        scale=shape.scale,
+        causal_offset=shape.length - 1,
+        valid=draw.all_valid(shape),
+        out_dtype=torch.float32,
+    )
 
 
-class _ChosenRows(KernelOp):
-    """k random rows of a paged store for each KV head."""
-
-    def backends(self, device: torch.device) -> tuple[str, ...]:
-        """The compiled library first, for CPU tensors where it was built."""
-        known = super().backends(device)
-        return ("cpp", *known) if device.type == "cpu" and not why_not() else known
-
-    def held_bytes(self, shape: KernelShape) -> int:
-        """All rows of the store lie there too."""
-        return super().held_bytes(shape) + shape.vectors(2 * shape.all_heads * shape.length)
-
-    def sizes(self, shape: KernelShape) -> str:
-        return f"{shape.top_k:,} rows"
+def _decode(shape: KernelShape, draw: Draw) -> Any:
+    parts = _draw_coded(shape, draw, (shape.batch, shape.heads, shape.length), 1)
+    return partial(coded(shape).decode, *parts, shape.dtype)
 
 
-class GatherAttention(_ChosenRows):
-    """Attention of a step's query over k chosen rows of each KV head."""
-
-    name = "gather_attention"
-
-    def work(self, shape: KernelShape) -> Work:
-        """Reads 4-byte ids, keys and values of the chosen rows once for a group, and the query;
-        writes the output in fp32 and a log-sum for each query head. Two multiply-adds for each
-        number of a key and query head. The page table is left out."""
-        rows, queries = shape.all_heads * shape.top_k, shape.batch * shape.query_heads
-        return Work(
-            rows * _ID_BYTES + shape.vectors(2 * rows + queries),
-            queries * (shape.head_dim + 1) * _FP32_BYTES,
-            2 * rows * shape.group * shape.head_dim,
-        )
-
-    def prepare(self, shape: KernelShape, draw: Draw) -> Call:
-        query, rows, ids = _draw_chosen(shape, draw)
-        scale = shape.scale
-        return Call(
-            lambda backend: gather_attention(query, rows, ids, scale=scale, backend=backend),
-            distance,
-            ATTENTION_ERRORS[shape.dtype],
-        )
+def _attend_coded(shape: KernelShape, draw: Draw) -> Any:
+    codec, dim, table = coded(shape), shape.head_dim, draw.pages(shape)
+    parts = _draw_coded(shape, draw, (table.numel(), shape.heads, PAGE_LEN), 2)
+    rows = PagedRows([torch.cat(parts, dim=-1)], table, 2 * codec.code_bytes(dim))
+    query, ids = draw.query(shape), draw.ids(shape, shape.top_k)
+    attend = partial(higgs.attend, query, rows, ids, codec, scale=shape.scale)
+    return partial(attend, key_dim=dim, value_dim=dim)
 
 
-class GatherScores(_ChosenRows):
-    """Exact scores of k chosen keys of each KV head."""
-
-    name = "gather_scores"
-
-    def work(self, shape: KernelShape) -> Work:
-        """Reads 4-byte ids and the chosen keys once for a group, and the query; writes 4 bytes a
-        key and query head. A multiply-add for each number of a key and query head. The page table
-        is left out, and so are the values between the keys."""
-        rows, queries = shape.all_heads * shape.top_k, shape.batch * shape.query_heads
-        return Work(
-            rows * _ID_BYTES + shape.vectors(rows + queries),
-            rows * shape.group * _FP32_BYTES,
-            rows * shape.group * shape.head_dim,
-        )
-
-    def prepare(self, shape: KernelShape, draw: Draw) -> Call:
-        query, rows, ids = _draw_chosen(shape, draw)
-        scale = shape.scale
-        return Call(
-            lambda backend: (gather_scores(query, rows, ids, scale=scale, backend=backend),),
-            distance,
-            _SCORE_ERROR,
-        )
+def _draw_coded(
+    shape: KernelShape, draw: Draw, lead: tuple[int, ...], parts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random codes and scales of ``parts`` vectors a row: the cost does not depend on them."""
+    codec, dim = coded(shape), shape.head_dim
+    codes = draw.integers(256, *lead, parts * codec.code_bytes(dim), dtype=torch.uint8)
+    scales = draw.normal(*lead, parts * codec.scale_bytes(dim) // 2, dtype=torch.float16)
+    return codes, scales.abs().view(torch.uint8)
 
 
-class WindowAttention(KernelOp):
-    """A decode step's query over a dense window of all tokens."""
-
-    name = "prompt_attention"
-
-    def work(self, shape: KernelShape) -> Work:
-        """Reads keys and values ``[B, H, n, D]`` once for a group, the query and a byte of mask a
-        token; writes the output in fp32, to be merged, and a log-sum for each query head. Two
-        multiply-adds for each number of a key and query head."""
-        tokens, queries = shape.all_heads * shape.length, shape.batch * shape.query_heads
-        return Work(
-            shape.vectors(2 * tokens + queries) + shape.batch * shape.length,
-            queries * (shape.head_dim + 1) * _FP32_BYTES,
-            2 * tokens * shape.group * shape.head_dim,
-        )
-
-    def prepare(self, shape: KernelShape, draw: Draw) -> Call:
-        lead = (shape.batch, shape.heads, shape.length, shape.head_dim)
-        query = draw_query(shape, draw)
-        key, value = (draw.normal(*lead, dtype=shape.dtype) for _ in range(2))
-        valid, scale = draw.all_valid(shape), shape.scale
-
-        def run(backend: str) -> tuple[torch.Tensor, ...]:
-            return prompt_attention(
-                query,
-                key,
-                value,
-                scale=scale,
-                causal_offset=shape.length - 1,
-                valid=valid,
-                out_dtype=torch.float32,
-                backend=backend,
-            )
-
-        return Call(run, distance, ATTENTION_ERRORS[shape.dtype])
-
-
-def draw_pages(shape: KernelShape, draw: Draw) -> torch.Tensor:
-    """``[B, pages]`` int32: the page table of a store in which pages lie in random order."""
-    pages = -(-shape.length // PAGE_LEN)
-    return draw.tokens(shape.batch * pages, (), shape.batch * pages).view(shape.batch, pages)
-
-
-def draw_query(shape: KernelShape, draw: Draw) -> torch.Tensor:
-    """``[B, Hq, 1, D]`` in the shape's dtype."""
-    return draw.normal(shape.batch, shape.query_heads, 1, shape.head_dim, dtype=shape.dtype)
-
-
-def _draw_chosen(shape: KernelShape, draw: Draw) -> tuple[torch.Tensor, PagedRows, torch.Tensor]:
-    """Query, a store of normal rows, ids."""
-    table = draw_pages(shape, draw)
-    sizes = (table.numel(), shape.heads, PAGE_LEN, 2 * shape.head_dim)
-    rows = PagedRows([draw.normal(*sizes, dtype=shape.dtype)], table, shape.head_dim)
-    ids = draw.tokens(shape.length, (shape.batch, shape.heads, 1), shape.top_k)
-    return draw_query(shape, draw), rows, ids
-
-
-ATTENTION_OPS: tuple[KernelOp, ...] = (GatherAttention(), GatherScores(), WindowAttention())
+HIGGS_OPS = (
+    # Keys, or values, to codes and scales, as a flush does. The transform is additions, and a
+    # nearest point can be found without a product for each point, so no multiply-adds count.
+    KernelOp(
+        name="higgs.encode",
+        read="B H n D x",
+        written="B H n coded",
+        inputs=lambda shape, draw: partial(coded(shape).encode, draw.keys(shape)),
+        # Pairs nearly half-way between two points go to either; scales are rounded to fp16.
+        check=(unequal, 1e-2),
+        sizes="{bits} bits, groups of {together}",
+        copies=16,
+    ),
+    # Codes and scales to vectors, as exact attention over a second prompt does.
+    KernelOp(
+        name="higgs.decode",
+        read="B H n coded",
+        written="B H n D x",
+        inputs=_decode,
+        # Both are rounded to the vectors' dtype.
+        check=(distance, ATTENTION_ERRORS),
+        sizes="{bits} bits, groups of {together}",
+        copies=16,
+    ),
+    # As gather_attention, over coded rows.
+    KernelOp(
+        name="higgs.attend",
+        read="B H K i32 + 2 B H K coded + B Hq D x",
+        written="B Hq D f32 + B Hq f32",
+        products="2 B Hq K D",
+        inputs=_attend_coded,
+        # Scaled grid points are rounded to the query's dtype too.
+        check=(distance, {dtype: 2 * error for dtype, error in ATTENTION_ERRORS.items()}),
+        sizes="{K:,} rows, {bits} bits, groups of {together}",
+        stored="2 B H n coded",
+        copies=64,
+    ),
+)
+ATTENTION_OPS = (
+    # Attention of a step's query over k chosen rows of each KV head: an output and a log-sum. Rows
+    # are read once for a group; the page table is left out.
+    KernelOp(
+        name="gather_attention",
+        read="B H K i32 + 2 B H K D x + B Hq D x",
+        written="B Hq D f32 + B Hq f32",
+        products="2 B Hq K D",
+        inputs=lambda s, draw: partial(gather_attention, *draw.chosen_rows(s), scale=s.scale),
+        check=(distance, ATTENTION_ERRORS),
+        sizes="{K:,} rows",
+        stored="2 B H n D x",
+        compiled=True,
+    ),
+    # Exact scores of k chosen keys of each KV head; values between the keys don't count.
+    KernelOp(
+        name="gather_scores",
+        read="B H K i32 + B H K D x + B Hq D x",
+        written="B Hq K f32",
+        products="B Hq K D",
+        inputs=lambda s, draw: partial(gather_scores, *draw.chosen_rows(s), scale=s.scale),
+        check=(distance, SCORE_ERROR),
+        sizes="{K:,} rows",
+        stored="2 B H n D x",
+        compiled=True,
+    ),
+    # A decode step's query over a dense window of all tokens, masked; the output is to be merged.
+    KernelOp(
+        name="prompt_attention",
+        read="2 B H n D x + B Hq D x + B n",
+        written="B Hq D f32 + B Hq f32",
+        products="2 B Hq n D",
+        inputs=_window,
+        check=(distance, ATTENTION_ERRORS),
+    ),
+)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from hf_kvret.benchmark.host_ways import CALM_SECONDS
 from hf_kvret.benchmark.timing import StepClock, synchronize
 
+CALM_SECONDS = 0.015
 _CPU_FLUSH_BYTES = 1 << 27
 _CUDA_FLUSH_BYTES = 1 << 28
 # About a millisecond of work on a large GPU, in which the host launches the call to be timed.
@@ -26,7 +26,7 @@ class CacheFlush:
 
     On CUDA it passes over it several times: while that runs, the host launches what follows, so
     that launches are not in the time between two events. On several threads of a CPU it waits until
-    torch's have stopped to spin, which would be in the way of the compiled library's.
+    torch's are calm.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,34 +42,40 @@ class CacheFlush:
             # Not zeros: such writes may go around a processor's caches and leave them as they are.
             self._buffer.add_(1)
         if self._buffer.device.type == "cpu" and torch.get_num_threads() > 1:
-            # Not asleep: a processor that slept is slow to begin with.
-            calm = time.perf_counter() + CALM_SECONDS
-            while time.perf_counter() < calm:
-                pass
+            wait_until_calm()
+
+
+def wait_until_calm() -> None:
+    """Let torch's threads come to rest: they spin for some milliseconds when they have done their
+    part, and would be in the way of the compiled library's."""
+    # Not asleep: a processor that slept is slow to begin with.
+    calm = time.perf_counter() + CALM_SECONDS
+    while time.perf_counter() < calm:
+        pass
 
 
 def time_calls(
     calls: Mapping[str, Callable[[], Any]],
     repeats: Mapping[str, int],
-    flush: Callable[[], None],
+    before: Callable[[], Any],
     device: torch.device,
 ) -> dict[str, list[float]]:
-    """Seconds of each call, ``repeats`` of it by name; each begins with cold caches.
+    """Seconds of each call, ``repeats`` of it by name; ``before`` runs ahead of each, untimed.
 
     The calls take turns, each turn beginning with another one, so that all of them see the same
-    moods of the machine. On CUDA nothing here waits for the device before the last call.
+    moods of the machine; those of fewer repeats sit out turns in between. On CUDA nothing here
+    waits for the device before the last call.
     """
-    names = list(calls)
+    names, turns = list(calls), max(repeats.values())
     clocks = {name: StepClock(device) for name in names}
-    for turn in range(max(repeats.values())):
+    for turn in range(turns):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            if turn >= repeats[name]:
-                continue
-            flush()
-            clocks[name].mark()
-            calls[name]()
-            clocks[name].mark()
+            if turn * repeats[name] % turns < repeats[name]:
+                before()
+                clocks[name].mark()
+                calls[name]()
+                clocks[name].mark()
     # Every second interval is what lay between two calls.
     return {name: clock.seconds()[::2] for name, clock in clocks.items()}
 
@@ -97,10 +103,7 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> dict[str, floa
         out = torch.empty_like(left)
         product = partial(torch.mm, left, right, out=out)
         product()
-        seconds = time_calls({"": product}, {"": _PRODUCT_REPEATS}, _nothing, device)[""]
+        # Factors may be wherever they are.
+        seconds = time_calls({"": product}, {"": _PRODUCT_REPEATS}, int, device)[""]
         rates[str(kind).removeprefix("torch.")] = side**3 / min(seconds)
     return rates
-
-
-def _nothing() -> None:
-    """Products find their factors wherever they are."""

@@ -1,57 +1,23 @@
-"""What ``bench kernels`` knows of an operation: its sizes, its floor, how to call and check it."""
+"""What ``bench kernels`` knows of an operation: its floor, how to call and check it."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
+from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
+from hf_kvret_kernels.host_attention import why_not
 
-@dataclass(frozen=True)
-class KernelShape:
-    """Sizes that the operations share; each takes what it needs.
+SCORE_ERROR = 1e-3
+"""Of sums of products in fp32, taken in another order."""
+ATTENTION_ERRORS = {torch.float32: 1e-4, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+"""Kernels round softmax weights to the rows' dtype before they meet the values."""
 
-    Attributes:
-        length: tokens n of a sequence.
-        batch: sequences B.
-        heads, group, head_dim: KV heads H, query heads G of each, head dim D.
-        dtype: of keys, values and queries as a model has them.
-        top_k: tokens that a head selects.
-        codewords: C of a codebook.
-        rank: numbers of a proxy, r.
-    """
-
-    length: int
-    batch: int
-    heads: int
-    group: int
-    head_dim: int
-    dtype: torch.dtype
-    top_k: int
-    codewords: int
-    rank: int
-
-    @property
-    def query_heads(self) -> int:
-        """Hq."""
-        return self.heads * self.group
-
-    @property
-    def all_heads(self) -> int:
-        """KV heads of all sequences, B * H."""
-        return self.batch * self.heads
-
-    @property
-    def scale(self) -> float:
-        """Factor of the dot products."""
-        return self.head_dim**-0.5
-
-    def vectors(self, count: int) -> int:
-        """Bytes of ``count`` vectors of the head dim in ``dtype``."""
-        return count * self.head_dim * self.dtype.itemsize
+Error = Callable[[Sequence[Any], Sequence[Any]], float]
+"""``(found, naive's)`` to a number, 0 for equal."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +32,6 @@ class Rates:
     bandwidth: float
     products: Mapping[str, float]
 
-    @property
-    def best_products(self) -> float:
-        """Of the quickest dtype."""
-        return max(self.products.values())
-
 
 @dataclass(frozen=True)
 class Work:
@@ -80,7 +41,6 @@ class Work:
     between, or read again, is a way's own affair.
 
     Attributes:
-        read_bytes, written_bytes: see the operation's ``work``.
         multiply_adds: of its dot products; 0 where it has none. Comparisons, exponentials and
             additions without a product do not count.
     """
@@ -99,8 +59,8 @@ class Work:
         return self.moved_bytes / rates.bandwidth
 
     def product_seconds(self, rates: Rates) -> float:
-        """The floor by multiply-adds."""
-        return self.multiply_adds / rates.best_products
+        """The floor by multiply-adds, in the quickest dtype."""
+        return self.multiply_adds / max(rates.products.values())
 
     def bound(self, rates: Rates) -> str:
         """Which floor is the higher one: ``"bytes"`` or ``"products"``."""
@@ -117,77 +77,72 @@ class Call:
 
     Attributes:
         run: takes a backend, returns a tuple of tensors.
-        error: ``(found, naive's)`` to a number, 0 for equal.
+        error: of what it returns.
         tolerance: the largest error that rounding explains.
     """
 
     run: Callable[[str], tuple[torch.Tensor, ...]]
-    error: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], float]
+    error: Error
     tolerance: float
 
 
-class Draw:
-    """Random inputs on a device, the same for a seed."""
-
-    def __init__(self, device: torch.device, seed: int) -> None:
-        self.device = device
-        self._generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Standard normal numbers."""
-        return torch.randn(*shape, generator=self._generator, dtype=dtype, device=self.device)
-
-    def integers(self, high: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """From 0 to ``high - 1``, all alike."""
-        return torch.randint(
-            high, shape, generator=self._generator, dtype=dtype, device=self.device
-        )
-
-    def tokens(self, length: int, lead: tuple[int, ...], count: int) -> torch.Tensor:
-        """``[*lead, count]`` int32: distinct numbers below ``length`` in random order, each row
-        others."""
-        ids = torch.empty(*lead, count, dtype=torch.int32, device=self.device)
-        for row in ids.view(-1, count):
-            order = torch.randperm(length, generator=self._generator, device=self.device)
-            row.copy_(order[:count])
-        return ids
-
-    def all_valid(self, shape: KernelShape) -> torch.Tensor:
-        """``[B, n]`` bool: a batch without padding."""
-        return torch.ones(shape.batch, shape.length, dtype=torch.bool, device=self.device)
-
-
-class KernelOp(ABC):
+@dataclass(frozen=True, kw_only=True)
+class KernelOp:
     """An operation of ``hf_kvret_kernels`` as ``bench kernels`` measures it.
 
     Attributes:
         name: on the command line, the folder first.
+        read, written: bytes that a call needs, as ``KernelShape.count`` takes them; see ``Work``.
+        products: its multiply-adds.
+        inputs: draws inputs; what it returns takes ``backend`` and returns one tensor or several.
+        check: the error of a way against plain torch, and the largest that rounding explains, maybe
+            by dtype.
+        error_of: makes the error of what ``inputs`` returned, where it depends on the inputs.
+        sizes: what else the work depends on, for the table, as ``KernelShape.tell`` takes it.
+        stored: bytes that lie in memory too, as a store of which a call reads some rows.
         copies: as many times its inputs and outputs a call may hold in memory, about; the way in
             torch needs the most.
+        compiled: whether the compiled library has it, for CPU tensors.
     """
 
-    name: ClassVar[str]
-    copies: ClassVar[int] = 4
+    name: str
+    read: str
+    written: str
+    products: str = "0"
+    inputs: Callable[[KernelShape, Draw], Callable[..., Any]]
+    check: tuple[Error, float | Mapping[torch.dtype, float]]
+    error_of: Callable[[Any], Error] | None = None
+    sizes: str = ""
+    stored: str = "0"
+    copies: int = 4
+    compiled: bool = False
 
-    @abstractmethod
     def work(self, shape: KernelShape) -> Work:
-        """The bytes and multiply-adds that a call needs; the docstring says which."""
-
-    @abstractmethod
-    def prepare(self, shape: KernelShape, draw: Draw) -> Call:
-        """A call with inputs of its own."""
-
-    def sizes(self, shape: KernelShape) -> str:
-        """What else the work depends on, for the table; empty for nothing."""
-        return ""
+        """The bytes and multiply-adds that a call needs."""
+        return Work(*map(shape.count, (self.read, self.written, self.products)))
 
     def held_bytes(self, shape: KernelShape) -> int:
         """Memory that a call takes with its inputs, about."""
-        return self.copies * self.work(shape).moved_bytes
+        return self.copies * self.work(shape).moved_bytes + shape.count(self.stored)
 
     def backends(self, device: torch.device) -> tuple[str, ...]:
         """Those that this operation has there, the one that ``"auto"`` means first."""
-        return ("triton", "naive") if device.type == "cuda" else ("naive",)
+        if device.type == "cuda":
+            return ("triton", "naive")
+        return ("cpp", "naive") if self.compiled and not why_not() else ("naive",)
+
+    def prepare(self, shape: KernelShape, draw: Draw) -> Call:
+        """A call with inputs of its own, and its check."""
+        call, (error, allowed) = self.inputs(shape, draw), self.check
+        if self.error_of is not None:
+            error = self.error_of(call)
+        tolerance = allowed[shape.dtype] if isinstance(allowed, Mapping) else allowed
+        return Call(lambda backend: as_tuple(call(backend=backend)), error, tolerance)
+
+
+def as_tuple(returned: Any) -> tuple[torch.Tensor, ...]:
+    """What a call returned: a tensor alone as a tuple of one."""
+    return (returned,) if isinstance(returned, torch.Tensor) else returned
 
 
 def distance(found: Sequence[Any], want: Sequence[Any]) -> float:

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-import argparse
-import os
-from collections.abc import Iterator
-from functools import partial
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from tqdm import tqdm
 
+from hf_kvret.benchmark import timed
 from hf_kvret.benchmark.kernels_clock import CacheFlush, time_calls
-from hf_kvret.benchmark.kernels_work import Draw, KernelShape
-from hf_kvret.benchmark.limits import available_host_memory
-from hf_kvret.benchmark.runs import attempt
-from hf_kvret.benchmark.tune_cases import TUNE_OPS, TunePlace, host_bytes
-from hf_kvret.benchmark.tune_search import MARGIN, Timer, TuneCase, search
-from hf_kvret.benchmark.tune_tables import plot_tune, tune_table
-from hf_kvret.evaluation.arguments import DTYPES, batches, lengths, names
-from hf_kvret.evaluation.command import add_run_options
-from hf_kvret.evaluation.environment import describe_environment
+from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
+from hf_kvret.benchmark.tune_search import MARGIN, TUNE_OPS, Timer, search
+from hf_kvret.evaluation import common_options as common
+from hf_kvret.evaluation.arguments import DTYPES, check_device, known_names
+from hf_kvret.evaluation.measurement import Measurement, Progress, Row
+from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.outputs import check_file
+from hf_kvret.evaluation.plots import plot_groups
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret_kernels import tuning
 from hf_kvret_kernels._dispatch import interpreted
 from hf_kvret_kernels.prompt_attention.choices import FEW_ROWS
 
-_SIZES = ("heads", "group", "head_dim", "cold", "repeats")
 _ROWS = ("device", "host")
+_FOUND = ("rule_seconds", "best_seconds", "ratio", "worth_it", "timed", "refused")
 
 
-class Tune:
+@dataclass(frozen=True, kw_only=True)
+class Tune(Measurement):
     """Which launch numbers are quickest here, for each operation and size."""
 
-    name = "tune"
-    summary = "find the quickest launch numbers of kernels, and keep them for this GPU family"
-    description = (
+    command: ClassVar[str] = "bench"
+    name: ClassVar[str] = "tune"
+    summary: ClassVar[str] = (
+        "find the quickest launch numbers of kernels, and keep them for this GPU family"
+    )
+    description: ClassVar[str] = (
         "Which launch numbers are quickest here, for each operation and size. Each candidate's "
         "result is compared with that of the rule, the launch numbers without measurements; one "
         "that is wrong or does not run is refused. Candidates take turns, with cold caches "
@@ -44,234 +48,219 @@ class Tune:
         "launches of this GPU family read; where nothing does, it says that the rule is best. "
         "Other sizes in the file stay."
     )
-    examples = (
+    examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret bench tune --device cuda --json tune.json",
         "hf-kvret bench tune --device cuda --heads 8 --group 4 --head-dim 128 --batch 1,8,64",
     )
 
-    def table(self, results: Results) -> str:
-        """One line for each operation and size."""
-        return tune_table(results)
+    ops: tuple[str, ...] = option(
+        tuple(TUNE_OPS), f"of {', '.join(TUNE_OPS)} (default: all)", kind=known_names(TUNE_OPS)
+    )
+    lengths: tuple[int, ...] = common.lengths_option(
+        (256, 512, 1024, 2048, 4096),
+        "tokens of a call: rows selected, keys of a window; sizes between two powers of two share "
+        "the choice of the larger",
+    )
+    batch: tuple[int, ...] = common.batch_option((1, 8))
+    heads: int = common.heads_option()
+    group: int = common.group_option()
+    head_dim: int = common.dim_option()
+    rows_on: tuple[str, ...] | None = option(
+        None,
+        "where selected rows lie, of device, host; default: both on a GPU, else device",
+        kind=known_names(_ROWS),
+        metavar="ROWS",
+        name="--rows",
+    )
+    cold: int = common.count_option(32_768, "tokens of a store that rows are selected from")
+    repeats: int = common.repeats_option(25, "timed calls of each candidate")
+    dry_run: bool = option(False, "measure and print, but write no choices")
+    dtype: str = common.dtype_option("bfloat16")
+    device: str = common.device_option()
+    seed: int = common.seed_option()
 
-    def plot(self, path: Path, results: Results) -> None:
-        """Time of the rule over time of the best, bars for each operation."""
-        plot_tune(path, results)
+    def check(self) -> None:
+        place = torch.device(self.device)
+        if place.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"--device {self.device}: no CUDA device here; run this where one is")
+        if place.type != "cuda" and not interpreted():
+            raise ValueError(
+                f"--device {self.device}: there is nothing to tune on it. Choices are launch "
+                "numbers of Triton kernels, which run on a CUDA device; torch and the compiled "
+                "library, which a CPU uses, have none. Run this with --device cuda, on the GPU to "
+                "tune for"
+            )
+        check_device(self.device)
+        if self.rows_on and place.type != "cuda" and "host" in self.rows_on:
+            raise ValueError(f"--rows host with --device {self.device}: choose of device")
+        if self.group > FEW_ROWS and any(name.startswith("prompt_") for name in self.ops):
+            raise ValueError(
+                f"--group {self.group}: prompt_attention looks up choices for at most {FEW_ROWS} "
+                "query heads of a KV head; leave it out of --ops"
+            )
+        if any(map(_chooses, self.ops)) and max(self.lengths) > self.cold:
+            raise ValueError(
+                f"--lengths {max(self.lengths)} with --cold {self.cold}: more rows can't be "
+                "selected than there are"
+            )
+        if not self.dry_run:
+            tuning.check_replaceable(self._file)
+            check_file("HF_KVRET_TUNING", self._file)
 
+    def setup(self) -> dict[str, Any]:
+        sizes = ("heads", "group", "head_dim", "cold", "repeats", "dtype", "device", "seed")
+        ops = {op.name: op.version for op in tuning.operations().values()}
+        here = timed.describe(self, *sizes, machine=("accelerator", "versions"))
+        return here | {"margin": MARGIN, "ops": ops}
 
-class _Todo(NamedTuple):
-    op: str
-    batch: int
-    place: TunePlace
+    def cells(self) -> list[Cell]:
+        both = _ROWS if torch.device(self.device).type == "cuda" else _ROWS[:1]
+        return [
+            # Called a cache as in all results, so that the overview of pages finds it.
+            {"op": name, "cache": f"rows on {rows}", "batch": batch, "length": length}
+            for name in self.ops
+            for batch in self.batch
+            for length in self.lengths
+            # A window is on the device, wherever the store is.
+            for rows in ((self.rows_on or both) if _chooses(name) else _ROWS[:1])
+        ]
+
+    def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
+        """The sizes one by one; after each its choice is written, also of those that are known.
+
+        Launches of this process take them from the end on. OSError where they can't be written.
+        """
+        waiting = self.waiting(results)
+        for cell in self.cells():
+            if cell in waiting:
+                yield [cell]
+            row = results.find(cell) or {}
+            if "size" in row and not self.dry_run:
+                self._keep(row, results.setup)
+        tuning.reload()
+        if self.dry_run:
+            tqdm.write(f"dry run: {self._file} is as it was")
+        else:
+            tqdm.write(f"launches on {self._family} take their numbers from {self._file}")
+
+    @torch.inference_mode()
+    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+        """Of one operation and size; MemoryError where the host lacks memory."""
+        (cell,) = group
+        sizes = (self.cold, cell["batch"], self.heads, self.group, self.head_dim)
+        shape, rows = KernelShape(*sizes, DTYPES[self.dtype], cell["length"]), _place(cell)
+        timed.check_host_memory(shape.count("2 B H n D x") if rows == "host" else 0)
+        case = TUNE_OPS[cell["op"]](shape, rows, Draw(torch.device(self.device), self.seed))
+        found = search(case, self._timer)
+        return [
+            {
+                "operation": case.op.name,
+                "version": case.op.version,
+                "size": case.size._asdict(),
+                "rule": case.op.told(case.rule),
+                "best": case.op.told(found.best),
+                **{name: getattr(found, name) for name in _FOUND},
+            }
+        ]
+
+    @cached_property
+    def _family(self) -> str:
+        return tuning.gpu_family(torch.device(self.device))
 
     @property
-    def cell(self) -> Cell:
-        # Called a cache as in all results, so that the overview of pages finds it.
-        return {
-            "op": self.op,
-            "cache": f"rows on {self.place.rows}",
-            "batch": self.batch,
-            "length": self.place.length,
-        }
+    def _file(self) -> Path:
+        return tuning.user_file(self._family)
 
+    @cached_property
+    def _timer(self) -> Timer:
+        """``--repeats`` calls, with cold caches."""
+        device = torch.device(self.device)
+        flush = CacheFlush(device)
+        return lambda calls: time_calls(calls, dict.fromkeys(calls, self.repeats), flush, device)
 
-def add_tune_options(parser: argparse.ArgumentParser) -> None:
-    """Operations, sizes, and where results go."""
-    parser.add_argument(
-        "--ops", default=",".join(TUNE_OPS), help=f"of {', '.join(TUNE_OPS)} (default: all)"
-    )
-    parser.add_argument(
-        "--lengths",
-        type=lengths,
-        default=lengths("256,512,1K,2K,4K"),
-        help="tokens of a call: rows selected, keys of a window; sizes between two powers of two "
-        "share the choice of the larger",
-    )
-    parser.add_argument("--batch", type=batches, default=[1, 8], help="as 1,8")
-    parser.add_argument("--heads", type=int, default=8, help="KV heads")
-    parser.add_argument("--group", type=int, default=4, help="query heads of a KV head")
-    parser.add_argument("--head-dim", type=int, default=128, help="of a key, and of a value")
-    parser.add_argument(
-        "--rows",
-        help="where selected rows lie, of device, host; default: both on a GPU, else device",
-    )
-    parser.add_argument(
-        "--cold", type=int, default=32_768, help="tokens of a store that rows are selected from"
-    )
-    parser.add_argument("--repeats", type=int, default=25, help="timed calls of each candidate")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="measure and print, but write no choices"
-    )
-    add_run_options(parser)
-    parser.set_defaults(dtype="bfloat16")
+    def _keep(self, row: Row, setup: dict[str, Any]) -> None:
+        """Write the row's choice; None stands for the rule."""
+        known = tuning.operations()
+        op = known[row["operation"]]
+        choice = op.choice_from(row["best"]) if row["worth_it"] else None
+        measured = {key: row[key] for key in ("rule_seconds", "best_seconds", "ratio")}
+        measured |= {key: setup[key] for key in ("accelerator", "repeats", "versions")}
+        entry = tuning.Entry(op, op.size_from(row["size"]), choice, measured)
+        tuning.write_entries(self._file, self._family, [entry], known)
 
-
-def measure_tune(options: argparse.Namespace, timer: Timer | None = None) -> Results:
-    """Measure what ``options`` name and ``--json`` does not hold yet; returns all of it.
-
-    After each size its choice is written to ``tuning.user_file``, unless ``--dry-run``; those of
-    ``--json`` too. Launches of this process take them from the end on.
-
-    Args:
-        timer: None for a clock of ``--device``: ``--repeats`` calls, with cold caches.
-
-    Raises:
-        ValueError: options that make no sense, or a device without anything to choose.
-        OSError: the choices can't be written.
-    """
-    todo = _understand(options)
-    device = torch.device(options.device)
-    family = tuning.gpu_family(device)
-    path = tuning.user_file(family)
-    if not options.dry_run:
-        _check_writable(path)
-    results = Results("bench tune", _setup(options), options.json)
-    if timer is None:
-        timer = _timer(options, device)
-    with torch.inference_mode(), tqdm(total=len(todo), desc="tune", unit="size") as bar:
-        for one in todo:
-            bar.set_postfix_str(f"{one.op}, batch {one.batch}, {one.place.length:,} tokens")
-            row = results.find(one.cell)
-            if row is None:
-                row, lacking = attempt(partial(_measure, options, one, timer))
-                row = {"out_of_memory": lacking} if lacking is not None else row
-                results.add(one.cell, row)
-            if "size" in row and not options.dry_run:
-                _keep(path, family, row, results)
-            bar.update()
-    tuning.reload()
-    if options.dry_run:
-        print(f"dry run: {path} is as it was")
-    else:
-        print(f"launches on {family} take their numbers from {path}")
-    return results
-
-
-def _understand(options: argparse.Namespace) -> list[_Todo]:
-    """What to measure; ValueError for what makes no sense."""
-    for name in _SIZES:
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1")
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {options.device}: no CUDA device here; run this where one is")
-    if device.type != "cuda" and not interpreted():
-        raise ValueError(
-            f"--device {options.device}: there is nothing to tune on it. Choices are launch "
-            "numbers of Triton kernels, which run on a CUDA device; torch and the compiled "
-            "library, which a CPU uses, have none. Run this with --device cuda, on the GPU to tune "
-            "for"
+    @classmethod
+    def table(cls, results: Results) -> str:
+        """A line for each operation and size."""
+        setup = results.setup
+        said = (
+            f"{setup['heads']} KV heads of {setup['head_dim']} with {setup['group']} query heads "
+            f"each, {setup['dtype']}; stores of {setup['cold']:,} tokens; {_machine(setup)}. The "
+            f"best is taken where it beats the rule by {setup['margin']:.0%}, in the median of "
+            f"{setup['repeats']} calls."
         )
-    chosen = names(options.ops)
-    for name in chosen:
-        if name not in TUNE_OPS:
-            raise ValueError(f"--ops {name}: choose of {', '.join(TUNE_OPS)}")
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise ValueError(f"--ops {options.ops!r}: name operations, each once")
-    if options.group > FEW_ROWS and any(name.startswith("prompt_") for name in chosen):
-        raise ValueError(
-            f"--group {options.group}: prompt_attention looks up choices for at most {FEW_ROWS} "
-            "query heads of a KV head; leave it out of --ops"
-        )
-    if any(TUNE_OPS[name].chooses for name in chosen) and max(options.lengths) > options.cold:
-        raise ValueError(
-            f"--lengths {max(options.lengths)} with --cold {options.cold}: more rows can't be "
-            "selected than there are"
-        )
-    return list(_todo(chosen, options, _places(options, device)))
+        if setup["device"] == "cpu":
+            said += " Triton ran in its interpreter: these times say nothing about a GPU."
+        return timed.rows_table(_COLUMNS, results, 4, said)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        """Time of the rule over time of the best: a group of bars a size, a bar an operation."""
+        sizes = list(dict.fromkeys(_size(cell) for cell, _ in results))
+        bars: dict[str, list[float | None]] = {}
+        for cell, row in results:
+            values = bars.setdefault(f"{cell['op']}, {cell['cache']}", [None] * len(sizes))
+            values[sizes.index(_size(cell))] = row.get("ratio")
+        title = f"launches as measured against rules, {_machine(results.setup)}"
+        plot_groups(path, sizes, bars, title=title, y="time of the rule / time of the best")
 
 
-def _places(options: argparse.Namespace, device: torch.device) -> list[str]:
-    """Where rows lie; ValueError for a place that there is not."""
-    here = _ROWS if device.type == "cuda" else _ROWS[:1]
-    places = list(here) if options.rows is None else names(options.rows)
-    if not places or len(set(places)) < len(places) or not set(places) <= set(here):
-        raise ValueError(
-            f"--rows {options.rows} with --device {options.device}: choose of {', '.join(here)}"
-        )
-    return places
+def _chooses(op: str) -> bool:
+    """Whether it reads rows that ids name, which may lie on the host."""
+    return op.startswith("gather_")
 
 
-def _todo(chosen: list[str], options: argparse.Namespace, places: list[str]) -> Iterator[_Todo]:
-    for name in chosen:
-        for batch in options.batch:
-            for length in options.lengths:
-                # A window is on the device, wherever the store is.
-                for rows in places if TUNE_OPS[name].chooses else _ROWS[:1]:
-                    yield _Todo(name, batch, TunePlace(length, rows))
+def _place(cell: Cell) -> str:
+    return cell["cache"].removeprefix("rows on ")
 
 
-def _measure(options: argparse.Namespace, one: _Todo, timer: Timer) -> dict[str, Any]:
-    """The row of one operation and size; MemoryError where the host lacks memory."""
-    case = _prepare(options, one)
-    found = search(case, timer)
-    return {
-        "operation": case.op.name,
-        "version": case.op.version,
-        "size": case.size._asdict(),
-        "rule": case.op.told(case.rule),
-        "best": case.op.told(found.best),
-        "rule_seconds": found.rule_seconds,
-        "best_seconds": found.best_seconds,
-        "ratio": found.ratio,
-        "worth_it": found.worth_it,
-        "timed": dict(found.timed),
-        "refused": dict(found.refused),
-    }
+def _machine(setup: dict[str, Any]) -> str:
+    return str(setup["accelerator"] or setup["device"])
 
 
-def _prepare(options: argparse.Namespace, one: _Todo) -> TuneCase:
-    shape = KernelShape(
-        length=options.cold,
-        batch=one.batch,
-        heads=options.heads,
-        group=options.group,
-        head_dim=options.head_dim,
-        dtype=DTYPES[options.dtype],
-        top_k=one.place.length,
-        codewords=1,
-        rank=1,
-    )
-    needed, free = host_bytes(shape, one.place), available_host_memory()
-    if needed > free:
-        raise MemoryError(f"predicted: {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB free")
-    draw = Draw(torch.device(options.device), options.seed)
-    return TUNE_OPS[one.op].prepare(shape, one.place, draw)
+def _size(cell: Cell) -> str:
+    return f"{cell['length']:,} tokens,\nbatch {cell['batch']}"
 
 
-def _keep(path: Path, family: str, row: dict[str, Any], results: Results) -> None:
-    """Write the row's choice; None stands for the rule."""
-    known = tuning.operations()
-    op = known[row["operation"]]
-    choice = op.choice_from(row["best"]) if row["worth_it"] else None
-    measured = {key: row[key] for key in ("rule_seconds", "best_seconds", "ratio")}
-    measured |= {key: results.setup[key] for key in ("accelerator", "repeats", "versions")}
-    entry = tuning.Entry(op, op.size_from(row["size"]), choice, measured)
-    tuning.write_entries(path, family, [entry], known)
+def _changes(cell: Cell, row: Row) -> str:
+    other = [f"{name}={value}" for name, value in row["best"].items() if row["rule"][name] != value]
+    return ", ".join(other) or "-"
 
 
-def _timer(options: argparse.Namespace, device: torch.device) -> Timer:
-    flush = CacheFlush(device)
-
-    def timer(calls: Any) -> dict[str, list[float]]:
-        return time_calls(calls, dict.fromkeys(calls, options.repeats), flush, device)
-
-    return timer
-
-
-def _check_writable(path: Path) -> None:
-    """Before the work, not after it; ValueError where the file can't be written."""
-    tuning.check_replaceable(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{path}: {error}; name a folder in HF_KVRET_TUNING") from error
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{path.parent} can't be written: name a folder in HF_KVRET_TUNING")
+def _variants(cell: Cell, row: Row) -> str:
+    """The least time of each variant, as far as it was tried; ``-`` without variants."""
+    least: dict[str, float] = {}
+    for choice, seconds in row["timed"].items():
+        found = re.search(r"variant=(\w+)", choice)
+        if found:
+            least[found[1]] = min(seconds, least.get(found[1], seconds))
+    return ", ".join(f"{name} {_ms(seconds)}" for name, seconds in least.items()) or "-"
 
 
-def _setup(options: argparse.Namespace) -> dict[str, Any]:
-    keys = (*_SIZES, "dtype", "device", "seed")
-    here = describe_environment()
-    machine = {key: here[key] for key in ("accelerator", "versions")}
-    ops = {op.name: op.version for op in tuning.operations().values()}
-    return {key: getattr(options, key) for key in keys} | machine | {"margin": MARGIN, "ops": ops}
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g}"
+
+
+_COLUMNS: tuple[timed.Column, ...] = (
+    ("operation", lambda cell, row: cell["op"]),
+    ("tokens", lambda cell, row: f"{cell['length']:,}"),
+    ("batch", lambda cell, row: str(cell["batch"])),
+    ("rows", lambda cell, row: _place(cell)),
+    ("rule ms", lambda cell, row: _ms(row["rule_seconds"])),
+    ("best ms", lambda cell, row: _ms(row["best_seconds"])),
+    ("rule / best", lambda cell, row: f"{row['ratio']:.3f}"),
+    ("taken", lambda cell, row: "best" if row["worth_it"] else "rule"),
+    ("what is other than in the rule", _changes),
+    ("ms by variant", _variants),
+    ("tried", lambda cell, row: str(len(row["timed"]))),
+    ("refused", lambda cell, row: str(len(row["refused"]))),
+)

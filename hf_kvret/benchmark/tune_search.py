@@ -1,17 +1,22 @@
-"""The search for launch numbers: one field after the other, each candidate checked, then timed."""
+"""Launch numbers: the operations that have some, and the search for the quickest.
+
+One field after the other, each candidate checked, then timed.
+"""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from statistics import median
 from typing import Any
 
 import torch
 
-from hf_kvret.benchmark.kernels_work import distance
+from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
+from hf_kvret.benchmark.kernels_work import ATTENTION_ERRORS, SCORE_ERROR, as_tuple, distance
+from hf_kvret_kernels._dispatch import launching_on
 from hf_kvret_kernels.tuning import Tunable
 
 MARGIN = 0.05
@@ -81,25 +86,19 @@ def search(case: TuneCase, timer: Timer) -> Found:
     Errors of the rule's own launch come through. Those of a candidate make it refused.
     """
     want = case.run(case.rule)
-    refused: dict[str, str] = {}
+    wrong: dict[Any, str | None] = {case.rule: None}
     timed: dict[str, float] = {}
-    right = {case.rule}
     best = case.rule
     for _ in range(_PASSES):
         before = best
         for name, values in case.op.space.items():
             if not case.op.counts(name, best):
                 continue
-            others = [replace(best, **{name: value}) for value in values]
-            for rival in others:
-                if rival in right or label(rival) in refused:
-                    continue
-                why = _why_refused(case, rival, want)
-                if why is None:
-                    right.add(rival)
-                else:
-                    refused[label(rival)] = why
-            rivals = [best, *(rival for rival in others if rival in right and rival != best)]
+            rivals = list(dict.fromkeys([best, *(replace(best, **{name: one}) for one in values)]))
+            for rival in rivals:
+                if rival not in wrong:
+                    wrong[rival] = _why_refused(case, rival, want)
+            rivals = [rival for rival in rivals if wrong[rival] is None]
             if len(rivals) > 1:
                 seconds = _medians(case, rivals, timer)
                 timed |= seconds
@@ -109,6 +108,7 @@ def search(case: TuneCase, timer: Timer) -> Found:
         if best == before:
             break
     seconds = _medians(case, list(dict.fromkeys((case.rule, best))), timer)
+    refused = {label(rival): why for rival, why in wrong.items() if why is not None}
     return Found(best, seconds[label(case.rule)], seconds[label(best)], timed | seconds, refused)
 
 
@@ -138,5 +138,51 @@ def _why_refused(case: TuneCase, choice: Any, want: Sequence[torch.Tensor]) -> s
 
 def _failures() -> tuple[type[Exception], ...]:
     """What a launch raises that the compiler, or the device, refuses."""
-    errors = importlib.import_module("triton.errors")
-    return (RuntimeError, errors.TritonError)
+    return (RuntimeError, import_module("triton.errors").TritonError)
+
+
+def _chosen(name: str, shape: KernelShape, rows: str, draw: Draw) -> TuneCase:
+    """An operation over a store of ``shape.length`` rows, of which ids name ``top_k``."""
+    choices, triton = _modules(name)
+    given = query, _, _ = draw.chosen_rows(shape, rows)
+    size = choices.size_of(*given)
+
+    def run(choice: Any) -> tuple[torch.Tensor, ...]:
+        with launching_on(query):
+            return as_tuple(getattr(triton, name)(*given, shape.scale, None, choice=choice))
+
+    tolerance = SCORE_ERROR if name == "gather_scores" else ATTENTION_ERRORS[shape.dtype]
+    return TuneCase(choices.CHOICES, size, choices.rule(size), run, tolerance)
+
+
+def _window(masked: bool, shape: KernelShape, rows: str, draw: Draw) -> TuneCase:
+    """Attention over a window of ``top_k`` tokens, as a decode step asks: its query sees all."""
+    choices, triton = _modules("prompt_attention")
+    window = replace(shape, length=shape.top_k)
+    query, key, value = draw.query(window), draw.keys(window), draw.keys(window)
+    size, valid = choices.size_of(query, value, masked), draw.all_valid(window) if masked else None
+    # Scale, causal offset, mask, softcap and the dtype of the output.
+    given = (query, key, value, shape.scale, None, valid, None, torch.float32)
+
+    def run(choice: Any) -> tuple[torch.Tensor, ...]:
+        with launching_on(query):
+            return as_tuple(triton.prompt_attention(*given, choice=choice))
+
+    rule = triton.rule_for(query, value)
+    return TuneCase(choices.CHOICES, size, rule, run, ATTENTION_ERRORS[shape.dtype])
+
+
+def _modules(name: str) -> tuple[Any, Any]:
+    """Choices and kernels of an operation; they need triton."""
+    folder = f"hf_kvret_kernels.{name}"
+    return import_module(f"{folder}.choices"), import_module(f"{folder}.triton")
+
+
+TUNE_OPS: dict[str, Callable[[KernelShape, str, Draw], TuneCase]] = {
+    "gather_attention": partial(_chosen, "gather_attention"),
+    "gather_scores": partial(_chosen, "gather_scores"),
+    "prompt_attention": partial(_window, False),
+    "prompt_attention.masked": partial(_window, True),
+}
+"""By name on the command line, from a shape, whose ``top_k`` is the tokens of a call, and where
+rows are, ``"device"`` or ``"host"``. Windows are on the device."""

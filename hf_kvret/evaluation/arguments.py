@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -132,6 +133,22 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
+def threads(text: str) -> int:
+    """From 1 to the processors that this process may use."""
+    most = processors()
+    try:
+        return whole_number(1, most)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, the processors of this process") from None
+
+
+def processors() -> int:
+    """How many this process may use."""
+    # Not every system can tell.
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
 def number(above: float, most: float = math.inf) -> Callable[[str], float]:
     """Finite numbers above ``above``, and at most ``most``."""
     allowed = f"above {above:g}" if most == math.inf else f"above {above:g}, at most {most:g}"
@@ -193,14 +210,14 @@ def one_or_both(one: str, other: str) -> Callable[[str], tuple[str, ...]]:
     return read
 
 
-def known_names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
-    """Comma-separated names, at least one, each of ``known`` and no one twice."""
+def known_names(known: Iterable[str], *, none: bool = False) -> Callable[[str], tuple[str, ...]]:
+    """Comma-separated names, each of ``known`` and no one twice; at least one, unless ``none``."""
     allowed = tuple(known)
 
     def read(text: str) -> tuple[str, ...]:
         given = names(text)
         unknown = [name for name in given if name not in allowed]
-        if unknown or not given:
+        if unknown or not (given or none):
             what = f"unknown: {', '.join(unknown)}" if unknown else "none is named"
             message = f"{what}; choose among {', '.join(allowed)}"
             raise argparse.ArgumentTypeError(message)

@@ -9,13 +9,16 @@ import torch
 
 from hf_kvret.evaluation.arguments import (
     DTYPES,
+    batches,
     budget,
     device_name,
     file_path,
     lengths,
     one_or_both,
+    seconds_at_most,
     seed,
     store_name,
+    threads,
     whole_number,
 )
 from hf_kvret.evaluation.options import option
@@ -67,6 +70,41 @@ def then_option(of: str) -> Any:
 def count_option(usual: int, of: str) -> Any:
     """A whole number from 1."""
     return option(usual, of, kind=whole_number(1))
+
+
+def batch_option(usual: tuple[int, ...] = (1,)) -> Any:
+    """``--batch``, numbers of sequences."""
+    return option(usual, "as 1,8", kind=batches)
+
+
+def heads_option() -> Any:
+    """``--heads``."""
+    return count_option(8, "KV heads")
+
+
+def group_option() -> Any:
+    """``--group``."""
+    return count_option(4, "query heads of a KV head")
+
+
+def dim_option() -> Any:
+    """``--head-dim``, or ``--dim``."""
+    return count_option(128, "of a key, and of a value")
+
+
+def threads_option(usual: int | None, of: str) -> Any:
+    """``--threads``, at most the processors."""
+    return option(usual, of, kind=threads)
+
+
+def repeats_option(usual: int, of: str = "timed calls of each way") -> Any:
+    """``--repeats``."""
+    return count_option(usual, of)
+
+
+def limit_option(usual: float, of: str) -> Any:
+    """``--limit`` in seconds."""
+    return option(usual, of, kind=seconds_at_most, metavar="SECONDS")
 
 
 def questions_option() -> Any:

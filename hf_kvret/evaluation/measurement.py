@@ -12,6 +12,7 @@ import gc
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -81,6 +82,10 @@ class Measurement(ABC):
         Raises:
             ValueError: options that make no sense together or on this machine.
         """
+
+    def surroundings(self) -> AbstractContextManager[Any]:
+        """What set-up, plan and rows are made in, as another number of threads."""
+        return nullcontext()
 
     @abstractmethod
     def setup(self) -> dict[str, Any]:
@@ -224,14 +229,15 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     """
     check_outputs(outputs, measurement)
     measurement.check()
-    results = Results(measurement.title(), measurement.setup(), outputs.json)
-    known = len(measurement.cells()) - len(measurement.waiting(results))
-    try:
-        failed = measure(measurement, results)
-    finally:
-        # What was finished is worth seeing, also when a later cell could not be.
-        if len(results):
-            print(f"\n{measurement.table(results)}")
+    with measurement.surroundings():
+        results = Results(measurement.title(), measurement.setup(), outputs.json)
+        known = len(measurement.cells()) - len(measurement.waiting(results))
+        try:
+            failed = measure(measurement, results)
+        finally:
+            # What was finished is worth seeing, also when a later cell could not be.
+            if len(results):
+                print(f"\n{measurement.table(results)}")
     for cell, reason in failed:
         print(f"\n{' '.join(map(str, cell.values()))}: {reason}")
     if known:

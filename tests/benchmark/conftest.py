@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from hf_kvret.benchmark import timing
-from hf_kvret.benchmark.parser import add_bench_parser
+from hf_kvret.benchmark.host_attention import HostAttention
+from hf_kvret.benchmark.index_build import IndexBuild
+from hf_kvret.benchmark.kernels import Kernels
 from hf_kvret.benchmark.shapes import load_shape
+from hf_kvret.benchmark.tune import Tune
+from hf_kvret.evaluation.measurement import add_measurement
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +29,24 @@ def bench() -> Callable[..., int]:
 
     def run(*arguments: str) -> int:
         parser = argparse.ArgumentParser()
-        add_bench_parser(parser.add_subparsers(required=True))
-        options = parser.parse_args(["bench", *arguments, "--device", "cpu"])
+        commands = parser.add_subparsers(required=True)
+        for kind in (HostAttention, IndexBuild, Kernels, Tune):
+            add_measurement(commands, kind)
+        given = "--device" in arguments or arguments[0] == "host-attention"
+        options = parser.parse_args([*arguments, *([] if given else ["--device", "cpu"])])
         return options.run(options)
+
+    return run
+
+
+@pytest.fixture
+def refused(bench: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """As ``bench`` for arguments that are refused; returns what is said of them."""
+
+    def run(*arguments: str) -> str:
+        with pytest.raises((SystemExit, ValueError, ModuleNotFoundError)) as caught:
+            bench(*arguments)
+        return capsys.readouterr().err if caught.type is SystemExit else str(caught.value)
 
     return run
 

@@ -1,4 +1,4 @@
-"""``hf-kvret bench kernels``: rows, turns, cold caches, resuming, clear refusals."""
+"""``hf-kvret bench kernels``: rows, turns, cold caches, wrong ways, clear refusals."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.benchmark import kernels, kernels_clock
+from hf_kvret.benchmark import kernels, kernels_clock, timed
+from hf_kvret.benchmark.kernels import OPS, Kernels
 from hf_kvret.benchmark.kernels_clock import CacheFlush, measure_products, time_calls, time_once
-from hf_kvret.benchmark.kernels_ops import OPS
-from hf_kvret.benchmark.parser import MEASUREMENTS
-from hf_kvret.cli import main
+from hf_kvret.benchmark.kernels_work import Call, KernelOp
+from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
 from hf_kvret_kernels.host_attention import why_not
 
 SIZES = {"heads": 2, "group": 2, "head-dim": 16, "top-k": 8, "codewords": 16, "rank": 4}
 SMALL = [f"--{name}={value}" for name, value in (SIZES | {"repeats": 3}).items()]
 CPU = torch.device("cpu")
+Run = Callable[..., int]
 
 
 @pytest.fixture(autouse=True)
@@ -30,18 +31,19 @@ def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_clock, "_CPU_SIDE", 32)
 
 
-def bench(*arguments: str, device: str = "cpu") -> int:
-    return main(["bench", "kernels", *SMALL, "--device", device, *arguments])
+@pytest.fixture
+def measure(bench: Run) -> Run:
+    return partial(bench, "kernels", *SMALL)
 
 
 def rows_of(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     return {tuple(cell.values()): row for cell, row in Results.load(file)}
 
 
-def test_every_operation_has_a_row_a_table_and_a_page(tmp_path: Path) -> None:
+def test_every_operation_has_a_row_a_table_and_a_page(tmp_path: Path, measure: Run) -> None:
     file, picture, table = (tmp_path / name for name in ("k.json", "k.png", "k.md"))
     files = ["--json", str(file), "--plot", str(picture), "--table", str(table)]
-    assert bench("--lengths", "64,128", "--batch", "1,2", "--backends", "naive", *files) == 0
+    assert measure("--lengths", "64,128", "--batch", "1,2", "--backends", "naive", *files) == 0
     rows = rows_of(file)
     assert list(rows) == [
         (op, "naive", batch, length) for op in OPS for batch in (1, 2) for length in (64, 128)
@@ -65,16 +67,18 @@ def test_every_operation_has_a_row_a_table_and_a_page(tmp_path: Path) -> None:
     assert text.count("| naive |") == 4 * len(OPS) and "| 16 codewords" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     table.unlink()
-    assert main(["report", str(tmp_path)]) == 0
+    write_report(tmp_path, {"bench kernels": Kernels})
     page = (tmp_path / "k.md").read_text()
     assert "of bandwidth" in page and "bench kernels" in page and "codewords 16" in page
     assert "bench kernels" in (tmp_path / "overview.md").read_text()
 
 
-def test_bytes_grow_with_batch_and_length(tmp_path: Path) -> None:
+def test_bytes_grow_with_batch_and_length(tmp_path: Path, measure: Run) -> None:
     file = tmp_path / "k.json"
     assert (
-        bench("--ops", "proxy.top_k", "--lengths", "64,128", "--batch", "1,2", "--json", str(file))
+        measure(
+            "--ops", "proxy.top_k", "--lengths", "64,128", "--batch", "1,2", "--json", str(file)
+        )
         == 0
     )
     read = {key[2:]: row["read_bytes"] for key, row in rows_of(file).items()}
@@ -83,11 +87,11 @@ def test_bytes_grow_with_batch_and_length(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(bool(why_not()), reason="the compiled library was not built")
 def test_auto_is_the_library_where_an_operation_has_it_and_torch_stands_beside(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], measure: Run
 ) -> None:
     file = tmp_path / "k.json"
     ops = ["--ops", "gather_attention,codebook.lookup", "--lengths", "64", "--json", str(file)]
-    assert bench(*ops) == 0
+    assert measure(*ops) == 0
     rows = rows_of(file)
     assert [key[:2] for key in rows] == [
         ("gather_attention", "cpp"),
@@ -100,78 +104,71 @@ def test_auto_is_the_library_where_an_operation_has_it_and_torch_stands_beside(
     cpp, naive = (rows["gather_attention", way, 1, 64]["seconds"] for way in ("cpp", "naive"))
     assert line.split("|")[7].strip() == f"{naive / cpp:.3g}"
     # Operations without that backend are left out.
-    assert bench(*ops[:2], "--lengths", "64", "--backends", "cpp") == 0
+    assert measure(*ops[:2], "--lengths", "64", "--backends", "cpp") == 0
     assert "codebook" not in capsys.readouterr().out
 
 
-def test_finished_sizes_are_not_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "k.json"
-    arguments = ["--ops", "codebook.lookup", "--backends", "naive", "--json", str(file)]
-    assert bench(*arguments, "--lengths", "64") == 0
-    before = rows_of(file)
-    measured: list[int] = []
-    measure = kernels._measure_size
-
-    def noting(options: Any, op: Any, ways: Any, shape: Any, *rest: Any) -> Any:
-        measured.append(shape.length)
-        return measure(options, op, ways, shape, *rest)
-
-    monkeypatch.setattr(kernels, "_measure_size", noting)
-    assert bench(*arguments, "--lengths", "64,128") == 0
-    assert measured == [128]
-    after = rows_of(file)
-    assert len(after) == 2 and before.items() <= after.items()
-
-
 def test_a_slow_way_is_timed_as_often_as_the_limit_allows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: Run
 ) -> None:
     file = tmp_path / "k.json"
     monkeypatch.setattr(kernels, "time_once", lambda call, device: (call(), 0.4))
     arguments = ["--ops", "codebook.lookup", "--lengths", "64", "--backends", "naive"]
-    assert bench(*arguments, "--limit", "0.9", "--json", str(file)) == 0
+    assert measure(*arguments, "--limit", "0.9", "--json", str(file)) == 0
     assert [row["timed"] for row in rows_of(file).values()] == [2]
-    assert bench(*arguments, "--limit", "0.1", "--json", str(tmp_path / "other.json")) == 0
+    assert measure(*arguments, "--limit", "0.1", "--json", str(tmp_path / "other.json")) == 0
     assert [row["timed"] for row in rows_of(tmp_path / "other.json").values()] == [1]
 
 
 def test_what_does_not_fit_into_memory_has_a_row_that_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    measure: Run,
 ) -> None:
     file = tmp_path / "k.json"
-    monkeypatch.setattr(kernels, "available_host_memory", lambda: 10_000)
+    monkeypatch.setattr(timed, "available_host_memory", lambda: 10_000)
     arguments = ["--ops", "proxy.top_k", "--lengths", "64,1K", "--json", str(file)]
-    assert bench(*arguments, "--plot", str(tmp_path / "k.png")) == 0
+    assert measure(*arguments, "--plot", str(tmp_path / "k.png")) == 0
     small, large = rows_of(file).values()
     assert "seconds" in small and "seconds" not in large
     assert "out of memory (predicted" in large["out_of_memory"]
     assert "out of memory (predicted" in capsys.readouterr().out
 
 
-def test_nothing_is_reported_of_a_way_that_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_nothing_is_reported_of_a_way_that_is_wrong_and_others_go_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    measure: Run,
 ) -> None:
-    file = tmp_path / "k.json"
-    op = OPS["codebook.lookup_scores"]
-    prepare = type(op).prepare
+    file, name = tmp_path / "k.json", "codebook.lookup_scores"
+    prepare = KernelOp.prepare
+    worse = {"naive": 1.0, "other": 1.01}
 
-    def wrong(self: Any, shape: Any, draw: Any) -> Any:
+    def wrong(self: KernelOp, shape: Any, draw: Any) -> Call:
         call = prepare(self, shape, draw)
-        worse = {"naive": 1.0, "other": 1.01}
-        return kernels.Call(
+        if self.name != name:
+            return Call(lambda way: call.run("naive"), call.error, call.tolerance)
+        return Call(
             lambda way: tuple(worse[way] * one for one in call.run("naive")),
             call.error,
             call.tolerance,
         )
 
-    monkeypatch.setattr(type(op), "prepare", wrong)
-    monkeypatch.setattr(type(op), "backends", lambda self, device: ("other", "naive"))
-    assert bench("--ops", op.name, "--lengths", "64", "--json", str(file)) == 1
-    said = capsys.readouterr().err
-    assert "other and naive differ by 1.0e-02" in said and "Nothing was reported" in said
-    assert not file.exists()
+    monkeypatch.setattr(KernelOp, "prepare", wrong)
+    monkeypatch.setattr(KernelOp, "backends", lambda self, device: ("other", "naive"))
+    arguments = ["--ops", f"{name},proxy.top_k", "--lengths", "64", "--json", str(file)]
+    assert measure(*arguments, "--plot", str(tmp_path / "k.png")) == 1
+    said = capsys.readouterr()
+    assert "other and naive differ by 1.0e-02" in said.err and "Nothing was reported" in said.err
+    assert "other and naive differ by 1.0e-02" in said.out
+    rows = rows_of(file)
+    assert [list(row) for row in rows.values()][:2] == [["check_failed"]] * 2
+    assert all("seconds" in row for row in list(rows.values())[2:])
+    worse["other"] = 1.0
+    assert measure(*arguments) == 0
+    assert all("seconds" in row for row in rows_of(file).values())
 
 
 @pytest.mark.parametrize(
@@ -180,33 +177,32 @@ def test_nothing_is_reported_of_a_way_that_is_wrong(
         (["--ops", "codebook.encod"], "--ops codebook.encod: choose of codebook.encode, "),
         (["--ops", ","], "--ops is empty"),
         (["--ops", "proxy,proxy.top_k"], "proxy.top_k is named twice"),
-        (["--backends", "cuda"], "--backends cuda: choose of auto, naive, triton, cpp"),
-        (["--backends", ","], "--backends is empty"),
+        (["--backends", "cuda"], "--backends: unknown: cuda; choose among auto, naive, triton"),
+        (["--backends", ","], "--backends: none is named"),
         (["--backends", "triton"], "--backends triton: on cpu these operations have "),
         (["--ops", "codebook", "--backends", "cpp"], "--backends cpp: on cpu these operations"),
         (["--lengths", "4"], "--top-k 8 with --lengths 4"),
-        (["--heads", "0"], "--heads 0: at least 1"),
-        (["--head-dim", "0"], "--head-dim 0: at least 1"),
-        (["--repeats", "0"], "--repeats 0: at least 1"),
-        (["--threads", "100000"], "--threads 100000: 1 to "),
+        (["--heads", "0"], "--heads: '0' is no whole number from 1"),
+        (["--head-dim", "0"], "--head-dim: '0' is no whole number from 1"),
+        (["--repeats", "0"], "--repeats: '0' is no whole number from 1"),
+        (["--threads", "100000"], "--threads: '100000' is no whole number from 1 to "),
+        pytest.param(
+            ["--device", "cuda"],
+            "no CUDA device here; use --device cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, refused: Callable[..., str]
 ) -> None:
     lengths = [] if "--lengths" in arguments else ["--lengths", "64"]
-    assert bench(*lengths, *arguments) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    assert message in refused("kernels", *SMALL, *lengths, *arguments)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_gpu_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("--lengths", "64", device="cuda") == 2
-    assert "no CUDA device here; use --device cpu" in capsys.readouterr().err
-
-
-def test_torch_has_its_threads_back_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_has_its_threads_back_afterwards(
+    monkeypatch: pytest.MonkeyPatch, measure: Run
+) -> None:
     before = torch.get_num_threads()
     seen: list[int] = []
     monkeypatch.setattr(
@@ -216,7 +212,7 @@ def test_torch_has_its_threads_back_afterwards(monkeypatch: pytest.MonkeyPatch) 
     )
     torch.set_num_threads(2)
     try:
-        assert bench("--ops", "codebook.lookup", "--lengths", "64") == 0
+        assert measure("--ops", "codebook.lookup", "--lengths", "64") == 0
         assert torch.get_num_threads() == 2 and seen == [1]
     finally:
         torch.set_num_threads(before)
@@ -273,11 +269,11 @@ def test_products_are_counted_by_the_quickest_repeat(monkeypatch: pytest.MonkeyP
 
 
 def test_the_picture_prefers_our_ways_to_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: Run
 ) -> None:
     file = tmp_path / "k.json"
     assert (
-        bench(
+        measure(
             "--ops",
             "codebook.lookup,proxy.top_k",
             "--lengths",
@@ -301,7 +297,7 @@ def test_the_picture_prefers_our_ways_to_torch(
         drawn.update(groups=groups, bars=bars)
 
     monkeypatch.setattr("hf_kvret.benchmark.kernels_tables.plot_groups", draw)
-    MEASUREMENTS["bench kernels"].plot(tmp_path / "k.png", results)
+    Kernels.plot(tmp_path / "k.png", results)
     assert drawn["groups"] == [
         "codebook.\nlookup\nnaive",
         "proxy.\ntop_k\nnaive",

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hf_kvret import registered_methods
-from hf_kvret.benchmark.kernels_ops import OPS
-from hf_kvret.benchmark.kernels_work import Draw, KernelShape
+from hf_kvret.benchmark.kernels import OPS
+from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt, ragged
 from hf_kvret_kernels.higgs import HiggsCodec

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,16 +14,15 @@ import pytest
 import torch
 
 from hf_kvret.benchmark import kernels_clock, tune, tune_search
-from hf_kvret.benchmark.kernels_work import Draw, KernelShape
-from hf_kvret.benchmark.parser import MEASUREMENTS
-from hf_kvret.benchmark.tune_cases import TUNE_OPS, TunePlace
-from hf_kvret.benchmark.tune_search import TuneCase, label, search
-from hf_kvret.cli import main
+from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
+from hf_kvret.benchmark.tune import Tune
+from hf_kvret.benchmark.tune_search import TUNE_OPS, TuneCase, label, search
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
 from hf_kvret_kernels import tuning
 from hf_kvret_kernels._dispatch import interpreted
 
+Run = Callable[..., int]
 SMALL = ["--heads=1", "--group=2", "--head-dim=16", "--cold=64", "--repeats=3", "--batch=1"]
 needs_interpreter = pytest.mark.skipif(not interpreted(), reason="tunes for the interpreter")
 pytest.importorskip("triton", reason="what is tuned are Triton kernels")
@@ -184,17 +184,22 @@ def small_blocks(fields: Mapping[str, str]) -> float:
 @pytest.fixture
 def small_blocks_win(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(small_blocks)
-    monkeypatch.setattr(tune, "_timer", lambda options, device: clock)
+    monkeypatch.setattr(Tune, "_timer", clock)
     return clock
 
 
-def bench(*arguments: str) -> int:
-    return main(["bench", "tune", *SMALL, "--device", "cpu", *arguments])
+@pytest.fixture
+def measure(bench: Run) -> Run:
+    return partial(bench, "tune", *SMALL)
 
 
 @needs_interpreter
 def test_choices_are_written_read_back_and_used(
-    mine: Path, tmp_path: Path, small_blocks_win: Clock, capsys: pytest.CaptureFixture[str]
+    mine: Path,
+    tmp_path: Path,
+    small_blocks_win: Clock,
+    capsys: pytest.CaptureFixture[str],
+    measure: Run,
 ) -> None:
     from hf_kvret_kernels.gather_scores import choices
 
@@ -203,7 +208,7 @@ def test_choices_are_written_read_back_and_used(
     # Looked up before, so that the run has to make the process read again.
     assert tuning.choice(choices.CHOICES, size, rule, torch.device("cpu")) is rule
     files = ["--json", str(tmp_path / "t.json"), "--table", str(tmp_path / "t.md")]
-    assert bench("--lengths", "32", *files) == 0
+    assert measure("--lengths", "32", *files) == 0
     taken = tuning.choice(choices.CHOICES, size, rule, torch.device("cpu"))
     assert taken == replace(rule, block_k=16) != rule
     entries = {
@@ -234,9 +239,9 @@ def test_choices_are_written_read_back_and_used(
 
 @needs_interpreter
 def test_all_values_of_all_fields_are_launched(
-    mine: Path, tmp_path: Path, small_blocks_win: Clock
+    mine: Path, tmp_path: Path, small_blocks_win: Clock, measure: Run
 ) -> None:
-    assert bench("--lengths", "32", "--ops", "gather_attention") == 0
+    assert measure("--lengths", "32", "--ops", "gather_attention") == 0
     tried = {pair for turn in small_blocks_win.turns for name in turn for pair in name.split(", ")}
     space = tuning.operations()["gather_attention"].space
     wanted = {f"{name}={value}" for name, values in space.items() for value in values}
@@ -245,9 +250,11 @@ def test_all_values_of_all_fields_are_launched(
 
 
 @needs_interpreter
-def test_the_clock_of_the_command_times_each_candidate(mine: Path, tmp_path: Path) -> None:
+def test_the_clock_of_the_command_times_each_candidate(
+    mine: Path, tmp_path: Path, measure: Run
+) -> None:
     file = tmp_path / "t.json"
-    assert bench("--lengths", "8", "--ops", "gather_scores", "--json", str(file)) == 0
+    assert measure("--lengths", "8", "--ops", "gather_scores", "--json", str(file)) == 0
     [(cell, row)] = Results.load(file)
     assert cell == {
         "op": "gather_scores", "cache": "rows on device", "batch": 1, "length": 8
@@ -259,27 +266,33 @@ def test_the_clock_of_the_command_times_each_candidate(mine: Path, tmp_path: Pat
 
 @needs_interpreter
 def test_a_dry_run_writes_nothing_and_finished_sizes_are_kept(
-    mine: Path, tmp_path: Path, small_blocks_win: Clock, capsys: pytest.CaptureFixture[str]
+    mine: Path,
+    tmp_path: Path,
+    small_blocks_win: Clock,
+    capsys: pytest.CaptureFixture[str],
+    measure: Run,
 ) -> None:
     arguments = ["--ops", "gather_scores", "--json", str(tmp_path / "t.json")]
-    assert bench("--lengths", "8", *arguments, "--dry-run") == 0
+    assert measure("--lengths", "8", *arguments, "--dry-run") == 0
     assert not mine.parent.exists()
     assert f"dry run: {mine} is as it was" in capsys.readouterr().out
     timed = len(small_blocks_win.turns)
-    assert bench("--lengths", "8", *arguments) == 0
+    assert measure("--lengths", "8", *arguments) == 0
     assert len(small_blocks_win.turns) == timed
     assert json.loads(mine.read_text())["entries"][0]["choice"]["block_k"] == 16
-    assert bench("--lengths", "8,32", *arguments) == 0
+    assert measure("--lengths", "8,32", *arguments) == 0
     assert len(small_blocks_win.turns) > timed
     assert len(json.loads(mine.read_text())["entries"]) == 2
 
 
 @needs_interpreter
-def test_a_result_has_a_page(mine: Path, tmp_path: Path, small_blocks_win: Clock) -> None:
+def test_a_result_has_a_page(
+    mine: Path, tmp_path: Path, small_blocks_win: Clock, measure: Run
+) -> None:
     files = ["--json", str(tmp_path / "t.json"), "--plot", str(tmp_path / "t.png")]
-    assert bench("--lengths", "8", "--ops", "gather_scores,prompt_attention", *files) == 0
+    assert measure("--lengths", "8", "--ops", "gather_scores,prompt_attention", *files) == 0
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    (page, overview), skipped, _ = write_report(tmp_path, MEASUREMENTS)
+    (page, overview), skipped, _ = write_report(tmp_path, {"bench tune": Tune})
     assert not skipped
     assert "what is other than in the rule" in page.read_text()
     assert "bench tune" in overview.read_text() and "rows on device" in overview.read_text()
@@ -287,36 +300,40 @@ def test_a_result_has_a_page(mine: Path, tmp_path: Path, small_blocks_win: Clock
 
 @needs_interpreter
 def test_a_size_that_lacks_memory_has_a_row_that_says_so(
-    mine: Path, tmp_path: Path, small_blocks_win: Clock, monkeypatch: pytest.MonkeyPatch
+    mine: Path,
+    tmp_path: Path,
+    small_blocks_win: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    measure: Run,
 ) -> None:
-    monkeypatch.setattr(tune, "host_bytes", lambda shape, place: 10**18)
+    check = tune.timed.check_host_memory
+    monkeypatch.setattr(tune.timed, "check_host_memory", lambda needed: check(10**18))
     table = tmp_path / "t.md"
-    assert bench("--lengths", "8", "--ops", "gather_scores", "--table", str(table)) == 0
+    assert measure("--lengths", "8", "--ops", "gather_scores", "--table", str(table)) == 0
     assert "out of memory (predicted: 1000000000.0 GB" in table.read_text()
     assert not mine.exists() and not small_blocks_win.turns
 
 
 def test_a_cpu_has_nothing_to_tune(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert bench() == 2
-    told = capsys.readouterr().err
+    told = refused("tune", *SMALL)
     assert "nothing to tune" in told and "run this with --device cuda" in told.lower()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ops", "matmul"], "--ops matmul: choose of gather_attention"),
-        (["--ops", "gather_scores,gather_scores"], "each once"),
-        (["--ops", ","], "name operations"),
+        (["--ops", "matmul"], "--ops: unknown: matmul; choose among gather_attention"),
+        (["--ops", "gather_scores,gather_scores"], "name each once"),
+        (["--ops", ","], "--ops: none is named"),
         (["--lengths", "128"], "--lengths 128 with --cold 64"),
-        (["--rows", "host"], "choose of device"),
-        (["--rows", "device,device"], "choose of device"),
+        (["--rows", "host"], "--rows host with --device cpu: choose of device"),
+        (["--rows", "device,device"], "name each once"),
         (["--group", "128"], "--group 128: prompt_attention looks up"),
-        (["--repeats", "0"], "--repeats 0: at least 1"),
-        (["--head-dim", "0"], "--head-dim 0: at least 1"),
+        (["--repeats", "0"], "--repeats: '0' is no whole number from 1"),
+        (["--head-dim", "0"], "--head-dim: '0' is no whole number from 1"),
     ],
 )
 def test_mistakes_are_named_before_the_work(
@@ -324,22 +341,20 @@ def test_mistakes_are_named_before_the_work(
     arguments: list[str],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refused: Callable[..., str],
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert bench("--lengths", "8", *arguments) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused("tune", *SMALL, "--lengths", "8", *arguments)
     assert not mine.exists()
 
 
 def test_a_folder_that_can_t_be_written_is_told_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("HF_KVRET_TUNING", str(tmp_path / "file" / "mine"))
-    assert bench("--lengths", "8") == 2
-    assert "name a folder in HF_KVRET_TUNING" in capsys.readouterr().err
+    assert "HF_KVRET_TUNING" in refused("tune", *SMALL, "--lengths", "8")
 
 
 @needs_interpreter
@@ -366,33 +381,29 @@ def test_a_window_is_attended_to_as_a_decode_step_does(
         head_dim=16,
         dtype=torch.float32,
         top_k=8,
-        codewords=1,
-        rank=1,
     )
-    made = TUNE_OPS[op].prepare(shape, TunePlace(8, "device"), Draw(torch.device("cpu"), 0))
+    made = TUNE_OPS[op](shape, "device", Draw(torch.device("cpu"), 0))
     out, _ = made.run(made.rule)
     assert asked == [None] and out.isfinite().all()
 
 
 def test_a_file_of_a_newer_version_is_told_before_the_work(
-    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mine: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     mine.parent.mkdir()
     mine.write_text('{"format": 2}')
-    assert bench("--lengths", "8") == 2
-    assert "has format 2, of a newer version" in capsys.readouterr().err
+    assert "has format 2, of a newer version" in refused("tune", *SMALL, "--lengths", "8")
     assert mine.read_text() == '{"format": 2}'
 
 
 def test_without_a_home_no_folder_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delenv("HF_KVRET_TUNING", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(tuning.files.os.path, "expanduser", lambda path: path)
     monkeypatch.chdir(tmp_path)
-    assert bench("--lengths", "8") == 2
-    assert "no home folder is known" in capsys.readouterr().err
+    assert "no home folder is known" in refused("tune", *SMALL, "--lengths", "8")
     assert not list(tmp_path.iterdir())

@@ -1,10 +1,11 @@
-"""``hf-kvret bench index-build``: times, recall, limits, resuming, with and without faiss."""
+"""``hf-kvret bench index-build``: times, recall, limits, with and without faiss."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,9 @@ import pytest
 import torch
 
 from hf_kvret.benchmark import index_build
-from hf_kvret.benchmark.index_build import expected_seconds, judge, time_builds
+from hf_kvret.benchmark.index_build import IndexBuild, expected_seconds, judge, time_builds
 from hf_kvret.benchmark.index_build_keys import LayerShape, random_layer
 from hf_kvret.benchmark.index_build_ways import Answer, MethodWay, Prompt, Way
-from hf_kvret.benchmark.parser import MEASUREMENTS
-from hf_kvret.cli import main
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
 from hf_kvret.recall import exact_scores
@@ -25,11 +24,13 @@ from hf_kvret.relevance import group_relevance
 
 SIZES = {"heads": 2, "group": 2, "dim": 32, "top-k": 16, "queries": 4, "repeats": 2}
 SMALL = [f"--{name}={value}" for name, value in SIZES.items()]
+Run = Callable[..., int]
 METHODS = ["flat", "paris", "lrqk", "ctkvr"]
 
 
-def bench(*arguments: str) -> int:
-    return main(["bench", "index-build", *SMALL, "--device", "cpu", *arguments])
+@pytest.fixture
+def measure(bench: Run) -> Run:
+    return partial(bench, "index-build", *SMALL)
 
 
 def rows_of(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -145,11 +146,11 @@ def test_expected_time_follows_the_growth_that_was_seen() -> None:
 
 
 def test_without_faiss_our_methods_are_measured_and_the_table_names_the_remedy(
-    no_faiss: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    no_faiss: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], measure: Run
 ) -> None:
     file, picture, table = (tmp_path / name for name in ("b.json", "b.png", "b.md"))
     files = ["--json", str(file), "--plot", str(picture), "--table", str(table)]
-    assert bench("--context", "512,256", *files) == 0
+    assert measure("--context", "512,256", *files) == 0
     rows = rows_of(file)
     for length in (256, 512):
         for name in METHODS:
@@ -167,10 +168,10 @@ def test_without_faiss_our_methods_are_measured_and_the_table_names_the_remedy(
     assert {line[1]: line[5] for line in lines[:4]}["flat"] == "1.000"
 
 
-def test_results_make_a_page(no_faiss: None, tmp_path: Path) -> None:
+def test_results_make_a_page(no_faiss: None, tmp_path: Path, measure: Run) -> None:
     file = tmp_path / "b.json"
-    assert bench("--context", "256", "--methods", "flat", "--json", str(file)) == 0
-    (page, overview), skipped, _ = write_report(tmp_path, MEASUREMENTS)
+    assert measure("--context", "256", "--methods", "flat", "--json", str(file)) == 0
+    (page, overview), skipped, _ = write_report(tmp_path, {"bench index-build": IndexBuild})
     assert not skipped
     assert "| flat " in page.read_text() and "b.json" in page.read_text()
     assert "bench index-build" in overview.read_text()
@@ -178,13 +179,13 @@ def test_results_make_a_page(no_faiss: None, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_keys_of_a_model_are_indexed_while_it_reads_a_text(
-    dtype: str, no_faiss: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dtype: str, no_faiss: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], bench: Run
 ) -> None:
     file, text = tmp_path / "b.json", tmp_path / "text.txt"
     text.write_text(" ".join(f"Letter {number} came on a Monday." for number in range(99)))
     some = ["--keys", "model", "--text", str(text), "--top-k", "16", "--queries", "4"]
     given = ["--context", "256", "--dtype", dtype, "--faiss", "", "--json", str(file)]
-    assert main(["bench", "index-build", *some, *given, "--device", "cpu"]) == 0
+    assert bench("index-build", "--model", "reference", *some, *given) == 0
     results = Results.load(file)
     assert results.setup["model"] == "reference" and results.setup["dtype"] == dtype
     assert f"Keys of layer {results.setup['layer']}" in capsys.readouterr().out
@@ -193,47 +194,27 @@ def test_keys_of_a_model_are_indexed_while_it_reads_a_text(
     assert rows["flat"]["recall"] > 0.97 and min(row["recall"] for row in rows.values()) > 0.3
 
 
-def test_finished_cells_are_not_measured_again(
-    no_faiss: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "b.json"
-    some = ["--methods", "flat,lrqk", "--faiss", "", "--json", str(file)]
-    assert bench("--context", "256", *some) == 0
-    before = rows_of(file)
-    timed: list[int] = []
-
-    def noting(build: Any, repeats: int, limit: float, prompt: Prompt) -> Any:
-        timed.append(len(prompt))
-        return time_builds(build, repeats, limit, prompt)
-
-    monkeypatch.setattr(index_build, "time_builds", noting)
-    assert bench("--context", "256,512", *some) == 0
-    assert timed == [512, 512]
-    after = rows_of(file)
-    assert len(after) == 4 and before.items() <= after.items()
-
-
 def test_what_would_take_too_long_is_left_out_until_the_limit_allows_it(
-    no_faiss: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    no_faiss: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], measure: Run
 ) -> None:
     file = tmp_path / "b.json"
     some = ["--methods", "flat,lrqk", "--faiss", "", "--json", str(file)]
-    assert bench("--context", "256", *some) == 0
+    assert measure("--context", "256", *some) == 0
     results = Results("bench index-build", Results.load(file).setup, file)
     slow = {"cache": "lrqk", "length": 256}
     results.add(slow, (results.find(slow) or {}) | {"seconds": 100.0})
-    assert bench("--context", "256,512,1K", *some, "--limit", "150") == 0
+    assert measure("--context", "256,512,1K", *some, "--limit", "150") == 0
     rows = rows_of(file)
     assert "over --limit 150 s, expected 200 s" in rows["lrqk", 512]["skipped"]
     assert "expected 400 s" in rows["lrqk", 1024]["skipped"]
     assert rows["flat", 512]["seconds"] > 0 and rows["flat", 1024]["seconds"] > 0
     assert "skipped: over --limit 150 s" in capsys.readouterr().out
-    assert bench("--context", "256,512", *some, "--limit", "1000") == 0
+    assert measure("--context", "256,512", *some, "--limit", "1000") == 0
     assert rows_of(file)["lrqk", 512]["seconds"] > 0
 
 
 def test_memory_that_runs_out_leaves_a_row_that_says_so(
-    no_faiss: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    no_faiss: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: Run
 ) -> None:
     file = tmp_path / "b.json"
 
@@ -241,37 +222,66 @@ def test_memory_that_runs_out_leaves_a_row_that_says_so(
         raise MemoryError("no room")
 
     monkeypatch.setattr(index_build, "time_builds", full)
-    assert bench("--context", "256", "--methods", "flat", "--faiss", "", "--json", str(file)) == 0
+    assert measure("--context", "256", "--methods", "flat", "--faiss", "", "--json", str(file)) == 0
     assert rows_of(file) == {("flat", 256): {"skipped": "out of memory (no room)"}}
+
+
+def test_the_bundled_needle_model_reads_documents_of_its_own(
+    no_faiss: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Run
+) -> None:
+    file = tmp_path / "b.json"
+    # As in an installation without a checkout.
+    monkeypatch.setattr(index_build, "default_model", lambda: "needle")
+    given = ["--keys", "model", "--top-k", "16", "--queries", "4", "--methods", "flat,paris"]
+    assert bench("index-build", *given, "--context", "256", "--json", str(file)) == 0
+    results = Results.load(file)
+    assert results.setup["model"] == "needle" and results.setup["text"] == "needle language"
+    rows = {cell["cache"]: row for cell, row in results}
+    assert rows["flat"]["recall"] > 0.97 and rows["paris"]["recall"] > 0.3
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--context", "16"], "--top-k 16 with --context 16"),
-        (["--context", "256", "--queries", "0"], "--queries 0: at least 1"),
-        (["--context", "256", "--repeats", "0"], "--repeats 0: at least 1"),
-        (["--context", "256", "--methods", "faiss"], "--methods faiss: choose of flat"),
-        (["--context", "256", "--methods", "flat,flat"], "the same name twice"),
-        (["--context", "256", "--faiss", "pq"], "--faiss pq: choose of ivf"),
+        (["--context", "256", "--queries", "0"], "--queries: '0' is no whole number from 1"),
+        (["--context", "256", "--repeats", "0"], "--repeats: '0' is no whole number from 1"),
+        (["--context", "256", "--heads", "0"], "--heads: '0' is no whole number from 1"),
+        (["--context", "256", "--methods", "faiss"], "--methods: unknown: faiss; choose among"),
+        (["--context", "256", "--methods", "flat,flat"], "--methods: the same name twice"),
+        (["--context", "256", "--faiss", "pq"], "--faiss: unknown: pq; choose among ivf"),
         (["--context", "256", "--methods", "", "--faiss", ""], "name an index to make"),
         (["--context", "256", "--dim", "31"], "--dim 31"),
         (["--context", "256", "--text", "a.txt"], "--text belongs to --keys model"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, refused: Callable[..., str]
 ) -> None:
-    assert bench(*arguments) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused("index-build", *SMALL, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dim", "64"], "--dim belongs to --keys random"),
+        (["--model", "reference"], "give --text FILE"),
+        (["--model", "needle", "--text", __file__], "leave --text out"),
+    ],
+)
+def test_keys_of_a_model_need_its_own_options(
+    arguments: list[str], message: str, refused: Callable[..., str]
+) -> None:
+    given = ["--keys", "model", "--context", "512", *arguments]
+    assert message in refused("index-build", *given)
 
 
 def test_other_keys_do_not_go_into_the_same_file(
-    no_faiss: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    no_faiss: None, tmp_path: Path, measure: Run
 ) -> None:
     file = tmp_path / "b.json"
     some = ["--context", "256", "--methods", "flat", "--faiss", "", "--json", str(file)]
-    assert bench(*some) == 0
-    assert bench(*some, "--seed", "1") == 2
-    assert "seed was 42, now 1" in capsys.readouterr().err
+    assert measure(*some) == 0
+    with pytest.raises(ValueError, match="seed was 42, now 1"):
+        measure(*some, "--seed", "1")
     assert json.loads(file.read_text())["setup"]["keys"] == "random"

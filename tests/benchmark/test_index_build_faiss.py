@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from hf_kvret.benchmark.index_build import judge
 from hf_kvret.benchmark.index_build_keys import LayerShape, random_layer
 from hf_kvret.benchmark.index_build_ways import FAISS_WAYS, Prompt, find_faiss
-from hf_kvret.cli import main
 from hf_kvret.evaluation.results import Results
 
 pytest.importorskip("faiss", reason="faiss is not installed: pip install faiss-cpu")
@@ -88,15 +88,15 @@ def test_faiss_runs_on_as_many_threads_as_torch() -> None:
 
 
 def test_rows_that_waited_for_faiss_are_measured_when_it_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Callable[..., int]
 ) -> None:
     file = tmp_path / "b.json"
     sizes = ["--heads", "1", "--group", "2", "--dim", "32", "--top-k", "16", "--queries", "2"]
-    given = ["--context", "256", "--methods", "flat", "--json", str(file), "--device", "cpu"]
+    given = ["--context", "256", "--methods", "flat", "--json", str(file)]
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "faiss", None)
-        assert main(["bench", "index-build", *sizes, *given]) == 0
-    assert main(["bench", "index-build", *sizes, *given]) == 0
+        assert bench("index-build", *sizes, *given) == 0
+    assert bench("index-build", *sizes, *given) == 0
     rows = {cell["cache"]: row for cell, row in Results.load(file)}
     assert set(rows) == {"flat", "faiss-ivf", "faiss-hnsw", "faiss-kmeans"}
     assert all(row["seconds"] > 0 and "skipped" not in row for row in rows.values())

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_kvret.benchmark import index_build_source
-from hf_kvret.benchmark.index_build_keys import LayerShape, random_layer
-from hf_kvret.benchmark.index_build_source import (
-    ModelSource,
-    RandomSource,
+from hf_kvret.benchmark import index_build_keys
+from hf_kvret.benchmark.index_build import IndexBuild
+from hf_kvret.benchmark.index_build_keys import (
+    LayerShape,
     check_memory,
-    choose_source,
+    model_source,
+    random_layer,
 )
 from hf_kvret.evaluation.subject import Subject, load_subject
+from hf_kvret.evaluation.texts import token_ids
 from hf_kvret.recall import exact_scores
 
 SHAPE = LayerShape(heads=2, group=3, dim=32)
@@ -34,12 +34,6 @@ def text(tmp_path: Path) -> Path:
     file = tmp_path / "text.txt"
     file.write_text("The river rose in the night, and by morning the bridge had gone. " * 20)
     return file
-
-
-def options(**changes: object) -> argparse.Namespace:
-    names = ("heads", "group", "dim", "model", "text", "layer")
-    given = {"keys": "random", "dtype": "float32", "device": "cpu", "seed": 1, "queries": 4}
-    return argparse.Namespace(**{**dict.fromkeys(names), "context": [64], **given, **changes})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,55 +84,47 @@ def test_an_odd_head_dim_has_no_rope() -> None:
 
 
 def test_a_model_gives_the_keys_that_its_own_cache_holds(subject: Subject, text: Path) -> None:
-    source = ModelSource(subject, text, layer=1, needed=200)
+    source = model_source(subject, text, layer=1, needed=200)
     layer = source.read(200)
     heads = source.shape
     assert layer.queries.shape == (1, heads.heads * heads.group, 200, heads.dim)
     cache = DynamicCache(config=subject.model.config)
     with torch.inference_mode():
-        subject.model(source._ids[None, :200], past_key_values=cache)
+        ids = token_ids(subject.need_tokenizer("test"), text.read_text())
+        subject.model(ids[None, :200], past_key_values=cache)
     torch.testing.assert_close(layer.keys, cache.layers[1].keys, rtol=1e-4, atol=1e-4)
-    assert source.describe()["layer"] == 1 and source.describe()["heads"] == heads.heads
+    assert source.description["layer"] == 1 and source.description["heads"] == heads.heads
 
 
 def test_the_middle_layer_is_read_where_none_is_named(subject: Subject, text: Path) -> None:
-    source = ModelSource(subject, text, layer=None, needed=10)
-    assert source.describe()["layer"] == subject.model.config.num_hidden_layers // 2
+    source = model_source(subject, text, layer=None, needed=10)
+    assert source.description["layer"] == subject.model.config.num_hidden_layers // 2
 
 
 def test_a_text_that_is_too_short_says_what_it_gives(subject: Subject, text: Path) -> None:
     with pytest.raises(
         ValueError, match="tokens, the longest --context, 256 recent ones and --queries take 9999"
     ):
-        ModelSource(subject, text, layer=None, needed=9999)
+        model_source(subject, text, layer=None, needed=9999)
 
 
 def test_a_layer_that_the_model_lacks_is_refused(subject: Subject, text: Path) -> None:
     with pytest.raises(ValueError, match="--layer 99: layers of full attention in reference are 0"):
-        ModelSource(subject, text, layer=99, needed=10)
+        model_source(subject, text, layer=99, needed=10)
 
 
 def test_sizes_that_are_not_given_are_the_usual_ones() -> None:
-    source = choose_source(options(dim=64))
-    assert isinstance(source, RandomSource) and source.shape == LayerShape(8, 4, 64)
-    assert source.describe() == {"keys": "random", "heads": 8, "group": 4, "dim": 64}
+    source = IndexBuild(dim=64).source
+    assert source.shape == LayerShape(8, 4, 64)
+    assert source.description == {"keys": "random", "heads": 8, "group": 4, "dim": 64}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"heads": 0}, "--heads 0: at least 1"),
-        ({"text": Path("a.txt")}, "--text belongs to --keys model"),
-        ({"keys": "model", "dim": 64}, "--dim belongs to --keys random"),
-        ({"keys": "model"}, "give --text FILE"),
-        ({"keys": "model", "model": "needle", "text": Path(__file__)}, "needs a tokenizer"),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(
-    changes: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        choose_source(options(**changes))
+@pytest.mark.parametrize("needed", [300, 2500])
+def test_a_longer_text_of_the_needle_model_begins_as_a_shorter_one_does(needed: int) -> None:
+    needle = load_subject("needle")
+    short, long = (model_source(needle, None, 0, count, seed=1) for count in (200, needed))
+    torch.testing.assert_close(short.read(200).keys, long.read(200).keys)
+    assert short.description == long.description
 
 
 def test_keys_that_do_not_fit_are_refused_before_they_are_made(
@@ -146,8 +132,8 @@ def test_keys_that_do_not_fit_are_refused_before_they_are_made(
 ) -> None:
     # Queries and keys 4, store and its copy 4, faiss 3 times 2 heads x 32 numbers of 4 bytes.
     needed = 1000 * 2 * 32 * 4 * (4 + 4 + 3)
-    monkeypatch.setattr(index_build_source, "available_host_memory", lambda: needed)
-    check_memory(SHAPE, 1000, options())
-    monkeypatch.setattr(index_build_source, "available_host_memory", lambda: needed - 1)
+    monkeypatch.setattr(index_build_keys, "available_host_memory", lambda: needed)
+    check_memory(SHAPE, 1000, torch.float32, "cpu")
+    monkeypatch.setattr(index_build_keys, "available_host_memory", lambda: needed - 1)
     with pytest.raises(ValueError, match="shorter --context"):
-        check_memory(SHAPE, 1000, options())
+        check_memory(SHAPE, 1000, torch.float32, "cpu")
