@@ -24,6 +24,7 @@ from hf_kvret.benchmark.stepping import DenseGraphSteps, make_steps
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.compatibility import head_dim
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.measurement import CheckFailed
 
 LONGEST_CHECK = 2048
 # The third step of a replayed cache is captured, so that three replays follow it.
@@ -42,10 +43,6 @@ _LIMITS = {
 }
 _TIMES_ROUNDING = 4.0
 _FULL = CacheChoice("full", lambda config, capacity: DynamicCache(config=config))
-
-
-class CheckFailed(RuntimeError):
-    """A cache gave other answers than full attention; the message says which and by how much."""
 
 
 class Checker:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from statistics import median
+from typing import ClassVar
 
 import torch
 
-from hf_kvret.benchmark.checks import CheckFailed
-from hf_kvret.benchmark.filling import serving
 from hf_kvret.benchmark.floors import Selections, decode_floor, selections
-from hf_kvret.benchmark.measure import Bench, Measure, Turn
-from hf_kvret.benchmark.peaks import device_peak, restart_peak
+from hf_kvret.benchmark.model_measurement import ModelMeasurement
+from hf_kvret.benchmark.peaks import PeakDeviceMemory
 from hf_kvret.benchmark.rows import TimedSample, timed_row
-from hf_kvret.benchmark.stepping import (
-    DenseGraphSteps,
-    Steps,
-    Taken,
-    count_steps,
-    make_steps,
-)
-from hf_kvret.benchmark.tables import plot_seconds, timing_table
-from hf_kvret.benchmark.timing import StepClock
+from hf_kvret.benchmark.stepping import DenseGraphSteps, Taken, make_steps
+from hf_kvret.benchmark.tables import plot_contexts, timing_table
+from hf_kvret.benchmark.turns import Turn
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.evaluation.measurement import CheckFailed, Row
 from hf_kvret.evaluation.results import Cell, Results
+
+# A compiled step is compiled in the first, and its graph is recorded in the next two.
+_LEAST_COMPILED_WARMUP = 3
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,11 @@ class DecodeSample(TimedSample):
     device_peak_bytes: int
 
 
-class Decode(Measure):
+@dataclass(frozen=True, kw_only=True)
+class Decode(ModelMeasurement):
     """Time of a decode step behind a context of given length."""
 
+    decodes: ClassVar[bool] = True
     name: ClassVar[str] = "decode"
     summary: ClassVar[str] = "time of a decode step"
     description: ClassVar[str] = (
@@ -64,18 +63,24 @@ class Decode(Measure):
         "bfloat16 --caches full,dense,dense-graph,flat,paris --json decode.json",
     )
 
+    def check(self) -> None:
+        super().check()
+        if "static-compile" in self.choices and self.warmup < _LEAST_COMPILED_WARMUP:
+            raise ValueError(
+                f"--warmup {self.warmup}: static-compile compiles and records in its first steps, "
+                f"give at least {_LEAST_COMPILED_WARMUP}"
+            )
+
     @torch.inference_mode()
     def once(self, turn: Turn) -> DecodeSample:
         """Fill, warm up, time; CheckFailed when a retrieval cache retrieved nothing."""
-        bench, model = turn.bench, turn.subject.model
-        base = restart_peak(bench.device)
-        cache = turn.choice.make(model.config, turn.context + bench.warmup + bench.steps + 1)
-        with serving(model, cache):
-            token = turn.filled(cache)
-            steps = make_steps(turn.choice, model, cache, turn.context)
-            token, pace = _warm_up(steps, token, bench.warmup)
+        peak = PeakDeviceMemory(self.place)
+        with turn.filled(self.warmup + self.steps + 1) as (cache, token):
+            steps = make_steps(turn.choice, turn.subject.model, cache, turn.context)
+            token, paces, _ = steps.run(token, self.warmup)
             before = selections(cache)
-            seconds, taken = _time(steps, token, bench.steps_within(pace))
+            count = self.steps_within(paces[-1] if paces else 0.0)
+            _, seconds, taken = steps.run(token, count)
             if isinstance(steps, DenseGraphSteps):
                 steps.finish()
         chosen = Selections()
@@ -91,63 +96,35 @@ class Decode(Measure):
         floor = decode_floor(
             turn.subject.weights, cache, usage, turn.batch, chosen, turn.choice.on_host
         )
-        peak = device_peak(bench.device, base)
-        held = usage.device_bytes if peak is None else peak
+        held = peak.growth()
+        held = usage.device_bytes if held is None else held
         return DecodeSample(seconds, floor, usage, chosen, taken, steps.reason, held)
 
-    def row(
-        self, bench: Bench, cell: Cell, samples: Mapping[int, Sequence[DecodeSample]]
-    ) -> dict[str, Any]:
+    def row(self, cell: Cell, samples: Mapping[int, Sequence[DecodeSample]]) -> Row:
         """Median and quartiles of a step, tokens a second, bytes held and read, the floor.
 
         ``steps`` counts the timed steps by kind, ``seconds_by_kind`` has the median of each.
         """
-        rounds = samples[bench.subjects[0].layers]
-        return timed_row(bench, cell["batch"], samples) | {
+        rounds = samples[self.built]
+        taken = [step for one in rounds for step in one.taken]
+        seconds = [value for one in rounds for value in one.seconds]
+        by_kind: dict[str, list[float]] = {}
+        for value, step in zip(seconds, taken, strict=True):
+            by_kind.setdefault(step.label, []).append(value)
+        return timed_row(self, cell["batch"], samples) | {
             "selected_rows": rounds[-1].selected.rows,
             "bus_rows": rounds[-1].selected.bus_rows,
-            "flushed_tokens": sum(step.flushed for one in rounds for step in one.taken),
+            "flushed_tokens": sum(step.flushed for step in taken),
             "device_peak_bytes": max(one.device_peak_bytes for one in rounds),
-            "steps": count_steps([step for one in rounds for step in one.taken]),
-            "seconds_by_kind": _medians(rounds),
+            "steps": dict(Counter(step.label for step in taken).most_common()),
+            "seconds_by_kind": {label: median(values) for label, values in by_kind.items()},
             "not_replayed": rounds[-1].reason,
         }
 
-    def table(self, results: Results) -> str:
+    @classmethod
+    def table(cls, results: Results) -> str:
         return timing_table(results, "ms a step")
 
-    def plot(self, path: Path, results: Results) -> None:
-        plot_seconds(path, results, "time of a decode step")
-
-
-def _warm_up(steps: Steps, token: torch.Tensor, count: int) -> tuple[torch.Tensor, float]:
-    """The token to go on with, and the seconds of the last of ``count`` steps; 0 for none."""
-    pace = 0.0
-    for _ in range(count):
-        clock = StepClock(token.device)
-        clock.mark()
-        token = steps.take(token)[0].argmax(-1)
-        clock.mark()
-        pace = clock.seconds()[0]
-    return token, pace
-
-
-def _time(steps: Steps, token: torch.Tensor, count: int) -> tuple[list[float], list[Taken]]:
-    taken = []
-    clock = StepClock(token.device)
-    clock.mark()
-    for _ in range(count):
-        logits, step = steps.take(token)
-        token = logits.argmax(-1)
-        clock.mark()
-        taken.append(step)
-    return clock.seconds(), taken
-
-
-def _medians(rounds: Sequence[DecodeSample]) -> dict[str, float]:
-    """Median seconds of the timed steps by label."""
-    by_label: dict[str, list[float]] = {}
-    for sample in rounds:
-        for seconds, step in zip(sample.seconds, sample.taken, strict=True):
-            by_label.setdefault(step.label, []).append(seconds)
-    return {label: statistics.median(values) for label, values in by_label.items()}
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        plot_contexts(path, results, "time of a decode step", "ms", "seconds")

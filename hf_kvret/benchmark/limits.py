@@ -96,11 +96,11 @@ def available_host_memory() -> int:
     """Bytes that processes can still take without swapping, the container's limit respected."""
     found = [
         int(line.split()[1]) * 1024
-        for line in _lines(Path("/proc/meminfo"))
+        for line in lines_of(Path("/proc/meminfo"))
         if line.startswith("MemAvailable:")
     ]
     group = Path("/sys/fs/cgroup")
-    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
+    limit, used = lines_of(group / "memory.max"), lines_of(group / "memory.current")
     if limit and used and limit[0].isdigit():
         found.append(max(0, int(limit[0]) - int(used[0])))
     # Where nothing can be read, nothing is refused; an allocation that fails is still recorded.
@@ -118,26 +118,6 @@ def check_weights(held: int, device: torch.device, name: str) -> None:
             f"--shape {name}: its weights take {held / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
             "free: give --layers, a smaller shape, or another --dtype"
         )
-
-
-class PeakHostMemory:
-    """The most host memory of this process since it was made. Linux only.
-
-    It counts pages that the process touched, whatever for: caches, buffers of the model, memory
-    that an allocator keeps for later. Freed memory that is used again doesn't count twice.
-    """
-
-    def __init__(self) -> None:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-            self._start: int | None = _status("VmRSS")
-        except OSError:
-            self._start = None
-
-    def growth(self) -> int | None:
-        """Bytes of the peak above where it began; None where the system doesn't say."""
-        peak = _status("VmHWM")
-        return None if self._start is None or peak is None else max(0, peak - self._start)
 
 
 @dataclass(frozen=True)
@@ -173,14 +153,8 @@ def largest_batch(
     return Capacity(slope, fixed, max(0, int((limit - fixed) // slope)))
 
 
-def _status(field: str) -> int | None:
-    for line in _lines(Path("/proc/self/status")):
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _lines(path: Path) -> list[str]:
+def lines_of(path: Path) -> list[str]:
+    """Of a file that the system makes; none where it is not there."""
     try:
         return path.read_text().splitlines()
     except OSError:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from hf_kvret.benchmark.filling import feed, serving
-from hf_kvret.benchmark.limits import PeakHostMemory
-from hf_kvret.benchmark.measure import Bench, Measure, Turn
-from hf_kvret.benchmark.peaks import device_peak, restart_peak
-from hf_kvret.benchmark.scaling import scale
-from hf_kvret.benchmark.tables import memory_table, plot_memory
+from hf_kvret.benchmark.limits import byte_count, largest_batch
+from hf_kvret.benchmark.model_measurement import ModelMeasurement
+from hf_kvret.benchmark.peaks import PeakDeviceMemory, PeakHostMemory
+from hf_kvret.benchmark.rows import scale
+from hf_kvret.benchmark.stepping import Steps
+from hf_kvret.benchmark.tables import (
+    SIZE,
+    Column,
+    described,
+    mb,
+    of,
+    plot_contexts,
+    table_of,
+    why_missing,
+)
+from hf_kvret.benchmark.turns import Turn
+from hf_kvret.evaluation.measurement import Progress, Row, attempt
+from hf_kvret.evaluation.options import option, with_default
 from hf_kvret.evaluation.reader import Usage
 from hf_kvret.evaluation.results import Cell, Results
 
@@ -43,7 +56,8 @@ class MemorySample:
         return max(self.fill_peak, self.decode_peak)
 
 
-class Memory(Measure):
+@dataclass(frozen=True, kw_only=True)
+class Memory(ModelMeasurement):
     """Peak memory, and the largest batch that fits --device-memory."""
 
     name: ClassVar[str] = "memory"
@@ -58,66 +72,186 @@ class Memory(Measure):
         "bfloat16 --caches full,paris,paris:store=host --device-memory 80GB",
     )
 
+    batch: tuple[int, ...] = with_default(ModelMeasurement, "batch", (1, 2))
+    caches: str = with_default(
+        ModelMeasurement, "caches", "full,static,flat,paris,lrqk,ctkvr,a2ats,aqua"
+    )
+    steps: int = with_default(ModelMeasurement, "steps", 4)
+    warmup: int = with_default(ModelMeasurement, "warmup", 0)
+    rounds: int = with_default(ModelMeasurement, "rounds", 1)
+    device_memory: int | None = option(
+        None,
+        "say how many sequences fit into this much device memory, as 80GB or 75GiB",
+        kind=byte_count,
+        metavar="SIZE",
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.device_memory and len(self.batch) < 2:
+            raise ValueError(
+                f"--device-memory with --batch {self.batch[0]}: two batch sizes make the line that "
+                "says what fits, as --batch 1,2"
+            )
+
+    def cells(self) -> list[Cell]:
+        """A cell for each run, then one for each largest batch; ``fits``: device memory in bytes,
+        ``batches``: those measured."""
+        fits = [
+            {"context": context, "batches": list(self.batch), "fits": self.device_memory}
+            for context in self.context
+            if self.device_memory
+        ]
+        return super().cells() + [{"cache": name} | fit for fit in fits for name in self.choices]
+
+    @cached_property
+    def _measured(self) -> list[Results]:
+        """What ``plan`` was given: in it are the rows that largest batches are computed from."""
+        return []
+
+    def groups(self, results: Results) -> Iterator[Sequence[Cell]]:
+        self._measured[:] = [results]
+        yield from super().groups(results)
+
+    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+        if "fits" in group[0]:
+            return [self._fit(cell) for cell in group]
+        return super().rows(group, progress)
+
     @torch.inference_mode()
     def once(self, turn: Turn) -> MemorySample:
         """Fill and take --warmup + --steps steps, watching the peaks."""
-        bench, model, device = turn.bench, turn.subject.model, turn.bench.device
-        count = bench.warmup + bench.steps
-        host = PeakHostMemory()
-        base = restart_peak(device)
-        cache = turn.choice.make(model.config, turn.context + count + 1)
-        peaks: list[int | None] = []
-        with serving(model, cache):
-            token = turn.filled(cache)
-            peaks.append(device_peak(device, base))
-            restart_peak(device)
-            for length in range(turn.context, turn.context + count):
-                token = feed(model, cache, token, length).argmax(-1)
-            peaks.append(device_peak(device, base))
+        count = self.warmup + self.steps
+        host, device = PeakHostMemory(), PeakDeviceMemory(self.place)
+        with turn.filled(count + 1) as (cache, token):
+            fill_peak = device.growth()
+            device.restart()
+            Steps(turn.subject.model, cache, turn.context).run(token, count)
+            decode_peak = device.growth()
         usage = turn.usage(cache, turn.context + count)
-        return MemorySample(peaks[0], peaks[1], host.growth(), usage)
+        return MemorySample(fill_peak, decode_peak, host.growth(), usage)
 
-    def row(
-        self, bench: Bench, cell: Cell, samples: Mapping[int, Sequence[MemorySample]]
-    ) -> dict[str, Any]:
+    def row(self, cell: Cell, samples: Mapping[int, Sequence[MemorySample]]) -> Row:
         """Bytes of weights and cache, and the peaks, the largest of all rounds."""
-        subject = bench.subjects[0]
-        taken = samples[subject.layers]
+        taken = samples[self.built]
         usage = taken[-1].usage
-        row: dict[str, Any] = {
-            "weight_bytes": subject.weights.held,
+        row: Row = {
+            "weight_bytes": self.subjects[0].weights.held,
             "device_bytes": usage.device_bytes,
             "host_bytes": usage.host_bytes,
             "full_bytes": usage.full_bytes,
             "device_peak_bytes": max(sample.device_peak for sample in taken),
             "device_peak_is": "cache bytes" if taken[0].fill_peak is None else "peak",
-            "fill_peak_bytes": _largest([sample.fill_peak for sample in taken]),
-            "decode_peak_bytes": _largest([sample.decode_peak for sample in taken]),
-            "host_growth_bytes": _largest([sample.host_growth for sample in taken]),
+            "fill_peak_bytes": _largest(sample.fill_peak for sample in taken),
+            "decode_peak_bytes": _largest(sample.decode_peak for sample in taken),
+            "host_growth_bytes": _largest(sample.host_growth for sample in taken),
         }
-        if bench.scaled:
-            row["scaled"] = {
-                "layers": bench.shape.layers,
-                "from_layers": sorted(samples),
-                "weight_bytes": bench.whole.held,
-                "device_bytes": _whole(bench, samples, lambda s: s.usage.device_bytes),
-                "host_bytes": _whole(bench, samples, lambda s: s.usage.host_bytes),
-                "device_peak_bytes": _whole(bench, samples, lambda s: s.device_peak),
-            }
+        if not self.scaled:
+            return row
+        layers = self.whole.layers
+
+        def whole(value: Callable[[MemorySample], int]) -> float:
+            return scale({n: max(map(value, samples[n])) for n in samples}, layers).value
+
+        row["scaled"] = {
+            "layers": layers,
+            "from_layers": sorted(samples),
+            "weight_bytes": self.weights.held,
+            "device_bytes": whole(lambda one: one.usage.device_bytes),
+            "host_bytes": whole(lambda one: one.usage.host_bytes),
+            "device_peak_bytes": whole(lambda one: one.device_peak),
+        }
         return row
 
-    def table(self, results: Results) -> str:
-        return memory_table(results)
+    def _fit(self, cell: Cell) -> Row:
+        """The largest batch that fits, from the rows of the smallest and the largest ``--batch``.
 
-    def plot(self, path: Path, results: Results) -> None:
-        plot_memory(path, results)
+        ``batch`` is None where it can't be computed and ``why`` then says the reason. ``how`` is
+        ``computed``, ``scaled, computed`` or ``confirmed``; where a run with that batch did not fit
+        after all it is ``refuted``.
+        """
+        size = {"cache": cell["cache"], "context": cell["context"]}
+        points = []
+        for batch in (min(self.batch), max(self.batch)):
+            row = self._measured[0].find(size | {"batch": batch})
+            assert row is not None
+            missing = why_missing(row)
+            if missing is not None:
+                return {"batch": None, "why": f"batch {batch}: {missing}"}
+            part = row["scaled"] if self.scaled else row
+            points.append((batch, float(part["device_peak_bytes"])))
+        result = largest_batch(*points, self.weights.held, cell["fits"])
+        if result is None:
+            return {"batch": None, "why": "more sequences took no more memory"}
+        fitted: Row = {
+            "batch": result.batch,
+            "per_sequence_bytes": result.per_sequence_bytes,
+            "fixed_bytes": result.fixed_bytes,
+            "from_batches": [batch for batch, _ in points],
+            "how": "scaled, computed" if self.scaled else "computed",
+        }
+        if self.scaled or not result.batch or not _large_enough(self.place, cell["fits"]):
+            return fitted
+        return fitted | self._confirmed(size | {"batch": result.batch}, cell["fits"])
+
+    def _confirmed(self, cell: Cell, limit: int) -> Row:
+        """``how``, and what a run of the cell took together with the weights."""
+        short = self.shortage(cell)
+        if short is not None:
+            return {"how": "computed", "why": f"not tried: {short}"}
+        sample, why = attempt(lambda: self.once(self.turn(cell, self.subjects[0])))
+        if why:
+            return {"how": "refuted", "why": why_missing(why)}
+        total = sample.device_peak + self.weights.held
+        return {"how": "confirmed" if total <= limit else "refuted", "run_bytes": total}
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        """Two tables: peaks by batch, and the largest batch that fits."""
+        peaks = [(cell, row) for cell, row in results if "batch" in cell]
+        fits = [(cell, row) for cell, row in results if "fits" in cell]
+        scaled = any("scaled" in row for _, row in peaks)
+        text = table_of([*_PEAKS, *(_SCALED if scaled else ())], peaks)
+        return described(results, f"{text}\n\n{table_of(_FITS, fits)}" if fits else text)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        plot_contexts(path, results, "cache on the device", "MB", "device_bytes")
 
 
-def _whole(bench: Bench, samples: Mapping[int, Sequence[MemorySample]], value: Any) -> float:
-    few, many = (max((n, float(value(s))) for s in samples[n]) for n in sorted(samples))
-    return scale(few, many, bench.shape.layers).value
+def _peak(row: Row) -> str:
+    peak = mb(row["device_peak_bytes"])
+    return peak if row["device_peak_is"] == "peak" else f"{peak} (cache bytes)"
 
 
-def _largest(values: Sequence[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
+_PEAKS: tuple[Column, ...] = (
+    *SIZE,
+    ("weights MB", of(mb, "weight_bytes")),
+    ("cache device MB", of(mb, "device_bytes")),
+    ("cache host MB", of(mb, "host_bytes")),
+    ("of full K,V", of(lambda row: f"{row['device_bytes'] / row['full_bytes']:.1%}")),
+    ("peak beyond weights MB", of(_peak)),
+    ("process growth MB", of(mb, "host_growth_bytes")),
+)
+_SCALED: tuple[Column, ...] = (
+    ("scaled weights MB", of(mb, "scaled", "weight_bytes")),
+    ("scaled cache device MB", of(mb, "scaled", "device_bytes")),
+    ("scaled peak MB", of(mb, "scaled", "device_peak_bytes")),
+)
+_FITS: tuple[Column, ...] = (
+    *SIZE[:2],
+    ("device memory", lambda cell, row: f"{cell['fits'] / 1e9:g} GB"),
+    ("largest batch", of(str, "batch")),
+    ("MB a sequence", of(lambda row: mb(row["per_sequence_bytes"]) if "how" in row else "-")),
+    ("how", of(lambda row: row.get("how", row.get("why", "-")))),
+)
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _large_enough(device: torch.device, limit: int) -> bool:
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_properties(device).total_memory >= limit

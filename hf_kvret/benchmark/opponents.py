@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from hf_kvret.compatibility import model_layers
+from hf_kvret.compatibility import head_dim, model_layers
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache, known_caches
 
 DENSE = ("dense", "dense-graph", "static-compile")
@@ -110,6 +111,38 @@ def choose_bench_caches(
     if len(set(texts)) < len(texts):
         raise ValueError(f"the same cache twice in {', '.join(texts)}: name each once")
     return {text: _choose(text, defaults, device) for text in texts}
+
+
+def check_choices(
+    choices: dict[str, CacheChoice], config: PreTrainedConfig, contexts: Sequence[int], part: bool
+) -> None:
+    """Look at retrieval caches before a model is built.
+
+    Args:
+        part: only some of the model's layers are built.
+
+    Raises:
+        ValueError: a context at which one would be plain attention, head sizes that it can't have,
+            or a store that depends on how many layers there are where only a part is.
+    """
+    for name, options in ((name, choice.options) for name, choice in choices.items()):
+        if options is None:
+            continue
+        options.check_model(head_dim(config))
+        dense = max(options.dense_len, options.recent + options.flush + 1)
+        short = [context for context in contexts if context < dense]
+        if short:
+            raise ValueError(
+                f"--context {short[0]}: {name} attends to everything below {dense} tokens "
+                f"(dense_below={options.dense_len}, recent={options.recent}, "
+                f"flush={options.flush}); give a longer context, or smaller options as "
+                f"{name}:dense_below=0:recent=64:flush=64"
+            )
+        if part and options.store == "auto":
+            raise ValueError(
+                f"{name} with store=auto decides by the number of layers, so fewer of them may "
+                "decide otherwise: give --store device or host with --layers"
+            )
 
 
 def _choose(text: str, defaults: dict[str, Any], device: str) -> CacheChoice:
