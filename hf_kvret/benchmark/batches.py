@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.benchmark.decode import Decode
-from hf_kvret.benchmark.limits import byte_count, largest_batch
+from hf_kvret.benchmark.limits import byte_count
 from hf_kvret.benchmark.opponents import DENSE
+from hf_kvret.benchmark.rows import Line
 from hf_kvret.benchmark.tables import (
     SIZE,
     Column,
@@ -38,17 +39,15 @@ _DENSE = ("full", "static", *DENSE)
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(Decode):
-    """The most new tokens a second: batches of 1, 2, 4, ... up to the largest that fits."""
+    """The most new tokens a second: batches of 1, 2, 4, ... up to the largest that fits.
+
+    Decode steps are measured as in bench decode. A batch doesn't fit when memory runs out, when its
+    peak is beyond --device-memory, or when the line through two smaller ones says so. Between the
+    last power of two that fits and the next the largest batch is looked for, and measured too.
+    """
 
     name: ClassVar[str] = "batch"
     summary: ClassVar[str] = "most tokens a second, and the batch that gives them"
-    description: ClassVar[str] = (
-        "The most new tokens a second: batches of 1, 2, 4, ... up to the largest that fits. "
-        "Decode steps are measured as in bench decode. A batch doesn't fit when memory runs "
-        "out, when its peak is beyond --device-memory, or when the line through two smaller "
-        "ones says so. Between the last power of two that fits and the next the largest batch "
-        "is looked for, and measured too."
-    )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret bench batch --shape llama-3.1-8b --context 64K,128K --dtype bfloat16 "
         "--caches dense,dense-graph,paris,paris:store=host --json batch.json",
@@ -159,14 +158,13 @@ class Batch(Decode):
         options, low = self.choices[cell["cache"]].options, cell["batch"]
         if low < 2 or (options is not None and (options.splits_rows or options.store == "auto")):
             return None
-        peaks: list[tuple[int, float]] = []
+        needed: dict[int, float] = {}
         for batch in (low // 2, low):
             row = _fitting(results, cell | {"batch": batch})
             if row is None:
                 return None
-            peaks.append((batch, float(row["device_peak_bytes"])))
-        found = largest_batch(*peaks, self.weights.held, self.room)
-        return None if found is None else found.batch
+            needed[batch] = self.weights.held + float(row["device_peak_bytes"])
+        return Line.through(needed).most(self.room)
 
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
         """As of ``Decode``; what took more than the limit doesn't fit."""

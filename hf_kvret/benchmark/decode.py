@@ -11,13 +11,13 @@ from typing import ClassVar
 
 import torch
 
+from hf_kvret.benchmark.filling import Turn
 from hf_kvret.benchmark.floors import Selections, decode_floor, selections
+from hf_kvret.benchmark.limits import PeakDeviceMemory
 from hf_kvret.benchmark.model_measurement import ModelMeasurement
-from hf_kvret.benchmark.peaks import PeakDeviceMemory
 from hf_kvret.benchmark.rows import TimedSample, timed_row
 from hf_kvret.benchmark.stepping import DenseGraphSteps, Taken, make_steps
 from hf_kvret.benchmark.tables import plot_contexts, timing_table
-from hf_kvret.benchmark.turns import Turn
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.measurement import CheckFailed, Row
 from hf_kvret.evaluation.results import Cell, Results
@@ -31,33 +31,28 @@ class DecodeSample(TimedSample):
     """One round of steps.
 
     Attributes:
-        selected: what a timed step selected.
         taken: the kinds of the timed steps.
-        reason: why a retrieval cache's steps are not replayed; None where they are.
         device_peak_bytes: the most device memory beyond the weights in this turn; on a CPU the
             bytes of the cache.
     """
 
-    selected: Selections
     taken: list[Taken]
-    reason: str | None
     device_peak_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decode(ModelMeasurement):
-    """Time of a decode step behind a context of given length."""
+    """Time of a decode step behind a context of given length.
+
+    Each round fills every cache anew, takes --warmup steps and times --steps steps; the caches take
+    turns, --rounds times. A row is the median over all timed steps, with quartiles. Steps of
+    retrieval caches are replayed from a CUDA graph where they can be; graph=false, as in
+    paris:graph=false, measures them as they are without it.
+    """
 
     decodes: ClassVar[bool] = True
     name: ClassVar[str] = "decode"
     summary: ClassVar[str] = "time of a decode step"
-    description: ClassVar[str] = (
-        "Time of a decode step behind a context of given length. Each round fills every cache "
-        "anew, takes --warmup steps and times --steps steps; the caches take turns, --rounds "
-        "times. A row is the median over all timed steps, with quartiles. Steps of retrieval "
-        "caches are replayed from a CUDA graph where they can be; graph=false, as in "
-        "paris:graph=false, measures them as they are without it."
-    )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret bench decode --shape llama-3.1-8b --context 32K,128K --batch 1,8 --dtype "
         "bfloat16 --caches full,dense,dense-graph,flat,paris --json decode.json",
@@ -98,7 +93,12 @@ class Decode(ModelMeasurement):
         )
         held = peak.growth()
         held = usage.device_bytes if held is None else held
-        return DecodeSample(seconds, floor, usage, chosen, taken, steps.reason, held)
+        more = {
+            "selected_rows": chosen.rows,
+            "bus_rows": chosen.bus_rows,
+            "not_replayed": steps.reason,
+        }
+        return DecodeSample(seconds, floor, usage, more, taken, held)
 
     def row(self, cell: Cell, samples: Mapping[int, Sequence[DecodeSample]]) -> Row:
         """Median and quartiles of a step, tokens a second, bytes held and read, the floor.
@@ -112,13 +112,10 @@ class Decode(ModelMeasurement):
         for value, step in zip(seconds, taken, strict=True):
             by_kind.setdefault(step.label, []).append(value)
         return timed_row(self, cell["batch"], samples) | {
-            "selected_rows": rounds[-1].selected.rows,
-            "bus_rows": rounds[-1].selected.bus_rows,
             "flushed_tokens": sum(step.flushed for step in taken),
             "device_peak_bytes": max(one.device_peak_bytes for one in rounds),
             "steps": dict(Counter(step.label for step in taken).most_common()),
             "seconds_by_kind": {label: median(values) for label, values in by_kind.items()},
-            "not_replayed": rounds[-1].reason,
         }
 
     @classmethod

@@ -1,4 +1,4 @@
-"""How much memory there is, how much a cache will take, and how many sequences fit."""
+"""How much memory there is, how much a cache will take, and the most that was taken."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_kvret import sizes
+from hf_kvret.benchmark.timing import synchronize
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.caches import CacheChoice
 
@@ -96,11 +97,11 @@ def available_host_memory() -> int:
     """Bytes that processes can still take without swapping, the container's limit respected."""
     found = [
         int(line.split()[1]) * 1024
-        for line in lines_of(Path("/proc/meminfo"))
+        for line in _lines(Path("/proc/meminfo"))
         if line.startswith("MemAvailable:")
     ]
     group = Path("/sys/fs/cgroup")
-    limit, used = lines_of(group / "memory.max"), lines_of(group / "memory.current")
+    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
     if limit and used and limit[0].isdigit():
         found.append(max(0, int(limit[0]) - int(used[0])))
     # Where nothing can be read, nothing is refused; an allocation that fails is still recorded.
@@ -120,41 +121,57 @@ def check_weights(held: int, device: torch.device, name: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """How many sequences fit, by a straight line through two measured batch sizes.
+class PeakDeviceMemory:
+    """The most memory of a CUDA device that tensors took at a time since it was made."""
 
-    Attributes:
-        per_sequence_bytes: slope of the line.
-        fixed_bytes: weights, and what the line has at batch 0.
-        batch: most sequences that fit; 0 when not even one does.
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = self.restart()
+
+    def restart(self) -> int | None:
+        """Forget the peak so far; returns bytes allocated now, None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return torch.cuda.memory_allocated(self._device)
+
+    def growth(self) -> int | None:
+        """Bytes of the peak above where it began; None on a CPU, where torch does not count."""
+        if self._start is None:
+            return None
+        synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - self._start
+
+
+class PeakHostMemory:
+    """The most host memory of this process since it was made. Linux only.
+
+    It counts pages that the process touched, whatever for: caches, buffers of the model, memory
+    that an allocator keeps for later. Freed memory that is used again doesn't count twice.
     """
 
-    per_sequence_bytes: float
-    fixed_bytes: float
-    batch: int
+    def __init__(self) -> None:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self._start: int | None = _status("VmRSS")
+        except OSError:
+            self._start = None
+
+    def growth(self) -> int | None:
+        """Bytes of the peak above where it began; None where the system doesn't say."""
+        peak = _status("VmHWM")
+        return None if self._start is None or peak is None else max(0, peak - self._start)
 
 
-def largest_batch(
-    few: tuple[int, float], many: tuple[int, float], weights: int, limit: int
-) -> Capacity | None:
-    """The largest batch that fits into ``limit`` bytes beside ``weights``.
-
-    Args:
-        few, many: two batch sizes and the bytes beyond the weights that each took.
-
-    Returns:
-        None where more sequences did not take more memory, so that no line can tell.
-    """
-    slope = (many[1] - few[1]) / (many[0] - few[0])
-    if slope <= 0:
-        return None
-    fixed = weights + few[1] - slope * few[0]
-    return Capacity(slope, fixed, max(0, int((limit - fixed) // slope)))
+def _status(field: str) -> int | None:
+    for line in _lines(Path("/proc/self/status")):
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
-def lines_of(path: Path) -> list[str]:
-    """Of a file that the system makes; none where it is not there."""
+def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
     except OSError:

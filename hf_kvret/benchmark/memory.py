@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,10 +10,10 @@ from typing import ClassVar
 
 import torch
 
-from hf_kvret.benchmark.limits import byte_count, largest_batch
+from hf_kvret.benchmark.filling import Turn
+from hf_kvret.benchmark.limits import PeakDeviceMemory, PeakHostMemory, byte_count
 from hf_kvret.benchmark.model_measurement import ModelMeasurement
-from hf_kvret.benchmark.peaks import PeakDeviceMemory, PeakHostMemory
-from hf_kvret.benchmark.rows import scale
+from hf_kvret.benchmark.rows import Line
 from hf_kvret.benchmark.stepping import Steps
 from hf_kvret.benchmark.tables import (
     SIZE,
@@ -25,48 +25,21 @@ from hf_kvret.benchmark.tables import (
     table_of,
     why_missing,
 )
-from hf_kvret.benchmark.turns import Turn
 from hf_kvret.evaluation.measurement import Progress, Row, attempt
 from hf_kvret.evaluation.options import option, with_default
-from hf_kvret.evaluation.reader import Usage
 from hf_kvret.evaluation.results import Cell, Results
-
-
-@dataclass(frozen=True)
-class MemorySample:
-    """Bytes of one filled cache and some steps.
-
-    Attributes:
-        fill_peak, decode_peak: the most device memory beyond the weights while the context came
-            in, and in the steps after it; None on a CPU.
-        host_growth: growth of this process, see ``PeakHostMemory``; None where it isn't known.
-        usage: of the cache after the last step.
-    """
-
-    fill_peak: int | None
-    decode_peak: int | None
-    host_growth: int | None
-    usage: Usage
-
-    @property
-    def device_peak(self) -> int:
-        """The most device memory beyond the weights; on a CPU the bytes of the cache."""
-        if self.fill_peak is None or self.decode_peak is None:
-            return self.usage.device_bytes
-        return max(self.fill_peak, self.decode_peak)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(ModelMeasurement):
-    """Peak memory, and the largest batch that fits --device-memory."""
+    """Peak memory, and the largest batch that fits --device-memory.
+
+    Two batch sizes are measured; a straight line through their bytes says how many sequences fit.
+    On a CUDA device a run with that batch confirms it where the device is large enough.
+    """
 
     name: ClassVar[str] = "memory"
     summary: ClassVar[str] = "peak memory, and the largest batch that fits"
-    description: ClassVar[str] = (
-        "Peak memory, and the largest batch that fits --device-memory. Two batch sizes are "
-        "measured; a straight line through their bytes says how many sequences fit. On a CUDA "
-        "device a run with that batch confirms it where the device is large enough."
-    )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret bench memory --shape llama-3.1-8b --context 32K --batch 1,2 --dtype "
         "bfloat16 --caches full,paris,paris:store=host --device-memory 80GB",
@@ -119,8 +92,12 @@ class Memory(ModelMeasurement):
         return super().rows(group, progress)
 
     @torch.inference_mode()
-    def once(self, turn: Turn) -> MemorySample:
-        """Fill and take --warmup + --steps steps, watching the peaks."""
+    def once(self, turn: Turn) -> Row:
+        """Fill and take --warmup + --steps steps, watching the peaks; bytes of each.
+
+        ``device_peak_bytes`` is the most device memory beyond the weights; on a CPU, where the
+        peaks are None, the bytes of the cache.
+        """
         count = self.warmup + self.steps
         host, device = PeakHostMemory(), PeakDeviceMemory(self.place)
         with turn.filled(count + 1) as (cache, token):
@@ -129,38 +106,35 @@ class Memory(ModelMeasurement):
             Steps(turn.subject.model, cache, turn.context).run(token, count)
             decode_peak = device.growth()
         usage = turn.usage(cache, turn.context + count)
-        return MemorySample(fill_peak, decode_peak, host.growth(), usage)
-
-    def row(self, cell: Cell, samples: Mapping[int, Sequence[MemorySample]]) -> Row:
-        """Bytes of weights and cache, and the peaks, the largest of all rounds."""
-        taken = samples[self.built]
-        usage = taken[-1].usage
-        row: Row = {
-            "weight_bytes": self.subjects[0].weights.held,
+        peak = usage.device_bytes if fill_peak is None else max(fill_peak, decode_peak or 0)
+        return {
             "device_bytes": usage.device_bytes,
             "host_bytes": usage.host_bytes,
             "full_bytes": usage.full_bytes,
-            "device_peak_bytes": max(sample.device_peak for sample in taken),
-            "device_peak_is": "cache bytes" if taken[0].fill_peak is None else "peak",
-            "fill_peak_bytes": _largest(sample.fill_peak for sample in taken),
-            "decode_peak_bytes": _largest(sample.decode_peak for sample in taken),
-            "host_growth_bytes": _largest(sample.host_growth for sample in taken),
+            "device_peak_bytes": peak,
+            "fill_peak_bytes": fill_peak,
+            "decode_peak_bytes": decode_peak,
+            "host_growth_bytes": host.growth(),
         }
-        if not self.scaled:
-            return row
-        layers = self.whole.layers
 
-        def whole(value: Callable[[MemorySample], int]) -> float:
-            return scale({n: max(map(value, samples[n])) for n in samples}, layers).value
-
-        row["scaled"] = {
-            "layers": layers,
-            "from_layers": sorted(samples),
-            "weight_bytes": self.weights.held,
-            "device_bytes": whole(lambda one: one.usage.device_bytes),
-            "host_bytes": whole(lambda one: one.usage.host_bytes),
-            "device_peak_bytes": whole(lambda one: one.device_peak),
+    def row(self, cell: Cell, samples: Mapping[int, Sequence[Row]]) -> Row:
+        """Bytes of weights and cache, and the peaks, the largest of all rounds."""
+        most = {
+            layers: {key: _largest(one[key] for one in taken) for key in taken[0]}
+            for layers, taken in samples.items()
         }
+        row: Row = {"weight_bytes": self.subjects[0].weights.held, **most[self.built]}
+        row["device_peak_is"] = "cache bytes" if row["fill_peak_bytes"] is None else "peak"
+        if self.scaled:
+            layers = self.whole.layers
+            row["scaled"] = {
+                "layers": layers,
+                "from_layers": sorted(samples),
+                "weight_bytes": self.weights.held,
+            } | {
+                key: Line.through({n: most[n][key] for n in most}).at(layers)
+                for key in ("device_bytes", "host_bytes", "device_peak_bytes")
+            }
         return row
 
     def _fit(self, cell: Cell) -> Row:
@@ -171,7 +145,7 @@ class Memory(ModelMeasurement):
         after all it is ``refuted``.
         """
         size = {"cache": cell["cache"], "context": cell["context"]}
-        points = []
+        points: dict[int, float] = {}
         for batch in (min(self.batch), max(self.batch)):
             row = self._measured[0].find(size | {"batch": batch})
             assert row is not None
@@ -179,20 +153,21 @@ class Memory(ModelMeasurement):
             if missing is not None:
                 return {"batch": None, "why": f"batch {batch}: {missing}"}
             part = row["scaled"] if self.scaled else row
-            points.append((batch, float(part["device_peak_bytes"])))
-        result = largest_batch(*points, self.weights.held, cell["fits"])
-        if result is None:
+            points[batch] = self.weights.held + float(part["device_peak_bytes"])
+        line = Line.through(points)
+        most = line.most(cell["fits"])
+        if most is None:
             return {"batch": None, "why": "more sequences took no more memory"}
         fitted: Row = {
-            "batch": result.batch,
-            "per_sequence_bytes": result.per_sequence_bytes,
-            "fixed_bytes": result.fixed_bytes,
-            "from_batches": [batch for batch, _ in points],
+            "batch": most,
+            "per_sequence_bytes": line.slope,
+            "fixed_bytes": line.start,
+            "from_batches": list(points),
             "how": "scaled, computed" if self.scaled else "computed",
         }
-        if self.scaled or not result.batch or not _large_enough(self.place, cell["fits"]):
+        if self.scaled or not most or not _large_enough(self.place, cell["fits"]):
             return fitted
-        return fitted | self._confirmed(size | {"batch": result.batch}, cell["fits"])
+        return fitted | self._confirmed(size | {"batch": most}, cell["fits"])
 
     def _confirmed(self, cell: Cell, limit: int) -> Row:
         """``how``, and what a run of the cell took together with the weights."""
@@ -202,7 +177,7 @@ class Memory(ModelMeasurement):
         sample, why = attempt(lambda: self.once(self.turn(cell, self.subjects[0])))
         if why:
             return {"how": "refuted", "why": why_missing(why)}
-        total = sample.device_peak + self.weights.held
+        total = sample["device_peak_bytes"] + self.weights.held
         return {"how": "confirmed" if total <= limit else "refuted", "run_bytes": total}
 
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.benchmark.checks import Checker
-from hf_kvret.benchmark.filling import FILLS, choose_fill, measure_rows
+from hf_kvret.benchmark.filling import FILLS, Subject, Turn, choose_fill, measure_rows
 from hf_kvret.benchmark.limits import check_weights, predict_need, shortage
 from hf_kvret.benchmark.opponents import bench_caches, check_choices, choose_bench_caches
 from hf_kvret.benchmark.shapes import (
@@ -29,7 +29,6 @@ from hf_kvret.benchmark.shapes import (
 from hf_kvret.benchmark.stand_ins import make_stand_ins
 from hf_kvret.benchmark.tables import why_missing
 from hf_kvret.benchmark.timing import Bandwidth, measure_bandwidth
-from hf_kvret.benchmark.turns import Subject, Turn
 from hf_kvret.evaluation.arguments import (
     DTYPES,
     batches,

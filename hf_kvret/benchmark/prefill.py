@@ -11,13 +11,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_kvret.benchmark.filling import feed, prefill, random_tokens, serving
+from hf_kvret.benchmark.filling import Turn, feed, prefill, random_tokens, serving
 from hf_kvret.benchmark.floors import prefill_floor
 from hf_kvret.benchmark.model_measurement import ModelMeasurement
 from hf_kvret.benchmark.rows import TimedSample, timed_row
 from hf_kvret.benchmark.tables import plot_contexts, timing_table
 from hf_kvret.benchmark.timing import StepClock
-from hf_kvret.benchmark.turns import Turn
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.arguments import length
 from hf_kvret.evaluation.caches import CacheChoice
@@ -36,30 +35,18 @@ def _chunk_length(text: str) -> Chunk:
     return None if text == "none" else length(text)
 
 
-@dataclass(frozen=True)
-class PromptSample(TimedSample):
-    """What a turn brings home.
-
-    Attributes:
-        chunk: tokens of a pass; None: the whole prompt.
-    """
-
-    chunk: int | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prefill(ModelMeasurement):
-    """Time to the first token (TTFT): a prompt of given length goes into an empty cache."""
+    """Time to the first token (TTFT): a prompt of given length goes into an empty cache.
+
+    Buffers are made while it is read, and count. A retrieval cache reads it as its prefill_chunk
+    says, in one pass or in chunks, the others in one pass; --chunk sets another length for all but
+    kvpress. Each round reads --warmup prompts and times --steps more; the caches take turns,
+    --rounds times. A row is the median.
+    """
 
     name: ClassVar[str] = "prefill"
     summary: ClassVar[str] = "time to the first token"
-    description: ClassVar[str] = (
-        "Time to the first token (TTFT): a prompt of given length goes into an empty cache. "
-        "Buffers are made while it is read, and count. A retrieval cache reads it as its "
-        "prefill_chunk says, in one pass or in chunks, the others in one pass; --chunk sets "
-        "another length for all but kvpress. Each round reads --warmup prompts and times "
-        "--steps more; the caches take turns, --rounds times. A row is the median."
-    )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret bench prefill --shape llama-3.1-8b --layers 8 --context 8K,32K --dtype bfloat16",
     )
@@ -79,7 +66,7 @@ class Prefill(ModelMeasurement):
         return super().setup() | {"chunk": self.chunk}
 
     @torch.inference_mode()
-    def once(self, turn: Turn) -> PromptSample:
+    def once(self, turn: Turn) -> TimedSample:
         """Read the prompt again and again, each time into a new cache."""
         model, chunk = turn.subject.model, self._chunk(turn)
         tokens = random_tokens(model, turn.batch, turn.context, self.seed)
@@ -98,7 +85,7 @@ class Prefill(ModelMeasurement):
             # Two caches at once would need twice the memory.
             del cache
         floor = prefill_floor(turn.subject.weights, usage, turn.batch, turn.context)
-        return PromptSample(seconds, floor, usage, chunk)
+        return TimedSample(seconds, floor, usage, {"chunk": chunk})
 
     def _chunk(self, turn: Turn) -> int | None:
         """Tokens of a pass in this turn; None: all of them."""
@@ -111,10 +98,9 @@ class Prefill(ModelMeasurement):
             return prompt_chunk(asked, turn.subject.model, turn.batch, turn.context)
         return fit_chunk(turn.context, chunk, 0) if isinstance(chunk, int) else None
 
-    def row(self, cell: Cell, samples: Mapping[int, Sequence[PromptSample]]) -> Row:
+    def row(self, cell: Cell, samples: Mapping[int, Sequence[TimedSample]]) -> Row:
         """Median and quartiles of the time to the first token, tokens a second, and ``chunk``."""
-        row = timed_row(self, cell["batch"] * cell["context"], samples)
-        return row | {"chunk": samples[self.built][-1].chunk}
+        return timed_row(self, cell["batch"] * cell["context"], samples)
 
     @classmethod
     def table(cls, results: Results) -> str:

@@ -1,16 +1,44 @@
-"""Parts of a row that time measurements share, and estimates for all layers of a model."""
+"""Parts of a row that time measurements share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import NamedTuple, Self
 
 from hf_kvret.benchmark.floors import Floor
 from hf_kvret.benchmark.model_measurement import ModelMeasurement
 from hf_kvret.benchmark.timing import quartiles
 from hf_kvret.evaluation.measurement import Row
 from hf_kvret.evaluation.reader import Usage
+
+
+class Line(NamedTuple):
+    """Bytes or seconds by number of layers or sequences; estimates, not measurements.
+
+    Attributes:
+        slope: what one more adds.
+        start: what is there without any: embedding, head, launch.
+    """
+
+    slope: float
+    start: float
+
+    @classmethod
+    def through(cls, points: Mapping[int, float]) -> Self:
+        """The line through the first and the last of at least two points."""
+        few, many = min(points), max(points)
+        slope = (points[many] - points[few]) / (many - few)
+        return cls(slope, points[many] - slope * many)
+
+    def at(self, count: int) -> float:
+        """The value of so many layers or sequences."""
+        return self.slope * count + self.start
+
+    def most(self, limit: float) -> int | None:
+        """How many come to ``limit`` at most; None where more of them took no more."""
+        return max(0, int((limit - self.start) // self.slope)) if self.slope > 0 else None
 
 
 @dataclass(frozen=True)
@@ -21,37 +49,13 @@ class TimedSample:
         seconds: of each timed step or prompt.
         floor: of one of them, with the cache as it is after the last.
         usage: of the cache after the last.
+        more: numbers of a row that are those of its last turn.
     """
 
     seconds: list[float]
     floor: Floor
     usage: Usage
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """An estimate for the whole model; not a measurement.
-
-    Attributes:
-        value: ``per_layer * layers + rest``.
-        per_layer: what one layer adds.
-        rest: what is there without layers: embedding, head, launch.
-    """
-
-    value: float
-    per_layer: float
-    rest: float
-
-
-def scale(values: Mapping[int, float], layers: int) -> Scaled:
-    """What ``layers`` layers would take, by the straight line through two of ``values``.
-
-    These go by number of layers: the smallest and the largest count.
-    """
-    few, many = min(values), max(values)
-    per_layer = (values[many] - values[few]) / (many - few)
-    rest = values[many] - per_layer * many
-    return Scaled(per_layer * layers + rest, per_layer, rest)
+    more: Row
 
 
 def timed_row(
@@ -83,6 +87,7 @@ def timed_row(
         "device_bytes": usage.device_bytes,
         "host_bytes": usage.host_bytes,
         "full_bytes": usage.full_bytes,
+        **rounds[-1].more,
     }
     return row | ({"scaled": _scaled(measurement, tokens, samples)} if measurement.scaled else {})
 
@@ -94,10 +99,10 @@ def _scaled(
 
     Seconds are None where the larger model was not slower, so that noise hides the layers.
     """
-    layers = measurement.whole.layers
+    layers, counts = measurement.whole.layers, list(samples)
 
     def whole(value: Callable[[TimedSample], float]) -> float:
-        return scale({count: value(samples[count][-1]) for count in samples}, layers).value
+        return Line.through({n: value(samples[n][-1]) for n in counts}).at(layers)
 
     floor = Floor(
         whole(lambda one: one.floor.device_bytes), whole(lambda one: one.floor.host_bytes)
@@ -105,7 +110,7 @@ def _scaled(
     least = floor.seconds(measurement.bandwidth)
     part: Row = {
         "layers": layers,
-        "from_layers": sorted(samples),
+        "from_layers": sorted(counts),
         "seconds": None,
         "floor_device_bytes": floor.device_bytes,
         "floor_host_bytes": floor.host_bytes,
@@ -115,20 +120,19 @@ def _scaled(
         "host_bytes": whole(lambda one: one.usage.host_bytes),
         "tokens_per_second": None,
     }
-    all_rounds = {n: [value for one in samples[n] for value in one.seconds] for n in samples}
-    estimate = scale({n: median(values) for n, values in all_rounds.items()}, layers)
-    if estimate.per_layer > 0:
+    line = Line.through({n: median(s for one in samples[n] for s in one.seconds) for n in counts})
+    if line.slope > 0:
+        seconds = line.at(layers)
         by_round = [
-            scale({n: median(one.seconds) for n, one in zip(samples, ones, strict=True)}, layers)
-            for ones in zip(*samples.values(), strict=True)
+            Line.through({n: median(samples[n][number].seconds) for n in counts}).at(layers)
+            for number in range(measurement.rounds)
         ]
-        values = [one.value for one in by_round]
         part |= {
-            "seconds": estimate.value,
-            "seconds_by_round": [min(values), max(values)],
-            "seconds_per_layer": estimate.per_layer,
-            "seconds_rest": estimate.rest,
-            "time_over_floor": estimate.value / least,
-            "tokens_per_second": tokens / estimate.value,
+            "seconds": seconds,
+            "seconds_by_round": [min(by_round), max(by_round)],
+            "seconds_per_layer": line.slope,
+            "seconds_rest": line.start,
+            "time_over_floor": seconds / least,
+            "tokens_per_second": tokens / seconds,
         }
     return part

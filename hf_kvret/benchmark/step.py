@@ -12,13 +12,12 @@ from typing import ClassVar
 
 import torch
 
+from hf_kvret.benchmark.filling import Turn
 from hf_kvret.benchmark.model_measurement import ModelMeasurement
 from hf_kvret.benchmark.step_ops import counted_ops, counted_waits
-from hf_kvret.benchmark.step_parts import PARTS, Parts
-from hf_kvret.benchmark.step_trace import PartTime, part_times, profile
+from hf_kvret.benchmark.step_parts import PARTS, Parts, PartTime, part_times, profile
 from hf_kvret.benchmark.stepping import Steps, make_steps
 from hf_kvret.benchmark.tables import SIZE, Column, ms, of, table_of, tenths, why_missing
-from hf_kvret.benchmark.turns import Turn
 from hf_kvret.evaluation.measurement import Row
 from hf_kvret.evaluation.options import with_default
 from hf_kvret.evaluation.plots import plot_groups
@@ -27,45 +26,21 @@ from hf_kvret_kernels._dispatch import interpreted, prefer
 
 # A replayed step comes after at most this many: as usual, captured.
 _UNTIL_REPLAYED = 4
-
-
-@dataclass(frozen=True)
-class StepSample:
-    """One turn.
-
-    Attributes:
-        seconds: of each eager step, without the profiler.
-        parts: time and launches of all profiled steps by part.
-        launches: of one eager step by part: kernels on CUDA, else operations that would be one.
-        waits: of the host for the device in one eager step, by place.
-        later_waits: the same in one step as the cache takes it when it has warmed up.
-        later_kind: how that step was taken.
-        reason: why it was not replayed; None where it was, or nothing was to be replayed.
-    """
-
-    seconds: list[float]
-    parts: dict[str, PartTime]
-    launches: dict[str, float]
-    waits: dict[str, int]
-    later_waits: dict[str, int]
-    later_kind: str
-    reason: str | None
+_NONE = {"seconds": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step(ModelMeasurement):
-    """Where the time of a decode step goes: its parts, launches, waits of the host."""
+    """Where the time of a decode step goes: its parts, launches, waits of the host.
+
+    Steps are taken as they are, without a graph: --warmup, then --steps timed ones and as many
+    under torch's profiler, whose kernels are told apart by what launched them. Then the waits of
+    the host are counted, in such a step and in one as bench decode takes it (a replay). On a CPU
+    operations stand for kernels; with TRITON_INTERPRET=1 those of a GPU are counted, not timed.
+    """
 
     name: ClassVar[str] = "step"
     summary: ClassVar[str] = "where the time of a decode step goes"
-    description: ClassVar[str] = (
-        "Where the time of a decode step goes: its parts, launches, waits of the host. Steps "
-        "are taken as they are, without a graph: --warmup, then --steps timed ones and as many "
-        "under torch's profiler, whose kernels are told apart by what launched them. Then the "
-        "waits of the host are counted, in such a step and in one as bench decode takes it (a "
-        "replay). On a CPU operations stand for kernels; with TRITON_INTERPRET=1 those of a GPU "
-        "are counted, not timed."
-    )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret bench step --shape llama-3.1-8b --context 128K --dtype bfloat16 --caches "
         "dense,paris:top_k=100 --json step.json",
@@ -77,8 +52,14 @@ class Step(ModelMeasurement):
     rounds: int = with_default(ModelMeasurement, "rounds", 1)
 
     @torch.inference_mode()
-    def once(self, turn: Turn) -> StepSample:
-        """Fill, warm up, time, profile, count."""
+    def once(self, turn: Turn) -> Row:
+        """Fill, warm up, time, profile, count.
+
+        In ``seconds`` are those of each eager step, without the profiler. ``launches`` of a part
+        are kernels on CUDA, else operations that would be one. ``wait_places`` are where the host
+        waits for the device in an eager step, ``later_wait_places`` in one as the cache takes it
+        when it has warmed up.
+        """
         model = turn.subject.model
         spare = self.warmup + 2 * self.steps + 2 + _UNTIL_REPLAYED
         with turn.filled(spare + 1) as (cache, token):
@@ -95,36 +76,37 @@ class Step(ModelMeasurement):
             later = make_steps(turn.choice, model, cache, steps.length)
             later.run(token, _UNTIL_REPLAYED)
             _, later_waits, kind = _count(later, token, Parts())
-        return StepSample(seconds, times, launches, waits, later_waits, kind, later.reason)
-
-    def row(self, cell: Cell, samples: Mapping[int, Sequence[StepSample]]) -> Row:
-        """Seconds and launches of each part of a step; waits of the host and where they are."""
-        taken = samples[self.built]
-        last = taken[-1]
         nothing = PartTime()
-        parts = {
-            name: {
-                "seconds": median(
-                    one.parts.get(name, nothing).seconds / self.steps for one in taken
-                ),
-                "launches": last.launches.get(name, 0),
-            }
-            for name in dict.fromkeys([*last.parts, *last.launches])
-        }
-        launches = sum(last.launches.values())
         return {
-            "seconds": median(value for one in taken for value in one.seconds),
-            "parts": parts,
+            "seconds": seconds,
+            "parts": {
+                name: {
+                    "seconds": times.get(name, nothing).seconds / self.steps,
+                    "launches": launches.get(name, 0),
+                }
+                for name in dict.fromkeys([*times, *launches])
+            },
+            "waits": sum(waits.values()),
+            "wait_places": waits,
+            "later_kind": kind,
+            "later_waits": sum(later_waits.values()),
+            "later_wait_places": later_waits,
+            "not_replayed": later.reason,
+        }
+
+    def row(self, cell: Cell, samples: Mapping[int, Sequence[Row]]) -> Row:
+        """Seconds and launches of each part of a step; waits of the host and where they are."""
+        rounds = samples[self.built]
+        parts = rounds[-1]["parts"]
+        for name, part in parts.items():
+            part["seconds"] = median(one["parts"].get(name, _NONE)["seconds"] for one in rounds)
+        launches = sum(part["launches"] for part in parts.values())
+        return rounds[-1] | {
+            "seconds": median(value for one in rounds for value in one["seconds"]),
             "busy_seconds": sum(part["seconds"] for part in parts.values()),
             "launches": launches,
             "launches_a_layer": launches / self.built,
             "launches_are": _launches_are(self.place),
-            "waits": sum(last.waits.values()),
-            "wait_places": last.waits,
-            "later_kind": last.later_kind,
-            "later_waits": sum(last.later_waits.values()),
-            "later_wait_places": last.later_waits,
-            "not_replayed": last.reason,
         }
 
     @classmethod

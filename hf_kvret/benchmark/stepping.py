@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import CompileConfig, PreTrainedModel, masking_utils
@@ -46,15 +47,15 @@ class Steps:
     Args:
         model: with the attention that the cache needs.
         cache: filled with ``length`` tokens of each sequence.
+
+    Attributes:
+        reason: why a step is not replayed though it could be; None where nothing was to be.
     """
+
+    reason: str | None = None
 
     def __init__(self, model: PreTrainedModel, cache: Cache, length: int) -> None:
         self.model, self.cache, self.length = model, cache, length
-
-    @property
-    def reason(self) -> str | None:
-        """Why a step is not replayed though it could be; None where nothing was to be replayed."""
-        return None
 
     def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Taken]:
         """Logits ``[B, 1, V]`` after ``tokens [B, 1]``, valid until the next step, and its kind."""
@@ -77,6 +78,21 @@ class Steps:
     def _forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
         return feed(self.model, self.cache, tokens, self.length), "eager"
 
+    def _logits(
+        self, call: Callable[..., Any], tokens: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Those of ``call``, a way to run the model."""
+        if positions is None:
+            positions = torch.full((1, 1), self.length, device=tokens.device)
+        return call(
+            input_ids=tokens,
+            attention_mask=None,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+
 
 class ReplayedSteps(Steps):
     """Steps of a retrieval cache through ``DecodeGraph``, which replays what it can."""
@@ -85,26 +101,13 @@ class ReplayedSteps(Steps):
         super().__init__(model, cache, length)
         self._graph = DecodeGraph(model, cache)
 
-    @property
-    def reason(self) -> str | None:
-        """What ``DecodeGraph`` says."""
-        return self._graph.reason
-
     def _forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
-        graph = self._graph
-        before = graph.captures, graph.replays
-        positions = torch.arange(self.length, self.length + 1, device=tokens.device)
-        logits = graph(
-            input_ids=tokens,
-            position_ids=positions[None],
-            attention_mask=None,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-        if graph.captures > before[0]:
+        captures, replays = self._graph.captures, self._graph.replays
+        logits = self._logits(self._graph, tokens)
+        self.reason = self._graph.reason
+        if self._graph.captures > captures:
             return logits, "capture"
-        return logits, "replay" if graph.replays > before[1] else "eager"
+        return logits, "replay" if self._graph.replays > replays else "eager"
 
 
 @contextmanager
@@ -148,7 +151,7 @@ class DenseGraphSteps(Steps):
             self._graph, kind = self._capture(tokens), "capture"
         self._tokens.copy_(tokens)
         self._graph.replay()
-        return self._logits, Taken(kind)
+        return self._last, Taken(kind)
 
     def finish(self) -> None:
         """Let the cache hold the token of the newest step."""
@@ -158,28 +161,23 @@ class DenseGraphSteps(Steps):
     @torch.inference_mode()
     def _capture(self, tokens: torch.Tensor) -> torch.cuda.CUDAGraph:
         self._tokens = tokens.clone()
-        self._positions = torch.full((1, 1), self.length, device=tokens.device)
+        positions = torch.full((1, 1), self.length, device=tokens.device)
+        current = torch.cuda.current_stream(tokens.device)
         stream = torch.cuda.Stream(tokens.device)
-        stream.wait_stream(torch.cuda.current_stream(tokens.device))
+        stream.wait_stream(current)
         with unmasked(), torch.cuda.stream(stream):
             for _ in range(_WARM_STEPS):
-                self._again()
-        torch.cuda.current_stream(tokens.device).wait_stream(stream)
+                self._again(positions)
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with unmasked(), torch.cuda.graph(graph):
-            self._logits = self._again()
+            self._last = self._again(positions)
         self.cache.rewind(self.length)
         return graph
 
-    def _again(self) -> torch.Tensor:
+    def _again(self, positions: torch.Tensor) -> torch.Tensor:
         self.cache.rewind(self.length)
-        return self.model(
-            self._tokens,
-            past_key_values=self.cache,
-            position_ids=self._positions,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
+        return self._logits(self.model, self._tokens, positions)
 
 
 class CompiledSteps(Steps):
@@ -196,16 +194,8 @@ class CompiledSteps(Steps):
         self._call = model.get_compiled_call(CompileConfig(dynamic=False))
 
     def _forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
-        positions = torch.arange(self.length, self.length + 1, device=tokens.device)
         torch.compiler.cudagraph_mark_step_begin()
-        logits = self._call(
-            tokens,
-            past_key_values=self.cache,
-            position_ids=positions[None],
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-        return logits, "compiled"
+        return self._logits(self._call, tokens), "compiled"
 
 
 def make_steps(choice: CacheChoice, model: PreTrainedModel, cache: Cache, length: int) -> Steps:

@@ -12,7 +12,7 @@ import torch
 from transformers import masking_utils
 
 from hf_kvret.benchmark.filling import feed, random_tokens
-from hf_kvret.benchmark.graphs import GraphStep, unmasked
+from hf_kvret.benchmark.stepping import DenseGraphSteps, unmasked
 from hf_kvret.benchmark.opponents import PreallocatedCache
 from hf_kvret.benchmark.shapes import load_shape, random_model
 

@@ -25,7 +25,7 @@ from hf_kvret.benchmark.step_parts import (
     WINDOW,
     Parts,
 )
-from hf_kvret.benchmark.step_trace import part_times, profile
+from hf_kvret.benchmark.step_parts import part_times, profile
 from hf_kvret.evaluation.results import Results
 from hf_kvret_kernels._dispatch import interpreted, prefer
 
