@@ -20,7 +20,7 @@ from hf_kvret.benchmark.filling import (
     serving,
 )
 from hf_kvret.benchmark.limits import row_bits
-from hf_kvret.benchmark.stepping import DenseGraphSteps, make_steps
+from hf_kvret.benchmark.stepping import make_steps
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.compatibility import head_dim
 from hf_kvret.evaluation.caches import CacheChoice
@@ -130,9 +130,7 @@ class Checker:
             for place in range(start, context):
                 # A later step may use the same memory.
                 places.append(steps.take(tokens[:, place : place + 1])[0].clone())
-                if isinstance(steps, DenseGraphSteps):
-                    steps.finish()
-                    steps = make_steps(choice, self.model, cache, steps.length)
+                steps.finish()
         found = torch.stack([logits[:, -1].float() for logits in places])
         if not bool(found.isfinite().all()):
             what = "logits of coded rows" if coded else "logits"

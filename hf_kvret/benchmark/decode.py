@@ -16,7 +16,7 @@ from hf_kvret.benchmark.floors import Selections, decode_floor, selections
 from hf_kvret.benchmark.limits import PeakDeviceMemory
 from hf_kvret.benchmark.model_measurement import ModelMeasurement
 from hf_kvret.benchmark.rows import TimedSample, timed_row
-from hf_kvret.benchmark.stepping import DenseGraphSteps, Taken, make_steps
+from hf_kvret.benchmark.stepping import Taken, make_steps
 from hf_kvret.benchmark.tables import plot_contexts, timing_table
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.measurement import CheckFailed, Row
@@ -76,8 +76,7 @@ class Decode(ModelMeasurement):
             before = selections(cache)
             count = self.steps_within(paces[-1] if paces else 0.0)
             _, seconds, taken = steps.run(token, count)
-            if isinstance(steps, DenseGraphSteps):
-                steps.finish()
+            steps.finish()
         chosen = Selections()
         if isinstance(cache, RetrievalCache):
             after = selections(cache)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -12,10 +12,12 @@ from transformers import PreTrainedConfig
 from hf_kvret import sizes
 from hf_kvret.benchmark.timing import synchronize
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.compatibility import head_dim
 from hf_kvret.evaluation.caches import CacheChoice
 
 # An index beside the store takes at most what a copy of the keys with spare room takes.
 _INDEX_SHARE = 0.6
+_STATUS = Path("/proc/self/status")
 
 
 def byte_count(text: str) -> int:
@@ -26,8 +28,7 @@ def byte_count(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """Bytes that a cache is expected to take."""
 
     device: int
@@ -43,8 +44,7 @@ def predict_need(
     cache its index too, and what one layer makes of a prompt: its keys and values three times, and
     queries and outputs of its attention or the three matrices of its MLP.
     """
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, dim = config.num_attention_heads, head_dim(config)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     layer = 2 * batch * context * kv_heads * dim * dtype.itemsize
     rows = layer * config.num_hidden_layers
@@ -95,11 +95,7 @@ def shortage(need: Need, device: torch.device) -> str | None:
 
 def available_host_memory() -> int:
     """Bytes that processes can still take without swapping, the container's limit respected."""
-    found = [
-        int(line.split()[1]) * 1024
-        for line in _lines(Path("/proc/meminfo"))
-        if line.startswith("MemAvailable:")
-    ]
+    found = _field(Path("/proc/meminfo"), "MemAvailable")
     group = Path("/sys/fs/cgroup")
     limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
     if limit and used and limit[0].isdigit():
@@ -154,21 +150,20 @@ class PeakHostMemory:
     def __init__(self) -> None:
         try:
             Path("/proc/self/clear_refs").write_text("5")
-            self._start: int | None = _status("VmRSS")
+            self._start = _field(_STATUS, "VmRSS")
         except OSError:
-            self._start = None
+            self._start = []
 
     def growth(self) -> int | None:
         """Bytes of the peak above where it began; None where the system doesn't say."""
-        peak = _status("VmHWM")
-        return None if self._start is None or peak is None else max(0, peak - self._start)
+        peak = _field(_STATUS, "VmHWM")
+        return max(0, peak[0] - self._start[0]) if self._start and peak else None
 
 
-def _status(field: str) -> int | None:
-    for line in _lines(Path("/proc/self/status")):
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    return None
+def _field(path: Path, name: str) -> list[int]:
+    """Bytes of a line of ``path``; empty where there is none."""
+    lines = (line for line in _lines(path) if line.startswith(f"{name}:"))
+    return [int(line.split()[1]) * 1024 for line in lines]
 
 
 def _lines(path: Path) -> list[str]:

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -190,16 +190,16 @@ class ModelMeasurement(Measurement):
         self._fills()
 
     def setup(self) -> dict[str, Any]:
-        sizes = {"shape": self.shape, "layers": self.built, "of_layers": self.whole.layers}
-        # JSON has no infinity.
-        limit = self.limit if math.isfinite(self.limit) else None
         here = describe_environment()
-        return (
-            sizes
-            | {"limit": limit}
-            | {name: getattr(self, name) for name in _OPTIONS}
-            | {name: here[name] for name in _MACHINE}
-        )
+        return {
+            "shape": self.shape,
+            "layers": self.built,
+            "of_layers": self.whole.layers,
+            # JSON has no infinity.
+            "limit": self.limit if math.isfinite(self.limit) else None,
+            **{name: getattr(self, name) for name in _OPTIONS},
+            **{name: here[name] for name in _MACHINE},
+        }
 
     def cells(self) -> list[Cell]:
         return [
@@ -245,8 +245,7 @@ class ModelMeasurement(Measurement):
                     size = f"{cell['context']} x {cell['batch']}"
                     progress.say(f"{cell['cache']} {size}, round {number + 1}")
                     if why_missing(row) is None:
-                        turn = self.turn(cell, subject)
-                        sample, why = attempt(lambda turn=turn: self.once(turn))
+                        sample, why = attempt(partial(self.once, self.turn(cell, subject)))
                         taken.setdefault(subject.layers, []).append(sample)
                         row.update(why)
                     progress.advance(share)

@@ -38,8 +38,10 @@ class PreallocatedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the buffers for tokens shaped like these, ``[B, Hkv, *, D]``."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = _buffer(key_states, self.capacity)
-        self.values = _buffer(value_states, self.capacity)
+        self.keys, self.values = (
+            like.new_empty(*like.shape[:2], self.capacity, like.shape[3])
+            for like in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def update(
@@ -106,11 +108,28 @@ def choose_bench_caches(
         ValueError: none, an unknown or doubled name, a bad option, a cache that can't work here.
         ModuleNotFoundError: the package behind an opponent is missing.
     """
+    known = ", ".join(bench_caches())
     if not texts:
-        raise ValueError(f"no cache named: choose among {', '.join(bench_caches())}")
+        raise ValueError(f"no cache named: choose among {known}")
     if len(set(texts)) < len(texts):
         raise ValueError(f"the same cache twice in {', '.join(texts)}: name each once")
-    return {text: _choose(text, defaults, device) for text in texts}
+    choices = {}
+    for text in texts:
+        name = text.partition(":")[0].strip()
+        if name not in bench_caches():
+            raise ValueError(f"unknown cache {name!r}: choose among {known}")
+        if name in DENSE and name != text:
+            raise ValueError(f"{text!r}: {name} takes no options")
+        if name == "dense-graph" and torch.device(device).type != "cuda":
+            raise ValueError(
+                f"dense-graph: CUDA graphs need a CUDA device, and the model is on {device!r}: use "
+                "dense here"
+            )
+        make = StaticCache if name == "static-compile" else PreallocatedCache
+        choices[text] = (
+            CacheChoice(text, make) if name in DENSE else choose_cache(text, defaults, device)
+        )
+    return choices
 
 
 def check_choices(
@@ -143,25 +162,3 @@ def check_choices(
                 f"{name} with store=auto decides by the number of layers, so fewer of them may "
                 "decide otherwise: give --store device or host with --layers"
             )
-
-
-def _choose(text: str, defaults: dict[str, Any], device: str) -> CacheChoice:
-    name = text.split(":")[0].strip()
-    if name not in DENSE:
-        if name not in known_caches():
-            raise ValueError(f"unknown cache {name!r}: choose among {', '.join(bench_caches())}")
-        return choose_cache(text, defaults, device)
-    if name != text:
-        raise ValueError(f"{text!r}: {name} takes no options")
-    if name == "dense-graph" and torch.device(device).type != "cuda":
-        raise ValueError(
-            f"dense-graph: CUDA graphs need a CUDA device, and the model is on {device!r}: use "
-            "dense here"
-        )
-    if name == "static-compile":
-        return CacheChoice(text, lambda config, capacity: StaticCache(config, capacity))
-    return CacheChoice(text, PreallocatedCache)
-
-
-def _buffer(like: torch.Tensor, capacity: int) -> torch.Tensor:
-    return like.new_empty(*like.shape[:2], capacity, like.shape[3])

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_kvret.benchmark.filling import Turn, feed, prefill, random_tokens, serving
+from hf_kvret.benchmark.filling import Turn, feed, random_tokens, serving
 from hf_kvret.benchmark.floors import prefill_floor
 from hf_kvret.benchmark.model_measurement import ModelMeasurement
 from hf_kvret.benchmark.rows import TimedSample, timed_row
@@ -126,14 +126,13 @@ def _read(
     tokens: torch.Tensor,
     chunk: int | None,
 ) -> torch.Tensor:
-    """``prefill`` in passes of ``chunk`` tokens, announced as ``generate`` does; last logits."""
+    """Logits after ``tokens`` in passes of ``chunk``, which are announced as ``generate`` does."""
     length = tokens.shape[1]
     if isinstance(cache, RetrievalCache):
         cache.expect(length, chunk or length)
-    if chunk is None:
-        return prefill(model, choice, cache, tokens)
     start = 0
-    for part in tokens.split(chunk, dim=1):
-        logits = feed(model, cache, part, start)
-        start += part.shape[1]
+    with choice.around_prefill(model):
+        for part in tokens.split(chunk or length, dim=1):
+            logits = feed(model, cache, part, start)
+            start += part.shape[1]
     return logits

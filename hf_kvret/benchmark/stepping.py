@@ -75,6 +75,9 @@ class Steps:
             taken.append(step)
         return token, clock.seconds(), taken
 
+    def finish(self) -> None:
+        """Let the cache hold the token of the newest step, where it does not yet."""
+
     def _forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
         return feed(self.model, self.cache, tokens, self.length), "eager"
 
@@ -144,6 +147,7 @@ class DenseGraphSteps(Steps):
         super().__init__(model, cache, length)
         self._graph: torch.cuda.CUDAGraph | None = None
 
+    @torch.inference_mode()
     def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Taken]:
         """Logits ``[B, 1, V]`` after ``tokens [B, 1]``, always at the same length."""
         kind = "replay"
@@ -154,11 +158,10 @@ class DenseGraphSteps(Steps):
         return self._last, Taken(kind)
 
     def finish(self) -> None:
-        """Let the cache hold the token of the newest step."""
         self.length += 1
         self.cache.rewind(self.length)
+        self._graph = None
 
-    @torch.inference_mode()
     def _capture(self, tokens: torch.Tensor) -> torch.cuda.CUDAGraph:
         self._tokens = tokens.clone()
         positions = torch.full((1, 1), self.length, device=tokens.device)

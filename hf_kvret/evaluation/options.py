@@ -60,7 +60,7 @@ def option(
     return field(default=default, metadata={_KEY: declared})
 
 
-def with_default(kind: type[DataclassInstance], name: str, default: Any) -> Any:
+def with_default(kind: type[Any], name: str, default: Any) -> Any:
     """The option ``name`` of ``kind`` with another default, for a subclass."""
     inherited = next(one for one in _options(kind) if one.name == name)
     return field(default=default, metadata=inherited.metadata)
