@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from hf_kvret.benchmark.floors import Selections, decode_floor, selections
 from hf_kvret.benchmark.limits import PeakDeviceMemory
 from hf_kvret.benchmark.model_measurement import ModelMeasurement
 from hf_kvret.benchmark.rows import TimedSample, timed_row
-from hf_kvret.benchmark.stepping import Taken, make_steps
+from hf_kvret.benchmark.stepping import make_steps
 from hf_kvret.benchmark.tables import plot_contexts, timing_table
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.measurement import CheckFailed, Row
@@ -24,20 +24,6 @@ from hf_kvret.evaluation.results import Cell, Results
 
 # A compiled step is compiled in the first, and its graph is recorded in the next two.
 _LEAST_COMPILED_WARMUP = 3
-
-
-@dataclass(frozen=True)
-class DecodeSample(TimedSample):
-    """One round of steps.
-
-    Attributes:
-        taken: the kinds of the timed steps.
-        device_peak_bytes: the most device memory beyond the weights in this turn; on a CPU the
-            bytes of the cache.
-    """
-
-    taken: list[Taken]
-    device_peak_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +53,7 @@ class Decode(ModelMeasurement):
             )
 
     @torch.inference_mode()
-    def once(self, turn: Turn) -> DecodeSample:
+    def once(self, turn: Turn) -> TimedSample:
         """Fill, warm up, time; CheckFailed when a retrieval cache retrieved nothing."""
         peak = PeakDeviceMemory(self.place)
         with turn.filled(self.warmup + self.steps + 1) as (cache, token):
@@ -91,30 +77,33 @@ class Decode(ModelMeasurement):
             turn.subject.weights, cache, usage, turn.batch, chosen, turn.choice.on_host
         )
         held = peak.growth()
-        held = usage.device_bytes if held is None else held
         more = {
             "selected_rows": chosen.rows,
             "bus_rows": chosen.bus_rows,
+            "flushed_tokens": sum(step.flushed for step in taken),
+            # On a CPU, where no peak is known, the bytes of the cache.
+            "device_peak_bytes": usage.device_bytes if held is None else held,
+            "steps": [step.label for step in taken],
             "not_replayed": steps.reason,
         }
-        return DecodeSample(seconds, floor, usage, more, taken, held)
+        return TimedSample(seconds, floor, usage, more)
 
-    def row(self, cell: Cell, samples: Mapping[int, Sequence[DecodeSample]]) -> Row:
+    def row(self, cell: Cell, samples: Mapping[int, Sequence[TimedSample]]) -> Row:
         """Median and quartiles of a step, tokens a second, bytes held and read, the floor.
 
         ``steps`` counts the timed steps by kind, ``seconds_by_kind`` has the median of each.
         """
         rounds = samples[self.built]
-        taken = [step for one in rounds for step in one.taken]
-        seconds = [value for one in rounds for value in one.seconds]
-        by_kind: dict[str, list[float]] = {}
-        for value, step in zip(seconds, taken, strict=True):
-            by_kind.setdefault(step.label, []).append(value)
+        by_kind: dict[str, list[float]] = defaultdict(list)
+        for one in rounds:
+            for kind, seconds in zip(one.more["steps"], one.seconds, strict=True):
+                by_kind[kind].append(seconds)
+        counts = Counter({kind: len(seconds) for kind, seconds in by_kind.items()})
         return timed_row(self, cell["batch"], samples) | {
-            "flushed_tokens": sum(step.flushed for step in taken),
-            "device_peak_bytes": max(one.device_peak_bytes for one in rounds),
-            "steps": dict(Counter(step.label for step in taken).most_common()),
-            "seconds_by_kind": {label: median(values) for label, values in by_kind.items()},
+            "flushed_tokens": sum(one.more["flushed_tokens"] for one in rounds),
+            "device_peak_bytes": max(one.more["device_peak_bytes"] for one in rounds),
+            "steps": dict(counts.most_common()),
+            "seconds_by_kind": {kind: median(seconds) for kind, seconds in by_kind.items()},
         }
 
     @classmethod

@@ -67,12 +67,10 @@ def random_tokens(model: PreTrainedModel, batch: int, length: int, seed: int) ->
 
 
 @torch.inference_mode()
-def feed(
-    model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, start: int, keep: int = 1
-) -> torch.Tensor:
-    """Logits ``[B, keep, V]`` after the last ``keep`` of ``tokens [B, n]``.
+def feed(model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, start: int) -> torch.Tensor:
+    """Logits ``[B, 1, V]`` after ``tokens [B, n]``, which the cache holds afterwards.
 
-    The first of them is at position ``start``; the cache holds them afterwards.
+    The first of them is at position ``start``.
     """
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
     return model(
@@ -82,7 +80,7 @@ def feed(
         # kvpress reads it; transformers takes it as a spare keyword.
         cache_position=positions,
         use_cache=True,
-        logits_to_keep=keep,
+        logits_to_keep=1,
     ).logits
 
 

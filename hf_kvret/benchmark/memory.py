@@ -119,7 +119,7 @@ class Memory(ModelMeasurement):
 
     def row(self, cell: Cell, samples: Mapping[int, Sequence[Row]]) -> Row:
         """Bytes of weights and cache, and the peaks, the largest of all rounds."""
-        most = {
+        most: dict[int, Row] = {
             layers: {key: _largest(one[key] for one in taken) for key in taken[0]}
             for layers, taken in samples.items()
         }

@@ -49,7 +49,7 @@ class TimedSample:
         seconds: of each timed step or prompt.
         floor: of one of them, with the cache as it is after the last.
         usage: of the cache after the last.
-        more: numbers of a row that are those of its last turn.
+        more: what else a row has, as it is in the last turn if nothing else is made of it.
     """
 
     seconds: list[float]

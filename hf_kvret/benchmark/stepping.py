@@ -163,24 +163,25 @@ class DenseGraphSteps(Steps):
         self._graph = None
 
     def _capture(self, tokens: torch.Tensor) -> torch.cuda.CUDAGraph:
+        # They have to stay where they are: the graph reads them.
         self._tokens = tokens.clone()
-        positions = torch.full((1, 1), self.length, device=tokens.device)
+        self._positions = torch.full((1, 1), self.length, device=tokens.device)
         current = torch.cuda.current_stream(tokens.device)
         stream = torch.cuda.Stream(tokens.device)
         stream.wait_stream(current)
         with unmasked(), torch.cuda.stream(stream):
             for _ in range(_WARM_STEPS):
-                self._again(positions)
+                self._again()
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with unmasked(), torch.cuda.graph(graph):
-            self._last = self._again(positions)
+            self._last = self._again()
         self.cache.rewind(self.length)
         return graph
 
-    def _again(self, positions: torch.Tensor) -> torch.Tensor:
+    def _again(self) -> torch.Tensor:
         self.cache.rewind(self.length)
-        return self._logits(self.model, self._tokens, positions)
+        return self._logits(self.model, self._tokens, self._positions)
 
 
 class CompiledSteps(Steps):

@@ -46,9 +46,9 @@ class Graph:
         return self.model(**inputs)
 
 
-def make(text: str, length: int, steps: int) -> tuple[Any, Any, Any, torch.Tensor]:
+def make(text: str, length: int, steps: int, layers: int = 2) -> tuple[Any, Any, Any, torch.Tensor]:
     """Choice, model, filled cache and next token of the tiny shape."""
-    model = random_model(load_shape("tiny").config, torch.float32, "cpu", seed=0)
+    model = random_model(load_shape("tiny").with_layers(layers), torch.float32, "cpu", seed=0)
     choice = choose_bench_caches([text], {"store": "device"}, "cpu")[text]
     cache = choice.make(model.config, length + steps + 1)
     tokens = random_tokens(model, 1, length, seed=1)
@@ -113,7 +113,8 @@ def test_replayed_steps_give_the_logits_of_usual_ones() -> None:
     kinds: dict[str, list[str]] = {}
     for text in (f"flat:{SMALL}", f"flat:{SMALL}:graph=false"):
         with taped():
-            choice, model, cache, token = make(text, 40, 8)
+            # Of one layer, for the interpreter is slow.
+            choice, model, cache, token = make(text, 40, 8, layers=1)
             with serving(model, cache):
                 steps = make_steps(choice, model, cache, 40)
                 for _ in range(5):
@@ -131,7 +132,7 @@ def test_replayed_steps_give_the_logits_of_usual_ones() -> None:
 
 @pytest.mark.skipif(not interpreted(), reason="the tape needs Triton's interpreter")
 def test_the_check_looks_at_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model(load_shape("tiny").config, torch.float32, "cpu", seed=0)
+    model = random_model(load_shape("tiny").with_layers(1), torch.float32, "cpu", seed=0)
     text = f"flat:{SMALL}"
     choice = choose_bench_caches([text], {"store": "device"}, "cpu")[text]
     taken: list[str] = []
