@@ -6,13 +6,27 @@ import argparse
 
 from hf_kvret.benchmark.batches import Batch
 from hf_kvret.benchmark.decode import Decode
+from hf_kvret.benchmark.host_attention import HostAttention
+from hf_kvret.benchmark.index_build import IndexBuild
+from hf_kvret.benchmark.kernels import Kernels
 from hf_kvret.benchmark.memory import Memory
 from hf_kvret.benchmark.prefill import Prefill
 from hf_kvret.benchmark.step import Step
+from hf_kvret.benchmark.tune import Tune
 from hf_kvret.evaluation.help_text import HelpFormatter
 from hf_kvret.evaluation.measurement import Measurement, add_measurement
 
-_KINDS = (Decode, Batch, Step, Prefill, Memory)
+_KINDS: tuple[type[Measurement], ...] = (
+    Decode,
+    Batch,
+    Step,
+    Prefill,
+    Memory,
+    HostAttention,
+    IndexBuild,
+    Kernels,
+    Tune,
+)
 
 MEASUREMENTS: dict[str, type[Measurement]] = {kind.title(): kind for kind in _KINDS}
 """The measurements by the name in their result files."""
