@@ -20,10 +20,11 @@ from hf_kvret.benchmark.filling import (
     serving,
 )
 from hf_kvret.benchmark.limits import row_bits
-from hf_kvret.benchmark.stepping import DenseGraphSteps, make_steps
+from hf_kvret.benchmark.stepping import make_steps
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.compatibility import head_dim
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.measurement import CheckFailed
 
 LONGEST_CHECK = 2048
 # The third step of a replayed cache is captured, so that three replays follow it.
@@ -42,10 +43,6 @@ _LIMITS = {
 }
 _TIMES_ROUNDING = 4.0
 _FULL = CacheChoice("full", lambda config, capacity: DynamicCache(config=config))
-
-
-class CheckFailed(RuntimeError):
-    """A cache gave other answers than full attention; the message says which and by how much."""
 
 
 class Checker:
@@ -82,44 +79,25 @@ class Checker:
         return self._passed[key]
 
     def _check(self, choice: CacheChoice, context: int, batch: int, fill: str) -> str:
-        inexact = choice.name.split(":")[0] in _INEXACT
-        worst = coded = 0.0
+        errors, coded = [], []
         for way in ("prefill", "random") if fill == "random" else ("prefill",):
-            where = f"{context} tokens, batch {batch}, {way}, {self.model.dtype}"
-            found = self._logits(choice, context, batch, way)
-            if not bool(found.isfinite().all()):
-                raise CheckFailed(
-                    f"{choice.name}: logits are not finite ({where}); nothing was measured"
-                )
-            if inexact:
+            size = context, batch, way
+            found = self._logits(choice, *size)
+            if choice.method in _INEXACT:
                 continue
-            expected, limit = self._reference(context, batch, way)
-            error = _distance(found, expected)
-            if error > limit:
+            expected, limit = self._reference(*size)
+            errors.append(_distance(found, expected))
+            if errors[-1] > limit:
                 raise CheckFailed(
-                    f"{choice.name}: logits differ from full attention by {error:.2e} of their "
-                    f"size, and at most {limit:.2e} is rounding ({where}); nothing was measured"
+                    f"{choice.name}: logits differ from full attention by {errors[-1]:.2e} of "
+                    f"their size, and at most {limit:.2e} is rounding {self._where(*size)}"
                 )
-            worst = max(worst, error)
-            coded = max(coded, self._coded(choice, expected, context, batch, way))
-        if inexact:
+            if row_bits(choice, self.model.config) < 16:
+                coded.append(_distance(self._logits(choice, *size, coded=True), expected))
+        if not errors:
             return "finite; not exact by design"
-        told = f"equal within {worst:.1e}"
-        return f"{told} at 16 bits, {coded:.1e} as coded" if coded else told
-
-    def _coded(
-        self, choice: CacheChoice, expected: torch.Tensor, context: int, batch: int, way: str
-    ) -> float:
-        """How far coded rows lead from full attention; 0 where rows are kept as they are."""
-        if row_bits(choice, self.model.config) == 16:
-            return 0.0
-        found = self._logits(choice, context, batch, way, coded=True)
-        if not bool(found.isfinite().all()):
-            raise CheckFailed(
-                f"{choice.name}: logits of coded rows are not finite ({context} tokens, batch "
-                f"{batch}, {way}); nothing was measured"
-            )
-        return _distance(found, expected)
+        told = f"equal within {max(errors):.1e}"
+        return f"{told} at 16 bits, {max(coded):.1e} as coded" if coded else told
 
     def _reference(self, context: int, batch: int, way: str) -> tuple[torch.Tensor, float]:
         """Logits of full attention, and how far from them rounding may lead."""
@@ -152,12 +130,25 @@ class Checker:
             for place in range(start, context):
                 # A later step may use the same memory.
                 places.append(steps.take(tokens[:, place : place + 1])[0].clone())
-                if isinstance(steps, DenseGraphSteps):
-                    steps.finish()
-                    steps = make_steps(choice, self.model, cache, steps.length)
-        if isinstance(cache, RetrievalCache):
-            _check_selected(choice.name, cache)
-        return torch.stack([logits[:, -1].float() for logits in places])
+                steps.finish()
+        found = torch.stack([logits[:, -1].float() for logits in places])
+        if not bool(found.isfinite().all()):
+            what = "logits of coded rows" if coded else "logits"
+            where = self._where(context, batch, way)
+            raise CheckFailed(f"{choice.name}: {what} are not finite {where}")
+        layers = cache.stats()["layers"] if isinstance(cache, RetrievalCache) else []
+        idle = [str(layer["layer"]) for layer in layers if not layer["selected"]]
+        if idle:
+            raise CheckFailed(
+                f"{choice.name}: layers {', '.join(idle)} retrieved nothing though their budget "
+                "covers everything; nothing was measured"
+            )
+        return found
+
+    def _where(self, context: int, batch: int, way: str) -> str:
+        """What was looked at, as the end of a message."""
+        size = f"{context} tokens, batch {batch}, {way}, {self.model.dtype}"
+        return f"({size}); nothing was measured"
 
 
 def covering(
@@ -187,15 +178,6 @@ def covering(
         whole_bytes = batch * length * config.num_hidden_layers * width
         changed = changed.replace(device_budget=max(1, whole_bytes // 2))
     return type(cache)(model.config, changed)
-
-
-def _check_selected(name: str, cache: RetrievalCache) -> None:
-    idle = [layer["layer"] for layer in cache.stats()["layers"] if not layer["selected"]]
-    if idle:
-        raise CheckFailed(
-            f"{name}: layers {', '.join(map(str, idle))} retrieved nothing though their budget "
-            "covers everything; nothing was measured"
-        )
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

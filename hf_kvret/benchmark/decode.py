@@ -2,82 +2,67 @@
 
 from __future__ import annotations
 
-import statistics
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from statistics import median
+from typing import ClassVar
 
 import torch
 
-from hf_kvret.benchmark.checks import CheckFailed
-from hf_kvret.benchmark.filling import serving
+from hf_kvret.benchmark.filling import Turn
 from hf_kvret.benchmark.floors import Selections, decode_floor, selections
-from hf_kvret.benchmark.measure import Bench, Measure, Turn
-from hf_kvret.benchmark.peaks import device_peak, restart_peak
+from hf_kvret.benchmark.limits import PeakDeviceMemory
+from hf_kvret.benchmark.model_measurement import ModelMeasurement
 from hf_kvret.benchmark.rows import TimedSample, timed_row
-from hf_kvret.benchmark.stepping import (
-    DenseGraphSteps,
-    Steps,
-    Taken,
-    count_steps,
-    make_steps,
-)
-from hf_kvret.benchmark.tables import plot_seconds, timing_table
-from hf_kvret.benchmark.timing import StepClock
+from hf_kvret.benchmark.stepping import make_steps
+from hf_kvret.benchmark.tables import plot_contexts, timing_table
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.evaluation.measurement import CheckFailed, Row
 from hf_kvret.evaluation.results import Cell, Results
 
+# A compiled step is compiled in the first, and its graph is recorded in the next two.
+_LEAST_COMPILED_WARMUP = 3
 
-@dataclass(frozen=True)
-class DecodeSample(TimedSample):
-    """One round of steps.
 
-    Attributes:
-        selected: what a timed step selected.
-        taken: the kinds of the timed steps.
-        reason: why a retrieval cache's steps are not replayed; None where they are.
-        device_peak_bytes: the most device memory beyond the weights in this turn; on a CPU the
-            bytes of the cache.
+@dataclass(frozen=True, kw_only=True)
+class Decode(ModelMeasurement):
+    """Time of a decode step behind a context of given length.
+
+    Each round fills every cache anew, takes --warmup steps and times --steps steps; the caches take
+    turns, --rounds times. A row is the median over all timed steps, with quartiles. Steps of
+    retrieval caches are replayed from a CUDA graph where they can be; graph=false, as in
+    paris:graph=false, measures them as they are without it.
     """
 
-    selected: Selections
-    taken: list[Taken]
-    reason: str | None
-    device_peak_bytes: int
-
-
-class Decode(Measure):
-    """Time of a decode step behind a context of given length."""
-
+    decodes: ClassVar[bool] = True
     name: ClassVar[str] = "decode"
     summary: ClassVar[str] = "time of a decode step"
-    description: ClassVar[str] = (
-        "Time of a decode step behind a context of given length. Each round fills every cache "
-        "anew, takes --warmup steps and times --steps steps; the caches take turns, --rounds "
-        "times. A row is the median over all timed steps, with quartiles. Steps of retrieval "
-        "caches are replayed from a CUDA graph where they can be; graph=false, as in "
-        "paris:graph=false, measures them as they are without it."
-    )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret bench decode --shape llama-3.1-8b --context 32K,128K --batch 1,8 --dtype "
         "bfloat16 --caches full,dense,dense-graph,flat,paris --json decode.json",
     )
 
+    def check(self) -> None:
+        super().check()
+        if "static-compile" in self.choices and self.warmup < _LEAST_COMPILED_WARMUP:
+            raise ValueError(
+                f"--warmup {self.warmup}: static-compile compiles and records in its first steps, "
+                f"give at least {_LEAST_COMPILED_WARMUP}"
+            )
+
     @torch.inference_mode()
-    def once(self, turn: Turn) -> DecodeSample:
+    def once(self, turn: Turn) -> TimedSample:
         """Fill, warm up, time; CheckFailed when a retrieval cache retrieved nothing."""
-        bench, model = turn.bench, turn.subject.model
-        base = restart_peak(bench.device)
-        cache = turn.choice.make(model.config, turn.context + bench.warmup + bench.steps + 1)
-        with serving(model, cache):
-            token = turn.filled(cache)
-            steps = make_steps(turn.choice, model, cache, turn.context)
-            token, pace = _warm_up(steps, token, bench.warmup)
+        peak = PeakDeviceMemory(self.place)
+        with turn.filled(self.warmup + self.steps + 1) as (cache, token):
+            steps = make_steps(turn.choice, turn.subject.model, cache, turn.context)
+            token, paces, _ = steps.run(token, self.warmup)
             before = selections(cache)
-            seconds, taken = _time(steps, token, bench.steps_within(pace))
-            if isinstance(steps, DenseGraphSteps):
-                steps.finish()
+            count = self.steps_within(paces[-1] if paces else 0.0)
+            _, seconds, taken = steps.run(token, count)
+            steps.finish()
         chosen = Selections()
         if isinstance(cache, RetrievalCache):
             after = selections(cache)
@@ -91,63 +76,40 @@ class Decode(Measure):
         floor = decode_floor(
             turn.subject.weights, cache, usage, turn.batch, chosen, turn.choice.on_host
         )
-        peak = device_peak(bench.device, base)
-        held = usage.device_bytes if peak is None else peak
-        return DecodeSample(seconds, floor, usage, chosen, taken, steps.reason, held)
+        held = peak.growth()
+        more = {
+            "selected_rows": chosen.rows,
+            "bus_rows": chosen.bus_rows,
+            "flushed_tokens": sum(step.flushed for step in taken),
+            # On a CPU, where no peak is known, the bytes of the cache.
+            "device_peak_bytes": usage.device_bytes if held is None else held,
+            "steps": [step.label for step in taken],
+            "not_replayed": steps.reason,
+        }
+        return TimedSample(seconds, floor, usage, more)
 
-    def row(
-        self, bench: Bench, cell: Cell, samples: Mapping[int, Sequence[DecodeSample]]
-    ) -> dict[str, Any]:
+    def row(self, cell: Cell, samples: Mapping[int, Sequence[TimedSample]]) -> Row:
         """Median and quartiles of a step, tokens a second, bytes held and read, the floor.
 
         ``steps`` counts the timed steps by kind, ``seconds_by_kind`` has the median of each.
         """
-        rounds = samples[bench.subjects[0].layers]
-        return timed_row(bench, cell["batch"], samples) | {
-            "selected_rows": rounds[-1].selected.rows,
-            "bus_rows": rounds[-1].selected.bus_rows,
-            "flushed_tokens": sum(step.flushed for one in rounds for step in one.taken),
-            "device_peak_bytes": max(one.device_peak_bytes for one in rounds),
-            "steps": count_steps([step for one in rounds for step in one.taken]),
-            "seconds_by_kind": _medians(rounds),
-            "not_replayed": rounds[-1].reason,
+        rounds = samples[self.built]
+        by_kind: dict[str, list[float]] = defaultdict(list)
+        for one in rounds:
+            for kind, seconds in zip(one.more["steps"], one.seconds, strict=True):
+                by_kind[kind].append(seconds)
+        counts = Counter({kind: len(seconds) for kind, seconds in by_kind.items()})
+        return timed_row(self, cell["batch"], samples) | {
+            "flushed_tokens": sum(one.more["flushed_tokens"] for one in rounds),
+            "device_peak_bytes": max(one.more["device_peak_bytes"] for one in rounds),
+            "steps": dict(counts.most_common()),
+            "seconds_by_kind": {kind: median(seconds) for kind, seconds in by_kind.items()},
         }
 
-    def table(self, results: Results) -> str:
+    @classmethod
+    def table(cls, results: Results) -> str:
         return timing_table(results, "ms a step")
 
-    def plot(self, path: Path, results: Results) -> None:
-        plot_seconds(path, results, "time of a decode step")
-
-
-def _warm_up(steps: Steps, token: torch.Tensor, count: int) -> tuple[torch.Tensor, float]:
-    """The token to go on with, and the seconds of the last of ``count`` steps; 0 for none."""
-    pace = 0.0
-    for _ in range(count):
-        clock = StepClock(token.device)
-        clock.mark()
-        token = steps.take(token)[0].argmax(-1)
-        clock.mark()
-        pace = clock.seconds()[0]
-    return token, pace
-
-
-def _time(steps: Steps, token: torch.Tensor, count: int) -> tuple[list[float], list[Taken]]:
-    taken = []
-    clock = StepClock(token.device)
-    clock.mark()
-    for _ in range(count):
-        logits, step = steps.take(token)
-        token = logits.argmax(-1)
-        clock.mark()
-        taken.append(step)
-    return clock.seconds(), taken
-
-
-def _medians(rounds: Sequence[DecodeSample]) -> dict[str, float]:
-    """Median seconds of the timed steps by label."""
-    by_label: dict[str, list[float]] = {}
-    for sample in rounds:
-        for seconds, step in zip(sample.seconds, sample.taken, strict=True):
-            by_label.setdefault(step.label, []).append(seconds)
-    return {label: statistics.median(values) for label, values in by_label.items()}
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        plot_contexts(path, results, "time of a decode step", "ms", "seconds")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,9 +12,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_kvret.benchmark.shapes import WeightBytes
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.calls import AttentionCall
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.progress import prompt_bar
+from hf_kvret.evaluation.reader import Reader, Usage
 from hf_kvret.index import Index
 from hf_kvret.layer import RetrievalLayer
 from hf_kvret.registry import attach, restore
@@ -63,12 +67,10 @@ def random_tokens(model: PreTrainedModel, batch: int, length: int, seed: int) ->
 
 
 @torch.inference_mode()
-def feed(
-    model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, start: int, keep: int = 1
-) -> torch.Tensor:
-    """Logits ``[B, keep, V]`` after the last ``keep`` of ``tokens [B, n]``.
+def feed(model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, start: int) -> torch.Tensor:
+    """Logits ``[B, 1, V]`` after ``tokens [B, n]``, which the cache holds afterwards.
 
-    The first of them is at position ``start``; the cache holds them afterwards.
+    The first of them is at position ``start``.
     """
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
     return model(
@@ -78,7 +80,7 @@ def feed(
         # kvpress reads it; transformers takes it as a spare keyword.
         cache_position=positions,
         use_cache=True,
-        logits_to_keep=keep,
+        logits_to_keep=1,
     ).logits
 
 
@@ -167,3 +169,65 @@ def fill_randomly(
                 prompt=partial(query.new_zeros(()).expand, *query.shape[:3], like.value_dim),
             )
             layer.attend(query, held_keys, held_values, call)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model of some layers, ready to be measured.
+
+    Attributes:
+        model: random weights, transformers' own sdpa attention.
+        weights: bytes of its parameters.
+        rows: what random rows look like; None where they are not used.
+        seed: of tokens and rows.
+    """
+
+    model: PreTrainedModel
+    weights: WeightBytes
+    rows: list[LayerRows] | None
+    seed: int
+
+    @property
+    def layers(self) -> int:
+        """How many it has."""
+        return self.model.config.num_hidden_layers
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One cache at one size on one model: the unit of a round."""
+
+    subject: Subject
+    choice: CacheChoice
+    context: int
+    batch: int
+    fill: str
+
+    @contextmanager
+    def filled(self, spare: int) -> Iterator[tuple[Cache, torch.Tensor]]:
+        """A cache that holds the context, with room for ``spare`` more tokens, and the next one.
+
+        That is ``[B, 1]``. Inside, the model has the attention that the cache needs.
+        """
+        model, seed = self.subject.model, self.subject.seed
+        cache = self.choice.make(model.config, self.context + spare)
+        with serving(model, cache):
+            if self.fill == "prefill":
+                tokens = random_tokens(model, self.batch, self.context, seed)
+                with prompt_bar(model, self.context, self.choice.name):
+                    logits = prefill(model, self.choice, cache, tokens)
+                yield cache, logits[:, -1:].argmax(-1)
+            else:
+                assert self.subject.rows is not None
+                fill_randomly(model, cache, self.subject.rows, self.batch, self.context, seed)
+                yield cache, random_tokens(model, self.batch, 1, seed)
+
+    def usage(self, cache: Cache, length: int) -> Usage:
+        """What ``cache`` holds after ``length`` tokens of each sequence."""
+        reader = Reader(self.subject.model, self.choice, 0)
+        reader.cache, reader.length = cache, length
+        usage = reader.usage()
+        if isinstance(cache, RetrievalCache):
+            return usage
+        # A reader has one sequence, and only retrieval caches know of more.
+        return dataclasses.replace(usage, full_bytes=self.batch * usage.full_bytes)

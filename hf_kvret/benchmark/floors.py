@@ -42,8 +42,7 @@ class Selections(NamedTuple):
     """Rows that retrieval layers selected, summed over layers, batch and heads.
 
     ``bus_rows`` of them came over the bus from host memory; ``near_bytes`` and ``bus_bytes`` are
-    those of the rows that didn't and did, as they are kept. ``cold`` tokens are held now, summed
-    over layers. All 0 for other caches.
+    those of the rows that didn't and did, as they are kept. All 0 for other caches.
 
     Stores that are split count as if all came over the bus, and ``host_share`` is the share of
     their rows that lies on the host now; ``since`` counts with it, as if every row were as likely
@@ -54,11 +53,10 @@ class Selections(NamedTuple):
     bus_rows: float = 0
     near_bytes: float = 0
     bus_bytes: float = 0
-    cold: int = 0
     host_share: float = 1
 
     def since(self, before: Selections, steps: int) -> Selections:
-        """What was selected since ``before``, per step of ``steps``; the tokens of now."""
+        """What was selected since ``before``, per step of ``steps``."""
         bus_bytes = (self.bus_bytes - before.bus_bytes) / steps
         far_bytes = bus_bytes * self.host_share
         return Selections(
@@ -66,7 +64,6 @@ class Selections(NamedTuple):
             (self.bus_rows - before.bus_rows) / steps * self.host_share,
             (self.near_bytes - before.near_bytes) / steps + bus_bytes - far_bytes,
             far_bytes,
-            self.cold,
         )
 
 
@@ -90,7 +87,7 @@ def decode_floor(
 
     Args:
         usage: of the same cache.
-        selected: what one step selects; the number of cold tokens is not looked at.
+        selected: what one step selects.
         on_host: the cache keeps its rows in host memory.
     """
     device = float(weights.read + batch * weights.row)
@@ -154,10 +151,8 @@ def selections(cache: Cache) -> Selections:
     """What a cache selected so far. Waits for the device."""
     if not isinstance(cache, RetrievalCache):
         return Selections()
-    layers = cache.stats()["layers"]
-    rows, bus_rows, near_bytes, bus_bytes = 0, 0, 0, 0
-    on_host = 0.0
-    for told, layer in zip(layers, cache.retrieval_layers, strict=True):
+    rows, bus_rows, near_bytes, bus_bytes, on_host = 0, 0, 0, 0, 0.0
+    for told, layer in zip(cache.stats()["layers"], cache.retrieval_layers, strict=True):
         rows += told["selected"]
         regions, far = layer.regions, 0
         if regions is None or regions.store is None:
@@ -170,6 +165,5 @@ def selections(cache: Cache) -> Selections:
         row = regions.store.row_nbytes((keys.shape[3] + values.shape[3]) * keys.element_size())
         bus_rows, bus_bytes = bus_rows + far, bus_bytes + far * row
         near_bytes += (told["selected"] - far) * row
-    cold = sum(told["cold_tokens"] for told in layers)
     host_share = on_host / bus_rows if bus_rows else 1.0
-    return Selections(rows, bus_rows, near_bytes, bus_bytes, cold, host_share)
+    return Selections(rows, bus_rows, near_bytes, bus_bytes, host_share)

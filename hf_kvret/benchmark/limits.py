@@ -1,20 +1,23 @@
-"""How much memory there is, how much a cache will take, and how many sequences fit."""
+"""How much memory there is, how much a cache will take, and the most that was taken."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
 
 from hf_kvret import sizes
+from hf_kvret.benchmark.timing import synchronize
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.compatibility import head_dim
 from hf_kvret.evaluation.caches import CacheChoice
 
 # An index beside the store takes at most what a copy of the keys with spare room takes.
 _INDEX_SHARE = 0.6
+_STATUS = Path("/proc/self/status")
 
 
 def byte_count(text: str) -> int:
@@ -25,8 +28,7 @@ def byte_count(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """Bytes that a cache is expected to take."""
 
     device: int
@@ -42,8 +44,7 @@ def predict_need(
     cache its index too, and what one layer makes of a prompt: its keys and values three times, and
     queries and outputs of its attention or the three matrices of its MLP.
     """
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, dim = config.num_attention_heads, head_dim(config)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     layer = 2 * batch * context * kv_heads * dim * dtype.itemsize
     rows = layer * config.num_hidden_layers
@@ -94,11 +95,7 @@ def shortage(need: Need, device: torch.device) -> str | None:
 
 def available_host_memory() -> int:
     """Bytes that processes can still take without swapping, the container's limit respected."""
-    found = [
-        int(line.split()[1]) * 1024
-        for line in _lines(Path("/proc/meminfo"))
-        if line.startswith("MemAvailable:")
-    ]
+    found = _field(Path("/proc/meminfo"), "MemAvailable")
     group = Path("/sys/fs/cgroup")
     limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
     if limit and used and limit[0].isdigit():
@@ -120,6 +117,29 @@ def check_weights(held: int, device: torch.device, name: str) -> None:
         )
 
 
+class PeakDeviceMemory:
+    """The most memory of a CUDA device that tensors took at a time since it was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = self.restart()
+
+    def restart(self) -> int | None:
+        """Forget the peak so far; returns bytes allocated now, None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return torch.cuda.memory_allocated(self._device)
+
+    def growth(self) -> int | None:
+        """Bytes of the peak above where it began; None on a CPU, where torch does not count."""
+        if self._start is None:
+            return None
+        synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - self._start
+
+
 class PeakHostMemory:
     """The most host memory of this process since it was made. Linux only.
 
@@ -130,54 +150,20 @@ class PeakHostMemory:
     def __init__(self) -> None:
         try:
             Path("/proc/self/clear_refs").write_text("5")
-            self._start: int | None = _status("VmRSS")
+            self._start = _field(_STATUS, "VmRSS")
         except OSError:
-            self._start = None
+            self._start = []
 
     def growth(self) -> int | None:
         """Bytes of the peak above where it began; None where the system doesn't say."""
-        peak = _status("VmHWM")
-        return None if self._start is None or peak is None else max(0, peak - self._start)
+        peak = _field(_STATUS, "VmHWM")
+        return max(0, peak[0] - self._start[0]) if self._start and peak else None
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """How many sequences fit, by a straight line through two measured batch sizes.
-
-    Attributes:
-        per_sequence_bytes: slope of the line.
-        fixed_bytes: weights, and what the line has at batch 0.
-        batch: most sequences that fit; 0 when not even one does.
-    """
-
-    per_sequence_bytes: float
-    fixed_bytes: float
-    batch: int
-
-
-def largest_batch(
-    few: tuple[int, float], many: tuple[int, float], weights: int, limit: int
-) -> Capacity | None:
-    """The largest batch that fits into ``limit`` bytes beside ``weights``.
-
-    Args:
-        few, many: two batch sizes and the bytes beyond the weights that each took.
-
-    Returns:
-        None where more sequences did not take more memory, so that no line can tell.
-    """
-    slope = (many[1] - few[1]) / (many[0] - few[0])
-    if slope <= 0:
-        return None
-    fixed = weights + few[1] - slope * few[0]
-    return Capacity(slope, fixed, max(0, int((limit - fixed) // slope)))
-
-
-def _status(field: str) -> int | None:
-    for line in _lines(Path("/proc/self/status")):
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    return None
+def _field(path: Path, name: str) -> list[int]:
+    """Bytes of a line of ``path``; empty where there is none."""
+    lines = (line for line in _lines(path) if line.startswith(f"{name}:"))
+    return [int(line.split()[1]) * 1024 for line in lines]
 
 
 def _lines(path: Path) -> list[str]:

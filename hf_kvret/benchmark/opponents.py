@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from hf_kvret.compatibility import model_layers
+from hf_kvret.compatibility import head_dim, model_layers
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache, known_caches
 
 DENSE = ("dense", "dense-graph", "static-compile")
@@ -37,8 +38,10 @@ class PreallocatedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the buffers for tokens shaped like these, ``[B, Hkv, *, D]``."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = _buffer(key_states, self.capacity)
-        self.values = _buffer(value_states, self.capacity)
+        self.keys, self.values = (
+            like.new_empty(*like.shape[:2], self.capacity, like.shape[3])
+            for like in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def update(
@@ -105,30 +108,57 @@ def choose_bench_caches(
         ValueError: none, an unknown or doubled name, a bad option, a cache that can't work here.
         ModuleNotFoundError: the package behind an opponent is missing.
     """
+    known = ", ".join(bench_caches())
     if not texts:
-        raise ValueError(f"no cache named: choose among {', '.join(bench_caches())}")
+        raise ValueError(f"no cache named: choose among {known}")
     if len(set(texts)) < len(texts):
         raise ValueError(f"the same cache twice in {', '.join(texts)}: name each once")
-    return {text: _choose(text, defaults, device) for text in texts}
-
-
-def _choose(text: str, defaults: dict[str, Any], device: str) -> CacheChoice:
-    name = text.split(":")[0].strip()
-    if name not in DENSE:
-        if name not in known_caches():
-            raise ValueError(f"unknown cache {name!r}: choose among {', '.join(bench_caches())}")
-        return choose_cache(text, defaults, device)
-    if name != text:
-        raise ValueError(f"{text!r}: {name} takes no options")
-    if name == "dense-graph" and torch.device(device).type != "cuda":
-        raise ValueError(
-            f"dense-graph: CUDA graphs need a CUDA device, and the model is on {device!r}: use "
-            "dense here"
+    choices = {}
+    for text in texts:
+        name = text.partition(":")[0].strip()
+        if name not in bench_caches():
+            raise ValueError(f"unknown cache {name!r}: choose among {known}")
+        if name in DENSE and name != text:
+            raise ValueError(f"{text!r}: {name} takes no options")
+        if name == "dense-graph" and torch.device(device).type != "cuda":
+            raise ValueError(
+                f"dense-graph: CUDA graphs need a CUDA device, and the model is on {device!r}: use "
+                "dense here"
+            )
+        make = StaticCache if name == "static-compile" else PreallocatedCache
+        choices[text] = (
+            CacheChoice(text, make) if name in DENSE else choose_cache(text, defaults, device)
         )
-    if name == "static-compile":
-        return CacheChoice(text, lambda config, capacity: StaticCache(config, capacity))
-    return CacheChoice(text, PreallocatedCache)
+    return choices
 
 
-def _buffer(like: torch.Tensor, capacity: int) -> torch.Tensor:
-    return like.new_empty(*like.shape[:2], capacity, like.shape[3])
+def check_choices(
+    choices: dict[str, CacheChoice], config: PreTrainedConfig, contexts: Sequence[int], part: bool
+) -> None:
+    """Look at retrieval caches before a model is built.
+
+    Args:
+        part: only some of the model's layers are built.
+
+    Raises:
+        ValueError: a context at which one would be plain attention, head sizes that it can't have,
+            or a store that depends on how many layers there are where only a part is.
+    """
+    for name, options in ((name, choice.options) for name, choice in choices.items()):
+        if options is None:
+            continue
+        options.check_model(head_dim(config))
+        dense = max(options.dense_len, options.recent + options.flush + 1)
+        short = [context for context in contexts if context < dense]
+        if short:
+            raise ValueError(
+                f"--context {short[0]}: {name} attends to everything below {dense} tokens "
+                f"(dense_below={options.dense_len}, recent={options.recent}, "
+                f"flush={options.flush}); give a longer context, or smaller options as "
+                f"{name}:dense_below=0:recent=64:flush=64"
+            )
+        if part and options.store == "auto":
+            raise ValueError(
+                f"{name} with store=auto decides by the number of layers, so fewer of them may "
+                "decide otherwise: give --store device or host with --layers"
+            )

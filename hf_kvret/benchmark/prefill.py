@@ -11,69 +11,67 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_kvret.benchmark.filling import feed, prefill, random_tokens, serving
+from hf_kvret.benchmark.filling import Turn, feed, random_tokens, serving
 from hf_kvret.benchmark.floors import prefill_floor
-from hf_kvret.benchmark.measure import Bench, Measure, Turn
+from hf_kvret.benchmark.model_measurement import ModelMeasurement
 from hf_kvret.benchmark.rows import TimedSample, timed_row
-from hf_kvret.benchmark.tables import plot_seconds, timing_table
+from hf_kvret.benchmark.tables import plot_contexts, timing_table
 from hf_kvret.benchmark.timing import StepClock
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.arguments import length
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.measurement import Row
+from hf_kvret.evaluation.options import option, with_default
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.prefill import fit_chunk, prompt_chunk
 
+Chunk = int | Literal["own"] | None
 
-def chunk_length(text: str) -> int | Literal["own"] | None:
+
+def _chunk_length(text: str) -> Chunk:
     """What ``--chunk`` means, for argparse: a length as 8K, ``own``, or ``none``."""
     if text == "own":
         return "own"
-    if text == "none":
-        return None
-    return length(text)
+    return None if text == "none" else length(text)
 
 
-@dataclass(frozen=True)
-class PromptSample(TimedSample):
-    """What a turn brings home.
-
-    Attributes:
-        chunk: tokens of a pass; None: the whole prompt.
-    """
-
-    chunk: int | None
-
-
-class Prefill(Measure):
+@dataclass(frozen=True, kw_only=True)
+class Prefill(ModelMeasurement):
     """Time to the first token (TTFT): a prompt of given length goes into an empty cache.
 
-    Args:
-        chunk: tokens of a pass, None for one pass, ``"own"`` for what each cache says.
+    Buffers are made while it is read, and count. A retrieval cache reads it as its prefill_chunk
+    says, in one pass or in chunks, the others in one pass; --chunk sets another length for all but
+    kvpress. Each round reads --warmup prompts and times --steps more; the caches take turns,
+    --rounds times. A row is the median.
     """
 
     name: ClassVar[str] = "prefill"
     summary: ClassVar[str] = "time to the first token"
-    description: ClassVar[str] = (
-        "Time to the first token (TTFT): a prompt of given length goes into an empty cache. "
-        "Buffers are made while it is read, and count. A retrieval cache reads it as its "
-        "prefill_chunk says, in one pass or in chunks, the others in one pass; --chunk sets "
-        "another length for all but kvpress. Each round reads --warmup prompts and times "
-        "--steps more; the caches take turns, --rounds times. A row is the median."
-    )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret bench prefill --shape llama-3.1-8b --layers 8 --context 8K,32K --dtype bfloat16",
     )
 
-    def __init__(self, chunk: int | Literal["own"] | None = "own") -> None:
-        self.chunk = chunk
+    caches: str = with_default(
+        ModelMeasurement, "caches", "full,dense,flat,paris,lrqk,ctkvr,a2ats,aqua"
+    )
+    steps: int = with_default(ModelMeasurement, "steps", 1)
+    warmup: int = with_default(ModelMeasurement, "warmup", 1)
+    chunk: Chunk = option(
+        "own",
+        "tokens of a pass, as 8K; none: one pass; own: as each cache's prefill_chunk",
+        kind=_chunk_length,
+    )
+
+    def setup(self) -> dict[str, Any]:
+        return super().setup() | {"chunk": self.chunk}
 
     @torch.inference_mode()
-    def once(self, turn: Turn) -> PromptSample:
+    def once(self, turn: Turn) -> TimedSample:
         """Read the prompt again and again, each time into a new cache."""
-        bench, model = turn.bench, turn.subject.model
-        tokens = random_tokens(model, turn.batch, turn.context, bench.seed)
-        seconds, chunk = [], self._chunk(turn)
-        for run in range(bench.warmup + bench.steps):
+        model, chunk = turn.subject.model, self._chunk(turn)
+        tokens = random_tokens(model, turn.batch, turn.context, self.seed)
+        seconds = []
+        for run in range(self.warmup + self.steps):
             cache = turn.choice.make(model.config, turn.context)
             with serving(model, cache):
                 clock = StepClock(model.device)
@@ -82,12 +80,12 @@ class Prefill(Measure):
                 clock.mark()
                 taken = clock.seconds()
             usage = turn.usage(cache, turn.context)
-            if run >= bench.warmup:
+            if run >= self.warmup:
                 seconds += taken
             # Two caches at once would need twice the memory.
             del cache
         floor = prefill_floor(turn.subject.weights, usage, turn.batch, turn.context)
-        return PromptSample(seconds, floor, usage, chunk)
+        return TimedSample(seconds, floor, usage, {"chunk": chunk})
 
     def _chunk(self, turn: Turn) -> int | None:
         """Tokens of a pass in this turn; None: all of them."""
@@ -100,15 +98,12 @@ class Prefill(Measure):
             return prompt_chunk(asked, turn.subject.model, turn.batch, turn.context)
         return fit_chunk(turn.context, chunk, 0) if isinstance(chunk, int) else None
 
-    def row(
-        self, bench: Bench, cell: Cell, samples: Mapping[int, Sequence[PromptSample]]
-    ) -> dict[str, Any]:
+    def row(self, cell: Cell, samples: Mapping[int, Sequence[TimedSample]]) -> Row:
         """Median and quartiles of the time to the first token, tokens a second, and ``chunk``."""
-        taken = samples[bench.subjects[0].layers]
-        row = timed_row(bench, cell["batch"] * cell["context"], samples)
-        return row | {"chunk": taken[-1].chunk}
+        return timed_row(self, cell["batch"] * cell["context"], samples)
 
-    def table(self, results: Results) -> str:
+    @classmethod
+    def table(cls, results: Results) -> str:
         table = timing_table(results, "ms to the first token")
         chunked = [
             f"{cell['cache']} at {cell['context']:,} x {cell['batch']}: {row['chunk']:,}"
@@ -119,8 +114,9 @@ class Prefill(Measure):
             return table
         return f"{table}\n\nTokens of a pass, where it was not all: {'; '.join(chunked)}."
 
-    def plot(self, path: Path, results: Results) -> None:
-        plot_seconds(path, results, "time to the first token")
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        plot_contexts(path, results, "time to the first token", "ms", "seconds")
 
 
 def _read(
@@ -130,14 +126,13 @@ def _read(
     tokens: torch.Tensor,
     chunk: int | None,
 ) -> torch.Tensor:
-    """``prefill`` in passes of ``chunk`` tokens, announced as ``generate`` does; last logits."""
+    """Logits after ``tokens`` in passes of ``chunk``, which are announced as ``generate`` does."""
     length = tokens.shape[1]
     if isinstance(cache, RetrievalCache):
         cache.expect(length, chunk or length)
-    if chunk is None:
-        return prefill(model, choice, cache, tokens)
     start = 0
-    for part in tokens.split(chunk, dim=1):
-        logits = feed(model, cache, part, start)
-        start += part.shape[1]
+    with choice.around_prefill(model):
+        for part in tokens.split(chunk or length, dim=1):
+            logits = feed(model, cache, part, start)
+            start += part.shape[1]
     return logits

@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import fmean, median
+from typing import NamedTuple, Self
 
 from hf_kvret.benchmark.floors import Floor
-from hf_kvret.benchmark.measure import Bench
-from hf_kvret.benchmark.scaling import scale, scale_rounds
+from hf_kvret.benchmark.model_measurement import ModelMeasurement
 from hf_kvret.benchmark.timing import quartiles
+from hf_kvret.evaluation.measurement import Row
 from hf_kvret.evaluation.reader import Usage
+
+
+class Line(NamedTuple):
+    """Bytes or seconds by number of layers or sequences; estimates, not measurements.
+
+    Attributes:
+        slope: what one more adds.
+        start: what is there without any: embedding, head, launch.
+    """
+
+    slope: float
+    start: float
+
+    @classmethod
+    def through(cls, points: Mapping[int, float]) -> Self:
+        """The line through the first and the last of at least two points."""
+        few, many = min(points), max(points)
+        slope = (points[many] - points[few]) / (many - few)
+        return cls(slope, points[many] - slope * many)
+
+    def at(self, count: int) -> float:
+        """The value of so many layers or sequences."""
+        return self.slope * count + self.start
+
+    def most(self, limit: float) -> int | None:
+        """How many come to ``limit`` at most; None where more of them took no more."""
+        return max(0, int((limit - self.start) // self.slope)) if self.slope > 0 else None
 
 
 @dataclass(frozen=True)
@@ -22,102 +49,90 @@ class TimedSample:
         seconds: of each timed step or prompt.
         floor: of one of them, with the cache as it is after the last.
         usage: of the cache after the last.
+        more: what else a row has, as it is in the last turn if nothing else is made of it.
     """
 
     seconds: list[float]
     floor: Floor
     usage: Usage
+    more: Row
 
 
 def timed_row(
-    bench: Bench, tokens: int, samples: Mapping[int, Sequence[TimedSample]]
-) -> dict[str, Any]:
+    measurement: ModelMeasurement, tokens: int, samples: Mapping[int, Sequence[TimedSample]]
+) -> Row:
     """The row of a time measurement, from its samples by number of layers.
 
     Seconds as median and quartiles, ``tokens`` (of one step or prompt) a second, bytes held, the
     floor; and in ``scaled`` the estimates for the whole model where fewer layers were measured.
     """
-    taken = samples[bench.subjects[0].layers]
-    usage = taken[-1].usage
-    row = timed_part(bench, [sample.seconds for sample in taken], taken[-1].floor)
-    row |= {
-        "tokens_per_second": tokens / row["seconds"],
-        "device_bytes": usage.device_bytes,
-        "host_bytes": usage.host_bytes,
-        "full_bytes": usage.full_bytes,
-    }
-    if bench.scaled:
-        row["scaled"] = scaled_part(
-            bench,
-            {n: [sample.seconds for sample in samples[n]] for n in samples},
-            {n: samples[n][-1].floor for n in samples},
-            {n: samples[n][-1].usage for n in samples},
-        )
-        seconds = row["scaled"]["seconds"]
-        row["scaled"]["tokens_per_second"] = None if seconds is None else tokens / seconds
-    return row
-
-
-def timed_part(bench: Bench, rounds: Sequence[Sequence[float]], floor: Floor) -> dict[str, Any]:
-    """Median, quartiles, mean and floor of the seconds of all ``rounds``, all measured."""
-    seconds = [value for taken in rounds for value in taken]
+    rounds, bandwidth = samples[measurement.built], measurement.bandwidth
+    usage, floor = rounds[-1].usage, rounds[-1].floor
+    seconds = [value for one in rounds for value in one.seconds]
     low, middle, high = quartiles(seconds)
-    least = floor.seconds(bench.bandwidth)
-    return {
+    least = floor.seconds(bandwidth)
+    row: Row = {
         "seconds": middle,
         "seconds_quartiles": [low, high],
-        "seconds_mean": statistics.fmean(seconds),
-        "seconds_by_round": [statistics.median(taken) for taken in rounds],
+        "seconds_mean": fmean(seconds),
+        "seconds_by_round": [median(one.seconds) for one in rounds],
         "timed": len(seconds),
         "floor_device_bytes": floor.device_bytes,
         "floor_host_bytes": floor.host_bytes,
         "floor_seconds": least,
         "time_over_floor": middle / least,
-        "device_bandwidth": bench.bandwidth.device,
-        "host_bandwidth": bench.bandwidth.host,
+        "device_bandwidth": bandwidth.device,
+        "host_bandwidth": bandwidth.host,
+        "tokens_per_second": tokens / middle,
+        "device_bytes": usage.device_bytes,
+        "host_bytes": usage.host_bytes,
+        "full_bytes": usage.full_bytes,
+        **rounds[-1].more,
     }
+    return row | ({"scaled": _scaled(measurement, tokens, samples)} if measurement.scaled else {})
 
 
-def scaled_part(
-    bench: Bench,
-    rounds: Mapping[int, Sequence[Sequence[float]]],
-    floors: Mapping[int, Floor],
-    usages: Mapping[int, Usage],
-) -> dict[str, Any]:
-    """Estimates for the whole model; the mappings go by number of layers and have two entries.
+def _scaled(
+    measurement: ModelMeasurement, tokens: int, samples: Mapping[int, Sequence[TimedSample]]
+) -> Row:
+    """Estimates for the whole model.
 
     Seconds are None where the larger model was not slower, so that noise hides the layers.
     """
-    few, many = sorted(rounds)
-    layers = bench.shape.layers
-    medians = {n: quartiles([s for taken in rounds[n] for s in taken])[1] for n in rounds}
+    layers, counts = measurement.whole.layers, list(samples)
 
-    def whole(values: Mapping[int, float]) -> float:
-        return scale((few, values[few]), (many, values[many]), layers).value
+    def whole(value: Callable[[TimedSample], float]) -> float:
+        return Line.through({n: value(samples[n][-1]) for n in counts}).at(layers)
 
-    device = whole({n: floors[n].device_bytes for n in floors})
-    host = whole({n: floors[n].host_bytes for n in floors})
-    least = Floor(device, host).seconds(bench.bandwidth)
-    part: dict[str, Any] = {
+    floor = Floor(
+        whole(lambda one: one.floor.device_bytes), whole(lambda one: one.floor.host_bytes)
+    )
+    least = floor.seconds(measurement.bandwidth)
+    part: Row = {
         "layers": layers,
-        "from_layers": [few, many],
+        "from_layers": sorted(counts),
         "seconds": None,
-        "floor_device_bytes": device,
-        "floor_host_bytes": host,
+        "floor_device_bytes": floor.device_bytes,
+        "floor_host_bytes": floor.host_bytes,
         "floor_seconds": least,
         "time_over_floor": None,
-        "device_bytes": whole({n: usages[n].device_bytes for n in usages}),
-        "host_bytes": whole({n: usages[n].host_bytes for n in usages}),
+        "device_bytes": whole(lambda one: one.usage.device_bytes),
+        "host_bytes": whole(lambda one: one.usage.host_bytes),
+        "tokens_per_second": None,
     }
-    estimate = scale((few, medians[few]), (many, medians[many]), layers)
-    if estimate.per_layer > 0:
-        by_round = {n: [statistics.median(taken) for taken in rounds[n]] for n in rounds}
-        spread = scale_rounds((few, by_round[few]), (many, by_round[many]), layers)
+    line = Line.through({n: median(s for one in samples[n] for s in one.seconds) for n in counts})
+    if line.slope > 0:
+        seconds = line.at(layers)
+        by_round = [
+            Line.through({n: median(samples[n][number].seconds) for n in counts}).at(layers)
+            for number in range(measurement.rounds)
+        ]
         part |= {
-            "seconds": estimate.value,
-            "seconds_by_round": list(spread),
-            "seconds_per_layer": estimate.per_layer,
-            "seconds_rest": estimate.rest,
-            "time_over_floor": estimate.value / least,
+            "seconds": seconds,
+            "seconds_by_round": [min(by_round), max(by_round)],
+            "seconds_per_layer": line.slope,
+            "seconds_rest": line.start,
+            "time_over_floor": seconds / least,
+            "tokens_per_second": tokens / seconds,
         }
     return part

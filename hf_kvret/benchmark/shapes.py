@@ -14,143 +14,67 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from hf_kvret.calibration.hub_access import needs_cache
 from hf_kvret.compatibility import check_config
 
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 
-def _llama3(factor: float, **sizes: Any) -> dict[str, Any]:
-    """What all Llama-3.1 and 3.2 text models have in common, and ``sizes``."""
+
+def _model(kind: str, vocabulary: int, positions: int, *sizes: int, **more: Any) -> dict[str, Any]:
+    """A model with an output head of its own; ``sizes`` are those of ``_SIZES``."""
     return {
-        "model_type": "llama",
-        "vocab_size": 128_256,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "num_key_value_heads": 8,
-        "bos_token_id": 128_000,
-        "eos_token_id": 128_001,
+        "model_type": kind,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
         "tie_word_embeddings": False,
-        **sizes,
+        **dict(zip(_SIZES, sizes, strict=True)),
+    } | more
+
+
+def _llama3(factor: float, *sizes: int, **more: Any) -> dict[str, Any]:
+    """A text model of Llama 3.1 or 3.2."""
+    rope = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
     }
+    common = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "rope_scaling": rope, "head_dim": 128}
+    tokens = {"bos_token_id": 128_000, "eos_token_id": 128_001}
+    return _model("llama", 128_256, 131_072, *sizes, **{**common, **tokens, **more})
 
 
-def _qwen3(**sizes: Any) -> dict[str, Any]:
-    """What the dense Qwen3 models of 4B and 8B have in common, and ``sizes``."""
-    return {
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        **sizes,
-    }
-
-
+_TIED = {"tie_word_embeddings": True}
+_MILLION = {"rope_theta": 1_000_000.0}
+_QWEN3 = {"rms_norm_eps": 1e-6, "head_dim": 128, **_MILLION}
+_PHI = {
+    "original_max_position_embeddings": 16_384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 250_000.0,
+    "sliding_window": None,
+    "bos_token_id": 100_257,
+    "eos_token_id": 100_265,
+    "pad_token_id": 100_349,
+}
+_QWEN2 = {"rms_norm_eps": 1e-6, "use_sliding_window": False, **_MILLION}
+_MISTRAL = {"rms_norm_eps": 1e-5, "sliding_window": None, **_MILLION}
 # The numbers of the models' published config.json files.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "llama-3.1-8b": _llama3(
-        8.0,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        head_dim=128,
-    ),
-    "llama-3.2-1b": _llama3(
-        32.0,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        head_dim=64,
-        tie_word_embeddings=True,
-    ),
-    "llama-3.2-3b": _llama3(
-        32.0,
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=28,
-        num_attention_heads=24,
-        head_dim=128,
-        tie_word_embeddings=True,
-    ),
-    "llama-3.1-70b": _llama3(
-        8.0,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        head_dim=128,
-    ),
-    "qwen3-8b": _qwen3(hidden_size=4096, intermediate_size=12_288, tie_word_embeddings=False),
-    "qwen3-4b": _qwen3(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True),
-    "qwen2.5-7b": {
-        "model_type": "qwen2",
-        "vocab_size": 152_064,
-        "hidden_size": 3584,
-        "intermediate_size": 18_944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "use_sliding_window": False,
-        "tie_word_embeddings": False,
-    },
-    "mistral-7b-v0.3": {
-        "model_type": "mistral",
-        "vocab_size": 32_768,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 32_768,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-    },
-    "phi-4": {
-        "model_type": "phi3",
-        "vocab_size": 100_352,
-        "hidden_size": 5120,
-        "intermediate_size": 17_920,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 10,
-        "max_position_embeddings": 16_384,
-        "original_max_position_embeddings": 16_384,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 250_000.0,
-        "sliding_window": None,
-        "bos_token_id": 100_257,
-        "eos_token_id": 100_265,
-        "pad_token_id": 100_349,
-        "tie_word_embeddings": False,
-    },
+    "llama-3.1-8b": _llama3(8.0, 4096, 14_336, 32, 32, 8),
+    "llama-3.2-1b": _llama3(32.0, 2048, 8192, 16, 32, 8, head_dim=64, **_TIED),
+    "llama-3.2-3b": _llama3(32.0, 3072, 8192, 28, 24, 8, **_TIED),
+    "llama-3.1-70b": _llama3(8.0, 8192, 28_672, 80, 64, 8),
+    "qwen3-8b": _model("qwen3", 151_936, 40_960, 4096, 12_288, 36, 32, 8, **_QWEN3),
+    "qwen3-4b": _model("qwen3", 151_936, 40_960, 2560, 9728, 36, 32, 8, **_QWEN3, **_TIED),
+    "qwen2.5-7b": _model("qwen2", 152_064, 131_072, 3584, 18_944, 28, 28, 4, **_QWEN2),
+    "mistral-7b-v0.3": _model("mistral", 32_768, 32_768, 4096, 14_336, 32, 32, 8, **_MISTRAL),
+    "phi-4": _model("phi3", 100_352, 16_384, 5120, 17_920, 40, 40, 10, **_PHI),
     # No published model: small enough for a CPU and for tests.
-    "tiny": {
-        "model_type": "llama",
-        "vocab_size": 1024,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": False,
-    },
+    "tiny": _model("llama", 1024, 131_072, 256, 512, 2, 4, 2, head_dim=64),
 }
 
 
@@ -204,9 +128,7 @@ def load_shape(name: str) -> Shape:
         ValueError: nothing of that name, or a model that can't be measured; says why.
     """
     if name in SHAPES:
-        numbers = dict(SHAPES[name])
-        config = AutoConfig.for_model(numbers.pop("model_type"), **numbers)
-        return Shape(name, config)
+        return Shape(name, AutoConfig.for_model(**SHAPES[name]))
     unknown = (
         f"--shape {name}: neither a known shape ({', '.join(SHAPES)}) nor a folder or hub id "
         "(owner/name) with config.json"

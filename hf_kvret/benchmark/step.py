@@ -2,143 +2,169 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from statistics import median
+from typing import ClassVar
 
 import torch
 
-from hf_kvret.benchmark.filling import serving
-from hf_kvret.benchmark.measure import Bench, Measure, Turn
+from hf_kvret.benchmark.filling import Turn
+from hf_kvret.benchmark.model_measurement import ModelMeasurement
 from hf_kvret.benchmark.step_ops import counted_ops, counted_waits
-from hf_kvret.benchmark.step_parts import Parts
-from hf_kvret.benchmark.step_tables import plot_parts, step_table
-from hf_kvret.benchmark.step_trace import PartTime, part_times, profile
+from hf_kvret.benchmark.step_parts import PARTS, Parts, PartTime, part_times, profile
 from hf_kvret.benchmark.stepping import Steps, make_steps
-from hf_kvret.benchmark.timing import StepClock
+from hf_kvret.benchmark.tables import SIZE, Column, ms, of, table_of, tenths, why_missing
+from hf_kvret.evaluation.measurement import Row
+from hf_kvret.evaluation.options import with_default
+from hf_kvret.evaluation.plots import plot_groups
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret_kernels._dispatch import interpreted, prefer
 
 # A replayed step comes after at most this many: as usual, captured.
 _UNTIL_REPLAYED = 4
+_NONE = {"seconds": 0.0}
 
 
-@dataclass(frozen=True)
-class StepSample:
-    """One turn.
+@dataclass(frozen=True, kw_only=True)
+class Step(ModelMeasurement):
+    """Where the time of a decode step goes: its parts, launches, waits of the host.
 
-    Attributes:
-        seconds: of each eager step, without the profiler.
-        parts: time and launches of all profiled steps by part.
-        launches: of one eager step by part: kernels on CUDA, else operations that would be one.
-        waits: of the host for the device in one eager step, by place.
-        later_waits: the same in one step as the cache takes it when it has warmed up.
-        later_kind: how that step was taken.
-        reason: why it was not replayed; None where it was, or nothing was to be replayed.
+    Steps are taken as they are, without a graph: --warmup, then --steps timed ones and as many
+    under torch's profiler, whose kernels are told apart by what launched them. Then the waits of
+    the host are counted, in such a step and in one as bench decode takes it (a replay). On a CPU
+    operations stand for kernels; with TRITON_INTERPRET=1 those of a GPU are counted, not timed.
     """
-
-    seconds: list[float]
-    parts: dict[str, PartTime]
-    launches: dict[str, float]
-    waits: dict[str, int]
-    later_waits: dict[str, int]
-    later_kind: str
-    reason: str | None
-
-
-class Step(Measure):
-    """Where the time of a decode step goes: its parts, launches, waits of the host."""
 
     name: ClassVar[str] = "step"
     summary: ClassVar[str] = "where the time of a decode step goes"
-    description: ClassVar[str] = (
-        "Where the time of a decode step goes: its parts, launches, waits of the host. Steps "
-        "are taken as they are, without a graph: --warmup, then --steps timed ones and as many "
-        "under torch's profiler, whose kernels are told apart by what launched them. Then the "
-        "waits of the host are counted, in such a step and in one as bench decode takes it (a "
-        "replay). On a CPU operations stand for kernels; with TRITON_INTERPRET=1 those of a GPU "
-        "are counted, not timed."
-    )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret bench step --shape llama-3.1-8b --context 128K --dtype bfloat16 --caches "
         "dense,paris:top_k=100 --json step.json",
     )
 
+    caches: str = with_default(ModelMeasurement, "caches", "dense,flat,paris")
+    steps: int = with_default(ModelMeasurement, "steps", 4)
+    warmup: int = with_default(ModelMeasurement, "warmup", 4)
+    rounds: int = with_default(ModelMeasurement, "rounds", 1)
+
     @torch.inference_mode()
-    def once(self, turn: Turn) -> StepSample:
-        """Fill, warm up, time, profile, count."""
-        bench, model, choice = turn.bench, turn.subject.model, turn.choice
-        spare = bench.warmup + 2 * bench.steps + 2 + _UNTIL_REPLAYED
-        cache = choice.make(model.config, turn.context + spare + 1)
-        with serving(model, cache):
-            token = turn.filled(cache)
+    def once(self, turn: Turn) -> Row:
+        """Fill, warm up, time, profile, count.
+
+        In ``seconds`` are those of each eager step, without the profiler. ``launches`` of a part
+        are kernels on CUDA, else operations that would be one. ``wait_places`` are where the host
+        waits for the device in an eager step, ``later_wait_places`` in one as the cache takes it
+        when it has warmed up.
+        """
+        model = turn.subject.model
+        spare = self.warmup + 2 * self.steps + 2 + _UNTIL_REPLAYED
+        with turn.filled(spare + 1) as (cache, token):
             steps = Steps(model, cache, turn.context)
-            for _ in range(bench.warmup):
-                token = steps.take(token)[0].argmax(-1)
-            clock = StepClock(model.device)
-            clock.mark()
-            for _ in range(bench.steps):
-                token = steps.take(token)[0].argmax(-1)
-                clock.mark()
-            seconds = clock.seconds()
+            token, _, _ = steps.run(token, self.warmup)
+            token, seconds, _ = steps.run(token, self.steps)
             parts = Parts()
             with parts.watching(model, cache):
-                work = partial(_several, steps, token, bench.steps)
-                times = part_times(profile(work, bench.device))
+                times = part_times(profile(partial(steps.run, token, self.steps), self.place))
             with parts.watching(model, cache):
                 launches, waits, _ = _count(steps, token, parts)
             if not launches:
-                launches = {name: part.launches / bench.steps for name, part in times.items()}
-            later = make_steps(choice, model, cache, steps.length)
-            for _ in range(_UNTIL_REPLAYED):
-                later.take(token)
+                launches = {name: part.launches / self.steps for name, part in times.items()}
+            later = make_steps(turn.choice, model, cache, steps.length)
+            later.run(token, _UNTIL_REPLAYED)
             _, later_waits, kind = _count(later, token, Parts())
-        return StepSample(seconds, times, launches, waits, later_waits, kind, later.reason)
-
-    def row(
-        self, bench: Bench, cell: Cell, samples: Mapping[int, Sequence[StepSample]]
-    ) -> dict[str, Any]:
-        """Seconds and launches of each part of a step; waits of the host and where they are."""
-        taken = samples[bench.subjects[0].layers]
-        last = taken[-1]
-        middle = statistics.median(value for one in taken for value in one.seconds)
-        parts = {
-            name: {
-                "seconds": statistics.median(_seconds(one, name) / bench.steps for one in taken),
-                "launches": last.launches.get(name, 0),
-            }
-            for name in dict.fromkeys([*last.parts, *last.launches])
-        }
-        launches = sum(last.launches.values())
+        nothing = PartTime()
         return {
-            "seconds": middle,
-            "parts": parts,
+            "seconds": seconds,
+            "parts": {
+                name: {
+                    "seconds": times.get(name, nothing).seconds / self.steps,
+                    "launches": launches.get(name, 0),
+                }
+                for name in dict.fromkeys([*times, *launches])
+            },
+            "waits": sum(waits.values()),
+            "wait_places": waits,
+            "later_kind": kind,
+            "later_waits": sum(later_waits.values()),
+            "later_wait_places": later_waits,
+            "not_replayed": later.reason,
+        }
+
+    def row(self, cell: Cell, samples: Mapping[int, Sequence[Row]]) -> Row:
+        """Seconds and launches of each part of a step; waits of the host and where they are."""
+        rounds = samples[self.built]
+        parts = rounds[-1]["parts"]
+        for name, part in parts.items():
+            part["seconds"] = median(one["parts"].get(name, _NONE)["seconds"] for one in rounds)
+        launches = sum(part["launches"] for part in parts.values())
+        return rounds[-1] | {
+            "seconds": median(value for one in rounds for value in one["seconds"]),
             "busy_seconds": sum(part["seconds"] for part in parts.values()),
             "launches": launches,
-            "launches_a_layer": launches / bench.subjects[0].layers,
-            "launches_are": _launches_are(bench.device),
-            "waits": sum(last.waits.values()),
-            "wait_places": last.waits,
-            "later_kind": last.later_kind,
-            "later_waits": sum(last.later_waits.values()),
-            "later_wait_places": last.later_waits,
-            "not_replayed": last.reason,
+            "launches_a_layer": launches / self.built,
+            "launches_are": _launches_are(self.place),
         }
 
-    def table(self, results: Results) -> str:
-        return step_table(results)
+    @classmethod
+    def table(cls, results: Results) -> str:
+        """A table of whole steps, one of their parts, and where the host waits."""
+        notes = [
+            f"- {cell['cache']}, {cell['context']:,}: waits in {place}"
+            for cell, row in results
+            if why_missing(row) is None
+            for place in row["wait_places"] | row["later_wait_places"]
+        ]
+        are = {row["launches_are"] for _, row in results if "launches_are" in row}
+        notes += [f"- launches are {one}" for one in sorted(are)]
+        measured = [(cell, row) for cell, row in results if why_missing(row) is None]
+        tables = [
+            table_of(_WHOLE, results, reason=len(_SIZE)),
+            "Milliseconds at work (launches) of each part:",
+            table_of(_BY_PART, measured),
+            "\n".join(notes),
+        ]
+        return "\n\n".join(part for part in tables if part)
 
-    def plot(self, path: Path, results: Results) -> None:
-        plot_parts(path, results)
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        """Milliseconds of the parts: a group of bars a part, a bar for each cache and size."""
+        bars = {
+            f"{cell['cache']}, {cell['context']:,} x {cell['batch']}": [
+                1e3 * row["parts"][name]["seconds"] if name in row["parts"] else None
+                for name in PARTS
+            ]
+            for cell, row in results
+            if "parts" in row
+        }
+        title = f"{results.setup['shape']}: parts of a decode step"
+        plot_groups(path, PARTS, bars, title=title, y="ms")
 
 
-def _several(steps: Steps, token: torch.Tensor, count: int) -> None:
-    for _ in range(count):
-        token = steps.take(token)[0].argmax(-1)
+def _part(name: str) -> Column:
+    def text(cell: Cell, row: Row) -> str:
+        part = row["parts"].get(name)
+        return "-" if part is None else f"{ms(part['seconds'])} ({part['launches']:g})"
+
+    return name, text
+
+
+_SIZE = SIZE[:3]
+_WHOLE: tuple[Column, ...] = (
+    *_SIZE,
+    ("ms a step, eager", of(ms, "seconds")),
+    ("busy ms", of(ms, "busy_seconds")),
+    ("busy", of(lambda row: f"{row['busy_seconds'] / row['seconds']:.0%}")),
+    ("launches", of("{:g}".format, "launches")),
+    ("launches a layer", of(tenths, "launches_a_layer")),
+    ("waits", of(str, "waits")),
+    ("later steps", of(str, "later_kind")),
+    ("their waits", of(str, "later_waits")),
+)
+_BY_PART: tuple[Column, ...] = (*_SIZE, *map(_part, PARTS))
 
 
 def _count(
@@ -161,7 +187,3 @@ def _launches_are(device: torch.device) -> str:
     if device.type == "cuda":
         return "kernels"
     return "operations, with Triton's kernels" if interpreted() else "operations of the CPU's way"
-
-
-def _seconds(sample: StepSample, part: str) -> float:
-    return sample.parts[part].seconds if part in sample.parts else 0.0

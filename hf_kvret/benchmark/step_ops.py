@@ -7,8 +7,9 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -74,7 +75,20 @@ class StepOps(TorchDispatchMode):
 @contextmanager
 def counted_ops(part: Callable[[], str]) -> Iterator[StepOps]:
     """A ``StepOps`` that is on, Triton kernels in the interpreter counted as well."""
-    with StepOps(part) as ops, _counted_launches(ops, part):
+    with ExitStack() as stack:
+        ops = stack.enter_context(StepOps(part))
+        if interpreted():
+            from triton.runtime.interpreter import GridExecutor
+
+            launch = GridExecutor.__call__
+
+            def counted(executor: Any, *args: Any, **kwargs: Any) -> Any:
+                ops.launches[part()] += 1
+                # What the interpreter does to run a kernel is none of the caller's operations.
+                with _disable_current_modes():
+                    return launch(executor, *args, **kwargs)
+
+            stack.enter_context(patch.object(GridExecutor, "__call__", counted))
         yield ops
 
 
@@ -93,28 +107,6 @@ def counted_waits() -> Iterator[Counter[str]]:
             for one in told:
                 if "synchronizing CUDA operation" in str(one.message):
                     found[f"{_short(one.filename)}:{one.lineno}"] += 1
-
-
-@contextmanager
-def _counted_launches(ops: StepOps, part: Callable[[], str]) -> Iterator[None]:
-    if not interpreted():
-        yield
-        return
-    from triton.runtime.interpreter import GridExecutor
-
-    launch = GridExecutor.__call__
-
-    def counted(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        ops.launches[part()] += 1
-        # What the interpreter does to run a kernel is none of the caller's operations.
-        with _disable_current_modes():
-            return launch(executor, *args, **kwargs)
-
-    GridExecutor.__call__ = counted
-    try:
-        yield
-    finally:
-        GridExecutor.__call__ = launch
 
 
 def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

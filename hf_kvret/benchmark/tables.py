@@ -2,75 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_kvret.evaluation.measurement import Row
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.tables import markdown_table
 
-_SIZE = ("cache", "context", "batch", "filled by", "check")
+Column = tuple[str, Callable[[Cell, Row], str]]
+"""A header, and what stands below it for a cell and its row."""
 
 
-def timing_table(results: Results, unit: str) -> str:
-    """The table of a time measurement; ``unit`` says what the milliseconds are of."""
-    scaled = any("scaled" in row for _, row in results)
-    header = [
-        *_SIZE,
-        unit,
-        "quartiles",
-        "tokens/s",
-        "device MB moved",
-        "bus MB moved",
-        "floor ms",
-        "time / floor",
-        "cache device MB",
-        "cache host MB",
-    ]
-    # Only decode steps have kinds, and result files of earlier versions lack them.
-    kinds = any("steps" in row for _, row in results)
-    if kinds:
-        header.append("steps")
-        # Beside the median, which knows nothing of flushes and captures.
-        header.insert(header.index("quartiles"), f"mean {unit}")
-    if scaled:
-        header += [
-            f"scaled {name}" for name in (unit, "tokens/s", "floor ms", "time / floor", "device MB")
-        ]
-    rows = []
-    for cell, row in results:
-        if why_missing(row) is not None:
-            rows.append(_missing(cell, row, len(header)))
-            continue
-        low, high = row["seconds_quartiles"]
-        line = [
-            *_size(cell, row),
-            _ms(row["seconds"]),
-            f"{_ms(low)} to {_ms(high)}",
-            f"{row['tokens_per_second']:,.1f}",
-            _mb(row["floor_device_bytes"]),
-            _mb(row["floor_host_bytes"]),
-            _ms(row["floor_seconds"]),
-            f"{row['time_over_floor']:.1f}",
-            _mb(row["device_bytes"]),
-            _mb(row["host_bytes"]),
-        ]
-        if kinds:
-            line.append(told_steps(row))
-            mean = row.get("seconds_mean")
-            line.insert(header.index(f"mean {unit}"), _or_dash(mean, _ms))
-        if scaled:
-            part = row["scaled"]
-            line += [
-                "-" if part["seconds"] is None else _with_rounds(part),
-                _or_dash(part["tokens_per_second"], "{:,.1f}".format),
-                _ms(part["floor_seconds"]),
-                _or_dash(part["time_over_floor"], "{:.1f}".format),
-                _mb(part["device_bytes"]),
-            ]
-        rows.append(line)
-    return _described(results, markdown_table(header, rows) + step_notes(results))
+def ms(seconds: float) -> str:
+    """Milliseconds, three digits of them below a second."""
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
+
+
+def mb(count: float) -> str:
+    """Megabytes of a number of bytes."""
+    return f"{count / 1e6:,.1f}"
+
+
+def of(form: Callable[[Any], str], *keys: str) -> Callable[[Cell, Row], str]:
+    """What ``keys`` lead to in a row, written by ``form``; None is ``-``."""
+
+    def text(cell: Cell, row: Row) -> str:
+        value: Any = row
+        for key in keys:
+            value = value[key]
+        return "-" if value is None else form(value)
+
+    return text
+
+
+per_second, tenths = "{:,.1f}".format, "{:.1f}".format
+
+SIZE: tuple[Column, ...] = (
+    ("cache", lambda cell, row: cell["cache"]),
+    ("context", lambda cell, row: f"{cell['context']:,}"),
+    ("batch", lambda cell, row: str(cell["batch"])),
+    ("filled by", of(str, "fill")),
+    ("check", of(str, "check")),
+)
+"""The first columns of all tables; those without numbers have all but the last."""
 
 
 def why_missing(row: Mapping[str, Any]) -> str | None:
@@ -80,25 +56,70 @@ def why_missing(row: Mapping[str, Any]) -> str | None:
     return row.get("out_of_memory")
 
 
-def told_steps(row: dict[str, Any]) -> str:
+def table_of(
+    columns: Sequence[Column], rows: Iterable[tuple[Cell, Row]], reason: int = len(SIZE)
+) -> str:
+    """A markdown table; ``reason`` is the column that says why the others have no numbers."""
+    lines = []
+    for cell, row in rows:
+        why = why_missing(row)
+        known = columns if why is None else columns[: min(reason, len(SIZE) - 1)]
+        line = [text(cell, row) for _, text in known] + ["-"] * (len(columns) - len(known))
+        if why is not None:
+            line[reason] = why
+        lines.append(line)
+    return markdown_table([header for header, _ in columns], lines)
+
+
+def timing_table(results: Results, unit: str) -> str:
+    """The table of a time measurement; ``unit`` says what the milliseconds are of."""
+    columns: list[Column] = [
+        *SIZE,
+        (unit, of(ms, "seconds")),
+        ("quartiles", of(lambda ends: " to ".join(map(ms, ends)), "seconds_quartiles")),
+        ("tokens/s", of(per_second, "tokens_per_second")),
+        ("device MB moved", of(mb, "floor_device_bytes")),
+        ("bus MB moved", of(mb, "floor_host_bytes")),
+        ("floor ms", of(ms, "floor_seconds")),
+        ("time / floor", of(tenths, "time_over_floor")),
+        ("cache device MB", of(mb, "device_bytes")),
+        ("cache host MB", of(mb, "host_bytes")),
+    ]
+    # Only decode steps have kinds, and result files of earlier versions lack them and the mean.
+    if any("steps" in row for _, row in results):
+        # Beside the median, which knows nothing of flushes and captures.
+        mean = of(lambda row: ms(row["seconds_mean"]) if "seconds_mean" in row else "-")
+        columns.insert(len(SIZE) + 1, (f"mean {unit}", mean))
+        columns.append(("steps", told_steps))
+    if any("scaled" in row for _, row in results):
+        columns += [
+            (f"scaled {unit}", of(_with_rounds, "scaled")),
+            ("scaled tokens/s", of(per_second, "scaled", "tokens_per_second")),
+            ("scaled floor ms", of(ms, "scaled", "floor_seconds")),
+            ("scaled time / floor", of(tenths, "scaled", "time_over_floor")),
+            ("scaled device MB", of(mb, "scaled", "device_bytes")),
+        ]
+    return described(results, table_of(columns, results) + _step_notes(results))
+
+
+def told_steps(cell: Cell, row: Row) -> str:
     """``"31 replay, 1 capture"``: the timed steps of a row by kind; ``"-"`` where it has none."""
     counts = row.get("steps")
     return "-" if not counts else ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
-def step_notes(results: Results) -> str:
+def _step_notes(results: Results) -> str:
     """Lines below a table: times of single kinds where there are several, and why none is replayed.
 
     Begins with an empty line; empty where there is nothing to say.
     """
     lines = []
+    reasons: dict[str, list[str]] = {}
     for cell, row in results:
         by_kind = row.get("seconds_by_kind") or {}
         if len(by_kind) > 1:
-            told = ", ".join(f"{kind} {_ms(seconds)} ms" for kind, seconds in by_kind.items())
+            told = ", ".join(f"{kind} {ms(seconds)} ms" for kind, seconds in by_kind.items())
             lines.append(f"- {cell['cache']}, {cell['context']:,} x {cell['batch']}: {told}")
-    reasons: dict[str, list[str]] = {}
-    for cell, row in results:
         if row.get("not_replayed"):
             reasons.setdefault(row["not_replayed"], []).append(cell["cache"])
     lines += [
@@ -108,96 +129,8 @@ def step_notes(results: Results) -> str:
     return "\n\n" + "\n".join(lines) if lines else ""
 
 
-def memory_table(results: Results) -> str:
-    """Two tables: peaks by batch, and the largest batch that fits."""
-    peaks = [(cell, row) for cell, row in results if "batch" in cell]
-    fits = [(cell, row) for cell, row in results if "fits" in cell]
-    scaled = any("scaled" in row for _, row in peaks)
-    header = [
-        *_SIZE,
-        "weights MB",
-        "cache device MB",
-        "cache host MB",
-        "of full K,V",
-        "peak beyond weights MB",
-        "process growth MB",
-    ]
-    if scaled:
-        header += ["scaled weights MB", "scaled cache device MB", "scaled peak MB"]
-    rows = []
-    for cell, row in peaks:
-        if why_missing(row) is not None:
-            rows.append(_missing(cell, row, len(header)))
-            continue
-        peak = _mb(row["device_peak_bytes"])
-        line = [
-            *_size(cell, row),
-            _mb(row["weight_bytes"]),
-            _mb(row["device_bytes"]),
-            _mb(row["host_bytes"]),
-            f"{row['device_bytes'] / row['full_bytes']:.1%}",
-            peak if row["device_peak_is"] == "peak" else f"{peak} (cache bytes)",
-            _or_dash(row["host_growth_bytes"], _mb),
-        ]
-        if scaled:
-            part = row["scaled"]
-            line += [
-                _mb(part[name]) for name in ("weight_bytes", "device_bytes", "device_peak_bytes")
-            ]
-        rows.append(line)
-    text = markdown_table(header, rows)
-    if fits:
-        lines = [
-            (
-                cell["cache"],
-                f"{cell['context']:,}",
-                f"{cell['fits'] / 1e9:g} GB",
-                _or_dash(row["batch"], str),
-                _or_dash(row.get("per_sequence_bytes"), _mb),
-                row.get("how", row.get("why", "-")),
-            )
-            for cell, row in fits
-        ]
-        titles = ("cache", "context", "device memory", "largest batch", "MB a sequence", "how")
-        text += f"\n\n{markdown_table(titles, lines)}"
-    return _described(results, text)
-
-
-def plot_seconds(path: Path, results: Results, title: str) -> None:
-    """Milliseconds against context, a line for each cache and batch; measured ones only."""
-    rows = [(cell, row) for cell, row in results if "seconds" in row]
-    _plot(path, results, rows, title, "ms", lambda row: 1e3 * row["seconds"])
-
-
-def plot_memory(path: Path, results: Results) -> None:
-    """Bytes of the cache on the device against context; measured ones only."""
-    rows = [(cell, row) for cell, row in results if "device_bytes" in row and "batch" in cell]
-    _plot(path, results, rows, "cache on the device", "MB", lambda row: row["device_bytes"] / 1e6)
-
-
-def _plot(
-    path: Path,
-    results: Results,
-    rows: Sequence[tuple[Cell, dict[str, Any]]],
-    title: str,
-    unit: str,
-    value: Callable[[dict[str, Any]], float],
-) -> None:
-    lines: dict[str, tuple[list[float], list[float]]] = {}
-    batches = {cell["batch"] for cell, _ in rows}
-    for cell, row in sorted(rows, key=lambda pair: pair[0]["context"]):
-        name = cell["cache"] if len(batches) == 1 else f"{cell['cache']}, batch {cell['batch']}"
-        xs, ys = lines.setdefault(name, ([], []))
-        xs.append(float(cell["context"]))
-        ys.append(value(row))
-    setup = results.setup
-    heading = f"{setup['shape']}: {title}"
-    if setup["layers"] < setup["of_layers"]:
-        heading += f", {setup['layers']} of {setup['of_layers']} layers"
-    plot_lines(path, lines, title=heading, x="context (tokens)", y=unit, log_x=True, log_y=True)
-
-
-def _described(results: Results, table: str) -> str:
+def described(results: Results, table: str) -> str:
+    """The table, below what it says of the whole model where only some layers were measured."""
     setup = results.setup
     if setup["layers"] == setup["of_layers"]:
         return table
@@ -207,28 +140,28 @@ def _described(results: Results, table: str) -> str:
     )
 
 
-def _size(cell: Cell, row: dict[str, Any]) -> list[str]:
-    return [cell["cache"], f"{cell['context']:,}", str(cell["batch"]), row["fill"], row["check"]]
+def plot_contexts(path: Path, results: Results, title: str, unit: str, key: str) -> None:
+    """``key`` of the rows that have it against context, a line for each cache and batch.
+
+    ``unit`` is ``ms`` of seconds or ``MB`` of bytes.
+    """
+    rows = [(cell, row) for cell, row in results if key in row and "batch" in cell]
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    several = len({cell["batch"] for cell, _ in rows}) > 1
+    for cell, row in sorted(rows, key=lambda pair: pair[0]["context"]):
+        name = f"{cell['cache']}, batch {cell['batch']}" if several else cell["cache"]
+        xs, ys = lines.setdefault(name, ([], []))
+        xs.append(float(cell["context"]))
+        ys.append(row[key] * {"ms": 1e3, "MB": 1e-6}[unit])
+    setup = results.setup
+    heading = f"{setup['shape']}: {title}"
+    if setup["layers"] < setup["of_layers"]:
+        heading += f", {setup['layers']} of {setup['of_layers']} layers"
+    plot_lines(path, lines, title=heading, x="context (tokens)", y=unit, log_x=True, log_y=True)
 
 
-def _missing(cell: Cell, row: dict[str, Any], width: int) -> list[str]:
-    start = [cell["cache"], f"{cell['context']:,}", str(cell["batch"]), row["fill"]]
-    start += ["-", str(why_missing(row))]
-    return start + ["-"] * (width - len(start))
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
-
-
-def _with_rounds(part: dict[str, Any]) -> str:
-    low, high = part["seconds_by_round"]
-    return f"{_ms(part['seconds'])} (rounds {_ms(low)} to {_ms(high)})"
-
-
-def _mb(count: float) -> str:
-    return f"{count / 1e6:,.1f}"
-
-
-def _or_dash(value: Any, form: Callable[[Any], str]) -> str:
-    return "-" if value is None else form(value)
+def _with_rounds(scaled: Row) -> str:
+    if scaled["seconds"] is None:
+        return "-"
+    low, high = map(ms, scaled["seconds_by_round"])
+    return f"{ms(scaled['seconds'])} (rounds {low} to {high})"

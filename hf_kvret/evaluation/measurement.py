@@ -61,7 +61,7 @@ class Measurement(ABC):
         command: the program's command, as ``eval``.
         name: of its sub-command, as ``niah``; empty where there is none.
         summary: one line for ``--help``.
-        description: the text of the command's own ``--help``.
+        description: the text of the command's own ``--help``; the class's docstring without one.
         examples: commands below it.
     """
 
@@ -253,10 +253,11 @@ def add_measurement(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], kind: type[Measurement]
 ) -> None:
     """Add the command of a measurement, with its options, to ``commands``."""
+    text = getattr(kind, "description", None) or " ".join((kind.__doc__ or "").split())
     parser = commands.add_parser(
         kind.name or kind.command,
         help=kind.summary,
-        description=kind.description,
+        description=text,
         epilog=example_lines(kind.examples),
         formatter_class=HelpFormatter,
     )

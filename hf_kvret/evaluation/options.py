@@ -60,6 +60,12 @@ def option(
     return field(default=default, metadata={_KEY: declared})
 
 
+def with_default(kind: type[Any], name: str, default: Any) -> Any:
+    """The option ``name`` of ``kind`` with another default, for a subclass."""
+    inherited = next(one for one in _options(kind) if one.name == name)
+    return field(default=default, metadata=inherited.metadata)
+
+
 def add_options(parser: argparse.ArgumentParser, kind: type[DataclassInstance]) -> None:
     """Add the options of a dataclass to a parser; fields without ``option`` are none."""
     for one in _options(kind):

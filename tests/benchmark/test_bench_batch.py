@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.benchmark.batch_tables import batch_table, best_batches
-from hf_kvret.benchmark.batches import Batch, device_limit
+from hf_kvret.benchmark.batches import Batch, best_batches
 from hf_kvret.evaluation.results import Results
 
-SMALL = "dense_below=0:recent=64:flush=64"
-QUICK = ["--context", "256", "--steps", "2", "--warmup", "0"]
-# The tiny shape in float32: its weights, and a sequence of 256 tokens, 2 steps.
+SMALL = "dense_below=0:recent=16:flush=16"
+QUICK = ["--context", "128", "--steps", "2", "--warmup", "0"]
+# The tiny shape in float32: its weights, and a sequence of 128 tokens, 2 steps.
 WEIGHTS = 6_823_936
-SEQUENCE = 2 * 2 * 2 * 256 * 258
+SEQUENCE = 2 * 2 * 2 * 256 * 130
 
 
 def note_batches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
@@ -58,7 +57,7 @@ def test_powers_of_two_and_the_largest_batch_are_measured(
     # The same command again measures nothing.
     capsys.readouterr()
     assert bench("batch", *arguments, "--json", str(file)) == 0
-    assert len(turns) == 5 and "| full  | 256     | 13 " in capsys.readouterr().out
+    assert len(turns) == 5 and "| full  | 128     | 13 " in capsys.readouterr().out
 
 
 def test_caches_are_compared_with_the_best_dense_one(
@@ -71,7 +70,7 @@ def test_caches_are_compared_with_the_best_dense_one(
     results = Results.load(file)
     best = {cache: rate for (_, cache), (_, rate) in best_batches(results).items()}
     over = best[f"flat:{SMALL}:graph=false"] / max(best["full"], best["dense"])
-    assert f"| {over:.2f} " in batch_table(results)
+    assert f"| {over:.2f} " in Batch.table(results)
     # --most 3: 1, 2, and 3 as the largest.
     assert sorted(cell["batch"] for cell, _ in results if cell["cache"] == "full") == [1, 2, 3]
 
@@ -156,7 +155,7 @@ def test_a_cache_of_which_nothing_fits_has_no_best(
     arguments = [*QUICK, "--caches", "full", "--device-memory", str(WEIGHTS + 100)]
     assert bench("batch", *arguments, "--json", str(file)) == 0
     results = Results.load(file)
-    assert best_batches(results) == {} and "| full  | 256     | 0 " in batch_table(results)
+    assert best_batches(results) == {} and "| full  | 128     | 0 " in Batch.table(results)
 
 
 def test_mistakes_of_a_batch_search_are_refused(bench: Callable[..., int]) -> None:
@@ -164,4 +163,4 @@ def test_mistakes_of_a_batch_search_are_refused(bench: Callable[..., int]) -> No
         bench("batch", *QUICK, "--caches", "full")
     with pytest.raises(ValueError, match="--layers: which batch fits"):
         bench("batch", *QUICK, "--caches", "full", "--device-memory", "1GB", "--layers", "2")
-    assert device_limit(7, torch.device("cpu")) == 7
+    assert Batch(device="cpu", device_memory=7).room == 7

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import cache_utils
 
-from hf_kvret.benchmark import fitting, limits
+from hf_kvret.benchmark import limits, memory
 from hf_kvret.benchmark.decode import Decode
 from hf_kvret.benchmark.memory import Memory
 from hf_kvret.benchmark.opponents import PreallocatedCache
-from hf_kvret.benchmark.runs import attempt
 from hf_kvret.benchmark.shapes import load_shape
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.measurement import attempt
 from hf_kvret.evaluation.results import Results
 
 SMALL = "dense_below=0:recent=64:flush=64"
@@ -124,38 +124,6 @@ def test_memory_says_what_fits(
     assert "largest batch" in capsys.readouterr().out
 
 
-def test_an_interrupted_run_goes_on(
-    bench: Callable[..., int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    file = tmp_path / "d.json"
-    measured: list[tuple[str, int]] = []
-    once = Decode.once
-
-    def counting(self: Decode, turn: Any) -> Any:
-        if turn.context == 512 and not file.with_suffix(".go").exists():
-            raise KeyboardInterrupt
-        measured.append((turn.choice.name, turn.context))
-        return once(self, turn)
-
-    monkeypatch.setattr(Decode, "once", counting)
-    arguments = ["--context", "128,512", "--caches", "full,dense", "--rounds", "1"]
-    with pytest.raises(KeyboardInterrupt):
-        bench("decode", *arguments, "--json", str(file))
-    before = rows_of(file)
-    assert len(before) == 2
-    file.with_suffix(".go").touch()
-    assert bench("decode", *arguments, "--json", str(file)) == 0
-    after = rows_of(file)
-    assert measured == [("full", 128), ("dense", 128), ("full", 512), ("dense", 512)]
-    assert len(after) == 4 and all(after[name] == row for name, row in before.items())
-    assert "2 rows were finished already" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="another set-up"):
-        bench("decode", *arguments, "--json", str(file), "--seed", "1")
-
-
 def test_fewer_layers_are_measured_and_scaled_apart(
     bench: Callable[..., int],
     six_layers: Path,
@@ -180,7 +148,7 @@ def test_fewer_layers_are_measured_and_scaled_apart(
     if scaled["seconds"] is not None:
         line = scaled["seconds_per_layer"] * 6 + scaled["seconds_rest"]
         assert scaled["seconds"] == pytest.approx(line)
-    text = Decode().table(Results.load(file))
+    text = Decode.table(Results.load(file))
     assert "4 of 6 layers" in text and "scaled ms a step" in text
 
 
@@ -189,11 +157,11 @@ def test_memory_of_fewer_layers_is_scaled(
 ) -> None:
     part, whole = tmp_path / "part.json", tmp_path / "whole.json"
     arguments = ["--shape", str(six_layers), "--caches", f"full,flat:{SMALL}"]
-    arguments += ["--device-memory", "200MB", *QUICK]
+    arguments += ["--device-memory", "200MB", "--context", "160"]
     assert bench("memory", *arguments, "--layers", "4", "--json", str(part)) == 0
     assert bench("memory", *arguments, "--json", str(whole)) == 0
     scaled, measured = rows_of(part), rows_of(whole)
-    for name in ("full 256 [1, 2] 200000000", f"flat:{SMALL} 256 [1, 2] 200000000"):
+    for name in ("full 160 [1, 2] 200000000", f"flat:{SMALL} 160 [1, 2] 200000000"):
         assert scaled[name]["how"] == "scaled, computed"
         assert scaled[name]["batch"] == measured[name]["batch"] > 0
 
@@ -252,7 +220,7 @@ def test_other_errors_are_not_taken_for_memory() -> None:
 
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         attempt(broken)
-    assert attempt(lambda: 3) == (3, None)
+    assert attempt(lambda: 3) == (3, {})
 
 
 @pytest.mark.parametrize(
@@ -296,14 +264,16 @@ def test_mistakes_of_memory_and_layers_are_refused(
 def prefill_with_a_graph(bench: Callable[..., int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         graph = {"dense-graph": CacheChoice("dense-graph", PreallocatedCache)}
-        patch.setattr("hf_kvret.benchmark.command.choose_bench_caches", lambda *arguments: graph)
+        patch.setattr(
+            "hf_kvret.benchmark.model_measurement.choose_bench_caches", lambda *arguments: graph
+        )
         bench("prefill", "--caches", "dense-graph")
 
 
 def test_a_batch_that_fits_is_confirmed_or_refuted_by_a_run(
     bench: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fitting, "_large_enough", lambda device, limit: True)
+    monkeypatch.setattr(memory, "_large_enough", lambda device, limit: True)
     tried: list[int] = []
     note_batches(monkeypatch, tried)
     file = tmp_path / "m.json"

@@ -18,9 +18,9 @@ from hf_kvret.benchmark.floors import (
     prefill_floor,
     selections,
 )
-from hf_kvret.benchmark.limits import byte_count, largest_batch, predict_need, shortage
+from hf_kvret.benchmark.limits import byte_count, predict_need, shortage
 from hf_kvret.benchmark.opponents import PreallocatedCache, choose_bench_caches
-from hf_kvret.benchmark.scaling import scale, scale_rounds
+from hf_kvret.benchmark.rows import Line
 from hf_kvret.benchmark.shapes import WeightBytes, load_shape, random_model
 from hf_kvret.benchmark.timing import Bandwidth, quartiles
 from hf_kvret.evaluation.reader import Usage
@@ -179,21 +179,15 @@ def test_seconds_add_device_and_bus() -> None:
 
 
 def test_layers_are_scaled_along_a_line() -> None:
-    estimate = scale((2, 5.0), (4, 9.0), layers=32)
-    assert (estimate.per_layer, estimate.rest, estimate.value) == (2.0, 1.0, 65.0)
-    assert scale_rounds((2, [5.0, 5.0]), (4, [9.0, 7.0]), 6) == (9.0, 13.0)
-    with pytest.raises(ValueError, match="no line"):
-        scale((4, 1.0), (4, 2.0), 32)
+    line = Line.through({4: 9.0, 2: 5.0})
+    assert (line.slope, line.start, line.at(32)) == (2.0, 1.0, 65.0)
 
 
 def test_the_largest_batch_is_where_the_line_meets_the_limit() -> None:
-    found = largest_batch((1, 30.0), (3, 70.0), weights=100, limit=250)
-    assert found is not None
-    # A sequence takes 20, and 10 are there without any: 100 + 10 + 20 b <= 250.
-    assert (found.per_sequence_bytes, found.fixed_bytes, found.batch) == (20.0, 110.0, 7)
-    small = largest_batch((1, 30.0), (3, 70.0), weights=100, limit=110)
-    assert small is not None and small.batch == 0
-    assert largest_batch((1, 30.0), (2, 30.0), weights=100, limit=1000) is None
+    # A sequence takes 20, and 110 are there without any: 110 + 20 b <= 250.
+    line = Line.through({1: 130.0, 3: 170.0})
+    assert line == (20.0, 110.0) and line.most(250) == 7 and line.most(110) == 0
+    assert Line.through({1: 130.0, 2: 130.0}).most(1000) is None
 
 
 def test_sizes_are_read() -> None:

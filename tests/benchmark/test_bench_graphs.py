@@ -12,9 +12,9 @@ import torch
 from transformers import masking_utils
 
 from hf_kvret.benchmark.filling import feed, random_tokens
-from hf_kvret.benchmark.graphs import GraphStep, unmasked
 from hf_kvret.benchmark.opponents import PreallocatedCache
 from hf_kvret.benchmark.shapes import load_shape, random_model
+from hf_kvret.benchmark.stepping import DenseGraphSteps, unmasked
 
 LENGTH = 24
 
@@ -74,14 +74,15 @@ def test_a_dense_step_is_captured_without_a_mask(
 ) -> None:
     model, cache, token = filled()
     calls.clear()
-    step = GraphStep(model, cache, LENGTH, token)
+    logits, taken = DenseGraphSteps(model, cache, LENGTH).take(token)
     assert set(calls) == {(False, True)} and cache.get_seq_length() == LENGTH
+    assert taken.kind == "capture"
     assert masking_utils.is_tracing is asked
     # Without the context this version gives a mask, and the logits are the same.
     calls.clear()
     expected = feed(model, cache, token, LENGTH)
     assert {masked for masked, _ in calls} == {True}
-    torch.testing.assert_close(step.logits, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
 def test_a_padded_step_is_asked_for_as_before(asked: Callable[..., bool]) -> None:

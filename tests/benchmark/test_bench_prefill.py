@@ -21,7 +21,7 @@ CACHES = f"dense,flat:{SMALL},flat:{SMALL}:prefill_chunk=200"
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each pass that was timed."""
     seen: list[int] = []
-    feed, prefill = measured.feed, measured.prefill
+    feed = measured.feed
 
     def fed(model: Any, cache: Any, tokens: Any, start: int) -> Any:
         # What is read begins where the cache ends.
@@ -29,12 +29,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(tokens.shape[1])
         return feed(model, cache, tokens, start)
 
-    def read(model: Any, choice: Any, cache: Any, tokens: Any) -> Any:
-        seen.append(tokens.shape[1])
-        return prefill(model, choice, cache, tokens)
-
     monkeypatch.setattr(measured, "feed", fed)
-    monkeypatch.setattr(measured, "prefill", read)
     return seen
 
 
