@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.evaluation.lrqk_study import read_layers
+from hf_kvret.evaluation.recording import read_layers
 from hf_kvret.evaluation.subject import Subject
 
 RECENT = RetrievalConfig().recent
@@ -96,11 +96,9 @@ def model_layer(
     Raises:
         ValueError: more tokens than the model has positions for.
     """
-    (study,) = (
-        study for study in read_layers(subject.model, tokens, last=1) if study.layer == layer
-    )
-    queries, keys = (x[None].to(dtype) for x in (study.queries, study.keys))
-    return LayerKeys(queries, keys, study.scale, study.softcap)
+    (found,) = (one for one in read_layers(subject.model, tokens) if one.layer == layer)
+    queries, keys = (x[None].to(dtype) for x in (found.queries, found.keys))
+    return LayerKeys(queries, keys, found.scale, found.softcap)
 
 
 def _drifting(tokens: int, generator: torch.Generator) -> torch.Tensor:

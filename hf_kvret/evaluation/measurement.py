@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from tqdm import tqdm
@@ -80,6 +80,10 @@ class Measurement(ABC):
         Raises:
             ValueError: options that make no sense together or on this machine.
         """
+
+    def beside(self, outputs: Outputs) -> Self:
+        """The same, with what it keeps beside its results placed where those go."""
+        return self
 
     @abstractmethod
     def setup(self) -> dict[str, Any]:
@@ -242,20 +246,21 @@ def add_measurement(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], kind: type[Measurement]
 ) -> None:
     """Add the command of a measurement, with its options, to ``commands``."""
-    parser = commands.add_parser(
-        kind.name,
-        help=kind.summary,
-        description=kind.description,
-        epilog=example_lines(kind.examples),
-        formatter_class=HelpFormatter,
-    )
+    fill_parser(commands.add_parser(kind.name, help=kind.summary), kind)
+
+
+def fill_parser(parser: argparse.ArgumentParser, kind: type[Measurement]) -> None:
+    """Make an empty parser that of a measurement: its texts, its options, and what runs it."""
+    parser.description, parser.epilog = kind.description, example_lines(kind.examples)
+    parser.formatter_class = HelpFormatter
     add_options(parser, kind)
     add_options(parser, Outputs)
-    parser.set_defaults(
-        run=lambda parsed: run_measurement(
-            read_options(kind, parsed), read_options(Outputs, parsed)
-        )
-    )
+    parser.set_defaults(run=lambda parsed: _run(kind, parsed))
+
+
+def _run(kind: type[Measurement], parsed: argparse.Namespace) -> int:
+    outputs = read_options(Outputs, parsed)
+    return run_measurement(read_options(kind, parsed).beside(outputs), outputs)
 
 
 def _waits(results: Results, cell: Cell) -> bool:

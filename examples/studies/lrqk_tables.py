@@ -6,7 +6,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hf_kvret.evaluation.lrqk_variants import ALTERNATING, OPTIMUM, PER_HEAD, VARIANTS
+from lrqk_variants import ALTERNATING, OPTIMUM, PER_HEAD, VARIANTS
+
 from hf_kvret.evaluation.plots import part_pictures, plot_lines
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.tables import markdown_table

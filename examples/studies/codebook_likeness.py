@@ -1,8 +1,8 @@
-"""What A2ATS's ablation measures: recall along a text, and how alike codebooks of inputs are."""
+"""How alike codebooks are that different inputs have of their own (A2ATS, figure 1)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,50 +11,8 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_kvret.calibration.k_means import k_means
 from hf_kvret.compatibility import model_layers
-from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.following import full_choices, layer_recalls, mean_by_layer
-from hf_kvret.evaluation.reader import Reader
-from hf_kvret.evaluation.stretches import Pace, mean_of, mean_stretches, text_source, walk
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
-
-_MEANS = ("overlap", "mass", "best_mass", "equal")
-
-
-def follow(
-    subject: Subject, choice: CacheChoice, windows: Sequence[torch.Tensor], length: int, pace: Pace
-) -> dict[str, Any]:
-    """Means over ``windows [length + pace.count]``, of whose last tokens each is a query.
-
-    ``overlap``, ``mass`` and ``best_mass`` as in ``Walk``, ``equal`` the share of first choices
-    that are full attention's, ``read_ratio`` selected rows as a share of the cold ones, ``layers``
-    the recall of each layer.
-
-    Raises:
-        ValueError: nothing was cold.
-    """
-    samples, recalls, read, cold = [], [], 0, 0
-    for window in windows:
-        reader = Reader(subject.model, choice, len(window))
-        reader.prefill(window[:length])
-        # The text says what comes next, so no logits are asked for.
-        done = walk(reader, torch.empty(0), text_source(window[length:], pace.step), pace)
-        read, cold = read + done.rows_read, cold + done.rows_cold
-        samples.append(done.compared(full_choices(subject.model, window, start=length)))
-        # It counts from the start of the last stretch, which is all there is.
-        recalls.append(layer_recalls(done.reader))
-    if not cold:
-        raise ValueError(
-            "nothing was cold: take longer --lengths, or smaller regions as "
-            "a2ats:dense_below=0:recent=64:flush=64"
-        )
-    stretches = mean_stretches(samples)
-    return {
-        **{name: mean_of(stretches, name) for name in _MEANS},
-        "read_ratio": read / cold,
-        "layers": [one.to_dict() for one in mean_by_layer(recalls)],
-    }
-
 
 def likeness(
     subject: Subject,
@@ -76,10 +34,11 @@ def likeness(
         rounds: of k-means, at most.
         seed: of k-means, for all inputs the same.
     """
-    books = [
-        _codebooks(subject, ids, codewords, rotated, rounds, seed, name)
-        for name, ids in inputs.items()
-    ]
+
+    def learn(keys: torch.Tensor) -> torch.Tensor:
+        return k_means(keys, codewords, rounds=rounds, seed=seed)[0].cpu()
+
+    books = [_codebooks(subject, ids, rotated, learn, name) for name, ids in inputs.items()]
     found = []
     for layer in books[0]:
         rows = [
@@ -119,13 +78,11 @@ def similarity(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 def _codebooks(
     subject: Subject,
     ids: torch.Tensor,
-    codewords: int,
     rotated: bool,
-    rounds: int,
-    seed: int,
+    learn: Callable[[torch.Tensor], torch.Tensor],
     name: str,
 ) -> dict[int, torch.Tensor]:
-    """``[H, C, D]`` on the CPU by layer; learned while the model runs, so that keys aren't held."""
+    """``[H, C, D]`` by layer; learned while the model runs, so that keys aren't held."""
     model = subject.model
     kinds = model_layers(model.config)
     full = [layer for layer, kind in enumerate(kinds) if type(kind) is DynamicLayer]
@@ -133,12 +90,10 @@ def _codebooks(
     with tqdm(total=len(full), desc=f"codebooks of {name}", unit="layer", leave=False) as bar:
 
         def take(layer: int, tokens: LayerTokens) -> None:
-            if layer not in full:
-                return
-            keys = (tokens.key if rotated else tokens.key_before)[0].float()
-            words, _ = k_means(keys, codewords, rounds=rounds, seed=seed)
-            books[layer] = words.cpu()
-            bar.update(1)
+            if layer in full:
+                keys = tokens.key if rotated else tokens.key_before
+                books[layer] = learn(keys[0].float())
+                bar.update(1)
 
         with torch.no_grad(), tap_attention(model, take):
             model.get_decoder()(ids[None].to(model.device), use_cache=False)

@@ -5,28 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hf_kvret.evaluation.aqua_memory import (
-    PUBLISHED_TOKENS,
-    SHAPES,
-    bits_measured,
-    bits_on_paper,
-)
-from hf_kvret.evaluation.aqua_report import SIDES, Found, by_place, explained_by, of_part, rise_of
-from hf_kvret.evaluation.aqua_variants import FULL, ablation_rows
-from hf_kvret.evaluation.plots import part_pictures, plot_groups, plot_lines
-from hf_kvret.evaluation.results import Results
+from aqua_memory import PUBLISHED_TOKENS, SHAPES, bits_measured, bits_on_paper
+from aqua_tables import SIDES, by_place, explained_by, rise_of
+from aqua_variants import FULL, ablation_rows
+from study_tables import Found, plot_layers
 
-
-def ablation_pictures(path: Path) -> list[Path]:
-    """The pictures that ``plot_ablation`` writes where all parts were run."""
-    return list(part_pictures(path, _PLOTS).values())
-
-
-def plot_ablation(path: Path, results: Results) -> None:
-    """A picture for each part that was run: ``path``, then ``NAME-PART`` beside it."""
-    used = [part for part in _PLOTS if of_part(results, part)]
-    for part, own in part_pictures(path, used).items():
-        _PLOTS[part](own, of_part(results, part))
+from hf_kvret.evaluation.plots import plot_groups, plot_lines
 
 
 def _plot_bits(path: Path, cells: Found) -> None:
@@ -65,12 +49,12 @@ def _plot_parts(path: Path, cells: Found) -> None:
 
 def _plot_variance(path: Path, cells: Found) -> None:
     lines = {
-        f"{side}s, {variant}": ([float(layer) for layer in known], list(known.values()))
+        f"{side}s, {variant}": known
         for side in SIDES
         for variant, known in explained_by(cells, side).items()
     }
-    title, y = "AQUA-KV: held-out tokens", "explained variance"
-    plot_lines(path, lines, title=title, x="layer", y=y, whole_x=True, high=1.0)
+    title = "AQUA-KV: held-out tokens"
+    plot_layers(path, lines, title=title, y="explained variance", high=1.0)
 
 
 def _plot_alone(path: Path, cells: Found) -> None:
@@ -101,10 +85,10 @@ def _plot_memory(path: Path, cells: Found) -> None:
     plot_groups(path, groups, bars, title=title, y="bits a value")
 
 
-_PLOTS: dict[str, Callable[[Path, Found], None]] = {
-    "bits": _plot_bits,
-    "parts": _plot_parts,
-    "variance": _plot_variance,
-    "layers": _plot_alone,
-    "memory": _plot_memory,
+PLOTS: dict[str, tuple[str, Callable[[Path, Found], None]]] = {
+    "bits": ("bits", _plot_bits),
+    "parts": ("parts", _plot_parts),
+    "variance": ("variance", _plot_variance),
+    "layers": ("layers", _plot_alone),
+    "memory": ("memory", _plot_memory),
 }

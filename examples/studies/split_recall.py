@@ -1,22 +1,18 @@
 """Recall of the exact top-k, told apart by whether a token stood in the prompt.
 
-An index inside another one: the outer answers as the inner does, and counts what was selected. For
-study only: it reads all keys for every selection.
+For study only: it reads all keys for every selection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
-from hf_kvret.cache import RetrievalCache
-from hf_kvret.config import RetrievalConfig
-from hf_kvret.index import ColdTokens, Index
-from hf_kvret.methods.ctkvr import CTkvrCache
+from hf_kvret.index import ColdTokens
+from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig, CTkvrIndex
 from hf_kvret.recall import exact_scores
 from hf_kvret.relevance import group_relevance
 
@@ -57,22 +53,20 @@ class SplitCounts:
         }
 
 
-class SplitIndex(Index):
-    """Answers as ``inner`` does, and counts for study.
+class SplitIndex(CTkvrIndex):
+    """Counts what is selected; it answers as any other.
 
     The first pass is the prompt, so read it in one.
 
     Attributes:
-        inner: the index that selects.
         prompt_len: slots of the first pass; 0 before it.
         counts: since the index was made or forked.
     """
 
-    def __init__(self, inner: Index) -> None:
-        self.inner = inner
+    def __init__(self, options: CTkvrConfig) -> None:
+        super().__init__(options)
         self.prompt_len = 0
         self.counts = SplitCounts()
-        self._cold: ColdTokens | None = None
 
     def watch(
         self,
@@ -84,21 +78,7 @@ class SplitIndex(Index):
     ) -> None:
         if start == 0:
             self.prompt_len = queries.shape[2]
-        self.inner.watch(queries, keys, start, valid, positions)
-
-    def observe(self, block: TokenBlock) -> None:
-        self.inner.observe(block)
-
-    def build(self, cold: ColdTokens) -> None:
-        self._cold = cold
-        self.inner.build(cold)
-
-    def refresh(self, cold: ColdTokens) -> None:
-        self._cold = cold
-        self.inner.refresh(cold)
-
-    def extend(self, block: TokenBlock) -> None:
-        self.inner.extend(block)
+        super().watch(queries, keys, start, valid, positions)
 
     def select(
         self,
@@ -108,61 +88,28 @@ class SplitIndex(Index):
         scale: float,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        ids = self.inner.select(query, budget, valid, scale, softcap)
+        ids = super().select(query, budget, valid, scale, softcap)
         assert self._cold is not None
-        self.counts = SplitCounts.total(
-            (self.counts, split_counts(query, ids, self._cold, self.prompt_len))
-        )
+        found = split_counts(query, ids, self._cold, self.prompt_len)
+        self.counts = SplitCounts.total((self.counts, found))
         return ids
 
-    def learn(self) -> None:
-        self.inner.learn()
-
-    def candidates(self, cold_len: int, budget: int) -> int:
-        return self.inner.candidates(cold_len, budget)
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        self.inner.reorder(rows)
-
-    def crop(self, cold_len: int) -> None:
-        self.inner.crop(cold_len)
-
     def fork(self) -> Self:
-        twin = type(self)(self.inner.fork())
+        twin = super().fork()
         twin.prompt_len = self.prompt_len
         return twin
 
-    def set_options(self, options: Any) -> None:
-        self.inner.set_options(options)
-
-    def nbytes(self) -> int:
-        return self.inner.nbytes()
-
-    def select_nbytes(self) -> int:
-        return self.inner.select_nbytes()
-
-    def stats(self) -> dict[str, Any]:
-        return self.inner.stats()
-
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {**self.inner.state_dict(), "split.prompt_len": torch.tensor(self.prompt_len)}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        rest = dict(state)
-        self.prompt_len = int(rest.pop("split.prompt_len"))
-        self.inner.load_state_dict(rest)
+        raise NotImplementedError("caches of a study are not saved")
 
 
-class SplitCTkvrCache(RetrievalCache):
-    """CTkvrCache with a ``SplitIndex`` around each index."""
-
-    name: ClassVar[str] = CTkvrCache.name
-    config_class: ClassVar[type[RetrievalConfig]] = CTkvrCache.config_class
+class SplitCTkvrCache(CTkvrCache):
+    """CTkvrCache that tells recall of the prompt and of the generation apart."""
 
     @classmethod
-    def make_index(cls, options: Any, layer: int) -> SplitIndex:
-        """A new, empty index."""
-        return SplitIndex(CTkvrCache.make_index(options, layer))
+    def make_index(cls, options: CTkvrConfig, layer: int) -> SplitIndex:
+        """A new, empty index; the same for every layer."""
+        return SplitIndex(options)
 
     def split_shares(self) -> dict[str, float | None]:
         """``SplitCounts.shares`` over all layers, since the cache was made or forked."""

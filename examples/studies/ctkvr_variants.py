@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from ablation import made
+from split_recall import SplitCTkvrCache
+
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.split_recall import SplitCTkvrCache
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
 
 CHOICES = ("mixed", "last", "random", "first", "even")
@@ -57,7 +59,7 @@ class Variants:
         budgets: as ``RetrievalConfig.top_k``.
 
     Raises:
-        ValueError: a value that CTkvr refuses, or none at all for a part.
+        ValueError: a value that CTkvr refuses.
     """
 
     centroids: tuple[str, ...]
@@ -66,18 +68,15 @@ class Variants:
     budgets: tuple[int | float, ...]
 
     def __post_init__(self) -> None:
-        for option in ("centroids", "probes", "ratios", "budgets"):
-            values = getattr(self, option)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"--{option} {values}: different values, at least one")
         for text in self.centroids:
             centroid_count(text, 1)
-        for probes in self.probes:
-            CTkvrConfig(probes=probes)
-        for ratio in self.ratios:
-            CTkvrConfig(list_ratio=ratio)
-        for budget in self.budgets:
-            CTkvrConfig(top_k=budget)
+        for option, values in (
+            ("probes", self.probes),
+            ("list_ratio", self.ratios),
+            ("top_k", self.budgets),
+        ):
+            for value in values:
+                CTkvrConfig(**{option: value})
 
     def names(self, part: str) -> list[str]:
         """The variants of a part, in the order of its table."""
@@ -124,11 +123,8 @@ class Variants:
 
     def choice(self, part: str, name: str, given: CTkvrConfig, length: int) -> CacheChoice:
         """A cache of that variant; the part ``pending`` tells prompt and generation apart."""
-        chosen = self.options(part, name, given, length)
         cache_class = SplitCTkvrCache if part == "pending" else CTkvrCache
-        return CacheChoice(
-            f"{part}: {name}", lambda config, capacity: cache_class(config=config, options=chosen)
-        )
+        return made(f"{part}: {name}", cache_class, self.options(part, name, given, length))
 
 
 def centroid_count(text: str, usual: int) -> int:

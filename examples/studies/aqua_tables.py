@@ -7,39 +7,15 @@ from collections.abc import Callable
 from statistics import fmean, stdev
 from typing import Any
 
-from hf_kvret.evaluation.aqua_memory import (
-    KINDS,
-    PUBLISHED_TOKENS,
-    SHAPES,
-    bits_measured,
-    bits_on_paper,
-)
-from hf_kvret.evaluation.aqua_variants import BITS, FULL, PAPER_8B, USUAL, ablation_rows
-from hf_kvret.evaluation.results import Cell, Results
+from aqua_memory import KINDS, PUBLISHED_TOKENS, SHAPES, bits_measured, bits_on_paper
+from aqua_variants import BITS, FULL, PAPER_8B, USUAL, ablation_rows
+from study_tables import Found, layers_table, shown
+
 from hf_kvret.evaluation.tables import markdown_table
 
-Found = list[tuple[Cell, dict[str, Any]]]
 SIDES = ("key", "value")
 # Of what HIGGS's perplexity rises, in the paper's table 2 and in the aim.
 _PAPER_SHARES = "the paper: 10% on 3B, 39% on 8B, 35% on 70B"
-
-
-def ablation_tables(results: Results) -> str:
-    """A markdown table for each part that was run."""
-    tables: dict[str, Callable[[Found], str]] = {
-        "bits": _bits_table,
-        "parts": _parts_table,
-        "variance": _variance_tables,
-        "layers": lambda cells: _alone_table(cells, of_part(results, "variance")),
-        "memory": _memory_table,
-    }
-    known = {part: of_part(results, part) for part in tables}
-    return "\n\n".join(tables[part](found) for part, found in known.items() if found)
-
-
-def of_part(results: Results, part: str) -> Found:
-    """The cells of a part with their results."""
-    return [(cell, found) for cell, found in results if cell["part"] == part]
 
 
 def by_place(cells: Found) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
@@ -55,7 +31,7 @@ def rise_of(found: dict[str, Any] | None, full: dict[str, Any] | None) -> float 
     return None if found is None or full is None else found["ppl"] / full["ppl"] - 1
 
 
-def _rise_shown(found: dict[str, Any], full: dict[str, Any] | None) -> str:
+def _riseshown(found: dict[str, Any], full: dict[str, Any] | None) -> str:
     """The rise, with its standard error where there are several windows: they were all the same."""
     rise = rise_of(found, full)
     if rise is None or full is None:
@@ -66,10 +42,6 @@ def _rise_shown(found: dict[str, Any], full: dict[str, Any] | None) -> str:
         return f"{rise:+.2%}"
     error = (1 + rise) * stdev(differences) / math.sqrt(len(differences))
     return f"{rise:+.2%} ± {error:.2%}"
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _bits_table(cells: Found) -> str:
@@ -90,9 +62,9 @@ def _bits_table(cells: Found) -> str:
                     f"{found['bits']:.3f}",
                     f"{found['held_ratio']:.1%}",
                     f"{found['ppl']:.3f}",
-                    _rise_shown(found, full),
-                    _shown(share, ".0%"),
-                    _shown(published and published / PAPER_8B[FULL] - 1, "+.1%"),
+                    _riseshown(found, full),
+                    shown(share, ".0%"),
+                    shown(published and published / PAPER_8B[FULL] - 1, "+.1%"),
                 ]
             )
         for count in BITS:
@@ -136,8 +108,8 @@ def _parts_table(cells: Found) -> str:
                     f"{found['bits']:.3f}",
                     f"{found['predictor_bytes'] / 2**10:.0f}",
                     f"{found['ppl']:.3f}",
-                    _rise_shown(found, full),
-                    _shown(published, ".2f"),
+                    _riseshown(found, full),
+                    shown(published, ".2f"),
                 ]
             )
     header = ["cache", "context", "what", "how", "bits a value", "predictors, KiB"]
@@ -147,8 +119,8 @@ def _parts_table(cells: Found) -> str:
 def _variance_tables(cells: Found) -> str:
     """Explained variance by layer (figure 2), and what is missed with predictors and without."""
     titles = {"key": "keys explained, layer", "value": "values explained, layer"}
-    tables = [_layers_table(title, explained_by(cells, side)) for side, title in titles.items()]
-    return "\n\n".join([*tables, _layers_table("error, layer", _errors(cells), ".4f")])
+    tables = [layers_table(title, explained_by(cells, side)) for side, title in titles.items()]
+    return "\n\n".join([*tables, layers_table("error, layer", _errors(cells), ".4f")])
 
 
 def explained_by(cells: Found, side: str) -> dict[str, dict[int, float]]:
@@ -177,21 +149,9 @@ def _figure(result: dict[str, Any], name: str) -> dict[int, float]:
     return {one["layer"]: one[name] for one in layers if one.get(name) is not None}
 
 
-def _layers_table(title: str, lines: dict[str, dict[int, float]], form: str = ".3f") -> str:
-    layers = sorted({layer for known in lines.values() for layer in known})
-    rows = [
-        [str(layer), *(_shown(known.get(layer), form) for known in lines.values())]
-        for layer in layers
-    ]
-    means = [fmean(known.values()) if known else None for known in lines.values()]
-    return markdown_table(
-        [title, *lines], [*rows, ["mean", *(_shown(mean, form) for mean in means)]]
-    )
-
-
-def _alone_table(cells: Found, explained: Found) -> str:
+def alone_table(cells: Found, explained: Found | None = None) -> str:
     """What a layer costs that is coded alone, beside what predictors would find of it."""
-    usual = next((found for cell, found in explained if cell["variant"] == "2 bits"), None)
+    usual = next((found for cell, found in explained or [] if cell["variant"] == "2 bits"), None)
     names = ("key_explained", "value_explained", "key_error_unpredicted", "key_error")
     figures = {name: {} if usual is None else _figure(usual, name) for name in names}
     rows = [
@@ -201,8 +161,8 @@ def _alone_table(cells: Found, explained: Found) -> str:
             cell["variant"],
             str(one["layer"]),
             f"{one['ppl']:.3f}",
-            _rise_shown(one, found["full"]),
-            *(_shown(known.get(one["layer"]), ".3f") for known in figures.values()),
+            _riseshown(one, found["full"]),
+            *(shown(known.get(one["layer"]), ".3f") for known in figures.values()),
         ]
         for cell, found in cells
         for one in found["layers"]
@@ -233,3 +193,12 @@ def _memory_table(cells: Found) -> str:
                 )
     header = ["shape", "predictors in", "bits a value", *KINDS, "all"]
     return markdown_table([*header, f"GiB at {PUBLISHED_TOKENS} tokens"], rows)
+
+
+TABLES: dict[str, Callable[[Found], str]] = {
+    "bits": _bits_table,
+    "parts": _parts_table,
+    "variance": _variance_tables,
+    "layers": alone_table,
+    "memory": _memory_table,
+}

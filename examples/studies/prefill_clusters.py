@@ -3,7 +3,7 @@
 The kind of index that ParisKV's figures 1 and 10 measure themselves against: its centroids fit the
 keys they were learnt from, and keys that are generated later join the nearest of them. What it
 picks is reranked with exact scores, which no method with compact codes can do better. For study
-only: it keeps all keys on the device and serves rows without padding.
+only: it keeps all keys on the device, serves one row without padding, and is never saved.
 """
 
 from __future__ import annotations
@@ -102,10 +102,7 @@ class PrefillClusterIndex(Index):
         return min(cold_len, max(budget, math.ceil(self.options.candidate_ratio * cold_len)))
 
     def reorder(self, rows: torch.Tensor) -> None:
-        self._keys.reorder(rows)
-        self._cluster.reorder(rows)
-        if self._centroids is not None:
-            self._centroids = self._centroids.index_select(0, rows)
+        raise NotImplementedError("a study reads one row")
 
     def crop(self, cold_len: int) -> None:
         self._keys.crop(cold_len)
@@ -122,17 +119,10 @@ class PrefillClusterIndex(Index):
         return self._keys.nbytes() + self._cluster.nbytes() + centroids
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {
-            "keys": self._keys.rows.contiguous(),
-            "cluster": self._cluster.rows.contiguous(),
-            "centroids": self._built(),
-        }
+        raise NotImplementedError("caches of a study are not saved")
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self._keys, self._cluster = GrowingRows(), GrowingRows()
-        self._keys.append(state["keys"])
-        self._cluster.append(state["cluster"])
-        self._centroids = state["centroids"]
+        raise NotImplementedError("caches of a study are not saved")
 
     def _built(self) -> torch.Tensor:
         if self._centroids is None:
@@ -153,22 +143,19 @@ class PrefillClusterCache(RetrievalCache):
 
     name: ClassVar[str] = "prefill-clusters"
     config_class: ClassVar[type[RetrievalConfig]] = ClusterConfig
+    index_class: ClassVar[type[PrefillClusterIndex]] = PrefillClusterIndex
 
     @classmethod
     def make_index(cls, options: ClusterConfig, layer: int) -> PrefillClusterIndex:
         """A new, empty index; the same for every layer."""
-        return PrefillClusterIndex(options)
+        return cls.index_class(options)
 
 
 class RefittedClusterCache(PrefillClusterCache):
     """Clusters of all keys so far."""
 
     name: ClassVar[str] = "refitted-clusters"
-
-    @classmethod
-    def make_index(cls, options: ClusterConfig, layer: int) -> RefittedClusterIndex:
-        """A new, empty index; the same for every layer."""
-        return RefittedClusterIndex(options)
+    index_class: ClassVar[type[PrefillClusterIndex]] = RefittedClusterIndex
 
 
 def nearest(keys: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:

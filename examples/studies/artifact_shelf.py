@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,12 @@ from tqdm import tqdm
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.files import DESCRIPTION
 from hf_kvret.calibration.runner import calibrate
+from hf_kvret.calibration.sources import Corpus
 from hf_kvret.calibration.study import Calibration
-from hf_kvret.evaluation.study_texts import Texts
 from hf_kvret.evaluation.subject import Subject
 
 # Of few KV heads, so that a text passes a small model once.
 _LAYERS_AT_ONCE = 8
-
-
-def artifact_folder(options: argparse.Namespace) -> Path | None:
-    """``--artifacts``, else a folder named after ``--json``; None where neither is given."""
-    if options.artifacts is not None or options.json is None:
-        return options.artifacts
-    return options.json.with_name(f"{options.json.stem}-artifacts")
 
 
 class ArtifactShelf:
@@ -36,21 +29,25 @@ class ArtifactShelf:
 
     Args:
         folder: where they are kept; None for one that is gone with this object.
-        texts: what is learned from.
+        corpus: what is learned from, for a model.
         ignored: options of a calibration that change nothing of what is used.
 
     Raises:
         ValueError: a folder whose name can't stand among the options of a cache.
     """
 
-    def __init__(self, folder: Path | None, texts: Texts, ignored: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        corpus: Callable[[Subject], Corpus],
+        ignored: tuple[str, ...] = (),
+    ) -> None:
         if folder is not None and ":" in str(folder.absolute()):
             raise ValueError(
                 f"--artifacts {folder}: a colon in the path would end the option of a cache; give "
                 "another folder"
             )
-        self.texts = texts
-        self._folder, self._ignored = folder, ignored
+        self._folder, self._corpus, self._ignored = folder, corpus, ignored
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._found: dict[tuple[str, Any], CalibrationArtifact] = {}
 
@@ -79,7 +76,7 @@ class ArtifactShelf:
     def _make(self, name: str, calibration: Calibration, subject: Subject) -> CalibrationArtifact:
         folder = self.path(name)
         tqdm.write(f"calibrating: {name}, in {folder}", file=sys.stderr)
-        corpus = self.texts.corpus(subject)
+        corpus = self._corpus(subject)
         return calibrate(subject.model, corpus, calibration, folder, layers_at_once=_LAYERS_AT_ONCE)
 
     def _load(
@@ -92,7 +89,7 @@ class ArtifactShelf:
         found = CalibrationArtifact.from_pretrained(folder, method=calibration.method)
         found.check(subject.model.config)
         found.check_weights(subject.model)
-        wanted = calibration.options() | self.texts.corpus(subject).description
+        wanted = calibration.options() | self._corpus(subject).description
         known = {**found.options, **found.data}
         changed = [
             f"{key} was {known.get(key)!r}, now {value!r}"

@@ -1,4 +1,4 @@
-"""Perplexity of text that is read through a cache, and the bits that its values take."""
+"""Perplexity of text that is read through a cache, all of it or in one layer; bits of its values."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from ablation import made
 from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.compatibility import model_layers
+from hf_kvret.evaluation.caches import CacheChoice, choose_cache
 from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.stores.base import Store
+from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
+from hf_kvret.stores import Store, StoreChoice
 
 
 def read_through(
@@ -58,6 +61,52 @@ def read_through(
         "predictor_bytes": shared,
         "seconds": seconds,
     }
+
+
+def one_layer_each(
+    subject: Subject, options: AquaConfig, windows: Sequence[torch.Tensor], step: int
+) -> dict[str, Any]:
+    """``full``, and ``layers``: for each its number, and ``ppl`` and ``window_nats`` of a cache
+    whose other layers keep their rows as they are.
+
+    Args:
+        subject: the model.
+        options: of the one layer; its rows are coded as they are, so nothing is predicted.
+        windows, step: as of ``read_through``.
+    """
+    assert options.predictor == "none", "a predictor reads what the layer below lost"
+    kinds = model_layers(subject.model.config)
+
+    def read(choice: CacheChoice) -> dict[str, Any]:
+        found = read_through(subject, choice, windows, step)
+        return {name: found[name] for name in ("ppl", "window_nats")}
+
+    layers = [
+        {"layer": number, **read(_one_layer(number, options))}
+        for number, kind in enumerate(kinds)
+        if type(kind) is DynamicLayer
+    ]
+    return {"full": read(choose_cache("full")), "layers": layers}
+
+
+def _one_layer(number: int, options: AquaConfig) -> CacheChoice:
+    class OneLayerCache(AquaKVCache):
+        """Codes model layer ``number``; the others keep their rows."""
+
+        @classmethod
+        def make_store(
+            cls,
+            options: AquaConfig,
+            layer: int,
+            stores: StoreChoice,
+            device: torch.device,
+            cold_bytes: int,
+        ) -> Store:
+            if layer == number:
+                return super().make_store(options, layer, stores, device, cold_bytes)
+            return stores.make(device, cold_bytes)
+
+    return made(f"layer {number} alone", OneLayerCache, options)
 
 
 def value_bits(reader: Reader) -> float:

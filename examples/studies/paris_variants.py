@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from ablation import made
+from paris_parts_off import UncorrectedParisKVCache, UnrotatedParisKVCache
+from prefill_clusters import ClusterConfig, PrefillClusterCache, RefittedClusterCache
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.prefill_clusters import (
-    ClusterConfig,
-    PrefillClusterCache,
-    RefittedClusterCache,
-)
 from hf_kvret.methods.paris import ParisConfig, ParisKVCache
-from hf_kvret.methods.paris.ablations import UncorrectedParisKVCache, UnrotatedParisKVCache
 
 
 @dataclass(frozen=True)
@@ -64,27 +61,21 @@ def at_ratio(options: ParisConfig, ratio: float) -> ParisConfig:
 def switched(name: str, options: ParisConfig, ratio: float) -> CacheChoice:
     """The cache of a name of ``SWITCHES``, or of ``SHIPPED``, which keeps its own schedule."""
     if name == SHIPPED:
-        return _choice(name, ParisKVCache, options)
+        return made(name, ParisKVCache, options)
     switch = SWITCHES[name]
     chosen = at_ratio(options, switch.ratio or ratio).replace(**switch.changes)
-    return _choice(name, switch.cache_class, chosen)
+    return made(name, switch.cache_class, chosen)
 
 
 def with_ratio(options: ParisConfig, ratio: float) -> CacheChoice:
     """ParisKV with that share of candidates."""
-    return _choice(f"ratio {ratio:g}", ParisKVCache, at_ratio(options, ratio))
+    return made(f"ratio {ratio:g}", ParisKVCache, at_ratio(options, ratio))
 
 
 def drifting(name: str, options: ParisConfig, ratio: float, clusters: int) -> CacheChoice:
     """The cache of a name of ``DRIFT``, with the same regions, budget and number of candidates."""
     if DRIFT[name] is ParisKVCache:
-        return _choice(name, ParisKVCache, at_ratio(options, ratio))
+        return made(name, ParisKVCache, at_ratio(options, ratio))
     common = {one.name: getattr(options, one.name) for one in dataclasses.fields(RetrievalConfig)}
     chosen = ClusterConfig(**common, candidate_ratio=ratio, clusters=clusters)
-    return _choice(name, DRIFT[name], chosen)
-
-
-def _choice(
-    name: str, cache_class: Callable[..., RetrievalCache], options: RetrievalConfig
-) -> CacheChoice:
-    return CacheChoice(name, lambda config, capacity: cache_class(config=config, options=options))
+    return made(name, DRIFT[name], chosen)

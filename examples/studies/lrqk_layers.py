@@ -1,6 +1,6 @@
 """LRQK's factors on the queries and keys of a real layer: what they miss, what they select.
 
-A text is read once by a cache that keeps all queries and keys. What stands for the scores, see
+What stands for the scores, see
 ``lrqk_variants``, is judged against the exact ones. Dimensions: Hq query heads, Hkv
 KV heads, F sets of factors (one of both), l tokens, N queries that select, D head dim, r rank.
 """
@@ -9,131 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from statistics import fmean
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from hf_kvret.cache import RetrievalCache
-from hf_kvret.config import RetrievalConfig
-from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.reader import Reader
-from hf_kvret.layer import RetrievalLayer
-from hf_kvret.methods.flat.index import FlatIndex
+from hf_kvret.evaluation.recording import RecordedLayer
 from hf_kvret.methods.lrqk.factors import Factors
 from hf_kvret.recall import exact_scores
 from hf_kvret.relevance import group_relevance
-
-
-class RecordingIndex(FlatIndex):
-    """Selects exactly, and keeps what it is shown; for one text that is read without a crop.
-
-    Attributes:
-        queries, keys: one ``[B, H, q, D]`` for each forward pass.
-        scale, softcap: of the scores; known after the first selection.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries: list[torch.Tensor] = []
-        self.keys: list[torch.Tensor] = []
-        self.scale = 1.0
-        self.softcap: float | None = None
-
-    def watch(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        start: int,
-        valid: torch.Tensor | None,
-        positions: torch.Tensor | None = None,
-    ) -> None:
-        self.queries.append(queries)
-        self.keys.append(keys)
-
-    def select(
-        self,
-        query: torch.Tensor,
-        budget: int,
-        valid: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        self.scale, self.softcap = scale, softcap
-        return super().select(query, budget, valid, scale, softcap)
-
-
-class RecordingCache(RetrievalCache):
-    """Attends to everything and records all queries and keys."""
-
-    name: ClassVar[str] = "recording"
-    config_class: ClassVar[type[RetrievalConfig]] = RetrievalConfig
-
-    @classmethod
-    def make_index(cls, options: Any, layer: int) -> RecordingIndex:
-        """A new, empty index; the same for every layer."""
-        return RecordingIndex()
-
-
-def read_layers(model: PreTrainedModel, tokens: torch.Tensor, last: int) -> list[LayerStudy]:
-    """Queries and keys of every retrieval layer while the model reads ``tokens [l]``.
-
-    ``last`` is N. All but the last token come in one pass; the last one comes alone, because a
-    selection is what tells how scores are scaled. Attention is exact for both.
-    """
-    # Nothing is left out of the selection, so that what the last token sees is exact too.
-    options = RetrievalConfig(top_k=1.0, sink=0, recent=1, flush=1, dense_below=0, store="device")
-    choice = CacheChoice(
-        "recording", lambda config, capacity: RecordingCache(config=config, options=options)
-    )
-    reader = Reader(model, choice, len(tokens))
-    reader.prefill(tokens[:-1])
-    reader.feed(tokens[-1:])
-    studies = []
-    for number, layer in enumerate(reader.cache.layers):
-        if isinstance(layer, RetrievalLayer) and layer.regions is not None:
-            index = layer.regions.index
-            assert isinstance(index, RecordingIndex)
-            queries, keys = (
-                torch.cat(parts, dim=2)[0].float() for parts in (index.queries, index.keys)
-            )
-            studies.append(LayerStudy(number, queries, keys, index.scale, index.softcap, last))
-    return studies
-
-
-@dataclass(frozen=True)
-class Quality:
-    """How good a variant is on one layer; means over heads, and queries where it selects.
-
-    Attributes:
-        errors: of each query head, the relative Frobenius error of the scores of all queries with
-            all keys, ``sqrt(|S - S'|^2 / |S|^2)``.
-        centered_errors: the same after each query's mean score was taken from S and S', which the
-            softmax doesn't see.
-        recall: share of the exact top-k that was selected, for the last queries.
-        mass, best_mass: share of the attention mass on the selected tokens, and on the exact top-k.
-        numbers: that proxies keep for a token and KV head.
-    """
-
-    errors: tuple[float, ...]
-    centered_errors: tuple[float, ...]
-    recall: float
-    mass: float
-    best_mass: float
-    numbers: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, with ``error`` and ``centered_error``, the means over heads."""
-        return {
-            "error": sum(self.errors) / len(self.errors),
-            "centered_error": sum(self.centered_errors) / len(self.centered_errors),
-            "recall": self.recall,
-            "mass": self.mass,
-            "best_mass": self.best_mass,
-            "numbers": self.numbers,
-            "errors": list(self.errors),
-            "centered_errors": list(self.centered_errors),
-        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +28,7 @@ class Approximation:
         dots: ``[Hq, N, l]`` fp32, for inner products of the last queries and all keys.
         error, centered_error: ``[Hq]`` fp64 shares of the squared scores of all queries and keys
             that are missed; the second after each query's mean score was taken away.
-        numbers: see ``Quality``.
+        numbers: that proxies keep for a token and KV head.
     """
 
     dots: torch.Tensor
@@ -154,18 +38,9 @@ class Approximation:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerStudy:
-    """Queries ``[Hq, l, D]`` and keys ``[Hkv, l, D]`` of a layer, fp32, post-RoPE.
+class LayerStudy(RecordedLayer):
+    """A recorded layer whose last ``last`` queries select, each among the tokens before it."""
 
-    The last ``last`` queries select, each among the tokens before it. ``scale`` and ``softcap`` are
-    those of the layer's scores.
-    """
-
-    layer: int
-    queries: torch.Tensor
-    keys: torch.Tensor
-    scale: float
-    softcap: float | None
     last: int
 
     @property
@@ -215,8 +90,17 @@ class LayerStudy:
         """``[Hq, ...]``: what each query head has of ``parts [F, ...]``."""
         return parts.repeat_interleave(self.queries.shape[0] // parts.shape[0], dim=0)
 
-    def judge(self, found: Approximation, top_k: int) -> Quality:
-        """Errors, and the top-k by the approximation against the exact one."""
+    def judge(self, found: Approximation, top_k: int) -> dict[str, Any]:
+        """How good an approximation is, as plain JSON values.
+
+        ``errors`` of each query head are relative Frobenius errors of the scores of all queries
+        with all keys, ``sqrt(|S - S'|^2 / |S|^2)``; ``centered_errors`` the same after each query's
+        mean score was taken from S and S', which the softmax doesn't see; ``error`` and
+        ``centered_error`` their means. Of the last queries ``recall``, the share of the exact top-k
+        that was selected, and ``mass`` and ``best_mass``, the share of the attention mass on the
+        selected tokens and on the exact top-k: means over heads and queries. ``numbers`` as in
+        ``Approximation``.
+        """
         heads = self.keys.shape[0]
         exact, likely = self._logits(self._exact_dots()), self._logits(found.dots)
         best = group_relevance(exact[None], heads)[0].topk(top_k, dim=-1).indices
@@ -226,14 +110,17 @@ class LayerStudy:
         )
         marks.scatter_(-1, chosen, True)
         shares = exact.softmax(dim=-1)
-        return Quality(
-            tuple(found.error.sqrt().tolist()),
-            tuple(found.centered_error.sqrt().tolist()),
-            float(marks.gather(-1, best).float().mean()),
-            float(shares.gather(-1, self.spread(chosen)).sum(-1).mean()),
-            float(shares.gather(-1, self.spread(best)).sum(-1).mean()),
-            found.numbers,
-        )
+        errors, centered = (x.sqrt().tolist() for x in (found.error, found.centered_error))
+        return {
+            "error": fmean(errors),
+            "centered_error": fmean(centered),
+            "recall": float(marks.gather(-1, best).float().mean()),
+            "mass": float(shares.gather(-1, self.spread(chosen)).sum(-1).mean()),
+            "best_mass": float(shares.gather(-1, self.spread(best)).sum(-1).mean()),
+            "numbers": found.numbers,
+            "errors": errors,
+            "centered_errors": centered,
+        }
 
     def _exact_dots(self) -> torch.Tensor:
         return exact_scores(self.asking[None], self.keys[None], 1.0)[0]

@@ -5,12 +5,8 @@ For study only: the index holds all keys once more, and every selection reads th
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-from transformers import PreTrainedConfig
 
-from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig, A2ATSIndex
 from hf_kvret.recall import exact_scores
 from hf_kvret.relevance import group_relevance
@@ -55,14 +51,3 @@ class ExactKeysCache(A2ATSCache):
     def make_index(cls, options: A2ATSConfig, layer: int) -> ExactKeysIndex:
         """A new, empty index for the model layer number ``layer``."""
         return ExactKeysIndex(options, layer)
-
-
-def with_exact_keys(choice: CacheChoice) -> CacheChoice:
-    """The same as ``choice``, which makes an ``A2ATSCache``, with exact keys."""
-
-    def make(config: PreTrainedConfig, capacity: int) -> ExactKeysCache:
-        given = choice.make(config, capacity)
-        assert isinstance(given, A2ATSCache)
-        return ExactKeysCache(config=config, options=given.options)
-
-    return replace(choice, make=make)

@@ -1,0 +1,111 @@
+"""Following a text through one variant of a retrieval cache, and what was met on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.following import (
+    LayerRecall,
+    full_choices,
+    layer_recalls,
+    mean_by_layer,
+)
+from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.stretches import Pace, Walk, mean_of, mean_stretches, text_source, walk
+from hf_kvret.evaluation.subject import Subject
+
+_MEANS = ("overlap", "mass", "best_mass", "equal")
+
+
+@dataclass
+class Follower:
+    """What was met by one variant, over all its contexts.
+
+    Attributes:
+        subject: the model.
+        choice: the variant.
+        method: the name of its cache, for errors.
+        samples: for each context the stretches that were measured, as ``Walk.stretches`` with
+            ``equal``, the share of tokens that are full attention's.
+        recalls: of each layer in each stretch.
+    """
+
+    subject: Subject
+    choice: CacheChoice
+    method: str
+    samples: list[list[dict[str, Any]]] = field(default_factory=list)
+    recalls: list[Sequence[LayerRecall]] = field(default_factory=list)
+    _read: int = 0
+    _cold: int = 0
+    _candidates: int = 0
+    _seconds: float = 0.0
+
+    def follow(self, window: torch.Tensor, length: int, pace: Pace) -> None:
+        """Read ``window[:length]``, then measure stretches of the ``pace.count`` tokens after it."""
+        reader, stretches = self.reader(window, length), []
+        expected = full_choices(self.subject.model, window, start=length)
+        with tqdm(total=pace.count, leave=False, desc=self.choice.name, mininterval=1) as bar:
+            for start in range(0, pace.count, pace.every):
+                end = min(start + pace.every, pace.count)
+                tokens, right = window[length + start : length + end], expected[start:end]
+                reader, found = self.measure(reader, tokens, right, pace.step)
+                stretches.append(found | {"end": end})
+                bar.update(end - start)
+        self.samples.append(stretches)
+
+    def result(self) -> dict[str, Any]:
+        """Means over contexts, and what was read, as plain JSON values.
+
+        ``candidate_ratio`` and ``read_ratio`` are shares of the cold rows.
+
+        Raises:
+            ValueError: nothing was cold.
+        """
+        if not self._cold:
+            raise ValueError(
+                "nothing was cold: take longer --lengths, or smaller regions as "
+                f"{self.method}:dense_below=0:recent=64:flush=64"
+            )
+        stretches = mean_stretches(self.samples)
+        return {
+            **{name: mean_of(stretches, name) for name in _MEANS},
+            "stretches": stretches,
+            "candidate_ratio": self._candidates / self._cold,
+            "read_ratio": self._read / self._cold,
+            "seconds_with_recall": self._seconds,
+        }
+
+    def layers(self) -> list[dict[str, Any]]:
+        """The recall of each layer, mean over contexts."""
+        return [one.to_dict() for one in mean_by_layer(self.recalls)]
+
+    def reader(self, window: torch.Tensor, length: int, more: int = 0) -> Reader:
+        """A cache that has read ``window[:length]``, with room for ``more`` than the window."""
+        reader = Reader(self.subject.model, self.choice, len(window) + more)
+        reader.prefill(window[:length])
+        return reader
+
+    def measure(
+        self, reader: Reader, tokens: torch.Tensor, right: torch.Tensor, step: int
+    ) -> tuple[Reader, dict[str, Any]]:
+        """One stretch, ``step`` tokens a forward pass; the reader after it, and what was met."""
+        whole = -(-len(tokens) // step) * step
+        pace = Pace(len(tokens), whole, step)
+        # The text says what comes next, so no logits are asked for.
+        done = walk(reader, torch.empty(0), text_source(tokens, step), pace)
+        self._read += done.rows_read
+        self._cold += done.rows_cold
+        self._candidates += done.candidates
+        self._seconds += done.seconds
+        self.recalls.append(layer_recalls(done.reader))
+        return done.reader, done.compared(right)[0] | self.noted(done)
+
+    def noted(self, done: Walk) -> dict[str, Any]:
+        """What a stretch tells besides; subclasses count here too."""
+        return {}

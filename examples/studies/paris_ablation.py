@@ -1,0 +1,158 @@
+"""What each part of ParisKV is worth, and how it holds up along a generation.
+
+python examples/studies/paris_ablation.py --text novel.txt --lengths 4K,8K,16K
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from ablation import Ablation, caches_option, main, parts_option
+from follower import Follower
+from paris_variants import DRIFT, SHIPPED, SWITCHES, drifting, switched, with_ratio
+from study_tables import Found, bars_of, by_length, curves_of, stretches_of
+
+from hf_kvret.evaluation.arguments import number, several
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.common_options import (
+    budget_option,
+    count_option,
+    lengths_option,
+    text_option,
+    then_option,
+)
+from hf_kvret.evaluation.contexts import describe_file, text_windows
+from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.results import Cell
+from hf_kvret.evaluation.stretches import Pace, mean_of, share
+from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.methods.paris import ParisConfig
+
+PARTS = ("switches", "ratios", "drift")
+
+
+def _variants_table(cells: Found) -> str:
+    """A row a variant, recall and mass of the best at each length."""
+    columns, rows = by_length(cells, ("recall", "mass", "candidates"))
+    title = "variant" if cells[0][0]["part"] == "switches" else "candidate ratio"
+    return markdown_table(["cache", title, *columns], [[*key, *row] for key, row in rows.items()])
+
+
+def _drift_table(cells: Found) -> str:
+    rows = []
+    for cell, found in cells:
+        stretches = found["stretches"]
+        row = [cell["cache"], cell["variant"], str(cell["length"])]
+        for name in ("overlap", "mass"):
+            row += map(share, (stretches[0][name], stretches[-1][name], mean_of(stretches, name)))
+        rows.append(row)
+    kinds = ("recall, first", "last", "mean", "mass, first", "last", "mean")
+    return markdown_table(("cache", "drift", "context", *kinds), rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParisAblation(Ablation):
+    """What each part of ParisKV is worth: recall of the exact top-k without it."""
+
+    name: ClassVar[str] = "paris-ablation"
+    summary: ClassVar[str] = "what each part of ParisKV is worth"
+    description: ClassVar[str] = (
+        "What each part of ParisKV is worth: recall of the exact top-k without it. switches: "
+        "one part off at a time, at --ratio candidates. ratios: recall against the share of "
+        "candidates, at each length (the paper's figure 9). drift: recall along --drift-tokens "
+        "after the shortest length, beside clusters that were learnt from the prompt (figures 1 "
+        "and 10). All variants follow the same text, after each context."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "python examples/studies/paris_ablation.py --text novel.txt --lengths 4K,8K,16K "
+        "--plot ablation.png",
+    )
+    method: ClassVar[str] = "paris"
+    example: ClassVar[str] = "center=false"
+    described: ClassVar[tuple[str, ...]] = (
+        *("windows", "ratio", "clusters", "new_tokens", "drift_tokens", "every", "step"),
+    )
+    once: ClassVar[tuple[str, ...]] = ("drift",)
+    tables = {"switches": _variants_table, "ratios": _variants_table, "drift": _drift_table}
+    plots = {
+        "ratios": (
+            "ratios",
+            curves_of(
+                "candidates needed",
+                x="candidates, share of cold",
+                y="recall",
+                names=("candidate_ratio", "overlap"),
+                whole=True,
+            ),
+        ),
+        "switches": ("switches", bars_of("ParisKV, one part off at a time")),
+        "drift": ("drift", stretches_of("recall along a text", x="generated tokens")),
+    }
+
+    # The paper's budget, and the only method that there is something to take away from.
+    caches: str | None = caches_option("paris")
+    top_k: int | float = budget_option(100)
+    text: Path = text_option()
+    then: Path | None = then_option("the drift part goes on with after the context")
+    lengths: tuple[int, ...] = lengths_option((4096, 8192, 16384), "tokens of a context")
+    parts: tuple[str, ...] = parts_option(PARTS)
+    ratio: float = option(0.1, "share of candidates of switches and drift", kind=number(0, 1))
+    ratios: tuple[float, ...] = option(
+        (0.02, 0.05, 0.1, 0.2, 0.3, 0.5), "of the part ratios", kind=several(number(0, 1))
+    )
+    drift_tokens: int = count_option(2048, "of the drift part")
+    every: int = count_option(128, "drift tokens a number")
+    clusters: int = count_option(256, "learnt by the opponents, for each KV head")
+
+    @property
+    def drift(self) -> Pace:
+        """Of the drift part."""
+        return Pace(self.drift_tokens, self.every, self.step)
+
+    def __post_init__(self) -> None:
+        # Refuses steps that cross the end of a stretch.
+        _ = self.drift
+
+    def details(self) -> dict[str, Any]:
+        return {**super().details(), "then": describe_file("--then", self.then)}
+
+    def variants(self, part: str) -> Sequence[str]:
+        if part == "ratios":
+            return [f"{ratio:g}" for ratio in self.ratios]
+        return [SHIPPED, *SWITCHES] if part == "switches" else list(DRIFT)
+
+    def following(self, part: str) -> int:
+        return self.drift_tokens if part == "drift" else self.new_tokens
+
+    def contexts(self, subject: Subject, part: str, length: int) -> list[torch.Tensor]:
+        then, new = self.then if part == "drift" else None, self.following(part)
+        return text_windows(subject, self.name, self.text, length, new, self.windows, then)
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        part, length = cell["part"], cell["length"]
+        follower = Follower(subject, self._variant(cell, choice), self.method)
+        for window in self.contexts(subject, part, length):
+            follower.follow(window, length, self.drift if part == "drift" else self.pace)
+        return follower.result()
+
+    def _variant(self, cell: Cell, choice: CacheChoice) -> CacheChoice:
+        """The variant of the cache that the command line names."""
+        given, name = choice.options, cell["variant"]
+        assert isinstance(given, ParisConfig)
+        if cell["part"] == "switches":
+            return switched(name, given, self.ratio)
+        if cell["part"] == "ratios":
+            return with_ratio(given, float(name))
+        return drifting(name, given, self.ratio, self.clusters)
+
+
+STUDY = ParisAblation
+
+if __name__ == "__main__":
+    sys.exit(main(STUDY))
