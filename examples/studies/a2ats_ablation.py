@@ -1,6 +1,14 @@
-"""What the parts of A2ATS are worth, and what they rest on.
+"""What the parts of A2ATS are worth, and what they rest on. switches: recall of the exact top-k
+with and without windowed RoPE and query-aware codebooks (the paper's table 2), and with windowed
+RoPE and no codebooks. errors: score error of held-out text by layer (figure 3). alike: how alike
+codebooks are that different inputs have of their own, before RoPE and after it (figure 1).
+budget_of: whether KV heads choose, or their query heads and all attend to all (as published). It
+makes the four artifacts that it needs, from --calibration-text or from the start of --text, and
+measures on text that none of them has seen. Without --text the model reads documents of needles,
+which is what --model needle speaks.
 
-python examples/studies/a2ats_ablation.py --text novel.txt --json ablation.json
+    python examples/studies/a2ats_ablation.py --text novel.txt --json a.json --plot a.png
+    python examples/studies/a2ats_ablation.py --model needle --parts switches,errors
 """
 
 from __future__ import annotations
@@ -10,11 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from a2ats_parts import ExactKeysCache, likeness
 from a2ats_tables import PLACES, PLOTS, SWITCHES, TABLES
 from ablation import caches_option, distinct, made, main, parts_option
 from calibrated import CalibratedAblation
-from codebook_likeness import likeness
-from exact_keys import ExactKeysCache
 from follower import Follower
 
 from hf_kvret.calibration import CalibrationArtifact
@@ -40,23 +47,6 @@ class A2ATSAblation(CalibratedAblation):
     """What the parts of A2ATS are worth, and what they rest on."""
 
     name: ClassVar[str] = "a2ats-ablation"
-    summary: ClassVar[str] = "what each part of A2ATS is worth"
-    description: ClassVar[str] = (
-        "What the parts of A2ATS are worth, and what they rest on. switches: recall of the "
-        "exact top-k with and without windowed RoPE and query-aware codebooks (the paper's "
-        "table 2), and with windowed RoPE and no codebooks. errors: score error of held-out "
-        "text by layer (figure 3). alike: how alike codebooks are that different inputs have of "
-        "their own, before RoPE and after it (figure 1). budget_of: whether KV heads choose, or "
-        "their query heads and all attend to all (as published). The command makes the four "
-        "artifacts that it needs, from --calibration-text or from the start of --text, and "
-        "measures on text that none of them has seen. Without --text the model reads documents "
-        "of needles, which is what --model needle speaks."
-    )
-    examples: ClassVar[tuple[str, ...]] = (
-        "python examples/studies/a2ats_ablation.py --text novel.txt --json ablation.json "
-        "--plot ablation.png",
-        "python examples/studies/a2ats_ablation.py --model needle --parts switches,errors",
-    )
     method: ClassVar[str] = "a2ats"
     example: ClassVar[str] = "recent=128"
     chosen: ClassVar[Sequence[str]] = ("artifact", "revision")
@@ -117,9 +107,14 @@ class A2ATSAblation(CalibratedAblation):
         part, name = cell["part"], cell["variant"]
         if part == "errors":
             quality = self.artifact(name, subject).quality
-            return {"layers": [{key: one[key] for key in ("layer", "score_error")} for one in quality]}
+            return {
+                "layers": [{key: one[key] for key in ("layer", "score_error")} for one in quality]
+            }
         if part == "alike":
-            return self._alike(PLACES[name], subject)
+            inputs = self.pieces(subject, self.inputs, self.input_tokens)
+            sizes = {"codewords": self.input_codewords, "rounds": self.rounds}
+            found = likeness(subject, inputs, rotated=PLACES[name], seed=self.seed, **sizes)
+            return {"inputs": list(inputs), "layers": found}
         options: dict[str, Any] = {}
         if part == "budget_of":
             owner, top_k = name.split(", ")
@@ -130,13 +125,13 @@ class A2ATSAblation(CalibratedAblation):
         follower = Follower(subject, self._choice(name, subject, choice, options), self.method)
         for window in windows:
             follower.follow(window, cell["length"], self.pace)
-        found = follower.result()
+        measured = follower.result()
         numbers = ("overlap", "mass", "best_mass", "equal", "read_ratio")
-        return {**{name: found[name] for name in numbers}, "layers": follower.layers()}
+        return {**{name: measured[name] for name in numbers}, "layers": follower.layers()}
 
     def artifact(self, name: str, subject: Subject) -> CalibrationArtifact:
         """The artifact of a row of ``SWITCHES``, made where it is missing."""
-        return self.shelf.find(_folder_name(name), self.calibration(name), subject)
+        return self.find(_folder_name(name), self.calibration(name), subject)
 
     def calibration(self, name: str) -> A2ATSCalibration:
         """How it is learned; the other rows are what a plain codebook would be compared with."""
@@ -158,21 +153,9 @@ class A2ATSAblation(CalibratedAblation):
         row, kind = (FULL_METHOD, ExactKeysCache) if name == EXACT_KEYS else (name, A2ATSCache)
         self.artifact(row, subject)
         assert given.options is not None
-        folder = str(self.shelf.path(_folder_name(row)))
+        folder = str(self.path(_folder_name(row)))
         # Bars show the name; the path would fill them.
         return made(name, kind, given.options.replace(artifact=folder, **options))
-
-    def _alike(self, rotated: bool, subject: Subject) -> dict[str, Any]:
-        inputs = self.pieces(subject, self.inputs, self.input_tokens)
-        layers = likeness(
-            subject,
-            inputs,
-            self.input_codewords,
-            rotated=rotated,
-            rounds=self.rounds,
-            seed=self.seed,
-        )
-        return {"inputs": list(inputs), "layers": layers}
 
 
 def _folder_name(name: str) -> str:

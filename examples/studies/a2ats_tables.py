@@ -156,10 +156,7 @@ PLOTS: dict[str, tuple[str, Callable[[Path, Found], None]]] = {
         "budget_of",
         # Mass over the rows that were really read: heads of a group agree in part.
         curves_of(
-            "A2ATS: who chooses",
-            x="rows read, share of cold",
-            y="mass",
-            names=("read_ratio", "mass"),
+            "A2ATS: who chooses", ("read_ratio", "rows read, share of cold"), ("mass", "mass")
         ),
     ),
 }

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from study_tables import Found, of_part
-from study_texts import check_needles, needle_tokens
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
@@ -19,7 +20,9 @@ from hf_kvret.evaluation.arguments import known_names, several
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
 from hf_kvret.evaluation.contexts import describe_file, text_windows
+from hf_kvret.evaluation.help_text import HelpFormatter
 from hf_kvret.evaluation.measurement import fill_parser
+from hf_kvret.evaluation.needles import NeedleLanguage
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import part_pictures
 from hf_kvret.evaluation.program import kept_results, run_program
@@ -31,6 +34,8 @@ from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.task import Choices, Task
 
 _Value = TypeVar("_Value")
+_TOKENS_PER_NEEDLE = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation(Task):
@@ -87,8 +92,7 @@ class Ablation(Task):
         return {"text": text, **{name: getattr(self, name) for name in self.described}}
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
-        for cache in caches:
-            self._check_cache(cache)
+        self.check_caches(caches)
         found: list[Cell] = []
         for part in self.parts:
             cell, names = {"part": part}, self.variants(part)
@@ -129,20 +133,21 @@ class Ablation(Task):
         asking, seeds = self.asking(part, length), range(self.seed, self.seed + self.windows)
         return [needle_tokens(length + new, asking, seed) for seed in seeds]
 
-    def _check_cache(self, cache: str) -> None:
+    def check_caches(self, caches: Sequence[str]) -> None:
         """ValueError for another method's cache, or for an option that variants choose."""
-        name, *options = (part.strip() for part in cache.split(":"))
-        if name != self.method:
-            raise ValueError(
-                f"--caches {cache}: {self.name} is about {self.method}, so name {self.method} "
-                f"alone, with options where wanted, as {self.method}:{self.example}"
-            )
-        for given in (part.partition("=")[0] for part in options):
-            if given in self.chosen:
+        for cache in caches:
+            name, *options = (part.strip() for part in cache.split(":"))
+            if name != self.method:
                 raise ValueError(
-                    f"--caches {cache}: {self.name} chooses {given} itself, leave it out"
-                    f"{self.instead}"
+                    f"--caches {cache}: {self.name} is about {self.method}, so name {self.method} "
+                    f"alone, with options where wanted, as {self.method}:{self.example}"
                 )
+            for given in (part.partition("=")[0] for part in options):
+                if given in self.chosen:
+                    raise ValueError(
+                        f"--caches {cache}: {self.name} chooses {given} itself, leave it out"
+                        f"{self.instead}"
+                    )
 
     @classmethod
     def sections(cls, results: Results) -> Mapping[str, Callable[[Found], str]]:
@@ -184,6 +189,32 @@ def parts_option(known: Iterable[str]) -> Any:
     return option(usual, text, kind=known_names(usual), metavar="NAME,NAME")
 
 
+def needle_tokens(length: int, asking: int, seed: int) -> torch.Tensor:
+    """``[length]`` int64: a document of needles, then questions with answers, ``asking`` or more.
+
+    ValueError where ``length`` is too short for both.
+    """
+    language, rng = NeedleLanguage(), np.random.default_rng(seed)
+    keys, values = language.pairs(rng, 1)
+    turn = language.questions(keys).shape[1] + values.shape[1]
+    turns = -(-asking // turn)
+    keys, values = language.pairs(rng, max(turns, length // _TOKENS_PER_NEEDLE))
+    document, _ = language.document(rng, length - turns * turn, keys, values)
+    asked = rng.permutation(len(keys))[:turns]
+    questions = np.concatenate([language.questions(keys[asked]), values[asked]], axis=1)
+    return torch.from_numpy(np.concatenate([document, questions.reshape(-1)]))
+
+
+def check_needles(subject: Subject) -> None:
+    """ValueError for a model that does not read the language of needles."""
+    language, known = NeedleLanguage(), subject.model.config.vocab_size
+    if known != language.vocab_size:
+        raise ValueError(
+            f"--model {subject.name} has {known} token ids, the language of needles "
+            f"{language.vocab_size}: give --text FILE, or take --model needle"
+        )
+
+
 def distinct(kind: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
     """Comma-separated values of one kind, no one twice; for ``option``."""
 
@@ -199,14 +230,19 @@ def distinct(kind: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...
 def made(name: str, cache_class: type[RetrievalCache], options: RetrievalConfig) -> CacheChoice:
     """A cache of that class with these options, under a name for progress bars."""
     return CacheChoice(
-        name,
-        lambda config, capacity: cache_class(config=config, options=options),
-        options=options,
+        name, lambda config, capacity: cache_class(config=config, options=options), options=options
     )
 
 
 def main(study: type[Ablation], arguments: Sequence[str] | None = None) -> int:
-    """Run a study's script; returns the exit status. See ``hf_kvret.evaluation.program``."""
-    parser = argparse.ArgumentParser(prog=Path(script(study.name)).name)
+    """Run a study's script, whose docstring is its help; returns the exit status.
+
+    See ``hf_kvret.evaluation.program``.
+    """
+    parser = argparse.ArgumentParser(
+        prog=Path(script(study.name)).name,
+        description=sys.modules[study.__module__].__doc__,
+        formatter_class=HelpFormatter,
+    )
     fill_parser(parser, study)
     return run_program(parser, arguments, kept_results)

@@ -1,6 +1,15 @@
-"""What AQUA-KV's predictors are worth, and what its cache takes.
+"""What AQUA-KV's predictors are worth, and what its cache takes. bits: perplexity of aqua, of HIGGS
+without predictors, of round-to-nearest and KIVI-style codes, and of transformers' quantized
+caches where they are installed, at 2, 3 and 4 bits (the paper's table 2). parts: other
+predictors, bits of the first layer, sinks, RoPE, anchors, inputs of the predictors, at 2 bits
+(tables 1 and 5). variance: what predictors explain, by layer (figure 2). layers: what it costs
+to code one layer alone. memory: bits a value at 131,072 tokens of the shapes of 8B and 70B, on
+paper and of tensors. It makes the artifacts that it needs, from --calibration-text or from the
+start of --text, and reads text that none of them has seen.
 
-python examples/studies/aqua_ablation.py --text novel.txt --json ablation.json
+    python examples/studies/aqua_ablation.py --text wiki.test.raw --calibration-text novel.txt \\
+        --json ablation.json --plot ablation.png
+    python examples/studies/aqua_ablation.py --parts memory --memory-tokens 128K
 """
 
 from __future__ import annotations
@@ -13,9 +22,8 @@ from typing import Any, ClassVar
 
 from ablation import caches_option, made, main, not_here, parts_option
 from aqua_memory import PREDICTORS, measure
-from aqua_pictures import PLOTS
 from aqua_reading import one_layer_each, read_through
-from aqua_tables import TABLES, alone_table
+from aqua_tables import PLOTS, TABLES, alone_table
 from aqua_variants import ALONE, EXPLAINED, Variant, ablation_variants, bit_variants
 from calibrated import CalibratedAblation
 from study_tables import Found, of_part
@@ -41,23 +49,6 @@ class AquaAblation(CalibratedAblation):
     """What AQUA-KV's predictors are worth, and what its cache takes."""
 
     name: ClassVar[str] = "aqua-ablation"
-    summary: ClassVar[str] = "what AQUA-KV's predictors are worth, beside other quantized caches"
-    description: ClassVar[str] = (
-        "What AQUA-KV's predictors are worth, and what its cache takes. bits: perplexity of "
-        "aqua, of HIGGS without predictors, of round-to-nearest and KIVI-style codes, and of "
-        "transformers' quantized caches where they are installed, at 2, 3 and 4 bits (the "
-        "paper's table 2). parts: other predictors, bits of the first layer, sinks, RoPE, "
-        "anchors, inputs of the predictors, at 2 bits (tables 1 and 5). variance: what "
-        "predictors explain, by layer (figure 2). layers: what it costs to code one layer "
-        "alone. memory: bits a value at 131,072 tokens of the shapes of 8B and 70B, on paper "
-        "and of tensors. The command makes the artifacts that it needs, from --calibration-text "
-        "or from the start of --text, and reads text that none of them has seen."
-    )
-    examples: ClassVar[tuple[str, ...]] = (
-        "python examples/studies/aqua_ablation.py --text wiki.test.raw --calibration-text "
-        "novel.txt --json ablation.json --plot ablation.png",
-        "python examples/studies/aqua_ablation.py --parts memory --memory-tokens 128K",
-    )
     method: ClassVar[str] = "aqua"
     example: ClassVar[str] = "recent=128"
     chosen: ClassVar[Sequence[str]] = (
@@ -88,12 +79,8 @@ class AquaAblation(CalibratedAblation):
     hidden: int | None = option(
         None, "units of MLP predictors; default: twice their outputs", kind=whole_number(2)
     )
-    mlp_steps: int = option(
-        200, "of training; 1000 or more for a large one", kind=whole_number(0)
-    )
-    ridge: float = option(
-        AquaCalibration().ridge, "in mean variances of an input", kind=number(0)
-    )
+    mlp_steps: int = option(200, "of training; 1000 or more for a large one", kind=whole_number(0))
+    ridge: float = option(AquaCalibration().ridge, "in mean variances of an input", kind=number(0))
     memory_tokens: int = option(16_384, "that fill layers of memory", kind=length)
     # The first, and one that is predicted.
     memory_layers: int = option(3, "of the shape of 8B and 70B", kind=whole_number(2))
@@ -124,10 +111,15 @@ class AquaAblation(CalibratedAblation):
             return {"layers": [dict(one) for one in quality]}
         # A text that is too short is found before the work, not after it.
         windows = self.contexts(subject, part, cell["length"])
-        variant, given = _variants(part)[name], self._given(subject, choice.name)
+        variant, given = _variants(part)[name], choice.options
+        assert isinstance(given, AquaConfig)
+        if "dense_below" not in choice.name:
+            given = given.replace(dense_below=0)
         if part == "layers":
             return one_layer_each(subject, given.replace(**variant.cache), windows, self.step)
-        return read_through(subject, self._choice(variant, name, subject, given), windows, self.step)
+        return read_through(
+            subject, self._choice(variant, name, subject, given), windows, self.step
+        )
 
     def artifact(
         self, changes: Mapping[str, Any], subject: Subject
@@ -140,7 +132,7 @@ class AquaAblation(CalibratedAblation):
         named = {field.name: getattr(learned, field.name) for field in fields(learned)}
         parts = [f"{name}-{value}" for name, value in named.items() if value != usual[name]]
         folder = "_".join(parts) or "usual"
-        return str(self.shelf.path(folder)), self.shelf.find(folder, learned, subject)
+        return str(self.path(folder)), self.find(folder, learned, subject)
 
     def calibration(self, changes: Mapping[str, Any], subject: Subject) -> AquaCalibration:
         """How an artifact is learned, with sizes that fit the model.
@@ -164,13 +156,6 @@ class AquaAblation(CalibratedAblation):
         if variant.learned is not None:
             options["artifact"] = self.artifact(variant.learned, subject)[0]
         return made(name, AquaKVCache, given.replace(**options))
-
-    def _given(self, subject: Subject, cache: str) -> AquaConfig:
-        """The options that ``--caches`` names, with this command's."""
-        known = {"top_k": self.top_k, "store": self.store, "dense_below": 0}
-        given = choose_cache(cache, known, str(subject.device)).options
-        assert isinstance(given, AquaConfig)
-        return given
 
     @classmethod
     def sections(cls, results: Results) -> Mapping[str, Callable[[Found], str]]:

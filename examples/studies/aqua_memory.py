@@ -115,7 +115,12 @@ def measure(
         size = (1, heads, tokens + cache.options.recent, dim)
         rows = [torch.randn(size, generator=generator).bfloat16() for _ in range(2)]
         for layer in tqdm(cache.retrieval_layers, leave=False, desc="layers", unit="layer"):
-            _fill(layer, *rows)
+            layer.lazy_initialization(*rows)
+            assert layer.regions is not None
+            with torch.no_grad():
+                # A prompt that comes in one pass.
+                layer.regions.watch(rows[0], rows[0], None, torch.arange(size[2])[None])
+                layer.regions.take_prompt(*rows, None)
     memory = cache.memory()
     return {
         "tokens": tokens,
@@ -142,16 +147,6 @@ def bits_measured(shape: Shape, found: Mapping[str, Any], tokens: int) -> dict[s
 
 def _summed(*bits: float) -> dict[str, float]:
     return {**dict(zip(KINDS, bits, strict=True)), "all": sum(bits)}
-
-
-def _fill(layer: RetrievalLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Take in ``[1, H, n, D]`` as a prompt that comes in one pass."""
-    layer.lazy_initialization(keys, values)
-    assert layer.regions is not None
-    positions = torch.arange(keys.shape[2])[None]
-    with torch.no_grad():
-        layer.regions.watch(keys, keys, None, positions)
-        layer.regions.take_prompt(keys, values, None)
 
 
 def _layer_bytes(layer: RetrievalLayer) -> dict[str, Any]:

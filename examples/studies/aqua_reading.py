@@ -1,4 +1,4 @@
-"""Perplexity of text that is read through a cache, all of it or in one layer; bits of its values."""
+"""Perplexity of text that is read through a cache, and the bits that its values take."""
 
 from __future__ import annotations
 
@@ -157,16 +157,13 @@ def stored_bytes(store: Store) -> int:
 def _losses(reader: Reader, window: torch.Tensor, step: int) -> torch.Tensor:
     """``[len(window) - 1]`` in nats."""
     found, last = [], None
-    for start in tqdm(
-        range(0, len(window), step), leave=False, desc=reader.choice.name, mininterval=1
-    ):
-        tokens = window[start : start + step]
+    pieces = tqdm(window.split(step), leave=False, desc=reader.choice.name, mininterval=1)
+    for tokens in pieces:
         new = reader.feed(tokens, keep=len(tokens))
         # The logits before a step foretell the first of its tokens, its own all others.
         foretold = new[:-1] if last is None else torch.cat([last, new[:-1]])
         truth = (tokens if last is not None else tokens[1:]).to(foretold.device)
-        found.append(
-            torch.nn.functional.cross_entropy(foretold.float(), truth, reduction="none").cpu()
-        )
+        losses = torch.nn.functional.cross_entropy(foretold.float(), truth, reduction="none")
+        found.append(losses.cpu())
         last = new[-1:]
     return torch.cat(found)

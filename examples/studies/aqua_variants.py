@@ -99,11 +99,7 @@ which of the two, from 2 bits."""
 ALONE = (f"higgs, {_FEW} bits",)
 """What codes one layer while the others are as they are."""
 
-_WITHOUT: dict[str, dict[str, Any]] = {
-    "higgs": {},
-    "round-to-nearest": {"backbone": "minmax"},
-    "kivi": {"backbone": "kivi"},
-}
+_BACKBONES = {"higgs": "higgs", "round-to-nearest": "minmax", "kivi": "kivi"}
 # Backends of transformers' quantized cache, with the bits they have.
 _BACKENDS = {"quanto": (2, 4), "hqq": (2, 3, 4)}
 # Perplexities of Llama 3.1 8B, 5.61 in full (table 2); of Quanto there are none.
@@ -120,8 +116,8 @@ def bit_variants() -> dict[str, Variant]:
     found = {FULL: _FULL}
     for bits in BITS:
         found[f"{USUAL}, {bits} bits"] = Variant({"bits": bits}, {"bits": bits})
-        for name, options in _WITHOUT.items():
-            cache = {"bits": bits, "predictor": "none", **options}
+        for name, backbone in _BACKBONES.items():
+            cache = {"bits": bits, "predictor": "none", "backbone": backbone}
             found[f"{name}, {bits} bits"] = Variant(None, cache)
         for backend, known in _BACKENDS.items():
             other = f"quantized:backend={backend}:nbits={bits}"
@@ -132,12 +128,8 @@ def bit_variants() -> dict[str, Variant]:
 
 def ablation_variants() -> dict[str, Variant]:
     """The rows of table 1 by name: ``full``, ``aqua``, and ``GROUP: VARIANT`` of all others."""
-    found = {FULL: _FULL, USUAL: _AQUA}
-    for group, variants in ABLATIONS.items():
-        for name, variant in variants.items():
-            if variant is not _AQUA:
-                found[f"{group}: {name}"] = variant
-    return found
+    rows = {cell: ABLATIONS[group][name] for group, name, cell, _ in ablation_rows()}
+    return {FULL: _FULL, USUAL: _AQUA, **rows}
 
 
 def ablation_rows() -> list[tuple[str, str, str, float | None]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,11 +11,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from ablation import Ablation, not_here
-from artifact_shelf import ArtifactShelf
-from study_texts import check_needles, needle_tokens
+from ablation import Ablation, check_needles, needle_tokens, not_here
+from tqdm import tqdm
 
+from hf_kvret.calibration import CalibrationArtifact
+from hf_kvret.calibration.files import DESCRIPTION
+from hf_kvret.calibration.runner import calibrate
 from hf_kvret.calibration.sources import Corpus, cut, needle_documents, random_uuids, text_file
+from hf_kvret.calibration.study import Calibration
 from hf_kvret.evaluation.arguments import file_path, length
 from hf_kvret.evaluation.contexts import describe_file
 from hf_kvret.evaluation.measurement import Outputs
@@ -27,6 +32,8 @@ _HELD_OUT = 0.1
 # Consecutive tokens that two different texts rarely have in common, and the most they may.
 _RUN = 32
 _MOST_SHARED = 0.5
+# Of few KV heads, so that a text passes a small model once.
+_LAYERS_AT_ONCE = 8
 # Seeds of what is drawn, so that no two drafts are alike.
 _CONTEXTS, _INPUTS = 1_000, 2_000
 
@@ -77,9 +84,56 @@ class CalibratedAblation(Ablation):
             )
 
     @cached_property
-    def shelf(self) -> ArtifactShelf:
-        """The artifacts."""
-        return ArtifactShelf(self.artifacts, self.corpus, self.ignored)
+    def _found(self) -> dict[str, CalibrationArtifact]:
+        return {}
+
+    @cached_property
+    def _temporary(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix="hf-kvret-artifacts-")
+
+    def path(self, name: str) -> Path:
+        """The folder of the artifact ``name``; one without ``artifacts`` is gone with this."""
+        return (self.artifacts or Path(self._temporary.name)).absolute() / name
+
+    def find(self, name: str, calibration: Calibration, subject: Subject) -> CalibrationArtifact:
+        """The artifact ``name``, learned as ``calibration`` says where it is missing.
+
+        What is there is used where it was made of the same model, text and options; an interrupted
+        calibration goes on.
+
+        Raises:
+            ValueError: the folder holds another one; no text to learn from; a model that can't be
+                calibrated.
+        """
+        if name not in self._found:
+            folder, corpus = self.path(name), self.corpus(subject)
+            if (folder / DESCRIPTION).is_file():
+                found = CalibrationArtifact.from_pretrained(folder, method=calibration.method)
+                self._check_artifact(found, folder, calibration.options() | corpus.description)
+                found.check(subject.model.config)
+                found.check_weights(subject.model)
+            else:
+                tqdm.write(f"calibrating: {name}, in {folder}", file=sys.stderr)
+                found = calibrate(
+                    subject.model, corpus, calibration, folder, layers_at_once=_LAYERS_AT_ONCE
+                )
+            self._found[name] = found
+        return self._found[name]
+
+    def _check_artifact(
+        self, found: CalibrationArtifact, folder: Path, wanted: dict[str, Any]
+    ) -> None:
+        known = {**found.options, **found.data}
+        changed = [
+            f"{key} was {known.get(key)!r}, now {value!r}"
+            for key, value in wanted.items()
+            if known.get(key) != value and key not in self.ignored
+        ]
+        if changed:
+            raise ValueError(
+                f"{folder} holds an artifact of another calibration ({'; '.join(changed)}): give "
+                "another --artifacts, or delete that folder"
+            )
 
     def beside(self, outputs: Outputs) -> Self:
         if self.artifacts is not None or outputs.json is None:
@@ -91,8 +145,11 @@ class CalibratedAblation(Ablation):
 
     def check(self) -> None:
         super().check()
-        # Refuses a folder that can't be named among the options of a cache.
-        _ = self.shelf
+        if self.artifacts is not None and ":" in str(self.artifacts.absolute()):
+            raise ValueError(
+                f"--artifacts {self.artifacts}: a colon in the path would end the option of a "
+                "cache; give another folder"
+            )
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         # Caches are not tried: their artifacts may not be there yet.
@@ -128,8 +185,8 @@ class CalibratedAblation(Ablation):
                 uuids = cut(drawn, most, self.uuid_tokens, "--uuid-tokens")
         if len(sequences) < 2:
             raise ValueError(
-                f"--calibration-tokens {tokens} in sequences of --calibration-length {most}: at least "
-                "two, one of them measures errors; take shorter ones"
+                f"--calibration-tokens {tokens} in sequences of --calibration-length {most}: at "
+                "least two, one of them measures errors; take shorter ones"
             )
         held_out = max(1, round(_HELD_OUT * len(sequences)))
         told["held_out_sequences"] = held_out

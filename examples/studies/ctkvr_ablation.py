@@ -1,30 +1,39 @@
-"""What each part of CTkvr is worth, over turns and along a generation too.
+"""What each part of CTkvr is worth: recall of the exact top-k without it, or with another. choice:
+which queries of the prompt are centroids (the paper's table 4). centroids, probes: how many
+there are, and how many a query recalls (figure 10). rerank: how the recalled tokens are
+compared, and how many there are (figure 11). budget: tables 1 and 6. questions: whether a
+question's queries become centroids. update: new centroids over --turns (table 5). pending:
+recall of the prompt's and of generated tokens along --long-tokens, without the pending list and
+without the watch on coverage. Without --text the model reads documents of needles with questions
+after them, which is what --model needle speaks.
 
-python examples/studies/ctkvr_ablation.py --text novel.txt --json ablation.json
+    python examples/studies/ctkvr_ablation.py --text novel.txt --json a.json --plot a.png
+    python examples/studies/ctkvr_ablation.py --model needle --parts choice,questions
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
-from ablation import Ablation, caches_option, distinct, main, parts_option
-from ctkvr_follower import CTkvrFollower, starts_of
-from ctkvr_tables import PLOTS, TABLES
-from ctkvr_variants import PARTS, Variants, centroid_count
+from ablation import Ablation, caches_option, distinct, made, main, parts_option
+from ctkvr_follower import CTkvrFollower, SplitCTkvrCache, starts_of
+from ctkvr_variants import FIXED, PARTS, centroid_count, changed, rerank_names
+from study_tables import CANDIDATES, Found, bars_of, by_length, curves_of, stretches_of
 
 from hf_kvret.evaluation.arguments import budget, number, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import budget_option, count_option
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell
-from hf_kvret.evaluation.stretches import Pace
+from hf_kvret.evaluation.stretches import Pace, mean_of, share
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.methods.ctkvr import CTkvrConfig
+from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
 
 
 def _centroids(text: str) -> str:
@@ -35,28 +44,99 @@ def _centroids(text: str) -> str:
     return text
 
 
+def variant(part: str, name: str, given: CTkvrConfig, length: int) -> CacheChoice:
+    """A cache of that variant; the part ``pending`` tells prompt and generation apart."""
+    cache_class = SplitCTkvrCache if part == "pending" else CTkvrCache
+    return made(f"{part}: {name}", cache_class, changed(part, name, given, length))
+
+
+# Parts with one number a variant, and what their variants are.
+PLAIN = {
+    "choice": "centroids",
+    "centroids": "C, centroids",
+    "probes": "C', recalled centroids",
+    "rerank": "rerank",
+    "budget": "budget",
+    "questions": "question's centroids",
+}
+# The paper's accuracies, of other models on other tasks: where, and by variant.
+_PAPER: dict[str, tuple[str, dict[str, str]]] = {
+    "choice": ("table 4", {"last": "83.35", "random": "79.93", "first": "75.60", "even": "81.98"}),
+    "probes": ("table 15", {"2": "0.8854", "4": "0.8958", "6": "0.8988", "8": "0.8990"}),
+    "budget": ("tables 1 and 6", {"512": "84.70", "1024": "85.25", "0.04": "85.58"}),
+}
+_PLACES = {"prompt_recall": "of the prompt", "generated_recall": "that were generated"}
+_KINDS = ("recall", "mass", "tokens equal", "candidates", "rows read", "candidates / read")
+
+
+def _plain_table(cells: Found) -> str:
+    """A row a variant, columns for each length."""
+    part = cells[0][0]["part"]
+    columns, rows = by_length(cells, _KINDS if part == "rerank" else _KINDS[:-1])
+    header = ["cache", PLAIN[part], *columns]
+    source, figures = _PAPER.get(part, ("", {}))
+    if figures:
+        header.append(f"paper's accuracy, {source}")
+        rows = {key: [*row, figures.get(key[1], "-")] for key, row in rows.items()}
+    return markdown_table(header, [[*key, *row] for key, row in rows.items()])
+
+
+def _turns_table(cells: Found) -> str:
+    """Recall by turn (the paper's table 5)."""
+    most = max(len(found["stretches"]) for _, found in cells)
+    rows = []
+    for cell, found in cells:
+        turns = [share(one["overlap"]) for one in found["stretches"]]
+        turns += ["-"] * (most - len(turns))
+        mass = f"{found['mass']:.3f} of {found['best_mass']:.3f}"
+        means = (share(found["overlap"]), mass, share(found["equal"]), str(found["list_builds"]))
+        rows.append([cell["cache"], cell["variant"], str(cell["length"]), *turns, *means])
+    turns = [f"turn {number + 1}" for number in range(most)]
+    names = ("recall, mean", "mass, mean", "tokens equal", "times lists were made")
+    return markdown_table(["cache", "update", "context", *turns, *names], rows)
+
+
+def _long_tables(cells: Found) -> str:
+    """Recall along the generation, of tokens in either place."""
+    ends = sorted({one["end"] for _, found in cells for one in found["stretches"]})
+    tables = []
+    for name, place in _PLACES.items():
+        rows = []
+        for cell, found in cells:
+            known = {one["end"]: share(one[name]) for one in found["stretches"]}
+            row = [cell["cache"], cell["variant"], str(cell["length"])]
+            row += [known.get(end, "-") for end in ends]
+            mean, builds = share(mean_of(found["stretches"], name)), str(found["list_builds"])
+            rows.append([*row, mean, builds])
+        header = ["cache", f"recall of tokens {place}", "context", *(f"to {end}" for end in ends)]
+        tables.append(markdown_table([*header, "mean", "times lists were made"], rows))
+    return "\n\n".join(tables)
+
+
+def _plot_long(name: str) -> Callable[[Path, Found], None]:
+    title = f"CTkvr: tokens {_PLACES[name]}"
+    return stretches_of(title, x="tokens after the prompt", name=name, low=-0.03)
+
+
+TABLES: dict[str, Callable[[Found], str]] = {
+    **dict.fromkeys(PLAIN, _plain_table),
+    "update": _turns_table,
+    "pending": _long_tables,
+}
+PLOTS: dict[str, tuple[str, Callable[[Path, Found], None]]] = {
+    **{part: (part, bars_of(f"CTkvr: {title}")) for part, title in PLAIN.items()},
+    "rerank": ("rerank", curves_of("CTkvr: how recalled tokens are compared", *CANDIDATES)),
+    "update": ("update", stretches_of("CTkvr: new centroids over turns", x="turn", numbered=True)),
+    "pending": ("pending", _plot_long("prompt_recall")),
+    "generated": ("pending", _plot_long("generated_recall")),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class CTkvrAblation(Ablation):
     """What each part of CTkvr is worth: recall of the exact top-k without it, or with another."""
 
     name: ClassVar[str] = "ctkvr-ablation"
-    summary: ClassVar[str] = "what each part of CTkvr is worth"
-    description: ClassVar[str] = (
-        "What each part of CTkvr is worth: recall of the exact top-k without it, or with "
-        "another. choice: which queries of the prompt are centroids (the paper's table 4). "
-        "centroids, probes: how many there are, and how many a query recalls (figure 10). "
-        "rerank: how the recalled tokens are compared, and how many there are (figure 11). "
-        "budget: tables 1 and 6. questions: whether a question's queries become centroids. "
-        "update: new centroids over --turns (table 5). pending: recall of the prompt's and of "
-        "generated tokens along --long-tokens, without the pending list and without the watch "
-        "on coverage. Without --text the model reads documents of needles with questions after "
-        "them, which is what --model needle speaks."
-    )
-    examples: ClassVar[tuple[str, ...]] = (
-        "python examples/studies/ctkvr_ablation.py --text novel.txt --json ablation.json "
-        "--plot ablation.png",
-        "python examples/studies/ctkvr_ablation.py --model needle --parts choice,questions",
-    )
     method: ClassVar[str] = "ctkvr"
     example: ClassVar[str] = "causal=false"
     described: ClassVar[tuple[str, ...]] = (
@@ -101,20 +181,24 @@ class CTkvrAblation(Ablation):
         """Of the pending part."""
         return Pace(self.long_tokens, self.every, self.step)
 
-    @cached_property
-    def varied(self) -> Variants:
-        """The variants of all parts."""
-        return Variants(self.centroids, self.probes, self.ratios, self.budgets)
-
     def __post_init__(self) -> None:
         # Refuse steps that cross the end of a stretch, and values that CTkvr refuses.
-        _ = self.long, self.varied
+        _ = self.long
+        known = {"probes": self.probes, "list_ratio": self.ratios, "top_k": self.budgets}
+        for name, values in known.items():
+            for value in values:
+                CTkvrConfig(**{name: value})
         if "questions" in self.parts:
             for length in self.lengths:
                 starts_of(self.questions, self.question_tokens + self.answer_tokens, length)
 
     def variants(self, part: str) -> Sequence[str]:
-        return self.varied.names(part)
+        if part in FIXED:
+            return list(FIXED[part])
+        if part == "rerank":
+            return rerank_names(self.ratios)
+        values = {"centroids": self.centroids, "probes": self.probes, "budget": self.budgets}
+        return list(map(str, values[part]))
 
     def following(self, part: str) -> int:
         turns = self.turns * (self.turn_tokens + self.turn_measured)
@@ -124,15 +208,14 @@ class CTkvrAblation(Ablation):
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         part, length = cell["part"], cell["length"]
         assert isinstance(choice.options, CTkvrConfig)
-        variant = self.varied.choice(part, cell["variant"], choice.options, length)
-        follower = CTkvrFollower(subject, variant, self.method)
+        chosen = variant(part, cell["variant"], choice.options, length)
+        follower = CTkvrFollower(subject, chosen, self.method)
         for window in self.contexts(subject, part, length):
             if part == "questions":
-                asked, answered = self.question_tokens, self.answer_tokens
-                follower.ask(window, self.questions, asked, answered)
+                follower.ask(window, self.questions, self.question_tokens, self.answer_tokens)
             elif part == "update":
-                new, measured = self.turn_tokens, self.turn_measured
-                follower.talk(window, length, self.turns, new, measured)
+                turn = self.turn_tokens, self.turn_measured
+                follower.talk(window, length, self.turns, *turn)
             else:
                 follower.follow(window, length, self.long if part == "pending" else self.pace)
         return follower.result()

@@ -1,21 +1,13 @@
-"""CTkvr's variants, made from the options of one cache."""
+"""CTkvr's variants, as changes of the options of one cache."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from ablation import made
-from split_recall import SplitCTkvrCache
-
-from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
+from hf_kvret.methods.ctkvr import CTkvrConfig
 
 CHOICES = ("mixed", "last", "random", "first", "even")
-# The rank in a list does not depend on its length, so without a rerank one length says all.
-RERANKS = ("auto", "codes")
-BY_RANK = "lists"
 _PUBLISHED = {"update": 1, "update_lists": "recalled"}
 UPDATES: dict[str, dict[str, Any]] = {
     "off": {"update": 0},
@@ -35,7 +27,7 @@ UPKEEP: dict[str, dict[str, Any]] = {
     "as published": {**_PUBLISHED, "pending": 0, "coverage": 0.0},
 }
 # Those that choose fixed options; the numbers of the other parts come from the command line.
-_FIXED: dict[str, dict[str, dict[str, Any]]] = {
+FIXED: dict[str, dict[str, dict[str, Any]]] = {
     # Without a mask as published; with it an early centroid can list early tokens only.
     "choice": {
         **{name: {"choice": name, "causal": False} for name in CHOICES},
@@ -46,85 +38,43 @@ _FIXED: dict[str, dict[str, dict[str, Any]]] = {
     "pending": UPKEEP,
 }
 PARTS = ("choice", "centroids", "probes", "rerank", "budget", "questions", "update", "pending")
+_RERANKS = ("auto", "codes")
+# The rank in a list does not depend on its length, so without a rerank one length says all.
+_BY_RANK = "lists"
 
 
-@dataclass(frozen=True)
-class Variants:
-    """What the parts of the ablation vary.
+def rerank_names(ratios: tuple[float, ...]) -> list[str]:
+    """The variants of the part ``rerank``."""
+    return [*(f"{name}, ratio {ratio:g}" for name in _RERANKS for ratio in ratios), _BY_RANK]
 
-    Attributes:
-        centroids: counts as ``512``, or multiples of the usual count as ``1/8x``.
-        probes: centroids that a query recalls.
-        ratios: keys of a list, as multiples of the budget.
-        budgets: as ``RetrievalConfig.top_k``.
 
-    Raises:
-        ValueError: a value that CTkvr refuses.
+def changed(part: str, name: str, given: CTkvrConfig, length: int) -> CTkvrConfig:
+    """What ``given`` becomes in the variant ``name`` after a context of ``length`` tokens.
+
+    A text that is followed a few tokens at a time asks nothing, so its passes count as questions
+    only where a variant says so. ValueError for a part that ``given`` has off.
     """
-
-    centroids: tuple[str, ...]
-    probes: tuple[int, ...]
-    ratios: tuple[float, ...]
-    budgets: tuple[int | float, ...]
-
-    def __post_init__(self) -> None:
-        for text in self.centroids:
-            centroid_count(text, 1)
-        for option, values in (
-            ("probes", self.probes),
-            ("list_ratio", self.ratios),
-            ("top_k", self.budgets),
-        ):
-            for value in values:
-                CTkvrConfig(**{option: value})
-
-    def names(self, part: str) -> list[str]:
-        """The variants of a part, in the order of its table."""
-        if part in _FIXED:
-            return list(_FIXED[part])
-        return {
-            "centroids": list(self.centroids),
-            "probes": [str(probes) for probes in self.probes],
-            "rerank": [
-                *(_reranked(name, ratio) for name in RERANKS for ratio in self.ratios),
-                BY_RANK,
-            ],
-            "budget": [str(budget) for budget in self.budgets],
-        }[part]
-
-    def options(self, part: str, name: str, given: CTkvrConfig, length: int) -> CTkvrConfig:
-        """What ``given`` becomes in the variant ``name`` after a context of ``length`` tokens.
-
-        A text that is followed a few tokens at a time asks nothing, so its passes count as
-        questions only where a variant says so. ValueError for a part that ``given`` has off.
-        """
-        if part == "pending" and not (given.pending and given.coverage):
-            raise ValueError(
-                f"pending={given.pending}, coverage={given.coverage}: there is nothing to switch "
-                "off; leave these options out, or the part pending out of --parts"
-            )
+    if part == "pending" and not (given.pending and given.coverage):
+        raise ValueError(
+            f"pending={given.pending}, coverage={given.coverage}: there is nothing to switch off; "
+            "leave these options out, or the part pending out of --parts"
+        )
+    changes: dict[str, Any]
+    if part in FIXED:
+        changes = FIXED[part][name]
+    elif part == "centroids":
         usual = given.centroids_for(max(1, length - given.recent))
-        changes: dict[str, Any]
-        if part in _FIXED:
-            changes = _FIXED[part][name]
-        elif part == "centroids":
-            count = centroid_count(name, usual)
-            changes = {"centroids": count, "tokens_per_centroid": 1}
-        elif part == "probes":
-            changes = {"probes": int(name)}
-        elif part == "rerank" and name == BY_RANK:
-            changes = {"rerank": name}
-        elif part == "rerank":
-            rerank, ratio = name.split(", ratio ")
-            changes = {"rerank": rerank, "list_ratio": float(ratio)}
-        else:
-            changes = {"top_k": int(name) if name.isdigit() else float(name)}
-        return given.replace(**{"questions": False, **changes})
-
-    def choice(self, part: str, name: str, given: CTkvrConfig, length: int) -> CacheChoice:
-        """A cache of that variant; the part ``pending`` tells prompt and generation apart."""
-        cache_class = SplitCTkvrCache if part == "pending" else CTkvrCache
-        return made(f"{part}: {name}", cache_class, self.options(part, name, given, length))
+        changes = {"centroids": centroid_count(name, usual), "tokens_per_centroid": 1}
+    elif part == "probes":
+        changes = {"probes": int(name)}
+    elif part == "rerank" and name == _BY_RANK:
+        changes = {"rerank": name}
+    elif part == "rerank":
+        rerank, ratio = name.split(", ratio ")
+        changes = {"rerank": rerank, "list_ratio": float(ratio)}
+    else:
+        changes = {"top_k": int(name) if name.isdigit() else float(name)}
+    return given.replace(**{"questions": False, **changes})
 
 
 def centroid_count(text: str, usual: int) -> int:
@@ -141,7 +91,3 @@ def centroid_count(text: str, usual: int) -> int:
     if count <= 0:
         raise ValueError(f"--centroids {text}: above 0")
     return max(1, round(count))
-
-
-def _reranked(rerank: str, ratio: float) -> str:
-    return f"{rerank}, ratio {ratio:g}"

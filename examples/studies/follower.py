@@ -10,12 +10,7 @@ import torch
 from tqdm import tqdm
 
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.evaluation.following import (
-    LayerRecall,
-    full_choices,
-    layer_recalls,
-    mean_by_layer,
-)
+from hf_kvret.evaluation.following import LayerRecall, full_choices, layer_recalls, mean_by_layer
 from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.stretches import Pace, Walk, mean_of, mean_stretches, text_source, walk
 from hf_kvret.evaluation.subject import Subject
@@ -47,7 +42,7 @@ class Follower:
     _seconds: float = 0.0
 
     def follow(self, window: torch.Tensor, length: int, pace: Pace) -> None:
-        """Read ``window[:length]``, then measure stretches of the ``pace.count`` tokens after it."""
+        """Read ``window[:length]``, then measure stretches of the tokens after it."""
         reader, stretches = self.reader(window, length), []
         expected = full_choices(self.subject.model, window, start=length)
         with tqdm(total=pace.count, leave=False, desc=self.choice.name, mininterval=1) as bar:

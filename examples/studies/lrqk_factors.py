@@ -1,6 +1,12 @@
-"""How good LRQK's factors are, on queries and keys of a real model.
+"""How good LRQK's factors are: what low-rank proxies miss of the scores of a real model. A text is
+read once; queries and keys of every retrieval layer are kept in fp32, so take up to some 8K
+tokens. For each rank, proxies are made in several ways (--variants). Their relative error over
+all queries and keys is exact. Recall of the exact top-k is that of the last --queries, each
+among all tokens before it. Without --text the model reads a document of needles with questions
+at its end, which is what --model needle speaks.
 
-python examples/studies/lrqk_factors.py --model needle --plot factors.png
+    python examples/studies/lrqk_factors.py --model needle --plot factors.png
+    python examples/studies/lrqk_factors.py --model reference --text novel.txt --lengths 2K
 """
 
 from __future__ import annotations
@@ -8,13 +14,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
 from ablation import Ablation, caches_option, distinct, main, not_here, parts_option
-from lrqk_layers import LayerStudy
-from lrqk_tables import factor_pictures, factor_tables, plot_factors
-from lrqk_variants import VARIANTS
+from lrqk_proxies import ALTERNATING, OPTIMUM, PER_HEAD, VARIANTS, LayerStudy
+from study_tables import Found
 from tqdm import tqdm
 
 from hf_kvret.evaluation.arguments import whole_number
@@ -27,9 +34,11 @@ from hf_kvret.evaluation.common_options import (
 )
 from hf_kvret.evaluation.contexts import describe_file
 from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.recording import read_layers
-from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.results import Cell
 from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.tables import markdown_table
 from hf_kvret.evaluation.task import Choices
 from hf_kvret.methods.lrqk import LRQKConfig
 
@@ -37,25 +46,114 @@ from hf_kvret.methods.lrqk import LRQKConfig
 _COUNT = ("top_k", "recency", "half_life", "iterations", "penalty", "seed")
 
 
+# Errors that should be equal differ by the rounding of the maps, which are fp32.
+_ROUNDING = 1e-6
+# As many lines as there are colours; with more variants than that, these are drawn.
+_LINES = 10
+_DRAWN = (
+    *(PER_HEAD, *ALTERNATING, f"{PER_HEAD} r/G"),
+    *("shared", "shared int8", "shared weighted", "shared unseen"),
+)
+# On a logarithmic scale, errors below this are rounding and would hide the others.
+_LEAST_SHOWN = 1e-5
+
+Key = tuple[str, int, str, int]
+
+
+def _tables(cells: Found) -> str:
+    """Errors, then recall and mass: a row for each rank and variant, a column a layer."""
+    known = _by_rank(cells)
+    numbers = sorted({one["layer"] for layers in known.values() for one in layers})
+    several = len({cache for cache, *_ in known}) > 1
+    parts = []
+    for title, name, means in (
+        ("relative error of the scores:", "error", {"centered_error": "less mean score"}),
+        ("recall of the exact top-k:", "recall", {"mass": "mass", "best_mass": "best mass"}),
+    ):
+        rows = []
+        for (cache, length, variant, rank), layers in known.items():
+            row = [f"{length}", f"{rank}", variant, f"{_mean(layers, 'numbers'):g}"]
+            values = {one["layer"]: one[name] for one in layers}
+            row += [f"{values[n]:.4f}" if n in values else "-" for n in numbers]
+            row += [f"{_mean(layers, mean):.4f}" for mean in (name, *means)]
+            rows.append([cache, *row] if several else row)
+        head = ["cache"] if several else []
+        head += ["tokens", "rank", "variant", "numbers", *(f"layer {n}" for n in numbers), "mean"]
+        parts += [title, markdown_table([*head, *means.values()], rows)]
+    return "\n\n".join([*parts, *_checks(known)])
+
+
+def _plot(path: Path, cells: Found, *, name: str, y: str) -> None:
+    """One number of the factors over rank, mean of layers."""
+    known = _by_rank(cells)
+    if len({variant for _, _, variant, _ in known}) > _LINES:
+        known = {key: layers for key, layers in known.items() if key[2] in _DRAWN}
+    one_text = len({(cache, length) for cache, length, _, _ in known}) == 1
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for (cache, length, variant, rank), layers in known.items():
+        label = variant if one_text else f"{variant} ({cache}, {length})"
+        value = _mean(layers, name)
+        if name == "recall" or value > _LEAST_SHOWN:
+            xs, ys = lines.setdefault(label, ([], []))
+            xs.append(rank)
+            ys.append(value)
+    logs = {"log_x": True, "log_y": name == "error"}
+    plot_lines(path, lines, title="LRQK's factors", x="rank", y=f"{y}, mean of layers", **logs)
+
+
+def _by_rank(cells: Found) -> dict[Key, list[dict[str, Any]]]:
+    """The layers of each cell that has any, by cache, length, variant and rank."""
+    known: dict[Key, list[dict[str, Any]]] = {
+        (cell["cache"], cell["length"], cell["variant"], cell["rank"]): found["layers"]
+        for cell, found in cells
+        if found["layers"]
+    }
+    order = {name: number for number, name in enumerate(VARIANTS)}
+    places = sorted(known, key=lambda key: (key[1], key[0], key[3], order[key[2]]))
+    return {key: known[key] for key in places}
+
+
+def _checks(known: dict[Key, list[dict[str, Any]]]) -> list[str]:
+    """What must hold, counted over layers, ranks and starts; nothing where it was not measured."""
+    kept, asked, furthest = 0, 0, []
+    for (cache, length, variant, rank), layers in known.items():
+        closed = known.get((cache, length, PER_HEAD, rank))
+        if closed is None or variant not in (*ALTERNATING, OPTIMUM):
+            continue
+        for ours, theirs in zip(closed, layers, strict=True):
+            pairs = list(zip(ours["errors"], theirs["errors"], strict=True))
+            if variant == OPTIMUM:
+                furthest.append(max(abs(one - other) for one, other in pairs))
+            else:
+                asked += 1
+                kept += all(one <= other + _ROUNDING for one, other in pairs)
+    lines = []
+    if furthest:
+        lines.append(f"closed form and optimum: errors at most {max(furthest):.1e} apart in a head")
+    if asked:
+        lines.append(
+            f"closed form no worse than ALS in any head (up to {_ROUNDING:g}): {kept} of {asked} "
+            "layer x rank x start"
+        )
+    return lines
+
+
+def _mean(layers: list[dict[str, Any]], name: str) -> float:
+    return fmean(one[name] for one in layers)
+
+
+TABLES = {"": _tables}
+PLOTS = {
+    "error": ("", partial(_plot, name="error", y="relative error")),
+    "recall": ("", partial(_plot, name="recall", y="recall of the exact top-k")),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class LRQKFactors(Ablation):
     """How good LRQK's factors are: what low-rank proxies miss of the scores of a real model."""
 
     name: ClassVar[str] = "lrqk-factors"
-    summary: ClassVar[str] = "how good LRQK's low-rank factors are"
-    description: ClassVar[str] = (
-        "How good LRQK's factors are: what low-rank proxies miss of the scores of a real model. "
-        "A text is read once; queries and keys of every retrieval layer are kept in fp32, so "
-        "take up to some 8K tokens. For each rank, proxies are made in several ways "
-        "(--variants). Their relative error over all queries and keys is exact. Recall of the "
-        "exact top-k is that of the last --queries, each among all tokens before it. Without "
-        "--text the model reads a document of needles with questions at its end, which is what "
-        "--model needle speaks."
-    )
-    examples: ClassVar[tuple[str, ...]] = (
-        "python examples/studies/lrqk_factors.py --model needle --plot factors.png",
-        "python examples/studies/lrqk_factors.py --model reference --text novel.txt --lengths 2K",
-    )
     method: ClassVar[str] = "lrqk"
     example: ClassVar[str] = "iterations=4"
     chosen: ClassVar[Sequence[str]] = tuple(
@@ -65,6 +163,9 @@ class LRQKFactors(Ablation):
         f": --ranks and --variants say it, or nothing here depends on it; what counts: "
         f"{', '.join(_COUNT)}"
     )
+
+    tables = TABLES
+    plots = PLOTS
 
     caches: str | None = caches_option("lrqk")
     top_k: int | float = budget_option(100)
@@ -131,7 +232,7 @@ class LRQKFactors(Ablation):
         fitting = [study for study in studies if rank <= study.dim]
         found = []
         for study in tqdm(fitting, desc="layers", leave=False):
-            quality = study.judge(variant.approximate(study, rank, options), top_k)
+            quality = study.judge(variant(study, rank, options), top_k)
             found.append({"layer": study.layer, **quality})
         return {"top_k": top_k, "layers": found}
 
@@ -155,19 +256,6 @@ class LRQKFactors(Ablation):
                 for layer in read_layers(subject.model, text)
             ]
         return self._read[length]
-
-    @classmethod
-    def table(cls, results: Results) -> str:
-        return factor_tables(results)
-
-    @classmethod
-    def pictures(cls, path: Path) -> list[Path]:
-        return factor_pictures(path)
-
-    @classmethod
-    def plot(cls, path: Path, results: Results) -> None:
-        """Errors over rank to ``path``, recall over rank to ``NAME-recall`` beside it."""
-        plot_factors(path, results)
 
 
 STUDY = LRQKFactors

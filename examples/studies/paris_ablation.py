@@ -1,22 +1,28 @@
-"""What each part of ParisKV is worth, and how it holds up along a generation.
+"""What each part of ParisKV is worth: recall of the exact top-k without it. switches: one part off
+at a time, at --ratio candidates. ratios: recall against the share of candidates, at each length
+(the paper's figure 9). drift: recall along --drift-tokens after the shortest length, beside
+clusters that were learnt from the prompt (figures 1 and 10). All variants follow the same text,
+after each context.
 
-python examples/studies/paris_ablation.py --text novel.txt --lengths 4K,8K,16K
+    python examples/studies/paris_ablation.py --text novel.txt --lengths 4K,8K --plot a.png
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from ablation import Ablation, caches_option, main, parts_option
+from ablation import Ablation, caches_option, made, main, parts_option
 from follower import Follower
-from paris_variants import DRIFT, SHIPPED, SWITCHES, drifting, switched, with_ratio
-from study_tables import Found, bars_of, by_length, curves_of, stretches_of
+from prefill_clusters import ClusterConfig, PrefillClusterCache, RefittedClusterCache
+from study_tables import CANDIDATES, Found, bars_of, by_length, curves_of, stretches_of
 
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.config import RetrievalConfig
 from hf_kvret.evaluation.arguments import number, several
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import (
@@ -32,9 +38,74 @@ from hf_kvret.evaluation.results import Cell
 from hf_kvret.evaluation.stretches import Pace, mean_of, share
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.methods.paris import ParisConfig
+from hf_kvret.methods.paris import ParisConfig, ParisKVCache
+from hf_kvret.methods.paris.ablations import UncorrectedParisKVCache, UnrotatedParisKVCache
 
 PARTS = ("switches", "ratios", "drift")
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A variant of ParisKV: its class, changed options, and its own share of candidates."""
+
+    cache_class: type[ParisKVCache] = ParisKVCache
+    changes: dict[str, Any] = field(default_factory=dict)
+    ratio: float | None = None
+
+
+# The first half acts on stage 1, so few candidates show it best; with all tokens as candidates
+# only stage 2 is left.
+SWITCHES: dict[str, Switch] = {
+    "all on": Switch(),
+    "one tier": Switch(changes={"tiers": (1.0,)}),
+    # The authors' levels are those of subspaces of 8.
+    "subspaces of 4": Switch(changes={"subspace_dim": 4, "levels": None}),
+    "rotation off": Switch(UnrotatedParisKVCache),
+    "center off": Switch(changes={"center": False}),
+    "rotation and center off": Switch(UnrotatedParisKVCache, {"center": False}),
+    "mean query": Switch(changes={"group_reduce": "mean"}),
+    "alpha off": Switch(UncorrectedParisKVCache),
+    "stage 2 alone": Switch(ratio=1.0),
+    "stage 2 alone, alpha off": Switch(UncorrectedParisKVCache, ratio=1.0),
+    "stage 2 alone, rotation off": Switch(UnrotatedParisKVCache, ratio=1.0),
+}
+SHIPPED = "as shipped"
+DRIFT: dict[str, type[RetrievalCache]] = {
+    "paris": ParisKVCache,
+    "prefill clusters": PrefillClusterCache,
+    "refitted clusters": RefittedClusterCache,
+}
+
+
+def at_ratio(options: ParisConfig, ratio: float) -> ParisConfig:
+    """``options`` with that share of candidates at every length.
+
+    At least as many keys earn points in a subspace (section 4.2.2: rho >= beta).
+    """
+    schedule = tuple((length, ratio, max(rho, ratio)) for length, _, rho in options.schedule)
+    return options.replace(schedule=schedule)
+
+
+def variant(
+    part: str, name: str, given: ParisConfig, ratio: float = 0.1, clusters: int = 256
+) -> CacheChoice:
+    """The cache of a variant, with that share of candidates but in ``SHIPPED`` and in ``ratios``.
+
+    Opponents have the same regions, budget and number of candidates.
+    """
+    if name == SHIPPED:
+        return made(name, ParisKVCache, given)
+    if part == "ratios":
+        return made(f"ratio {name}", ParisKVCache, at_ratio(given, float(name)))
+    if part == "switches":
+        switch = SWITCHES[name]
+        chosen = at_ratio(given, switch.ratio or ratio).replace(**switch.changes)
+        return made(name, switch.cache_class, chosen)
+    if DRIFT[name] is ParisKVCache:
+        return made(name, ParisKVCache, at_ratio(given, ratio))
+    common = {one.name: getattr(given, one.name) for one in fields(RetrievalConfig)}
+    options = ClusterConfig(**common, candidate_ratio=ratio, clusters=clusters)
+    return made(name, DRIFT[name], options)
 
 
 def _variants_table(cells: Found) -> str:
@@ -56,44 +127,27 @@ def _drift_table(cells: Found) -> str:
     return markdown_table(("cache", "drift", "context", *kinds), rows)
 
 
+TABLES = {"switches": _variants_table, "ratios": _variants_table, "drift": _drift_table}
+PLOTS = {
+    "ratios": ("ratios", curves_of("candidates needed", *CANDIDATES, whole=True)),
+    "switches": ("switches", bars_of("ParisKV, one part off at a time")),
+    "drift": ("drift", stretches_of("recall along a text", x="generated tokens")),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParisAblation(Ablation):
     """What each part of ParisKV is worth: recall of the exact top-k without it."""
 
     name: ClassVar[str] = "paris-ablation"
-    summary: ClassVar[str] = "what each part of ParisKV is worth"
-    description: ClassVar[str] = (
-        "What each part of ParisKV is worth: recall of the exact top-k without it. switches: "
-        "one part off at a time, at --ratio candidates. ratios: recall against the share of "
-        "candidates, at each length (the paper's figure 9). drift: recall along --drift-tokens "
-        "after the shortest length, beside clusters that were learnt from the prompt (figures 1 "
-        "and 10). All variants follow the same text, after each context."
-    )
-    examples: ClassVar[tuple[str, ...]] = (
-        "python examples/studies/paris_ablation.py --text novel.txt --lengths 4K,8K,16K "
-        "--plot ablation.png",
-    )
     method: ClassVar[str] = "paris"
     example: ClassVar[str] = "center=false"
     described: ClassVar[tuple[str, ...]] = (
         *("windows", "ratio", "clusters", "new_tokens", "drift_tokens", "every", "step"),
     )
     once: ClassVar[tuple[str, ...]] = ("drift",)
-    tables = {"switches": _variants_table, "ratios": _variants_table, "drift": _drift_table}
-    plots = {
-        "ratios": (
-            "ratios",
-            curves_of(
-                "candidates needed",
-                x="candidates, share of cold",
-                y="recall",
-                names=("candidate_ratio", "overlap"),
-                whole=True,
-            ),
-        ),
-        "switches": ("switches", bars_of("ParisKV, one part off at a time")),
-        "drift": ("drift", stretches_of("recall along a text", x="generated tokens")),
-    }
+    tables = TABLES
+    plots = PLOTS
 
     # The paper's budget, and the only method that there is something to take away from.
     caches: str | None = caches_option("paris")
@@ -116,8 +170,7 @@ class ParisAblation(Ablation):
         return Pace(self.drift_tokens, self.every, self.step)
 
     def __post_init__(self) -> None:
-        # Refuses steps that cross the end of a stretch.
-        _ = self.drift
+        _ = self.drift  # Refuses steps that cross the end of a stretch.
 
     def details(self) -> dict[str, Any]:
         return {**super().details(), "then": describe_file("--then", self.then)}
@@ -136,20 +189,12 @@ class ParisAblation(Ablation):
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         part, length = cell["part"], cell["length"]
-        follower = Follower(subject, self._variant(cell, choice), self.method)
+        assert isinstance(choice.options, ParisConfig)
+        chosen = variant(part, cell["variant"], choice.options, self.ratio, self.clusters)
+        follower = Follower(subject, chosen, self.method)
         for window in self.contexts(subject, part, length):
             follower.follow(window, length, self.drift if part == "drift" else self.pace)
         return follower.result()
-
-    def _variant(self, cell: Cell, choice: CacheChoice) -> CacheChoice:
-        """The variant of the cache that the command line names."""
-        given, name = choice.options, cell["variant"]
-        assert isinstance(given, ParisConfig)
-        if cell["part"] == "switches":
-            return switched(name, given, self.ratio)
-        if cell["part"] == "ratios":
-            return with_ratio(given, float(name))
-        return drifting(name, given, self.ratio, self.clusters)
 
 
 STUDY = ParisAblation

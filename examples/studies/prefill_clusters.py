@@ -18,7 +18,8 @@ from hf_kvret.block import TokenBlock
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.growing import GrowingRows
-from hf_kvret.index import ColdTokens, Index
+from hf_kvret.index import ColdTokens
+from hf_kvret.methods.flat.index import FlatIndex
 from hf_kvret.recall import exact_scores
 from hf_kvret.relevance import group_relevance
 
@@ -29,35 +30,27 @@ _ROUNDS = 10
 class ClusterConfig(RetrievalConfig):
     """Options of the opponent.
 
-    Attributes:
-        clusters: of each KV head, at most one a key.
-        candidate_ratio: share of the cold tokens that is scored exactly.
+    ``clusters`` of each KV head, at most one a key; ``candidate_ratio``, the share of the cold
+    tokens that is scored exactly.
     """
 
     clusters: int = 256
     candidate_ratio: float = 0.1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.clusters < 1 or not 0 < self.candidate_ratio <= 1:
-            raise ValueError(
-                f"clusters={self.clusters}, candidate_ratio={self.candidate_ratio}: at least one "
-                "cluster, and a share above 0 and at most 1"
-            )
 
-
-class PrefillClusterIndex(Index):
+class PrefillClusterIndex(FlatIndex):
     """k-means over each KV head's prompt keys; probes clusters, the most promising first."""
 
     def __init__(self, options: ClusterConfig) -> None:
+        super().__init__()
         self.options = options
-        self._keys, self._cluster = GrowingRows(), GrowingRows()
+        self._cluster = GrowingRows()
         self._centroids: torch.Tensor | None = None
 
     def observe(self, block: TokenBlock) -> None:
         if block.valid is not None and not bool(block.valid.all()):
             raise ValueError("clusters are compared on rows without padding only")
-        self._keys.append(block.keys)
+        super().observe(block)
 
     def build(self, cold: ColdTokens) -> None:
         self._learn()
@@ -105,7 +98,7 @@ class PrefillClusterIndex(Index):
         raise NotImplementedError("a study reads one row")
 
     def crop(self, cold_len: int) -> None:
-        self._keys.crop(cold_len)
+        super().crop(cold_len)
         self._cluster.crop(cold_len)
 
     def fork(self) -> Self:
@@ -114,14 +107,7 @@ class PrefillClusterIndex(Index):
         twin._centroids = self._centroids
         return twin
 
-    def nbytes(self) -> int:
-        centroids = 0 if self._centroids is None else self._centroids.nbytes
-        return self._keys.nbytes() + self._cluster.nbytes() + centroids
-
     def state_dict(self) -> dict[str, torch.Tensor]:
-        raise NotImplementedError("caches of a study are not saved")
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         raise NotImplementedError("caches of a study are not saved")
 
     def _built(self) -> torch.Tensor:

@@ -27,10 +27,13 @@ SHOWN: Mapping[str, Callable[[dict[str, Any]], str]] = {
 }
 """How a column shows a result of ``Follower``."""
 
+CANDIDATES = ("candidate_ratio", "candidates, share of cold"), ("overlap", "recall")
+"""For ``curves_of``."""
+
 
 def of_part(results: Results, part: str) -> Found:
-    """The cells of a part with their results."""
-    return [(cell, found) for cell, found in results if cell["part"] == part]
+    """The cells of a part with their results; those without one are of the part ``""``."""
+    return [(cell, found) for cell, found in results if cell.get("part", "") == part]
 
 
 def by_length(
@@ -93,13 +96,14 @@ def bars_of(title: str, *, wrapped: bool = False) -> Callable[[Path, Found], Non
 
 
 def curves_of(
-    title: str, *, x: str, y: str, names: tuple[str, str], whole: bool = False
+    title: str, x: tuple[str, str], y: tuple[str, str], *, whole: bool = False
 ) -> Callable[[Path, Found], None]:
     """A picture: one number of a result over another, a line for what the variants begin with.
 
-    ``names`` are those of x and y in a result; ``whole`` draws one line for all variants, which
-    are numbers.
+    ``x`` and ``y`` are each a number's name and its label; ``whole`` draws one line for all
+    variants, which are numbers.
     """
+    names = (x[0], y[0])
 
     def place(one: tuple[Cell, dict[str, Any]]) -> float:
         return float(one[0]["variant"] if whole else one[1][names[0]])
@@ -112,7 +116,7 @@ def curves_of(
             line = home if whole else f"{home}: {name}" if several else name
             for values, number in zip(lines.setdefault(line, ([], [])), names, strict=True):
                 values.append(found[number])
-        plot_lines(path, lines, title=title, x=x, y=y)
+        plot_lines(path, lines, title=title, x=x[1], y=y[1])
 
     return plot
 

@@ -246,13 +246,18 @@ def add_measurement(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], kind: type[Measurement]
 ) -> None:
     """Add the command of a measurement, with its options, to ``commands``."""
-    fill_parser(commands.add_parser(kind.name, help=kind.summary), kind)
+    parser = commands.add_parser(
+        kind.name,
+        help=kind.summary,
+        description=kind.description,
+        epilog=example_lines(kind.examples),
+        formatter_class=HelpFormatter,
+    )
+    fill_parser(parser, kind)
 
 
 def fill_parser(parser: argparse.ArgumentParser, kind: type[Measurement]) -> None:
-    """Make an empty parser that of a measurement: its texts, its options, and what runs it."""
-    parser.description, parser.epilog = kind.description, example_lines(kind.examples)
-    parser.formatter_class = HelpFormatter
+    """Give a parser the options of a measurement, and what runs it."""
     add_options(parser, kind)
     add_options(parser, Outputs)
     parser.set_defaults(run=lambda parsed: _run(kind, parsed))

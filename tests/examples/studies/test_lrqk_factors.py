@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-
-from hf_kvret import LRQKConfig
-from hf_kvret.cli import main
-from hf_kvret.evaluation.contexts import text_windows
-from hf_kvret.evaluation.lrqk_report import factor_tables
-from hf_kvret.evaluation.lrqk_study import Approximation, LayerStudy, read_layers
-from hf_kvret.evaluation.lrqk_variants import (
+from ablation import needle_tokens
+from lrqk_factors import STUDY
+from lrqk_proxies import (
     ALTERNATING,
     OPTIMUM,
     PER_HEAD,
     VARIANTS,
+    Approximation,
+    LayerStudy,
     Shared,
 )
+from transformers import AutoModelForCausalLM
+
+from hf_kvret import LRQKConfig
+from hf_kvret.evaluation.contexts import text_windows
 from hf_kvret.evaluation.needles import NeedleLanguage
+from hf_kvret.evaluation.recording import read_layers
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.subject import load_subject
-from hf_kvret.evaluation.tasks.lrqk_factors import needle_tokens
 from hf_kvret.methods.lrqk.factors import Factors
 
 LENGTH, LAST, TOP_K, DIM, GROUP = 150, 12, 10, 64, 2
@@ -41,7 +41,8 @@ def tokens(tiny_model_dir: Path, tiny_text: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def studies(tiny_model_dir: Path, tokens: torch.Tensor) -> list[LayerStudy]:
-    return read_layers(load_subject(str(tiny_model_dir)).model, tokens, LAST)
+    layers = read_layers(load_subject(str(tiny_model_dir)).model, tokens)
+    return [LayerStudy(**vars(layer), last=LAST) for layer in layers]
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +63,9 @@ def _shares(study: LayerStudy, found: torch.Tensor) -> tuple[torch.Tensor, torch
     return missed, (exact - found).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))
 
 
-def _run(path: Path, *arguments: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    assert main(["eval", "lrqk-factors", "--json", str(path), *arguments]) == 0
-    return [(one["cell"], one["result"]) for one in json.loads(path.read_text())["cells"]]
+def _arguments(model: Path, text: Path) -> list[str]:
+    arguments = ["--model", str(model), "--text", str(text), "--lengths", str(LENGTH)]
+    return [*arguments, "--queries", str(LAST), "--top-k", str(TOP_K)]
 
 
 def test_recorded_queries_and_keys_give_the_models_own_attention(
@@ -86,7 +87,7 @@ def test_recorded_queries_and_keys_give_the_models_own_attention(
 def test_the_optimum_is_the_truncated_svd_of_the_whole_matrix(study: LayerStudy) -> None:
     left, singular, right = torch.linalg.svd(_scores(study), full_matrices=False)
     cut = left[..., :8] * singular[:, None, :8] @ right[:, :8]
-    found = VARIANTS[OPTIMUM].approximate(study, 8, OPTIONS)
+    found = VARIANTS[OPTIMUM](study, 8, OPTIONS)
     plain, centered = _shares(study, cut)
     torch.testing.assert_close(found.error.sqrt(), plain, rtol=1e-6, atol=0)
     torch.testing.assert_close(found.centered_error.sqrt(), centered, rtol=1e-6, atol=0)
@@ -114,7 +115,7 @@ def test_errors_are_those_of_the_whole_matrix_of_scores(study: LayerStudy, cente
 
 def test_recall_and_mass_are_counted_among_the_tokens_before_each_query(study: LayerStudy) -> None:
     """Token by token in plain Python; the selection is by the best softmax weight of a group."""
-    found = VARIANTS["shared"].approximate(study, 8, OPTIONS)
+    found = VARIANTS["shared"](study, 8, OPTIONS)
     quality = study.judge(found, TOP_K)
     overlap, mass, best_mass = [], [], []
     exact = _scores(study)[:, -LAST:].float() * study.scale
@@ -131,11 +132,11 @@ def test_recall_and_mass_are_counted_among_the_tokens_before_each_query(study: L
             overlap.append(len(best & chosen) / TOP_K)
             mass += weights[own][:, list(chosen)].sum(-1).tolist()
             best_mass += weights[own][:, list(best)].sum(-1).tolist()
-    assert 0.1 < quality.recall < 0.999
-    assert quality.recall == pytest.approx(sum(overlap) / len(overlap))
-    assert quality.mass == pytest.approx(sum(mass) / len(mass), rel=1e-5)
-    assert quality.best_mass == pytest.approx(sum(best_mass) / len(best_mass), rel=1e-5)
-    assert quality.mass < quality.best_mass
+    assert 0.1 < quality["recall"] < 0.999
+    assert quality["recall"] == pytest.approx(sum(overlap) / len(overlap))
+    assert quality["mass"] == pytest.approx(sum(mass) / len(mass), rel=1e-5)
+    assert quality["best_mass"] == pytest.approx(sum(best_mass) / len(best_mass), rel=1e-5)
+    assert quality["mass"] < quality["best_mass"]
 
 
 @pytest.mark.parametrize("softcap", [None, 0.5])
@@ -147,17 +148,17 @@ def test_with_as_many_numbers_as_the_head_dim_all_is_found(
 ) -> None:
     """But for rounding. A cap bends scores, so the mean key's part of them must be there."""
     capped = dataclasses.replace(study, softcap=softcap)
-    found = VARIANTS[name].approximate(capped, DIM, OPTIONS)
+    found = VARIANTS[name](capped, DIM, OPTIONS)
     quality = capped.judge(found, TOP_K)
     # Of rounded proxies a percent of the score is lost, and neighbours in rank change places.
     rounded = name in ("shared bf16", "shared int8")
-    assert (0.9 if rounded else 0.99) <= quality.recall <= 1.0
+    assert (0.9 if rounded else 0.99) <= quality["recall"] <= 1.0
     exact = _scores(study)[:, -LAST:].float()
     close = 0.02 if rounded else 1e-4
-    assert max(quality.errors) < close
+    assert max(quality["errors"]) < close
     assert (found.dots - exact).norm() < close * exact.norm()
     if not rounded:
-        assert quality.mass == pytest.approx(quality.best_mass, rel=1e-3)
+        assert quality["mass"] == pytest.approx(quality["best_mass"], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -165,8 +166,8 @@ def test_nothing_misses_less_than_the_optimum_but_what_keeps_the_mean_key_too(
     studies: list[LayerStudy], name: str
 ) -> None:
     for study in studies:
-        best = VARIANTS[OPTIMUM].approximate(study, 16, OPTIONS).error.sqrt()
-        found = VARIANTS[name].approximate(study, 16, OPTIONS).error.sqrt()
+        best = VARIANTS[OPTIMUM](study, 16, OPTIONS).error.sqrt()
+        found = VARIANTS[name](study, 16, OPTIONS).error.sqrt()
         assert found.shape == (4,) and best.min() > 0.01
         if "centered" not in name:
             assert (found >= best - 1e-6).all()
@@ -175,9 +176,7 @@ def test_nothing_misses_less_than_the_optimum_but_what_keeps_the_mean_key_too(
 
 
 def test_numbers_a_token_are_counted_for_a_kv_head(study: LayerStudy) -> None:
-    counts = {
-        name: variant.approximate(study, 16, OPTIONS).numbers for name, variant in VARIANTS.items()
-    }
+    counts = {name: variant(study, 16, OPTIONS).numbers for name, variant in VARIANTS.items()}
     for name, count in counts.items():
         per_head = name in (OPTIMUM, PER_HEAD, *ALTERNATING)
         assert count == (16 * GROUP if per_head else 16), name
@@ -201,7 +200,7 @@ def test_unseen_queries_do_not_move_the_factors(study: LayerStudy) -> None:
 
 def test_rounding_costs_a_little_and_int8_more(study: LayerStudy) -> None:
     rounded = {
-        name: VARIANTS[name].approximate(study, DIM, OPTIONS).error.sqrt()
+        name: VARIANTS[name](study, DIM, OPTIONS).error.sqrt()
         for name in ("shared", "shared bf16", "shared int8")
     }
     # Half a unit in the last of bf16's 8 bits is 0.2% of a number, a step of int8 1/127 of a
@@ -212,29 +211,21 @@ def test_rounding_costs_a_little_and_int8_more(study: LayerStudy) -> None:
     assert (rounded["shared int8"] < 0.02).all()
 
 
-def test_one_command_makes_tables_and_pictures_and_goes_on(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
+def test_one_command_makes_tables_and_pictures(
+    measured: Any, tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, studies: list[LayerStudy]
 ) -> None:
-    picture, table, path = tmp_path / "f.png", tmp_path / "f.txt", tmp_path / "f.json"
-    arguments = ["--model", str(tiny_model_dir), "--text", str(tiny_text), "--lengths", "150"]
-    arguments += ["--queries", str(LAST), "--top-k", str(TOP_K), "--table", str(table)]
-    _run(path, *arguments, "--ranks", "16")
-    capsys.readouterr()
-    found = _run(path, *arguments, "--ranks", "8,16,80", "--plot", str(picture))
-    assert f"{len(VARIANTS)} cells were finished already" in capsys.readouterr().out
+    picture, table = tmp_path / "f.png", tmp_path / "f.txt"
+    arguments = [*_arguments(tiny_model_dir, tiny_text), "--table", str(table)]
+    arguments += ["--ranks", "8,16,80", "--plot", str(picture)]
+    found = measured(STUDY, tmp_path / "f.json", *arguments)
     assert len(found) == 3 * len(VARIANTS)
-    study = read_layers(
-        (subject := load_subject(str(tiny_model_dir))).model,
-        text_windows(subject, "test", tiny_text, LENGTH, 0, 1, None)[0],
-        LAST,
-    )[0]
-    for cell, result in found:
+    for (_, variant, rank), result in found.items():
         assert result["top_k"] == TOP_K
         # No proxy has more numbers than a key.
-        assert [one["layer"] for one in result["layers"]] == ([] if cell["rank"] == 80 else [0, 1])
-        if cell["rank"] == 8:
-            again = VARIANTS[cell["variant"]].approximate(study, 8, OPTIONS)
-            for key, value in study.judge(again, TOP_K).to_dict().items():
+        assert [one["layer"] for one in result["layers"]] == ([] if rank == 80 else [0, 1])
+        if rank == 8:
+            again = VARIANTS[variant](studies[0], 8, OPTIONS)
+            for key, value in studies[0].judge(again, TOP_K).items():
                 assert result["layers"][0][key] == pytest.approx(value, rel=1e-5), key
     lines = table.read_text().splitlines()[:-2]
     assert lines[-1].endswith(": 12 of 12 layer x rank x start")
@@ -245,26 +236,27 @@ def test_one_command_makes_tables_and_pictures_and_goes_on(
 
 
 def test_the_cache_says_what_variants_leave_open(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
+    measured: Any, tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
 ) -> None:
-    arguments = ["--model", str(tiny_model_dir), "--text", str(tiny_text), "--lengths", "150"]
-    arguments += ["--ranks", "16", "--variants", "als top,closed per head,shared weighted"]
-    arguments += ["--queries", str(LAST), "--top-k", str(TOP_K)]
-    caches = "lrqk,lrqk:iterations=12:recency=0:top_k=5"
-    found = {
-        (cell["cache"], cell["variant"]): result
-        for cell, result in _run(tmp_path / "c.json", *arguments, "--caches", caches)
-    }
-    first, second = caches.split(",")
-    assert (found[first, "als top"]["top_k"], found[second, "als top"]["top_k"]) == (TOP_K, 5)
+    arguments = [*_arguments(tiny_model_dir, tiny_text), "--ranks", "16"]
+    arguments += ["--variants", "als top,closed per head,shared weighted"]
+    first, second = (
+        {
+            variant: one
+            for (_, variant, _), one in measured(
+                STUDY, tmp_path / f"{n}.json", *arguments, "--caches", cache
+            ).items()
+        }
+        for n, cache in enumerate(("lrqk", "lrqk:iterations=12:recency=0:top_k=5"))
+    )
+    assert (first["als top"]["top_k"], second["als top"]["top_k"]) == (TOP_K, 5)
     for layer in (0, 1):
-        one, more = (found[cache, "als top"]["layers"][layer]["error"] for cache in (first, second))
-        best = found[first, "closed per head"]["layers"][layer]["error"]
-        assert best <= more < one
-        weighted, alike = (
-            found[cache, "shared weighted"]["layers"][layer]["error"] for cache in (first, second)
-        )
-        assert alike < weighted
+
+        def error(found: dict[str, Any], variant: str, layer: int = layer) -> float:
+            return found[variant]["layers"][layer]["error"]
+
+        assert error(first, PER_HEAD) <= error(second, "als top") < error(first, "als top")
+        assert error(second, "shared weighted") < error(first, "shared weighted")
 
 
 def test_a_start_that_beats_the_closed_form_is_counted() -> None:
@@ -278,12 +270,12 @@ def test_a_start_that_beats_the_closed_form_is_counted() -> None:
         cell = {"cache": "lrqk", "length": 9, "variant": variant, "rank": 2}
         one = {"layer": 3, **layer, "numbers": 4, "errors": errors}
         results.add(cell, {"top_k": 1, "layers": [one]})
-    shown = factor_tables(results)
+    shown = STUDY.table(results)
     assert shown.endswith(": 1 of 2 layer x rank x start")
     assert "layer 3" in shown and "optimum" not in shown
 
 
-def test_without_a_text_the_needle_language_is_read(tmp_path: Path) -> None:
+def test_without_a_text_the_needle_language_is_read(measured: Any, tmp_path: Path) -> None:
     language = NeedleLanguage()
     text = needle_tokens(700, 13, seed=3)
     # Three turns of Q k k -> v v, the first of which the 13 newest tokens only touch.
@@ -294,7 +286,8 @@ def test_without_a_text_the_needle_language_is_read(tmp_path: Path) -> None:
     needles = {tuple(text[i + 1 : i + 5].tolist()) for i in (text == language.needle).nonzero()}
     assert {(*turn[1:3].tolist(), *turn[4:].tolist()) for turn in turns} <= needles
     arguments = ["--model", "needle", "--lengths", "300", "--top-k", "20", "--ranks", "8"]
-    ((_, found),) = _run(tmp_path / "n.json", *arguments, "--variants", "shared")
+    arguments += ["--variants", "shared"]
+    (found,) = measured(STUDY, tmp_path / "n.json", *arguments).values()
     assert [one["layer"] for one in found["layers"]] == [0, 1, 2]
     assert all(0 < one["recall"] <= 1 for one in found["layers"])
 
@@ -303,32 +296,22 @@ def test_without_a_text_the_needle_language_is_read(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--lengths", "100", "--top-k", "40"], "leave nothing to choose"),
-        (["--variants", "shared,best"], "unknown variant best"),
-        (["--ranks", "8,8"], "different numbers"),
-        (["--queries", "0"], "at least 1"),
-        (["--caches", "paris"], "is about lrqk"),
-        (["--caches", "lrqk:rank=8"], "rank is chosen by --ranks"),
+        (["--variants", "shared,best"], "--variants: unknown: best"),
+        (["--ranks", "8,8"], "--ranks: the same value twice"),
+        (["--caches", "paris"], "lrqk-factors is about lrqk, so name lrqk"),
+        (["--caches", "lrqk:rank=8"], "chooses rank itself, leave it out: --ranks and --variants"),
         (["--store", "host"], "stores nothing"),
         (["--ranks", "80,96"], "above the head dim 64"),
+        (["--lengths", "300,32K", "--text", __file__], "needs a tokenizer"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", "lrqk-factors", "--model", "needle", *arguments]) != 0
-    assert message in capsys.readouterr().err
-
-
-def test_a_text_model_without_a_text_is_refused(
-    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", "lrqk-factors", "--model", str(tiny_model_dir)]) != 0
-    assert "give --text FILE" in capsys.readouterr().err
+def test_what_makes_no_sense_is_refused(refused: Any, arguments: list[str], message: str) -> None:
+    assert message in refused(STUDY, "--model", "needle", *arguments)
 
 
 def test_an_approximation_without_error_has_no_negative_one(study: LayerStudy) -> None:
     """Rounding leaves shares of about 1e-16 on either side of 0, whose root must be a number."""
     for variant in (VARIANTS[OPTIMUM], VARIANTS[PER_HEAD], Shared(center=True)):
-        found: Approximation = variant.approximate(study, DIM, OPTIONS)
+        found: Approximation = variant(study, DIM, OPTIONS)
         for share in (found.error, found.centered_error):
             assert share.isfinite().all() and (share >= 0).all() and (share < 1e-8).all()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from hf_kvret import TokenBlock
-from hf_kvret.evaluation.prefill_clusters import (
+from prefill_clusters import (
     ClusterConfig,
     PrefillClusterIndex,
     RefittedClusterIndex,
     k_means,
     nearest,
 )
+
+from hf_kvret import TokenBlock
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid
@@ -89,24 +89,21 @@ def test_a_budget_for_all_selects_exactly_the_valid_tokens(kind: type[PrefillClu
         assert sorted(chosen[chosen >= 0].tolist()) == list(range(4, 90))
 
 
-def test_fork_state_reorder_and_crop_keep_the_selection() -> None:
+def test_fork_and_crop_keep_the_selection() -> None:
     keys, query = _draw(0, 2, HEADS, 90, DIM), _draw(1, 2, HEADS * GROUP, 1, DIM)
     index = _index(PrefillClusterIndex, keys[:, :, :60], keys[:, :, 60:])
     valid = torch.ones(2, 90, dtype=torch.bool)
     expected = index.select(query, 12, valid, 0.2)
-    loaded = PrefillClusterIndex(index.options)
-    loaded.load_state_dict(index.state_dict())
     fork = index.fork()
-    for other in (fork, loaded):
-        assert torch.equal(other.select(query, 12, valid, 0.2), expected)
+    assert torch.equal(fork.select(query, 12, valid, 0.2), expected)
     more = _draw(3, 2, HEADS, 30, DIM)
     fork.extend(TokenBlock(more, more, 90))
     fork.crop(90)
     assert torch.equal(fork.select(query, 12, valid, 0.2), expected)
-    order = torch.tensor([1, 0])
-    index.reorder(order)
-    assert torch.equal(index.select(query[order], 12, valid, 0.2), expected[order])
-    assert index.nbytes() >= keys.nbytes
+    # What a study needs no more than this says so, before it gives wrong numbers.
+    for missing in (index.state_dict, lambda: index.reorder(torch.tensor([1, 0]))):
+        with pytest.raises(NotImplementedError):
+            missing()
 
 
 def test_candidates_cover_the_budget() -> None:
@@ -116,9 +113,6 @@ def test_candidates_cover_the_budget() -> None:
 
 
 def test_mistakes_are_refused() -> None:
-    for bad in ({"clusters": 0}, {"candidate_ratio": 0.0}, {"candidate_ratio": 1.5}):
-        with pytest.raises(ValueError, match="at least one cluster"):
-            ClusterConfig(**bad)
     keys = _draw(0, 1, HEADS, 4, DIM)
     index = PrefillClusterIndex(ClusterConfig())
     with pytest.raises(ValueError, match="without padding"):

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ctkvr_ablation import STUDY, variant
+from ctkvr_follower import SplitCTkvrCache, starts_of
+from ctkvr_variants import PARTS, UPDATES, centroid_count, changed
 
 from hf_kvret import CTkvrCache, CTkvrConfig
-from hf_kvret.cli import main
 from hf_kvret.evaluation.contexts import text_windows
-from hf_kvret.evaluation.ctkvr_study import Questions
-from hf_kvret.evaluation.ctkvr_variants import PARTS, UPDATES, Variants, centroid_count
 from hf_kvret.evaluation.results import Results
-from hf_kvret.evaluation.split_recall import SplitCTkvrCache
 from hf_kvret.evaluation.subject import Subject, load_subject
-from hf_kvret.evaluation.tasks.ctkvr_ablation import CTkvrAblation
 
 REGIONS: dict[str, Any] = {"dense_below": 0, "recent": 16, "flush": 16, "tokens_per_centroid": 8}
 CTKVR = ":".join(["ctkvr", *(f"{name}={value}" for name, value in REGIONS.items())])
 LENGTH, NEW, BUDGET, LAYERS = 300, 12, 15, 2
-VARIANTS = Variants(("1/4x", "1x", "20"), (1, 4), (1.0, 2.5), (30, 0.04))
+VARIANTS = STUDY(
+    centroids=("1/4x", "1x", "20"), probes=(1, 4), ratios=(1.0, 2.5), budgets=(30, 0.04)
+)
 
 Found = dict[tuple[str, str], dict[str, Any]]
 
 
-def _run(path: Path, *arguments: str) -> Found:
-    assert main(["eval", "ctkvr-ablation", "--json", str(path), *arguments]) == 0
-    cells = json.loads(path.read_text())["cells"]
-    return {(one["cell"]["part"], one["cell"]["variant"]): one["result"] for one in cells}
+def _run(measured: Any, path: Path, *arguments: str) -> Found:
+    found = measured(STUDY, path, *arguments)
+    return {(part, name): one for (part, name, _), one in found.items()}
 
 
 def _arguments(model: Path, text: Path) -> list[str]:
@@ -50,12 +48,16 @@ def subject(tiny_model_dir: Path) -> Subject:
 
 @pytest.fixture(scope="module")
 def whole(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_text: Path
+    measured: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model_dir: Path,
+    tiny_text: Path,
 ) -> tuple[Path, Found]:
     """A folder with the pictures and the table of all parts, and their numbers."""
     folder = tmp_path_factory.mktemp("ablation")
     outputs = ["--plot", str(folder / "a.png"), "--table", str(folder / "a.md")]
-    return folder, _run(folder / "a.json", *_arguments(tiny_model_dir, tiny_text), *outputs)
+    arguments = [*_arguments(tiny_model_dir, tiny_text), *outputs]
+    return folder, _run(measured, folder / "a.json", *arguments)
 
 
 def _cache(subject: Subject, **options: Any) -> CTkvrCache:
@@ -75,7 +77,7 @@ def _check_means(found: dict[str, Any], recalls: list[Any]) -> None:
 
 def test_one_command_measures_all_parts(whole: tuple[Path, Found]) -> None:
     folder, found = whole
-    assert set(found) == {(part, name) for part in PARTS for name in VARIANTS.names(part)}
+    assert set(found) == {(part, name) for part in PARTS for name in VARIANTS.variants(part)}
     for one in found.values():
         assert 0 < one["overlap"] <= 1 and 0 < one["mass"] <= one["best_mass"] + 1e-6
         assert 0 < one["read_ratio"] < one["candidate_ratio"] <= 1
@@ -143,7 +145,7 @@ def test_a_question_repeats_a_passage_and_its_continuation_is_measured(
     whole: tuple[Path, Found], subject: Subject, tiny_text: Path
 ) -> None:
     (window,) = text_windows(subject, "test", tiny_text, LENGTH, 0, 1, None)
-    assert Questions(2, 40, 5).starts(LENGTH) == [100, 200]
+    assert starts_of(2, 45, LENGTH) == [100, 200]
     for name in ("on", "off"):
         recalls = []
         for start in (100, 200):
@@ -162,7 +164,7 @@ def test_a_question_repeats_a_passage_and_its_continuation_is_measured(
 
 
 def test_generated_tokens_are_found_with_the_pending_list_only(whole: tuple[Path, Found]) -> None:
-    found = {name: whole[1]["pending", name]["stretches"] for name in VARIANTS.names("pending")}
+    found = {name: whole[1]["pending", name]["stretches"] for name in VARIANTS.variants("pending")}
     for stretches in found.values():
         assert [one["end"] for one in stretches] == [40, 80, 120]
         assert all(one["prompt_recall"] > 0 for one in stretches)
@@ -176,12 +178,12 @@ def test_generated_tokens_are_found_with_the_pending_list_only(whole: tuple[Path
 
 
 def test_lists_made_anew_find_the_prompts_tokens_again(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
+    measured: Any, tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
 ) -> None:
     """Asked for full coverage, lists are made at every flush; after more than C steps it shows."""
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--parts", "pending"]
     arguments += ["--caches", f"{CTKVR}:coverage=1.0", "--probes", "4"]
-    found = _run(tmp_path / "a.json", *arguments)
+    found = _run(measured, tmp_path / "a.json", *arguments)
     kept, left = "published lists, pending and coverage", "published lists and pending"
     ends = [found["pending", name]["stretches"][-1] for name in (kept, left)]
     assert ends[0]["prompt_recall"] > ends[1]["prompt_recall"] + 0.03
@@ -191,11 +193,11 @@ def test_lists_made_anew_find_the_prompts_tokens_again(
 
 
 def test_a_budget_of_everything_finds_everything(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
+    measured: Any, tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
 ) -> None:
-    parts = ("choice", "questions", "update", "pending")
+    parts = ("questions", "pending")
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--parts", ",".join(parts)]
-    for one in _run(tmp_path / "a.json", *arguments, "--top-k", "1.0").values():
+    for one in _run(measured, tmp_path / "a.json", *arguments, "--top-k", "1.0").values():
         assert one["overlap"] == one["equal"] == 1 and one["mass"] == pytest.approx(1)
         assert all(stretch.get("prompt_recall", 1) == 1 for stretch in one["stretches"])
 
@@ -206,7 +208,7 @@ def test_the_variants_are_what_they_are_called() -> None:
     length = 1633
 
     def made(part: str, name: str) -> CTkvrConfig:
-        return VARIANTS.options(part, name, given, length)
+        return changed(part, name, given, length)
 
     for part, name, changes in (
         ("choice", "mixed", {}),
@@ -236,15 +238,17 @@ def test_the_variants_are_what_they_are_called() -> None:
         ),
     ):
         assert made(part, name) == plain.replace(**changes), name
-        assert name in VARIANTS.names(part) or name in ("20",)
+        assert name in VARIANTS.variants(part) or name in ("20",)
     for part in PARTS:
-        assert len({made(part, name) for name in VARIANTS.names(part)}) == len(VARIANTS.names(part))
+        assert len({made(part, name) for name in VARIANTS.variants(part)}) == len(
+            VARIANTS.variants(part)
+        )
 
 
 def test_only_the_pending_part_tells_places_apart(subject: Subject) -> None:
     for part in PARTS:
-        name = VARIANTS.names(part)[0]
-        cache = VARIANTS.choice(part, name, CTkvrConfig(), 400).make(subject.model.config, 9)
+        name = VARIANTS.variants(part)[0]
+        cache = variant(part, name, CTkvrConfig(), 400).make(subject.model.config, 9)
         assert type(cache) is (SplitCTkvrCache if part == "pending" else CTkvrCache)
 
 
@@ -256,11 +260,11 @@ def test_centroids_are_counts_or_multiples() -> None:
             centroid_count(text, 96)
 
 
-def test_without_a_text_documents_of_needles_are_read(tmp_path: Path) -> None:
+def test_without_a_text_documents_of_needles_are_read(measured: Any, tmp_path: Path) -> None:
     arguments = ["--model", "needle", "--caches", CTKVR, "--lengths", "400", "--top-k", "16"]
     arguments += ["--parts", "probes,questions", "--probes", "1,8", "--new-tokens", "12"]
     arguments += ["--questions", "1", "--answer-tokens", "4", "--windows", "2"]
-    found = _run(tmp_path / "n.json", *arguments)
+    found = _run(measured, tmp_path / "n.json", *arguments)
     assert set(found) == {
         ("probes", "1"),
         ("probes", "8"),
@@ -268,17 +272,6 @@ def test_without_a_text_documents_of_needles_are_read(tmp_path: Path) -> None:
         ("questions", "off"),
     }
     assert found["probes", "1"]["overlap"] < found["probes", "8"]["overlap"]
-
-
-def test_another_talk_does_not_join_the_same_file(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [*_arguments(tiny_model_dir, tiny_text), "--parts", "probes"]
-    _run(tmp_path / "a.json", *arguments)
-    assert len(_run(tmp_path / "a.json", *arguments, "--probes", "1,2")) == 3
-    path = str(tmp_path / "a.json")
-    assert main(["eval", "ctkvr-ablation", "--json", path, *arguments, "--turns", "4"]) == 2
-    assert "turns was 3, now 4" in capsys.readouterr().err
 
 
 def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
@@ -296,7 +289,7 @@ def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
     )
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in CTkvrAblation.table(results).splitlines()
+        for line in STUDY.table(results).splitlines()
         if line
     ]
     shown, none = ["0.500", "0.250 of 0.750", "0.875", "10.0%", "2.5%"], ["-"] * 5
@@ -306,7 +299,7 @@ def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
     ]
     assert rows[6] == ["ctkvr", "as published", "64", "0.500", "0.500", "3"]
     assert rows[9] == ["ctkvr", "as published", "64", "-", "-", "3"]
-    CTkvrAblation.plot(tmp_path / "p.png", results)
+    STUDY.plot(tmp_path / "p.png", results)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "p-generated.png",
         "p-pending.png",
@@ -317,40 +310,26 @@ def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--caches", "flat,ctkvr"), "--caches flat: ctkvr-ablation takes ctkvr apart"),
-        (("--parts", "probe"), "unknown part probe: choose among choice, centroids"),
-        (("--parts", ""), "unknown part (none named)"),
-        (("--probes", "4,4"), "--probes (4, 4): different values"),
+        (("--caches", "flat,ctkvr"), "--caches flat: ctkvr-ablation is about ctkvr, so name"),
+        (("--parts", "probe"), "--parts: unknown: probe; choose among choice, centroids"),
+        (("--probes", "4,4"), "--probes: the same value twice in '4,4'"),
+        (("--centroids", "1x,much"), "--centroids much: write a count as 512"),
         (("--ratios", "0.5"), "list_ratio=0.5: at least 1"),
-        (("--windows", "0"), "--windows 0: at least 1"),
-        (("--new-tokens", "0"), "--new-tokens 0"),
-        (("--step", "0"), "--step 0"),
         (("--every", "18"), "--every 18 is no multiple of --step 4"),
-        (("--turns", "0"), "--turns 0, --turn-tokens 36, --turn-measured 6: at least 1 each"),
-        (("--question-tokens", "1"), "2 tokens of a question"),
+        (("--question-tokens", "1"), "--question-tokens: '1' is no whole number from 2"),
         (("--question-tokens", "200"), "no room for question and answer"),
         (("--text", "missing.txt"), "--text missing.txt: no such file"),
-        (("--lengths", "1M"), "fewer than the"),
+        (("--lengths", "300,1M"), "fewer than the"),
         (("--caches", "ctkvr"), "nothing was cold"),
         (("--caches", f"{CTKVR}:pending=0", "--parts", "pending"), "nothing to switch off"),
         (("--model", "needle"), "needs a tokenizer"),
     ],
 )
 def test_mistakes_are_one_line_each(
-    tiny_model_dir: Path,
-    tiny_text: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    message: str,
+    refused: Any, tiny_model_dir: Path, tiny_text: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    known = _arguments(tiny_model_dir, tiny_text)
-    assert main(["eval", "ctkvr-ablation", *known, *arguments]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("hf-kvret: error: ") and message in error
+    assert message in refused(STUDY, *_arguments(tiny_model_dir, tiny_text), *arguments)
 
 
-def test_a_text_model_without_a_text_is_refused(
-    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", "ctkvr-ablation", "--model", str(tiny_model_dir)]) == 2
-    assert "give --text FILE" in capsys.readouterr().err
+def test_a_text_model_without_a_text_is_refused(refused: Any, tiny_model_dir: Path) -> None:
+    assert "give --text FILE" in refused(STUDY, "--model", str(tiny_model_dir))

@@ -7,15 +7,20 @@ KV heads, F sets of factors (one of both), l tokens, N queries that select, D he
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import fmean
 from typing import Any
 
 import torch
 
 from hf_kvret.evaluation.recording import RecordedLayer
-from hf_kvret.methods.lrqk.factors import Factors
+from hf_kvret.methods.lrqk.config import LRQKConfig
+from hf_kvret.methods.lrqk.factors import Factors, alternating, closed_form
+from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
+from hf_kvret.methods.lrqk.proxies import Proxies
+from hf_kvret.methods.lrqk.sketches import STARTS, Moments
 from hf_kvret.recall import exact_scores
 from hf_kvret.relevance import group_relevance
 
@@ -102,7 +107,8 @@ class LayerStudy(RecordedLayer):
         ``Approximation``.
         """
         heads = self.keys.shape[0]
-        exact, likely = self._logits(self._exact_dots()), self._logits(found.dots)
+        exact_dots = exact_scores(self.asking[None], self.keys[None], 1.0)[0]
+        exact, likely = self._logits(exact_dots), self._logits(found.dots)
         best = group_relevance(exact[None], heads)[0].topk(top_k, dim=-1).indices
         chosen = group_relevance(likely[None], heads)[0].topk(top_k, dim=-1).indices
         marks = torch.zeros(
@@ -121,9 +127,6 @@ class LayerStudy(RecordedLayer):
             "errors": errors,
             "centered_errors": centered,
         }
-
-    def _exact_dots(self) -> torch.Tensor:
-        return exact_scores(self.asking[None], self.keys[None], 1.0)[0]
 
     def _logits(self, dots: torch.Tensor) -> torch.Tensor:
         """Scaled, capped, and -inf from a query's own token on, ``[Hq, N, l]`` fp32."""
@@ -193,3 +196,110 @@ def gram(rows: torch.Tensor) -> torch.Tensor:
     """``X^T X`` in fp64 of ``rows [..., l, D]``."""
     rows = rows.double()
     return rows.mT @ rows
+
+
+Variant = Callable[[LayerStudy, int, LRQKConfig], Approximation]
+"""A way to make proxies: the scores by those of a rank, which is at most the head dim.
+
+The options say what the variant leaves open: rounds, penalty, recency, half-life, seed.
+"""
+
+
+def _optimum(study: LayerStudy, rank: int, options: LRQKConfig) -> Approximation:
+    """The truncated SVD of each query head's Q K^T: no rank-r scores miss less (Eckart, Young)."""
+    basis, triangle, left, singular = study.decomposition
+    kept = left[..., :rank] @ (left[..., :rank].mT @ triangle)
+    dots = (basis @ kept) @ study.spread(study.keys).double().mT
+    squares = singular.square()
+    whole = squares.sum(-1).clamp(min=torch.finfo(torch.float64).tiny)
+    missed = triangle - kept
+    centered = [
+        ((part @ study.centered_key_gram) * part).sum((-2, -1)) for part in (missed, triangle)
+    ]
+    return Approximation(
+        dots.float(),
+        squares[..., rank:].sum(-1) / whole,
+        centered[0].clamp(min=0.0) / centered[1].clamp(min=torch.finfo(torch.float64).tiny),
+        study.group * rank,
+    )
+
+
+def _per_head(study: LayerStudy, rank: int, options: LRQKConfig) -> Approximation:
+    """The closed form for each query head."""
+    return study.by_factors(closed_form(study.query_gram, study.key_gram, rank))
+
+
+def _per_head_at_equal_bytes(study: LayerStudy, rank: int, options: LRQKConfig) -> Approximation:
+    """The same with rank r / G, rounded down: all heads of a group take what a shared set takes."""
+    return _per_head(study, max(1, rank // study.group), options)
+
+
+def _alternating(study: LayerStudy, rank: int, options: LRQKConfig, *, start: str) -> Approximation:
+    """The paper's algorithm 1 for each query head, from one of its three starts (B.6)."""
+    drawn, chance = STARTS[start], torch.Generator().manual_seed(options.seed)
+    of_queries, of_keys = Moments(drawn.random), Moments(drawn.random)
+    of_queries.add(study.queries[None], rank, chance)
+    of_keys.add(study.spread(study.keys)[None], rank, chance)
+    starts = drawn.sketches(of_queries, of_keys, rank)
+    grams = of_queries.sums["gram"], of_keys.sums["gram"]
+    found = alternating(*grams, *starts, options.iterations, options.penalty)
+    return study.by_factors(Factors(found.to_query[0], found.to_key[0]))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The closed form for each KV head, from the Grams that an index adds up.
+
+    Attributes:
+        center: leave the mean key out.
+        weighted: the newest queries weigh more, by ``recency``; else all alike.
+        seen: the last queries, which select, and their keys are in the Grams.
+    """
+
+    center: bool = False
+    weighted: bool = False
+    seen: bool = True
+
+    def __call__(self, study: LayerStudy, rank: int, options: LRQKConfig) -> Approximation:
+        return study.by_factors(self.fit(study, rank, options), self.center)
+
+    def fit(self, study: LayerStudy, rank: int, options: LRQKConfig) -> Factors:
+        """Maps ``[Hkv, D, r]``."""
+        end = study.keys.shape[1] - (0 if self.seen else study.last)
+        of_queries = QueryGrams(study.keys.shape[0], options.half_life)
+        of_queries.add(study.queries[None, :, :end], None)
+        of_keys = KeyGrams()
+        of_keys.add(study.keys[None, :, :end], None)
+        queries = of_queries.weighted(options.recency if self.weighted else 0.0)
+        factors = closed_form(queries, of_keys.matrix(self.center), rank)
+        return Factors(factors.to_query[0], factors.to_key[0])
+
+
+def _rounded(study: LayerStudy, rank: int, options: LRQKConfig, *, dtype: str) -> Approximation:
+    """Shared factors, with proxies of keys kept in a ``LRQKConfig.proxy_dtype``."""
+    shared = Shared()
+    factors, mean = shared.fit(study, rank, options), study.mean_key(shared.center)
+    kept = Proxies(dtype)
+    kept.replace([study.project(factors, mean)[None]])
+    return study.by_rows(factors, kept.values(kept.rows)[0], mean)
+
+
+ALTERNATING: Mapping[str, Variant] = {
+    f"als {start}": partial(_alternating, start=start) for start in STARTS
+}
+PER_HEAD = "closed per head"
+OPTIMUM = "optimum"
+VARIANTS: Mapping[str, Variant] = {
+    OPTIMUM: _optimum,
+    PER_HEAD: _per_head,
+    **ALTERNATING,
+    f"{PER_HEAD} r/G": _per_head_at_equal_bytes,
+    "shared": Shared(),
+    "shared bf16": partial(_rounded, dtype="bfloat16"),
+    "shared int8": partial(_rounded, dtype="int8"),
+    "shared centered": Shared(center=True),
+    "shared weighted": Shared(weighted=True),
+    "shared centered weighted": Shared(center=True, weighted=True),
+    "shared unseen": Shared(seen=False),
+    "shared weighted unseen": Shared(weighted=True, seen=False),
+}

@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from paris_ablation import DRIFT, STUDY, SWITCHES, at_ratio, variant
+from prefill_clusters import PrefillClusterCache, RefittedClusterCache
 
 from hf_kvret import FlatKVCache, ParisConfig, ParisKVCache
-from hf_kvret.cli import main
 from hf_kvret.evaluation.contexts import text_windows
-from hf_kvret.evaluation.paris_variants import (
-    DRIFT,
-    SWITCHES,
-    at_ratio,
-    drifting,
-    switched,
-    with_ratio,
-)
-from hf_kvret.evaluation.prefill_clusters import PrefillClusterCache, RefittedClusterCache
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.subject import Subject, load_subject
-from hf_kvret.evaluation.tasks.paris_ablation import ParisAblation
 from hf_kvret.methods.paris.ablations import UncorrectedParisKVCache, UnrotatedParisKVCache
 
 PARIS = "paris:dense_below=0:recent=16:flush=16"
-LENGTH, NEW, BUDGET = 400, 12, 20
-
-Found = dict[tuple[str, str, int], dict[str, Any]]
-
-
-def _run(path: Path, *arguments: str) -> Found:
-    assert main(["eval", "paris-ablation", "--json", str(path), *arguments]) == 0
-    cells = json.loads(path.read_text())["cells"]
-    return {
-        (one["cell"]["part"], one["cell"]["variant"], one["cell"]["length"]): one["result"]
-        for one in cells
-    }
+LENGTH, NEW, BUDGET = 400, 8, 20
 
 
 def _arguments(model: Path, text: Path) -> list[str]:
     arguments = ["--model", str(model), "--text", str(text), "--caches", PARIS]
     arguments += ["--lengths", str(LENGTH), "--top-k", str(BUDGET), "--new-tokens", str(NEW)]
-    return [*arguments, "--step", "4", "--drift-tokens", "40", "--every", "16", "--clusters", "16"]
+    return [*arguments, "--step", "4", "--drift-tokens", "20", "--every", "8", "--clusters", "16"]
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +43,7 @@ def _recalls(subject: Subject, text: Path, cache: Any) -> list[Any]:
 
 
 def test_one_command_measures_all_parts(
+    measured: Any,
     tmp_path: Path,
     tiny_model_dir: Path,
     tiny_text: Path,
@@ -71,13 +51,13 @@ def test_one_command_measures_all_parts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     picture = tmp_path / "p.png"
-    lengths = ["--lengths", f"{LENGTH + 100},{LENGTH}", "--ratios", "0.1,1"]
-    arguments = [*_arguments(tiny_model_dir, tiny_text), *lengths, "--plot", str(picture)]
-    found = _run(tmp_path / "p.json", *arguments)
+    parts = ["--parts", "ratios,drift,switches", "--ratios", "0.1,1"]
+    arguments = [*_arguments(tiny_model_dir, tiny_text), *parts, "--plot", str(picture)]
+    found = measured(STUDY, tmp_path / "p.json", *arguments)
     variants = ["as shipped", *SWITCHES]
     assert set(found) == {
-        *(("switches", name, LENGTH + more) for name in variants for more in (0, 100)),
-        *(("ratios", ratio, LENGTH + more) for ratio in ("0.1", "1") for more in (0, 100)),
+        *(("switches", name, LENGTH) for name in variants),
+        *(("ratios", ratio, LENGTH) for ratio in ("0.1", "1")),
         *(("drift", name, LENGTH) for name in DRIFT),
     }
     # The same cache by two ways, and against one that is made and followed here.
@@ -105,7 +85,7 @@ def test_one_command_measures_all_parts(
         0.5, rel=0.03
     )
     ends = [one["end"] for one in found["drift", "prefill clusters", LENGTH]["stretches"]]
-    assert ends == [16, 32, 40]
+    assert ends == [8, 16, 20]
     for name in ("p.png", "p-switches.png", "p-drift.png"):
         assert (tmp_path / name).stat().st_size > 1000
     tables = capsys.readouterr().out
@@ -114,19 +94,22 @@ def test_one_command_measures_all_parts(
 
 
 def test_all_candidates_and_a_full_budget_find_everything(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
+    measured: Any, tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
 ) -> None:
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--top-k", "1.0"]
-    for one in _run(tmp_path / "p.json", *arguments, "--ratios", "0.1").values():
+    arguments += ["--parts", "ratios,drift"]
+    for one in measured(STUDY, tmp_path / "p.json", *arguments, "--ratios", "0.1").values():
         assert one["overlap"] == 1 and one["mass"] == pytest.approx(1)
         assert one["equal"] == 1
 
 
 def test_exact_reranking_of_all_candidates_is_exact_top_k(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, subject: Subject
+    measured: Any, tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, subject: Subject
 ) -> None:
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--parts", "drift", "--ratio", "1"]
-    found = _run(tmp_path / "p.json", *arguments, "--drift-tokens", str(NEW), "--every", str(NEW))
+    found = measured(
+        STUDY, tmp_path / "p.json", *arguments, "--drift-tokens", str(NEW), "--every", str(NEW)
+    )
     flat = FlatKVCache(
         subject.model.config,
         top_k=BUDGET,
@@ -149,10 +132,10 @@ def test_the_variants_are_what_they_are_called(subject: Subject) -> None:
     def made(choice: Any) -> Any:
         return choice.make(config, 100)
 
-    assert made(switched("as shipped", options, 0.2)).options == options
+    assert made(variant("switches", "as shipped", options, 0.2)).options == options
     at = at_ratio(options, 0.4)
     assert [row[1:] for row in at.schedule] == [(0.4, 0.5), (0.4, 0.4), (0.4, 0.4), (0.4, 0.4)]
-    assert made(with_ratio(options, 0.4)).options == at
+    assert made(variant("ratios", "0.4", options)).options == at
     for name, (cache_class, changes) in {
         "all on": (ParisKVCache, {}),
         "one tier": (ParisKVCache, {"tiers": (1.0,)}),
@@ -163,63 +146,36 @@ def test_the_variants_are_what_they_are_called(subject: Subject) -> None:
         "mean query": (ParisKVCache, {"group_reduce": "mean"}),
         "alpha off": (UncorrectedParisKVCache, {}),
     }.items():
-        cache = made(switched(name, options, 0.4))
+        cache = made(variant("switches", name, options, 0.4))
         assert type(cache) is cache_class and cache.options == at.replace(**changes)
-    alone = made(switched("stage 2 alone, alpha off", options, 0.4))
+    alone = made(variant("switches", "stage 2 alone, alpha off", options, 0.4))
     assert type(alone) is UncorrectedParisKVCache and alone.options == at_ratio(options, 1.0)
     for name, kind in (
         ("prefill clusters", PrefillClusterCache),
         ("refitted clusters", RefittedClusterCache),
     ):
-        cache = made(drifting(name, options, 0.3, clusters=9))
+        cache = made(variant("drift", name, options, 0.3, clusters=9))
         assert type(cache) is kind and cache.options.candidate_ratio == 0.3
         assert (cache.options.top_k, cache.options.recent, cache.options.clusters) == (7, 33, 9)
         index = cache.make_index(cache.options, 0)
-        paris = made(drifting("paris", options, 0.3, clusters=9))
+        paris = made(variant("drift", "paris", options, 0.3, clusters=9))
         other = paris.make_index(paris.options, 0)
         assert index.candidates(5000, 7) == other.candidates(5000, 7) == 1500
 
 
 def test_a_text_that_changes_its_subject_can_follow(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
+    measured: Any, tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
 ) -> None:
     other = tmp_path / "other.txt"
     other.write_text("0123456789 abcdef " * 40)
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--ratios", "0.2"]
     arguments += ["--parts", "ratios,drift"]
-    same = _run(tmp_path / "same.json", *arguments)
-    changed = _run(tmp_path / "changed.json", *arguments, "--then", str(other))
+    same = measured(STUDY, tmp_path / "same.json", *arguments)
+    changed = measured(STUDY, tmp_path / "changed.json", *arguments, "--then", str(other))
     key = ("ratios", "0.2", LENGTH)
     assert same[key]["overlap"] == changed[key]["overlap"]
     key = ("drift", "paris", LENGTH)
     assert same[key]["overlap"] != changed[key]["overlap"]
-
-
-def test_an_interrupted_run_goes_on_where_it_was(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, ran = ParisAblation.run, []
-
-    def stopping(self: ParisAblation, cell: Any, subject: Any, choice: Any) -> dict[str, Any]:
-        if ran:
-            raise KeyboardInterrupt
-        ran.append(cell)
-        return whole(self, cell, subject, choice)
-
-    monkeypatch.setattr(ParisAblation, "run", stopping)
-    arguments = [*_arguments(tiny_model_dir, tiny_text), "--parts", "drift"]
-    path = tmp_path / "p.json"
-    with pytest.raises(KeyboardInterrupt):
-        _run(path, *arguments)
-    ran.clear()
-    monkeypatch.setattr(
-        ParisAblation, "run", lambda *given: (ran.append(given[1]), whole(*given))[1]
-    )
-    assert len(_run(path, *arguments)) == 3
-    assert [cell["variant"] for cell in ran] == ["prefill clusters", "refitted clusters"]
-    # Another part joins the same file, another ratio does not.
-    assert len(_run(path, *arguments, "--parts", "ratios,drift", "--ratios", "0.2")) == 4
-    assert main(["eval", "paris-ablation", "--json", str(path), *arguments, "--ratio", ".3"]) == 2
 
 
 def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
@@ -230,43 +186,29 @@ def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
         results.add(cell, numbers)
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in ParisAblation.table(results).splitlines()
+        for line in STUDY.table(results).splitlines()
     ]
     shown = ["0.500", "0.250 of 0.750", "10.0%"]
     assert rows[2:] == [
         ["paris", "all on", *shown, "-", "-", "-"],
         ["paris", "one tier", "-", "-", "-", *shown],
     ]
-    ParisAblation.plot(tmp_path / "p.png", results)
+    STUDY.plot(tmp_path / "p.png", results)
     assert [path.name for path in tmp_path.iterdir()] == ["p.png"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--caches", "full,paris"), "--caches full: paris-ablation takes paris apart"),
-        (("--parts", "ratio"), "unknown part ratio: choose among switches, ratios, drift"),
-        (("--parts", ""), "unknown part (none named)"),
-        (("--windows", "0"), "--windows 0, --clusters 16: at least 1 each"),
-        (("--clusters", "0"), "--windows 1, --clusters 0: at least 1 each"),
-        (("--new-tokens", "0"), "--new-tokens 0"),
-        (("--step", "0"), "--step 0"),
+        (("--caches", "full,paris"), "--caches full: paris-ablation is about paris, so name"),
+        (("--parts", "ratio"), "--parts: unknown: ratio; choose among switches, ratios, drift"),
+        (("--ratios", "0.1,0"), "--ratios: '0' is no number above 0, at most 1"),
         (("--every", "18"), "--every 18 is no multiple of --step 4"),
-        (("--text", "missing.txt"), "--text missing.txt: no such file"),
         (("--then", "missing.txt"), "--then missing.txt: no such file"),
-        (("--lengths", "1M"), "fewer than the"),
         (("--caches", "paris"), "nothing was cold"),
-        (("--model", "needle"), "needs a tokenizer"),
     ],
 )
 def test_mistakes_are_one_line_each(
-    tiny_model_dir: Path,
-    tiny_text: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    message: str,
+    refused: Any, tiny_model_dir: Path, tiny_text: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    known = _arguments(tiny_model_dir, tiny_text)
-    assert main(["eval", "paris-ablation", *known, *arguments]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("hf-kvret: error: ") and message in error
+    assert message in refused(STUDY, *_arguments(tiny_model_dir, tiny_text), *arguments)
