@@ -171,49 +171,6 @@ def test_an_artifact_takes_a_folder_without_files_of_others(
     assert (tmp_path / "README.md").read_text() == "# My project\n"
 
 
-@pytest.mark.parametrize("task", ["a2ats-ablation", "aqua-ablation"])
-def test_a_folder_of_artifacts_is_tried_too(
-    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    line = refused(capsys, "eval", task, "--model", "needle", "--artifacts", tmp_path / "file")
-    assert f"--artifacts {tmp_path / 'file'} is a file: give a folder" in line
-
-
-@pytest.mark.parametrize("task", ["a2ats-ablation", "aqua-ablation"])
-def test_a_folder_of_artifacts_named_after_the_results_is_tried(
-    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "x-artifacts"
-    folder.write_text("")
-    line = refused(capsys, "eval", task, "--model", "needle", "--json", tmp_path / "x.json")
-    assert f"--artifacts {folder} is a file: give a folder" in line
-
-
-@pytest.mark.parametrize(
-    ("task", "part"),
-    [
-        ("lrqk-factors", "recall"),
-        ("aqua-ablation", "memory"),
-        ("a2ats-ablation", "inputs"),
-        ("ctkvr-ablation", "generated"),
-        ("paris-ablation", "drift"),
-    ],
-)
-def test_pictures_beside_the_named_one_are_tried(
-    task: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("words")
-    given = ["--model", "needle", "--text", text, "--plot", tmp_path / "x.png"]
-    command = ["eval", task, *given]
-    beside = tmp_path / f"x-{part}.png"
-    line = refused(capsys, *command, "--json", beside)
-    assert f"--json and --plot are both {beside}" in line
-    beside.mkdir()
-    assert f"--plot {beside} is a folder" in refused(capsys, *command)
-
-
 def test_the_picture_of_an_artifact_is_tried_before_it_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

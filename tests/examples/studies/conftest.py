@@ -1,4 +1,4 @@
-"""The studies' modules by their plain names, as their scripts import them; a tiny model and text."""
+"""The studies' modules by plain names, as their scripts import them; a tiny model and text."""
 
 from __future__ import annotations
 

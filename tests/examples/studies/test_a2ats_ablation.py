@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import calibrated
 import pytest
 import torch
+from a2ats_ablation import EXACT_KEYS, FULL_METHOD, PARTS, STUDY
+from a2ats_parts import ExactKeysCache
+from a2ats_tables import SWITCHES
 
 from hf_kvret import A2ATSCache
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.cli import main
-from hf_kvret.evaluation import study_artifacts
-from hf_kvret.evaluation.a2ats_artifacts import EXACT_KEYS, FULL_METHOD, SWITCHES
-from hf_kvret.evaluation.a2ats_exact import ExactKeysCache
 from hf_kvret.evaluation.following import full_choices
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.subject import Subject, load_subject
-from hf_kvret.evaluation.tasks.a2ats_ablation import PARTS, A2ATSAblation
 from hf_kvret.evaluation.texts import read_text, token_ids
 
 REGIONS: dict[str, Any] = {"dense_below": 0, "recent": 16, "flush": 16}
@@ -29,10 +27,8 @@ OWNERS = ("head, 10", "union, 10", "head, 0.2", "union, 0.2")
 Found = dict[tuple[str, str], dict[str, Any]]
 
 
-def _run(path: Path, *arguments: str) -> Found:
-    assert main(["eval", "a2ats-ablation", "--json", str(path), *arguments]) == 0
-    cells = json.loads(path.read_text())["cells"]
-    return {(one["cell"]["part"], one["cell"]["variant"]): one["result"] for one in cells}
+def _run(measured: Any, path: Path, *arguments: str) -> Found:
+    return {key[:2]: one for key, one in measured(STUDY, path, *arguments).items()}
 
 
 def _small(*, text: Path | None, model: str) -> list[str]:
@@ -56,12 +52,17 @@ def subject(tiny_model_dir: Path) -> Subject:
 
 @pytest.fixture(scope="module")
 def whole(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_text: Path
+    measured: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model_dir: Path,
+    tiny_text: Path,
 ) -> tuple[Path, Found]:
-    """A folder with artifacts, pictures and the table of all parts, and their numbers."""
+    """A folder with artifacts and the table of all parts, and their numbers."""
     folder = tmp_path_factory.mktemp("ablation")
-    outputs = ["--plot", str(folder / "a.png"), "--table", str(folder / "a.md")]
-    return folder, _run(folder / "a.json", *_arguments(tiny_model_dir, tiny_text), *outputs)
+    outputs = ["--table", str(folder / "a.md")]
+    return folder, _run(
+        measured, folder / "a.json", *_arguments(tiny_model_dir, tiny_text), *outputs
+    )
 
 
 def _followed(
@@ -116,15 +117,13 @@ def test_one_command_measures_all_parts(whole: tuple[Path, Found]) -> None:
             assert 0 < one["read_ratio"] < 0.25
             by_layer = sum(layer["overlap"] for layer in one["layers"]) / 2
             assert by_layer == pytest.approx(one["overlap"])
-    for name in ("", "-errors", "-alike", "-inputs", "-budget_of"):
-        assert (folder / f"a{name}.png").stat().st_size > 1000
     assert "of 2 layers." in (folder / "a.md").read_text()
 
 
 def test_the_artifacts_are_what_they_are_called(whole: tuple[Path, Found]) -> None:
     home = whole[0] / "a-artifacts"
     assert len(list(home.iterdir())) == 4
-    for name, (space, aware, _) in SWITCHES.items():
+    for name, (space, aware, *_) in SWITCHES.items():
         artifact = CalibrationArtifact.from_pretrained(home / name.replace(", ", "-"))
         told = artifact.options
         assert (told["space"], told["query_aware"]) == (space, aware)
@@ -168,72 +167,57 @@ def test_heads_and_unions_are_measured_with_the_full_method(
 
 
 def test_a_budget_of_everything_finds_everything(
-    whole: tuple[Path, Found], tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
+    measured: Any, whole: tuple[Path, Found], tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
 ) -> None:
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--parts", "switches", "--top-k", "1.0"]
-    found = _run(tmp_path / "b.json", *arguments, "--artifacts", str(whole[0] / "a-artifacts"))
+    found = _run(
+        measured, tmp_path / "b.json", *arguments, "--artifacts", str(whole[0] / "a-artifacts")
+    )
     for one in found.values():
         assert one["overlap"] == one["equal"] == 1 and one["mass"] == pytest.approx(1)
 
 
 def test_artifacts_that_fit_are_used_and_others_refused(
+    measured: Any,
+    refused: Any,
     whole: tuple[Path, Found],
     tmp_path: Path,
     tiny_model_dir: Path,
     tiny_text: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("calibrated again")
 
-    monkeypatch.setattr(study_artifacts, "calibrate", forbidden)
+    monkeypatch.setattr(calibrated, "calibrate", forbidden)
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--parts", "switches"]
     arguments += ["--artifacts", str(whole[0] / "a-artifacts")]
-    found = _run(tmp_path / "b.json", *arguments)
+    found = _run(measured, tmp_path / "b.json", *arguments)
     assert found["switches", FULL_METHOD] == whole[1]["switches", FULL_METHOD]
     for changed, message in (
         (("--codewords", "8"), "codewords was 16, now 8"),
         (("--calibration-tokens", "450"), "tokens was 600, now 450"),
         (("--dtype", "bfloat16"), "dtype was 'float32', now 'bfloat16'"),
     ):
-        path = str(tmp_path / f"{changed[1]}.json")
-        assert main(["eval", "a2ats-ablation", "--json", path, *arguments, *changed]) == 2
-        error = capsys.readouterr().err
+        error = refused(STUDY, *arguments, *changed)
         assert "holds an artifact of another calibration" in error and message in error
 
 
-def test_finished_cells_are_kept_and_another_setup_is_refused(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [*_arguments(tiny_model_dir, tiny_text), "--json", str(tmp_path / "a.json")]
-    assert main(["eval", "a2ats-ablation", *arguments, "--parts", "alike"]) == 0
-    assert not (tmp_path / "a-artifacts").exists()
-    assert main(["eval", "a2ats-ablation", *arguments, "--parts", "alike,errors"]) == 0
-    assert "2 cells were finished already" in capsys.readouterr().out
-    assert main(["eval", "a2ats-ablation", *arguments, "--input-codewords", "8"]) == 2
-    assert "input_codewords was 16, now 8" in capsys.readouterr().err
-
-
-def test_several_caches_share_errors_and_inputs(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
-) -> None:
-    arguments = [*_arguments(tiny_model_dir, tiny_text), "--json", str(tmp_path / "a.json")]
-    caches = f"{A2ATS},{A2ATS}:sink=0"
-    assert main(["eval", "a2ats-ablation", *arguments, "--caches", caches]) == 0
-    cells = [one["cell"] for one in json.loads((tmp_path / "a.json").read_text())["cells"]]
+def test_parts_without_a_cache_are_measured_once(tiny_model_dir: Path, tiny_text: Path) -> None:
+    study = STUDY(text=tiny_text, model=str(tiny_model_dir), budgets=(9,), lengths=(64,))
+    cells = study.cells_of([A2ATS, f"{A2ATS}:sink=0"])
     counts = {part: sum(cell["part"] == part for cell in cells) for part in PARTS}
-    assert counts == {"switches": 10, "errors": 4, "alike": 2, "budget_of": 8}
+    assert counts == {"switches": 10, "errors": 4, "alike": 2, "budget_of": 4}
 
 
-def test_without_a_text_documents_of_needles_are_read(tmp_path: Path) -> None:
-    arguments = [*_small(text=None, model="needle"), "--parts", "switches,errors,alike"]
-    found = _run(tmp_path / "n.json", *arguments)
-    assert len(found) == 11
+def test_without_a_text_documents_of_needles_are_read(measured: Any, tmp_path: Path) -> None:
+    arguments = [*_small(text=None, model="needle"), "--parts", "alike"]
+    found = _run(measured, tmp_path / "n.json", *arguments)
+    assert len(found) == 2
     assert found["alike", "before RoPE"]["inputs"] == ["needles 1", "needles 2"]
 
 
-def test_tables_name_the_winner_and_dash_what_was_not_run(tmp_path: Path) -> None:
+def test_tables_name_the_winner_and_dash_what_was_not_run(measured, tmp_path: Path) -> None:
     results = Results("eval a2ats-ablation", {})
     numbers: dict[str, Any] = {"overlap": 0.5, "mass": 0.25, "best_mass": 0.75, "equal": 0.875}
     numbers |= {"read_ratio": 0.06, "layers": [{"layer": 1, "overlap": 0.5}]}
@@ -249,7 +233,7 @@ def test_tables_name_the_winner_and_dash_what_was_not_run(tmp_path: Path) -> Non
         cell = {"cache": "a2ats", "part": "alike", "variant": place}
         inputs = ["text 1", "text 2", "UUIDs"]
         results.add(cell, {"inputs": inputs, "layers": [{"layer": 0, "alike": matrix}]})
-    lines = [line for line in A2ATSAblation.table(results).splitlines() if line]
+    lines = [line for line in STUDY.table(results).splitlines() if line]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     shown, none = ["0.500", "0.250 of 0.750", "0.875", "6.0%"], ["-"] * 4
     assert rows[2] == ["a2ats", "windowed, plain", "WRoPE", *shown, *none, "85.9"]
@@ -269,7 +253,7 @@ def test_tables_name_the_winner_and_dash_what_was_not_run(tmp_path: Path) -> Non
         "text / text: codebooks are more alike before RoPE than after it in 1 of 1 layers.",
         "text / UUIDs: codebooks are more alike before RoPE than after it in 1 of 1 layers.",
     ]
-    A2ATSAblation.plot(tmp_path / "p.png", results)
+    STUDY.plot(tmp_path / "p.png", results)
     names = ["p-alike.png", "p-errors.png", "p-inputs.png", "p.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
@@ -277,53 +261,30 @@ def test_tables_name_the_winner_and_dash_what_was_not_run(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--caches", "flat,a2ats"), "--caches flat: a2ats-ablation takes a2ats apart"),
-        (("--caches", "a2ats:artifact=x"), "leave artifact out"),
-        (("--parts", "switch"), "unknown part switch: choose among switches, errors"),
-        (("--parts", ""), "unknown part (none named)"),
-        (("--windows", "0"), "--windows 0: at least 1"),
-        (("--budgets", "4,4"), "--budgets (4, 4): different values"),
-        (("--new-tokens", "0"), "--new-tokens 0"),
-        (("--step", "0"), "--step 0"),
-        (("--inputs", "1"), "--inputs 1: at least 2"),
+        (("--caches", "flat,a2ats"), "--caches flat: a2ats-ablation is about a2ats, so name"),
+        (("--caches", "a2ats:artifact=x"), "chooses artifact itself, leave it out; --artifacts"),
+        (("--parts", "switch"), "--parts: unknown: switch; choose among switches, errors"),
+        (("--budgets", "4,4"), "--budgets: the same value twice in '4,4'"),
+        (("--inputs", "1"), "--inputs: '1' is no whole number from 2"),
         (("--input-codewords", "121"), "--input-codewords 121 of --input-tokens 120"),
         (("--inputs", "900", "--parts", "alike"), "--inputs 900 of --input-tokens 120"),
         (("--artifacts", "a:b"), "--artifacts a:b: a colon"),
         (("--calibration-tokens", "150"), "at least two, one of them measures errors"),
         (("--calibration-tokens", "1M", "--parts", "errors"), "--calibration-tokens 1048576"),
-        (("--lengths", "1M"), "tokens beside those of the calibration"),
-        (("--text", "missing.txt"), "--text missing.txt: no such file"),
+        (("--lengths", "300,1M"), "tokens beside those of the calibration"),
         (("--calibration-text", "missing.txt"), "--calibration-text missing.txt: no such file"),
-        (("--model", "needle"), "needs a tokenizer"),
+        (("--model", "needle"), "a2ats-ablation needs a tokenizer"),
     ],
 )
 def test_mistakes_are_one_line_each(
-    tiny_model_dir: Path,
-    tiny_text: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    message: str,
+    refused: Any, tiny_model_dir: Path, tiny_text: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    known = _arguments(tiny_model_dir, tiny_text)
-    assert main(["eval", "a2ats-ablation", *known, *arguments]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("hf-kvret: error: ") and message in error
+    assert message in refused(STUDY, *_arguments(tiny_model_dir, tiny_text), *arguments)
 
 
 def test_nothing_cold_is_refused(
-    whole: tuple[Path, Found],
-    tiny_model_dir: Path,
-    tiny_text: Path,
-    capsys: pytest.CaptureFixture[str],
+    refused: Any, whole: tuple[Path, Found], tiny_model_dir: Path, tiny_text: Path
 ) -> None:
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", "a2ats"]
     arguments += ["--artifacts", str(whole[0] / "a-artifacts")]
-    assert main(["eval", "a2ats-ablation", *arguments]) == 2
-    assert "nothing was cold" in capsys.readouterr().err
-
-
-def test_a_text_model_without_a_text_is_refused(
-    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", "a2ats-ablation", "--model", str(tiny_model_dir)]) == 2
-    assert "give --text FILE" in capsys.readouterr().err
+    assert "nothing was cold" in refused(STUDY, *arguments)

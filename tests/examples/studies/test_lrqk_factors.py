@@ -295,7 +295,7 @@ def test_without_a_text_the_needle_language_is_read(measured: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths", "100", "--top-k", "40"], "leave nothing to choose"),
+        (["--lengths", "300", "--top-k", "280"], "leave nothing to choose"),
         (["--variants", "shared,best"], "--variants: unknown: best"),
         (["--ranks", "8,8"], "--ranks: the same value twice"),
         (["--caches", "paris"], "lrqk-factors is about lrqk, so name lrqk"),
