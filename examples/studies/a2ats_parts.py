@@ -74,16 +74,10 @@ def likeness(
 ) -> list[dict[str, Any]]:
     """For each layer with full attention its number and ``alike``, a matrix over the inputs.
 
-    Each input has plain codebooks of its own, one a KV head; numbers are means over KV heads.
-
-    Args:
-        inputs: token ids ``[n]`` by name, each a text of its own.
-        codewords: of a codebook.
-        rotated: learn from keys after RoPE instead of those before it.
-        rounds: of k-means, at most.
-        seed: of k-means, for all inputs the same.
+    Each of the ``inputs``, token ids ``[n]`` by name, has plain codebooks of its own, one a KV
+    head; numbers are means over KV heads. Keys after RoPE are learned from where ``rotated``, else
+    those before it.
     """
-
     books = [_codebooks(subject, ids, codewords, rotated, rounds, seed) for ids in inputs.values()]
     found = []
     for layer in books[0]:

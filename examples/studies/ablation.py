@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from study_tables import Found, of_part
+from study_tables import Plot, Table, of_part
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
@@ -50,7 +50,8 @@ class Ablation(Task):
         once: parts that are measured after the shortest context only.
         apart: parts that need no context and are the same for all caches.
         tables: what makes the table of each part.
-        plots: by the end of a picture's name its part, and what draws it.
+        plots: by the end of a picture's name what draws it.
+        drawn: the part of a picture, where its name is not one.
     """
 
     method: ClassVar[str]
@@ -60,8 +61,9 @@ class Ablation(Task):
     described: ClassVar[tuple[str, ...]]
     once: ClassVar[tuple[str, ...]] = ()
     apart: ClassVar[tuple[str, ...]] = ()
-    tables: ClassVar[Mapping[str, Callable[[Found], str]]]
-    plots: ClassVar[Mapping[str, tuple[str, Callable[[Path, Found], None]]]]
+    tables: ClassVar[Mapping[str, Table]]
+    plots: ClassVar[Mapping[str, Plot]]
+    drawn: ClassVar[Mapping[str, str]] = {}
 
     text: Path | None = text_option("default: documents of needles", required=False)
     lengths: tuple[int, ...] = lengths_option((4096,), "tokens of a context")
@@ -93,19 +95,17 @@ class Ablation(Task):
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         self.check_caches(caches)
-        found: list[Cell] = []
-        for part in self.parts:
-            cell, names = {"part": part}, self.variants(part)
-            if part in self.apart:
-                found += [{"cache": caches[0], **cell, "variant": name} for name in names]
-                continue
-            found += [
-                {"cache": cache, **cell, "variant": name, "length": length}
-                for length in ([min(self.lengths)] if part in self.once else self.lengths)
-                for name in names
-                for cache in caches
-            ]
-        return found
+        return [
+            {"cache": cache, "part": part, "variant": name, **place}
+            for part in self.parts
+            for place in self._places(part)
+            for name in self.variants(part)
+            for cache in (caches[:1] if part in self.apart else caches)
+        ]
+
+    def _places(self, part: str) -> list[Cell]:
+        lengths = [min(self.lengths)] if part in self.once else self.lengths
+        return [{}] if part in self.apart else [{"length": length} for length in lengths]
 
     def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
         super().check_cells(cells, subject, choices)
@@ -150,7 +150,7 @@ class Ablation(Task):
                     )
 
     @classmethod
-    def sections(cls, results: Results) -> Mapping[str, Callable[[Found], str]]:
+    def sections(cls, results: Results) -> Mapping[str, Table]:
         """What makes the table of each part."""
         return cls.tables
 
@@ -167,9 +167,9 @@ class Ablation(Task):
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         """One picture a part: ``path``, and ``NAME-PART.png`` for the parts after the first."""
-        known = {name: of_part(results, part) for name, (part, _) in cls.plots.items()}
+        known = {name: of_part(results, cls.drawn.get(name, name)) for name in cls.plots}
         for name, own in part_pictures(path, [name for name in known if known[name]]).items():
-            cls.plots[name][1](own, known[name])
+            cls.plots[name](own, known[name])
 
 
 def not_here(value: Any = 0) -> Any:
@@ -215,8 +215,8 @@ def check_needles(subject: Subject) -> None:
         )
 
 
-def distinct(kind: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
-    """Comma-separated values of one kind, no one twice; for ``option``."""
+def values_option(usual: tuple[_Value, ...], of: str, kind: Callable[[str], _Value]) -> Any:
+    """Comma-separated values of one kind, no one twice."""
 
     def read(text: str) -> tuple[_Value, ...]:
         found = several(kind)(text)
@@ -224,7 +224,7 @@ def distinct(kind: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...
             raise argparse.ArgumentTypeError(f"the same value twice in {text!r}: name each once")
         return found
 
-    return read
+    return option(usual, of, kind=read)
 
 
 def made(name: str, cache_class: type[RetrievalCache], options: RetrievalConfig) -> CacheChoice:

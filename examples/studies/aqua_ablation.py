@@ -21,8 +21,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ablation import caches_option, made, main, not_here, parts_option
-from aqua_memory import PREDICTORS, measure
-from aqua_reading import one_layer_each, read_through
+from aqua_measures import PREDICTORS, measure, one_layer_each, read_through
 from aqua_tables import PLOTS, TABLES, alone_table
 from aqua_variants import ALONE, EXPLAINED, Variant, ablation_variants, bit_variants
 from calibrated import CalibratedAblation
@@ -140,11 +139,15 @@ class AquaAblation(CalibratedAblation):
         Anchors that are further apart than the model has layers are the first layer alone.
         """
         found = replace(self.usual, **changes)
-        layers, width = _layers_and_width(subject)
+        config = subject.model.config
+        layers = len(retrieval_layers(config))
         if found.anchor_every is not None and found.anchor_every >= layers:
             found = replace(found, anchor_every=None)
         if found.predictor == "low_rank":
-            found = replace(found, rank=self.rank or max(1, width // _RANK_SHARE))
+            text = config.get_text_config(decoder=True)
+            heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+            usual = max(1, heads * head_dim(config) // _RANK_SHARE)
+            found = replace(found, rank=self.rank or usual)
         return found
 
     def _choice(
@@ -173,14 +176,6 @@ def _variants(part: str) -> dict[str, Any]:
     if part == "layers":
         return {name: bit_variants()[name] for name in ALONE}
     return dict(EXPLAINED if part == "variance" else PREDICTORS)
-
-
-def _layers_and_width(subject: Subject) -> tuple[int, int]:
-    """Layers with full attention, and numbers of a token's keys in one of them."""
-    config = subject.model.config
-    text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return len(retrieval_layers(config)), heads * head_dim(config)
 
 
 STUDY = AquaAblation

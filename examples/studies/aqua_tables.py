@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from aqua_memory import KINDS, PUBLISHED_TOKENS, SHAPES, bits_measured, bits_on_paper
+from aqua_measures import KINDS, PUBLISHED_TOKENS, SHAPES, bits_measured, bits_on_paper
 from aqua_variants import BITS, FULL, PAPER_8B, USUAL, ablation_rows
-from study_tables import Found, layers_table, plot_layers, shown
+from study_tables import Found, Plot, Table, layers_of, layers_table, shown
 
 from hf_kvret.evaluation.plots import plot_groups, plot_lines
 from hf_kvret.evaluation.tables import markdown_table
@@ -207,14 +207,12 @@ def _plot_parts(path: Path, cells: Found) -> None:
     plot_groups(path, groups, bars, title="AQUA-KV in 2 bits", y="rise of perplexity, %")
 
 
-def _plot_variance(path: Path, cells: Found) -> None:
-    lines = {
+def _both_explained(cells: Found) -> dict[str, dict[int, float]]:
+    return {
         f"{side}s, {variant}": known
         for side in _SIDES
         for variant, known in _explained_by(cells, side).items()
     }
-    title = "AQUA-KV: held-out tokens"
-    plot_layers(path, lines, title=title, y="explained variance", high=1.0)
 
 
 def _plot_alone(path: Path, cells: Found) -> None:
@@ -238,12 +236,19 @@ def _plot_memory(path: Path, cells: Found) -> None:
     plot_groups(path, groups, bars, title=title, y="bits a value")
 
 
-TABLES: dict[str, Callable[[Found], str]] = {
+TABLES: dict[str, Table] = {
     "bits": _bits_table,
     "parts": _parts_table,
     "variance": _variance_tables,
     "layers": alone_table,
     "memory": _memory_table,
 }
-_DRAWN = (_plot_bits, _plot_parts, _plot_variance, _plot_alone, _plot_memory)
-PLOTS = {part: (part, plot) for part, plot in zip(TABLES, _DRAWN, strict=True)}
+PLOTS: dict[str, Plot] = {
+    "bits": _plot_bits,
+    "parts": _plot_parts,
+    "variance": layers_of(
+        _both_explained, "AQUA-KV: held-out tokens", "explained variance", high=1.0
+    ),
+    "layers": _plot_alone,
+    "memory": _plot_memory,
+}

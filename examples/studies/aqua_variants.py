@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,8 +143,7 @@ def ablation_rows() -> list[tuple[str, str, str, float | None]]:
 
 
 def _works(cache: str) -> bool:
-    try:
+    with suppress(ModuleNotFoundError):
         choose_cache(cache)
-    except ModuleNotFoundError:
-        return False
-    return True
+        return True
+    return False

@@ -20,6 +20,7 @@ from hf_kvret.calibration.runner import calibrate
 from hf_kvret.calibration.sources import Corpus, cut, needle_documents, random_uuids, text_file
 from hf_kvret.calibration.study import Calibration
 from hf_kvret.evaluation.arguments import file_path, length
+from hf_kvret.evaluation.common_options import text_option
 from hf_kvret.evaluation.contexts import describe_file
 from hf_kvret.evaluation.measurement import Outputs
 from hf_kvret.evaluation.options import option
@@ -55,32 +56,18 @@ class CalibratedAblation(Ablation):
         kind=file_path,
         metavar="DIR",
     )
-    calibration_text: Path | None = option(
-        None,
-        "learn from this; default: the start of --text, contexts begin after it",
-        kind=file_path,
-        metavar="FILE",
+    calibration_text: Path | None = text_option(
+        "learn from this; default: the start of --text, contexts begin after it", required=False
     )
     calibration_tokens: int = option(32_768, "the last tenth is held out", kind=length)
     calibration_length: int = option(4096, "most tokens of a sequence", kind=length)
     uuid_tokens: int = not_here()
 
     def __post_init__(self) -> None:
-        if self.calibration_text is None:
-            return
-        if self.text is None:
+        if self.calibration_text is not None and self.text is None:
             raise ValueError(
                 f"--calibration-text {self.calibration_text}: give --text too, the contexts to "
                 "measure on come from it"
-            )
-        named = [
-            describe_file("--text", self.text),
-            describe_file("--calibration-text", self.calibration_text),
-        ]
-        if len({name.split()[-1] for name in named if name}) == 1:
-            raise ValueError(
-                f"--calibration-text {self.calibration_text} is the same text as --text: leave it "
-                "out, and contexts begin after the tokens that are learned from"
             )
 
     @cached_property
@@ -105,35 +92,29 @@ class CalibratedAblation(Ablation):
             ValueError: the folder holds another one; no text to learn from; a model that can't be
                 calibrated.
         """
-        if name not in self._found:
-            folder, corpus = self.path(name), self.corpus(subject)
-            if (folder / DESCRIPTION).is_file():
-                found = CalibrationArtifact.from_pretrained(folder, method=calibration.method)
-                self._check_artifact(found, folder, calibration.options() | corpus.description)
-                found.check(subject.model.config)
-                found.check_weights(subject.model)
-            else:
-                tqdm.write(f"calibrating: {name}, in {folder}", file=sys.stderr)
-                found = calibrate(
-                    subject.model, corpus, calibration, folder, layers_at_once=_LAYERS_AT_ONCE
+        if name in self._found:
+            return self._found[name]
+        folder, corpus, model = self.path(name), self.corpus(subject), subject.model
+        if (folder / DESCRIPTION).is_file():
+            found = CalibrationArtifact.from_pretrained(folder, method=calibration.method)
+            found.check(model.config)
+            found.check_weights(model)
+            known = {**found.options, **found.data}
+            changed = [
+                f"{key} was {known.get(key)!r}, now {value!r}"
+                for key, value in (calibration.options() | corpus.description).items()
+                if known.get(key) != value and key not in self.ignored
+            ]
+            if changed:
+                raise ValueError(
+                    f"{folder} holds an artifact of another calibration ({'; '.join(changed)}): "
+                    "give another --artifacts, or delete that folder"
                 )
-            self._found[name] = found
-        return self._found[name]
-
-    def _check_artifact(
-        self, found: CalibrationArtifact, folder: Path, wanted: dict[str, Any]
-    ) -> None:
-        known = {**found.options, **found.data}
-        changed = [
-            f"{key} was {known.get(key)!r}, now {value!r}"
-            for key, value in wanted.items()
-            if known.get(key) != value and key not in self.ignored
-        ]
-        if changed:
-            raise ValueError(
-                f"{folder} holds an artifact of another calibration ({'; '.join(changed)}): give "
-                "another --artifacts, or delete that folder"
-            )
+        else:
+            tqdm.write(f"calibrating: {name}, in {folder}", file=sys.stderr)
+            found = calibrate(model, corpus, calibration, folder, layers_at_once=_LAYERS_AT_ONCE)
+        self._found[name] = found
+        return found
 
     def beside(self, outputs: Outputs) -> Self:
         if self.artifacts is not None or outputs.json is None:
@@ -260,7 +241,8 @@ class CalibratedAblation(Ablation):
             if shared > _MOST_SHARED:
                 raise ValueError(
                     f"--text {self.text}: {shared:.0%} of a context stands in --calibration-text "
-                    f"{self.calibration_text} word for word; give a text that was not learned from"
+                    f"{self.calibration_text} word for word; give another text, or leave that one "
+                    "out, and contexts begin after the tokens that are learned from"
                 )
 
 

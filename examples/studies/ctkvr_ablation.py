@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, ClassVar
 
-from ablation import Ablation, caches_option, distinct, made, main, parts_option
+from ablation import Ablation, caches_option, made, main, parts_option, values_option
 from ctkvr_follower import CTkvrFollower, SplitCTkvrCache, starts_of
-from ctkvr_variants import FIXED, PARTS, centroid_count, changed, rerank_names
-from study_tables import CANDIDATES, Found, bars_of, by_length, curves_of, stretches_of
+from study_tables import CANDIDATES, Found, Plot, Table, bars_of, by_length, curves_of, stretches_of
 
 from hf_kvret.evaluation.arguments import budget, number, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
@@ -34,6 +34,90 @@ from hf_kvret.evaluation.stretches import Pace, mean_of, share
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
+
+CHOICES = ("mixed", "last", "random", "first", "even")
+_PUBLISHED = {"update": 1, "update_lists": "recalled"}
+UPDATES: dict[str, dict[str, Any]] = {
+    "off": {"update": 0},
+    "every 1, of recalled keys": _PUBLISHED,
+    "every 8, of recalled keys": {**_PUBLISHED, "update": 8},
+    "every 8, of all keys": {"update": 8, "update_lists": "all"},
+    "every 32, of all keys": {"update": 32, "update_lists": "all"},
+    "off, questions": {"update": 0, "questions": True},
+    "every 8, of all keys, questions": {"update": 8, "update_lists": "all", "questions": True},
+}
+UPKEEP: dict[str, dict[str, Any]] = {
+    "as given": {},
+    "no pending list": {"pending": 0},
+    "published lists, pending and coverage": _PUBLISHED,
+    "published lists and pending": {**_PUBLISHED, "coverage": 0.0},
+    "as published": {**_PUBLISHED, "pending": 0, "coverage": 0.0},
+}
+# Those that choose fixed options; the numbers of the other parts come from the command line.
+FIXED: dict[str, dict[str, dict[str, Any]]] = {
+    # Without a mask as published; with it an early centroid can list early tokens only.
+    "choice": {
+        **{name: {"choice": name, "causal": False} for name in CHOICES},
+        **{f"{name}, causal": {"choice": name, "causal": True} for name in CHOICES[1:]},
+    },
+    "questions": {"on": {"questions": True}, "off": {"questions": False}},
+    "update": UPDATES,
+    "pending": UPKEEP,
+}
+PARTS = ("choice", "centroids", "probes", "rerank", "budget", "questions", "update", "pending")
+_RERANKS = ("auto", "codes")
+# The rank in a list does not depend on its length, so without a rerank one length says all.
+_BY_RANK = "lists"
+
+
+def rerank_names(ratios: tuple[float, ...]) -> list[str]:
+    """The variants of the part ``rerank``."""
+    return [*(f"{name}, ratio {ratio:g}" for name in _RERANKS for ratio in ratios), _BY_RANK]
+
+
+def changed(part: str, name: str, given: CTkvrConfig, length: int) -> CTkvrConfig:
+    """What ``given`` becomes in the variant ``name`` after a context of ``length`` tokens.
+
+    A text that is followed a few tokens at a time asks nothing, so its passes count as questions
+    only where a variant says so. ValueError for a part that ``given`` has off.
+    """
+    if part == "pending" and not (given.pending and given.coverage):
+        raise ValueError(
+            f"pending={given.pending}, coverage={given.coverage}: there is nothing to switch off; "
+            "leave these options out, or the part pending out of --parts"
+        )
+    changes: dict[str, Any]
+    if part in FIXED:
+        changes = FIXED[part][name]
+    elif part == "centroids":
+        usual = given.centroids_for(max(1, length - given.recent))
+        changes = {"centroids": centroid_count(name, usual), "tokens_per_centroid": 1}
+    elif part == "probes":
+        changes = {"probes": int(name)}
+    elif part == "rerank" and name == _BY_RANK:
+        changes = {"rerank": name}
+    elif part == "rerank":
+        rerank, ratio = name.split(", ratio ")
+        changes = {"rerank": rerank, "list_ratio": float(ratio)}
+    else:
+        changes = {"top_k": int(name) if name.isdigit() else float(name)}
+    return given.replace(**{"questions": False, **changes})
+
+
+def centroid_count(text: str, usual: int) -> int:
+    """``512`` is itself, ``1/8x`` an eighth of ``usual``; at least 1.
+
+    ValueError for anything else.
+    """
+    try:
+        count = Fraction(text[:-1]) * usual if text.endswith("x") else Fraction(int(text))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(
+            f"--centroids {text}: write a count as 512, or a multiple as 0.5x or 1/8x"
+        ) from None
+    if count <= 0:
+        raise ValueError(f"--centroids {text}: above 0")
+    return max(1, round(count))
 
 
 def _centroids(text: str) -> str:
@@ -113,22 +197,22 @@ def _long_tables(cells: Found) -> str:
     return "\n\n".join(tables)
 
 
-def _plot_long(name: str) -> Callable[[Path, Found], None]:
+def _plot_long(name: str) -> Plot:
     title = f"CTkvr: tokens {_PLACES[name]}"
     return stretches_of(title, x="tokens after the prompt", name=name, low=-0.03)
 
 
-TABLES: dict[str, Callable[[Found], str]] = {
+TABLES: dict[str, Table] = {
     **dict.fromkeys(PLAIN, _plain_table),
     "update": _turns_table,
     "pending": _long_tables,
 }
-PLOTS: dict[str, tuple[str, Callable[[Path, Found], None]]] = {
-    **{part: (part, bars_of(f"CTkvr: {title}")) for part, title in PLAIN.items()},
-    "rerank": ("rerank", curves_of("CTkvr: how recalled tokens are compared", *CANDIDATES)),
-    "update": ("update", stretches_of("CTkvr: new centroids over turns", x="turn", numbered=True)),
-    "pending": ("pending", _plot_long("prompt_recall")),
-    "generated": ("pending", _plot_long("generated_recall")),
+PLOTS: dict[str, Plot] = {
+    **{part: bars_of(f"CTkvr: {title}") for part, title in PLAIN.items()},
+    "rerank": curves_of("CTkvr: how recalled tokens are compared", *CANDIDATES),
+    "update": stretches_of("CTkvr: new centroids over turns", x="turn", numbered=True),
+    "pending": _plot_long("prompt_recall"),
+    "generated": _plot_long("generated_recall"),
 }
 
 
@@ -147,24 +231,21 @@ class CTkvrAblation(Ablation):
     once: ClassVar[tuple[str, ...]] = ("update", "pending")
     tables = TABLES
     plots = PLOTS
+    drawn = MappingProxyType({"generated": "pending"})
 
     caches: str | None = caches_option("ctkvr")
     # A share of the cold tokens like that of 1,024 of 32K.
     top_k: int | float = budget_option(128)
     parts: tuple[str, ...] = parts_option(PARTS)
-    centroids: tuple[str, ...] = option(
-        ("1/8x", "1/4x", "1/2x", "1x", "2x"),
-        "counts, or multiples of what the options give",
-        kind=distinct(_centroids),
+    centroids: tuple[str, ...] = values_option(
+        ("1/8x", "1/4x", "1/2x", "1x", "2x"), "counts, or multiples of what is usual", _centroids
     )
-    probes: tuple[int, ...] = option(
-        (1, 2, 4, 8, 16), "centroids recalled", kind=distinct(whole_number(1))
+    probes: tuple[int, ...] = values_option((1, 2, 4, 8, 16), "centroids recalled", whole_number(1))
+    ratios: tuple[float, ...] = values_option(
+        (1.0, 1.5, 2.5, 4.0), "keys of a list, as multiples of the budget", number(0)
     )
-    ratios: tuple[float, ...] = option(
-        (1.0, 1.5, 2.5, 4.0), "keys of a list, as multiples of the budget", kind=distinct(number(0))
-    )
-    budgets: tuple[int | float, ...] = option(
-        (512, 1024, 0.04), "of the part budget", kind=distinct(budget)
+    budgets: tuple[int | float, ...] = values_option(
+        (512, 1024, 0.04), "of the part budget", budget
     )
     step: int = count_option(8, "tokens a forward pass; turns and answers take 1")
     questions: int = count_option(4, "passages that come again, each on a fork")

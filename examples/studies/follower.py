@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.following import LayerRecall, full_choices, layer_recalls, mean_by_layer
@@ -45,13 +44,11 @@ class Follower:
         """Read ``window[:length]``, then measure stretches of the tokens after it."""
         reader, stretches = self.reader(window, length), []
         expected = full_choices(self.subject.model, window, start=length)
-        with tqdm(total=pace.count, leave=False, desc=self.choice.name, mininterval=1) as bar:
-            for start in range(0, pace.count, pace.every):
-                end = min(start + pace.every, pace.count)
-                tokens, right = window[length + start : length + end], expected[start:end]
-                reader, found = self.measure(reader, tokens, right, pace.step)
-                stretches.append(found | {"end": end})
-                bar.update(end - start)
+        for start in range(0, pace.count, pace.every):
+            end = min(start + pace.every, pace.count)
+            tokens, right = window[length + start : length + end], expected[start:end]
+            reader, found = self.measure(reader, tokens, right, pace.step)
+            stretches.append(found | {"end": end})
         self.samples.append(stretches)
 
     def result(self) -> dict[str, Any]:

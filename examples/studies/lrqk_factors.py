@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, ClassVar
 
-from ablation import Ablation, caches_option, distinct, main, not_here, parts_option
+from ablation import Ablation, caches_option, main, not_here, parts_option, values_option
 from lrqk_proxies import ALTERNATING, OPTIMUM, PER_HEAD, VARIANTS, LayerStudy
 from study_tables import Found
 from tqdm import tqdm
@@ -33,7 +34,6 @@ from hf_kvret.evaluation.common_options import (
     text_option,
 )
 from hf_kvret.evaluation.contexts import describe_file
-from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.recording import read_layers
 from hf_kvret.evaluation.results import Cell
@@ -115,25 +115,22 @@ def _by_rank(cells: Found) -> dict[Key, list[dict[str, Any]]]:
 
 def _checks(known: dict[Key, list[dict[str, Any]]]) -> list[str]:
     """What must hold, counted over layers, ranks and starts; nothing where it was not measured."""
-    kept, asked, furthest = 0, 0, []
+    kept, furthest = [], []
     for (cache, length, variant, rank), layers in known.items():
-        closed = known.get((cache, length, PER_HEAD, rank))
-        if closed is None or variant not in (*ALTERNATING, OPTIMUM):
-            continue
-        for ours, theirs in zip(closed, layers, strict=True):
+        closed = known.get((cache, length, PER_HEAD, rank), [])
+        for ours, theirs in zip(closed, layers, strict=bool(closed)):
             pairs = list(zip(ours["errors"], theirs["errors"], strict=True))
             if variant == OPTIMUM:
                 furthest.append(max(abs(one - other) for one, other in pairs))
-            else:
-                asked += 1
-                kept += all(one <= other + _ROUNDING for one, other in pairs)
+            elif variant in ALTERNATING:
+                kept.append(all(one <= other + _ROUNDING for one, other in pairs))
     lines = []
     if furthest:
         lines.append(f"closed form and optimum: errors at most {max(furthest):.1e} apart in a head")
-    if asked:
+    if kept:
         lines.append(
-            f"closed form no worse than ALS in any head (up to {_ROUNDING:g}): {kept} of {asked} "
-            "layer x rank x start"
+            f"closed form no worse than ALS in any head (up to {_ROUNDING:g}): {sum(kept)} of "
+            f"{len(kept)} layer x rank x start"
         )
     return lines
 
@@ -144,8 +141,8 @@ def _mean(layers: list[dict[str, Any]], name: str) -> float:
 
 TABLES = {"": _tables}
 PLOTS = {
-    "error": ("", partial(_plot, name="error", y="relative error")),
-    "recall": ("", partial(_plot, name="recall", y="recall of the exact top-k")),
+    "error": partial(_plot, name="error", y="relative error"),
+    "recall": partial(_plot, name="recall", y="recall of the exact top-k"),
 }
 
 
@@ -166,6 +163,7 @@ class LRQKFactors(Ablation):
 
     tables = TABLES
     plots = PLOTS
+    drawn = MappingProxyType({"error": "", "recall": ""})
 
     caches: str | None = caches_option("lrqk")
     top_k: int | float = budget_option(100)
@@ -175,8 +173,8 @@ class LRQKFactors(Ablation):
     parts: tuple[str, ...] = not_here(("",))
     new_tokens: int = not_here()
     step: int = not_here()
-    ranks: tuple[int, ...] = option(
-        (8, 16, 32, 48, 64), "left out above the head dim", kind=distinct(whole_number(1))
+    ranks: tuple[int, ...] = values_option(
+        (8, 16, 32, 48, 64), "left out above the head dim", whole_number(1)
     )
     variants: tuple[str, ...] = parts_option(VARIANTS)
     queries: int = count_option(64, "newest tokens of the text that select")

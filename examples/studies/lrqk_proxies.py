@@ -154,8 +154,7 @@ class LayerStudy(RecordedLayer):
 
         What they miss of the scores is ``Q R^T`` with ``R = K - mean - rows to_query^T``.
         """
-        sets = rows.shape[0]
-        keys = self._of_sets(self.keys.double() - mean, sets)
+        keys = (self.keys.double() - mean).repeat_interleave(len(rows) // len(self.keys), dim=0)
         left = keys - rows.double() @ factors.to_query.double().mT
         whole = (self.query_gram * self.key_gram).sum((-2, -1))
         centered_whole = (self.query_gram * self.centered_key_gram).sum((-2, -1))
@@ -171,10 +170,8 @@ class LayerStudy(RecordedLayer):
 
     def project(self, factors: Factors, mean: torch.Tensor) -> torch.Tensor:
         """Proxies ``[F, l, r]`` fp32 of the keys less ``mean [Hkv, 1, D]``."""
-        return self._of_sets(self.keys - mean, factors.to_key.shape[0]) @ factors.to_key
-
-    def _of_sets(self, keys: torch.Tensor, sets: int) -> torch.Tensor:
-        return keys.repeat_interleave(sets // keys.shape[0], dim=0)
+        sets = len(factors.to_key) // len(self.keys)
+        return (self.keys - mean).repeat_interleave(sets, dim=0) @ factors.to_key
 
     def _approximation(
         self,

@@ -129,9 +129,9 @@ def _drift_table(cells: Found) -> str:
 
 TABLES = {"switches": _variants_table, "ratios": _variants_table, "drift": _drift_table}
 PLOTS = {
-    "ratios": ("ratios", curves_of("candidates needed", *CANDIDATES, whole=True)),
-    "switches": ("switches", bars_of("ParisKV, one part off at a time")),
-    "drift": ("drift", stretches_of("recall along a text", x="generated tokens")),
+    "ratios": curves_of("candidates needed", *CANDIDATES, whole=True),
+    "switches": bars_of("ParisKV, one part off at a time"),
+    "drift": stretches_of("recall along a text", x="generated tokens"),
 }
 
 

@@ -111,8 +111,7 @@ class PrefillClusterIndex(FlatIndex):
         raise NotImplementedError("caches of a study are not saved")
 
     def _built(self) -> torch.Tensor:
-        if self._centroids is None:
-            raise RuntimeError("the clusters are not learnt yet: build the index first")
+        assert self._centroids is not None, "build the index first"
         return self._centroids
 
 

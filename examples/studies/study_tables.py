@@ -14,6 +14,8 @@ from hf_kvret.evaluation.tables import markdown_table
 
 Found = list[tuple[Cell, dict[str, Any]]]
 """Cells with their results."""
+Table = Callable[[Found], str]
+Plot = Callable[[Path, Found], None]
 Lines = Mapping[str, Mapping[int, float]]
 """Numbers by name and layer."""
 
@@ -68,16 +70,17 @@ def layers_table(title: str, lines: Lines, form: str = ".3f") -> str:
     return markdown_table([title, *lines], rows)
 
 
-def plot_layers(path: Path, lines: Lines, *, title: str, y: str, **bounds: float) -> None:
-    """Lines over layers; ``bounds`` are ``low`` and ``high`` of y."""
-    drawn = {
-        name: ([float(layer) for layer in known], list(known.values()))
-        for name, known in lines.items()
-    }
-    plot_lines(path, drawn, title=title, x="layer", y=y, whole_x=True, **bounds)
+def layers_of(lines: Callable[[Found], Lines], title: str, y: str, **bounds: float) -> Plot:
+    """A picture: lines over layers; ``bounds`` are ``low`` and ``high`` of y."""
+
+    def plot(path: Path, cells: Found) -> None:
+        drawn = {name: (list(known), list(known.values())) for name, known in lines(cells).items()}
+        plot_lines(path, drawn, title=title, x="layer", y=y, whole_x=True, **bounds)
+
+    return plot
 
 
-def bars_of(title: str, *, wrapped: bool = False) -> Callable[[Path, Found], None]:
+def bars_of(title: str, *, wrapped: bool = False) -> Plot:
     """A picture: recall by variant, a colour for each cache and length.
 
     ``wrapped`` is for long names of neighbours, which would run into each other.
@@ -95,9 +98,7 @@ def bars_of(title: str, *, wrapped: bool = False) -> Callable[[Path, Found], Non
     return plot
 
 
-def curves_of(
-    title: str, x: tuple[str, str], y: tuple[str, str], *, whole: bool = False
-) -> Callable[[Path, Found], None]:
+def curves_of(title: str, x: tuple[str, str], y: tuple[str, str], *, whole: bool = False) -> Plot:
     """A picture: one number of a result over another, a line for what the variants begin with.
 
     ``x`` and ``y`` are each a number's name and its label; ``whole`` draws one line for all
@@ -123,7 +124,7 @@ def curves_of(
 
 def stretches_of(
     title: str, *, x: str, name: str = "overlap", numbered: bool = False, **bounds: float
-) -> Callable[[Path, Found], None]:
+) -> Plot:
     """A picture: recall of each stretch over its end, or its number; a line a variant."""
 
     def plot(path: Path, cells: Found) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import calibrated
 import pytest
 import torch
-from a2ats_ablation import EXACT_KEYS, FULL_METHOD, PARTS, STUDY
+from a2ats_ablation import EXACT_KEYS, FULL_METHOD, PARTS, STUDY, SWITCHES
 from a2ats_parts import ExactKeysCache
-from a2ats_tables import SWITCHES
 
 from hf_kvret import A2ATSCache
 from hf_kvret.calibration import CalibrationArtifact

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from a2ats_ablation import FULL_METHOD, STUDY
+from a2ats_ablation import FULL_METHOD, STUDY, SWITCHES
 from a2ats_parts import ExactKeysCache, likeness, similarity
-from a2ats_tables import SWITCHES
 
 from hf_kvret import A2ATSCache
 from hf_kvret.calibration.k_means import k_means
@@ -175,10 +174,10 @@ def test_plain_rows_are_what_query_aware_codebooks_are_compared_with(
     folder = study.path(FULL_METHOD.replace(", ", "-"))
     corpus = study.corpus(subject)
     both = calibrate(subject.model, corpus, calibration, folder, progress=False)
-    assert "plain_score_error" in study.artifact(FULL_METHOD, subject).quality[0]
+    assert "plain_score_error" in study.artifact(FULL_METHOD, subject)[1].quality[0]
     alone = _study(tiny_text, artifacts=tmp_path / "other")
-    aware = alone.artifact("windowed, query-aware", subject).quality
-    plain = alone.artifact("windowed, plain", subject).quality
+    aware = alone.artifact("windowed, query-aware", subject)[1].quality
+    plain = alone.artifact("windowed, plain", subject)[1].quality
     for row, one, other in zip(both.quality, aware, plain, strict=True):
         assert row["score_error"] == one["score_error"]
         assert row["plain_score_error"] == other["score_error"] != one["score_error"]

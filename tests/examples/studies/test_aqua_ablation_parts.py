@@ -9,7 +9,7 @@ from typing import Any
 import aqua_variants
 import pytest
 from aqua_ablation import STUDY
-from aqua_memory import (
+from aqua_measures import (
     KINDS,
     PREDICTORS,
     PUBLISHED_TOKENS,
