@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from a2ats_parts import ExactKeysCache, likeness
@@ -189,19 +189,18 @@ PLOTS: dict[str, Plot] = {
 class A2ATSAblation(CalibratedAblation):
     """What the parts of A2ATS are worth, and what they rest on."""
 
-    name: ClassVar[str] = "a2ats-ablation"
-    method: ClassVar[str] = "a2ats"
-    example: ClassVar[str] = "recent=128"
-    chosen: ClassVar[Sequence[str]] = ("artifact", "revision")
-    instead: ClassVar[str] = "; --artifacts names the artifacts' folder"
-    described: ClassVar[tuple[str, ...]] = (
+    name = "a2ats-ablation"
+    method = "a2ats"
+    example = "recent=128"
+    chosen = ("artifact", "revision")
+    described = (
         *("windows", "new_tokens", "step", "calibration_tokens", "calibration_length"),
         *("codewords", "rounds", "rope_window", "inputs", "input_tokens", "input_codewords"),
     )
     # What the artifacts and the inputs alone decide.
-    apart: ClassVar[tuple[str, ...]] = ("errors", "alike")
+    apart = ("errors", "alike")
     # A plain codebook that was made to compare with changes nothing else.
-    ignored: ClassVar[tuple[str, ...]] = ("compare",)
+    ignored = ("compare",)
     tables = TABLES
     plots = PLOTS
     drawn = MappingProxyType({"inputs": "alike"})

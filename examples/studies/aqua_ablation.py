@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from ablation import caches_option, made, main, not_here, parts_option
 from aqua_measures import PREDICTORS, measure, one_layer_each, read_through
@@ -47,20 +47,19 @@ _RANK_SHARE = 4
 class AquaAblation(CalibratedAblation):
     """What AQUA-KV's predictors are worth, and what its cache takes."""
 
-    name: ClassVar[str] = "aqua-ablation"
-    method: ClassVar[str] = "aqua"
-    example: ClassVar[str] = "recent=128"
-    chosen: ClassVar[Sequence[str]] = (
+    name = "aqua-ablation"
+    method = "aqua"
+    example = "recent=128"
+    chosen = (
         *("artifact", "revision", "bits", "first_bits", "group", "backbone", "predictor"),
         *("anchor_every", "sink"),
     )
-    instead: ClassVar[str] = "; --artifacts names the artifacts' folder"
-    described: ClassVar[tuple[str, ...]] = (
+    described = (
         *("windows", "step", "calibration_tokens", "calibration_length", "rank", "hidden"),
         *("mlp_steps", "ridge", "memory_tokens", "memory_layers"),
     )
     # These look at artifacts, and at layers of random numbers.
-    apart: ClassVar[tuple[str, ...]] = ("variance", "memory")
+    apart = ("variance", "memory")
     tables = TABLES
     plots = PLOTS
 
@@ -116,9 +115,8 @@ class AquaAblation(CalibratedAblation):
             given = given.replace(dense_below=0)
         if part == "layers":
             return one_layer_each(subject, given.replace(**variant.cache), windows, self.step)
-        return read_through(
-            subject, self._choice(variant, name, subject, given), windows, self.step
-        )
+        chosen = self._choice(variant, name, subject, given)
+        return read_through(subject, chosen, windows, self.step)
 
     def artifact(
         self, changes: Mapping[str, Any], subject: Subject
@@ -169,13 +167,10 @@ class AquaAblation(CalibratedAblation):
 
 def _variants(part: str) -> dict[str, Any]:
     """The variants of a part by name."""
-    if part == "bits":
-        return dict(bit_variants())
-    if part == "parts":
-        return dict(ablation_variants())
-    if part == "layers":
-        return {name: bit_variants()[name] for name in ALONE}
-    return dict(EXPLAINED if part == "variance" else PREDICTORS)
+    if part in ("variance", "memory"):
+        return dict(EXPLAINED if part == "variance" else PREDICTORS)
+    found = ablation_variants() if part == "parts" else bit_variants()
+    return {name: found[name] for name in (ALONE if part == "layers" else found)}
 
 
 STUDY = AquaAblation

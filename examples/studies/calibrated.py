@@ -47,6 +47,7 @@ class CalibratedAblation(Ablation):
     contexts begin after them. Documents of needles have other seeds than the calibration's.
     """
 
+    instead = "; --artifacts names the artifacts' folder"
     ignored: ClassVar[tuple[str, ...]] = ()
     """Options of a calibration that change nothing of what is used."""
 
@@ -85,12 +86,8 @@ class CalibratedAblation(Ablation):
     def find(self, name: str, calibration: Calibration, subject: Subject) -> CalibrationArtifact:
         """The artifact ``name``, learned as ``calibration`` says where it is missing.
 
-        What is there is used where it was made of the same model, text and options; an interrupted
-        calibration goes on.
-
-        Raises:
-            ValueError: the folder holds another one; no text to learn from; a model that can't be
-                calibrated.
+        What is there is used where it was made of the same model, text and options, and refused
+        with a ValueError otherwise; an interrupted calibration goes on.
         """
         if name in self._found:
             return self._found[name]

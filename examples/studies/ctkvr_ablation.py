@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from ablation import Ablation, caches_option, made, main, parts_option, values_option
-from ctkvr_follower import CTkvrFollower, SplitCTkvrCache, starts_of
+from follower import CTkvrFollower, SplitCTkvrCache, starts_of
 from study_tables import CANDIDATES, Found, Plot, Table, bars_of, by_length, curves_of, stretches_of
 
 from hf_kvret.evaluation.arguments import budget, number, whole_number
@@ -105,10 +105,7 @@ def changed(part: str, name: str, given: CTkvrConfig, length: int) -> CTkvrConfi
 
 
 def centroid_count(text: str, usual: int) -> int:
-    """``512`` is itself, ``1/8x`` an eighth of ``usual``; at least 1.
-
-    ValueError for anything else.
-    """
+    """``512`` is itself, ``1/8x`` an eighth of ``usual``; at least 1. ValueError for others."""
     try:
         count = Fraction(text[:-1]) * usual if text.endswith("x") else Fraction(int(text))
     except (ValueError, ZeroDivisionError):
@@ -126,12 +123,6 @@ def _centroids(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
-
-
-def variant(part: str, name: str, given: CTkvrConfig, length: int) -> CacheChoice:
-    """A cache of that variant; the part ``pending`` tells prompt and generation apart."""
-    cache_class = SplitCTkvrCache if part == "pending" else CTkvrCache
-    return made(f"{part}: {name}", cache_class, changed(part, name, given, length))
 
 
 # Parts with one number a variant, and what their variants are.
@@ -220,15 +211,15 @@ PLOTS: dict[str, Plot] = {
 class CTkvrAblation(Ablation):
     """What each part of CTkvr is worth: recall of the exact top-k without it, or with another."""
 
-    name: ClassVar[str] = "ctkvr-ablation"
-    method: ClassVar[str] = "ctkvr"
-    example: ClassVar[str] = "causal=false"
-    described: ClassVar[tuple[str, ...]] = (
+    name = "ctkvr-ablation"
+    method = "ctkvr"
+    example = "causal=false"
+    described = (
         *("windows", "new_tokens", "step", "questions", "question_tokens", "answer_tokens"),
         *("turns", "turn_tokens", "turn_measured", "long_tokens", "every"),
     )
     # These follow thousands of tokens.
-    once: ClassVar[tuple[str, ...]] = ("update", "pending")
+    once = ("update", "pending")
     tables = TABLES
     plots = PLOTS
     drawn = MappingProxyType({"generated": "pending"})
@@ -289,7 +280,10 @@ class CTkvrAblation(Ablation):
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
         part, length = cell["part"], cell["length"]
         assert isinstance(choice.options, CTkvrConfig)
-        chosen = variant(part, cell["variant"], choice.options, length)
+        options = changed(part, cell["variant"], choice.options, length)
+        # It tells prompt and generation apart.
+        cache_class = SplitCTkvrCache if part == "pending" else CTkvrCache
+        chosen = made(f"{part}: {cell['variant']}", cache_class, options)
         follower = CTkvrFollower(subject, chosen, self.method)
         for window in self.contexts(subject, part, length):
             if part == "questions":

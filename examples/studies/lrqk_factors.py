@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from ablation import Ablation, caches_option, main, not_here, parts_option, values_option
 from lrqk_proxies import ALTERNATING, OPTIMUM, PER_HEAD, VARIANTS, LayerStudy
@@ -150,13 +150,11 @@ PLOTS = {
 class LRQKFactors(Ablation):
     """How good LRQK's factors are: what low-rank proxies miss of the scores of a real model."""
 
-    name: ClassVar[str] = "lrqk-factors"
-    method: ClassVar[str] = "lrqk"
-    example: ClassVar[str] = "iterations=4"
-    chosen: ClassVar[Sequence[str]] = tuple(
-        one.name for one in fields(LRQKConfig) if one.name not in _COUNT
-    )
-    instead: ClassVar[str] = (
+    name = "lrqk-factors"
+    method = "lrqk"
+    example = "iterations=4"
+    chosen = tuple(one.name for one in fields(LRQKConfig) if one.name not in _COUNT)
+    instead = (
         f": --ranks and --variants say it, or nothing here depends on it; what counts: "
         f"{', '.join(_COUNT)}"
     )
@@ -214,11 +212,7 @@ class LRQKFactors(Ablation):
             self._top_k(cell["length"], choices[cell["cache"]])
 
     def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
-        """The numbers of one cell; ``layers`` leaves out those with a head dim below the rank.
-
-        Raises:
-            ValueError: a text too short for the budget, or one that this model can't read.
-        """
+        """The numbers of one cell; ``layers`` leaves out those with a head dim below the rank."""
         length, rank = cell["length"], cell["rank"]
         top_k, options = self._top_k(length, choice)
         variant, studies = VARIANTS[cell["variant"]], self._studies(length, subject)

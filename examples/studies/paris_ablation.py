@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from ablation import Ablation, caches_option, made, main, parts_option
@@ -139,13 +139,11 @@ PLOTS = {
 class ParisAblation(Ablation):
     """What each part of ParisKV is worth: recall of the exact top-k without it."""
 
-    name: ClassVar[str] = "paris-ablation"
-    method: ClassVar[str] = "paris"
-    example: ClassVar[str] = "center=false"
-    described: ClassVar[tuple[str, ...]] = (
-        *("windows", "ratio", "clusters", "new_tokens", "drift_tokens", "every", "step"),
-    )
-    once: ClassVar[tuple[str, ...]] = ("drift",)
+    name = "paris-ablation"
+    method = "paris"
+    example = "center=false"
+    described = (*("windows", "ratio", "clusters", "new_tokens", "drift_tokens", "every", "step"),)
+    once = ("drift",)
     tables = TABLES
     plots = PLOTS
 

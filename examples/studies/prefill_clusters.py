@@ -28,11 +28,7 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class ClusterConfig(RetrievalConfig):
-    """Options of the opponent.
-
-    ``clusters`` of each KV head, at most one a key; ``candidate_ratio``, the share of the cold
-    tokens that is scored exactly.
-    """
+    """Clusters of each KV head, at most one a key; share of cold tokens that is scored exactly."""
 
     clusters: int = 256
     candidate_ratio: float = 0.1

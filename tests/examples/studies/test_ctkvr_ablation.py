@@ -9,7 +9,7 @@ import pytest
 import torch
 from ctkvr_ablation import FIXED, PARTS, STUDY, UPDATES, centroid_count, changed
 from ctkvr_ablation import variant as made_variant
-from ctkvr_follower import SplitCTkvrCache, starts_of
+from follower import SplitCTkvrCache, starts_of
 
 from hf_kvret import CTkvrCache, CTkvrConfig
 from hf_kvret.evaluation.contexts import text_windows

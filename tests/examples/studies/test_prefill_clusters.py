@@ -118,5 +118,5 @@ def test_mistakes_are_refused() -> None:
     with pytest.raises(ValueError, match="without padding"):
         index.observe(TokenBlock(keys, keys, 0, torch.tensor([[False, True, True, True]])))
     index.observe(TokenBlock(keys, keys, 0))
-    with pytest.raises(RuntimeError, match="build the index first"):
+    with pytest.raises(AssertionError, match="build the index first"):
         index.select(keys, 1, torch.ones(1, 4, dtype=torch.bool), 1.0)

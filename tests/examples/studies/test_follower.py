@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ctkvr_follower import SplitCounts, SplitCTkvrCache, SplitIndex, split_counts
+from follower import SplitCounts, SplitCTkvrCache, SplitIndex, split_counts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_kvret
