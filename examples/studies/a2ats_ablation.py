@@ -280,15 +280,9 @@ class A2ATSAblation(CalibratedAblation):
     def calibration(self, name: str) -> A2ATSCalibration:
         """How it is learned; the other rows are what a plain codebook would be compared with."""
         space, aware, *_ = SWITCHES[name]
-        return A2ATSCalibration(
-            self.codewords,
-            self.rope_window,
-            self.rounds,
-            space=space,
-            query_aware=aware,
-            compare=False,
-            seed=self.seed,
-        )
+        options: dict[str, Any] = {"space": space, "query_aware": aware, "seed": self.seed}
+        options["compare"] = False
+        return A2ATSCalibration(self.codewords, self.rope_window, self.rounds, **options)
 
     def _choice(
         self, name: str, subject: Subject, given: CacheChoice, options: dict[str, Any]

@@ -182,11 +182,11 @@ def caches_option(usual: str) -> Any:
     return option(usual, "comma-separated, options after colons")
 
 
-def parts_option(known: Iterable[str]) -> Any:
-    """``--parts``, or another choice among names; all of them by default."""
+def parts_option(known: Iterable[str], name: str = "--parts") -> Any:
+    """A choice among names; all of them by default."""
     usual = tuple(known)
     text = f"default: all of {', '.join(usual)}"
-    return option(usual, text, kind=known_names(usual), metavar="NAME,NAME")
+    return option(usual, text, kind=known_names(usual), metavar="NAME,NAME", name=name)
 
 
 def needle_tokens(length: int, asking: int, seed: int) -> torch.Tensor:

@@ -270,10 +270,8 @@ def value_bits(reader: Reader) -> float:
         for layer in cache.retrieval_layers:
             regions = layer.regions
             if regions is None or regions.store is None or not regions.cold_len:
-                raise ValueError(
-                    "nothing was cold: take longer --lengths, or smaller regions as "
-                    "aqua:recent=32:flush=32"
-                )
+                regions_as = "smaller regions as aqua:recent=32:flush=32"
+                raise ValueError(f"nothing was cold: take longer --lengths, or {regions_as}")
             keys, values = regions.window.keys, regions.window.values
             held += stored_bytes(regions.store)
             numbers += (

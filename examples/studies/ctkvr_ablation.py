@@ -109,9 +109,8 @@ def centroid_count(text: str, usual: int) -> int:
     try:
         count = Fraction(text[:-1]) * usual if text.endswith("x") else Fraction(int(text))
     except (ValueError, ZeroDivisionError):
-        raise ValueError(
-            f"--centroids {text}: write a count as 512, or a multiple as 0.5x or 1/8x"
-        ) from None
+        way_out = "write a count as 512, or a multiple as 0.5x or 1/8x"
+        raise ValueError(f"--centroids {text}: {way_out}") from None
     if count <= 0:
         raise ValueError(f"--centroids {text}: above 0")
     return max(1, round(count))
@@ -259,7 +258,7 @@ class CTkvrAblation(Ablation):
         known = {"probes": self.probes, "list_ratio": self.ratios, "top_k": self.budgets}
         for name, values in known.items():
             for value in values:
-                CTkvrConfig(**{name: value})
+                CTkvrConfig().replace(**{name: value})
         if "questions" in self.parts:
             for length in self.lengths:
                 starts_of(self.questions, self.question_tokens + self.answer_tokens, length)
@@ -281,7 +280,7 @@ class CTkvrAblation(Ablation):
         part, length = cell["part"], cell["length"]
         assert isinstance(choice.options, CTkvrConfig)
         options = changed(part, cell["variant"], choice.options, length)
-        # It tells prompt and generation apart.
+        # A split cache tells prompt and generation apart.
         cache_class = SplitCTkvrCache if part == "pending" else CTkvrCache
         chosen = made(f"{part}: {cell['variant']}", cache_class, options)
         follower = CTkvrFollower(subject, chosen, self.method)
@@ -289,8 +288,7 @@ class CTkvrAblation(Ablation):
             if part == "questions":
                 follower.ask(window, self.questions, self.question_tokens, self.answer_tokens)
             elif part == "update":
-                turn = self.turn_tokens, self.turn_measured
-                follower.talk(window, length, self.turns, *turn)
+                follower.talk(window, length, self.turns, self.turn_tokens, self.turn_measured)
             else:
                 follower.follow(window, length, self.long if part == "pending" else self.pace)
         return follower.result()

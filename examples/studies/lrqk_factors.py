@@ -155,10 +155,8 @@ class LRQKFactors(Ablation):
     example = "iterations=4"
     chosen = tuple(one.name for one in fields(LRQKConfig) if one.name not in _COUNT)
     instead = (
-        f": --ranks and --variants say it, or nothing here depends on it; what counts: "
-        f"{', '.join(_COUNT)}"
+        f": --ranks and --variants say it, or nothing needs it. What counts: {', '.join(_COUNT)}"
     )
-
     tables = TABLES
     plots = PLOTS
     drawn = MappingProxyType({"error": "", "recall": ""})
@@ -174,7 +172,7 @@ class LRQKFactors(Ablation):
     ranks: tuple[int, ...] = values_option(
         (8, 16, 32, 48, 64), "left out above the head dim", whole_number(1)
     )
-    variants: tuple[str, ...] = parts_option(VARIANTS)
+    ways: tuple[str, ...] = parts_option(VARIANTS, "--variants")
     queries: int = count_option(64, "newest tokens of the text that select")
     # Queries and keys of the last text, for the cells about it.
     _read: dict[int, list[LayerStudy]] = field(
@@ -183,9 +181,7 @@ class LRQKFactors(Ablation):
 
     def check(self) -> None:
         if self.store != "device":
-            raise ValueError(
-                f"--store {self.store}: lrqk-factors stores nothing, leave the option out"
-            )
+            raise ValueError(f"--store {self.store}: lrqk-factors stores nothing, leave it out")
         super().check()
 
     def details(self) -> dict[str, Any]:
@@ -199,9 +195,12 @@ class LRQKFactors(Ablation):
             {"cache": cache, "length": length, "variant": variant, "rank": rank}
             for length in self.lengths
             for cache in caches
-            for variant in self.variants
+            for variant in self.ways
             for rank in self.ranks
         ]
+
+    def variants(self, part: str) -> Sequence[str]:
+        return self.ways
 
     def asking(self, part: str, length: int) -> int:
         return self.queries

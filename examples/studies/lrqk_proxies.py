@@ -1,8 +1,7 @@
 """LRQK's factors on the queries and keys of a real layer: what they miss, what they select.
 
-What stands for the scores, see
-``lrqk_variants``, is judged against the exact ones. Dimensions: Hq query heads, Hkv
-KV heads, F sets of factors (one of both), l tokens, N queries that select, D head dim, r rank.
+What stands for the scores is judged against the exact ones. Dimensions: Hq query heads, Hkv KV
+heads, F sets of factors (one of both), l tokens, N queries that select, D head dim, r rank.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ctkvr_ablation import FIXED, PARTS, STUDY, UPDATES, centroid_count, changed
-from ctkvr_ablation import variant as made_variant
-from follower import SplitCTkvrCache, starts_of
+from follower import starts_of
 
 from hf_kvret import CTkvrCache, CTkvrConfig
 from hf_kvret.evaluation.contexts import text_windows
@@ -256,13 +255,6 @@ def test_the_variants_are_what_they_are_called() -> None:
         assert len({made(part, name) for name in VARIANTS.variants(part)}) == len(
             VARIANTS.variants(part)
         )
-
-
-def test_only_the_pending_part_tells_places_apart(subject: Subject) -> None:
-    for part in PARTS:
-        name = VARIANTS.variants(part)[0]
-        cache = made_variant(part, name, CTkvrConfig(), 400).make(subject.model.config, 9)
-        assert type(cache) is (SplitCTkvrCache if part == "pending" else CTkvrCache)
 
 
 def test_centroids_are_counts_or_multiples() -> None:
