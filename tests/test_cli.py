@@ -58,20 +58,9 @@ def test_every_option_says_what_it_is_and_its_default(words: tuple[str, ...]) ->
         assert default in shown or (word and f"default: {word}" in shown), shown
 
 
-@pytest.mark.parametrize(
-    "task, caches",
-    [
-        ("misses", "lrqk,paris"),
-        ("paris-ablation", "paris"),
-        ("ctkvr-ablation", "ctkvr"),
-        ("a2ats-ablation", "a2ats"),
-        ("aqua-ablation", "aqua"),
-        ("lrqk-factors", "lrqk"),
-    ],
-)
-def test_the_caches_of_a_task_are_those_its_help_shows(task: str, caches: str) -> None:
-    shown = " ".join(PARSERS["eval", task].format_help().split())
-    assert f"(default: {caches})" in shown and "default: full" not in shown
+def test_the_caches_of_a_task_are_those_its_help_shows() -> None:
+    shown = " ".join(PARSERS["eval", "misses"].format_help().split())
+    assert "(default: lrqk,paris)" in shown and "default: full" not in shown
     assert "default: full,flat" in " ".join(PARSERS["eval", "niah"].format_help().split())
 
 

@@ -18,7 +18,7 @@ from hf_kvret.benchmark.limits import available_host_memory
 from hf_kvret.calibration.sources import needle_documents
 from hf_kvret.compatibility import head_dim, model_layers
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.evaluation.lrqk_study import read_layers
+from hf_kvret.evaluation.recording import read_layers
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.texts import read_text, token_ids
 

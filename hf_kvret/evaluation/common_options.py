@@ -25,9 +25,9 @@ from hf_kvret.evaluation.options import option
 from hf_kvret.stores import store_names
 
 
-def budget_option() -> Any:
+def budget_option(usual: int | float = 256) -> Any:
     """``--top-k`` of retrieval caches that name none."""
-    return option(256, "of retrieval caches: a count, or a share as 0.04", kind=budget)
+    return option(usual, "of retrieval caches: a count, or a share as 0.04", kind=budget)
 
 
 def store_option(usual: str = "device") -> Any:

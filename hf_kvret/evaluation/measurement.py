@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from tqdm import tqdm
@@ -86,6 +86,10 @@ class Measurement(ABC):
     def surroundings(self) -> AbstractContextManager[Any]:
         """What set-up, plan and rows are made in, as another number of threads."""
         return nullcontext()
+
+    def beside(self, outputs: Outputs) -> Self:
+        """The same, with what it keeps beside its results placed where those go."""
+        return self
 
     @abstractmethod
     def setup(self) -> dict[str, Any]:
@@ -261,13 +265,19 @@ def add_measurement(
         epilog=example_lines(kind.examples),
         formatter_class=HelpFormatter,
     )
+    fill_parser(parser, kind)
+
+
+def fill_parser(parser: argparse.ArgumentParser, kind: type[Measurement]) -> None:
+    """Give a parser the options of a measurement, and what runs it."""
     add_options(parser, kind)
     add_options(parser, Outputs)
-    parser.set_defaults(
-        run=lambda parsed: run_measurement(
-            read_options(kind, parsed), read_options(Outputs, parsed)
-        )
-    )
+    parser.set_defaults(run=lambda parsed: _run(kind, parsed))
+
+
+def _run(kind: type[Measurement], parsed: argparse.Namespace) -> int:
+    outputs = read_options(Outputs, parsed)
+    return run_measurement(read_options(kind, parsed).beside(outputs), outputs)
 
 
 def _waits(results: Results, cell: Cell) -> bool:

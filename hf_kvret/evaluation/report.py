@@ -23,6 +23,7 @@ from hf_kvret.evaluation.outputs import (
 )
 from hf_kvret.evaluation.plots import plot_points, require_matplotlib
 from hf_kvret.evaluation.results import Results, why_no_results
+from hf_kvret.evaluation.studies import load_study, script, study_of
 from hf_kvret.evaluation.tables import markdown_table
 
 _OVERVIEW = "overview.md"
@@ -70,6 +71,8 @@ def write_report(folder: Path, measurements: _Known) -> Report:
         raise NotADirectoryError(f"{folder} is a file: give the folder that holds it")
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}")
+    # Studies join them when they are met.
+    measurements = dict(measurements)
     reasons = {path: why_no_results(path) for path in sorted(folder.glob("*.json"))}
     skipped = {path: reason for path, reason in reasons.items() if reason is not None}
     loaded: dict[Path, Results] = {}
@@ -105,9 +108,12 @@ def write_report(folder: Path, measurements: _Known) -> Report:
     return Report(pages, skipped, failed)
 
 
-def _load(path: Path, measurements: _Known) -> Results:
+def _load(path: Path, measurements: dict[str, Any]) -> Results:
     """The results of a file; ValueError where no table can be made of them."""
     results = Results.load(path)
+    study = study_of(results.name)
+    if study is not None and results.name not in measurements:
+        measurements[results.name] = load_study(study)
     if results.name not in measurements:
         raise ValueError(
             f"{path} holds {results.name!r}, which this version does not know: "
@@ -135,6 +141,7 @@ def _check_pages(folder: Path, loaded: dict[Path, Results], measurements: _Known
 
 
 def _page(path: Path, results: Results, measurement: Any, picture: Path) -> Path:
+    study = study_of(results.name)
     parts = [f"# {results.name}: {path.stem}", measurement.table(results)]
     notes = path.with_suffix(".notes.txt")
     if notes.is_file():
@@ -143,6 +150,7 @@ def _page(path: Path, results: Results, measurement: Any, picture: Path) -> Path
         *(f"![{results.name}](images/{one.name})" for one in _pictures(picture, path.parent)),
         "## How it was made",
         "\n\n".join(map(_made, results.environments)),
+        *([f"Made now by `python {script(study)}`."] if study else []),
         "Set-up: " + ", ".join(f"{name} {value}" for name, value in results.setup.items()) + ".",
         f"All numbers are in [{path.name}]({path.name}). {PAGE_MARK}",
     ]

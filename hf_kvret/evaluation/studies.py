@@ -29,17 +29,27 @@ def add_study_names(tasks: argparse._SubParsersAction[argparse.ArgumentParser]) 
         parser.set_defaults(run=lambda parsed, name=name: _say_where(name))
 
 
+def script(name: str) -> str:
+    """Where the script of a study lies in a checkout."""
+    return f"examples/studies/{STUDIES[name]}.py"
+
+
+def study_of(title: str) -> str | None:
+    """The study whose results have this name, as ``eval paris-ablation``; None for others."""
+    name = title.removeprefix("eval ")
+    return name if name != title and name in STUDIES else None
+
+
 def load_study(name: str) -> Any:
     """The measurement of a study, to make tables and pictures of its results.
 
     Raises:
         ValueError: this is no checkout; says where the script is.
     """
-    script = FOLDER / f"{STUDIES[name]}.py"
-    if not script.is_file():
+    if not (FOLDER / f"{STUDIES[name]}.py").is_file():
         raise ValueError(
             f"eval {name} is a study: its tables are made in a checkout of hf-kvret's repository, "
-            f"which has examples/studies/{script.name}"
+            f"which has {script(name)}"
         )
     sys.path.insert(0, str(FOLDER))
     try:
@@ -50,6 +60,6 @@ def load_study(name: str) -> Any:
 
 def _say_where(name: str) -> int:
     raise ValueError(
-        f"eval {name} is a script now: python examples/studies/{STUDIES[name]}.py takes the same "
-        "options, in a checkout of hf-kvret's repository"
+        f"eval {name} is a script now: python {script(name)} takes the same options, in a checkout "
+        "of hf-kvret's repository"
     )

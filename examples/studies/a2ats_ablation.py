@@ -1,0 +1,301 @@
+"""What the parts of A2ATS are worth, and what they rest on. switches: recall of the exact top-k
+with and without windowed RoPE and query-aware codebooks (the paper's table 2), and with windowed
+RoPE and no codebooks. errors: score error of held-out text by layer (figure 3). alike: how alike
+codebooks are that different inputs have of their own, before RoPE and after it (figure 1).
+budget_of: whether KV heads choose, or their query heads and all attend to all (as published). It
+makes the four artifacts that it needs, from --calibration-text or from the start of --text, and
+measures on text that none of them has seen. Without --text the model reads documents of needles,
+which is what --model needle speaks.
+
+    python examples/studies/a2ats_ablation.py --text novel.txt --json a.json --plot a.png
+    python examples/studies/a2ats_ablation.py --model needle --parts switches,errors
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from a2ats_parts import ExactKeysCache, likeness
+from ablation import caches_option, made, main, parts_option, values_option
+from calibrated import CalibratedAblation
+from follower import Follower
+from study_tables import Found, Plot, Table, bars_of, by_length, curves_of, layers_of, layers_table
+
+from hf_kvret.calibration import CalibrationArtifact
+from hf_kvret.calibration.a2ats import A2ATSCalibration
+from hf_kvret.evaluation.arguments import budget, length, length_or_none, whole_number
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.common_options import budget_option, count_option
+from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.plots import plot_heat_maps
+from hf_kvret.evaluation.results import Cell
+from hf_kvret.evaluation.stretches import share
+from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.evaluation.task import Choices
+from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
+
+PARTS = ("switches", "errors", "alike", "budget_of")
+FULL_METHOD = "windowed, query-aware"
+# A row beside those of the table, which shows what codewords cost and what windowed RoPE does.
+EXACT_KEYS = "windowed, exact keys"
+_OWNERS = ("head", "union")
+
+
+# By name: space, query-aware, what the paper calls it, and its mean accuracy in table 2, of another
+# model on other tasks.
+SWITCHES: dict[str, tuple[str, bool, str, str]] = {
+    "windowed, query-aware": ("windowed", True, "A2ATS", "86.6"),
+    "windowed, plain": ("windowed", False, "WRoPE", "85.9"),
+    "rotated, query-aware": ("rotated", True, "QAVQ", "81.1"),
+    "rotated, plain": ("rotated", False, "Baseline", "81.4"),
+}
+PLACES = {"before RoPE": False, "after RoPE": True}
+_KINDS = ("recall", "mass", "tokens equal", "rows read")
+
+
+def _switches_table(cells: Found) -> str:
+    """The rows of table 2."""
+    columns, rows = by_length(cells, _KINDS)
+    wide = []
+    for (cache, name), numbers in rows.items():
+        *_, known, paper = SWITCHES.get(name, ("-", "-"))
+        wide.append([cache, name, known, *numbers, paper])
+    header = ["cache", "codebooks", "in the paper", *columns, "paper's accuracy, table 2"]
+    return f"{markdown_table(header, wide)}\n\n{_recall_table(cells)}"
+
+
+def _recall_table(cells: Found) -> str:
+    """Recall of each layer that retrieved."""
+    known = {
+        (cell["cache"], cell["variant"], str(cell["length"])): {
+            one["layer"]: one["overlap"] for one in found["layers"]
+        }
+        for cell, found in cells
+    }
+    layers = sorted({layer for recalls in known.values() for layer in recalls})
+    rows = [
+        [*place, *(share(recalls.get(layer)) for layer in layers)]
+        for place, recalls in known.items()
+    ]
+    columns = (f"layer {layer}" for layer in layers)
+    return markdown_table(["cache", "recall, codebooks", "context", *columns], rows)
+
+
+def _budget_table(cells: Found) -> str:
+    columns, rows = by_length(cells, _KINDS)
+    wide = [[cache, *name.split(", "), *numbers] for (cache, name), numbers in rows.items()]
+    return markdown_table(["cache", "budget of", "budget", *columns], wide)
+
+
+def _errors_table(cells: Found) -> str:
+    """Score errors by layer (figure 3), and in how many layers query-aware codebooks win."""
+    errors = _errors(cells)
+    wins = [
+        _wins(f"{space}: query-aware codebooks miss less than plain ones", aware, plain)
+        for space in dict.fromkeys(name.split(", ")[0] for name in errors)
+        if (aware := errors.get(f"{space}, query-aware")) is not None
+        and (plain := errors.get(f"{space}, plain")) is not None
+    ]
+    return "\n\n".join([layers_table("score error, layer", errors, ".4f"), *wins])
+
+
+def _errors(cells: Found) -> dict[str, dict[int, float]]:
+    """Errors by variant and layer; a layer whose held-out keys don't vary has none."""
+    return {
+        cell["variant"]: {
+            one["layer"]: one["score_error"]
+            for one in found["layers"]
+            if one["score_error"] is not None
+        }
+        for cell, found in cells
+    }
+
+
+def _wins(claim: str, lower: dict[int, float], higher: dict[int, float]) -> str:
+    shared = lower.keys() & higher.keys()
+    number = sum(lower[layer] < higher[layer] for layer in shared)
+    return f"{claim} in {number} of {len(shared)} layers."
+
+
+def _alike_table(cells: Found) -> str:
+    """How alike codebooks of different inputs are, by layer (figure 1)."""
+    lines = _alike(cells)
+    wins = []
+    for kind in dict.fromkeys(name.split(": ")[1] for name in lines):
+        before, after = (lines.get(f"{place}: {kind}") for place in PLACES)
+        if before is not None and after is not None:
+            claim = f"{kind}: codebooks are more alike before RoPE than after it"
+            wins.append(_wins(claim, after, before))
+    return "\n\n".join([layers_table("alike, layer", lines), *wins])
+
+
+def _alike(cells: Found) -> dict[str, dict[int, float]]:
+    """By ``PLACE: KIND / KIND`` and layer, the mean over the pairs of inputs of these kinds."""
+    lines: dict[str, dict[int, float]] = {}
+    for cell, found in cells:
+        kinds = [name.rstrip(" 0123456789") for name in found["inputs"]]
+        for layer in found["layers"]:
+            pairs: dict[str, list[float]] = {}
+            for number, row in enumerate(layer["alike"]):
+                for other in range(number + 1, len(row)):
+                    pairs.setdefault(f"{kinds[number]} / {kinds[other]}", []).append(row[other])
+            for kind, values in pairs.items():
+                lines.setdefault(f"{cell['variant']}: {kind}", {})[layer["layer"]] = fmean(values)
+    return lines
+
+
+def _plot_inputs(path: Path, cells: Found) -> None:
+    """All pairs of inputs, mean over layers."""
+    maps = {
+        cell["variant"]: np.mean([layer["alike"] for layer in found["layers"]], axis=0)
+        for cell, found in cells
+    }
+    names = cells[0][1]["inputs"]
+    title = "A2ATS: codebooks of different inputs, mean over layers"
+    # The next tenth below all cosines, so that colours tell them apart.
+    low = float(np.floor(10 * min(values.min() for values in maps.values())) / 10)
+    plot_heat_maps(
+        path, maps, rows=names, columns=names, title=title, x="input", y="input", low=low
+    )
+
+
+TABLES: dict[str, Table] = {
+    "switches": _switches_table,
+    "errors": _errors_table,
+    "alike": _alike_table,
+    "budget_of": _budget_table,
+}
+PLOTS: dict[str, Plot] = {
+    "switches": bars_of("A2ATS: codebooks", wrapped=True),
+    "errors": layers_of(_errors, "A2ATS: held-out text", "score error", low=0.0),
+    "alike": layers_of(_alike, "A2ATS: codebooks of different inputs", "mean largest cosine"),
+    "inputs": _plot_inputs,
+    # Mass over the rows that were really read: heads of a group agree in part.
+    "budget_of": curves_of(
+        "A2ATS: who chooses", ("read_ratio", "rows read, share of cold"), ("mass", "mass")
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class A2ATSAblation(CalibratedAblation):
+    """What the parts of A2ATS are worth, and what they rest on."""
+
+    name = "a2ats-ablation"
+    method = "a2ats"
+    example = "recent=128"
+    chosen = ("artifact", "revision")
+    described = (
+        *("windows", "new_tokens", "step", "calibration_tokens", "calibration_length"),
+        *("codewords", "rounds", "rope_window", "inputs", "input_tokens", "input_codewords"),
+    )
+    # What the artifacts and the inputs alone decide.
+    apart = ("errors", "alike")
+    # A plain codebook that was made to compare with changes nothing else.
+    ignored = ("compare",)
+    tables = TABLES
+    plots = PLOTS
+    drawn = MappingProxyType({"inputs": "alike"})
+
+    caches: str | None = caches_option("a2ats")
+    top_k: int | float = budget_option(0.06)
+    parts: tuple[str, ...] = parts_option(PARTS)
+    budgets: tuple[int | float, ...] = values_option(
+        (0.03, 0.06, 0.12), "of the part budget_of", budget
+    )
+    uuid_tokens: int = option(8192, "of random UUIDs beside text", kind=length_or_none)
+    codewords: int = count_option(1024, "of each KV head")
+    rounds: int = option(30, "of k-means at most, for inputs too", kind=whole_number(0))
+    rope_window: int = option(2048, "position that queries are seen at, b", kind=whole_number(0))
+    inputs: int = option(3, "texts whose own codebooks are compared", kind=whole_number(2))
+    input_tokens: int = option(4096, "of each", kind=length)
+    # The paper has 4096 of some 32K tokens.
+    input_codewords: int = count_option(512, "of each of their KV heads")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.input_codewords > self.input_tokens:
+            raise ValueError(
+                f"--input-codewords {self.input_codewords} of --input-tokens {self.input_tokens}: "
+                "no more than tokens"
+            )
+        for top_k in self.budgets:
+            A2ATSConfig(top_k=top_k)
+
+    def details(self) -> dict[str, Any]:
+        return {**super().details(), "uuid_tokens": self.uuid_tokens if self.text else 0}
+
+    def variants(self, part: str) -> Sequence[str]:
+        return {
+            "switches": [*SWITCHES, EXACT_KEYS],
+            "errors": list(SWITCHES),
+            "alike": list(PLACES),
+            "budget_of": [f"{owner}, {budget}" for budget in self.budgets for owner in _OWNERS],
+        }[part]
+
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check_cells(cells, subject, choices)
+        if any(cell["part"] == "alike" for cell in cells):
+            self.pieces(subject, self.inputs, self.input_tokens)
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        part, name = cell["part"], cell["variant"]
+        if part == "errors":
+            quality = self.artifact(name, subject)[1].quality
+            return {
+                "layers": [{key: one[key] for key in ("layer", "score_error")} for one in quality]
+            }
+        if part == "alike":
+            inputs = self.pieces(subject, self.inputs, self.input_tokens)
+            sizes = {"codewords": self.input_codewords, "rounds": self.rounds}
+            found = likeness(subject, inputs, rotated=PLACES[name], seed=self.seed, **sizes)
+            return {"inputs": list(inputs), "layers": found}
+        options: dict[str, Any] = {}
+        if part == "budget_of":
+            owner, top_k = name.split(", ")
+            options = {"budget_of": owner, "top_k": int(top_k) if top_k.isdigit() else float(top_k)}
+            name = FULL_METHOD
+        # A text that is too short is found before the work, not after it.
+        windows = self.contexts(subject, part, cell["length"])
+        follower = Follower(subject, self._choice(name, subject, choice, options), self.method)
+        for window in windows:
+            follower.follow(window, cell["length"], self.pace)
+        measured = follower.result()
+        numbers = ("overlap", "mass", "best_mass", "equal", "read_ratio")
+        return {**{name: measured[name] for name in numbers}, "layers": follower.layers()}
+
+    def artifact(self, name: str, subject: Subject) -> tuple[str, CalibrationArtifact]:
+        """The folder of the artifact of a row of ``SWITCHES``, made where it is missing; and it."""
+        folder = name.replace(", ", "-")
+        return str(self.path(folder)), self.find(folder, self.calibration(name), subject)
+
+    def calibration(self, name: str) -> A2ATSCalibration:
+        """How it is learned; the other rows are what a plain codebook would be compared with."""
+        space, aware, *_ = SWITCHES[name]
+        options: dict[str, Any] = {"space": space, "query_aware": aware, "seed": self.seed}
+        options["compare"] = False
+        return A2ATSCalibration(self.codewords, self.rope_window, self.rounds, **options)
+
+    def _choice(
+        self, name: str, subject: Subject, given: CacheChoice, options: dict[str, Any]
+    ) -> CacheChoice:
+        """The cache ``given`` with the artifact of a row, and ``options`` on top."""
+        row, kind = (FULL_METHOD, ExactKeysCache) if name == EXACT_KEYS else (name, A2ATSCache)
+        assert given.options is not None
+        options["artifact"], _ = self.artifact(row, subject)
+        # Bars show the name; the path would fill them.
+        return made(name, kind, given.options.replace(**options))
+
+
+STUDY = A2ATSAblation
+
+if __name__ == "__main__":
+    sys.exit(main(STUDY))

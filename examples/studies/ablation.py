@@ -1,0 +1,248 @@
+"""What the papers' ablations have in common: parts, variants, texts, and how a script runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+from study_tables import Plot, Table, of_part
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.evaluation.arguments import known_names, several
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
+from hf_kvret.evaluation.contexts import describe_file, text_windows
+from hf_kvret.evaluation.help_text import HelpFormatter
+from hf_kvret.evaluation.measurement import fill_parser
+from hf_kvret.evaluation.needles import NeedleLanguage
+from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.plots import part_pictures
+from hf_kvret.evaluation.program import kept_results, run_program
+from hf_kvret.evaluation.reader import check_positions
+from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.stretches import Pace
+from hf_kvret.evaluation.studies import script
+from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.task import Choices, Task
+
+_Value = TypeVar("_Value")
+_TOKENS_PER_NEEDLE = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation(Task):
+    """A method taken apart: each part of the study has variants, measured at each length.
+
+    Attributes:
+        method: of the caches that it takes.
+        example: how one of them is named with options.
+        chosen: options that can't be given there, as variants choose them.
+        instead: what to do instead, as the end of a sentence.
+        described: fields that numbers depend on besides the cells.
+        once: parts that are measured after the shortest context only.
+        apart: parts that need no context and are the same for all caches.
+        tables: what makes the table of each part.
+        plots: by the end of a picture's name what draws it.
+        drawn: the part of a picture, where its name is not one.
+    """
+
+    method: ClassVar[str]
+    example: ClassVar[str]
+    chosen: ClassVar[Sequence[str]] = ()
+    instead: ClassVar[str] = ""
+    described: ClassVar[tuple[str, ...]]
+    once: ClassVar[tuple[str, ...]] = ()
+    apart: ClassVar[tuple[str, ...]] = ()
+    tables: ClassVar[Mapping[str, Table]]
+    plots: ClassVar[Mapping[str, Plot]]
+    drawn: ClassVar[Mapping[str, str]] = {}
+
+    text: Path | None = text_option("default: documents of needles", required=False)
+    lengths: tuple[int, ...] = lengths_option((4096,), "tokens of a context")
+    windows: int = count_option(1, "at most this many contexts of each length")
+    parts: tuple[str, ...]
+    new_tokens: int = count_option(128, "that are measured")
+    step: int = count_option(8, "tokens a forward pass")
+
+    @property
+    def pace(self) -> Pace:
+        """Of the tokens that are measured after a context: one stretch of whole steps."""
+        return Pace(self.new_tokens, -(-self.new_tokens // self.step) * self.step, self.step)
+
+    @abstractmethod
+    def variants(self, part: str) -> Sequence[str]:
+        """The names of a part's variants, in the order of its table."""
+
+    def following(self, part: str) -> int:
+        """Tokens that a part has after its context."""
+        return self.new_tokens
+
+    def asking(self, part: str, length: int) -> int:
+        """Tokens at the end of a document of needles that are questions and answers."""
+        return self.following(part)
+
+    def details(self) -> dict[str, Any]:
+        text = describe_file("--text", self.text) or "documents of needles"
+        return {"text": text, **{name: getattr(self, name) for name in self.described}}
+
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
+        self.check_caches(caches)
+        return [
+            {"cache": cache, "part": part, "variant": name, **place}
+            for part in self.parts
+            for place in self._places(part)
+            for name in self.variants(part)
+            for cache in (caches[:1] if part in self.apart else caches)
+        ]
+
+    def _places(self, part: str) -> list[Cell]:
+        lengths = [min(self.lengths)] if part in self.once else self.lengths
+        return [{}] if part in self.apart else [{"length": length} for length in lengths]
+
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        super().check_cells(cells, subject, choices)
+        self.check_contexts(cells, subject)
+
+    def check_contexts(self, cells: Sequence[Cell], subject: Subject) -> None:
+        """ValueError where the text, or the model's positions, are too few for one of ``cells``."""
+        places = [(cell.get("part", ""), cell["length"]) for cell in cells if "length" in cell]
+        for part, length in dict.fromkeys(places):
+            self.contexts(subject, part, length)
+            check_positions(subject.model, length + self.following(part))
+
+    def contexts(self, subject: Subject, part: str, length: int) -> list[torch.Tensor]:
+        """At most ``windows`` contexts ``[length + following(part)]`` int64.
+
+        Of the text, or documents of needles with questions at their end.
+
+        Raises:
+            ValueError: too little text, or none and another language than that of needles.
+        """
+        new = self.following(part)
+        if self.text is not None:
+            return text_windows(subject, self.name, self.text, length, new, self.windows, None)
+        check_needles(subject)
+        asking, seeds = self.asking(part, length), range(self.seed, self.seed + self.windows)
+        return [needle_tokens(length + new, asking, seed) for seed in seeds]
+
+    def check_caches(self, caches: Sequence[str]) -> None:
+        """ValueError for another method's cache, or for an option that variants choose."""
+        for cache in caches:
+            name, *options = (part.strip() for part in cache.split(":"))
+            if name != self.method:
+                raise ValueError(
+                    f"--caches {cache}: {self.name} is about {self.method}, so name {self.method} "
+                    f"alone, with options where wanted, as {self.method}:{self.example}"
+                )
+            for given in (part.partition("=")[0] for part in options):
+                if given in self.chosen:
+                    raise ValueError(
+                        f"--caches {cache}: {self.name} chooses {given} itself, leave it out"
+                        f"{self.instead}"
+                    )
+
+    @classmethod
+    def sections(cls, results: Results) -> Mapping[str, Table]:
+        """What makes the table of each part."""
+        return cls.tables
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        sections = cls.sections(results)
+        found = {part: of_part(results, part) for part in sections}
+        return "\n\n".join(sections[part](cells) for part, cells in found.items() if cells)
+
+    @classmethod
+    def pictures(cls, path: Path) -> list[Path]:
+        return list(part_pictures(path, cls.plots).values())
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        """One picture a part: ``path``, and ``NAME-PART.png`` for the parts after the first."""
+        known = {name: of_part(results, cls.drawn.get(name, name)) for name in cls.plots}
+        for name, own in part_pictures(path, [name for name in known if known[name]]).items():
+            cls.plots[name](own, known[name])
+
+
+def not_here(value: Any = 0) -> Any:
+    """A field of a study that has no option for it, as others have."""
+    return field(default=value, init=False)
+
+
+def caches_option(usual: str) -> Any:
+    """``--caches`` of a study, which takes only those of one method."""
+    return option(usual, "comma-separated, options after colons")
+
+
+def parts_option(known: Iterable[str], name: str = "--parts") -> Any:
+    """A choice among names; all of them by default."""
+    usual = tuple(known)
+    text = f"default: all of {', '.join(usual)}"
+    return option(usual, text, kind=known_names(usual), metavar="NAME,NAME", name=name)
+
+
+def needle_tokens(length: int, asking: int, seed: int) -> torch.Tensor:
+    """``[length]`` int64: a document of needles, then questions with answers, ``asking`` or more.
+
+    ValueError where ``length`` is too short for both.
+    """
+    language, rng = NeedleLanguage(), np.random.default_rng(seed)
+    keys, values = language.pairs(rng, 1)
+    turn = language.questions(keys).shape[1] + values.shape[1]
+    turns = -(-asking // turn)
+    keys, values = language.pairs(rng, max(turns, length // _TOKENS_PER_NEEDLE))
+    document, _ = language.document(rng, length - turns * turn, keys, values)
+    asked = rng.permutation(len(keys))[:turns]
+    questions = np.concatenate([language.questions(keys[asked]), values[asked]], axis=1)
+    return torch.from_numpy(np.concatenate([document, questions.reshape(-1)]))
+
+
+def check_needles(subject: Subject) -> None:
+    """ValueError for a model that does not read the language of needles."""
+    language, known = NeedleLanguage(), subject.model.config.vocab_size
+    if known != language.vocab_size:
+        raise ValueError(
+            f"--model {subject.name} has {known} token ids, the language of needles "
+            f"{language.vocab_size}: give --text FILE, or take --model needle"
+        )
+
+
+def values_option(usual: tuple[_Value, ...], of: str, kind: Callable[[str], _Value]) -> Any:
+    """Comma-separated values of one kind, no one twice."""
+
+    def read(text: str) -> tuple[_Value, ...]:
+        found = several(kind)(text)
+        if len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"the same value twice in {text!r}: name each once")
+        return found
+
+    return option(usual, of, kind=read)
+
+
+def made(name: str, cache_class: type[RetrievalCache], options: RetrievalConfig) -> CacheChoice:
+    """A cache of that class with these options, under a name for progress bars."""
+    return CacheChoice(
+        name, lambda config, capacity: cache_class(config=config, options=options), options=options
+    )
+
+
+def main(study: type[Ablation], arguments: Sequence[str] | None = None) -> int:
+    """Run a study's script, whose docstring is its help; returns the exit status.
+
+    See ``hf_kvret.evaluation.program``.
+    """
+    parser = argparse.ArgumentParser(
+        prog=Path(script(study.name)).name,
+        description=sys.modules[study.__module__].__doc__,
+        formatter_class=HelpFormatter,
+    )
+    fill_parser(parser, study)
+    return run_program(parser, arguments, kept_results)

@@ -1,0 +1,250 @@
+"""Studies that calibrate by themselves: texts to learn from and to measure on, kept apart."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from ablation import Ablation, check_needles, needle_tokens, not_here
+from tqdm import tqdm
+
+from hf_kvret.calibration import CalibrationArtifact
+from hf_kvret.calibration.files import DESCRIPTION
+from hf_kvret.calibration.runner import calibrate
+from hf_kvret.calibration.sources import Corpus, cut, needle_documents, random_uuids, text_file
+from hf_kvret.calibration.study import Calibration
+from hf_kvret.evaluation.arguments import file_path, length
+from hf_kvret.evaluation.common_options import text_option
+from hf_kvret.evaluation.contexts import describe_file
+from hf_kvret.evaluation.measurement import Outputs
+from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.results import Cell
+from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.task import Choices
+
+# Of the calibration's text, for figures of quality.
+_HELD_OUT = 0.1
+# Consecutive tokens that two different texts rarely have in common, and the most they may.
+_RUN = 32
+_MOST_SHARED = 0.5
+# Of few KV heads, so that a text passes a small model once.
+_LAYERS_AT_ONCE = 8
+# Seeds of what is drawn, so that no two drafts are alike.
+_CONTEXTS, _INPUTS = 1_000, 2_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibratedAblation(Ablation):
+    """Makes the artifacts that it needs; tokens of the calibration never come in a context.
+
+    Without ``calibration_text`` the first ``calibration_tokens`` of ``text`` are learned from, and
+    contexts begin after them. Documents of needles have other seeds than the calibration's.
+    """
+
+    instead = "; --artifacts names the artifacts' folder"
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """Options of a calibration that change nothing of what is used."""
+
+    artifacts: Path | None = option(
+        None,
+        "keep the artifacts here, or find them; default: a folder named after --json",
+        kind=file_path,
+        metavar="DIR",
+    )
+    calibration_text: Path | None = text_option(
+        "learn from this; default: the start of --text, contexts begin after it", required=False
+    )
+    calibration_tokens: int = option(32_768, "the last tenth is held out", kind=length)
+    calibration_length: int = option(4096, "most tokens of a sequence", kind=length)
+    uuid_tokens: int = not_here()
+
+    def __post_init__(self) -> None:
+        if self.calibration_text is not None and self.text is None:
+            raise ValueError(
+                f"--calibration-text {self.calibration_text}: give --text too, the contexts to "
+                "measure on come from it"
+            )
+
+    @cached_property
+    def _found(self) -> dict[str, CalibrationArtifact]:
+        return {}
+
+    @cached_property
+    def _temporary(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix="hf-kvret-artifacts-")
+
+    def path(self, name: str) -> Path:
+        """The folder of the artifact ``name``; one without ``artifacts`` is gone with this."""
+        return (self.artifacts or Path(self._temporary.name)).absolute() / name
+
+    def find(self, name: str, calibration: Calibration, subject: Subject) -> CalibrationArtifact:
+        """The artifact ``name``, learned as ``calibration`` says where it is missing.
+
+        What is there is used where it was made of the same model, text and options, and refused
+        with a ValueError otherwise; an interrupted calibration goes on.
+        """
+        if name in self._found:
+            return self._found[name]
+        folder, corpus, model = self.path(name), self.corpus(subject), subject.model
+        if (folder / DESCRIPTION).is_file():
+            found = CalibrationArtifact.from_pretrained(folder, method=calibration.method)
+            found.check(model.config)
+            found.check_weights(model)
+            known = {**found.options, **found.data}
+            changed = [
+                f"{key} was {known.get(key)!r}, now {value!r}"
+                for key, value in (calibration.options() | corpus.description).items()
+                if known.get(key) != value and key not in self.ignored
+            ]
+            if changed:
+                raise ValueError(
+                    f"{folder} holds an artifact of another calibration ({'; '.join(changed)}): "
+                    "give another --artifacts, or delete that folder"
+                )
+        else:
+            tqdm.write(f"calibrating: {name}, in {folder}", file=sys.stderr)
+            found = calibrate(model, corpus, calibration, folder, layers_at_once=_LAYERS_AT_ONCE)
+        self._found[name] = found
+        return found
+
+    def beside(self, outputs: Outputs) -> Self:
+        if self.artifacts is not None or outputs.json is None:
+            return self
+        return replace(self, artifacts=outputs.json.with_name(f"{outputs.json.stem}-artifacts"))
+
+    def folders(self) -> dict[str, Path]:
+        return {} if self.artifacts is None else {"--artifacts": self.artifacts}
+
+    def check(self) -> None:
+        super().check()
+        if self.artifacts is not None and ":" in str(self.artifacts.absolute()):
+            raise ValueError(
+                f"--artifacts {self.artifacts}: a colon in the path would end the option of a "
+                "cache; give another folder"
+            )
+
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        # Caches are not tried: their artifacts may not be there yet.
+        self.check_contexts(cells, subject)
+
+    def details(self) -> dict[str, Any]:
+        other = describe_file("--calibration-text", self.calibration_text)
+        usual = "the start of --text" if self.text else "needle language"
+        return {**super().details(), "calibration_text": other or usual}
+
+    def corpus(self, subject: Subject) -> Corpus:
+        """What is learned from, with its end held out.
+
+        Raises:
+            ValueError: too little text, or none and another language than that of needles.
+        """
+        tokens, most = self.calibration_tokens, self.calibration_length
+        told: dict[str, Any] = {"tokens": tokens, "length": most, "seed": self.seed}
+        told["dtype"] = str(subject.model.dtype).removeprefix("torch.")
+        uuids: list[torch.Tensor] = []
+        path = self.calibration_text or self.text
+        if path is None:
+            check_needles(subject)
+            sequences = list(needle_documents(tokens, most, self.seed))
+            told["documents"] = "needle language"
+        else:
+            tokenizer = subject.need_tokenizer(self.name)
+            ids = text_file(path, tokenizer)
+            sequences = cut(ids, most, tokens, "--calibration-tokens")
+            told |= {"text": describe_file("--text", path), "uuid_tokens": self.uuid_tokens}
+            if self.uuid_tokens:
+                drawn = random_uuids(self.uuid_tokens, tokenizer, self.seed)
+                uuids = cut(drawn, most, self.uuid_tokens, "--uuid-tokens")
+        if len(sequences) < 2:
+            raise ValueError(
+                f"--calibration-tokens {tokens} in sequences of --calibration-length {most}: at "
+                "least two, one of them measures errors; take shorter ones"
+            )
+        held_out = max(1, round(_HELD_OUT * len(sequences)))
+        told["held_out_sequences"] = held_out
+        return Corpus([*uuids, *sequences], held_out, told)
+
+    def contexts(self, subject: Subject, part: str, length: int) -> list[torch.Tensor]:
+        size, count = length + self.following(part), self.windows
+        if self.text is None:
+            check_needles(subject)
+            asking, first = self.asking(part, length), self.seed + _CONTEXTS
+            return [needle_tokens(size, asking, seed) for seed in range(first, first + count)]
+        ids = self._unseen(subject)
+        found = min(count, len(ids) // size)
+        if not found:
+            raise ValueError(
+                f"--text {self.text} has {len(ids)} tokens beside those of the calibration, fewer "
+                f"than the {size} of a context: give shorter --lengths, fewer "
+                "--calibration-tokens, or a longer text"
+            )
+        windows = list(ids[: found * size].view(found, size))
+        if self.calibration_text is not None:
+            self._check_apart(subject, windows)
+        return windows
+
+    def pieces(self, subject: Subject, count: int, size: int) -> dict[str, torch.Tensor]:
+        """``count`` inputs ``[size]`` int64 by name, and one of UUIDs where the model reads text.
+
+        Pieces of the text are as far from each other as it allows, and each begins with BOS.
+
+        Raises:
+            ValueError: too little text.
+        """
+        if self.text is None:
+            check_needles(subject)
+            first = self.seed + _INPUTS
+            return {
+                f"needles {number + 1}": next(needle_documents(size, size, first + number))
+                for number in range(count)
+            }
+        ids, tokenizer = self._unseen(subject), subject.need_tokenizer(self.name)
+        if len(ids) < count * size:
+            raise ValueError(
+                f"--inputs {count} of --input-tokens {size}: --text has {len(ids)} tokens beside "
+                "those of the calibration; take fewer or shorter ones, or a longer text"
+            )
+        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        bos, step = torch.tensor(start, dtype=torch.int64), len(ids) // count
+        found = {}
+        for number in range(count):
+            piece = ids[number * step + len(bos) :][: size - len(bos)]
+            found[f"text {number + 1}"] = torch.cat([bos, piece])
+        found["UUIDs"] = random_uuids(size, tokenizer, self.seed + _INPUTS)[:size]
+        return found
+
+    def _unseen(self, subject: Subject) -> torch.Tensor:
+        """The tokens of ``text`` without those that are learned from, BOS in front."""
+        assert self.text is not None
+        tokenizer = subject.need_tokenizer(self.name)
+        ids = text_file(self.text, tokenizer)
+        if self.calibration_text is not None:
+            return ids
+        bos = 0 if tokenizer.bos_token_id is None else 1
+        return torch.cat([ids[:bos], ids[self.calibration_tokens :]])
+
+    def _check_apart(self, subject: Subject, windows: list[torch.Tensor]) -> None:
+        """ValueError where contexts repeat what is learned from, whatever the files are called."""
+        known = set(_runs(torch.cat(self.corpus(subject).sequences)))
+        for window in windows:
+            runs = _runs(window)
+            shared = sum(run in known for run in runs) / max(1, len(runs))
+            if shared > _MOST_SHARED:
+                raise ValueError(
+                    f"--text {self.text}: {shared:.0%} of a context stands in --calibration-text "
+                    f"{self.calibration_text} word for word; give another text, or leave that one "
+                    "out, and contexts begin after the tokens that are learned from"
+                )
+
+
+def _runs(ids: torch.Tensor) -> list[bytes]:
+    """All runs of consecutive tokens, to be compared."""
+    plain = ids.contiguous().numpy().tobytes()
+    width = ids.element_size()
+    return [plain[width * start : width * (start + _RUN)] for start in range(len(ids) - _RUN + 1)]

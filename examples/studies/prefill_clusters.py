@@ -1,0 +1,166 @@
+"""Clusters learnt from the prompt's keys: the opponent of ParisKV's drift comparison.
+
+The kind of index that ParisKV's figures 1 and 10 measure themselves against: its centroids fit the
+keys they were learnt from, and keys that are generated later join the nearest of them. What it
+picks is reranked with exact scores, which no method with compact codes can do better. For study
+only: it keeps all keys on the device, serves one row without padding, and is never saved.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+
+from hf_kvret.block import TokenBlock
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.growing import GrowingRows
+from hf_kvret.index import ColdTokens
+from hf_kvret.methods.flat.index import FlatIndex
+from hf_kvret.recall import exact_scores
+from hf_kvret.relevance import group_relevance
+
+_ROUNDS = 10
+
+
+@dataclass(frozen=True)
+class ClusterConfig(RetrievalConfig):
+    """Clusters of each KV head, at most one a key; share of cold tokens that is scored exactly."""
+
+    clusters: int = 256
+    candidate_ratio: float = 0.1
+
+
+class PrefillClusterIndex(FlatIndex):
+    """k-means over each KV head's prompt keys; probes clusters, the most promising first."""
+
+    def __init__(self, options: ClusterConfig) -> None:
+        super().__init__()
+        self.options = options
+        self._cluster = GrowingRows()
+        self._centroids: torch.Tensor | None = None
+
+    def observe(self, block: TokenBlock) -> None:
+        if block.valid is not None and not bool(block.valid.all()):
+            raise ValueError("clusters are compared on rows without padding only")
+        super().observe(block)
+
+    def build(self, cold: ColdTokens) -> None:
+        self._learn()
+
+    def _learn(self) -> None:
+        self._centroids = k_means(self._keys.rows, self.options.clusters)
+        self._cluster = GrowingRows()
+        self._cluster.append(nearest(self._keys.rows, self._centroids))
+
+    def extend(self, block: TokenBlock) -> None:
+        self.observe(block)
+        self._cluster.append(nearest(block.keys, self._built()))
+
+    def select(
+        self,
+        query: torch.Tensor,
+        budget: int,
+        valid: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        keys, centroids = self._keys.rows, self._built()
+        batch, heads, held, _ = keys.shape
+        queries, groups = query.shape[2], query.shape[1] // heads
+        lead = (batch, heads, groups, queries)
+
+        promise = exact_scores(query, centroids, scale, softcap).view(*lead, -1)
+        member = self._cluster.rows.long().view(batch, heads, 1, 1, held).expand(*lead, held)
+        coarse = promise.gather(-1, member).flatten(1, 2)
+        coarse = coarse.masked_fill(~valid[:, None, None], -math.inf)
+        probed = group_relevance(coarse, heads).topk(self.candidates(held, budget), dim=-1)
+
+        exact = exact_scores(query, keys, scale, softcap).view(*lead, held)
+        chosen = probed.indices.unsqueeze(2).expand(*lead, -1)
+        scores = exact.gather(-1, chosen).flatten(1, 2)
+        missing = (probed.values == -math.inf).repeat_interleave(groups, dim=1)
+        best = group_relevance(scores.masked_fill(missing, -math.inf), heads).topk(budget, dim=-1)
+        ids = probed.indices.gather(-1, best.indices)
+        return ids.masked_fill(best.values == -math.inf, -1).int()
+
+    def candidates(self, cold_len: int, budget: int) -> int:
+        return min(cold_len, max(budget, math.ceil(self.options.candidate_ratio * cold_len)))
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        raise NotImplementedError("a study reads one row")
+
+    def crop(self, cold_len: int) -> None:
+        super().crop(cold_len)
+        self._cluster.crop(cold_len)
+
+    def fork(self) -> Self:
+        twin = type(self)(self.options)
+        twin._keys, twin._cluster = self._keys.fork(), self._cluster.fork()
+        twin._centroids = self._centroids
+        return twin
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        raise NotImplementedError("caches of a study are not saved")
+
+    def _built(self) -> torch.Tensor:
+        assert self._centroids is not None, "build the index first"
+        return self._centroids
+
+
+class RefittedClusterIndex(PrefillClusterIndex):
+    """The same, learnt anew from all keys whenever some are added: what it would be undrifted."""
+
+    def extend(self, block: TokenBlock) -> None:
+        self.observe(block)
+        self._learn()
+
+
+class PrefillClusterCache(RetrievalCache):
+    """Clusters of the prompt's keys."""
+
+    name: ClassVar[str] = "prefill-clusters"
+    config_class: ClassVar[type[RetrievalConfig]] = ClusterConfig
+    index_class: ClassVar[type[PrefillClusterIndex]] = PrefillClusterIndex
+
+    @classmethod
+    def make_index(cls, options: ClusterConfig, layer: int) -> PrefillClusterIndex:
+        """A new, empty index; the same for every layer."""
+        return cls.index_class(options)
+
+
+class RefittedClusterCache(PrefillClusterCache):
+    """Clusters of all keys so far."""
+
+    name: ClassVar[str] = "refitted-clusters"
+    index_class: ClassVar[type[PrefillClusterIndex]] = RefittedClusterIndex
+
+
+def nearest(keys: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """``[B, H, n]`` int32: which of ``centroids [B, H, C, D]`` is nearest to each key."""
+    closeness = keys.float() @ centroids.transpose(-1, -2)
+    return (closeness - centroids.square().sum(-1).unsqueeze(2) / 2).argmax(-1).int()
+
+
+def k_means(keys: torch.Tensor, clusters: int) -> torch.Tensor:
+    """``[B, H, C, D]`` fp32 centroids of ``keys [B, H, n, D]`` by Lloyd's rounds, C at most n.
+
+    They start at keys evenly spread over the text; a centroid that loses all keys stays.
+    """
+    keys = keys.float()
+    batch, heads, held, dim = keys.shape
+    count = min(clusters, held)
+    starts = torch.arange(count, device=keys.device) * held // count
+    centroids = keys.index_select(2, starts)
+    for _ in range(_ROUNDS):
+        member = nearest(keys, centroids).long()
+        sums = torch.zeros_like(centroids)
+        sums.scatter_add_(2, member.unsqueeze(-1).expand(-1, -1, -1, dim), keys)
+        sizes = keys.new_zeros(batch, heads, count)
+        sizes.scatter_add_(2, member, torch.ones_like(keys[..., 0]))
+        means = sums / sizes.clamp(min=1).unsqueeze(-1)
+        centroids = torch.where(sizes.unsqueeze(-1) > 0, means, centroids)
+    return centroids

@@ -1,0 +1,60 @@
+"""The studies' modules by plain names, as their scripts import them; a tiny model and text."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "examples" / "studies"))
+
+_spec = importlib.util.spec_from_file_location(
+    "hf_kvret_test_evaluation", ROOT / "tests" / "evaluation" / "conftest.py"
+)
+assert _spec is not None and _spec.loader is not None
+_fixtures = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_fixtures)
+tiny_model_dir, tiny_text = _fixtures.tiny_model_dir, _fixtures.tiny_text
+
+Measure = Callable[..., dict[tuple[str, ...], dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def measured() -> Measure:
+    """``measured(STUDY, path, *arguments)``: results by all of a cell but its cache."""
+    from ablation import main
+
+    def measure(study: Any, path: Path, *arguments: str) -> dict[tuple[str, ...], dict[str, Any]]:
+        assert main(study, ["--json", str(path), *arguments]) == 0
+        cells = json.loads(path.read_text())["cells"]
+        found = {}
+        for one in cells:
+            cell = {name: value for name, value in one["cell"].items() if name != "cache"}
+            found[tuple(cell.values())] = one["result"]
+        return found
+
+    return measure
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """``refused(STUDY, *arguments)``: the line that says why, with exit status 2."""
+    from ablation import main
+
+    def refuse(study: Any, *arguments: str) -> str:
+        try:
+            status = main(study, list(arguments))
+        except SystemExit as error:
+            status = error.code
+        assert status == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert ".py: error: " in line
+        return line
+
+    return refuse

@@ -1,0 +1,193 @@
+"""What the studies' scripts share: their commands, what is said before the work, and pages."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ablation import needle_tokens
+
+from hf_kvret.evaluation import studies
+from hf_kvret.evaluation.command import add_eval_parser
+from hf_kvret.evaluation.help_text import shown_default
+from hf_kvret.evaluation.measurement import fill_parser
+from hf_kvret.evaluation.report import write_report
+from hf_kvret.evaluation.results import Results
+from hf_kvret.evaluation.studies import STUDIES, load_study, script
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "docs" / "results"
+PAGES = {
+    "paris-ablation": "paris_ablation",
+    "ctkvr-ablation": "ctkvr_ablation",
+    "a2ats-ablation": "a2ats_ablation",
+    "aqua-ablation": "aqua_ablation",
+    "lrqk-factors": "lrqk_factors_needle",
+}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_is_named_as_its_results_are_and_describes_itself(name: str) -> None:
+    study = load_study(name)
+    assert study.title() == f"eval {name}" and (ROOT / script(name)).is_file()
+    text = sys.modules[study.__module__].__doc__
+    assert text and f"python {script(name)} " in text
+    parser = argparse.ArgumentParser()
+    fill_parser(parser, study)
+    for action in parser._actions:
+        assert action.help, action.option_strings
+    assert shown_default(parser.get_default("caches")) == study.method
+
+
+def test_a_script_runs_by_itself() -> None:
+    place = [sys.executable, str(ROOT / script("paris-ablation")), "--help"]
+    ran = subprocess.run(place, capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("usage: paris_ablation.py ")
+    assert "(default: 4K,8K,16K)" in ran.stdout and "recall of the exact top-k" in ran.stdout
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_old_command_says_where_the_script_is(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_eval_parser(parser.add_subparsers())
+    parsed = parser.parse_args(["eval", name, "--text", "x.txt", "--parts=a"])
+    with pytest.raises(ValueError, match=f"python {script(name)} takes the same options"):
+        parsed.run(parsed)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_table_of_committed_results_is_the_one_on_their_page(name: str) -> None:
+    """Results that were made before the studies were scripts are shown as they were."""
+    page = RESULTS / f"{PAGES[name]}.md"
+    results = Results.load(page.with_suffix(".json"))
+    title = f"# eval {name}: {PAGES[name]}"
+    assert page.read_text().startswith(f"{title}\n\n{load_study(name).table(results)}\n\n")
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A folder with results of a study."""
+    path = tmp_path / "mine.json"
+    cell = {"cache": "paris", "part": "drift", "variant": "paris", "length": 64}
+    stretch = {"end": 8, "overlap": 0.5, "mass": 0.5, "best_mass": 0.5, "equal": 1.0}
+    Results("eval paris-ablation", {}, path).add(cell, {"stretches": [stretch]})
+    return tmp_path
+
+
+def test_a_page_of_a_study_names_its_script(results: Path) -> None:
+    report = write_report(results, {})
+    assert not report.failed and (results / "images" / "mine.png").is_file()
+    page = (results / "mine.md").read_text()
+    assert "| paris | paris" in page
+    assert "Made now by `python examples/studies/paris_ablation.py`." in page
+
+
+def test_without_a_checkout_the_page_of_a_study_alone_is_missing(
+    results: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Other:
+        """Any other measurement."""
+
+        @staticmethod
+        def table(results: Results) -> str:
+            return "| a |"
+
+        @staticmethod
+        def plot(path: Path, results: Results) -> None:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(b"")
+
+    Results("eval other", {}, tmp_path / "other.json").add({"cache": "full"}, {})
+    monkeypatch.setattr(studies, "FOLDER", tmp_path / "site-packages")
+    report = write_report(results, {"eval other": Other})
+    reason = report.failed[results / "mine.json"]
+    assert "which has examples/studies/paris_ablation.py" in reason
+    assert not (results / "mine.md").exists() and (results / "other.md").is_file()
+    assert "Made now by" not in (results / "other.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["a2ats-ablation", "aqua-ablation"])
+def test_a_folder_of_artifacts_is_tried(name: str, refused: Any, tmp_path: Path) -> None:
+    """The one that is named, and the one that is named after the results."""
+    folder = tmp_path / "x-artifacts"
+    folder.write_text("")
+    given = ["--model", "needle", "--artifacts", str(folder)]
+    assert f"--artifacts {folder} is a file: give a folder" in refused(load_study(name), *given)
+    given = ["--model", "needle", "--json", str(tmp_path / "x.json")]
+    assert f"--artifacts {folder} is a file: give a folder" in refused(load_study(name), *given)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("lrqk-factors", "recall"),
+        ("aqua-ablation", "memory"),
+        ("a2ats-ablation", "inputs"),
+        ("ctkvr-ablation", "generated"),
+        ("paris-ablation", "drift"),
+    ],
+)
+def test_pictures_beside_the_named_one_are_tried(
+    name: str, part: str, refused: Any, tmp_path: Path
+) -> None:
+    given = ["--model", "needle", "--text", __file__, "--plot", str(tmp_path / "x.png")]
+    beside = tmp_path / f"x-{part}.png"
+    line = refused(load_study(name), *given, "--json", str(beside))
+    assert f"--json and --plot are both {beside}" in line
+    beside.mkdir()
+    assert f"--plot {beside} is a folder" in refused(load_study(name), *given)
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("paris-ablation", "64,32K"),
+        ("ctkvr-ablation", "1K,32K"),
+        ("lrqk-factors", "512,32K"),
+        ("a2ats-ablation", "64,32K"),
+        ("aqua-ablation", "64,32K"),
+    ],
+)
+def test_what_the_last_cell_lacks_is_said_before_the_first(
+    name: str, lengths: str, refused: Any, tiny_model_dir: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    given = ["--model", str(tiny_model_dir), "--text", str(tiny_text), "--lengths", lengths]
+    more = ["--calibration-tokens", "1K"] if name in ("a2ats-ablation", "aqua-ablation") else []
+    path = tmp_path / "x.json"
+    assert "give shorter" in refused(load_study(name), *given, *more, "--json", str(path))
+    assert not path.exists()
+
+
+def test_results_of_another_set_up_are_not_gone_on_with(
+    refused: Any, measured: Any, tmp_path: Path
+) -> None:
+    study, path = load_study("lrqk-factors"), tmp_path / "x.json"
+    given = ["--model", "needle", "--lengths", "300", "--top-k", "20", "--variants", "shared"]
+    measured(study, path, *given, "--ranks", "8")
+    assert len(measured(study, path, *given, "--ranks", "8,16")) == 2
+    assert "queries was 64, now 32" in refused(
+        study, "--json", str(path), *given, "--queries", "32"
+    )
+    setup = json.loads(path.read_text())["setup"]
+    old = json.loads((RESULTS / "lrqk_factors_needle.json").read_text())["setup"]
+    assert setup.keys() == old.keys()
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_set_ups_have_the_entries_of_the_results_that_are_there(name: str) -> None:
+    """Else those could not be gone on with."""
+    old = json.loads((RESULTS / f"{PAGES[name]}.json").read_text())["setup"]
+    study = load_study(name)(text=Path(__file__))
+    subject = {"model", "class", "parameters", "dtype", "fingerprint", "device", "seed"}
+    assert {*study.details(), *subject, "top_k", "store"} == old.keys()
+
+
+def test_documents_of_needles_end_with_questions_about_them() -> None:
+    assert needle_tokens(300, 13, seed=3).shape == (300,)
+    with pytest.raises(ValueError, match="cannot hold"):
+        needle_tokens(40, 30, seed=3)
