@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from a2ats_parts import ExactKeysCache, likeness
-from ablation import caches_option, made, main, parts_option, values_option
+from ablation import caches_option, made, parts_option, values_option
 from calibrated import CalibratedAblation
 from follower import Follower
 from study_tables import Found, Plot, Table, bars_of, by_length, curves_of, layers_of, layers_table
@@ -36,6 +36,7 @@ from hf_kvret.evaluation.common_options import budget_option, count_option
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_heat_maps
 from hf_kvret.evaluation.results import Cell
+from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.stretches import share
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
@@ -295,7 +296,7 @@ class A2ATSAblation(CalibratedAblation):
         return made(name, kind, given.options.replace(**options))
 
 
-STUDY = A2ATSAblation
+MEASUREMENT = A2ATSAblation
 
 if __name__ == "__main__":
-    sys.exit(main(STUDY))
+    sys.exit(run_script(MEASUREMENT))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,16 +19,12 @@ from hf_kvret.evaluation.arguments import known_names, several
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
 from hf_kvret.evaluation.contexts import describe_file, text_windows
-from hf_kvret.evaluation.help_text import HelpFormatter
-from hf_kvret.evaluation.measurement import fill_parser
 from hf_kvret.evaluation.needles import NeedleLanguage
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import part_pictures
-from hf_kvret.evaluation.program import kept_results, run_program
 from hf_kvret.evaluation.reader import check_positions
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.stretches import Pace
-from hf_kvret.evaluation.studies import script
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.task import Choices, Task
 
@@ -232,17 +227,3 @@ def made(name: str, cache_class: type[RetrievalCache], options: RetrievalConfig)
     return CacheChoice(
         name, lambda config, capacity: cache_class(config=config, options=options), options=options
     )
-
-
-def main(study: type[Ablation], arguments: Sequence[str] | None = None) -> int:
-    """Run a study's script, whose docstring is its help; returns the exit status.
-
-    See ``hf_kvret.evaluation.program``.
-    """
-    parser = argparse.ArgumentParser(
-        prog=Path(script(study.name)).name,
-        description=sys.modules[study.__module__].__doc__,
-        formatter_class=HelpFormatter,
-    )
-    fill_parser(parser, study)
-    return run_program(parser, arguments, kept_results)

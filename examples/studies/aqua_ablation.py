@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from ablation import caches_option, made, main, not_here, parts_option
+from ablation import caches_option, made, not_here, parts_option
 from aqua_measures import PREDICTORS, measure, one_layer_each, read_through
 from aqua_tables import PLOTS, TABLES, alone_table
 from aqua_variants import ALONE, EXPLAINED, Variant, ablation_variants, bit_variants
@@ -35,6 +35,7 @@ from hf_kvret.evaluation.caches import CacheChoice, choose_cache
 from hf_kvret.evaluation.common_options import budget_option, count_option, lengths_option
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
 
@@ -173,7 +174,7 @@ def _variants(part: str) -> dict[str, Any]:
     return {name: found[name] for name in (ALONE if part == "layers" else found)}
 
 
-STUDY = AquaAblation
+MEASUREMENT = AquaAblation
 
 if __name__ == "__main__":
-    sys.exit(main(STUDY))
+    sys.exit(run_script(MEASUREMENT))

@@ -21,7 +21,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from ablation import Ablation, caches_option, made, main, parts_option, values_option
+from ablation import Ablation, caches_option, made, parts_option, values_option
 from follower import CTkvrFollower, SplitCTkvrCache, starts_of
 from study_tables import CANDIDATES, Found, Plot, Table, bars_of, by_length, curves_of, stretches_of
 
@@ -30,6 +30,7 @@ from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import budget_option, count_option
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell
+from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.stretches import Pace, mean_of, share
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
@@ -294,7 +295,7 @@ class CTkvrAblation(Ablation):
         return follower.result()
 
 
-STUDY = CTkvrAblation
+MEASUREMENT = CTkvrAblation
 
 if __name__ == "__main__":
-    sys.exit(main(STUDY))
+    sys.exit(run_script(MEASUREMENT))

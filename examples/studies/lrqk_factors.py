@@ -20,7 +20,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
-from ablation import Ablation, caches_option, main, not_here, parts_option, values_option
+from ablation import Ablation, caches_option, not_here, parts_option, values_option
 from lrqk_proxies import ALTERNATING, OPTIMUM, PER_HEAD, VARIANTS, LayerStudy
 from study_tables import Found
 from tqdm import tqdm
@@ -37,6 +37,7 @@ from hf_kvret.evaluation.contexts import describe_file
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.recording import read_layers
 from hf_kvret.evaluation.results import Cell
+from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
 from hf_kvret.evaluation.task import Choices
@@ -249,7 +250,7 @@ class LRQKFactors(Ablation):
         return self._read[length]
 
 
-STUDY = LRQKFactors
+MEASUREMENT = LRQKFactors
 
 if __name__ == "__main__":
-    sys.exit(main(STUDY))
+    sys.exit(run_script(MEASUREMENT))

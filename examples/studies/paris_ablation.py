@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ablation import Ablation, caches_option, made, main, parts_option
+from ablation import Ablation, caches_option, made, parts_option
 from follower import Follower
 from prefill_clusters import ClusterConfig, PrefillClusterCache, RefittedClusterCache
 from study_tables import CANDIDATES, Found, bars_of, by_length, curves_of, stretches_of
@@ -35,6 +35,7 @@ from hf_kvret.evaluation.common_options import (
 from hf_kvret.evaluation.contexts import describe_file, text_windows
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell
+from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.stretches import Pace, mean_of, share
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
@@ -195,7 +196,7 @@ class ParisAblation(Ablation):
         return follower.result()
 
 
-STUDY = ParisAblation
+MEASUREMENT = ParisAblation
 
 if __name__ == "__main__":
-    sys.exit(main(STUDY))
+    sys.exit(run_script(MEASUREMENT))

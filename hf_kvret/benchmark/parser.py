@@ -6,26 +6,19 @@ import argparse
 
 from hf_kvret.benchmark.batches import Batch
 from hf_kvret.benchmark.decode import Decode
-from hf_kvret.benchmark.host_attention import HostAttention
 from hf_kvret.benchmark.index_build import IndexBuild
-from hf_kvret.benchmark.kernels import Kernels
 from hf_kvret.benchmark.memory import Memory
 from hf_kvret.benchmark.prefill import Prefill
-from hf_kvret.benchmark.step import Step
-from hf_kvret.benchmark.tune import Tune
 from hf_kvret.evaluation.help_text import HelpFormatter
 from hf_kvret.evaluation.measurement import Measurement, add_measurement
+from hf_kvret.evaluation.scripts import SCRIPTS, add_script_name, is_here, load_measurement
 
 _KINDS: tuple[type[Measurement], ...] = (
     Decode,
     Batch,
-    Step,
     Prefill,
     Memory,
-    HostAttention,
     IndexBuild,
-    Kernels,
-    Tune,
 )
 
 MEASUREMENTS: dict[str, type[Measurement]] = {kind.title(): kind for kind in _KINDS}
@@ -45,3 +38,8 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     measurements = parser.add_subparsers(required=True, metavar="MEASURE")
     for kind in _KINDS:
         add_measurement(measurements, kind)
+    for title in SCRIPTS:
+        if title.startswith("bench ") and is_here(title):
+            add_measurement(measurements, load_measurement(title))
+        elif title.startswith("bench "):
+            add_script_name(measurements, title)

@@ -23,7 +23,7 @@ from hf_kvret.evaluation.outputs import (
 )
 from hf_kvret.evaluation.plots import plot_points, require_matplotlib
 from hf_kvret.evaluation.results import Results, why_no_results
-from hf_kvret.evaluation.studies import load_study, script, study_of
+from hf_kvret.evaluation.scripts import SCRIPTS, command_line, load_measurement
 from hf_kvret.evaluation.tables import markdown_table
 
 _OVERVIEW = "overview.md"
@@ -111,9 +111,8 @@ def write_report(folder: Path, measurements: _Known) -> Report:
 def _load(path: Path, measurements: dict[str, Any]) -> Results:
     """The results of a file; ValueError where no table can be made of them."""
     results = Results.load(path)
-    study = study_of(results.name)
-    if study is not None and results.name not in measurements:
-        measurements[results.name] = load_study(study)
+    if results.name in SCRIPTS and results.name not in measurements:
+        measurements[results.name] = load_measurement(results.name)
     if results.name not in measurements:
         raise ValueError(
             f"{path} holds {results.name!r}, which this version does not know: "
@@ -141,7 +140,7 @@ def _check_pages(folder: Path, loaded: dict[Path, Results], measurements: _Known
 
 
 def _page(path: Path, results: Results, measurement: Any, picture: Path) -> Path:
-    study = study_of(results.name)
+    script = f"Made now by `{command_line(results.name)}`." if results.name in SCRIPTS else ""
     parts = [f"# {results.name}: {path.stem}", measurement.table(results)]
     notes = path.with_suffix(".notes.txt")
     if notes.is_file():
@@ -150,7 +149,7 @@ def _page(path: Path, results: Results, measurement: Any, picture: Path) -> Path
         *(f"![{results.name}](images/{one.name})" for one in _pictures(picture, path.parent)),
         "## How it was made",
         "\n\n".join(map(_made, results.environments)),
-        *([f"Made now by `python {script(study)}`."] if study else []),
+        *([script] if script else []),
         "Set-up: " + ", ".join(f"{name} {value}" for name, value in results.setup.items()) + ".",
         f"All numbers are in [{path.name}]({path.name}). {PAGE_MARK}",
     ]

@@ -4,7 +4,6 @@ from hf_kvret.evaluation.task import Task
 from hf_kvret.evaluation.tasks.agreement import Agreement
 from hf_kvret.evaluation.tasks.longbench import LongBench
 from hf_kvret.evaluation.tasks.longgen import LongGeneration
-from hf_kvret.evaluation.tasks.misses import Misses
 from hf_kvret.evaluation.tasks.multiturn import MultiTurn
 from hf_kvret.evaluation.tasks.niah import NeedleInHaystack
 from hf_kvret.evaluation.tasks.ppl import Perplexity
@@ -20,6 +19,5 @@ TASKS: dict[str, type[Task]] = {
         LongBench,
         Agreement,
         LongGeneration,
-        Misses,
     )
 }

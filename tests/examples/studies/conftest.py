@@ -27,7 +27,7 @@ Measure = Callable[..., dict[tuple[str, ...], dict[str, Any]]]
 
 @pytest.fixture(scope="session")
 def measured() -> Measure:
-    """``measured(STUDY, path, *arguments)``: results by all of a cell but its cache."""
+    """``measured(MEASUREMENT, path, *arguments)``: results by all of a cell but its cache."""
     from ablation import main
 
     def measure(study: Any, path: Path, *arguments: str) -> dict[tuple[str, ...], dict[str, Any]]:
@@ -44,7 +44,7 @@ def measured() -> Measure:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """``refused(STUDY, *arguments)``: the line that says why, with exit status 2."""
+    """``refused(MEASUREMENT, *arguments)``: the line that says why, with exit status 2."""
     from ablation import main
 
     def refuse(study: Any, *arguments: str) -> str:

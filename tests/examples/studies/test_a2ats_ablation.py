@@ -8,7 +8,7 @@ from typing import Any
 import calibrated
 import pytest
 import torch
-from a2ats_ablation import EXACT_KEYS, FULL_METHOD, PARTS, STUDY, SWITCHES
+from a2ats_ablation import EXACT_KEYS, FULL_METHOD, PARTS, MEASUREMENT, SWITCHES
 from a2ats_parts import ExactKeysCache
 
 from hf_kvret import A2ATSCache
@@ -27,7 +27,7 @@ Found = dict[tuple[str, str], dict[str, Any]]
 
 
 def _run(measured: Any, path: Path, *arguments: str) -> Found:
-    return {key[:2]: one for key, one in measured(STUDY, path, *arguments).items()}
+    return {key[:2]: one for key, one in measured(MEASUREMENT, path, *arguments).items()}
 
 
 def _small(*, text: Path | None, model: str) -> list[str]:
@@ -198,12 +198,12 @@ def test_artifacts_that_fit_are_used_and_others_refused(
         (("--calibration-tokens", "450"), "tokens was 600, now 450"),
         (("--dtype", "bfloat16"), "dtype was 'float32', now 'bfloat16'"),
     ):
-        error = refused(STUDY, *arguments, *changed)
+        error = refused(MEASUREMENT, *arguments, *changed)
         assert "holds an artifact of another calibration" in error and message in error
 
 
 def test_parts_without_a_cache_are_measured_once(tiny_model_dir: Path, tiny_text: Path) -> None:
-    study = STUDY(text=tiny_text, model=str(tiny_model_dir), budgets=(9,), lengths=(64,))
+    study = MEASUREMENT(text=tiny_text, model=str(tiny_model_dir), budgets=(9,), lengths=(64,))
     cells = study.cells_of([A2ATS, f"{A2ATS}:sink=0"])
     counts = {part: sum(cell["part"] == part for cell in cells) for part in PARTS}
     assert counts == {"switches": 10, "errors": 4, "alike": 2, "budget_of": 4}
@@ -232,7 +232,7 @@ def test_tables_name_the_winner_and_dash_what_was_not_run(measured, tmp_path: Pa
         cell = {"cache": "a2ats", "part": "alike", "variant": place}
         inputs = ["text 1", "text 2", "UUIDs"]
         results.add(cell, {"inputs": inputs, "layers": [{"layer": 0, "alike": matrix}]})
-    lines = [line for line in STUDY.table(results).splitlines() if line]
+    lines = [line for line in MEASUREMENT.table(results).splitlines() if line]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     shown, none = ["0.500", "0.250 of 0.750", "0.875", "6.0%"], ["-"] * 4
     assert rows[2] == ["a2ats", "windowed, plain", "WRoPE", *shown, *none, "85.9"]
@@ -252,7 +252,7 @@ def test_tables_name_the_winner_and_dash_what_was_not_run(measured, tmp_path: Pa
         "text / text: codebooks are more alike before RoPE than after it in 1 of 1 layers.",
         "text / UUIDs: codebooks are more alike before RoPE than after it in 1 of 1 layers.",
     ]
-    STUDY.plot(tmp_path / "p.png", results)
+    MEASUREMENT.plot(tmp_path / "p.png", results)
     names = ["p-alike.png", "p-errors.png", "p-inputs.png", "p.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
@@ -278,7 +278,7 @@ def test_tables_name_the_winner_and_dash_what_was_not_run(measured, tmp_path: Pa
 def test_mistakes_are_one_line_each(
     refused: Any, tiny_model_dir: Path, tiny_text: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    assert message in refused(STUDY, *_arguments(tiny_model_dir, tiny_text), *arguments)
+    assert message in refused(MEASUREMENT, *_arguments(tiny_model_dir, tiny_text), *arguments)
 
 
 def test_nothing_cold_is_refused(
@@ -286,4 +286,4 @@ def test_nothing_cold_is_refused(
 ) -> None:
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--caches", "a2ats"]
     arguments += ["--artifacts", str(whole[0] / "a-artifacts")]
-    assert "nothing was cold" in refused(STUDY, *arguments)
+    assert "nothing was cold" in refused(MEASUREMENT, *arguments)

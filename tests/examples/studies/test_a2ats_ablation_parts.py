@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from a2ats_ablation import FULL_METHOD, STUDY, SWITCHES
+from a2ats_ablation import FULL_METHOD, MEASUREMENT, SWITCHES
 from a2ats_parts import ExactKeysCache, likeness, similarity
 
 from hf_kvret import A2ATSCache
@@ -37,7 +37,7 @@ def other_text(tmp_path: Path) -> Path:
 def _study(text: Path | None, calibration: Path | None = None, **options: Any) -> Any:
     sizes = {"calibration_tokens": 600, "uuid_tokens": 100, "calibration_length": 150, "seed": 7}
     learned = {"codewords": 12, "rope_window": 100, "rounds": 3, "new_tokens": 10}
-    return STUDY(text=text, calibration_text=calibration, **{**sizes, **learned, **options})
+    return MEASUREMENT(text=text, calibration_text=calibration, **{**sizes, **learned, **options})
 
 
 def test_contexts_of_one_file_begin_where_the_calibration_ends(

@@ -11,7 +11,7 @@ import aqua_variants
 import calibrated
 import pytest
 import torch
-from aqua_ablation import STUDY
+from aqua_ablation import MEASUREMENT
 from aqua_variants import ABLATIONS, EXPLAINED, ablation_rows, ablation_variants, bit_variants
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -59,7 +59,7 @@ def few() -> Iterator[None]:
 
 
 def _run(measured: Any, path: Path, *arguments: str) -> Found:
-    return {key[:2]: one for key, one in measured(STUDY, path, *arguments).items()}
+    return {key[:2]: one for key, one in measured(MEASUREMENT, path, *arguments).items()}
 
 
 def _arguments(model: Path, text: Path) -> list[str]:
@@ -274,7 +274,7 @@ def test_artifacts_that_fit_are_used_and_others_refused(
         (("--ridge", "0.5"), "ridge was 0.001, now 0.5"),
         (("--calibration-tokens", "300"), "tokens was 450, now 300"),
     ):
-        error = refused(STUDY, *arguments, *changed)
+        error = refused(MEASUREMENT, *arguments, *changed)
         assert "holds an artifact of another calibration" in error and message in error
 
 
@@ -305,4 +305,4 @@ def test_mistakes_are_one_line_each(
     refused: Any, tiny_model_dir: Path, tiny_text: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     known = [*_arguments(tiny_model_dir, tiny_text), "--parts", "bits"]
-    assert message in refused(STUDY, *known, *arguments)
+    assert message in refused(MEASUREMENT, *known, *arguments)

@@ -8,7 +8,7 @@ from typing import Any
 
 import aqua_variants
 import pytest
-from aqua_ablation import STUDY
+from aqua_ablation import MEASUREMENT
 from aqua_measures import (
     KINDS,
     PREDICTORS,
@@ -86,7 +86,7 @@ def test_tensors_take_what_stands_on_paper(predictors: str) -> None:
 @pytest.mark.slow
 def test_a_layer_of_8b_takes_at_most_2_2_bits(measured: Any, tmp_path: Path) -> None:
     arguments = ["--model", "needle", "--parts", "memory", "--memory-tokens", "4K"]
-    found = measured(STUDY, tmp_path / "m.json", *arguments)
+    found = measured(MEASUREMENT, tmp_path / "m.json", *arguments)
     assert set(found) == {("memory", predictors) for predictors in PREDICTORS}
     bits = bits_measured(SHAPES["8B"], found["memory", "4 bits"], PUBLISHED_TOKENS)
     assert bits["all"] == pytest.approx(2.127, abs=2e-3)
@@ -142,7 +142,7 @@ def test_tables_tell_rises_and_their_shares(tmp_path: Path) -> None:
     cell = {**place, "part": "layers", "variant": "higgs, 2 bits"}
     layers = [{"layer": 0, **full}, {"layer": 1, **alone}]
     results.add(cell, {"full": full, "layers": layers})
-    table = STUDY.table(results)
+    table = MEASUREMENT.table(results)
     rows = _rows(table)
     shown = {(row[2], row[3]): row[6:] for row in rows[2:8]}
     assert shown["full", "32"] == ["10.000", "+0.00% ± 0.00%", "-", "+0.0%"]
@@ -180,7 +180,7 @@ def test_tables_tell_rises_and_their_shares(tmp_path: Path) -> None:
     rows = rows[:-4]
     assert rows[-3] == ["0", "0.0100", "-", "0.0100", "-"]
     assert rows[-2] == ["1", "0.0200", "0.1000", "0.0300", "0.1000"]
-    STUDY.plot(tmp_path / "p.png", results)
+    MEASUREMENT.plot(tmp_path / "p.png", results)
     names = ["p-layers.png", "p-parts.png", "p-variance.png", "p.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
@@ -191,7 +191,7 @@ def test_memory_is_told_for_both_shapes(tmp_path: Path) -> None:
     other = {"rows": 516.0, "positions": 0.0, "held": 516.0, "predictors": 2**20}
     found = {"tokens": 64, "memory_bytes": 1, "layers": [anchor, other, other]}
     results.add({"cache": "aqua", "part": "memory", "variant": "4 bits"}, found)
-    rows = _rows(STUDY.table(results))[2:]
+    rows = _rows(MEASUREMENT.table(results))[2:]
     assert [row[:3] for row in rows] == [
         [shape, "4 bits", how]
         for shape in SHAPES
@@ -202,5 +202,5 @@ def test_memory_is_told_for_both_shapes(tmp_path: Path) -> None:
     assert rows[1][6] == f"{0.5 * 8 / (2048 * 32):.4f}"
     assert rows[1][7] == f"{31 * 2**23 / (2048 * 32 * PUBLISHED_TOKENS):.4f}"
     assert rows[1][9].endswith("of 16") and rows[3][9].endswith("of 40")
-    STUDY.plot(tmp_path / "p.png", results)
+    MEASUREMENT.plot(tmp_path / "p.png", results)
     assert (tmp_path / "p.png").stat().st_size > 1000

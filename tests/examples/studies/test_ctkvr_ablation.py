@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ctkvr_ablation import FIXED, PARTS, STUDY, UPDATES, centroid_count, changed
+from ctkvr_ablation import FIXED, PARTS, MEASUREMENT, UPDATES, centroid_count, changed
 from follower import starts_of
 
 from hf_kvret import CTkvrCache, CTkvrConfig
@@ -18,7 +18,7 @@ from hf_kvret.evaluation.subject import Subject, load_subject
 REGIONS: dict[str, Any] = {"dense_below": 0, "recent": 16, "flush": 16, "tokens_per_centroid": 8}
 CTKVR = ":".join(["ctkvr", *(f"{name}={value}" for name, value in REGIONS.items())])
 LENGTH, NEW, BUDGET, LAYERS = 240, 8, 12, 2
-VARIANTS = STUDY(centroids=("1/4x", "1x"), probes=(1, 4), ratios=(2.5,), budgets=(0.04,))
+VARIANTS = MEASUREMENT(centroids=("1/4x", "1x"), probes=(1, 4), ratios=(2.5,), budgets=(0.04,))
 
 # Of the parts with many variants, those that a command measures here.
 FEW = {
@@ -30,7 +30,7 @@ Found = dict[tuple[str, str], dict[str, Any]]
 
 
 def _run(measured: Any, path: Path, *arguments: str) -> Found:
-    found = measured(STUDY, path, *arguments)
+    found = measured(MEASUREMENT, path, *arguments)
     return {(part, name): one for (part, name, _), one in found.items()}
 
 
@@ -90,7 +90,7 @@ def test_one_command_measures_all_parts(whole: tuple[Path, Found]) -> None:
         assert 0 < one["read_ratio"] < one["candidate_ratio"] <= 1
         assert one["rerank_ratio"] == pytest.approx(one["candidate_ratio"] / one["read_ratio"])
     names = ["p", *(f"p-{part}" for part in PARTS if part != "choice"), "p-generated"]
-    assert [path.stem for path in STUDY.pictures(folder / "p.png")] == names
+    assert [path.stem for path in MEASUREMENT.pictures(folder / "p.png")] == names
     lines = [line for line in (folder / "a.md").read_text().splitlines()[:-1] if line]
     assert all(line.startswith("|") for line in lines)
     # A header and a rule for each table; the last part has two tables.
@@ -294,7 +294,7 @@ def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
     )
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in STUDY.table(results).splitlines()
+        for line in MEASUREMENT.table(results).splitlines()
         if line
     ]
     shown, none = ["0.500", "0.250 of 0.750", "0.875", "10.0%", "2.5%"], ["-"] * 5
@@ -304,7 +304,7 @@ def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
     ]
     assert rows[6] == ["ctkvr", "as published", "64", "0.500", "0.500", "3"]
     assert rows[9] == ["ctkvr", "as published", "64", "-", "-", "3"]
-    STUDY.plot(tmp_path / "p.png", results)
+    MEASUREMENT.plot(tmp_path / "p.png", results)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "p-generated.png",
         "p-pending.png",
@@ -333,8 +333,8 @@ def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
 def test_mistakes_are_one_line_each(
     refused: Any, tiny_model_dir: Path, tiny_text: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    assert message in refused(STUDY, *_arguments(tiny_model_dir, tiny_text), *arguments)
+    assert message in refused(MEASUREMENT, *_arguments(tiny_model_dir, tiny_text), *arguments)
 
 
 def test_a_text_model_without_a_text_is_refused(refused: Any, tiny_model_dir: Path) -> None:
-    assert "give --text FILE" in refused(STUDY, "--model", str(tiny_model_dir))
+    assert "give --text FILE" in refused(MEASUREMENT, "--model", str(tiny_model_dir))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ablation import needle_tokens
-from lrqk_factors import STUDY
+from lrqk_factors import MEASUREMENT
 from lrqk_proxies import (
     ALTERNATING,
     OPTIMUM,
@@ -217,7 +217,7 @@ def test_one_command_makes_tables_and_pictures(
     picture, table = tmp_path / "f.png", tmp_path / "f.txt"
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--table", str(table)]
     arguments += ["--ranks", "8,16,80", "--plot", str(picture)]
-    found = measured(STUDY, tmp_path / "f.json", *arguments)
+    found = measured(MEASUREMENT, tmp_path / "f.json", *arguments)
     assert len(found) == 3 * len(VARIANTS)
     for (_, variant, rank), result in found.items():
         assert result["top_k"] == TOP_K
@@ -244,7 +244,7 @@ def test_the_cache_says_what_variants_leave_open(
         {
             variant: one
             for (_, variant, _), one in measured(
-                STUDY, tmp_path / f"{n}.json", *arguments, "--caches", cache
+                MEASUREMENT, tmp_path / f"{n}.json", *arguments, "--caches", cache
             ).items()
         }
         for n, cache in enumerate(("lrqk", "lrqk:iterations=12:recency=0:top_k=5"))
@@ -270,7 +270,7 @@ def test_a_start_that_beats_the_closed_form_is_counted() -> None:
         cell = {"cache": "lrqk", "length": 9, "variant": variant, "rank": 2}
         one = {"layer": 3, **layer, "numbers": 4, "errors": errors}
         results.add(cell, {"top_k": 1, "layers": [one]})
-    shown = STUDY.table(results)
+    shown = MEASUREMENT.table(results)
     assert shown.endswith(": 1 of 2 layer x rank x start")
     assert "layer 3" in shown and "optimum" not in shown
 
@@ -287,7 +287,7 @@ def test_without_a_text_the_needle_language_is_read(measured: Any, tmp_path: Pat
     assert {(*turn[1:3].tolist(), *turn[4:].tolist()) for turn in turns} <= needles
     arguments = ["--model", "needle", "--lengths", "300", "--top-k", "20", "--ranks", "8"]
     arguments += ["--variants", "shared"]
-    (found,) = measured(STUDY, tmp_path / "n.json", *arguments).values()
+    (found,) = measured(MEASUREMENT, tmp_path / "n.json", *arguments).values()
     assert [one["layer"] for one in found["layers"]] == [0, 1, 2]
     assert all(0 < one["recall"] <= 1 for one in found["layers"])
 
@@ -306,7 +306,7 @@ def test_without_a_text_the_needle_language_is_read(measured: Any, tmp_path: Pat
     ],
 )
 def test_what_makes_no_sense_is_refused(refused: Any, arguments: list[str], message: str) -> None:
-    assert message in refused(STUDY, "--model", "needle", *arguments)
+    assert message in refused(MEASUREMENT, "--model", "needle", *arguments)
 
 
 def test_an_approximation_without_error_has_no_negative_one(study: LayerStudy) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from paris_ablation import DRIFT, STUDY, SWITCHES, at_ratio
+from paris_ablation import DRIFT, MEASUREMENT, SWITCHES, at_ratio
 from paris_ablation import variant as made_variant
 from prefill_clusters import PrefillClusterCache, RefittedClusterCache
 
@@ -53,7 +53,7 @@ def test_one_command_measures_all_parts(
 ) -> None:
     parts = ["--parts", "ratios,drift,switches", "--ratios", "0.1,1"]
     arguments = [*_arguments(tiny_model_dir, tiny_text), *parts]
-    found = measured(STUDY, tmp_path / "p.json", *arguments)
+    found = measured(MEASUREMENT, tmp_path / "p.json", *arguments)
     variants = ["as shipped", *SWITCHES]
     assert set(found) == {
         *(("switches", name, LENGTH) for name in variants),
@@ -96,7 +96,7 @@ def test_all_candidates_and_a_full_budget_find_everything(
 ) -> None:
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--top-k", "1.0"]
     arguments += ["--parts", "ratios,drift"]
-    for one in measured(STUDY, tmp_path / "p.json", *arguments, "--ratios", "0.1").values():
+    for one in measured(MEASUREMENT, tmp_path / "p.json", *arguments, "--ratios", "0.1").values():
         assert one["overlap"] == 1 and one["mass"] == pytest.approx(1)
         assert one["equal"] == 1
 
@@ -106,7 +106,7 @@ def test_exact_reranking_of_all_candidates_is_exact_top_k(
 ) -> None:
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--parts", "drift", "--ratio", "1"]
     found = measured(
-        STUDY, tmp_path / "p.json", *arguments, "--drift-tokens", str(NEW), "--every", str(NEW)
+        MEASUREMENT, tmp_path / "p.json", *arguments, "--drift-tokens", str(NEW), "--every", str(NEW)
     )
     flat = FlatKVCache(
         subject.model.config,
@@ -174,8 +174,8 @@ def test_a_text_that_changes_its_subject_can_follow(
     other.write_text("0123456789 abcdef " * 40)
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--ratios", "0.2"]
     arguments += ["--parts", "ratios,drift"]
-    same = measured(STUDY, tmp_path / "same.json", *arguments)
-    changed = measured(STUDY, tmp_path / "changed.json", *arguments, "--then", str(other))
+    same = measured(MEASUREMENT, tmp_path / "same.json", *arguments)
+    changed = measured(MEASUREMENT, tmp_path / "changed.json", *arguments, "--then", str(other))
     key = ("ratios", "0.2", LENGTH)
     assert same[key]["overlap"] == changed[key]["overlap"]
     key = ("drift", "paris", LENGTH)
@@ -190,14 +190,14 @@ def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
         results.add(cell, numbers)
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in STUDY.table(results).splitlines()
+        for line in MEASUREMENT.table(results).splitlines()
     ]
     shown = ["0.500", "0.250 of 0.750", "10.0%"]
     assert rows[2:] == [
         ["paris", "all on", *shown, "-", "-", "-"],
         ["paris", "one tier", "-", "-", "-", *shown],
     ]
-    STUDY.plot(tmp_path / "p.png", results)
+    MEASUREMENT.plot(tmp_path / "p.png", results)
     assert [path.name for path in tmp_path.iterdir()] == ["p.png"]
 
 
@@ -215,4 +215,4 @@ def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
 def test_mistakes_are_one_line_each(
     refused: Any, tiny_model_dir: Path, tiny_text: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    assert message in refused(STUDY, *_arguments(tiny_model_dir, tiny_text), *arguments)
+    assert message in refused(MEASUREMENT, *_arguments(tiny_model_dir, tiny_text), *arguments)

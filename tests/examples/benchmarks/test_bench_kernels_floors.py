@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from hf_kvret.benchmark.kernels import OPS, choose_ops
-from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
-from hf_kvret.benchmark.kernels_work import Rates, Work, distance, not_shared, unequal
+from bench_kernels import OPS, choose_ops
+from kernel_inputs import Draw, KernelShape
+from kernel_work import Rates, Work, distance, not_shared, unequal
 from hf_kvret_kernels.host_attention import why_not
 
 SHAPE = KernelShape(

@@ -16,7 +16,7 @@ from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.stretches import sampling_source
 from hf_kvret.evaluation.subject import load_subject
-from hf_kvret.evaluation.tasks.misses import Generation, Misses
+from misses import Generation, Misses
 from hf_kvret.reports import MemoryReport
 from hf_kvret.stores import PagedStore, ResidentStore
 

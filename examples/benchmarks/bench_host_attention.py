@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -10,9 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-
-from hf_kvret.benchmark import timed
-from hf_kvret.benchmark.host_ways import (
+from host_ways import (
     TORCH_WAYS,
     check_ways,
     make_rows,
@@ -20,7 +19,9 @@ from hf_kvret.benchmark.host_ways import (
     random_row_bandwidth,
     time_ways,
 )
-from hf_kvret.benchmark.kernels_inputs import PAGE_LEN, Draw, KernelShape
+from kernel_inputs import PAGE_LEN, Draw, KernelShape
+
+from hf_kvret.benchmark import timed
 from hf_kvret.benchmark.limits import available_host_memory, byte_count
 from hf_kvret.benchmark.timing import measure_bandwidth
 from hf_kvret.evaluation import common_options as common
@@ -29,6 +30,7 @@ from hf_kvret.evaluation.measurement import Progress, Row
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.scripts import run_script
 from hf_kvret_kernels import host_attention as host
 from hf_kvret_kernels.paged import PagedRows
 
@@ -258,3 +260,9 @@ def _by_size(results: Results) -> Iterator[tuple[Cell, Row]]:
 
 def _gb(count: float) -> str:
     return f"{count / 1e9:.1f}"
+
+
+MEASUREMENT = HostAttention
+
+if __name__ == "__main__":
+    sys.exit(run_script(MEASUREMENT))

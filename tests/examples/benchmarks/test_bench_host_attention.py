@@ -17,8 +17,8 @@ import torch
 
 from hf_kvret.benchmark import host_attention as bench_module
 from hf_kvret.benchmark import host_ways, kernels_clock
-from hf_kvret.benchmark.host_attention import HostAttention
-from hf_kvret.benchmark.host_ways import (
+from bench_host_attention import HostAttention
+from host_ways import (
     TOLERANCES,
     WARMUP,
     Way,
@@ -28,7 +28,7 @@ from hf_kvret.benchmark.host_ways import (
     random_row_bandwidth,
     time_ways,
 )
-from hf_kvret.benchmark.kernels_inputs import PAGE_LEN, Draw, KernelShape
+from kernel_inputs import PAGE_LEN, Draw, KernelShape
 from hf_kvret.evaluation.measurement import CheckFailed
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,12 +11,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from kernel_clock import CacheFlush, time_calls
+from kernel_inputs import Draw, KernelShape
 from tqdm import tqdm
+from tune_search import MARGIN, TUNE_OPS, Timer, search
 
 from hf_kvret.benchmark import timed
-from hf_kvret.benchmark.kernels_clock import CacheFlush, time_calls
-from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
-from hf_kvret.benchmark.tune_search import MARGIN, TUNE_OPS, Timer, search
 from hf_kvret.evaluation import common_options as common
 from hf_kvret.evaluation.arguments import DTYPES, check_device, known_names
 from hf_kvret.evaluation.measurement import Measurement, Progress, Row
@@ -23,6 +24,7 @@ from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.outputs import check_file
 from hf_kvret.evaluation.plots import plot_groups
 from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.scripts import run_script
 from hf_kvret_kernels import tuning
 from hf_kvret_kernels._dispatch import interpreted
 from hf_kvret_kernels.prompt_attention.choices import FEW_ROWS
@@ -264,3 +266,9 @@ _COLUMNS: tuple[timed.Column, ...] = (
     ("tried", lambda cell, row: str(len(row["timed"]))),
     ("refused", lambda cell, row: str(len(row["refused"]))),
 )
+
+
+MEASUREMENT = Tune
+
+if __name__ == "__main__":
+    sys.exit(run_script(MEASUREMENT))

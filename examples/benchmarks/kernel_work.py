@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from kernel_inputs import Draw, KernelShape
 
-from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
 from hf_kvret_kernels.host_attention import why_not
 
 SCORE_ERROR = 1e-3

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 from hf_kvret.benchmark.filling import feed, prefill, random_tokens, serving
 from hf_kvret.benchmark.opponents import choose_bench_caches
 from hf_kvret.benchmark.shapes import load_shape, random_model
-from hf_kvret.benchmark.step_ops import counted_ops
-from hf_kvret.benchmark.step_parts import (
+from step_ops import counted_ops
+from step_parts import (
     ATTENTION,
     CACHE,
     MERGE,
@@ -200,7 +200,7 @@ def test_the_command_tells_parts_launches_and_waits(
 def test_a_replayed_step_does_not_wait_on_a_gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from hf_kvret.benchmark.step_ops import counted_waits
+    from step_ops import counted_waits
     from hf_kvret.benchmark.stepping import make_steps
 
     model = random_model(load_shape("tiny").config, torch.bfloat16, "cuda", seed=0)

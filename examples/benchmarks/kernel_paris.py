@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from kernel_inputs import PARIS, Draw, KernelShape
+from kernel_work import SCORE_ERROR, KernelOp, distance, not_shared, unequal
 
-from hf_kvret.benchmark.kernels_inputs import PARIS, Draw, KernelShape
-from hf_kvret.benchmark.kernels_work import SCORE_ERROR, KernelOp, distance, not_shared, unequal
 from hf_kvret_kernels import paris, relevance
 
 _WEIGHT = torch.bfloat16

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hf_kvret import registered_methods
-from hf_kvret.benchmark.kernels import OPS
-from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
+from bench_kernels import OPS
+from kernel_inputs import Draw, KernelShape
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt, ragged
 from hf_kvret_kernels.higgs import HiggsCodec
@@ -24,7 +24,7 @@ ArtifactOptions = Callable[[str, str], dict[str, str]]
 
 RANK = 4
 KERNELS, CODEC = "hf_kvret_kernels.", "hf_kvret_kernels.higgs.codec.Codec."
-BENCH = "hf_kvret.benchmark.kernels_attention."
+BENCH = "kernel_attention."
 
 # A cache that calls the operation, and the names by which it and the command look it up.
 CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {

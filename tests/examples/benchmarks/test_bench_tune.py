@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from hf_kvret.benchmark import kernels_clock, tune, tune_search
-from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
-from hf_kvret.benchmark.tune import Tune
-from hf_kvret.benchmark.tune_search import TUNE_OPS, TuneCase, label, search
+from kernel_inputs import Draw, KernelShape
+from bench_tune import Tune
+from tune_search import TUNE_OPS, TuneCase, label, search
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
 from hf_kvret_kernels import tuning

@@ -10,15 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-
-from hf_kvret.benchmark.kernels_inputs import PAGE_LEN, Draw, KernelShape, coded
-from hf_kvret.benchmark.kernels_work import (
+from kernel_inputs import PAGE_LEN, Draw, KernelShape, coded
+from kernel_work import (
     ATTENTION_ERRORS,
     SCORE_ERROR,
     KernelOp,
     distance,
     unequal,
 )
+
 from hf_kvret_kernels import higgs
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores

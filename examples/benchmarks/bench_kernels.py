@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,21 +11,22 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from kernel_attention import ATTENTION_OPS, HIGGS_OPS
+from kernel_clock import CacheFlush, measure_products, time_calls, time_once
+from kernel_codebook import CODEBOOK_OPS, SEARCH_OPS
+from kernel_inputs import Draw, KernelShape
+from kernel_paris import PARIS_OPS
+from kernel_tables import kernels_table, plot_kernels
+from kernel_work import KernelOp, Rates
 
 from hf_kvret.benchmark import timed
-from hf_kvret.benchmark.kernels_attention import ATTENTION_OPS, HIGGS_OPS
-from hf_kvret.benchmark.kernels_clock import CacheFlush, measure_products, time_calls, time_once
-from hf_kvret.benchmark.kernels_codebook import CODEBOOK_OPS, SEARCH_OPS
-from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
-from hf_kvret.benchmark.kernels_paris import PARIS_OPS
-from hf_kvret.benchmark.kernels_tables import kernels_table, plot_kernels
-from hf_kvret.benchmark.kernels_work import KernelOp, Rates
 from hf_kvret.benchmark.timing import measure_bandwidth
 from hf_kvret.evaluation import common_options as common
 from hf_kvret.evaluation.arguments import DTYPES, check_device, known_names, names
 from hf_kvret.evaluation.measurement import Progress, Row
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.scripts import run_script
 
 OPS: dict[str, KernelOp] = {
     op.name: op for op in (*CODEBOOK_OPS, *SEARCH_OPS, *PARIS_OPS, *HIGGS_OPS, *ATTENTION_OPS)
@@ -196,3 +198,9 @@ def choose_ops(wanted: Sequence[str]) -> dict[str, KernelOp]:
     if not found:
         raise ValueError(f"--ops is empty: choose of {', '.join(OPS)}")
     return found
+
+
+MEASUREMENT = Kernels
+
+if __name__ == "__main__":
+    sys.exit(run_script(MEASUREMENT))

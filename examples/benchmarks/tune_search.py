@@ -13,9 +13,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from kernel_inputs import Draw, KernelShape
+from kernel_work import ATTENTION_ERRORS, SCORE_ERROR, as_tuple, distance
 
-from hf_kvret.benchmark.kernels_inputs import Draw, KernelShape
-from hf_kvret.benchmark.kernels_work import ATTENTION_ERRORS, SCORE_ERROR, as_tuple, distance
 from hf_kvret_kernels._dispatch import launching_on
 from hf_kvret_kernels.tuning import Tunable
 

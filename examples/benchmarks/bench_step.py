@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,17 +12,18 @@ from statistics import median
 from typing import ClassVar
 
 import torch
+from step_ops import counted_ops, counted_waits
+from step_parts import PARTS, Parts, PartTime, part_times, profile
 
 from hf_kvret.benchmark.filling import Turn
 from hf_kvret.benchmark.model_measurement import ModelMeasurement
-from hf_kvret.benchmark.step_ops import counted_ops, counted_waits
-from hf_kvret.benchmark.step_parts import PARTS, Parts, PartTime, part_times, profile
 from hf_kvret.benchmark.stepping import Steps, make_steps
 from hf_kvret.benchmark.tables import SIZE, Column, ms, of, table_of, tenths, why_missing
 from hf_kvret.evaluation.measurement import Row
 from hf_kvret.evaluation.options import with_default
 from hf_kvret.evaluation.plots import plot_groups
 from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.scripts import run_script
 from hf_kvret_kernels._dispatch import interpreted, prefer
 
 # A replayed step comes after at most this many: as usual, captured.
@@ -187,3 +189,9 @@ def _launches_are(device: torch.device) -> str:
     if device.type == "cuda":
         return "kernels"
     return "operations, with Triton's kernels" if interpreted() else "operations of the CPU's way"
+
+
+MEASUREMENT = Step
+
+if __name__ == "__main__":
+    sys.exit(run_script(MEASUREMENT))

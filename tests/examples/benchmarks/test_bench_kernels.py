@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hf_kvret.benchmark import kernels, kernels_clock, timed
-from hf_kvret.benchmark.kernels import OPS, Kernels
-from hf_kvret.benchmark.kernels_clock import CacheFlush, measure_products, time_calls, time_once
-from hf_kvret.benchmark.kernels_work import Call, KernelOp
+from bench_kernels import OPS, Kernels
+from kernel_clock import CacheFlush, measure_products, time_calls, time_once
+from kernel_work import Call, KernelOp
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
 from hf_kvret_kernels.host_attention import why_not
@@ -296,7 +296,7 @@ def test_the_picture_prefers_our_ways_to_torch(
     def draw(path: Path, groups: list[str], bars: dict[str, Any], **rest: Any) -> None:
         drawn.update(groups=groups, bars=bars)
 
-    monkeypatch.setattr("hf_kvret.benchmark.kernels_tables.plot_groups", draw)
+    monkeypatch.setattr("kernel_tables.plot_groups", draw)
     Kernels.plot(tmp_path / "k.png", results)
     assert drawn["groups"] == [
         "codebook.\nlookup\nnaive",

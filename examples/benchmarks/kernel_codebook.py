@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch
-
-from hf_kvret.benchmark.kernels_inputs import CTKVR, Draw, KernelShape
-from hf_kvret.benchmark.kernels_work import (
+from kernel_inputs import CTKVR, Draw, KernelShape
+from kernel_work import (
     SCORE_ERROR,
     Error,
     KernelOp,
@@ -21,6 +20,7 @@ from hf_kvret.benchmark.kernels_work import (
     not_shared,
     unequal,
 )
+
 from hf_kvret_kernels import centroid, codebook, proxy
 
 # As CTkvr reads its store.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.reader import Reader, check_positions
 from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.stretches import Source, greedy_source, sampling_source, text_source
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import Columns, table_of
@@ -321,3 +323,9 @@ def _label(cell: Cell) -> str:
 def _range(layers: list[dict[str, Any]]) -> str:
     ratios = [layer["miss_ratio"] for layer in layers]
     return f"{min(ratios):.1%} to {max(ratios):.1%}"
+
+
+MEASUREMENT = Misses
+
+if __name__ == "__main__":
+    sys.exit(run_script(MEASUREMENT))

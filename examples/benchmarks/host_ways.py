@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+from kernel_clock import time_calls, wait_until_calm
+from kernel_inputs import PAGE_LEN, Draw, KernelShape
+from kernel_work import ATTENTION_ERRORS, distance
 from torch.nn import functional
 
 from hf_kvret.benchmark import timed
-from hf_kvret.benchmark.kernels_clock import time_calls, wait_until_calm
-from hf_kvret.benchmark.kernels_inputs import PAGE_LEN, Draw, KernelShape
-from hf_kvret.benchmark.kernels_work import ATTENTION_ERRORS, distance
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret_kernels.host_attention import host_attention
 from hf_kvret_kernels.paged import PagedRows
