@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -191,3 +193,13 @@ def test_documents_of_needles_end_with_questions_about_them() -> None:
     assert needle_tokens(300, 13, seed=3).shape == (300,)
     with pytest.raises(ValueError, match="cannot hold"):
         needle_tokens(40, 30, seed=3)
+
+
+def test_every_study_is_in_the_readme_with_a_command_that_parses() -> None:
+    text = (ROOT / "examples" / "studies" / "README.md").read_text()
+    listed = re.findall(r"`python examples/studies/(\w+)\.py ([^`]*)`", text)
+    assert [module for module, _ in listed] == list(STUDIES.values())
+    for module, words in listed:
+        parser = argparse.ArgumentParser()
+        fill_parser(parser, importlib.import_module(module).STUDY)
+        parser.parse_args(words.split())
