@@ -88,10 +88,10 @@ def _sets(ids: torch.Tensor) -> list[set[int]]:
     return [set(row) for row in rows]
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("budget", [1, 12, 40])
-@pytest.mark.parametrize("cuts", [(), (90,)])
-@pytest.mark.parametrize("group", [1, GROUP])
+@pytest.mark.factor("softcap", [None, 3.0])
+@pytest.mark.factor("budget", [1, 12, 40])
+@pytest.mark.factor("cuts", [(), (90,)])
+@pytest.mark.factor("group", [1, GROUP])
 def test_a_query_that_is_a_centroid_recalls_the_exact_top_k(
     group: int, budget: int, softcap: float | None, cuts: tuple[int, ...]
 ) -> None:
