@@ -119,7 +119,7 @@ def test_after_a_fetch_every_request_finds_its_row(place: Place, dtype: torch.dt
     clock = torch.zeros(1, dtype=torch.int32, device=device)
     slots = SlotMap(table, token, token.clone(), clock)
     buffer = poisoned(rows, 11)
-    for step in range(12):
+    for step in range(6):
         # A third of the tokens comes more often, so that there are hits, misses and repeats.
         ids, _ = random_fetches(rows, 10, 32 if step % 2 else 11, seed=step)
         places, fetched = assign(slots, ids, backend=place[0])

@@ -15,7 +15,7 @@ from hf_kvret.recall import exact_scores, measure_recall
 from hf_kvret.relevance import group_relevance
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
-from hf_kvret.testing import COVERING_OPTIONS, failures, run_conformance
+from hf_kvret.testing import COVERING_OPTIONS, Case, run_case
 
 HEADS, GROUP, DIM = 2, 3, 32
 SCALE = 2 / math.sqrt(DIM)
@@ -253,14 +253,13 @@ class _ForcedCache(CTkvrCache):
         return _ForcedIndex(options)
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("options", [{}, {"rerank": "codes", "pending": 6}], ids=str)
-def test_conformance(model: str, options: dict[str, Any]) -> None:
+@pytest.mark.factor("options", [{}, {"rerank": "codes", "pending": 6}], ids=str)
+@pytest.mark.factor("mode", TELLING_MODES)
+@pytest.mark.factor("model", ["llama", "gemma2", "gpt_oss"])
+def test_conformance(model: str, mode: str, options: dict[str, Any]) -> None:
     few = {"tokens_per_centroid": 4, **COVERING_OPTIONS, **options}
-    results = run_conformance(
-        lambda built: _ForcedCache(config=built.config, **few), [model], TELLING_MODES
-    )
-    assert not failures(results)
+    result = run_case(Case(model, mode), lambda built: _ForcedCache(config=built.config, **few))
+    assert result.status == "passed", result.detail
 
 
 def test_an_index_that_saw_nothing_says_so() -> None:
