@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,32 +17,177 @@ from torch.profiler import ProfilerActivity, profile
 # Triton reads this when a kernel is defined, so it is set before any test imports one.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Without its cache pytest rewrites the assertions of every test file anew, some 10 s a process.
+sys.dont_write_bytecode = False
 # Launch numbers that somebody tuned on this machine are not those under test.
 os.environ["HF_KVRET_TUNING"] = tempfile.mkdtemp(prefix="hf_kvret_tuning_")
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(("naive", "cpu"), id="naive-cpu"),
-        pytest.param(("triton", "cpu"), id="triton-cpu"),
-        pytest.param(("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu),
-    ]
-)
+PLACES = {
+    "naive-cpu": ("naive", "cpu"),
+    "triton-cpu": ("triton", "cpu"),
+    "triton-cuda": ("triton", "cuda"),
+}
+LIBRARY = {"cpp-cpu": ("cpp", "cpu")}
+
+
+class Factor(NamedTuple):
+    """Values of one argument of a test, or of some together, each as ``pytest.param`` with an id.
+
+    Attributes:
+        names: the arguments.
+        params: the values.
+        indirect: whether fixtures of these names take the values.
+    """
+
+    names: list[str]
+    params: list[Any]
+    indirect: bool = False
+
+
+@pytest.fixture
 def place(request: pytest.FixtureRequest) -> tuple[str, str]:
     """``(backend, device)`` of a kernel: torch, Triton's interpreter, Triton on a GPU."""
-    backend, device = request.param
+    return request.param
+
+
+@pytest.fixture
+def where(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """As `place`, or the compiled library."""
+    return request.param
+
+
+def _why_not(backend: str, device: str) -> str | None:
+    """Why this machine can't run a kernel at a place; None where it can."""
+    if backend == "cpp":
+        # Imported here, because the lines on top must come before any module with a kernel.
+        from hf_kvret_kernels.host_attention import why_not
+
+        return why_not() or None
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     if backend == "triton" and importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
+        return "triton is not installed"
     if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        return "no CUDA device"
     if device == "cuda" and interpreting:
-        pytest.skip("TRITON_INTERPRET=1 is set: no kernel is compiled")
+        return "TRITON_INTERPRET=1 is set: no kernel is compiled"
     if backend == "triton" and device == "cpu" and not interpreting:
-        pytest.skip(
-            "Triton runs on the CPU with TRITON_INTERPRET=1 only; the GPU is tested instead"
+        return "Triton runs on the CPU with TRITON_INTERPRET=1 only; the GPU is tested instead"
+    return None
+
+
+@functools.cache
+def _places(fixture: str) -> tuple[list[Any], list[Any]]:
+    """Places that this machine has, and the others, which are skipped with a reason."""
+    here, elsewhere = [], []
+    for name, (backend, device) in (PLACES | (LIBRARY if fixture == "where" else {})).items():
+        marks = [pytest.mark.gpu] if device == "cuda" else []
+        reason = _why_not(backend, device)
+        if reason is not None:
+            marks.append(pytest.mark.skip(reason=reason))
+        param = pytest.param((backend, device), id=name, marks=marks)
+        (here if reason is None else elsewhere).append(param)
+    return here, elsewhere
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Cases of a test with marks ``factor``, which read as ``parametrize``, in a pairwise design.
+
+    Any two values of two factors meet in some case. The rest of the full product is slow, and it is
+    made only where slow tests are asked for (``-m slow``). A mark ``allowed`` has a function
+    which tells of some values by name, or of all, whether there may be such a case.
+
+    ``place`` and ``where`` are factors of every test that takes them. A place that this machine
+    lacks adds one case to a test, which says why it is skipped.
+    """
+    marks = metafunc.definition.iter_markers("factor")
+    factors = [_factor(*mark.args, **mark.kwargs) for mark in marks]
+    # The marks of a module are for those of its tests that take such arguments.
+    factors = [each for each in factors if {*each.names} <= {*metafunc.fixturenames}]
+    elsewhere: list[Any] = []
+    for name in ("place", "where"):
+        if name in metafunc.fixturenames and not any(name in each.names for each in factors):
+            here, elsewhere = _places(name)
+            factors.append(Factor([name], here, indirect=True))
+    if not factors:
+        return
+    # Imported here, because the lines on top must come before any module with a kernel.
+    from hf_kvret.testing.pairs import full_product, pairwise
+
+    mark = metafunc.definition.get_closest_marker("allowed")
+
+    def allowed(case: dict[int, int]) -> bool:
+        if mark is None:
+            return True
+        rows = [(factors[key].names, factors[key].params[at].values) for key, at in case.items()]
+        return mark.kwargs["when"](
+            {name: value for names, row in rows for name, value in zip(names, row, strict=True)}
         )
-    return backend, device
+
+    numbers = {key: range(len(each.params)) for key, each in enumerate(factors)}
+    default = pairwise(numbers, allowed)
+    rows = [_params(factors, case) for case in default]
+    cases = [_merged(row) for row in rows]
+    cases += [_merged([*rows[0][:-1], place]) for place in elsewhere]
+    if metafunc.config.getoption("markexpr") != "not slow":
+        kept = {tuple(case.values()) for case in default}
+        others = [
+            case
+            for case in full_product(numbers)
+            if tuple(case.values()) not in kept and allowed(case)
+        ]
+        cases += [_merged(_params(factors, case), pytest.mark.slow) for case in others]
+    metafunc.parametrize(
+        [name for each in factors for name in each.names],
+        cases,
+        indirect=[name for each in factors if each.indirect for name in each.names],
+    )
+
+
+def _factor(
+    names: str | Sequence[str],
+    values: Iterable[Any],
+    ids: Callable[[Any], object] | Sequence[str] | None = None,
+    indirect: bool = False,
+) -> Factor:
+    """The arguments are those of ``parametrize``."""
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
+    params = []
+    for number, value in enumerate(values):
+        if not hasattr(value, "marks"):
+            value = pytest.param(*(value if len(names) > 1 else [value]))
+        name = value.id
+        if name is None and isinstance(ids, Sequence):
+            name = ids[number]
+        if name is None:
+            named = zip(names, value.values, strict=True)
+            name = "-".join(_label(each, f"{key}{number}", ids) for key, each in named)
+        params.append(pytest.param(*value.values, id=name, marks=value.marks))
+    return Factor(names, params, indirect)
+
+
+def _label(value: Any, otherwise: str, ids: Any) -> str:
+    """The name of a value as pytest has it, but dtypes by name, which pytest counts."""
+    if callable(ids):
+        return str(ids(value))
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if value is None or isinstance(value, str | int | float | bool):
+        return str(value)
+    return getattr(value, "__name__", otherwise)
+
+
+def _params(factors: Sequence[Factor], case: dict[int, int]) -> list[Any]:
+    return [factors[key].params[at] for key, at in case.items()]
+
+
+def _merged(params: Sequence[Any], *marks: pytest.MarkDecorator) -> Any:
+    """One ``pytest.param`` of several."""
+    return pytest.param(
+        *(value for param in params for value in param.values),
+        id="-".join(param.id for param in params),
+        marks=[*marks, *(mark for param in params for mark in param.marks)],
+    )
 
 
 @pytest.fixture

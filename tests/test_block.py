@@ -10,9 +10,9 @@ import torch
 from hf_kvret import TokenBlock
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("count", [0, 1, 7, 40_000])
+@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.factor("padded", [False, True])
+@pytest.mark.factor("count", [0, 1, 7, 40_000])
 def test_mean_key(count: int, padded: bool, dtype: torch.dtype) -> None:
     keys = torch.randn(2, 2, count, 32, generator=torch.Generator().manual_seed(count)).to(dtype)
     valid = None

@@ -20,7 +20,7 @@ def _ids(rows: int = 1, length: int = 60) -> torch.Tensor:
     return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(4))
 
 
-@pytest.mark.parametrize("where", ["append", "mlp"])
+@pytest.mark.factor("where", ["append", "mlp"])
 def test_a_forward_pass_that_broke_off_is_noticed_by_the_next_one(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

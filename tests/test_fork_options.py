@@ -76,9 +76,9 @@ def _go_on(model: Any, cache: RetrievalCache, first: int) -> torch.Tensor:
 
 
 # Nothing is cold; the last pass made tokens cold; some steps came after it.
-@pytest.mark.parametrize("passes", [(12,), (60,), (60, 1, 1, 6, 1)], ids=str)
-@pytest.mark.parametrize("towards", ["large", "small"])
-@pytest.mark.parametrize("name", list(CACHES))
+@pytest.mark.factor("passes", [(12,), (60,), (60, 1, 1, 6, 1)], ids=str)
+@pytest.mark.factor("towards", ["large", "small"])
+@pytest.mark.factor("name", list(CACHES))
 def test_a_cache_goes_on_like_one_that_always_had_the_options(
     llama: PreTrainedModel,
     name: str,

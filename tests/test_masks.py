@@ -36,10 +36,10 @@ def _padding(total: int) -> torch.Tensor:
     return padding
 
 
-@pytest.mark.parametrize("base", ["sdpa", "eager", "flash_attention_2"])
-@pytest.mark.parametrize("new", [1, 3, 12])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.factor("base", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.factor("new", [1, 3, 12])
+@pytest.mark.factor("padded", [False, True])
+@pytest.mark.factor("window", [None, 4])
 def test_the_base_gets_the_very_mask_that_it_would_have_made(
     base: str, new: int, padded: bool, window: int | None
 ) -> None:

@@ -25,9 +25,9 @@ def logits_along(model: PreTrainedModel, tokens: torch.Tensor, cache: object) ->
     return torch.stack(rows).float()
 
 
-@pytest.mark.parametrize("cls", [FlatKVCache, ParisKVCache])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.factor("cls", [FlatKVCache, ParisKVCache])
+@pytest.mark.factor("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.factor("store", ["device", "host"])
 def test_bf16_error_is_no_larger_than_the_bases(
     name: str, cls: type[RetrievalCache], store: str
 ) -> None:

@@ -131,9 +131,9 @@ def _new_valid(choose: random.Random, dense: Dense, count: int) -> torch.Tensor:
     return valid
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("method", ["flat", "paris"])
-@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.factor("seed", range(2))
+@pytest.mark.factor("method", ["flat", "paris"])
+@pytest.mark.factor("sinks", [0, 2])
 def test_any_history_attends_like_a_dense_cache(method: str, seed: int, sinks: int) -> None:
     choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     config: RetrievalConfig

@@ -47,7 +47,7 @@ def test_a_model_that_waits_for_the_device_runs_as_usual_and_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph, "_told", set())
-    model = small_llama()
+    model = small_llama(layers=1)
     usual = DecodeLoop(model, _cache(model)).run(6)
     model.model.norm = Waiting(model.model.norm)
     with taped(), caplog.at_level(logging.WARNING):
@@ -65,7 +65,7 @@ def test_a_model_that_waits_for_the_device_runs_as_usual_and_says_so_once(
 
 
 def test_an_error_of_another_kind_passes_and_leaves_the_cache_as_it_was() -> None:
-    model = small_llama()
+    model = small_llama(layers=1)
     waiting = Waiting(model.model.norm)
     waiting.error = KeyboardInterrupt()
     model.model.norm = waiting
@@ -89,7 +89,7 @@ def _both(
     act: Any, method: str = "flat", padded: bool = False, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, DecodeGraph]:
     """What ``act(loop)`` returns with the model and with a DecodeGraph, and the latter."""
-    model, given = small_llama(), []
+    model, given = small_llama(layers=1), []
     with taped():
         for graphed in (False, True):
             cache = _cache(model, method, **options)
@@ -153,7 +153,7 @@ def test_a_question_in_between_is_no_reason_to_give_up(store: str) -> None:
 def test_passes_that_went_past_it_are_noticed() -> None:
     def act(loop: DecodeLoop) -> torch.Tensor:
         loop.run(4)
-        through, loop.call = loop.call, small_llama()
+        through, loop.call = loop.call, small_llama(layers=1)
         loop.run(1)
         loop.call = through
         return loop.run(4)
@@ -196,7 +196,7 @@ def test_a_failed_capture_leaves_what_an_index_notes_as_it_was() -> None:
     given = []
     with taped():
         for graphed in (False, True):
-            model = small_llama()
+            model = small_llama(layers=1)
             cache = _cache(model, "lrqk", flush=7)
             step = DecodeGraph(model, cache) if graphed else model
             loop = DecodeLoop(step, cache)
@@ -230,7 +230,7 @@ def test_rows_that_come_and_go_in_between() -> None:
 
 
 def test_with_gradients_on_a_step_runs_as_usual() -> None:
-    model = small_llama().requires_grad_(False)
+    model = small_llama(layers=1).requires_grad_(False)
     with taped():
         cache = _cache(model, flush=7)
         step = DecodeGraph(model, cache)
@@ -258,7 +258,7 @@ def test_memory_that_ran_out_is_tried_again_and_not_remembered(
         return record(recorder, step)
 
     monkeypatch.setattr(TapeRecorder, "record", full)
-    model = small_llama()
+    model = small_llama(layers=1)
     with taped():
         usual = DecodeLoop(model, _cache(model, "lrqk", flush=7)).run(6)
         for left, told in ((2, True), (1, False)):

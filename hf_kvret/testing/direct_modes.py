@@ -105,7 +105,7 @@ def prefix_reuse(s: Scenario) -> None:
         question = prompt(1, length, salt=length)
         twin = s.note(copy.deepcopy(original))
         ids = torch.cat([prefix, question], dim=1)
-        s.generate(ids, twin, f"question {number}", max_new_tokens=12)
+        s.generate(ids, twin, f"question {number}", max_new_tokens=8)
         s.record(f"prefix length {number}", torch.tensor(original.get_seq_length()))
     s.feed(prompt(1, 3, salt=7), original, "original")
 

@@ -41,7 +41,7 @@ def no_reset_other_batch(model: PreTrainedModel) -> str | None:
 def greedy(s: Scenario) -> None:
     """The plain call: token ids and nothing else comes back."""
     ids = s.model.generate(
-        prompt(1, 60), past_key_values=s.cache(), max_new_tokens=24, do_sample=False
+        prompt(1, 60), past_key_values=s.cache(), max_new_tokens=16, do_sample=False
     )
     s.record("tokens", ids)
 
@@ -106,13 +106,13 @@ def beams_ragged(s: Scenario) -> None:
 def assisted(s: Scenario) -> None:
     """A draft model proposes, with a cache of its own; some of its tokens are dropped again."""
     draft = _draft_of(s.model)
-    s.generate(prompt(1, 62), s.cache(), max_new_tokens=24, assistant_model=draft)
+    s.generate(prompt(1, 62), s.cache(), max_new_tokens=16, assistant_model=draft)
 
 
 def prompt_lookup(s: Scenario) -> None:
     """Drafts are copied out of the prompt, which repeats itself."""
     ids = torch.cat([prompt(1, 20)] * 3, dim=1)
-    s.generate(ids, s.cache(), max_new_tokens=24, prompt_lookup_num_tokens=5)
+    s.generate(ids, s.cache(), max_new_tokens=16, prompt_lookup_num_tokens=5)
 
 
 def early_exit(s: Scenario) -> None:
@@ -121,7 +121,7 @@ def early_exit(s: Scenario) -> None:
     depth = getattr(config, "num_hidden_layers", None)
     _draft_constantly(s.model)
     try:
-        s.generate(prompt(1, 59), s.cache(), max_new_tokens=20, assistant_early_exit=1)
+        s.generate(prompt(1, 59), s.cache(), max_new_tokens=14, assistant_early_exit=1)
     finally:
         # Where a draft fails, transformers leaves the model cut short.
         if depth is not None:
@@ -136,17 +136,17 @@ def chunked_prefill(s: Scenario) -> None:
 
 def prefill_by_token(s: Scenario) -> None:
     """The prompt token by token, so that no forward pass looks like a prompt."""
-    ids, mask = ragged((42, 30), salt=2)
+    ids, mask = ragged((36, 27), salt=2)
     s.generate(ids, s.cache(), attention_mask=mask, prefill_chunk_size=1)
 
 
 def second_turn(s: Scenario) -> None:
     """Turns of a talk in one cache: a short question, and one longer than a draft."""
     cache = s.cache()
-    ids = s.generate(prompt(1, 50), cache, "turn 1", max_new_tokens=12)
+    ids = s.generate(prompt(1, 50), cache, "turn 1", max_new_tokens=8)
     for turn, length in ((2, 3), (3, 30)):
         ids = torch.cat([ids, prompt(1, length, salt=turn)], dim=1)
-        ids = s.generate(ids, cache, f"turn {turn}", max_new_tokens=12)
+        ids = s.generate(ids, cache, f"turn {turn}", max_new_tokens=8)
 
 
 def second_turn_ragged(s: Scenario) -> None:

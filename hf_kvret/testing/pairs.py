@@ -7,13 +7,14 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-Case = dict[str, Any]
-Pair = frozenset[tuple[str, Hashable]]
+Name = Hashable
+Case = dict[Any, Any]
+Pair = frozenset[tuple[Name, Hashable]]
 Allowed = Callable[[Case], bool]
 
 
 def pairwise(
-    factors: Mapping[str, Sequence[Hashable]], allowed: Allowed = lambda case: True
+    factors: Mapping[Any, Sequence[Hashable]], allowed: Allowed = lambda case: True
 ) -> list[Case]:
     """Cases, each with a value for every factor, that cover all pairs of values of two factors.
 
@@ -30,18 +31,18 @@ def pairwise(
     """
     empty = [name for name, values in factors.items() if not values]
     if empty:
-        raise ValueError(f"factors without values: {', '.join(empty)}")
+        raise ValueError(f"factors without values: {', '.join(map(str, empty))}")
     # Longest first: the first two decide how many cases there are.
     names = sorted(factors, key=lambda name: -len(factors[name]))
     missing = {
         frozenset(pair.items())
         for one, other in combinations(names, 2)
-        for pair in _product({one: factors[one], other: factors[other]})
+        for pair in full_product({one: factors[one], other: factors[other]})
         if allowed(pair)
     }
-    used: Counter[tuple[str, Hashable]] = Counter()
+    used: Counter[tuple[Name, Hashable]] = Counter()
     cases: list[Case] = []
-    for start in _product({name: factors[name] for name in names[:2]}):
+    for start in full_product({name: factors[name] for name in names[:2]}):
         if frozenset(start.items()) in missing or len(names) == 1:
             _add(cases, _completed(start, names, factors, allowed, missing, used), missing, used)
     for pair in sorted(missing, key=lambda pair: sorted(map(str, pair))):
@@ -58,17 +59,18 @@ def pairs_of(cases: Iterable[Case]) -> set[Pair]:
     return {frozenset(pair) for case in cases for pair in combinations(case.items(), 2)}
 
 
-def _product(factors: Mapping[str, Sequence[Hashable]]) -> list[Case]:
+def full_product(factors: Mapping[Any, Sequence[Hashable]]) -> list[Case]:
+    """Every case: each value of a factor with each of every other."""
     return [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
 
 
 def _completed(
     start: Case,
-    names: Sequence[str],
-    factors: Mapping[str, Sequence[Hashable]],
+    names: Sequence[Name],
+    factors: Mapping[Any, Sequence[Hashable]],
     allowed: Allowed,
     missing: set[Pair],
-    used: Counter[tuple[str, Hashable]],
+    used: Counter[tuple[Name, Hashable]],
 ) -> Case | None:
     """``start`` with values for the other factors that meet the most of ``missing``.
 
@@ -96,7 +98,7 @@ def _add(
     cases: list[Case],
     case: Case | None,
     missing: set[Pair],
-    used: Counter[tuple[str, Hashable]],
+    used: Counter[tuple[Name, Hashable]],
 ) -> None:
     if case is not None:
         cases.append(case)

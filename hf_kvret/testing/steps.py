@@ -14,14 +14,14 @@ PROMPT = 14
 """Tokens of the prompt of a ``DecodeLoop``."""
 
 
-def small_llama() -> Any:
-    """Two layers and little else, attached: Triton's interpreter runs program by program."""
+def small_llama(layers: int = 2) -> Any:
+    """Few layers and little else, attached: Triton's interpreter runs program by program."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,

@@ -1,13 +1,12 @@
 """Models x modes x methods x stores: the same text and logits as full attention.
 
 By default a pairwise design: every model meets every mode, every method and every store, every mode
-every method and so on, each at least once. The full product is marked slow, and only made when
-slow tests are asked for (``-m slow``).
+every method and so on, each at least once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,8 +27,8 @@ from hf_kvret import (
     ParisKVCache,
     RetrievalCache,
 )
-from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES, Case, conformance_cases, run_case
-from hf_kvret.testing.pairs import pairs_of, pairwise
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES, Case, run_case
+from hf_kvret.testing.pairs import pairwise
 from hf_kvret.testing.scenario import prompt
 
 CACHES: dict[str, Callable[..., RetrievalCache]] = {
@@ -88,39 +87,18 @@ def _possible(case: dict[str, Any]) -> bool:
     return case.get("mode") not in impossible.get(case.get("model", ""), ())
 
 
-def design() -> list[tuple[str, ...]]:
-    """Model, mode, method and store of the default cases."""
-    factors = {"model": list(MODELS), "mode": list(MODES), "method": [*CACHES], "store": STORES}
-    return [tuple(case.values()) for case in pairwise(factors, _possible)]
+FACTORS = {"model": list(MODELS), "mode": list(MODES), "method": list(CACHES), "store": STORES}
 
 
-def full() -> Iterator[tuple[str, ...]]:
-    """The same of all cases."""
-    for case in conformance_cases():
-        for method in CACHES:
-            for store in _stores(method):
-                yield case.model, case.mode, method, store
+def test_there_are_few_more_cases_than_pairs_of_a_model_and_a_mode() -> None:
+    assert len(pairwise(FACTORS, _possible)) < 1.1 * len(MODELS) * len(MODES)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The default cases, and the others where slow tests are asked for."""
-    if "store" not in metafunc.fixturenames:
-        return
-    default = design()
-    params = [pytest.param(*names, id="-".join(names)) for names in default]
-    if metafunc.config.getoption("markexpr") != "not slow":
-        others = (names for names in full() if names not in set(default))
-        params += [pytest.param(*x, id="-".join(x), marks=pytest.mark.slow) for x in others]
-    metafunc.parametrize(("model", "mode", "method", "store"), params)
-
-
-def test_the_default_cases_cover_every_pair() -> None:
-    default = [dict(zip(("model", "mode", "method", "store"), x, strict=True)) for x in design()]
-    whole = [dict(zip(("model", "mode", "method", "store"), x, strict=True)) for x in full()]
-    assert pairs_of(default) == pairs_of(case for case in whole if _possible(case))
-    assert len(default) < 1.1 * len(MODELS) * len(MODES)
-
-
+@pytest.mark.allowed(when=_possible)
+@pytest.mark.factor("store", FACTORS["store"])
+@pytest.mark.factor("method", FACTORS["method"])
+@pytest.mark.factor("mode", FACTORS["mode"])
+@pytest.mark.factor("model", FACTORS["model"])
 def test_same_as_full_attention(
     model: str, mode: str, method: str, store: str, artifact_options: ArtifactOptions
 ) -> None:

@@ -106,7 +106,7 @@ def check(
     assert torch.equal(ids.cpu(), expected)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.factor(
     ("group", "softcap", "causal", "count"),
     [
         (1, None, False, 1),
@@ -127,7 +127,7 @@ def test_lists_are_the_best_keys_by_the_largest_softmax_weight(
     check(place, queries, keys, count, valid, softcap=softcap, positions=positions)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes(place: Place, dtype: torch.dtype) -> None:
     valid = ragged(40)
     queries, keys = normal(1, 2, 2, 1, 2, 20).to(dtype), normal(2, 2, 2, 40, 20).to(dtype)
@@ -140,7 +140,7 @@ def test_keys_may_have_another_dtype(place: Place) -> None:
     check(place, queries, poisoned(keys, valid), 7, valid)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.factor(
     ("centroids", "group", "dim", "held"),
     [(3, 3, 16, 150), (4, 5, 9, 70), (17, 1, 36, 40), (3, 2, 256, 40)],
 )
@@ -162,7 +162,7 @@ def test_more_than_one_tile_of_each_side(
     check(place, queries, poisoned(keys, valid), 6, valid, piece=held)
 
 
-@pytest.mark.parametrize(("piece", "most_scores"), [(13, None), (30, 1), (50, 900)])
+@pytest.mark.factor(("piece", "most_scores"), [(13, None), (30, 1), (50, 900)])
 def test_pieces_do_not_change_the_lists(place: Place, piece: int, most_scores: int | None) -> None:
     valid = ragged(50)
     queries, keys = normal(1, 2, 1, 2, 2, 16), poisoned(normal(2, 2, 1, 50, 16), valid)

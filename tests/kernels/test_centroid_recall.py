@@ -32,7 +32,7 @@ def check_similarity(place: Place, query: torch.Tensor, centroids: torch.Tensor)
     torch.testing.assert_close(found.cpu().double(), cosines.amax(-1), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.factor(
     ("queries", "centroids", "group", "dim"),
     [(1, 1, 1, 16), (3, 5, 2, 16), (1, 70, 4, 20), (70, 33, 2, 64), (2, 40, 7, 9), (1, 20, 1, 256)],
 )
@@ -43,7 +43,7 @@ def test_similarity_is_the_largest_cosine_of_the_group(
     check_similarity(place, normal(1, 2, 2, queries, *shape), normal(2, 2, 2, centroids, *shape))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.factor("dtype", [torch.float16, torch.bfloat16])
 def test_similarity_of_narrow_dtypes_is_exact(place: Place, dtype: torch.dtype) -> None:
     """Also where the query has another dtype: nothing is rounded to the narrower one."""
     centroids = normal(2, 2, 2, 9, 2, 16).to(dtype)
@@ -66,8 +66,8 @@ def test_a_query_of_zeros_is_near_to_none(place: Place) -> None:
     assert (found == 0).all()
 
 
-@pytest.mark.parametrize("with_high", [False, True])
-@pytest.mark.parametrize("rho", [1, 37, 1100])
+@pytest.mark.factor("with_high", [False, True])
+@pytest.mark.factor("rho", [1, 37, 1100])
 def test_lists_are_unpacked_as_they_were_packed(place: Place, rho: int, with_high: bool) -> None:
     """All numbers from -1 to the largest that fits, out of buffers with spare room."""
     backend, device = place
@@ -114,8 +114,8 @@ def check_united(place: Place, drawn: torch.Tensor, valid: torch.Tensor) -> None
             assert mine == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("count", [1, 90, 1300])
+@pytest.mark.factor("dtype", [torch.int32, torch.int64])
+@pytest.mark.factor("count", [1, 90, 1300])
 def test_united_lists_name_each_valid_token_once_where_it_came_first(
     place: Place, count: int, dtype: torch.dtype
 ) -> None:

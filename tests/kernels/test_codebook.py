@@ -52,9 +52,9 @@ def check_nearest(
     return codes
 
 
-@pytest.mark.parametrize("words_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("n, C, D", [(1, 1, 1), (37, 130, 20), (70, 65, 200)])
+@pytest.mark.factor("words_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.factor("dtype", FLOATS, ids=str)
+@pytest.mark.factor("n, C, D", [(1, 1, 1), (37, 130, 20), (70, 65, 200)])
 def test_each_token_gets_its_nearest_codeword(
     place: tuple[str, str], n: int, C: int, D: int, dtype: torch.dtype, words_dtype: torch.dtype
 ) -> None:
@@ -142,7 +142,7 @@ def test_a_token_of_nan_gets_0_and_harms_no_other(place: tuple[str, str]) -> Non
     assert torch.equal(codes, clean)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 0, 8), (0, 3, 5, 8)])
+@pytest.mark.factor("shape", [(2, 3, 0, 8), (0, 3, 5, 8)])
 def test_no_tokens_have_no_codes(place: tuple[str, str], shape: tuple[int, ...]) -> None:
     words = on(place, draw(3, 4, 8, seed=16))
     codes = book.encode(on(place, torch.zeros(shape)), words, backend=place[0])
@@ -168,8 +168,8 @@ def test_scores_are_never_held_all_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(sizes) > 1 and max(sizes) <= 1000
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("n, C", [(1, 1), (2500, 37), (1024, 4096)])
+@pytest.mark.factor("masked", [False, True])
+@pytest.mark.factor("n, C", [(1, 1), (2500, 37), (1024, 4096)])
 def test_codes_are_counted(place: tuple[str, str], n: int, C: int, masked: bool) -> None:
     codes = torch.randint(0, C, (2, 3, n), generator=generator(19)).short()
     valid = torch.rand(2, n, generator=generator(20)) < 0.6 if masked else None

@@ -68,10 +68,10 @@ def on(place: tuple[str, str], x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.to(place[1])
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("words_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("H, C, D", [(4, 1, 1), (2, 130, 20), (1, 45, 200)])
+@pytest.mark.factor("softcap", [None, 3.0])
+@pytest.mark.factor("words_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.factor("H, C, D", [(4, 1, 1), (2, 130, 20), (1, 45, 200)])
 def test_the_table_has_the_score_of_every_codeword(
     place: tuple[str, str],
     H: int,
@@ -97,8 +97,8 @@ def test_the_table_has_the_score_of_every_codeword(
     assert ((table.cpu().double() - expected).abs() <= SHARE_OF_SIZE * size).all()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
+@pytest.mark.factor("masked", [False, True])
+@pytest.mark.factor(
     "H, Hq, Q, n, C", [(1, 1, 1, 1, 1), (2, 4, 1, 77, 50), (1, 3, 2, 50, 300), (2, 2, 1, 1100, 9)]
 )
 def test_a_token_has_the_score_of_its_codeword(
@@ -115,9 +115,9 @@ def test_a_token_has_the_score_of_its_codeword(
     assert torch.equal(got.cpu().double(), scores_by_hand(table, codes, valid))
 
 
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
+@pytest.mark.factor("counted", [False, True])
+@pytest.mark.factor("masked", [False, True])
+@pytest.mark.factor(
     "H, Hq, Q, n, C", [(1, 1, 1, 1, 1), (2, 4, 1, 77, 50), (1, 3, 2, 50, 300), (2, 2, 1, 1100, 9)]
 )
 def test_relevance_is_the_best_softmax_of_the_group(

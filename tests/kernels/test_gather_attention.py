@@ -119,23 +119,23 @@ def random_query(
 TWO_ROWS = [[0, 1, 2, 3], [7, 5, 8, 4]]
 
 
-@pytest.mark.parametrize("own_selection", [False, True], ids=["per kv head", "per query head"])
-@pytest.mark.parametrize("heads", [2, 4, 6, 8])
+@pytest.mark.factor("own_selection", [False, True], ids=["per kv head", "per query head"])
+@pytest.mark.factor("heads", [2, 4, 6, 8])
 def test_groups_of_query_heads(place: Place, heads: int, own_selection: bool) -> None:
     rows = paged(place, TWO_ROWS)
     ids = random_ids(rows, heads if own_selection else 2, 1, 20)
     check(place, random_query(place, rows, heads), rows, ids)
 
 
-@pytest.mark.parametrize(("queries", "count"), [(1, 1), (1, 63), (3, 33), (16, 7)])
+@pytest.mark.factor(("queries", "count"), [(1, 1), (1, 63), (3, 33), (16, 7)])
 def test_queries_with_selections_of_their_own(place: Place, queries: int, count: int) -> None:
     rows = paged(place, [[3, 1, 4, 0, 5, 2, 6, 8]], kv_heads=1)
     ids = random_ids(rows, 1, queries, count, holes=0.3)
     check(place, random_query(place, rows, 2, queries, batch=1), rows, ids)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dims", [(8, 8), (40, 24), (64, 64), (96, 128), (9, 5)], ids=str)
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.factor("dims", [(8, 8), (40, 24), (64, 64), (96, 128), (9, 5)], ids=str)
 def test_head_dims_and_dtypes(place: Place, dims: tuple[int, int], dtype: torch.dtype) -> None:
     rows = paged(place, [[2, 0, 1]], (3,), kv_heads=1, dims=dims, dtype=dtype)
     ids = random_ids(rows, 1, 1, 17)
@@ -174,7 +174,7 @@ def test_row_zero_may_hold_nan_where_ids_have_holes(place: Place) -> None:
     check(place, random_query(place, rows, 4), rows, ids)
 
 
-@pytest.mark.parametrize("count", [0, 1, 40])
+@pytest.mark.factor("count", [0, 1, 40])
 def test_no_rows_at_all(place: Place, count: int) -> None:
     rows = paged(place, TWO_ROWS)
     ids = torch.full((2, 2, 3, count), -1, dtype=torch.int32, device=place[1])
@@ -195,7 +195,7 @@ def test_no_queries(place: Place) -> None:
 
 # In numpy, which interprets the kernel, a saturated sigmoid warns on its way to 0.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize("softcap", [0.5, 30.0])
+@pytest.mark.factor("softcap", [0.5, 30.0])
 def test_softcap(place: Place, softcap: float) -> None:
     rows = paged(place, TWO_ROWS)
     query = 8.0 * random_query(place, rows, 4)
@@ -237,9 +237,9 @@ def test_splitting_the_ids_changes_nothing(place: Place) -> None:
         torch.testing.assert_close(parts, whole, rtol=0, atol=FP32_ERROR)
 
 
-@pytest.mark.parametrize("heads", [2, 6])
-@pytest.mark.parametrize("chunks", [(9,), (2, 3, 4)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+@pytest.mark.factor("heads", [2, 6])
+@pytest.mark.factor("chunks", [(9,), (2, 3, 4)], ids=str)
+@pytest.mark.factor("dtype", [torch.bfloat16, torch.uint8])
 def test_gather_returns_the_rows_in_order(
     place: Place, chunks: tuple[int, ...], heads: int, dtype: torch.dtype
 ) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hf_kvret_kernels import host_attention as host
-from hf_kvret_kernels._dispatch import interpreted
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.host_attention import library
@@ -22,28 +21,6 @@ NO_PAGE = 10**9
 TWO_ROWS = [[0, 1, 2, 3], [7, 5, 8, 4]]
 
 Place = tuple[str, str]
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(("naive", "cpu"), id="naive-cpu"),
-        pytest.param(("cpp", "cpu"), id="cpp-cpu"),
-        pytest.param(("triton", "cpu"), id="triton-cpu"),
-        pytest.param(("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu),
-    ]
-)
-def where(request: pytest.FixtureRequest) -> Place:
-    """``(backend, device)``: as the fixture ``place``, and the compiled library."""
-    backend, device = request.param
-    if backend == "cpp" and host.why_not():
-        pytest.skip(host.why_not())
-    if backend == "triton":
-        pytest.importorskip("triton", reason="triton is not installed")
-        if (device == "cuda") == interpreted():
-            pytest.skip("Triton's interpreter runs on the CPU, its compiler for a GPU")
-        if device == "cuda" and not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
-    return backend, device
 
 
 def paged(
@@ -123,22 +100,22 @@ def check(
     return got
 
 
-@pytest.mark.parametrize("own_selection", [False, True], ids=["per kv head", "per query head"])
-@pytest.mark.parametrize("heads", [2, 6, 8])
+@pytest.mark.factor("own_selection", [False, True], ids=["per kv head", "per query head"])
+@pytest.mark.factor("heads", [2, 6, 8])
 def test_groups_of_query_heads(where: Place, heads: int, own_selection: bool) -> None:
     rows = paged(where, TWO_ROWS)
     ids = random_ids(rows, heads if own_selection else 2, 1, 20)
     check(where, random_query(rows, heads), rows, ids)
 
 
-@pytest.mark.parametrize(("queries", "count"), [(1, 1), (1, 64), (3, 65), (7, 130)])
+@pytest.mark.factor(("queries", "count"), [(1, 1), (1, 64), (3, 65), (7, 130)])
 def test_queries_with_selections_of_their_own(where: Place, queries: int, count: int) -> None:
     rows = paged(where, [[3, 1, 4, 0, 5, 2, 6, 8]], kv_heads=1)
     check(where, random_query(rows, 2, queries), rows, random_ids(rows, 1, queries, count))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dims", [(8, 8), (40, 24), (96, 128), (9, 5), (256, 16)], ids=str)
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.factor("dims", [(8, 8), (40, 24), (96, 128), (9, 5), (256, 16)], ids=str)
 def test_head_dims_and_dtypes(where: Place, dims: tuple[int, int], dtype: torch.dtype) -> None:
     rows = paged(where, [[2, 0, 1]], (3,), kv_heads=1, dims=dims, dtype=dtype)
     scale = dims[0] ** -0.5
@@ -158,7 +135,7 @@ def test_rows_that_no_id_names_are_not_looked_for(where: Place) -> None:
     check(where, random_query(rows, 4), rows, ids)
 
 
-@pytest.mark.parametrize("count", [0, 1, 40])
+@pytest.mark.factor("count", [0, 1, 40])
 def test_no_rows_at_all(where: Place, count: int) -> None:
     rows = paged(where, TWO_ROWS)
     ids = torch.full((2, 2, 3, count), -1, dtype=torch.int32, device=where[1])
@@ -174,7 +151,7 @@ def test_no_queries(where: Place) -> None:
 
 # In numpy, which interprets the kernel, a saturated sigmoid warns on its way to 0.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize("softcap", [0.5, 30.0])
+@pytest.mark.factor("softcap", [0.5, 30.0])
 def test_softcap(where: Place, softcap: float) -> None:
     rows = paged(where, TWO_ROWS)
     check(where, 8.0 * random_query(rows, 4), rows, random_ids(rows, 2, 1, 20), softcap=softcap)

@@ -71,9 +71,9 @@ def both(
     return results["gather"]
 
 
-@pytest.mark.parametrize("dtype", ERRORS)
-@pytest.mark.parametrize("heads", [2, 6], ids=["per kv head", "per query head"])
-@pytest.mark.parametrize(
+@pytest.mark.factor("dtype", ERRORS)
+@pytest.mark.factor("heads", [2, 6], ids=["per kv head", "per query head"])
+@pytest.mark.factor(
     ("dims", "queries", "count"), [((16, 16), 1, 20), ((40, 24), 3, 31), ((9, 5), 2, 1)], ids=str
 )
 def test_copied_rows_give_the_same_numbers(
@@ -98,7 +98,7 @@ def test_with_a_cap_several_chunks_and_strides(device: str) -> None:
     both(query.transpose(1, 2), rows, ids, softcap=2.0)
 
 
-@pytest.mark.parametrize("count", [0, 1, 20])
+@pytest.mark.factor("count", [0, 1, 20])
 def test_without_rows(device: str, count: int) -> None:
     rows = store(device, (16, 16), torch.float32)
     ids = torch.full((2, 2, 3, count), -1, dtype=torch.int32, device=device)
@@ -107,8 +107,8 @@ def test_without_rows(device: str, count: int) -> None:
     assert (lse == float("-inf")).all()
 
 
-@pytest.mark.parametrize("variant", ["direct", "gather"])
-@pytest.mark.parametrize("field", [name for name in CHOICES.space if name != "variant"])
+@pytest.mark.factor("variant", ["direct", "gather"])
+@pytest.mark.factor("field", [name for name in CHOICES.space if name != "variant"])
 def test_no_choice_changes_the_result(device: str, field: str, variant: str) -> None:
     from hf_kvret_kernels.gather_attention import triton
 

@@ -80,8 +80,8 @@ def test_packing_is_undone_exactly(code_bits: int) -> None:
             assert unpack_slowly(row, code_bits) == expected.tolist()
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=name)
-@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.factor("codec", CODECS, ids=name)
+@pytest.mark.factor("rows", [1, 7])
 def test_each_number_gets_the_best_code(place: Place, codec: Codec, rows: int) -> None:
     """Against all codes, in fp64: nearest points of the transformed group, nearest steps."""
     x = draw(rows, 3 * codec.group, seed=rows) * 2 + 0.3
@@ -104,8 +104,8 @@ def test_each_number_gets_the_best_code(place: Place, codec: Codec, rows: int) -
     assert (chosen - far.amin(2)).max() <= FP32_ERROR
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("codec", CODECS, ids=name)
+@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.factor("codec", CODECS, ids=name)
 def test_decoding_follows_the_definition(place: Place, codec: Codec, dtype: torch.dtype) -> None:
     x = draw(5, 2 * codec.group, dtype=dtype)
     codes, scales = parts(codec, x, place)
@@ -120,8 +120,8 @@ def test_decoding_follows_the_definition(place: Place, codec: Codec, dtype: torc
     assert (expected - x.double()).square().mean() < 0.3
 
 
-@pytest.mark.parametrize("kind", [HiggsCodec, MinMaxCodec])
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.factor("kind", [HiggsCodec, MinMaxCodec])
+@pytest.mark.factor("group", GROUPS)
 def test_triton_agrees_with_torch_for_all_groups(
     place: Place, group: int, kind: type[Codec]
 ) -> None:
@@ -141,7 +141,7 @@ def test_triton_agrees_with_torch_for_all_groups(
         assert (plain - x).square().mean() < 0.035
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=name)
+@pytest.mark.factor("codec", CODECS, ids=name)
 def test_zeros_come_back_as_zeros(place: Place, codec: Codec) -> None:
     x = draw(3, 2 * codec.group)
     x[1] = 0.0
@@ -151,8 +151,8 @@ def test_zeros_come_back_as_zeros(place: Place, codec: Codec) -> None:
     assert (back[0] != 0).any() and (back[2, : codec.group] != 0).any()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("codec", CODECS, ids=name)
+@pytest.mark.factor("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.factor("codec", CODECS, ids=name)
 def test_a_group_with_nan_or_infinity_is_nan_and_no_other(
     place: Place, codec: Codec, bad: float
 ) -> None:
@@ -168,7 +168,7 @@ def test_a_group_with_nan_or_infinity_is_nan_and_no_other(
     torch.testing.assert_close(back[~struck], expected[~struck], rtol=0, atol=FP32_ERROR)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=name)
+@pytest.mark.factor("codec", CODECS, ids=name)
 def test_numbers_too_large_for_fp16_are_cut_off(place: Place, codec: Codec) -> None:
     x = draw(2, codec.group) * 1e9
     back = codec.decode(*codec.encode(x.to(place[1]), place[0]), backend=place[0]).cpu()
@@ -198,7 +198,7 @@ def test_of_equally_near_points_the_first_is_taken(
     assert (codes % 4 == 0).all() and len(codes.unique()) > 12
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=name)
+@pytest.mark.factor("codec", CODECS, ids=name)
 def test_rows_in_wider_ones_and_strided_inputs(place: Place, codec: Codec) -> None:
     """Parts of rows are read where they lie, at odd addresses too; no rows are no rows."""
     x = draw(2, 3, 4, 2 * codec.group).to(place[1]).transpose(0, 2)

@@ -137,15 +137,15 @@ CODECS = [HiggsCodec(bits, 64) for bits in (2, 3, 4)]
 CODECS += [MinMaxCodec(bits, 32) for bits in (2, 3, 4, 8)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.factor("codec", CODECS, ids=str)
 def test_all_codecs_and_dtypes(place: Place, codec: Codec, dtype: torch.dtype) -> None:
     coded = coded_rows(place, codec, TWO_ROWS)
     check(place, codec, coded, random_ids(coded[0], 2, 1, 21), dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", [HiggsCodec, MinMaxCodec])
-@pytest.mark.parametrize(
+@pytest.mark.factor("kind", [HiggsCodec, MinMaxCodec])
+@pytest.mark.factor(
     ("group", "dims"),
     [(8, (8, 8)), (8, (24, 16)), (16, (16, 80)), (32, (96, 64)), (128, (128, 128)), (8, (8, 16))],
     ids=str,
@@ -161,8 +161,8 @@ def test_groups_of_a_head_and_odd_row_lengths(
         assert coded[0].width % 2
 
 
-@pytest.mark.parametrize("own_selection", [False, True], ids=["per kv head", "per query head"])
-@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.factor("own_selection", [False, True], ids=["per kv head", "per query head"])
+@pytest.mark.factor("heads", [2, 6])
 def test_groups_of_query_heads(place: Place, heads: int, own_selection: bool) -> None:
     codec = HiggsCodec(4, 64)
     coded = coded_rows(place, codec, TWO_ROWS)
@@ -170,7 +170,7 @@ def test_groups_of_query_heads(place: Place, heads: int, own_selection: bool) ->
     check(place, codec, coded, ids, heads=heads)
 
 
-@pytest.mark.parametrize(("queries", "count"), [(1, 1), (1, 63), (3, 33), (7, 7)])
+@pytest.mark.factor(("queries", "count"), [(1, 1), (1, 63), (3, 33), (7, 7)])
 def test_queries_with_ragged_selections(place: Place, queries: int, count: int) -> None:
     codec = HiggsCodec(2, 32)
     coded = coded_rows(place, codec, [[3, 1, 4, 0, 5, 2, 6, 8]], kv_heads=1)
@@ -189,14 +189,14 @@ def test_several_chunks_shared_pages_and_strided_ids(place: Place) -> None:
 
 # In numpy, which interprets the kernel, a saturated sigmoid warns on its way to 0.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize("softcap", [0.5, 30.0])
+@pytest.mark.factor("softcap", [0.5, 30.0])
 def test_softcap(place: Place, softcap: float) -> None:
     codec = HiggsCodec(4, 64)
     coded = coded_rows(place, codec, TWO_ROWS)
     check(place, codec, coded, random_ids(coded[0], 2, 1, 20), softcap=softcap, size=8.0)
 
 
-@pytest.mark.parametrize("codec", [HiggsCodec(3, 64), MinMaxCodec(3, 64)], ids=str)
+@pytest.mark.factor("codec", [HiggsCodec(3, 64), MinMaxCodec(3, 64)], ids=str)
 def test_rows_that_no_id_names_may_hold_anything(place: Place, codec: Codec) -> None:
     """Scales of NaN in every row that is not named, and pages that do not exist."""
     coded = coded_rows(place, codec, [[0, 1, NO_PAGE], [NO_PAGE] * 3], (3,), page_len=4)
@@ -210,7 +210,7 @@ def test_rows_that_no_id_names_may_hold_anything(place: Place, codec: Codec) -> 
     check(place, codec, coded, ids.to(place[1]))
 
 
-@pytest.mark.parametrize("count", [0, 1, 40])
+@pytest.mark.factor("count", [0, 1, 40])
 def test_no_rows_at_all(place: Place, count: int) -> None:
     codec = HiggsCodec(2, 64)
     coded = coded_rows(place, codec, TWO_ROWS)

@@ -47,7 +47,10 @@ def compiled(built: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library.PATH_VARIABLE, built)
 
 
-@pytest.fixture(params=["naive", *library.PATHS])
+pytestmark = pytest.mark.factor("place", ["naive", *library.PATHS], indirect=True)
+
+
+@pytest.fixture
 def place(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Keyword arguments that choose torch, or one path of the library."""
     if request.param == "naive":
@@ -147,8 +150,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DIMS = [(16, 16), (64, 64), (80, 80), (96, 128), (128, 128), (256, 256), (9, 5), (33, 47)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.factor("dtype", DTYPES)
+@pytest.mark.factor("dims", DIMS, ids=str)
 def test_head_dims_and_dtypes(
     place: dict[str, Any], dims: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -157,8 +160,8 @@ def test_head_dims_and_dtypes(
     check(place, query, rows, random_ids(rows, 2, 1, 37), scale=dims[0] ** -0.5)
 
 
-@pytest.mark.parametrize("own_selection", [False, True], ids=["per kv head", "per query head"])
-@pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
+@pytest.mark.factor("own_selection", [False, True], ids=["per kv head", "per query head"])
+@pytest.mark.factor("group", [1, 2, 4, 7, 8])
 def test_groups_of_query_heads(place: dict[str, Any], group: int, own_selection: bool) -> None:
     rows = paged(dims=(40, 24), dtype=torch.bfloat16)
     heads = 2 * group
@@ -166,21 +169,21 @@ def test_groups_of_query_heads(place: dict[str, Any], group: int, own_selection:
     check(place, random_query(rows, heads, 2), rows, ids)
 
 
-@pytest.mark.parametrize("holes", [0.0, 0.5])
-@pytest.mark.parametrize("count", [0, 1, 7, 33, 1000])
+@pytest.mark.factor("holes", [0.0, 0.5])
+@pytest.mark.factor("count", [0, 1, 7, 33, 1000])
 def test_counts_of_ids(place: dict[str, Any], count: int, holes: float) -> None:
     rows = paged((20,), page_len=64)
     check(place, random_query(rows, 4, 2), rows, random_ids(rows, 2, 2, count, holes))
 
 
-@pytest.mark.parametrize("page_len", [1, 7, 64])
-@pytest.mark.parametrize("chunks", [(9,), (2, 3, 4)], ids=str)
+@pytest.mark.factor("page_len", [1, 7, 64])
+@pytest.mark.factor("chunks", [(9,), (2, 3, 4)], ids=str)
 def test_pages_and_chunks(place: dict[str, Any], chunks: tuple[int, ...], page_len: int) -> None:
     rows = paged(chunks, batch=3, page_len=page_len)
     check(place, random_query(rows, 4, 2), rows, random_ids(rows, 2, 2, 8))
 
 
-@pytest.mark.parametrize("softcap", [0.5, 30.0])
+@pytest.mark.factor("softcap", [0.5, 30.0])
 def test_softcap(place: dict[str, Any], softcap: float) -> None:
     rows = paged((20,))
     check(place, 8.0 * random_query(rows, 4), rows, random_ids(rows, 2, 1, 100), softcap=softcap)
@@ -230,9 +233,9 @@ def test_rows_and_pages_that_no_id_names_may_hold_anything(place: dict[str, Any]
     check(place, random_query(rows, 4), rows, ids)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), NEVER])
-@pytest.mark.parametrize("half", ["key", "value"])
+@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.factor("bad", [float("nan"), float("inf"), NEVER])
+@pytest.mark.factor("half", ["key", "value"])
 def test_what_is_not_finite_stays_in_the_queries_that_read_it(
     place: dict[str, Any], half: str, bad: float, dtype: torch.dtype
 ) -> None:

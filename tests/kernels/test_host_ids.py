@@ -14,7 +14,10 @@ from hf_kvret_kernels.paged import PagedRows
 FUNCTIONS = (host_attention, host_scores)
 
 
-@pytest.fixture(params=["naive", *library.PATHS])
+pytestmark = pytest.mark.factor("place", ["naive", *library.PATHS], indirect=True)
+
+
+@pytest.fixture
 def place(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Keyword arguments that choose torch, or one path of the installed library."""
     if request.param == "naive":
@@ -30,8 +33,8 @@ def _rows() -> PagedRows:
     return PagedRows([torch.randn(9, 2, 8, 32)], table, 16)
 
 
-@pytest.mark.parametrize("count", [1, 65, 1000])
-@pytest.mark.parametrize("bad", [72, 500, 2**31 - 1])
+@pytest.mark.factor("count", [1, 65, 1000])
+@pytest.mark.factor("bad", [72, 500, 2**31 - 1])
 def test_an_id_beyond_the_rows_is_refused_by_name(
     place: dict[str, Any], bad: int, count: int
 ) -> None:
@@ -42,8 +45,8 @@ def test_an_id_beyond_the_rows_is_refused_by_name(
             function(torch.randn(2, 4, 2, 16), _rows(), ids, scale=0.3, threads=3, **place)
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("entry", [-1, 9, 10**9])
+@pytest.mark.factor("chunks", [1, 2])
+@pytest.mark.factor("entry", [-1, 9, 10**9])
 def test_a_table_entry_without_a_page_is_refused(
     place: dict[str, Any], entry: int, chunks: int
 ) -> None:

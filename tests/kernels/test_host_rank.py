@@ -39,9 +39,9 @@ def _wanted(scores: torch.Tensor, ids: torch.Tensor, count: int) -> list[list[in
     return found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("count", [1, 7, 40, 55])
+@pytest.mark.factor("backend", BACKENDS)
+@pytest.mark.factor("group", [1, 3])
+@pytest.mark.factor("count", [1, 7, 40, 55])
 def test_the_best_come_first(backend: str, group: int, count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     ids = torch.rand(2, 2, 3, 40, generator=generator).argsort(-1).int() * 3

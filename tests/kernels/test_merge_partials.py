@@ -39,9 +39,9 @@ def merged_by_hand(
     return (weights.unsqueeze(-1) * outs64).sum(0), logs.logsumexp(0)
 
 
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("number", [1, 2, 3, 5])
-@pytest.mark.parametrize("shape", [(2, 4, 1, 128), (1, 3, 5, 40), (2, 2, 3, 1)])
+@pytest.mark.factor("with_sinks", [False, True])
+@pytest.mark.factor("number", [1, 2, 3, 5])
+@pytest.mark.factor("shape", [(2, 4, 1, 128), (1, 3, 5, 40), (2, 2, 3, 1)])
 def test_sets_merge_to_their_union(
     place: tuple[str, str], shape: tuple[int, ...], number: int, with_sinks: bool
 ) -> None:
@@ -64,7 +64,7 @@ def test_sets_merge_to_their_union(
     assert with_sinks or (lse[0, 0, 0] == -INF and out[0, 0, 0].eq(0).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.factor("dtype", [torch.float16, torch.bfloat16])
 def test_sums_are_fp32_whatever_comes_in_and_goes_out(
     place: tuple[str, str], dtype: torch.dtype
 ) -> None:

@@ -31,8 +31,8 @@ def _by_hand(rows: PagedRows, first: int, last: int) -> torch.Tensor:
     return torch.stack(lines)
 
 
-@pytest.mark.parametrize("pages", [(7,), (2, 1, 4)], ids=["one-chunk", "three-chunks"])
-@pytest.mark.parametrize(
+@pytest.mark.factor("pages", [(7,), (2, 1, 4)], ids=["one-chunk", "three-chunks"])
+@pytest.mark.factor(
     ("dtype", "page_len", "width"),
     [
         (torch.float32, 4, 10),
@@ -59,7 +59,7 @@ def test_pages_come_in_the_order_of_the_table(
         assert torch.equal(got.cpu(), _by_hand(rows, first, last))
 
 
-@pytest.mark.parametrize("programs", [1, 3, 1000])
+@pytest.mark.factor("programs", [1, 3, 1000])
 def test_any_number_of_programs_does_all_the_work(place: tuple[str, str], programs: int) -> None:
     backend, device = place
     rows = _rows(torch.bfloat16, 4, 12, (7,), device)

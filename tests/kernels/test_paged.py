@@ -45,9 +45,9 @@ def _ids(heads: int, count: int, device: str) -> torch.Tensor:
     return order.int().masked_fill(holes, -1).to(device)
 
 
-@pytest.mark.parametrize("apart", [(False, True, True), (True, False, True), (False, True, False)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [HEADS, 2 * HEADS])
+@pytest.mark.factor("apart", [(False, True, True), (True, False, True), (False, True, False)])
+@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.factor("heads", [HEADS, 2 * HEADS])
 def test_rows_in_two_memories_are_read_as_in_one(
     place: Place, dtype: torch.dtype, apart: tuple[bool, ...], heads: int
 ) -> None:

@@ -66,9 +66,9 @@ def points_by_hand(
     return points
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("m", [4, 8])
-@pytest.mark.parametrize("length", [1, 33])
+@pytest.mark.factor("backend", BACKENDS)
+@pytest.mark.factor("m", [4, 8])
+@pytest.mark.factor("length", [1, 33])
 def test_counts_are_those_of_the_valid_tokens(length: int, m: int, backend: str) -> None:
     sign, valid = random_sign(3, 2, length, 2), random_valid(3, length)
     counts = paris.count_centroids(sign, m=m, valid=valid, backend=backend)
@@ -145,9 +145,9 @@ def test_bonus_tables_agree_to_the_bit() -> None:
     assert torch.equal(naive, triton)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("m", [4, 8])
-@pytest.mark.parametrize("tables", [1, 3, 6])
+@pytest.mark.factor("backend", BACKENDS)
+@pytest.mark.factor("m", [4, 8])
+@pytest.mark.factor("tables", [1, 3, 6])
 def test_scores_are_sums_of_points_and_the_best_table_counts(
     tables: int, m: int, backend: str
 ) -> None:
@@ -191,9 +191,9 @@ def test_triton_collides_as_the_reference_does(length: int, m: int, dim: int) ->
     assert torch.equal(naive[0], paris.collide(sign.contiguous(), bonus, m=m, valid=valid)[0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("m", [4, 8])
-@pytest.mark.parametrize("length, most", [(0, 12), (37, 12), (37, 62), (37, 63)])
+@pytest.mark.factor("backend", BACKENDS)
+@pytest.mark.factor("m", [4, 8])
+@pytest.mark.factor("length, most", [(0, 12), (37, 12), (37, 62), (37, 63)])
 def test_points_and_collisions_at_once_are_those_of_the_two_steps(
     length: int, most: int, m: int, backend: str
 ) -> None:

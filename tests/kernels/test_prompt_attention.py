@@ -103,32 +103,32 @@ def check(
     return out, lse
 
 
-@pytest.mark.parametrize("queries", [1, 3, 16, 70])
-@pytest.mark.parametrize("tokens", [1, 63, 130])
+@pytest.mark.factor("queries", [1, 3, 16, 70])
+@pytest.mark.factor("tokens", [1, 63, 130])
 def test_causal_attention_at_the_end_of_the_keys(place: Place, queries: int, tokens: int) -> None:
     # With more queries than keys the offset is negative and the first queries see nothing.
     tensors = inputs(place, batch=1, queries=queries, tokens=tokens, key_dim=8, value_dim=8)
     check(place, *tensors, causal_offset=tokens - queries)
 
 
-@pytest.mark.parametrize("heads", [2, 4, 6, 8])
+@pytest.mark.factor("heads", [2, 4, 6, 8])
 def test_groups_of_query_heads(place: Place, heads: int) -> None:
     check(place, *inputs(place, heads=heads, queries=5), causal_offset=50)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dims", [(8, 8), (40, 24), (64, 64), (96, 128)], ids=str)
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.factor("dims", [(8, 8), (40, 24), (64, 64), (96, 128)], ids=str)
 def test_head_dims_and_dtypes(place: Place, dims: tuple[int, int], dtype: torch.dtype) -> None:
     tensors = inputs(place, batch=1, key_dim=dims[0], value_dim=dims[1], dtype=dtype)
     check(place, *tensors, causal_offset=60, scale=dims[0] ** -0.5)
 
 
-@pytest.mark.parametrize("causal_offset", [None, -2, 0, 61])
+@pytest.mark.factor("causal_offset", [None, -2, 0, 61])
 def test_offsets(place: Place, causal_offset: int | None) -> None:
     check(place, *inputs(place, batch=1, queries=4), causal_offset=causal_offset)
 
 
-@pytest.mark.parametrize("causal_offset", [None, 114])
+@pytest.mark.factor("causal_offset", [None, 114])
 def test_padding_and_holes_differ_by_row(place: Place, causal_offset: int | None) -> None:
     query, key, value = inputs(place, batch=4, heads=2, kv_heads=1, queries=16, tokens=130)
     valid = torch.ones(4, 130, dtype=torch.bool, device=place[1])
@@ -167,7 +167,7 @@ def test_a_whole_block_without_valid_tokens_is_passed_over(place: Place) -> None
 
 # In numpy, which interprets the kernel, a saturated sigmoid warns on its way to 0.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize("softcap", [0.5, 30.0])
+@pytest.mark.factor("softcap", [0.5, 30.0])
 def test_softcap(place: Place, softcap: float) -> None:
     query, key, value = inputs(place, queries=3)
     check(place, 8.0 * query, key, value, causal_offset=60, softcap=softcap)
@@ -237,7 +237,7 @@ def test_two_halves_merge_to_the_whole(place: Place) -> None:
     torch.testing.assert_close(out, whole[0], rtol=0, atol=FP32_ERROR)
 
 
-@pytest.mark.parametrize("causal_offset", [None, 5])
+@pytest.mark.factor("causal_offset", [None, 5])
 def test_splitting_the_keys_changes_nothing(place: Place, causal_offset: int | None) -> None:
     # With offset 5 the later splits see no key at all.
     if place[0] != "triton":

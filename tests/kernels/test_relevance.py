@@ -27,7 +27,7 @@ def relevance_by_hand(scores: torch.Tensor) -> torch.Tensor:
     return shares.amax(dim=-2).log()
 
 
-@pytest.mark.parametrize(
+@pytest.mark.factor(
     "batch, heads, group, queries, tokens",
     [(1, 1, 1, 1, 1), (2, 2, 4, 1, 37), (1, 2, 3, 2, 1024), (2, 1, 2, 3, 1025), (1, 1, 5, 1, 5000)],
 )
@@ -102,8 +102,8 @@ def check_best(
             assert values[taken].min() >= values[left].max() - 1e-4
 
 
-@pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize("length, count", [(1, 1), (37, 1), (37, 36), (37, 37), (600, 100)])
+@pytest.mark.factor("group", [1, 3, 4])
+@pytest.mark.factor("length, count", [(1, 1), (37, 1), (37, 36), (37, 37), (600, 100)])
 def test_the_best_candidates_are_taken(
     place: tuple[str, str], length: int, count: int, group: int
 ) -> None:
@@ -113,7 +113,7 @@ def test_the_best_candidates_are_taken(
     check_best(place, scores, count)
 
 
-@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.factor("group", [1, 4])
 def test_more_candidates_than_a_program_holds(
     place: tuple[str, str], monkeypatch: pytest.MonkeyPatch, group: int
 ) -> None:
@@ -168,8 +168,8 @@ def test_without_queries_nothing_is_selected(place: tuple[str, str]) -> None:
     assert none.shape == (1, 2, 0, 9)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("shape", [(1,), (2, 2, 1, 700), (0, 3)])
+@pytest.mark.factor("dtype", [torch.int32, torch.int64])
+@pytest.mark.factor("shape", [(1,), (2, 2, 1, 700), (0, 3)])
 def test_ids_are_counted_into_a_total(
     place: tuple[str, str], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:

@@ -74,14 +74,14 @@ def random_fetches(
 TWO_ROWS = [[0, 1, 2, 3], [7, 5, 8, 4]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("width", "key_dim"), [(16, 8), (24, 16), (13, 5), (256, 128)])
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.factor(("width", "key_dim"), [(16, 8), (24, 16), (13, 5), (256, 128)])
 def test_rows_are_copied_whole(place: Place, width: int, key_dim: int, dtype: torch.dtype) -> None:
     rows = paged(place, TWO_ROWS, width=width, key_dim=key_dim, dtype=dtype)
     check_fetch(place, rows, *random_fetches(rows, 19, 32))
 
 
-@pytest.mark.parametrize("count", [0, 1, 64, 65, 130])
+@pytest.mark.factor("count", [0, 1, 64, 65, 130])
 def test_any_number_of_requests(place: Place, count: int) -> None:
     rows = paged(place, TWO_ROWS)
     check_fetch(place, rows, *random_fetches(rows, count, 32))
@@ -111,7 +111,7 @@ def test_strided_fetches_and_page_tables(place: Place) -> None:
     check_fetch(place, rows, strided, fetched[..., ::2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
 def test_after_a_fetch_every_request_finds_its_row(place: Place, dtype: torch.dtype) -> None:
     rows, device = paged(place, TWO_ROWS, (4, 5), dtype=dtype), place[1]
     table = torch.full((2, 2, 32), -1, dtype=torch.int32, device=device)
@@ -119,7 +119,7 @@ def test_after_a_fetch_every_request_finds_its_row(place: Place, dtype: torch.dt
     clock = torch.zeros(1, dtype=torch.int32, device=device)
     slots = SlotMap(table, token, token.clone(), clock)
     buffer = poisoned(rows, 11)
-    for step in range(12):
+    for step in range(6):
         # A third of the tokens comes more often, so that there are hits, misses and repeats.
         ids, _ = random_fetches(rows, 10, 32 if step % 2 else 11, seed=step)
         places, fetched = assign(slots, ids, backend=place[0])

@@ -112,12 +112,12 @@ class SlowLru:
 def test_random_walks_keep_every_promise(place: Place) -> None:
     lead = (1, 2)
     slots, lru = empty_map(place[1], 61, 23, lead, spare=3), SlowLru()
-    for step in range(200):
+    for step in range(60):
         count = (1, 23, 16, 7)[step % 4]
         lru.check(place, slots, random_requests(place, lead, 61, count, seed=step))
 
 
-@pytest.mark.parametrize(("count", "size"), [(1, 1), (5, 5), (256, 257), (300, 511)])
+@pytest.mark.factor(("count", "size"), [(1, 1), (5, 5), (256, 257), (300, 511)])
 def test_sizes_around_a_block(place: Place, count: int, size: int) -> None:
     slots, lru = empty_map(place[1], 3 * size, size, (3, 1)), SlowLru()
     for step in range(4):
@@ -180,7 +180,7 @@ def test_rows_share_nothing(place: Place) -> None:
     assert [(row >= 0).sum().item() for row in fetched[0]] == [0, 2, 1]
 
 
-@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.factor("count", [0, 3])
 def test_no_request_at_all_moves_only_the_clock(place: Place, count: int) -> None:
     slots, lru = empty_map(place[1], 9, 4), SlowLru()
     lru.check(place, slots, requests(place[1], [1, 2]))

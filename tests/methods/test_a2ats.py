@@ -197,9 +197,9 @@ def test_codes_are_the_nearest_codewords_of_the_keys_before_rope(
     assert torch.equal(codes.long(), _nearest(book, prompt.keys))
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("group", [1, GROUP])
-@pytest.mark.parametrize("turn", TURNS, ids=str)
+@pytest.mark.factor("softcap", [None, 1.5])
+@pytest.mark.factor("group", [1, GROUP])
+@pytest.mark.factor("turn", TURNS, ids=str)
 def test_the_tokens_with_the_largest_softmax_weights_are_selected(
     turn: Turn, group: int, softcap: float | None, write: Callable[..., Book]
 ) -> None:
@@ -215,9 +215,9 @@ def test_the_tokens_with_the_largest_softmax_weights_are_selected(
         torch.testing.assert_close(found, weights[b, h, q].topk(20).values, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("group", [1, GROUP])
-@pytest.mark.parametrize("budget", [2, 20])
+@pytest.mark.factor("softcap", [None, 1.5])
+@pytest.mark.factor("group", [1, GROUP])
+@pytest.mark.factor("budget", [2, 20])
 def test_a_union_holds_the_best_of_each_query_head_and_nothing_else(
     budget: int, group: int, softcap: float | None, write: Callable[..., Book]
 ) -> None:

@@ -15,7 +15,7 @@ from hf_kvret.recall import exact_scores, measure_recall
 from hf_kvret.relevance import group_relevance
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
-from hf_kvret.testing import COVERING_OPTIONS, failures, run_conformance
+from hf_kvret.testing import COVERING_OPTIONS, Case, run_case
 
 HEADS, GROUP, DIM = 2, 3, 32
 SCALE = 2 / math.sqrt(DIM)
@@ -88,10 +88,10 @@ def _sets(ids: torch.Tensor) -> list[set[int]]:
     return [set(row) for row in rows]
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("budget", [1, 12, 40])
-@pytest.mark.parametrize("cuts", [(), (90,)])
-@pytest.mark.parametrize("group", [1, GROUP])
+@pytest.mark.factor("softcap", [None, 3.0])
+@pytest.mark.factor("budget", [1, 12, 40])
+@pytest.mark.factor("cuts", [(), (90,)])
+@pytest.mark.factor("group", [1, GROUP])
 def test_a_query_that_is_a_centroid_recalls_the_exact_top_k(
     group: int, budget: int, softcap: float | None, cuts: tuple[int, ...]
 ) -> None:
@@ -253,14 +253,13 @@ class _ForcedCache(CTkvrCache):
         return _ForcedIndex(options)
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("options", [{}, {"rerank": "codes", "pending": 6}], ids=str)
-def test_conformance(model: str, options: dict[str, Any]) -> None:
+@pytest.mark.factor("options", [{}, {"rerank": "codes", "pending": 6}], ids=str)
+@pytest.mark.factor("mode", TELLING_MODES)
+@pytest.mark.factor("model", ["llama", "gemma2", "gpt_oss"])
+def test_conformance(model: str, mode: str, options: dict[str, Any]) -> None:
     few = {"tokens_per_centroid": 4, **COVERING_OPTIONS, **options}
-    results = run_conformance(
-        lambda built: _ForcedCache(config=built.config, **few), [model], TELLING_MODES
-    )
-    assert not failures(results)
+    result = run_case(Case(model, mode), lambda built: _ForcedCache(config=built.config, **few))
+    assert result.status == "passed", result.detail
 
 
 def test_an_index_that_saw_nothing_says_so() -> None:

@@ -130,10 +130,10 @@ def _sets(ids: torch.Tensor) -> list[set[int]]:
     return [set(row) for row in rows]
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("budget", [1, 25, 120])
+@pytest.mark.factor("softcap", [None, 3.0])
+@pytest.mark.factor("proxy_dtype", ["bfloat16", "int8"])
+@pytest.mark.factor("shared", [True, False])
+@pytest.mark.factor("budget", [1, 25, 120])
 def test_the_selection_is_the_top_k_of_its_own_proxies(
     budget: int, shared: bool, proxy_dtype: str, softcap: float | None
 ) -> None:

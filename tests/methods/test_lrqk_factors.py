@@ -181,9 +181,9 @@ def _start(q: torch.Tensor, k: torch.Tensor, init: str) -> tuple[torch.Tensor, t
     return q[:, of_q.argsort(descending=True)[:RANK]], k[:, of_k.argsort(descending=True)[:RANK]]
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 4])
-@pytest.mark.parametrize("penalty", [1.0, 30.0])
-@pytest.mark.parametrize("init", STARTS)
+@pytest.mark.factor("rounds", [1, 2, 4])
+@pytest.mark.factor("penalty", [1.0, 30.0])
+@pytest.mark.factor("init", STARTS)
 def test_als_on_grams_is_algorithm_1_on_full_matrices(
     init: str, penalty: float, rounds: int
 ) -> None:

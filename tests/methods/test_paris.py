@@ -102,9 +102,9 @@ def test_a_head_with_a_longer_query_does_not_decide_alone() -> None:
     assert ours > 0.97 and ours > paper + 0.03
 
 
-@pytest.mark.parametrize("m", [4, 8])
-@pytest.mark.parametrize("options", [OURS, PAPER], ids=["ours", "paper"])
-@pytest.mark.parametrize("held", [1, 3, 300])
+@pytest.mark.factor("m", [4, 8])
+@pytest.mark.factor("options", [OURS, PAPER], ids=["ours", "paper"])
+@pytest.mark.factor("held", [1, 3, 300])
 def test_a_budget_for_all_selects_exactly_the_valid_tokens(
     options: ParisConfig, m: int, held: int
 ) -> None:

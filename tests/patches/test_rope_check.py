@@ -210,7 +210,7 @@ def test_the_model_and_transformers_are_as_before() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("where", ["cpu", "disk", "embedding on disk"])
+@pytest.mark.factor("where", ["cpu", "disk", "embedding on disk"])
 def test_offloaded_models_are_tried_where_they_compute(where: str, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="offloading is accelerate's")
     model = MODELS["llama"].build()

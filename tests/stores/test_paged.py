@@ -98,7 +98,7 @@ def test_no_operation_changes_what_another_row_or_fork_reads(
     choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     store, dense = _filled(make_memory(CPU), 6)
     pairs: list[tuple[PagedStore, Dense]] = [(store, dense)]
-    for _ in range(150):
+    for _ in range(60):
         place = choose.randrange(len(pairs))
         store, (keys, values) = pairs[place]
         kind = choose.choice(["append", "append", "append", "crop", "reorder", "fork", "load"])
@@ -129,9 +129,9 @@ def test_no_operation_changes_what_another_row_or_fork_reads(
             _check(held, wanted, piece_len=choose.choice([1, 4, 9, 64]))
 
 
-@pytest.mark.parametrize("make_memory", MEMORIES)
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
-@pytest.mark.parametrize("more", [1, 3, 4, 5])
+@pytest.mark.factor("make_memory", MEMORIES)
+@pytest.mark.factor("length", [1, 3, 4, 5, 8, 9])
+@pytest.mark.factor("more", [1, 3, 4, 5])
 def test_appends_meet_at_page_edges(
     make_memory: Callable[[torch.device], PageMemory], length: int, more: int
 ) -> None:

@@ -161,7 +161,7 @@ def test_no_operation_changes_what_was_coded(
     blank = _tokens(2, 0, dims[:2])
     pairs: list[tuple[QuantizedStore, Rows]] = [(QuantizedStore(make_memory(CPU), bits), blank)]
     kinds = ["append"] * 4 + ["crop", "reorder", "fork", "load"]
-    for step in range(30):
+    for step in range(18):
         place = choose.randrange(len(pairs))
         store, (keys, values) = pairs[place]
         kind = choose.choice(kinds) if step else "append"

@@ -83,7 +83,7 @@ def test_written_bytes_are_those_of_what_the_call_returns(name: str, dtype: torc
     assert all(one.is_floating_point() or int(one.min()) >= 0 for one in returned)
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.factor("name", COUNTED)
 def test_backends_agree(name: str, place: tuple[str, str]) -> None:
     backend, device = place
     call = OPS[name].prepare(SHAPE, Draw(torch.device(device), 0))
