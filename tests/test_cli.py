@@ -136,7 +136,7 @@ def test_a_bad_number_is_refused_by_the_name_of_its_option(
     for module in ("evaluation.command", "calibration.command", "benchmark.index_build"):
         monkeypatch.setattr(f"hf_kvret.{module}.load_subject", _begun)
     monkeypatch.setattr("hf_kvret.evaluation.demo_command.load_bundled_model", _begun)
-    monkeypatch.setattr("hf_kvret.benchmark.command._prepare", _begun)
+    monkeypatch.setattr("hf_kvret.benchmark.model_measurement.random_model", _begun)
     for action in numbers(words):
         option = action.option_strings[0]
         for value in ("-1", "nan", "x"):

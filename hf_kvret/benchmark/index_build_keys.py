@@ -186,7 +186,7 @@ def model_source(
     shape = LayerShape(kv_heads, heads // kv_heads, head_dim(subject.model.config))
 
     def read(tokens: int) -> LayerKeys:
-        studies = read_layers(subject.model, ids[:tokens], last=1)
+        studies = read_layers(subject.model, ids[:tokens])
         (study,) = (study for study in studies if study.layer == number)
         queries, keys = (x[None].to(subject.model.dtype) for x in (study.queries, study.keys))
         return LayerKeys(queries, keys, study.scale, study.softcap)

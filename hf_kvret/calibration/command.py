@@ -109,6 +109,7 @@ def _push(artifact: CalibrationArtifact, options: CalibrateOptions) -> str:
         ConnectionError: the hub can't be reached; says where the artifact is.
     """
     private = options.private or None
+    assert options.push_to_hub is not None
     try:
         return artifact.push_to_hub(options.push_to_hub, private=private)
     except ConnectionError as error:
@@ -145,7 +146,7 @@ def check_sources(options: CalibrateOptions) -> None:
         raise ValueError("give one of --text FILE and --dataset ID")
     if options.text:
         describe_file("--text", options.text)
-    else:
+    elif options.dataset:
         dataset_loader(options.dataset)
         repository = options.dataset.partition(":")[0]
         if not Path(repository).exists():
@@ -185,6 +186,7 @@ def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
             ids = text_file(options.text, tokenizer)
             told["text"] = describe_file("--text", options.text)
         else:
+            assert options.dataset is not None, "check_sources looked"
             ids = hub_text(options.dataset, count, tokenizer)
             told |= {"datasets": [options.dataset.partition(":")[0]], "dataset": options.dataset}
         sequences = cut(ids, length, count, "--tokens")

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -52,6 +53,7 @@ class Outputs:
     )
 
 
+@dataclass(frozen=True)
 class Measurement(ABC):
     """A question, cut into cells. Subclasses are frozen dataclasses of ``option`` fields.
 
@@ -190,7 +192,7 @@ def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]
     ) as bar:
         for group in chain(first, groups):
             bar.set_postfix_str(" ".join(map(str, group[0].values())))
-            found, why = attempt(lambda group=group: measurement.rows(group, Progress(bar)))
+            found, why = attempt(partial(measurement.rows, group, Progress(bar)))
             for place, cell in enumerate(group):
                 row = measurement.lacking(cell, why) if found is None else found[place]
                 if row is None:

@@ -73,11 +73,11 @@ def add_options(parser: argparse.ArgumentParser, kind: type[DataclassInstance]) 
         names = [declared.name or f"--{one.name.replace('_', '-')}", *declared.aliases]
         text = declared.help
         positional = not names[0].startswith("-")
-        target = {} if positional else {"dest": one.name}
+        given: dict[str, Any] = {"help": text} | ({} if positional else {"dest": one.name})
         if one.default is False:
-            parser.add_argument(*names, action="store_true", help=text, **target)
+            parser.add_argument(*names, action="store_true", **given)
             continue
-        given: dict[str, Any] = {"help": text, "metavar": declared.metavar, **target}
+        given["metavar"] = declared.metavar
         if declared.kind is not None:
             given["type"] = declared.kind
         elif isinstance(one.default, int):

@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 
 from hf_kvret.benchmark import timing
-from hf_kvret.benchmark.host_attention import HostAttention
-from hf_kvret.benchmark.index_build import IndexBuild
-from hf_kvret.benchmark.kernels import Kernels
+from hf_kvret.benchmark.parser import add_bench_parser
 from hf_kvret.benchmark.shapes import load_shape
-from hf_kvret.benchmark.tune import Tune
-from hf_kvret.evaluation.measurement import add_measurement
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +25,10 @@ def bench() -> Callable[..., int]:
 
     def run(*arguments: str) -> int:
         parser = argparse.ArgumentParser()
-        commands = parser.add_subparsers(required=True)
-        for kind in (HostAttention, IndexBuild, Kernels, Tune):
-            add_measurement(commands, kind)
+        add_bench_parser(parser.add_subparsers(required=True))
         given = "--device" in arguments or arguments[0] == "host-attention"
-        options = parser.parse_args([*arguments, *([] if given else ["--device", "cpu"])])
+        more = [] if given else ["--device", "cpu"]
+        options = parser.parse_args(["bench", *arguments, *more])
         return options.run(options)
 
     return run

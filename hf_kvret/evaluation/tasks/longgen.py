@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from hf_kvret.evaluation.stretches import (
     walk,
 )
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.evaluation.tables import Columns, or_dash, table_of
+from hf_kvret.evaluation.tables import or_dash, table_of
 from hf_kvret.evaluation.task import Choices, Task, lengths_of
 from hf_kvret.evaluation.usage import UsageSum
 
@@ -141,7 +141,7 @@ class LongGeneration(Task):
 
     @classmethod
     def table(cls, results: Results) -> str:
-        columns: Columns = {
+        columns: dict[str, Callable[[Cell, dict[str, Any]], str]] = {
             "cache": lambda cell, row: cell["cache"],
             "context": lambda cell, row: str(cell["length"]),
         }

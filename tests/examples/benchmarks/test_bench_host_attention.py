@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_host_attention as bench_module
+import host_ways
+import kernel_clock
 import pytest
 import torch
-
-from hf_kvret.benchmark import host_attention as bench_module
-from hf_kvret.benchmark import host_ways, kernels_clock
 from bench_host_attention import HostAttention
 from host_ways import (
     TOLERANCES,
@@ -29,6 +29,7 @@ from host_ways import (
     time_ways,
 )
 from kernel_inputs import PAGE_LEN, Draw, KernelShape
+
 from hf_kvret.evaluation.measurement import CheckFailed
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
@@ -50,7 +51,7 @@ WAYS = ("cpp", "sdpa", "sdpa-apart", "sdpa-by-head", "naive")
 @pytest.fixture(autouse=True)
 def no_calm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls follow each other at once: quick, and few tests look at how true a time is."""
-    monkeypatch.setattr(kernels_clock, "CALM_SECONDS", 0.0)
+    monkeypatch.setattr(kernel_clock, "CALM_SECONDS", 0.0)
     monkeypatch.setattr(host_ways, "_RANDOM_BYTES", 1 << 21)
 
 
@@ -195,7 +196,7 @@ def test_a_call_waits_until_threads_of_the_one_before_are_calm(
         marks.append(time.perf_counter())
         return torch.empty(0)
 
-    monkeypatch.setattr(kernels_clock, "CALM_SECONDS", 0.02)
+    monkeypatch.setattr(kernel_clock, "CALM_SECONDS", 0.02)
     rows = make_rows(replace(SHAPE, batch=1), 1, Draw(CPU, 1))
     ways = {"a": mark, "b": mark}
     seconds = time_ways(ways, rows.chunks[0], rows, lambda: torch.empty(0), 2)

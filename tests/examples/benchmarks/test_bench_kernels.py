@@ -7,13 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import kernel_clock
 import pytest
 import torch
-
-from hf_kvret.benchmark import kernels, kernels_clock, timed
 from bench_kernels import OPS, Kernels
 from kernel_clock import CacheFlush, measure_products, time_calls, time_once
 from kernel_work import Call, KernelOp
+
+from hf_kvret.benchmark import timed
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
 from hf_kvret_kernels.host_attention import why_not
@@ -27,8 +28,8 @@ Run = Callable[..., int]
 @pytest.fixture(autouse=True)
 def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quick, and nothing here looks at how true a time is."""
-    monkeypatch.setattr(kernels_clock, "_CPU_FLUSH_BYTES", 1 << 16)
-    monkeypatch.setattr(kernels_clock, "_CPU_SIDE", 32)
+    monkeypatch.setattr(kernel_clock, "_CPU_FLUSH_BYTES", 1 << 16)
+    monkeypatch.setattr(kernel_clock, "_CPU_SIDE", 32)
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_a_slow_way_is_timed_as_often_as_the_limit_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: Run
 ) -> None:
     file = tmp_path / "k.json"
-    monkeypatch.setattr(kernels, "time_once", lambda call, device: (call(), 0.4))
+    monkeypatch.setattr(bench_kernels, "time_once", lambda call, device: (call(), 0.4))
     arguments = ["--ops", "codebook.lookup", "--lengths", "64", "--backends", "naive"]
     assert measure(*arguments, "--limit", "0.9", "--json", str(file)) == 0
     assert [row["timed"] for row in rows_of(file).values()] == [2]
@@ -206,7 +207,7 @@ def test_torch_has_its_threads_back_afterwards(
     before = torch.get_num_threads()
     seen: list[int] = []
     monkeypatch.setattr(
-        kernels,
+        bench_kernels,
         "CacheFlush",
         lambda device: seen.append(torch.get_num_threads()) or CacheFlush(device),
     )
@@ -256,14 +257,14 @@ def test_a_flush_on_several_threads_waits_until_they_are_calm() -> None:
         _, seconds = time_once(flush, CPU)
     finally:
         torch.set_num_threads(before)
-    assert seconds >= kernels_clock.CALM_SECONDS
+    assert seconds >= kernel_clock.CALM_SECONDS
 
 
 def test_products_are_counted_by_the_quickest_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     def timed(calls: Any, repeats: Any, flush: Any, device: Any) -> dict[str, Sequence[float]]:
         return {name: [4.0, 2.0, 3.0] for name in calls}
 
-    monkeypatch.setattr(kernels_clock, "time_calls", timed)
+    monkeypatch.setattr(kernel_clock, "time_calls", timed)
     assert measure_products(CPU, torch.bfloat16) == dict.fromkeys(("bfloat16", "float32"), 16384.0)
     assert list(measure_products(CPU, torch.float32)) == ["float32"]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-
-from hf_kvret import registered_methods
 from bench_kernels import OPS
 from kernel_inputs import Draw, KernelShape
+
+from hf_kvret import registered_methods
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt, ragged
 from hf_kvret_kernels.higgs import HiggsCodec

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-
 from bench_kernels import OPS, choose_ops
 from kernel_inputs import Draw, KernelShape
 from kernel_work import Rates, Work, distance, not_shared, unequal
+
 from hf_kvret_kernels.host_attention import why_not
 
 SHAPE = KernelShape(

@@ -7,11 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
-
-from hf_kvret.benchmark.filling import feed, prefill, random_tokens, serving
-from hf_kvret.benchmark.opponents import choose_bench_caches
-from hf_kvret.benchmark.shapes import load_shape, random_model
 from step_ops import counted_ops
 from step_parts import (
     ATTENTION,
@@ -27,6 +22,11 @@ from step_parts import (
     part_times,
     profile,
 )
+from transformers import DynamicCache
+
+from hf_kvret.benchmark.filling import feed, prefill, random_tokens, serving
+from hf_kvret.benchmark.opponents import choose_bench_caches
+from hf_kvret.benchmark.shapes import load_shape, random_model
 from hf_kvret.evaluation.results import Results
 from hf_kvret_kernels._dispatch import interpreted, prefer
 
@@ -201,6 +201,7 @@ def test_a_replayed_step_does_not_wait_on_a_gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     from step_ops import counted_waits
+
     from hf_kvret.benchmark.stepping import make_steps
 
     model = random_model(load_shape("tiny").config, torch.bfloat16, "cuda", seed=0)

@@ -10,13 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import kernel_clock
 import pytest
 import torch
-
-from hf_kvret.benchmark import kernels_clock, tune, tune_search
-from kernel_inputs import Draw, KernelShape
+import tune_search
 from bench_tune import Tune
+from kernel_inputs import Draw, KernelShape
 from tune_search import TUNE_OPS, TuneCase, label, search
+from x import bench_tune
+
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
 from hf_kvret_kernels import tuning
@@ -169,7 +171,7 @@ def test_errors_that_no_launch_raises_come_through() -> None:
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file that is written, of this test alone; clocks and buffers are small."""
     monkeypatch.setenv("HF_KVRET_TUNING", str(tmp_path / "mine"))
-    monkeypatch.setattr(kernels_clock, "_CPU_FLUSH_BYTES", 1 << 12)
+    monkeypatch.setattr(kernel_clock, "_CPU_FLUSH_BYTES", 1 << 12)
     tuning.reload()
     yield tmp_path / "mine" / "interpreter.json"
     tuning.reload()
@@ -306,8 +308,8 @@ def test_a_size_that_lacks_memory_has_a_row_that_says_so(
     monkeypatch: pytest.MonkeyPatch,
     measure: Run,
 ) -> None:
-    check = tune.timed.check_host_memory
-    monkeypatch.setattr(tune.timed, "check_host_memory", lambda needed: check(10**18))
+    check = bench_tune.timed.check_host_memory
+    monkeypatch.setattr(bench_tune.timed, "check_host_memory", lambda needed: check(10**18))
     table = tmp_path / "t.md"
     assert measure("--lengths", "8", "--ops", "gather_scores", "--table", str(table)) == 0
     assert "out of memory (predicted: 1000000000.0 GB" in table.read_text()

@@ -8,7 +8,7 @@ from typing import Any
 import calibrated
 import pytest
 import torch
-from a2ats_ablation import EXACT_KEYS, FULL_METHOD, PARTS, MEASUREMENT, SWITCHES
+from a2ats_ablation import EXACT_KEYS, FULL_METHOD, MEASUREMENT, PARTS, SWITCHES
 from a2ats_parts import ExactKeysCache
 
 from hf_kvret import A2ATSCache

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ctkvr_ablation import FIXED, PARTS, MEASUREMENT, UPDATES, centroid_count, changed
+from ctkvr_ablation import FIXED, MEASUREMENT, PARTS, UPDATES, centroid_count, changed
 from follower import starts_of
 
 from hf_kvret import CTkvrCache, CTkvrConfig

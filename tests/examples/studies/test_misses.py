@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from misses import Generation, Misses
 
 from hf_kvret import FlatKVCache
 from hf_kvret.cli import main
@@ -16,7 +17,6 @@ from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.stretches import sampling_source
 from hf_kvret.evaluation.subject import load_subject
-from misses import Generation, Misses
 from hf_kvret.reports import MemoryReport
 from hf_kvret.stores import PagedStore, ResidentStore
 

@@ -106,7 +106,13 @@ def test_exact_reranking_of_all_candidates_is_exact_top_k(
 ) -> None:
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--parts", "drift", "--ratio", "1"]
     found = measured(
-        MEASUREMENT, tmp_path / "p.json", *arguments, "--drift-tokens", str(NEW), "--every", str(NEW)
+        MEASUREMENT,
+        tmp_path / "p.json",
+        *arguments,
+        "--drift-tokens",
+        str(NEW),
+        "--every",
+        str(NEW),
     )
     flat = FlatKVCache(
         subject.model.config,
