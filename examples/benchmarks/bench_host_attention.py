@@ -1,4 +1,4 @@
-"""``hf-kvret bench host-attention``: the compiled CPU kernel against torch on the same threads."""
+"""The compiled CPU attention kernel against torch on the same threads."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HostAttention(timed.TimedTogether):
         "calls."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "hf-kvret bench host-attention --k 256,1K,4K,16K --batch 1,8 --threads 2 --json host.json",
+        "python examples/benchmarks/bench_host_attention.py --k 256,1K,4K,16K --batch 1,8 --threads 2 --json host.json",
     )
 
     k: tuple[int, ...] = common.lengths_option((256, 1024, 4096, 16_384), "rows a head")

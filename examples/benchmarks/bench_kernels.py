@@ -1,4 +1,4 @@
-"""``hf-kvret bench kernels``: single operations against their floors and plain torch."""
+"""Single operations against their floors and plain torch."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Kernels(timed.TimedTogether):
         "are measured in the same run."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "hf-kvret bench kernels --ops codebook --lengths 4K,32K,128K --json kernels.json",
-        "hf-kvret bench kernels --device cuda --batch 1,8 --json gpu.json --plot gpu.png",
+        "python examples/benchmarks/bench_kernels.py --ops codebook --lengths 4K,32K,128K --json kernels.json",
+        "python examples/benchmarks/bench_kernels.py --device cuda --batch 1,8 --json gpu.json --plot gpu.png",
     )
 
     ops: str = option(

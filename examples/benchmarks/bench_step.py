@@ -1,4 +1,4 @@
-"""``hf-kvret bench step``: where the time of a decode step goes."""
+"""Where the time of a decode step goes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Step(ModelMeasurement):
     name: ClassVar[str] = "step"
     summary: ClassVar[str] = "where the time of a decode step goes"
     examples: ClassVar[tuple[str, ...]] = (
-        "hf-kvret bench step --shape llama-3.1-8b --context 128K --dtype bfloat16 --caches "
+        "python examples/benchmarks/bench_step.py --shape llama-3.1-8b --context 128K --dtype bfloat16 --caches "
         "dense,paris:top_k=100 --json step.json",
     )
 

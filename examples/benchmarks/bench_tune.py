@@ -1,4 +1,4 @@
-"""``hf-kvret bench tune``: which launch numbers are quickest on this GPU family."""
+"""Which launch numbers are quickest on this GPU family."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Tune(Measurement):
         "Other sizes in the file stay."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "hf-kvret bench tune --device cuda --json tune.json",
-        "hf-kvret bench tune --device cuda --heads 8 --group 4 --head-dim 128 --batch 1,8,64",
+        "python examples/benchmarks/bench_tune.py --device cuda --json tune.json",
+        "python examples/benchmarks/bench_tune.py --device cuda --heads 8 --group 4 --head-dim 128 --batch 1,8,64",
     )
 
     ops: tuple[str, ...] = option(

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_kernels
 import kernel_clock
 import pytest
 import torch
