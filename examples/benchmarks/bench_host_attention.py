@@ -55,7 +55,8 @@ class HostAttention(timed.TimedTogether):
         "calls."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "python examples/benchmarks/bench_host_attention.py --k 256,1K,4K,16K --batch 1,8 --threads 2 --json host.json",
+        "python examples/benchmarks/bench_host_attention.py --k 256,1K,4K,16K --batch 1,8 "
+        "--threads 2 --json host.json",
     )
 
     k: tuple[int, ...] = common.lengths_option((256, 1024, 4096, 16_384), "rows a head")

@@ -52,8 +52,10 @@ class Kernels(timed.TimedTogether):
         "are measured in the same run."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "python examples/benchmarks/bench_kernels.py --ops codebook --lengths 4K,32K,128K --json kernels.json",
-        "python examples/benchmarks/bench_kernels.py --device cuda --batch 1,8 --json gpu.json --plot gpu.png",
+        "python examples/benchmarks/bench_kernels.py --ops codebook --lengths 4K,32K,128K "
+        "--json kernels.json",
+        "python examples/benchmarks/bench_kernels.py --device cuda --batch 1,8 "
+        "--json gpu.json --plot gpu.png",
     )
 
     ops: str = option(

@@ -44,7 +44,8 @@ class Step(ModelMeasurement):
     name: ClassVar[str] = "step"
     summary: ClassVar[str] = "where the time of a decode step goes"
     examples: ClassVar[tuple[str, ...]] = (
-        "python examples/benchmarks/bench_step.py --shape llama-3.1-8b --context 128K --dtype bfloat16 --caches "
+        "python examples/benchmarks/bench_step.py --shape llama-3.1-8b --context 128K "
+        "--dtype bfloat16 --caches "
         "dense,paris:top_k=100 --json step.json",
     )
 

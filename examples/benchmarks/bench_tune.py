@@ -52,7 +52,8 @@ class Tune(Measurement):
     )
     examples: ClassVar[tuple[str, ...]] = (
         "python examples/benchmarks/bench_tune.py --device cuda --json tune.json",
-        "python examples/benchmarks/bench_tune.py --device cuda --heads 8 --group 4 --head-dim 128 --batch 1,8,64",
+        "python examples/benchmarks/bench_tune.py --device cuda --heads 8 --group 4 "
+        "--head-dim 128 --batch 1,8,64",
     )
 
     ops: tuple[str, ...] = option(

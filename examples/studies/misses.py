@@ -80,7 +80,8 @@ class Misses(Task):
         "fetched."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "python examples/studies/misses.py --text novel.txt --lengths 4K --top-ks 128,256 --caches lrqk,paris",
+        "python examples/studies/misses.py --text novel.txt --lengths 4K --top-ks 128,256 "
+        "--caches lrqk,paris",
     )
 
     # Budgets and stores are what this compares.
