@@ -110,7 +110,6 @@ def test_the_command_looks_at_the_folder_before_the_model(
     [
         (["--text", "no.txt"], "--text no.txt: no such file"),
         ([], "give one of --text FILE and --dataset ID"),
-        (["--text", __file__, "--layers-at-once", "0"], "--layers-at-once 0: at least 1"),
         (["--dataset", "a/b"], "--dataset a/b needs datasets: pip install datasets"),
     ],
 )

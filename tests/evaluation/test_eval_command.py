@@ -164,7 +164,6 @@ def test_what_was_finished_is_shown_when_a_later_cell_fails(
         ("agreement --lengths 64,32K", "give shorter lengths"),
         ("agreement --lengths 64 --new-tokens 70000", "the model knows 65536 positions"),
         ("longgen --lengths 64,32K", "give shorter lengths"),
-        ("misses --lengths 64,32K", "give shorter lengths"),
         ("niah --style magic --lengths 2K,100K", "the model knows 65536 positions"),
         ("niah --style magic --lengths 2K,40", "--lengths 40 is too short"),
         ("multiturn --lengths 2K,100K", "the model knows 65536 positions"),

@@ -69,13 +69,16 @@ def test_forks_leave_each_other_alone(name: str, subject: Subject, text: torch.T
 def test_an_answer_ends_before_a_stop_token(subject: Subject, text: torch.Tensor) -> None:
     reader = Reader(subject.model, choose_cache("full"), len(text))
     given = reader.fork().answer(text[:50], 6)
-    seen: list[int] = []
     place = next(i for i in range(1, 6) if given[i] not in given[:i])
-    short = reader.answer(
-        text[:50], 6, stop={given[place]}, each=lambda logits: seen.append(int(logits.argmax()))
-    )
-    assert short == given[:place]
-    assert seen == given[: place + 1]
+    assert reader.fork().answer(text[:50], 6, stop={given[place]}) == given[:place]
+    # The stop token was asked for and not fed.
+    twin = reader.fork()
+    twin.answer(text[:50], 6, stop={given[place]})
+    assert twin.length == 50 + place
+    done = reader.fork().answer(text[:50], 6, done=lambda some: len(some) == 2)
+    assert done == given[:2]
+    (other,) = reader.answer(text[:50], 1, barred={given[0]})
+    assert other != given[0]
 
 
 def test_usage_counts_bytes_and_rows(subject: Subject, text: torch.Tensor) -> None:

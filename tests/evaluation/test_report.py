@@ -70,7 +70,7 @@ def test_pages_of_others_are_not_replaced(
 
 def test_pages_and_pictures_are_tried_before_the_first_is_written(tmp_path: Path) -> None:
     _ruler(tmp_path)
-    for name in ("ruler.md", "images/ruler.png", "images/overview.png"):
+    for name in ("mine.md", "images/mine.png", "images/overview.png"):
         place = tmp_path / name
         place.mkdir(parents=True)
         with pytest.raises(ValueError, match=f"{place} is a folder"):

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import bench_tune
 import kernel_clock
 import pytest
 import torch
@@ -17,7 +18,6 @@ import tune_search
 from bench_tune import Tune
 from kernel_inputs import Draw, KernelShape
 from tune_search import TUNE_OPS, TuneCase, label, search
-from x import bench_tune
 
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results

@@ -28,10 +28,10 @@ Measure = Callable[..., dict[tuple[str, ...], dict[str, Any]]]
 @pytest.fixture(scope="session")
 def measured() -> Measure:
     """``measured(MEASUREMENT, path, *arguments)``: results by all of a cell but its cache."""
-    from ablation import main
+    from hf_kvret.evaluation.scripts import run_script
 
     def measure(study: Any, path: Path, *arguments: str) -> dict[tuple[str, ...], dict[str, Any]]:
-        assert main(study, ["--json", str(path), *arguments]) == 0
+        assert run_script(study, ["--json", str(path), *arguments]) == 0
         cells = json.loads(path.read_text())["cells"]
         found = {}
         for one in cells:
@@ -45,11 +45,11 @@ def measured() -> Measure:
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """``refused(MEASUREMENT, *arguments)``: the line that says why, with exit status 2."""
-    from ablation import main
+    from hf_kvret.evaluation.scripts import run_script
 
     def refuse(study: Any, *arguments: str) -> str:
         try:
-            status = main(study, list(arguments))
+            status = run_script(study, list(arguments))
         except SystemExit as error:
             status = error.code
         assert status == 2

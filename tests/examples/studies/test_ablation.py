@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import re
 import subprocess
@@ -14,31 +13,30 @@ from typing import Any
 import pytest
 from ablation import needle_tokens
 
-from hf_kvret.evaluation import studies
-from hf_kvret.evaluation.command import add_eval_parser
+from hf_kvret.evaluation import scripts
 from hf_kvret.evaluation.help_text import shown_default
 from hf_kvret.evaluation.measurement import fill_parser
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
-from hf_kvret.evaluation.studies import STUDIES, load_study, script
+from hf_kvret.evaluation.scripts import SCRIPTS, add_script_name, command_line, load_measurement
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
 PAGES = {
-    "paris-ablation": "paris_ablation",
-    "ctkvr-ablation": "ctkvr_ablation",
-    "a2ats-ablation": "a2ats_ablation",
-    "aqua-ablation": "aqua_ablation",
-    "lrqk-factors": "lrqk_factors_needle",
+    "eval paris-ablation": "paris_ablation",
+    "eval ctkvr-ablation": "ctkvr_ablation",
+    "eval a2ats-ablation": "a2ats_ablation",
+    "eval aqua-ablation": "aqua_ablation",
+    "eval lrqk-factors": "lrqk_factors_needle",
 }
 
 
-@pytest.mark.parametrize("name", STUDIES)
-def test_a_study_is_named_as_its_results_are_and_describes_itself(name: str) -> None:
-    study = load_study(name)
-    assert study.title() == f"eval {name}" and (ROOT / script(name)).is_file()
+@pytest.mark.parametrize("title", PAGES)
+def test_a_study_is_named_as_its_results_are_and_describes_itself(title: str) -> None:
+    study = load_measurement(title)
+    assert study.title() == title
     text = sys.modules[study.__module__].__doc__
-    assert text and f"python {script(name)} " in text
+    assert text and f"{command_line(title)} " in text
     parser = argparse.ArgumentParser()
     fill_parser(parser, study)
     for action in parser._actions:
@@ -47,28 +45,33 @@ def test_a_study_is_named_as_its_results_are_and_describes_itself(name: str) -> 
 
 
 def test_a_script_runs_by_itself() -> None:
-    place = [sys.executable, str(ROOT / script("paris-ablation")), "--help"]
+    place = [sys.executable, str(ROOT / "examples" / SCRIPTS["eval paris-ablation"]), "--help"]
     ran = subprocess.run(place, capture_output=True, text=True, check=True)
     assert ran.stdout.startswith("usage: paris_ablation.py ")
     assert "(default: 4K,8K,16K)" in ran.stdout and "recall of the exact top-k" in ran.stdout
 
 
-@pytest.mark.parametrize("name", STUDIES)
-def test_the_old_command_says_where_the_script_is(name: str) -> None:
+@pytest.mark.parametrize("title", SCRIPTS)
+def test_every_script_is_there_and_is_what_it_is_called(title: str) -> None:
+    assert load_measurement(title).title() == title
+
+
+@pytest.mark.parametrize("title", SCRIPTS)
+def test_the_old_command_says_where_the_script_is(title: str) -> None:
     parser = argparse.ArgumentParser()
-    add_eval_parser(parser.add_subparsers())
-    parsed = parser.parse_args(["eval", name, "--text", "x.txt", "--parts=a"])
-    with pytest.raises(ValueError, match=f"python {script(name)} takes the same options"):
+    add_script_name(parser.add_subparsers(), title)
+    parsed = parser.parse_args([title.split()[1], "--text", "x.txt", "--parts=a"])
+    with pytest.raises(ValueError, match=f"{command_line(title)} takes the same options"):
         parsed.run(parsed)
 
 
-@pytest.mark.parametrize("name", STUDIES)
-def test_the_table_of_committed_results_is_the_one_on_their_page(name: str) -> None:
+@pytest.mark.parametrize("title", PAGES)
+def test_the_table_of_committed_results_is_the_one_on_their_page(title: str) -> None:
     """Results that were made before the studies were scripts are shown as they were."""
-    page = RESULTS / f"{PAGES[name]}.md"
+    page = RESULTS / f"{PAGES[title]}.md"
     results = Results.load(page.with_suffix(".json"))
-    title = f"# eval {name}: {PAGES[name]}"
-    assert page.read_text().startswith(f"{title}\n\n{load_study(name).table(results)}\n\n")
+    head = f"# {title}: {PAGES[title]}"
+    assert page.read_text().startswith(f"{head}\n\n{load_measurement(title).table(results)}\n\n")
 
 
 @pytest.fixture
@@ -104,11 +107,19 @@ def test_without_a_checkout_the_page_of_a_study_alone_is_missing(
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(b"")
 
+        @staticmethod
+        def pictures(path: Path) -> list[Path]:
+            return [path]
+
+        @staticmethod
+        def accuracy(results: Results) -> dict[str, tuple[float, float]]:
+            return {}
+
     Results("eval other", {}, tmp_path / "other.json").add({"cache": "full"}, {})
-    monkeypatch.setattr(studies, "FOLDER", tmp_path / "site-packages")
+    monkeypatch.setattr(scripts, "FOLDER", tmp_path / "site-packages")
     report = write_report(results, {"eval other": Other})
     reason = report.failed[results / "mine.json"]
-    assert "which has examples/studies/paris_ablation.py" in reason
+    assert "examples/studies/paris_ablation.py, and this is none" in reason
     assert not (results / "mine.md").exists() and (results / "other.md").is_file()
     assert "Made now by" not in (results / "other.md").read_text()
 
@@ -119,9 +130,13 @@ def test_a_folder_of_artifacts_is_tried(name: str, refused: Any, tmp_path: Path)
     folder = tmp_path / "x-artifacts"
     folder.write_text("")
     given = ["--model", "needle", "--artifacts", str(folder)]
-    assert f"--artifacts {folder} is a file: give a folder" in refused(load_study(name), *given)
+    assert f"--artifacts {folder} is a file: give a folder" in refused(
+        load_measurement(f"eval {name}"), *given
+    )
     given = ["--model", "needle", "--json", str(tmp_path / "x.json")]
-    assert f"--artifacts {folder} is a file: give a folder" in refused(load_study(name), *given)
+    assert f"--artifacts {folder} is a file: give a folder" in refused(
+        load_measurement(f"eval {name}"), *given
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,10 +154,10 @@ def test_pictures_beside_the_named_one_are_tried(
 ) -> None:
     given = ["--model", "needle", "--text", __file__, "--plot", str(tmp_path / "x.png")]
     beside = tmp_path / f"x-{part}.png"
-    line = refused(load_study(name), *given, "--json", str(beside))
+    line = refused(load_measurement(f"eval {name}"), *given, "--json", str(beside))
     assert f"--json and --plot are both {beside}" in line
     beside.mkdir()
-    assert f"--plot {beside} is a folder" in refused(load_study(name), *given)
+    assert f"--plot {beside} is a folder" in refused(load_measurement(f"eval {name}"), *given)
 
 
 @pytest.mark.parametrize(
@@ -161,14 +176,16 @@ def test_what_the_last_cell_lacks_is_said_before_the_first(
     given = ["--model", str(tiny_model_dir), "--text", str(tiny_text), "--lengths", lengths]
     more = ["--calibration-tokens", "1K"] if name in ("a2ats-ablation", "aqua-ablation") else []
     path = tmp_path / "x.json"
-    assert "give shorter" in refused(load_study(name), *given, *more, "--json", str(path))
+    assert "give shorter" in refused(
+        load_measurement(f"eval {name}"), *given, *more, "--json", str(path)
+    )
     assert not path.exists()
 
 
 def test_results_of_another_set_up_are_not_gone_on_with(
     refused: Any, measured: Any, tmp_path: Path
 ) -> None:
-    study, path = load_study("lrqk-factors"), tmp_path / "x.json"
+    study, path = load_measurement("eval lrqk-factors"), tmp_path / "x.json"
     given = ["--model", "needle", "--lengths", "300", "--top-k", "20", "--variants", "shared"]
     measured(study, path, *given, "--ranks", "8")
     assert len(measured(study, path, *given, "--ranks", "8,16")) == 2
@@ -180,11 +197,11 @@ def test_results_of_another_set_up_are_not_gone_on_with(
     assert setup.keys() == old.keys()
 
 
-@pytest.mark.parametrize("name", STUDIES)
-def test_set_ups_have_the_entries_of_the_results_that_are_there(name: str) -> None:
+@pytest.mark.parametrize("title", PAGES)
+def test_set_ups_have_the_entries_of_the_results_that_are_there(title: str) -> None:
     """Else those could not be gone on with."""
-    old = json.loads((RESULTS / f"{PAGES[name]}.json").read_text())["setup"]
-    study = load_study(name)(text=Path(__file__))
+    old = json.loads((RESULTS / f"{PAGES[title]}.json").read_text())["setup"]
+    study = load_measurement(title)(text=Path(__file__))
     subject = {"model", "class", "parameters", "dtype", "fingerprint", "device", "seed"}
     assert {*study.details(), *subject, "top_k", "store"} == old.keys()
 
@@ -197,9 +214,12 @@ def test_documents_of_needles_end_with_questions_about_them() -> None:
 
 def test_every_study_is_in_the_readme_with_a_command_that_parses() -> None:
     text = (ROOT / "examples" / "studies" / "README.md").read_text()
-    listed = re.findall(r"`python examples/studies/(\w+)\.py ([^`]*)`", text)
-    assert [module for module, _ in listed] == list(STUDIES.values())
-    for module, words in listed:
+    listed = re.findall(r"`python examples/(studies/\w+\.py) ([^`]*)`", text)
+    assert [script for script, _ in listed] == [
+        script for script in SCRIPTS.values() if script.startswith("studies")
+    ]
+    by_script = {script: title for title, script in SCRIPTS.items()}
+    for script, words in listed:
         parser = argparse.ArgumentParser()
-        fill_parser(parser, importlib.import_module(module).STUDY)
+        fill_parser(parser, load_measurement(by_script[script]))
         parser.parse_args(words.split())

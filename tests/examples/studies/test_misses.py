@@ -11,10 +11,10 @@ import torch
 from misses import Generation, Misses
 
 from hf_kvret import FlatKVCache
-from hf_kvret.cli import main
 from hf_kvret.evaluation.contexts import text_windows
 from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.results import Results
+from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.stretches import sampling_source
 from hf_kvret.evaluation.subject import load_subject
 from hf_kvret.reports import MemoryReport
@@ -35,7 +35,7 @@ def _arguments(model: Path, text: Path) -> list[str]:
 
 
 def _run(path: Path, *arguments: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    assert main(["eval", "misses", "--json", str(path), *arguments]) == 0
+    assert run_script(Misses, ["--json", str(path), *arguments]) == 0
     return [(one["cell"], one["result"]) for one in json.loads(path.read_text())["cells"]]
 
 
@@ -157,7 +157,7 @@ def test_a_buffer_that_changes_a_token_is_an_error(
     # Ten tokens were fed rightly; the eleventh's step is the first to foresee another token.
     place = rf"flat:.*new token 12 \(position {LENGTH + 11}\)"
     with pytest.raises(RuntimeError, match=place):
-        main(["eval", "misses", "--json", str(tmp_path / "m.json"), *arguments])
+        run_script(Misses, ["--json", str(tmp_path / "m.json"), *arguments])
     assert not (tmp_path / "m.json").exists()
 
 
@@ -243,12 +243,12 @@ def test_mistakes_are_one_line_each(
     arguments: tuple[str, ...],
     message: str,
 ) -> None:
-    assert main(["eval", "misses", *_arguments(tiny_model_dir, tiny_text), *arguments]) == 2
+    assert run_script(Misses, [*_arguments(tiny_model_dir, tiny_text), *arguments]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("hf-kvret: error: ") and message in error
+    assert error.startswith("misses.py: error: ") and message in error
 
 
 def test_numbers_are_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["eval", "misses", "--text", "x", "--slots", "one"])
+        run_script(Misses, ["--text", "x", "--slots", "one"])
     assert "--slots: 'one' is no number above 0" in capsys.readouterr().err
