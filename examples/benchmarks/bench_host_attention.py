@@ -92,7 +92,7 @@ class HostAttention(timed.TimedTogether):
             raise ModuleNotFoundError(f"bench host-attention has nothing to measure: {reason}")
 
     def surroundings(self) -> AbstractContextManager[Any]:
-        """torch has ``--threads``."""
+        """torch runs on ``--threads`` threads."""
         return timed.torch_threads(self._threads)
 
     def setup(self) -> dict[str, Any]:
@@ -114,6 +114,8 @@ class HostAttention(timed.TimedTogether):
         """Sizes one by one; ValueError for rows that don't fit into memory."""
         for dtype in dict.fromkeys(cell["dtype"] for cell in self.waiting(results)):
             self._sequences(dtype)
+        # Measured now, before the rows take the memory.
+        _ = self._bandwidth
         yield from super().plan(results)
 
     @torch.inference_mode()

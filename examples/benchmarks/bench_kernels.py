@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -93,7 +93,7 @@ class Kernels(timed.TimedTogether):
         self.cells()
 
     def surroundings(self) -> AbstractContextManager[Any]:
-        """torch has ``--threads``."""
+        """torch runs on ``--threads`` threads."""
         return timed.torch_threads(self.threads)
 
     def setup(self) -> dict[str, Any]:
@@ -120,6 +120,15 @@ class Kernels(timed.TimedTogether):
             for way in dict.fromkeys(some[0] if way == "auto" else way for way in self.backends)
             if way in some
         ]
+
+    def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
+        """Operation by operation, after rates and cold caches have got their memory."""
+        groups = super().plan(results)
+        first = next(groups, None)
+        if first is not None:
+            _ = self._rates, self._flush
+            yield first
+            yield from groups
 
     @cached_property
     def _rates(self) -> Rates:

@@ -18,6 +18,7 @@ from hf_kvret.evaluation.arguments import budget, number, several
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
 from hf_kvret.evaluation.contexts import describe_file, text_windows
+from hf_kvret.evaluation.measurement import CheckFailed
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.reader import Reader, check_positions
@@ -158,14 +159,14 @@ class Misses(Task):
 
         Raises:
             ValueError: nothing was cold.
-            RuntimeError: other tokens with the buffer than without.
+            CheckFailed: other tokens with the buffer than without.
         """
         plain = self._without_buffer(cell, subject, choice)
         changes = {"store": "resident", "slots": cell["slots"]}
         found = self._generate(cell, subject, choice, changes)
         place = found.first_difference(plain)
         if place is not None:
-            raise RuntimeError(
+            raise CheckFailed(
                 f"{_label(cell)}: with the buffer another token than without it, first at new "
                 f"token {place + 1} (position {cell['length'] + place}): a store must not change "
                 "a result, so this is a bug"

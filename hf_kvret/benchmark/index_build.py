@@ -180,6 +180,10 @@ class IndexBuild(Measurement):
         for way in self.ways.values():
             if isinstance(way, MethodWay):
                 way.check(self.source.shape.dim)
+        waiting = [cell for cell in self.waiting(results) if self.ways[cell["cache"]] is not None]
+        if waiting:
+            # The keys are read, or do not fit, before there is a bar.
+            _ = self._layer
         for cell in self.waiting(results):
             known = [
                 (other["length"], row["seconds"])

@@ -218,6 +218,8 @@ class ModelMeasurement(Measurement):
         with TemporaryDirectory() as folder:
             models = [subject.model for subject in self.subjects]
             make_stand_ins(models, self.choices.values(), Path(folder), self.seed)
+            # Measured now, before caches take the memory.
+            _ = self.bandwidth
             yield first
             yield from groups
 
@@ -254,6 +256,10 @@ class ModelMeasurement(Measurement):
             for cell, row, taken in zip(group, rows, samples, strict=True)
         ]
 
+    def lacking(self, cell: Cell, why: Row) -> Row:
+        """With what the row of every cell has; ``rows`` sees most that goes wrong before."""
+        return {"fill": self.fill_of(cell), **self._layers} | why
+
     @abstractmethod
     def once(self, turn: Turn) -> Any:
         """A sample, measured now; the cache is gone afterwards."""
@@ -286,6 +292,10 @@ class ModelMeasurement(Measurement):
             return self.steps
         return min(self.steps, max(_LEAST_STEPS, int(self.limit / pace)))
 
+    @property
+    def _layers(self) -> Row:
+        return {"layers": self.built, "of_layers": self.whole.layers}
+
     def _fills(self) -> set[str]:
         """How caches will be filled; ValueError where one can't be."""
         return {
@@ -297,7 +307,7 @@ class ModelMeasurement(Measurement):
     def _begun(self, cell: Cell, progress: Progress) -> Row:
         """How a cell's cache is filled and what its check found, or why it can't be measured."""
         fill = self.fill_of(cell)
-        row = {"fill": fill, "layers": self.built, "of_layers": self.whole.layers}
+        row: Row = {"fill": fill, **self._layers}
         short = self.shortage(cell)
         if short is not None:
             return row | {"out_of_memory": short}

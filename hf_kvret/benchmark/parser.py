@@ -11,7 +11,7 @@ from hf_kvret.benchmark.memory import Memory
 from hf_kvret.benchmark.prefill import Prefill
 from hf_kvret.evaluation.help_text import HelpFormatter
 from hf_kvret.evaluation.measurement import Measurement, add_measurement
-from hf_kvret.evaluation.scripts import SCRIPTS, add_script_name, is_here, load_measurement
+from hf_kvret.evaluation.scripts import SCRIPTS, add_script_name
 
 _KINDS: tuple[type[Measurement], ...] = (
     Decode,
@@ -39,7 +39,5 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     for kind in _KINDS:
         add_measurement(measurements, kind)
     for title in SCRIPTS:
-        if title.startswith("bench ") and is_here(title):
-            add_measurement(measurements, load_measurement(title))
-        elif title.startswith("bench "):
+        if title.startswith("bench "):
             add_script_name(measurements, title)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 def describe_environment() -> dict[str, Any]:
     """Command, machine and versions, for the JSON beside every table."""
     return {
-        "command": shlex.join([_program(), *sys.argv[1:]]),
+        "command": shlex.join([*program().split(), *sys.argv[1:]]),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -26,9 +26,12 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def _program() -> str:
-    name = os.path.basename(sys.argv[0])
-    return "hf-kvret" if name == "cli.py" else name
+def program() -> str:
+    """What was started: ``hf-kvret``, or ``python`` and the script's path in a checkout."""
+    path = Path(sys.argv[0])
+    if path.parent.parent.name == "examples":
+        return f"python examples/{path.parent.name}/{path.name}"
+    return "hf-kvret" if path.name == "cli.py" else path.name
 
 
 def _version(name: str) -> str | None:

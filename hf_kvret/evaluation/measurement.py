@@ -23,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 from hf_kvret.evaluation.arguments import file_path
+from hf_kvret.evaluation.environment import program
 from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
 from hf_kvret.evaluation.options import add_options, option, read_options
 from hf_kvret.evaluation.outputs import check_outputs, write_outputs
@@ -79,7 +80,7 @@ class Measurement(ABC):
         return f"{cls.command} {cls.name}".strip()
 
     def check(self) -> None:  # noqa: B027 - many have nothing to add to their dataclass's checks
-        """Look at what the options alone can be wrong about, before anything is loaded.
+        """Look at what the options alone can be wrong about, before anything long is done.
 
         Raises:
             ValueError: options that make no sense together or on this machine.
@@ -249,9 +250,13 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     if known:
         print(f"\n{known} cells were finished already and were not measured again")
     write_outputs(outputs, measurement, results)
-    wrong = dict.fromkeys(row[_FAILED] for _, row in results if _FAILED in row)
+    # Also cells that the plan found out, but not those of another command with the same file.
+    asked = measurement.cells()
+    wrong = dict.fromkeys(
+        row[_FAILED] for cell, row in results if _FAILED in row and (not asked or cell in asked)
+    )
     for why in wrong:
-        print(f"hf-kvret: error: {why}", file=sys.stderr)
+        print(f"{program()}: error: {why}", file=sys.stderr)
     return int(bool(failed or wrong))
 
 

@@ -34,10 +34,11 @@ def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known
     parser = commands.add_parser(
         "report",
         help="make pages with tables and pictures of result files",
-        description="Make a page NAME.md of every NAME.json in DIR that hf-kvret eval or bench "
-        "wrote, with its table, picture, command, machine and versions, and overview.md about all "
-        "of them. A file NAME.notes.txt, where there is one, is put under the table. Other JSON "
-        "files are skipped, and named; status 1 says that results of ours were damaged.",
+        description="Make a page NAME.md of every NAME.json in DIR that hf-kvret demo, eval or "
+        "bench wrote, with its table, picture, command, machine and versions, and overview.md "
+        "about all of them. A file NAME.notes.txt, where there is one, is put under the table. "
+        "Other JSON files are skipped, and named; status 1 says that results of ours have no "
+        "page, and why.",
         formatter_class=HelpFormatter,
     )
     parser.add_argument("folder", type=file_path, metavar="DIR", help="holds the result files")
@@ -112,7 +113,10 @@ def _load(path: Path, measurements: dict[str, Any]) -> Results:
     """The results of a file; ValueError where no table can be made of them."""
     results = Results.load(path)
     if results.name in SCRIPTS and results.name not in measurements:
-        measurements[results.name] = load_measurement(results.name)
+        try:
+            measurements[results.name] = load_measurement(results.name)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
     if results.name not in measurements:
         raise ValueError(
             f"{path} holds {results.name!r}, which this version does not know: "

@@ -128,7 +128,9 @@ def read_results(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or any(
         not isinstance(content.get(field), kind) for field, kind in _FIELDS.items()
     ):
-        raise ValueError(f"{path} is no result file of hf-kvret eval or bench: give another file")
+        raise ValueError(
+            f"{path} is no result file of hf-kvret demo, eval or bench: give another file"
+        )
     if content.get("format") != _FORMAT:
         raise ValueError(
             f"{path} has format {content.get('format')!r}, this version reads {_FORMAT}: make it "
@@ -182,8 +184,8 @@ def why_no_results(path: Path) -> str | None:
     if isinstance(content, dict) and {"format", "cells"} <= content.keys():
         return None
     if isinstance(content, dict) and isinstance(content.get("name"), str):
-        return f"results of {content['name']!r}, which have no cells and no page"
-    return "no results of hf-kvret eval or bench"
+        return f"results of {content['name']!r}, made by an earlier version, without cells"
+    return "no results of hf-kvret demo, eval or bench"
 
 
 def _is_entry(entry: object) -> bool:

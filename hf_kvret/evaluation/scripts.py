@@ -11,11 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_kvret.evaluation.help_text import HelpFormatter
+from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
 from hf_kvret.evaluation.measurement import Measurement, fill_parser
 from hf_kvret.evaluation.program import kept_results, run_program
 
 FOLDER = Path(__file__).parents[2] / "examples"
+"""Of the checkout that the package is run from, where it is; code of others is never loaded."""
 
 SCRIPTS = {
     "eval paris-ablation": "studies/paris_ablation.py",
@@ -32,11 +33,6 @@ SCRIPTS = {
 """Each script by the name in its result files, which is that of the command that it once was."""
 
 
-def is_here(title: str) -> bool:
-    """Whether the package is run from a checkout that has the script."""
-    return (FOLDER / SCRIPTS[title]).is_file()
-
-
 def command_line(title: str) -> str:
     """What runs the script in a checkout."""
     return f"python examples/{SCRIPTS[title]}"
@@ -49,10 +45,10 @@ def load_measurement(title: str) -> type[Measurement]:
         ValueError: this is no checkout; says where the script is.
     """
     script = FOLDER / SCRIPTS[title]
-    if not is_here(title):
+    if not script.is_file():
         raise ValueError(
-            f"{title} is a script in a checkout of hf-kvret's repository, examples/"
-            f"{SCRIPTS[title]}, and this is none"
+            f"{title} is the script examples/{SCRIPTS[title]} of hf-kvret's repository, and the "
+            "package is not run from a checkout of it: install it there with pip install -e"
         )
     sys.path.insert(0, str(script.parent))
     try:
@@ -64,25 +60,34 @@ def load_measurement(title: str) -> type[Measurement]:
 def run_script(kind: type[Measurement], arguments: Sequence[str] | None = None) -> int:
     """Run a script; returns the exit status, see ``run_program``."""
     parser = argparse.ArgumentParser(
-        prog=Path(SCRIPTS[kind.title()]).name, formatter_class=HelpFormatter
+        prog=Path(SCRIPTS[kind.title()]).name,
+        description=getattr(kind, "description", None) or sys.modules[kind.__module__].__doc__,
+        epilog=example_lines(kind.examples) if hasattr(kind, "examples") else None,
+        formatter_class=HelpFormatter,
     )
     fill_parser(parser, kind)
-    parser.description = parser.description or sys.modules[kind.__module__].__doc__
     return run_program(parser, arguments, kept_results)
 
 
 def add_script_name(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], title: str
 ) -> None:
-    """Let the command that the script once was say where it is; the help doesn't list it."""
+    """Let ``hf-kvret bench NAME`` run the script, and ``hf-kvret eval NAME`` say where it is.
+
+    The script is loaded when it is run; the help of the program doesn't list it.
+    """
     # Whatever is given: nothing begins with this character.
     parser = commands.add_parser(title.partition(" ")[2], add_help=False, prefix_chars="\0")
     parser.add_argument("given", nargs="*")
-    parser.set_defaults(run=lambda parsed: _say_where(title), json=None)
+    parser.set_defaults(run=lambda parsed: _run(title, parsed), json=None)
 
 
-def _say_where(title: str) -> int:
-    raise ValueError(
-        f"{title} is a script now: {command_line(title)} takes the same options, in a checkout of "
-        "hf-kvret's repository"
-    )
+def _run(title: str, parsed: argparse.Namespace) -> int:
+    if title.startswith("eval "):
+        raise ValueError(
+            f"{title} is a script now: {command_line(title)} takes its options, in a checkout of "
+            "hf-kvret's repository"
+        )
+    # What an interruption leaves is said by the program.
+    parsed.json = any(word.startswith("--json") for word in parsed.given)
+    return run_script(load_measurement(title), parsed.given)

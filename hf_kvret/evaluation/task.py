@@ -78,12 +78,17 @@ class Task(Measurement):
         """What caches and files can be wrong about is said before the model is loaded."""
         check_device(self.device)
         self.cells()
-        self.details()
+        _ = self._details
 
     def setup(self) -> dict[str, Any]:
         """Model, place and budget; and ``details``."""
         place = {"device": self.device, "seed": self.seed}
-        return self.subject.describe() | place | self._retrieval() | self.details()
+        return self.subject.describe() | place | self._retrieval() | self._details
+
+    @cached_property
+    def _details(self) -> dict[str, Any]:
+        # Once, because some read whole files.
+        return self.details()
 
     @abstractmethod
     def details(self) -> dict[str, Any]:

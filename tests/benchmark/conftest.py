@@ -26,8 +26,7 @@ def bench() -> Callable[..., int]:
     def run(*arguments: str) -> int:
         parser = argparse.ArgumentParser()
         add_bench_parser(parser.add_subparsers(required=True))
-        given = "--device" in arguments or arguments[0] == "host-attention"
-        more = [] if given else ["--device", "cpu"]
+        more = [] if "--device" in arguments else ["--device", "cpu"]
         options = parser.parse_args(["bench", *arguments, *more])
         return options.run(options)
 

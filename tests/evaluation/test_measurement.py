@@ -162,7 +162,7 @@ def test_a_failed_check_ends_with_1_and_is_tried_again(
     Squares.raises[1] = CheckFailed("1 is no square")
     outputs = Outputs(json=tmp_path / "a.json")
     assert run_measurement(Squares(), outputs) == 1
-    assert capsys.readouterr().err.endswith("hf-kvret: error: 1 is no square\n")
+    assert capsys.readouterr().err.endswith(": error: 1 is no square\n")
     assert numbers(outputs.json)[1] == {"check_failed": "1 is no square"}
     Squares.raises.clear()
     assert run_measurement(Squares(), outputs) == 0

@@ -46,7 +46,7 @@ def test_a_page_has_table_picture_command_and_notes(
     assert (tmp_path / "images" / "overview.png").is_file()
     assert not (tmp_path / "other.md").exists()
     printed = capsys.readouterr().out
-    assert f"skipped {tmp_path / 'other.json'}: results of 'demo', which have no" in printed
+    assert f"skipped {tmp_path / 'other.json'}: results of 'demo', made by an earlier" in printed
     # Pages of ours are made anew.
     assert main(["report", str(tmp_path)]) == 0
 
@@ -127,7 +127,7 @@ def test_files_of_others_are_skipped_and_named(
         ("deep", "not JSON"),
         ("folder", "a folder"),
         ("link", "it can't be read (No such file or directory)"),
-        ("book", "no results of hf-kvret eval or bench"),
+        ("book", "no results of hf-kvret demo, eval or bench"),
         ("pipe", "no ordinary file"),
     ):
         assert f"skipped {tmp_path / name}.json: {reason}\n" in printed

@@ -64,7 +64,7 @@ class LongBench(Task):
 
     path: Path | None = option(
         None,
-        "LongBench's data.zip, or a folder with <task>.jsonl",
+        "LongBench's data.zip, or a folder with <task>.jsonl; this or --hub-id",
         kind=file_path,
         metavar="DATA",
         name="--data",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from ablation import needle_tokens
 
+from hf_kvret.cli import main
 from hf_kvret.evaluation import scripts
 from hf_kvret.evaluation.help_text import shown_default
 from hf_kvret.evaluation.measurement import fill_parser
@@ -56,13 +57,24 @@ def test_every_script_is_there_and_is_what_it_is_called(title: str) -> None:
     assert load_measurement(title).title() == title
 
 
-@pytest.mark.parametrize("title", SCRIPTS)
+@pytest.mark.parametrize("title", [title for title in SCRIPTS if title.startswith("eval ")])
 def test_the_old_command_says_where_the_script_is(title: str) -> None:
     parser = argparse.ArgumentParser()
     add_script_name(parser.add_subparsers(), title)
     parsed = parser.parse_args([title.split()[1], "--text", "x.txt", "--parts=a"])
-    with pytest.raises(ValueError, match=f"{command_line(title)} takes the same options"):
+    with pytest.raises(ValueError, match=f"{command_line(title)} takes its options"):
         parsed.run(parsed)
+
+
+@pytest.mark.parametrize("title", [title for title in SCRIPTS if title.startswith("bench ")])
+def test_the_old_command_runs_the_script(
+    title: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([*title.split(), "--table", "x/", "--plot", "x.gif"]) == 2
+    assert "must end in .png, .svg, .pdf" in capsys.readouterr().err
+    monkeypatch.setattr(scripts, "FOLDER", ROOT / "docs")
+    assert main(title.split()) == 2
+    assert "install it there with pip install -e" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("title", PAGES)
@@ -119,7 +131,7 @@ def test_without_a_checkout_the_page_of_a_study_alone_is_missing(
     monkeypatch.setattr(scripts, "FOLDER", tmp_path / "site-packages")
     report = write_report(results, {"eval other": Other})
     reason = report.failed[results / "mine.json"]
-    assert "examples/studies/paris_ablation.py, and this is none" in reason
+    assert "the script examples/studies/paris_ablation.py" in reason
     assert not (results / "mine.md").exists() and (results / "other.md").is_file()
     assert "Made now by" not in (results / "other.md").read_text()
 
