@@ -70,7 +70,16 @@ def test_replace_validates_and_leaves_the_original() -> None:
 
 @pytest.mark.parametrize(
     ("top_k", "cold", "budget"),
-    [(8, 100, 8), (8, 5, 5), (8, 8, 8), (0.5, 100, 50), (0.25, 3, 1), (1e-9, 50, 1), (1.0, 7, 7)],
+    [
+        (8, 100, 8),
+        (8, 5, 5),
+        (8, 8, 8),
+        (0.5, 100, 50),
+        (0.25, 3, 1),
+        (0.1, 15, 2),
+        (1e-9, 50, 1),
+        (1.0, 7, 7),
+    ],
 )
 def test_the_budget_is_a_count_or_a_share(top_k: float, cold: int, budget: int) -> None:
     assert RetrievalConfig(top_k=top_k).budget(cold) == budget

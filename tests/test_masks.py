@@ -197,6 +197,13 @@ def test_one_query_sees_what_any_mask_shows_it() -> None:
     assert seen.tolist() == expected
 
 
+def test_the_newest_of_several_queries_is_the_last() -> None:
+    arguments = _arguments(3, 6, _padding(6), mask_function=causal_mask_function)
+    info = mask_info(retrieval_mask(**arguments))
+    assert info is not None
+    assert info.newest_row().tolist() == _padding(6).tolist()
+
+
 def test_a_counter_that_moves_on_does_not_change_the_mask() -> None:
     """A static cache passes its own counter, and counts new tokens before the mask is made."""
     counter = torch.tensor(9)

@@ -324,6 +324,16 @@ def test_sinks_padding_and_holes_cannot_be_selected() -> None:
     assert open_slots == [list(range(5, 15)), [2, 3, *range(5, 15)]]
 
 
+def test_an_index_is_built_again_after_a_crop_to_nothing() -> None:
+    index = Recorder()
+    regions = _regions(FlatConfig(**SIZES), index)
+    for _ in range(2):
+        regions.take_prompt(_tokens(20), _tokens(20), None)
+        _ready(regions)
+        regions.crop(20)
+    assert [call for call, *_ in index.calls].count("build") == 2
+
+
 def test_a_deep_crop_to_nothing_starts_afresh() -> None:
     regions = _regions(FlatConfig(**SIZES))
     regions.take_prompt(_tokens(20), _tokens(20), None)

@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     StaticCache,
 )
@@ -34,6 +36,26 @@ PREPARE = "_prepare_cache_for_generation"
 @pytest.fixture
 def llama() -> PreTrainedModel:
     return MODELS["llama"].build()
+
+
+class Broken(LogitsProcessor):
+    """Fails after the prompt was read."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("this processor is broken")
+
+
+def test_a_call_that_fails_puts_the_model_back(llama: PreTrainedModel) -> None:
+    before = llama.config._attn_implementation
+    with pytest.raises(RuntimeError, match="this processor is broken"):
+        llama.generate(
+            **_prompt(),
+            **RUN,
+            cache_implementation="flat",
+            cache_config=SMALL,
+            logits_processor=LogitsProcessorList([Broken()]),
+        )
+    assert llama.config._attn_implementation == before
 
 
 @pytest.fixture
