@@ -57,8 +57,8 @@ def load_measurement(title: str) -> type[Measurement]:
         sys.path.remove(str(script.parent))
 
 
-def run_script(kind: type[Measurement], arguments: Sequence[str] | None = None) -> int:
-    """Run a script; returns the exit status, see ``run_program``."""
+def script_parser(kind: type[Measurement]) -> argparse.ArgumentParser:
+    """The parser of a script's measurement."""
     parser = argparse.ArgumentParser(
         prog=Path(SCRIPTS[kind.title()]).name,
         description=getattr(kind, "description", None) or sys.modules[kind.__module__].__doc__,
@@ -66,7 +66,12 @@ def run_script(kind: type[Measurement], arguments: Sequence[str] | None = None) 
         formatter_class=HelpFormatter,
     )
     fill_parser(parser, kind)
-    return run_program(parser, arguments, kept_results)
+    return parser
+
+
+def run_script(kind: type[Measurement], arguments: Sequence[str] | None = None) -> int:
+    """Run a script; returns the exit status, see ``run_program``."""
+    return run_program(script_parser(kind), arguments, kept_results)
 
 
 def add_script_name(

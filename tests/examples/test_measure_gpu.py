@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 import shlex
@@ -14,6 +15,7 @@ import pytest
 from hf_kvret import cli
 from hf_kvret.benchmark.opponents import choose_bench_caches
 from hf_kvret.evaluation.arguments import names
+from hf_kvret.evaluation.scripts import load_measurement, script_parser
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "results" / "h200.md"
@@ -33,6 +35,14 @@ def plan() -> ModuleType:
     return module
 
 
+def parsed(words: list[str]) -> argparse.Namespace:
+    """What the program, or the script that it runs, makes of a command."""
+    options = cli.make_parser().parse_args(words)
+    if not hasattr(options, "given"):
+        return options
+    return script_parser(load_measurement(" ".join(words[:2]))).parse_args(options.given)
+
+
 def listed() -> list[str]:
     """The commands on the page, one a line."""
     return re.findall(r"^    (hf-kvret .+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
@@ -46,7 +56,7 @@ def test_the_page_lists_the_commands_of_the_plan(plan: ModuleType) -> None:
 
 @pytest.mark.parametrize("command", listed())
 def test_a_command_on_the_page_parses(command: str) -> None:
-    options = cli.make_parser().parse_args(shlex.split(command)[1:])
+    options = parsed(shlex.split(command)[1:])
     assert options.device == "cuda" and options.json.parent == OUT
     for text in names(getattr(options, "caches", "")):
         if text.partition(":")[0] not in OPTIONAL:
@@ -55,7 +65,7 @@ def test_a_command_on_the_page_parses(command: str) -> None:
 
 def test_tiny_commands_parse_and_name_no_cache_that_needs_cuda(plan: ModuleType) -> None:
     for part in plan.PLAN:
-        options = cli.make_parser().parse_args(part.command(OUT, tiny=True))
+        options = parsed(part.command(OUT, tiny=True))
         assert options.device == "cpu" and options.json.name == f"tiny_{part.name}.json"
         for text in names(getattr(options, "caches", "")):
             if text.partition(":")[0] not in (*OPTIONAL, "offloaded"):
