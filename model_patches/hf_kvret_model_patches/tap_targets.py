@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -70,7 +70,7 @@ def rotations(model: PreTrainedModel, modules: Iterable[nn.Module]) -> list[dict
                 f"{kind.__name__} rotates by {how}, not by {ROTATION} alone: its queries and keys "
                 "before RoPE can't be seen; use another model, or a method without calibration"
             )
-        parameters = list(inspect.signature(namespace[ROTATION]).parameters)
+        parameters = list(rotation_signature(namespace[ROTATION]).parameters)
         if parameters[:4] != _PARAMETERS:
             raise ValueError(
                 f"{ROTATION} of {kind.__name__} takes {', '.join(parameters)}, not "
@@ -79,6 +79,16 @@ def rotations(model: PreTrainedModel, modules: Iterable[nn.Module]) -> list[dict
             )
         found[id(namespace)] = namespace
     return list(found.values())
+
+
+def rotation_signature(rotate: Callable[..., Any]) -> inspect.Signature:
+    """What a function that rotates takes.
+
+    Beside the package kernels, older transformers (5.17) make a module of the function, which
+    takes anything; its ``forward`` is the function.
+    """
+    inner = inspect.unwrap(rotate)
+    return inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner)
 
 
 def _code(module: nn.Module) -> Any:

@@ -10,7 +10,6 @@ wrappers hand on the very objects they were given, so the model computes what it
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from hf_kvret_model_patches.rope_config import ROTATION
-from hf_kvret_model_patches.tap_targets import attention_layers, rotations
+from hf_kvret_model_patches.tap_targets import attention_layers, rotation_signature, rotations
 
 _one_at_a_time = threading.Lock()
 _here = threading.local()
@@ -200,7 +199,7 @@ def _stop(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _seen_rotation(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
+    signature = rotation_signature(original)
 
     @functools.wraps(original)
     def rotate(*args: Any, **kwargs: Any) -> Any:
