@@ -14,7 +14,7 @@ from hf_kvret.evaluation.measurement import add_measurement
 from hf_kvret.evaluation.scripts import SCRIPTS, load_measurement
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
+sys.path[:0] = [str(ROOT / "examples" / "benchmarks"), str(Path(__file__).parent)]
 
 _spec = importlib.util.spec_from_file_location(
     "hf_kvret_test_benchmark", ROOT / "tests" / "benchmark" / "conftest.py"
