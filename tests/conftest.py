@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,9 @@ if not torch.cuda.is_available():
 sys.dont_write_bytecode = False
 # Launch numbers that somebody tuned on this machine are not those under test.
 os.environ["HF_KVRET_TUNING"] = tempfile.mkdtemp(prefix="hf_kvret_tuning_")
+# A job in the background ignores Ctrl-C and so would the programs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 PLACES = {
