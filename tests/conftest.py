@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import signal
@@ -92,6 +93,16 @@ def _places(fixture: str) -> tuple[list[Any], list[Any]]:
         param = pytest.param((backend, device), id=name, marks=marks)
         (here if reason is None else elsewhere).append(param)
     return here, elsewhere
+
+
+def pytest_sessionstart() -> None:
+    """Collecting makes objects that stay: going through them for garbage takes seconds."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Tests that let things go expect them to be collected."""
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
