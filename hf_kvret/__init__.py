@@ -7,10 +7,10 @@ Importing registers the methods' names with transformers and touches no device.
 """
 
 import hf_kvret.loading  # noqa: F401  - before the imports that take seconds
-from hf_kvret.block import TokenBlock
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.index import ColdTokens, Index
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
@@ -21,8 +21,7 @@ from hf_kvret.methods.paris import ParisConfig, ParisKVCache
 from hf_kvret.registry import attach, register, registered_methods, restore, unregister
 from hf_kvret.replay import DecodeGraph
 from hf_kvret.stores import Store
-
-__version__ = "0.1.0"
+from hf_kvret.version import __version__ as __version__
 
 __all__ = [
     "A2ATSCache",

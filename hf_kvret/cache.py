@@ -14,12 +14,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_kvret import persistence
-from hf_kvret.compatibility import check_config, head_dim, model_layers, model_shape
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.index import Index
-from hf_kvret.layer import RetrievalLayer
-from hf_kvret.reports import MemoryReport, layer_stats, memory_report
+from hf_kvret.core.index import Index
+from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret.integration.compatibility import check_config, head_dim, model_layers, model_shape
+from hf_kvret.io import persistence
+from hf_kvret.io.reports import MemoryReport, layer_stats, memory_report
 from hf_kvret.stores import Store, StoreChoice
 
 

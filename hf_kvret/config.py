@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from hf_kvret.sizes import byte_count
+from hf_kvret.core.sizes import byte_count
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_kvret.attention import retrieval_attention
-from hf_kvret.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.compatibility import check_model, model_layers, text_key
-from hf_kvret.masks import retrieval_mask
-from hf_kvret.methods.a2ats import A2ATSCache
-from hf_kvret.methods.aqua import AquaKVCache
-from hf_kvret.methods.ctkvr import CTkvrCache
-from hf_kvret.methods.flat import FlatKVCache
-from hf_kvret.methods.h2o import H2OCache
-from hf_kvret.methods.lrqk import LRQKCache
-from hf_kvret.methods.paris import ParisKVCache
-from hf_kvret.prefill import chunk_prompt, forget_chunk
-from hf_kvret.replay import DecodeGraph
-from hf_kvret.requests import (
+from hf_kvret.integration.attention import retrieval_attention
+from hf_kvret.integration.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
+from hf_kvret.integration.compatibility import check_model, model_layers, text_key
+from hf_kvret.integration.masks import retrieval_mask
+from hf_kvret.integration.prompt_chunks import chunk_prompt, forget_chunk
+from hf_kvret.integration.requests import (
     Request,
     check_length,
     current_request,
@@ -36,6 +28,14 @@ from hf_kvret.requests import (
     tell_dense,
     warn_of_top_k,
 )
+from hf_kvret.methods.a2ats import A2ATSCache
+from hf_kvret.methods.aqua import AquaKVCache
+from hf_kvret.methods.ctkvr import CTkvrCache
+from hf_kvret.methods.flat import FlatKVCache
+from hf_kvret.methods.h2o import H2OCache
+from hf_kvret.methods.lrqk import LRQKCache
+from hf_kvret.methods.paris import ParisKVCache
+from hf_kvret.replay import DecodeGraph
 from hf_kvret_model_patches import decode_graph, generation
 
 # The attention name that `generate` switches a model to; a method's own name also makes it the

@@ -13,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_kvret
 from hf_kvret import FlatKVCache, ParisConfig, ParisKVCache, RetrievalCache
-from hf_kvret.layer import HANDLE, RetrievalLayer
+from hf_kvret.core.layer import HANDLE, RetrievalLayer
 from hf_kvret.stores import StoreChoice
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 

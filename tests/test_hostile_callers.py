@@ -14,10 +14,10 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache, attach
-from hf_kvret.attention import retrieval_attention
 from hf_kvret.cli import main
 from hf_kvret.evaluation import measurement
-from hf_kvret.masks import base_mask, retrieval_mask
+from hf_kvret.integration.attention import retrieval_attention
+from hf_kvret.integration.masks import base_mask, retrieval_mask
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}

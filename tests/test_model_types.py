@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 import hf_kvret
-from hf_kvret.compatibility import check_class, check_config, text_key
+from hf_kvret.integration.compatibility import check_class, check_config, text_key
 
 # What a message says, and the types that are refused with it. A type that transformers adds
 # belongs here or below: it is not served before somebody has looked.

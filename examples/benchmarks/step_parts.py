@@ -21,11 +21,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_kvret import layer as layer_module
 from hf_kvret.benchmark.timing import synchronize
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.calls import AttentionCall
-from hf_kvret.layer import RetrievalLayer
+from hf_kvret.core import layer as layer_module
+from hf_kvret.core.call import AttentionCall
+from hf_kvret.core.layer import RetrievalLayer
 
 WEIGHTS, NORMS, WINDOW = "weights", "norms", "window"
 SELECT, STORE, MERGE = "index", "store", "merge"

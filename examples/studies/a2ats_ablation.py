@@ -29,7 +29,6 @@ from follower import Follower
 from study_tables import Found, Plot, Table, bars_of, by_length, curves_of, layers_of, layers_table
 
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.a2ats import A2ATSCalibration
 from hf_kvret.evaluation.arguments import budget, length, length_or_none, whole_number
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import budget_option, count_option
@@ -42,6 +41,7 @@ from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import markdown_table
 from hf_kvret.evaluation.task import Choices
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
+from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
 
 PARTS = ("switches", "errors", "alike", "budget_of")
 FULL_METHOD = "windowed, query-aware"

@@ -9,12 +9,12 @@ import torch
 from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
 
-from hf_kvret.calibration.k_means import k_means
-from hf_kvret.compatibility import model_layers
+from hf_kvret.core.recall import exact_scores
+from hf_kvret.core.relevance import group_relevance
 from hf_kvret.evaluation.subject import Subject
+from hf_kvret.integration.compatibility import model_layers
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig, A2ATSIndex
-from hf_kvret.recall import exact_scores
-from hf_kvret.relevance import group_relevance
+from hf_kvret.methods.a2ats.k_means import k_means
 from hf_kvret_kernels import proxy
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 

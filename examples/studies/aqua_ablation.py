@@ -28,8 +28,6 @@ from calibrated import CalibratedAblation
 from study_tables import Found, of_part
 
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.aqua import AquaCalibration
-from hf_kvret.compatibility import head_dim, retrieval_layers
 from hf_kvret.evaluation.arguments import length, number, whole_number
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
 from hf_kvret.evaluation.common_options import budget_option, count_option, lengths_option
@@ -37,7 +35,9 @@ from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.subject import Subject
+from hf_kvret.integration.compatibility import head_dim, retrieval_layers
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
+from hf_kvret.methods.aqua.calibrator import AquaCalibration
 
 PARTS = ("bits", "parts", "variance", "layers", "memory")
 # The paper's 256 of 1024 numbers of a token's keys.

@@ -17,17 +17,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.calibration.aqua import AquaCalibration
-from hf_kvret.calibration.aqua_coding import default_group
-from hf_kvret.calibration.aqua_gptq import BITS, GROUP
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.sources import Corpus
-from hf_kvret.compatibility import model_layers
+from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
 from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.layer import RetrievalLayer
+from hf_kvret.integration.compatibility import model_layers
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
+from hf_kvret.methods.aqua.calibrator import AquaCalibration
+from hf_kvret.methods.aqua.coding import default_group
+from hf_kvret.methods.aqua.gptq import BITS, GROUP
 from hf_kvret.stores import Store, StoreChoice
 
 PUBLISHED_TOKENS = 131_072

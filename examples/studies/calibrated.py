@@ -15,9 +15,10 @@ from ablation import Ablation, check_needles, needle_tokens, not_here
 from tqdm import tqdm
 
 from hf_kvret.calibration import CalibrationArtifact
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.files import DESCRIPTION
 from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.sources import Corpus, cut, needle_documents, random_uuids, text_file
+from hf_kvret.calibration.sources import cut, needle_documents, random_uuids, text_file
 from hf_kvret.calibration.study import Calibration
 from hf_kvret.evaluation.arguments import file_path, length
 from hf_kvret.evaluation.common_options import text_option

@@ -10,15 +10,15 @@ import torch
 from tqdm import tqdm
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.recall import exact_scores
+from hf_kvret.core.relevance import group_relevance
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.following import LayerRecall, full_choices, layer_recalls, mean_by_layer
 from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.stretches import Pace, Walk, mean_of, mean_stretches, text_source, walk
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.index import ColdTokens
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig, CTkvrIndex
-from hf_kvret.recall import exact_scores
-from hf_kvret.relevance import group_relevance
 
 _MEANS = ("overlap", "mass", "best_mass", "equal")
 

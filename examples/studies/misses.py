@@ -28,8 +28,8 @@ from hf_kvret.evaluation.stretches import Source, greedy_source, sampling_source
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.tables import Columns, table_of
 from hf_kvret.evaluation.task import Choices, Task, lengths_of
+from hf_kvret.io.reports import MemoryReport
 from hf_kvret.registry import registered_methods
-from hf_kvret.reports import MemoryReport
 
 FOLLOW = ("sample", "greedy", "text")
 _OWN = {"top_k": "--top-ks", "slots": "--slots", "store": None}

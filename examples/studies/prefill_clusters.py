@@ -14,14 +14,14 @@ from typing import ClassVar, Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.growing import GrowingRows
-from hf_kvret.index import ColdTokens
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.recall import exact_scores
+from hf_kvret.core.relevance import group_relevance
+from hf_kvret.core.token_buffer import GrowingRows
 from hf_kvret.methods.flat.index import FlatIndex
-from hf_kvret.recall import exact_scores
-from hf_kvret.relevance import group_relevance
 
 _ROUNDS = 10
 

@@ -22,9 +22,9 @@ from hf_kvret.benchmark.filling import (
 from hf_kvret.benchmark.limits import row_bits
 from hf_kvret.benchmark.stepping import make_steps
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.compatibility import head_dim
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.measurement import CheckFailed
+from hf_kvret.integration.compatibility import head_dim
 
 LONGEST_CHECK = 2048
 # The third step of a replayed cache is captured, so that three replays follow it.

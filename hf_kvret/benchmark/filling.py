@@ -14,12 +14,12 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.benchmark.shapes import WeightBytes
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.calls import AttentionCall
+from hf_kvret.core.call import AttentionCall
+from hf_kvret.core.index import Index
+from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.progress import prompt_bar
 from hf_kvret.evaluation.reader import Reader, Usage
-from hf_kvret.index import Index
-from hf_kvret.layer import RetrievalLayer
 from hf_kvret.registry import attach, restore
 
 FILLS = ("auto", "prefill", "random")

@@ -17,8 +17,8 @@ from hf_kvret.benchmark.opponents import PreallocatedLayer
 from hf_kvret.benchmark.shapes import WeightBytes
 from hf_kvret.benchmark.timing import Bandwidth
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.evaluation.reader import Usage
-from hf_kvret.layer import RetrievalLayer
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from hf_kvret.benchmark.index_build_ways import (
     find_faiss,
 )
 from hf_kvret.benchmark.timing import synchronize
+from hf_kvret.core.recall import measure_recall
 from hf_kvret.evaluation import common_options as common
 from hf_kvret.evaluation.arguments import DTYPES, check_device, known_names, whole_number
 from hf_kvret.evaluation.bundled import default_model
@@ -39,7 +40,6 @@ from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import load_subject
-from hf_kvret.recall import measure_recall
 from hf_kvret.registry import registered_methods
 
 _WARMUP_TOKENS = 512

@@ -16,11 +16,11 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_kvret.benchmark.limits import available_host_memory
 from hf_kvret.calibration.sources import needle_documents
-from hf_kvret.compatibility import head_dim, model_layers
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.evaluation.recording import read_layers
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.texts import read_text, token_ids
+from hf_kvret.integration.compatibility import head_dim, model_layers
 
 RECENT = RetrievalConfig().recent
 """Tokens of a prompt behind those that are indexed: a cache keeps them in its window."""

@@ -12,12 +12,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 
 from hf_kvret.benchmark.index_build_keys import RECENT, LayerKeys
-from hf_kvret.block import TokenBlock
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.index import ColdTokens, Index
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.recall import exact_scores
+from hf_kvret.core.relevance import group_relevance
 from hf_kvret.methods.ctkvr import CTkvrConfig
-from hf_kvret.recall import exact_scores
-from hf_kvret.relevance import group_relevance
 from hf_kvret.stores import STORES
 
 NOT_INSTALLED = "not installed: pip install faiss-cpu"

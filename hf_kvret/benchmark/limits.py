@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from hf_kvret import sizes
 from hf_kvret.benchmark.timing import synchronize
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.compatibility import head_dim
+from hf_kvret.core import sizes
 from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.integration.compatibility import head_dim
 
 # An index beside the store takes at most what a copy of the keys with spare room takes.
 _INDEX_SHARE = 0.6

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from hf_kvret.compatibility import head_dim, model_layers
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache, known_caches
+from hf_kvret.integration.compatibility import head_dim, model_layers
 
 DENSE = ("dense", "dense-graph", "static-compile")
 

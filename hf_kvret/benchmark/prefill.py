@@ -23,7 +23,7 @@ from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.measurement import Row
 from hf_kvret.evaluation.options import option, with_default
 from hf_kvret.evaluation.results import Cell, Results
-from hf_kvret.prefill import fit_chunk, prompt_chunk
+from hf_kvret.integration.prompt_chunks import fit_chunk, prompt_chunk
 
 Chunk = int | Literal["own"] | None
 

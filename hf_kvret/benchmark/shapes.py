@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.calibration.hub_access import needs_cache
-from hf_kvret.compatibility import check_config
+from hf_kvret.integration.compatibility import check_config
 
 _SIZES = (
     "hidden_size",

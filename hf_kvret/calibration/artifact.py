@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-import hf_kvret
 from hf_kvret.calibration.card import model_card
 from hf_kvret.calibration.fields import check_method, plain_json, plain_quality, tensor_dict
 from hf_kvret.calibration.files import (
@@ -25,6 +24,7 @@ from hf_kvret.calibration.files import (
 from hf_kvret.calibration.hub import find_folder, upload_folder
 from hf_kvret.calibration.identity import ModelIdentity
 from hf_kvret.calibration.weights import WeightsReport, compare_weights
+from hf_kvret.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -261,7 +261,7 @@ class CalibrationArtifact:
         """Write the files; ``source`` is what the code in the card loads from."""
         description = {
             "method": self.method,
-            "made_with": f"hf-kvret {hf_kvret.__version__}",
+            "made_with": f"hf-kvret {__version__}",
             "model": self.model.as_json(),
             "data": self.data,
             "options": self.options,

@@ -11,13 +11,13 @@ import torch
 
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.calibration.command_options import METHODS, CalibrateOptions
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.files import check_no_foreign_artifact
 from hf_kvret.calibration.hub import check_repository, is_hub_id
 from hf_kvret.calibration.hub_access import why_unreachable
 from hf_kvret.calibration.inspection import describe, plot_quality, quality_table
 from hf_kvret.calibration.runner import calibrate
 from hf_kvret.calibration.sources import (
-    Corpus,
     cut,
     dataset_loader,
     hub_text,

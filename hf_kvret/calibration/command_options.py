@@ -8,18 +8,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from hf_kvret.calibration.a2ats import CODEWORD_DTYPES, A2ATSCalibration
-from hf_kvret.calibration.a2ats import SPACES as A2ATS_SPACES
-from hf_kvret.calibration.aqua import (
-    BITS,
-    GROUPS,
-    KEY_INPUTS,
-    SPACES,
-    VALUE_INPUTS,
-    AquaCalibration,
-)
-from hf_kvret.calibration.aqua_coding import BACKBONES
-from hf_kvret.calibration.aqua_predictors import PREDICTORS
 from hf_kvret.calibration.study import Calibration
 from hf_kvret.evaluation.arguments import (
     file_path,
@@ -36,6 +24,18 @@ from hf_kvret.evaluation.common_options import (
     seed_option,
 )
 from hf_kvret.evaluation.options import option
+from hf_kvret.methods.a2ats.calibrator import CODEWORD_DTYPES, A2ATSCalibration
+from hf_kvret.methods.a2ats.calibrator import SPACES as A2ATS_SPACES
+from hf_kvret.methods.aqua.calibrator import (
+    BITS,
+    GROUPS,
+    KEY_INPUTS,
+    SPACES,
+    VALUE_INPUTS,
+    AquaCalibration,
+)
+from hf_kvret.methods.aqua.coding import BACKBONES
+from hf_kvret.methods.aqua.predictors import PREDICTORS
 
 _AQUA = AquaCalibration()
 

@@ -28,8 +28,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-import hf_kvret
 from hf_kvret.calibration.files import DESCRIPTION, FILES, check_description
+from hf_kvret.version import __version__
 
 # The base of what the hub's client raises where there is no answer; its package has other names in
 # other versions.
@@ -93,7 +93,7 @@ def find_folder(
             local_files_only=local_files_only,
             allow_patterns=list(FILES),
             library_name="hf-kvret",
-            library_version=hf_kvret.__version__,
+            library_version=__version__,
         )
     except GatedRepoError as error:
         raise PermissionError(
@@ -145,7 +145,7 @@ def check_repository(
         PermissionError: the token is not valid.
         ValueError: as ``check_description``.
     """
-    api = HfApi(token=token, library_name="hf-kvret", library_version=hf_kvret.__version__)
+    api = HfApi(token=token, library_name="hf-kvret", library_version=__version__)
     # Into a folder of its own: a copy in the cache may be older than what would be replaced.
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -201,7 +201,7 @@ def upload_folder(
             f"create_pr=True with revision={revision!r}: the hub opens pull requests against main "
             "only; leave one of the two out"
         )
-    api = HfApi(token=token, library_name="hf-kvret", library_version=hf_kvret.__version__)
+    api = HfApi(token=token, library_name="hf-kvret", library_version=__version__)
     operations = [CommitOperationAdd(name, str(folder / name)) for name in FILES]
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_kvret.calibration.weights import WeightSample, sample_weights
-from hf_kvret.compatibility import head_dim
+from hf_kvret.integration.compatibility import head_dim
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

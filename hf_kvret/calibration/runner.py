@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from hf_kvret.calibration.artifact import CalibrationArtifact
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.files import check_no_foreign_artifact
 from hf_kvret.calibration.forecast import Forecast
 from hf_kvret.calibration.identity import ModelIdentity
 from hf_kvret.calibration.parts import Parts, alone_in
-from hf_kvret.calibration.sources import Corpus
 from hf_kvret.calibration.study import Calibration, Carried, LayerFindings, LayerStudy
-from hf_kvret.compatibility import check_model, model_layers
+from hf_kvret.integration.compatibility import check_model, model_layers
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.rope_check import check_rope, input_device
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention

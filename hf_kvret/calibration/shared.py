@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.calibration.files import DESCRIPTION
-from hf_kvret.compatibility import retrieval_layers
+from hf_kvret.integration.compatibility import retrieval_layers
 from hf_kvret_model_patches.rope import Rope
 
 Made = TypeVar("Made")

@@ -19,7 +19,7 @@ _PIECE = 128
 
 @dataclass(frozen=True)
 class LayerRecall:
-    """Recall of one layer over some selections; see ``hf_kvret.recall.Recall`` for the numbers."""
+    """Recall of one layer over some selections; numbers as in ``core.recall.Recall``."""
 
     layer: int
     overlap: float

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.progress import prompt_bar
-from hf_kvret.layer import RetrievalLayer
 
 
 @dataclass(frozen=True)

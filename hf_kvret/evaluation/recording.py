@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
+from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.reader import Reader
-from hf_kvret.layer import RetrievalLayer
 from hf_kvret.methods.flat.index import FlatIndex
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_kvret.window import Place, Window
+from hf_kvret.core.window import Place, Window
 
 # What generate passes for a decode step that differs from step to step.
 _PER_STEP = ("input_ids", "position_ids", "cache_position")

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.layer import RetrievalLayer
+from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret.core.window import Window
 from hf_kvret.replay.frame import Frame
 from hf_kvret.replay.layer_step import LayerStep
 from hf_kvret.replay.recorders import RECORDERS, Recorder
 from hf_kvret.replay.replayable import untested
 from hf_kvret.replay.sliding_step import SlidingStep
-from hf_kvret.window import Window
 
 _log = logging.getLogger("hf_kvret.replay")
 _told: set[str] = set()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from operator import add
 
-from hf_kvret.layer import RetrievalLayer
-from hf_kvret.regions import Regions
-from hf_kvret.window import Place
+from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret.core.regions import Regions
+from hf_kvret.core.window import Place
 
 
 class LayerStep:

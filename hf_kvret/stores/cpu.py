@@ -8,8 +8,8 @@ from typing import Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
-from hf_kvret.stores.base import Store, StoreBytes
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.store import Store, StoreBytes
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret_kernels.host_attention import host_attention, host_rank, host_scores

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from hf_kvret.pieces import finish_reading
+from hf_kvret.core.pieces import finish_reading
 from hf_kvret.stores.under_way import copies_from
 
 _MEMORY_PAGE = 4096

@@ -12,9 +12,9 @@ from typing import Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
-from hf_kvret.pieces import BUS_PROGRAMS, read_ahead, reading_stream
-from hf_kvret.stores.base import Store, StoreBytes
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.pieces import BUS_PROGRAMS, read_ahead, reading_stream
+from hf_kvret.core.store import Store, StoreBytes
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores

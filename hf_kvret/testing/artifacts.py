@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_kvret.calibration.a2ats import A2ATSCalibration
-from hf_kvret.calibration.aqua import AquaCalibration
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.sources import Corpus
 from hf_kvret.calibration.study import Calibration
+from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
+from hf_kvret.methods.aqua.calibrator import AquaCalibration
 
 _SEQUENCES, _LENGTH = 3, 200
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret.index import ColdTokens
-from hf_kvret.regions import Regions
+from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.regions import Regions
 from hf_kvret.stores import Store
 
 

@@ -25,10 +25,10 @@ from hf_kvret.benchmark.filling import (
 )
 from hf_kvret.benchmark.opponents import PreallocatedCache, choose_bench_caches
 from hf_kvret.benchmark.shapes import load_shape, random_model
+from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.measurement import CheckFailed
 from hf_kvret.evaluation.results import Results
-from hf_kvret.layer import RetrievalLayer
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.stores import QuantizedStore
 from hf_kvret.testing import held_tokens

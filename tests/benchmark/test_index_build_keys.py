@@ -16,9 +16,9 @@ from hf_kvret.benchmark.index_build_keys import (
     model_source,
     random_layer,
 )
+from hf_kvret.core.recall import exact_scores
 from hf_kvret.evaluation.subject import Subject, load_subject
 from hf_kvret.evaluation.texts import token_ids
-from hf_kvret.recall import exact_scores
 
 SHAPE = LayerShape(heads=2, group=3, dim=32)
 CPU = torch.device("cpu")

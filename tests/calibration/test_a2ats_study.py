@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hf_kvret.calibration import CalibrationArtifact, ModelIdentity
-from hf_kvret.calibration.a2ats import A2ATSCalibration
 from hf_kvret.calibration.study import LayerFindings
-from hf_kvret.calibration.vector_quantization import at_distance, query_metric
+from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
 from hf_kvret.methods.a2ats.learned import learned_layer, load
+from hf_kvret.methods.a2ats.vector_quantization import at_distance, query_metric
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 

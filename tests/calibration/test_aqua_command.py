@@ -12,15 +12,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.aqua import AquaCalibration
-from hf_kvret.calibration.aqua_study import AquaStudy
 from hf_kvret.calibration.command_options import AquaOptions
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.sources import Corpus
 from hf_kvret.calibration.study import Carried, LayerFindings, Progress
 from hf_kvret.cli import main
 from hf_kvret.evaluation.bundled import REFERENCE_MODEL
 from hf_kvret.evaluation.options import add_options, read_options
+from hf_kvret.methods.aqua.calibrator import AquaCalibration
+from hf_kvret.methods.aqua.study import AquaStudy
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.tiny import spread_weights
 

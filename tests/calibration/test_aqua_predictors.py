@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_kvret.calibration.aqua_gptq import GROUP, pack_matrix, unpack_matrix
-from hf_kvret.calibration.aqua_mlp import fit_mlp
-from hf_kvret.calibration.aqua_predictors import (
+from hf_kvret.methods.aqua.gptq import GROUP, pack_matrix, unpack_matrix
+from hf_kvret.methods.aqua.mlp import fit_mlp
+from hf_kvret.methods.aqua.predictors import (
     BLOCK,
     Rows,
     fit_linear,
@@ -69,7 +69,7 @@ def test_blocks_add_up_to_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     given = rows()
     assert len(given) < BLOCK
     one = fit_linear(given, ridge=1e-3, bits=16)
-    monkeypatch.setattr("hf_kvret.calibration.aqua_predictors.BLOCK", 37)
+    monkeypatch.setattr("hf_kvret.methods.aqua.predictors.BLOCK", 37)
     many = fit_linear(given, ridge=1e-3, bits=16)
     assert torch.equal(one["weight"], many["weight"])
     assert torch.allclose(one["bias"], many["bias"], rtol=1e-6, atol=1e-6)

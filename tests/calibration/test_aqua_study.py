@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.calibration.aqua import AquaCalibration
-from hf_kvret.calibration.aqua_mlp import BATCH
-from hf_kvret.calibration.aqua_predictors import Rows, predict, unpacked
 from hf_kvret.calibration.study import Carried, LayerFindings
+from hf_kvret.methods.aqua.calibrator import AquaCalibration
+from hf_kvret.methods.aqua.mlp import BATCH
+from hf_kvret.methods.aqua.predictors import Rows, predict, unpacked
 from hf_kvret_kernels import higgs
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration import command as calibrate_command
-from hf_kvret.calibration.a2ats import CodebookStudy
 from hf_kvret.calibration.command import make_corpus
 from hf_kvret.calibration.command_options import A2ATSOptions
 from hf_kvret.calibration.study import LayerFindings, Progress
@@ -22,6 +21,7 @@ from hf_kvret.cli import main
 from hf_kvret.evaluation.bundled import REFERENCE_MODEL
 from hf_kvret.evaluation.options import add_options, read_options
 from hf_kvret.evaluation.subject import load_subject
+from hf_kvret.methods.a2ats.calibrator import CodebookStudy
 from hf_kvret.testing.tiny import spread_weights
 
 PAGE = Path(__file__).parents[2] / "docs" / "calibration.md"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.calibration.a2ats import A2ATSCalibration
-from hf_kvret.calibration.aqua import AquaCalibration
 from hf_kvret.calibration.option_kinds import check_kinds
+from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
+from hf_kvret.methods.aqua.calibrator import AquaCalibration
 
 
 @pytest.mark.parametrize(

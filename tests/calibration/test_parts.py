@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.sources import Corpus
 from hf_kvret.calibration.study import (
     Calibration,
     Carried,

@@ -13,9 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.a2ats import A2ATSCalibration
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.sources import Corpus
 from hf_kvret.calibration.study import (
     Calibration,
     Carried,
@@ -23,6 +22,7 @@ from hf_kvret.calibration.study import (
     LayerStudy,
     Progress,
 )
+from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
 from hf_kvret.registry import attach, restore
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.models import REFUSED

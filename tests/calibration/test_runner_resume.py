@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_kvret.calibration.a2ats import A2ATSCalibration, CodebookStudy
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.sources import Corpus
 from hf_kvret.calibration.study import LayerFindings, Progress
+from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration, CodebookStudy
 from hf_kvret.testing import MODELS
 from hf_kvret_model_patches.rope import Rope
 

@@ -12,14 +12,8 @@ import torch
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from hf_kvret.calibration.sources import (
-    Corpus,
-    cut,
-    hub_text,
-    needle_documents,
-    random_uuids,
-    text_file,
-)
+from hf_kvret.calibration.corpus import Corpus
+from hf_kvret.calibration.sources import cut, hub_text, needle_documents, random_uuids, text_file
 from hf_kvret.evaluation.bundled import REFERENCE_MODEL
 from hf_kvret.evaluation.needles import NeedleLanguage
 

@@ -16,13 +16,13 @@ from huggingface_hub import constants
 from transformers import PreTrainedModel
 
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.a2ats import A2ATSCalibration, CodebookStudy
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.hub import check_repository
 from hf_kvret.calibration.parts import alone_in
 from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.sources import Corpus
 from hf_kvret.calibration.study import LayerFindings
 from hf_kvret.cli import main
+from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration, CodebookStudy
 
 SMALL = A2ATSCalibration(codewords=8, window=32, rounds=3)
 TEXTS = Corpus(list(torch.arange(1, 101).view(2, 50)), 0, {"text": "numbers"})

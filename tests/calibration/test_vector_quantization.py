@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from hf_kvret.calibration.k_means import k_means
-from hf_kvret.calibration.vector_quantization import (
+from hf_kvret.methods.a2ats.k_means import k_means
+from hf_kvret.methods.a2ats.vector_quantization import (
     fold_query,
     from_metric,
     query_metric,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_kvret.calibration import k_means as module
-from hf_kvret.calibration.k_means import k_means
+from hf_kvret.methods.a2ats.k_means import k_means
 
 
 def generator(seed: int) -> torch.Generator:

@@ -13,11 +13,11 @@ import torch
 
 from hf_kvret import TokenBlock
 from hf_kvret.calibration import CalibrationArtifact, ModelIdentity
-from hf_kvret.calibration.k_means import k_means
-from hf_kvret.calibration.vector_quantization import query_metric
+from hf_kvret.core.recall import measure_recall
 from hf_kvret.methods.a2ats import A2ATSConfig, A2ATSIndex
 from hf_kvret.methods.a2ats import learned as learned_module
-from hf_kvret.recall import measure_recall
+from hf_kvret.methods.a2ats.k_means import k_means
+from hf_kvret.methods.a2ats.vector_quantization import query_metric
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 

@@ -16,10 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.a2ats import A2ATSCalibration
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.sources import Corpus
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig, A2ATSIndex
+from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.block import TokenBlock
+from hf_kvret.core.block import TokenBlock
 from hf_kvret.methods.aqua import AquaConfig, AquaIndex, AquaKVCache, AquaStore
 from hf_kvret.methods.aqua.decoded import BytePages
 from hf_kvret.methods.aqua.kivi import KiviStore

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.aqua import AquaCalibration
-from hf_kvret.calibration.aqua_predictors import predict, unpacked
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.sources import Corpus
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
+from hf_kvret.methods.aqua.calibrator import AquaCalibration
 from hf_kvret.methods.aqua.learned import load
 from hf_kvret.methods.aqua.plan import layer_plan
+from hf_kvret.methods.aqua.predictors import predict, unpacked
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, failures, run_conformance
 from hf_kvret.testing.scenario import prompt, ragged
 from hf_kvret_kernels.higgs import HiggsCodec, MinMaxCodec
@@ -304,7 +304,7 @@ def test_without_positions_nothing_is_taken_in_and_the_way_out_is_told(
 ) -> None:
     model = _built("llama")
     cache = _cache(model, artifact_of("llama"))
-    monkeypatch.setattr("hf_kvret.attention._positions", lambda ids, query: None)
+    monkeypatch.setattr("hf_kvret.integration.attention._positions", lambda ids, query: None)
     with pytest.raises(ValueError, match=r"pass position_ids to the model, use predictor='none'"):
         _read(model, cache, prompt(1, 60))
     assert cache.get_seq_length() == 0

@@ -11,15 +11,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_kvret
-from hf_kvret.block import TokenBlock
-from hf_kvret.calibration.aqua import AquaCalibration
-from hf_kvret.calibration.aqua_predictors import predict, unpacked
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.sources import Corpus
+from hf_kvret.core.block import TokenBlock
 from hf_kvret.methods.aqua import AquaKVCache, AquaStore
+from hf_kvret.methods.aqua.calibrator import AquaCalibration
 from hf_kvret.methods.aqua.coder import Rows
 from hf_kvret.methods.aqua.learned import load
 from hf_kvret.methods.aqua.plan import LayerPlan, layer_plan
+from hf_kvret.methods.aqua.predictors import predict, unpacked
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory, PageMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODES

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_kvret
-from hf_kvret.calibration.aqua import AquaCalibration
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.sources import Corpus
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
+from hf_kvret.methods.aqua.calibrator import AquaCalibration
 from hf_kvret.methods.aqua.coder import Rows
 from hf_kvret.methods.aqua.index import UNKNOWN
 from hf_kvret.testing import COVERING_OPTIONS

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.index import ColdTokens
+from hf_kvret.core.index import ColdTokens
 from hf_kvret.methods.ctkvr import keeper as keeper_module
 from hf_kvret.methods.ctkvr import lists as lists_module
 from hf_kvret.methods.ctkvr.config import CTkvrConfig

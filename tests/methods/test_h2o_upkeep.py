@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_kvret.core.regions import Regions
 from hf_kvret.methods.h2o import H2OConfig, H2OIndex
-from hf_kvret.regions import Regions
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 

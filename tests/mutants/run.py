@@ -24,7 +24,7 @@ PACKAGES = ("kernels/", "model_patches/", "")
 
 
 def module_of(file: str) -> str:
-    """``hf_kvret.window`` for ``hf_kvret/window.py``."""
+    """``hf_kvret.core.window`` for ``hf_kvret/core/window.py``."""
     for home in PACKAGES:
         if file.startswith(home):
             return file.removeprefix(home).removesuffix(".py").replace("/", ".")

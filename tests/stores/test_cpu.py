@@ -16,9 +16,9 @@ from hf_kvret import (
     RetrievalCache,
     TokenBlock,
 )
+from hf_kvret.core.store import scores_of_gathered
 from hf_kvret.registry import attach
 from hf_kvret.stores import CpuStore, PagedStore
-from hf_kvret.stores.base import scores_of_gathered
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt

@@ -8,8 +8,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.calibration.shared import artifact_place, check_rotations
-from hf_kvret.compatibility import retrieval_layers
 from hf_kvret.config import RetrievalConfig
+from hf_kvret.integration.compatibility import retrieval_layers
 from hf_kvret.methods.a2ats.config import A2ATSConfig
 from hf_kvret.methods.a2ats.index import A2ATSIndex
 from hf_kvret.methods.a2ats.learned import check_learned, load, space_of

@@ -6,10 +6,10 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.growing import GrowingRows
-from hf_kvret.index import Index
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import Index
+from hf_kvret.core.token_buffer import GrowingRows
 from hf_kvret.methods.a2ats.config import A2ATSConfig
 from hf_kvret.methods.a2ats.learned import LearnedLayer, learned_layer, load
 from hf_kvret_kernels import centroid, codebook, proxy

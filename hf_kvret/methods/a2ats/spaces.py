@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from transformers import PreTrainedConfig
 
-from hf_kvret.calibration.vector_quantization import at_distance
+from hf_kvret.methods.a2ats.vector_quantization import at_distance
 from hf_kvret_model_patches.rope import Rope
 
 

@@ -11,10 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.aqua_coding import check_group, default_group
 from hf_kvret.calibration.shared import artifact_place, check_rotations, made_once
-from hf_kvret.compatibility import head_dim, retrieval_layers
 from hf_kvret.config import RetrievalConfig
+from hf_kvret.integration.compatibility import head_dim, retrieval_layers
+from hf_kvret.methods.aqua.coding import check_group, default_group
 from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
 from hf_kvret.methods.aqua.index import AquaIndex
 from hf_kvret.methods.aqua.kivi import KiviStore

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from hf_kvret.block import TokenBlock
-from hf_kvret.stores.base import Store
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.store import Store
 from hf_kvret.stores.memory import DeviceMemory, PageMemory
 from hf_kvret.stores.paged import PagedStore
 

@@ -6,8 +6,8 @@ from typing import NoReturn, Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
-from hf_kvret.index import Index
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import Index
 from hf_kvret.methods.aqua.learned import LearnedLayer, learned_layer
 from hf_kvret.methods.aqua.plan import LayerPlan
 

@@ -7,10 +7,10 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.store import StoreBytes
 from hf_kvret.methods.aqua.config import AquaConfig
 from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, joined, spans, split
-from hf_kvret.stores.base import StoreBytes
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.higgs import MinMaxCodec
 

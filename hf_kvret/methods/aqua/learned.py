@@ -12,9 +12,6 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.aqua import BITS, KEY_INPUTS, SPACES, VALUE_INPUTS
-from hf_kvret.calibration.aqua_coding import BACKBONES
-from hf_kvret.calibration.aqua_predictors import unpacked
 from hf_kvret.calibration.shared import (
     check_tensor,
     check_told,
@@ -22,6 +19,9 @@ from hf_kvret.calibration.shared import (
     made_once,
     shared_artifact,
 )
+from hf_kvret.methods.aqua.calibrator import BITS, KEY_INPUTS, SPACES, VALUE_INPUTS
+from hf_kvret.methods.aqua.coding import BACKBONES
+from hf_kvret.methods.aqua.predictors import unpacked
 from hf_kvret_model_patches.rope import Rope
 
 METHOD = "aqua"
@@ -35,7 +35,7 @@ class Predictor:
     offsets far beyond their spread.
 
     Attributes:
-        tensors: by the names that ``hf_kvret.calibration.aqua`` gives, all on one device: biases
+        tensors: by the names of ``methods.aqua.calibrator``, all on one device: biases
             fp32, matrices in ``dtype``, or as 4-bit codes, which are unpacked at each use.
         dtype: of the inputs.
     """

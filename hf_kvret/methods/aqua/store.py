@@ -7,14 +7,14 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
-from hf_kvret.growing import GrowingRows
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.store import StoreBytes
+from hf_kvret.core.token_buffer import GrowingRows
 from hf_kvret.methods.aqua.coder import RowCoder, Rows
 from hf_kvret.methods.aqua.config import NOT_CODED
 from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, joined, spans
 from hf_kvret.methods.aqua.index import UNKNOWN
 from hf_kvret.methods.aqua.plan import LayerPlan
-from hf_kvret.stores.base import StoreBytes
 from hf_kvret.stores.memory import PageMemory
 
 

@@ -6,12 +6,12 @@ from typing import Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
-from hf_kvret.growing import GrowingRows
-from hf_kvret.index import ColdTokens
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.store import best_of
+from hf_kvret.core.token_buffer import GrowingRows
 from hf_kvret.methods.ctkvr.recalled import Recalled
 from hf_kvret.methods.ctkvr.rerank import Rerank
-from hf_kvret.stores.base import best_of
 from hf_kvret_kernels import paris
 
 _PLANES = ("sign", "magnitude", "weight")

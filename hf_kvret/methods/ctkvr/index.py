@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
-from hf_kvret.index import ColdTokens, Index
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.methods.ctkvr.codes import KeyCodes
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.keeper import ListKeeper

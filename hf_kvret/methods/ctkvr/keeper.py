@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.index import ColdTokens
+from hf_kvret.core.index import ColdTokens
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.queue import CentroidQueue, joined
 from hf_kvret_kernels import centroid

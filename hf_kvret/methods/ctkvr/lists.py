@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from hf_kvret.growing import GrowingRows
+from hf_kvret.core.token_buffer import GrowingRows
 from hf_kvret_kernels import centroid
 
 _NARROW = (1 << 16) - 1

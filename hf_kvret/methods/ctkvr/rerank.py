@@ -7,10 +7,10 @@ from typing import ClassVar, Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
-from hf_kvret.index import ColdTokens
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.store import best_of, scores_of_gathered
 from hf_kvret.methods.ctkvr.recalled import Recalled
-from hf_kvret.stores.base import best_of, scores_of_gathered
 
 
 class Rerank(ABC):

@@ -6,11 +6,11 @@ from typing import Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
-from hf_kvret.growing import GrowingRows
-from hf_kvret.index import Index
-from hf_kvret.recall import exact_scores
-from hf_kvret.relevance import group_relevance
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import Index
+from hf_kvret.core.recall import exact_scores
+from hf_kvret.core.relevance import group_relevance
+from hf_kvret.core.token_buffer import GrowingRows
 
 
 class FlatIndex(Index):

@@ -7,9 +7,9 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
-from hf_kvret.growing import GrowingRows
-from hf_kvret.index import ColdTokens, Index
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.token_buffer import GrowingRows
 from hf_kvret.methods.h2o.config import H2OConfig
 from hf_kvret.methods.h2o.received import Asked, Piece, received, received_by_few
 from hf_kvret.methods.h2o.trail import Scores, Trail

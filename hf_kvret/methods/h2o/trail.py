@@ -6,7 +6,7 @@ from typing import Self
 
 import torch
 
-from hf_kvret.growing import GrowingRows
+from hf_kvret.core.token_buffer import GrowingRows
 
 # Rows dropped at the front that may wait before the others are moved.
 _SLACK = 256

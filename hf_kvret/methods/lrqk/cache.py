@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.index import Index
+from hf_kvret.core.index import Index
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.index import LRQKIndex
 from hf_kvret.methods.lrqk.paper import PaperLRQKIndex

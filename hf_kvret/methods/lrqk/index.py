@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
-from hf_kvret.index import ColdTokens, Index
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import Factors, closed_form
 from hf_kvret.methods.lrqk.grams import PIECE, KeyGrams, QueryGrams

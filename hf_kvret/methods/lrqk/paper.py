@@ -7,8 +7,8 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
-from hf_kvret.index import ColdTokens, Index
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.decoding import Bases, Seen
 from hf_kvret.methods.lrqk.factors import alternating

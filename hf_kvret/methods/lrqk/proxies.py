@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from hf_kvret.growing import GrowingRows
+from hf_kvret.core.token_buffer import GrowingRows
 
 DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 _MOST = 127.0

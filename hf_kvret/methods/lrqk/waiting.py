@@ -6,7 +6,7 @@ from typing import Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
+from hf_kvret.core.block import TokenBlock
 from hf_kvret.methods.lrqk.decoding import Bases, Seen
 
 

@@ -8,9 +8,9 @@ from typing import Self
 
 import torch
 
-from hf_kvret.block import TokenBlock
-from hf_kvret.growing import GrowingRows
-from hf_kvret.index import Index
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import Index
+from hf_kvret.core.token_buffer import GrowingRows
 from hf_kvret.methods.paris.basis import Basis
 from hf_kvret.methods.paris.config import ParisConfig
 from hf_kvret_kernels import paris

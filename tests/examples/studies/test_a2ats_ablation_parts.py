@@ -13,12 +13,12 @@ from a2ats_ablation import FULL_METHOD, MEASUREMENT, SWITCHES
 from a2ats_parts import ExactKeysCache, likeness, similarity
 
 from hf_kvret import A2ATSCache
-from hf_kvret.calibration.k_means import k_means
+from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
-from hf_kvret.calibration.sources import Corpus
 from hf_kvret.evaluation.caches import choose_cache
 from hf_kvret.evaluation.subject import Subject, load_subject
 from hf_kvret.evaluation.texts import read_text, token_ids
+from hf_kvret.methods.a2ats.k_means import k_means
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
 

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_kvret
 from hf_kvret import CTkvrCache, FlatKVCache
-from hf_kvret.block import TokenBlock
-from hf_kvret.index import ColdTokens
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import ColdTokens
 from hf_kvret.stores import StoreChoice
 
 HEADS, GROUP, DIM = 2, 2, 16

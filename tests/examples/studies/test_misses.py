@@ -18,7 +18,7 @@ from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.stretches import sampling_source
 from hf_kvret.evaluation.subject import load_subject
-from hf_kvret.reports import MemoryReport
+from hf_kvret.io.reports import MemoryReport
 from hf_kvret.stores import PagedStore, ResidentStore
 
 REGIONS: dict[str, Any] = {"dense_below": 0, "recent": 16, "flush": 16}

@@ -1,0 +1,1 @@
+"""What a retrieval layer is made of: window, index, store, and what they share."""

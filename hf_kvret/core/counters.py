@@ -1,0 +1,45 @@
+"""What a layer counts, for ``cache.stats()``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.recall import Recall
+
+
+@dataclass
+class LayerCounters:
+    """Counts since the layer was made. ``selected`` lives on the device until it is read."""
+
+    steps: int = 0
+    queries: int = 0
+    candidates: int = 0
+    cold_rows: int = 0
+    exact_rows: int = 0
+    selected: torch.Tensor | None = None
+    recalls: list[Recall] = field(default_factory=list)
+
+    def count(self, cold: ColdTokens, heads: int, queries: int) -> torch.Tensor:
+        """Count a step of ``queries`` queries, for ``heads`` heads of all rows of the batch.
+
+        Returns ``selected``, for the caller to add to, in place: also in a captured step.
+        """
+        self.steps += 1
+        self.queries += queries
+        self.cold_rows += len(cold) * heads * queries
+        if self.selected is None:
+            # Written to in and out of inference mode.
+            with torch.inference_mode(False):
+                self.selected = torch.zeros((), dtype=torch.long, device=cold.valid.device)
+        return self.selected
+
+    def numbers(self) -> tuple[int, ...]:
+        """The counts on the host."""
+        return self.steps, self.queries, self.candidates, self.cold_rows
+
+    def set(self, numbers: tuple[int, ...]) -> None:
+        """Make the counts on the host those that ``numbers()`` gave."""
+        self.steps, self.queries, self.candidates, self.cold_rows = numbers

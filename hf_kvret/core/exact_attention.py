@@ -1,0 +1,64 @@
+"""Exact attention over all tokens of a layer, the cold ones piece by piece."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret.core.call import AttentionCall
+from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.merge import Partial, merge
+from hf_kvret.core.pieces import piece_len
+from hf_kvret.core.regions import Regions
+
+
+def attend_cold(query: torch.Tensor, cold: ColdTokens, call: AttentionCall, length: int) -> Partial:
+    """Attention of ``query [B, Hq, Q, Dk]`` over all ``cold`` tokens, ``length`` at a time."""
+    merged = None
+    for start, keys, values in cold.store.chunks(length):
+        valid = cold.valid[:, start : start + keys.shape[2]]
+        part = call.partial(query, keys, values, valid, causal_offset=None)
+        # Not held while the next piece is made.
+        del keys, values
+        merged = part if merged is None else merge([merged, part])
+    assert merged is not None, "a cold region holds tokens"
+    return merged
+
+
+def attend_exactly(
+    regions: Regions,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    past: int,
+    call: AttentionCall,
+) -> torch.Tensor:
+    """Attention of new tokens to all before slot ``past`` and, causally, to each other.
+
+    ``query [B, Hq, Q, Dk]``, ``key`` and ``value [B, Hkv, Q, D]`` are those of the new tokens.
+    Returns ``[B, Hq, Q, Dv]`` fp32.
+    """
+    valid, window, store = call.valid, regions.window, regions.store
+    # Sinks are in the window, and exact there whatever the store does to its rows.
+    cold_valid = None if store is None else regions.retrievable(valid)
+    # Asked for first: where reading takes time, it begins here.
+    length = piece_len(query.shape[2], key, value)
+    pieces = () if store is None else store.chunks(length, past)
+    new_valid = None if valid is None else valid[:, past:]
+    merged = call.partial(query, key, value, new_valid, causal_offset=0)
+    near = window.tokens()
+    near_valid = window.validity(valid, past)
+    merged = merge([merged, call.partial(query, *near, near_valid, causal_offset=None)])
+    for start, keys, values in pieces:
+        # Some stores give what the new tokens have become, too.
+        count = min(keys.shape[2], past - start)
+        if count > 0:
+            old_valid = None if cold_valid is None else cold_valid[:, start : start + count]
+            old = keys[:, :, :count], values[:, :, :count]
+            part = call.partial(query, *old, old_valid, causal_offset=None)
+            # Not held while the next piece is made.
+            del keys, values, old
+            merged = merge([merged, part])
+            del part
+    if call.sink_logits is None:
+        return merged.out
+    return merge([merged], call.sink_logits).out

@@ -1,0 +1,390 @@
+"""RetrievalLayer: one layer of a RetrievalCache, between transformers and the regions."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.core.cached_rows import CachedRows, RowSource, prefix_of
+from hf_kvret.core.call import AttentionCall, View
+from hf_kvret.core.counters import LayerCounters
+from hf_kvret.core.exact_attention import attend_cold, attend_exactly
+from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.merge import Partial, merge
+from hf_kvret.core.pieces import piece_len
+from hf_kvret.core.recall import Recall, measure_recall
+from hf_kvret.core.regions import MakeStore, Regions
+from hf_kvret.core.store import Store
+from hf_kvret_kernels.relevance import count_ids
+
+HANDLE = "hf_kvret_layer"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class RetrievalLayer(CacheLayerMixin):
+    """Cache of one attention layer: window x index x store.
+
+    ``update`` only notes the new tokens and returns them with a handle to this layer; the
+    registered attention function finds the handle and calls ``attend``, which takes them in.
+
+    Attributes:
+        below: the retrieval layer before this one in the model; set by the cache.
+        above: the retrieval layer after this one; set by the cache.
+        edits: goes up with everything that is done to the layer, but for a replayed step.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(
+        self, config: RetrievalConfig, make_index: Callable[[], Index], make_store: MakeStore
+    ) -> None:
+        self.regions: Regions | None = None
+        super().__init__()
+        self.config = config
+        self.counters = LayerCounters()
+        self.waiting = False
+        self.below: RetrievalLayer | None = None
+        self.above: RetrievalLayer | None = None
+        self.edits = 0
+        self._given: tuple[int, torch.Size, torch.Size] | None = None
+        self._view: View | None = None
+        self._make_index = make_index
+        self._make_store = make_store
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make the regions for tokens shaped like these, ``[B, Hkv, *, D]``."""
+        self.regions = Regions(
+            self.config, self._make_index(), self._new_store, key_states, value_states
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Note new tokens ``[B, Hkv, n, D]``; returns them, the keys with a handle to this layer.
+
+        Raises:
+            RuntimeError: gradients are on.
+            ValueError: another batch size, head count, head dim, dtype or device than before.
+        """
+        if key_states.requires_grad or value_states.requires_grad:
+            raise RuntimeError(
+                "a retrieval cache has no gradients: run the model under torch.no_grad() or "
+                "torch.inference_mode(), or train with use_cache=False"
+            )
+        if key_states.dtype not in _DTYPES:
+            raise ValueError(
+                f"keys are {key_states.dtype}: a retrieval cache holds float32, bfloat16 or "
+                "float16; convert the model with model.to(torch.float32)"
+            )
+        if self.regions is None:
+            self.lazy_initialization(key_states, value_states)
+        else:
+            self.regions.check_tokens(key_states, value_states)
+        self.waiting = True
+        self.edits += 1
+        self._given = (value_states.data_ptr(), key_states.shape, value_states.shape)
+        handle = key_states.detach()
+        setattr(handle, HANDLE, self)
+        return handle, value_states
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return 0 if self.regions is None else self.regions.length
+
+    @property
+    def cold_len(self) -> int:
+        """Tokens held outside the window."""
+        return 0 if self.regions is None else self.regions.cold_len
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """``[B, Hkv, T, Dk]`` of all tokens, made when it is used; None before the first update.
+
+        Assigning a prefix of it, ``layer.keys = layer.keys[:, :, :n]``, crops this layer and those
+        above it to ``n`` tokens; anything else raises ValueError.
+        """
+        return self._rows("keys")
+
+    @keys.setter
+    def keys(self, rows: torch.Tensor | None) -> None:
+        self._assign("keys", rows)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """``[B, Hkv, T, Dv]`` of all tokens, as ``keys``."""
+        return self._rows("values")
+
+    @values.setter
+    def values(self, rows: torch.Tensor | None) -> None:
+        self._assign("values", rows)
+
+    def _rows(self, side: str) -> CachedRows | None:
+        regions = self.regions
+        if regions is None:
+            return None
+        window, batch, asked = regions.window, regions.batch_size, weakref.ref(regions)
+        like = window.keys if side == "keys" else window.values
+
+        def current(count: int) -> bool:
+            now = self.regions
+            same = now is not None and now is asked() and now.batch_size == batch
+            return same and count <= self.get_seq_length()
+
+        # Without tokens: whoever keeps the rows keeps no buffer of a cache that was reset.
+        source = RowSource(
+            self, side, like.new_empty(like[:, :, :0].shape), self._read_rows, current
+        )
+        return CachedRows(source, regions.length)
+
+    def _read_rows(self, side: str, count: int) -> torch.Tensor:
+        assert self.regions is not None, "rows that are current have regions"
+        keys, values = self.regions.rows(count)
+        return keys if side == "keys" else values
+
+    def _assign(self, name: str, rows: torch.Tensor | None) -> None:
+        if rows is not None or self.regions is not None:
+            self.crop_to(prefix_of(self, name, rows))
+
+    def crop_to(self, length: int) -> None:
+        """Keep the first ``length`` tokens here and in the layers above.
+
+        From the top: rows that come back from a store may be made of those of the layer below.
+        """
+        if self.above is not None:
+            self.above.crop_to(length)
+        self.crop(min(0, length - self.get_seq_length()))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask for ``query_length`` new queries covers."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: no limit."""
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; AttributeError before the first update, as transformers expects."""
+        if self.regions is None:
+            raise AttributeError("batch_size")
+        return self.regions.batch_size
+
+    # Its steps look at lengths and places, which the compiler would trace anew at every flush.
+    @torch.compiler.disable
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """Attention of ``query [B, Hq, Q, Dk]``, the queries of the Q newest tokens.
+
+        ``key`` and ``value [B, Hkv, Q, D]`` are what ``update`` was given. The first call after an
+        update takes the tokens in; more calls (layers that share their cache) only attend.
+        Returns ``[B, Hq, Q, Dv]`` in the query's dtype.
+        """
+        if self.regions is None:
+            raise RuntimeError("attention came before any update of this layer")
+        if (value.data_ptr(), key.shape, value.shape) != self._given:
+            raise ValueError(
+                "this model changes keys or values between its cache and its attention, so what "
+                "was cached is not what it attends to: use cache_implementation='dynamic'"
+            )
+        place = self.regions.window.place
+        if place is not None:
+            # The mask that was captured is of this step alone, the place is filled for each.
+            call = dataclasses.replace(call, valid=place.slots)
+        new, first = query.shape[2], self.waiting
+        past = self.regions.length - (0 if first else new)
+        selects = past > 0 and new <= self.config.max_draft
+        if first:
+            if selects:
+                # Of the prompt alone, as in a fork that was made before.
+                self._build_index()
+            try:
+                self.regions.watch(query, key, call.valid, call.positions)
+            except ValueError:
+                # Nothing was taken in: the cache stays as it was, for a call without the mistake.
+                self.waiting = False
+                raise
+        self._view = View(call.valid, call.scale, call.softcap)
+        if not selects:
+            # A device attends to a first prompt while the host makes room for it.
+            whole = call.prompt() if past == 0 else None
+            if first:
+                self.regions.take_prompt(key, value, call.valid)
+            if whole is not None:
+                self.waiting = False
+                return whole
+            regions = self.regions
+            self.counters.exact_rows += min(past, regions.cold_len) * len(key) * key.shape[1]
+            out = attend_exactly(regions, query, key, value, past, call)
+        else:
+            if first:
+                self.regions.take_step(key, value, call.valid)
+            out = self._attend_selected(self.regions, query, call)
+        self.waiting = False
+        return out.to(query.dtype)
+
+    def _attend_selected(
+        self, regions: Regions, query: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """Sink, recent and selected cold tokens, merged."""
+        finish_cold: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+        cold = regions.cold(call.valid, call.scale, call.softcap)
+        if cold is not None:
+            index = regions.ready_index(cold)
+            if index.whole:
+                finish_cold = partial(self._attend_whole, query, cold, call)
+            else:
+                ids = self._select(index, query, cold)
+                # First, so that a store elsewhere works while the device does all the rest.
+                finish_cold = cold.store.begin(query, ids, call.scale, call.softcap)
+                index.learn()
+        keys, values = regions.window.tokens()
+        valid = regions.window.validity(call.valid)
+        # One query sees all that is held; there may be room behind it.
+        offset = keys.shape[2] - query.shape[2] if query.shape[2] > 1 else None
+        parts = [call.partial(query, keys, values, valid, causal_offset=offset)]
+        if finish_cold is not None:
+            parts.append(Partial(*finish_cold()))
+        return merge(parts, call.sink_logits, query.dtype).out
+
+    def _select(self, index: Index, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        ids = index.select(query, cold.budget, cold.valid, cold.scale, cold.softcap)
+        batch, heads, count, _ = ids.shape
+        counters = self.counters
+        count_ids(ids, counters.count(cold, batch * heads, count))
+        counters.candidates += index.candidates(len(cold), cold.budget) * batch * heads * count
+        if self.config.track_recall:
+            counters.recalls.append(
+                measure_recall(query, ids, cold.store, cold.valid, cold.scale, cold.softcap)
+            )
+        return ids
+
+    def _attend_whole(self, query: torch.Tensor, cold: ColdTokens, call: AttentionCall) -> Partial:
+        """All cold tokens, counted as selected."""
+        assert self.regions is not None, "a cold region is part of the regions"
+        window, count = self.regions.window, query.shape[2]
+        heads = window.keys.shape[1]
+        part = attend_cold(query, cold, call, piece_len(count, window.keys, window.values))
+        selected = self.counters.count(cold, len(query) * heads, count)
+        selected.add_(cold.valid.sum() * heads * count)
+        if self.config.track_recall:
+            self.counters.recalls.append(Recall(overlap=1.0, mass=1.0, best_mass=1.0))
+        return part
+
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Drop the newest tokens; pass their count as a negative number (0: none).
+
+        Assisted decoding of transformers 5.17 passes a 0-dim tensor.
+
+        Raises:
+            ValueError: a positive number, or more tokens than held.
+        """
+        tokens_to_remove = int(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): pass the number of tokens to drop as a negative "
+                "number, as in crop(-3)"
+            )
+        if self.regions is None or tokens_to_remove == 0:
+            return
+        if -tokens_to_remove > self.regions.length:
+            raise ValueError(f"crop({tokens_to_remove}): only {self.regions.length} tokens held")
+        self.edits += 1
+        self.regions.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``beam_idx[b]``."""
+        if self.regions is not None:
+            self.edits += 1
+            rows = beam_idx.to(self.regions.window.keys.device)
+            self.regions.reorder(rows)
+            if self._view is not None:
+                self._view = self._view.reordered(rows)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times."""
+        if self.regions is not None:
+            self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows ``indices`` (integers, or a bool mask)."""
+        if self.regions is not None:
+            self.reorder_cache(torch.arange(self.batch_size)[indices.cpu()])
+
+    def reset(self) -> None:
+        """Forget all tokens and counts."""
+        self.edits += 1
+        self.regions = self._view = None
+        self.is_initialized = self.waiting = False
+        self.counters = LayerCounters()
+
+    def offload(self) -> None:
+        """Nothing: the store decides where rows live."""
+
+    def prefetch(self) -> None:
+        """Nothing: the store decides where rows live."""
+
+    def fork(self) -> Self:
+        """An independent copy that shares the cold part; counts start anew."""
+        if self.waiting:
+            raise RuntimeError("fork() between update and attention: finish the forward pass first")
+        twin = type(self)(self.config, self._make_index, self._make_store)
+        self._build_index()
+        if self.regions is not None:
+            twin.regions, twin.is_initialized = self.regions.fork(twin._new_store), True
+            if twin.regions.store is not None:
+                twin.regions.store.below = twin._store_below
+        return twin
+
+    def _new_store(self, device: torch.device, cold_bytes: int) -> Store:
+        store = self._make_store(device, cold_bytes)
+        store.below = self._store_below
+        return store
+
+    def _store_below(self) -> Store | None:
+        below = None if self.below is None else self.below.regions
+        return None if below is None else below.store
+
+    def _build_index(self) -> None:
+        """Finish the index of what was taken in so far, if there is anything cold."""
+        if self.regions is None or self._view is None or self.regions.built:
+            return
+        cold = self.regions.cold(self._view.valid, self._view.scale, self._view.softcap)
+        if cold is not None:
+            self.regions.build_index(cold)
+
+    def set_options(self, config: RetrievalConfig, make_index: Callable[[], Index]) -> None:
+        """Go on with other options, which must fit the tokens held."""
+        self.edits += 1
+        self.config, self._make_index = config, make_index
+        if self.regions is not None:
+            self.regions.config = config
+            self.regions.index.set_options(config)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors of the regions on the CPU; empty for a layer that holds nothing."""
+        if self.waiting:
+            raise RuntimeError("save between update and attention: finish the forward pass first")
+        self._build_index()
+        return {} if self.regions is None else self.regions.state_dict()
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+        """Become the layer whose ``state_dict`` this is. KeyError names a missing tensor."""
+        self.reset()
+        if state:
+            like = state["window.keys"].to(device), state["window.values"].to(device)
+            self.lazy_initialization(*like)
+            if self.regions is not None:
+                self.regions.load_state_dict(state, device)

@@ -1,0 +1,70 @@
+"""Exact relevance of cold tokens: what an oracle selects, and how well an index does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_kvret.core.relevance import group_relevance
+from hf_kvret.core.store import Store
+
+
+def exact_scores(
+    query: torch.Tensor, keys: torch.Tensor, scale: float, softcap: float | None = None
+) -> torch.Tensor:
+    """Attention logits ``[B, Hq, Q, n]`` fp32: ``query [B, Hq, Q, D]``, ``keys [B, Hkv, n, D]``."""
+    batch, query_heads, count, dim = query.shape
+    heads = keys.shape[1]
+    folded = query.float().reshape(batch, heads, query_heads // heads * count, dim)
+    scores = folded @ keys.float().transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores.view(batch, query_heads, count, -1)
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Quality of one selection, means over batch, heads and queries.
+
+    ``overlap``: share of the exact top-k that was selected. ``mass``: share of the attention
+    mass on cold tokens that the selected ones hold; ``best_mass``: of the exact top-k.
+    """
+
+    overlap: float
+    mass: float
+    best_mass: float
+
+
+def measure_recall(
+    query: torch.Tensor,
+    ids: torch.Tensor,
+    store: Store,
+    valid: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> Recall:
+    """Compare ``ids [B, H, Q, k]`` with the exact top-k. Reads every key of the store.
+
+    ``valid [B, n]`` bool as in ``Index.select``.
+    """
+    pieces = [exact_scores(query, keys, scale, softcap) for _, keys, _ in store.chunks()]
+    scores = torch.cat(pieces, dim=-1).masked_fill(~valid[:, None, None], float("-inf"))
+    heads = ids.shape[1]
+    relevance = group_relevance(scores, heads)
+    best_values, best = relevance.topk(min(ids.shape[-1], relevance.shape[-1]), dim=-1)
+    counted = best_values > float("-inf")
+    chosen = _marks(ids, relevance)
+    overlap = (chosen.gather(-1, best) & counted).sum() / counted.sum().clamp(min=1)
+    shares = scores.softmax(dim=-1).nan_to_num()
+    groups = scores.shape[1] // heads
+    mass = (shares * chosen.repeat_interleave(groups, dim=1)).sum(-1).mean()
+    exact = _marks(best.masked_fill(~counted, -1), relevance).repeat_interleave(groups, dim=1)
+    return Recall(float(overlap), float(mass), float((shares * exact).sum(-1).mean()))
+
+
+def _marks(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Bool ``[B, H, Q, n]`` with True at ``ids``; -1 marks nothing."""
+    marks = like.new_zeros(*like.shape[:-1], like.shape[-1] + 1, dtype=torch.bool)
+    spare = like.shape[-1]
+    return marks.scatter_(-1, ids.long().masked_fill(ids < 0, spare), True)[..., :spare]

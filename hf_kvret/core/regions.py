@@ -1,0 +1,289 @@
+"""Regions: the tokens of one layer, as they move from the window into index and store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Self
+
+import torch
+
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.store import Store
+from hf_kvret.core.window import Window
+
+MakeStore = Callable[[torch.device, int], Store]
+
+# What a cache keeps must be writable later, also when it is filled under torch.inference_mode():
+# tensors that are made there can't be written to outside.
+_keeps_tensors = torch.inference_mode(False)
+
+
+class Regions:
+    """Window, index and store of one layer, kept in step.
+
+    Slots ``0 .. cold_len`` are cold: in the store and the index, whether valid or not. The rest is
+    recent. The first valid cold tokens of each row are also in the window, as sinks.
+
+    Args:
+        config: sizes of the regions.
+        index: an empty index.
+        make_store: ``(device, bytes of the first block) -> store``; called at the first flush.
+        keys: any ``[B, Hkv, *, Dk]`` with the dtype and device of the tokens to come.
+        values: the same for values, ``[B, Hkv, *, Dv]``.
+    """
+
+    @_keeps_tensors
+    def __init__(
+        self,
+        config: RetrievalConfig,
+        index: Index,
+        make_store: MakeStore,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        self.config = config
+        self.index = index
+        self.window = Window(config.sink, keys, values)
+        self.store: Store | None = None
+        self._make_store = make_store
+        self._built = False
+        self._retrievable: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.window.end
+
+    @property
+    def cold_len(self) -> int:
+        """Tokens that have left the window."""
+        return 0 if self.store is None else len(self.store)
+
+    @property
+    def built(self) -> bool:
+        """Whether the index has finished what the prompt left to do."""
+        return self._built
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch."""
+        return len(self.window.sink_slots)
+
+    def check_tokens(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """ValueError for new tokens of another batch, shape, dtype or device than those held."""
+        keys, values = self.window.keys, self.window.values
+        if len(keys) != len(key):
+            raise ValueError(
+                f"this cache holds a batch of {len(keys)}, the new tokens are a batch of "
+                f"{len(key)}: use a new cache or reset(), or cache.batch_repeat_interleave(n)"
+            )
+        held = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+        given = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        if held != given:
+            names = "KV heads {}, key dim {}, value dim {}, {}, {}"
+            raise ValueError(
+                f"this cache was filled by another model ({names.format(*held)}); the new tokens "
+                f"have {names.format(*given)}: use a new cache or reset()"
+            )
+
+    @_keeps_tensors
+    def watch(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        valid: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
+    ) -> None:
+        """Show the index the ``queries [B, Hq, n, Dk]`` and keys of tokens about to be taken in."""
+        start, end = self.length, self.length + keys.shape[2]
+        new_valid = None if valid is None else valid[:, start:end]
+        place = self.window.place
+        if place is not None and new_valid is not None:
+            # The slot of the step that is captured is not that of the others.
+            new_valid = place.held.index_select(1, place.column)
+        self.index.watch(queries, keys, start, new_valid, positions)
+
+    def step_flushes(self) -> bool:
+        """Whether the next ``take_step`` moves tokens to the store."""
+        window, config = self.window, self.config
+        full = window.length >= config.recent + config.flush
+        return full and window.end >= config.dense_len
+
+    @_keeps_tensors
+    def take_step(
+        self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:
+        """Flush what is due, then append ``[B, Hkv, n, D]``.
+
+        Dropping tokens of this step never has to undo a flush. ``valid [B, T]`` covers all slots,
+        those of the new tokens included; None: all valid.
+        """
+        window, config = self.window, self.config
+        if self.step_flushes():
+            self._cool(window.pop(window.length - config.recent, valid))
+            window.fit(config.recent + config.flush + config.max_draft)
+        window.append(keys, values)
+
+    @_keeps_tensors
+    def take_prompt(
+        self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:
+        """Take in many tokens at once; where they overflow the window, all but ``recent`` go cold.
+
+        A cache that stays shorter than ``dense_below`` keeps everything in the window, and a
+        question that fits beside the recent tokens flushes nothing. Arguments as in ``take_step``.
+        """
+        window, config, new = self.window, self.config, keys.shape[2]
+        end, recent = window.end + new, window.length + new
+        if end < config.dense_len or recent <= config.recent + config.flush:
+            window.append(keys, values)
+            return
+        surplus = recent - config.recent
+        popped = min(window.length, surplus)
+        if popped:
+            self._cool(window.pop(popped, valid))
+        passed = surplus - popped
+        if passed:
+            start = window.start
+            covered = None if valid is None else valid[:, start : start + passed]
+            through = keys[:, :, :passed], values[:, :, :passed]
+            self._cool(TokenBlock(*through, start, covered))
+            window.skip(passed)
+        window.fit(config.recent + config.flush + config.max_draft)
+        window.append(keys[:, :, passed:], values[:, :, passed:])
+
+    def cold(
+        self, valid: torch.Tensor | None, scale: float, softcap: float | None
+    ) -> ColdTokens | None:
+        """What has left the window; None for nothing. ``valid`` as in ``take_step``."""
+        if self.store is None or not self.cold_len:
+            return None
+        budget = self.config.budget(self.cold_len)
+        return ColdTokens(self.store, self.retrievable(valid), scale, softcap, budget)
+
+    @_keeps_tensors
+    def ready_index(self, cold: ColdTokens) -> Index:
+        """The index, ready to select among ``cold``."""
+        if self._built:
+            self.index.refresh(cold)
+        else:
+            self.build_index(cold)
+        return self.index
+
+    @_keeps_tensors
+    def build_index(self, cold: ColdTokens) -> None:
+        """Have the index finish what the prompt left to do; once only."""
+        if not self._built:
+            self.index.build(cold)
+            self._built = True
+
+    def retrievable(self, valid: torch.Tensor | None) -> torch.Tensor:
+        """``[B, cold]`` bool, False for padding, holes and sinks. ``valid`` as in ``take_step``."""
+        cold = self.cold_len
+        if self._retrievable is None:
+            slots = self.window.sink_slots
+            marks = torch.ones(len(slots), cold + 1, dtype=torch.bool, device=slots.device)
+            marks.scatter_(1, slots.masked_fill(slots < 0, cold), False)
+            self._retrievable = marks[:, :cold]
+        return self._retrievable if valid is None else self._retrievable & valid[:, :cold]
+
+    def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the first ``count`` keys ``[B, Hkv, count, Dk]`` and values, by slot."""
+        window, device = self.window, self.window.keys.device
+        cold = min(count, self.cold_len)
+        parts = [tuple(side[:, :, : count - cold] for side in window.recent())]
+        if self.store is not None and cold:
+            read = [(keys, values) for _, keys, values in self.store.chunks(stop=cold)]
+            keys, values = (torch.cat(side, dim=2)[:, :, :cold] for side in zip(*read, strict=True))
+            parts.insert(0, (keys.to(device), values.to(device)))
+        keys, values = (torch.cat(side, dim=2) for side in zip(*parts, strict=True))
+        return keys, values
+
+    @_keeps_tensors
+    def crop(self, count: int) -> None:
+        """Drop the newest ``count`` tokens; a deep crop pulls cold rows back into the window."""
+        deeper = self.window.crop(count)
+        if not deeper or self.store is None:
+            return
+        left = len(self.store) - deeper
+        cold = left - min(left, self.config.recent)
+        device, heads = self.window.keys.device, self.window.keys.shape[1]
+        ids = torch.arange(cold, left, dtype=torch.int32, device=device)
+        ids = ids.expand(self.batch_size, heads, 1, -1).contiguous()
+        keys, values = self.store.gather(ids)
+        self.window.unpop(keys[:, :, 0].to(device), values[:, :, 0].to(device), left)
+        self.store.crop(cold)
+        self.index.crop(cold)
+        # Without tokens an index is as new, and the next prompt builds it.
+        self._built = self._built and cold > 0
+        self._retrievable = None
+
+    @_keeps_tensors
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``rows[b]``; rows may repeat or be left out."""
+        self.window.reorder(rows)
+        self.index.reorder(rows)
+        if self.store is not None:
+            self.store.reorder(rows)
+        self._retrievable = None
+
+    @_keeps_tensors
+    def fork(self, make_store: MakeStore) -> Self:
+        """An independent copy that shares the cold part; ``make_store`` as for a new one."""
+        twin = type(self)(
+            self.config, self.index.fork(), make_store, self.window.keys, self.window.values
+        )
+        twin.window = self.window.fork()
+        twin.store = None if self.store is None else self.store.fork()
+        twin._built, twin._retrievable = self._built, self._retrievable
+        return twin
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors on the CPU, named ``window.*``, ``index.*``, ``store.*``, and ``built``."""
+        state = {f"window.{name}": value for name, value in self.window.state_dict().items()}
+        # An index may have learnt from what it watched before anything was cold.
+        index = self.index.state_dict()
+        state |= {f"index.{name}": value.cpu() for name, value in index.items()}
+        if self.store is not None and self.cold_len:
+            store = self.store.state_dict()
+            state |= {f"store.{name}": value for name, value in store.items()}
+            state["built"] = torch.tensor(self._built)
+        return state
+
+    @_keeps_tensors
+    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+        """Become the regions whose ``state_dict`` this is. KeyError names a missing tensor."""
+        self.window = Window.from_state(_part(state, "window."), device)
+        index = {name: value.to(device) for name, value in _part(state, "index.").items()}
+        if index or self.window.start:
+            self.index.load_state_dict(index)
+        if self.window.start:
+            rows = _part(state, "store.")
+            self.store = self._make_store(device, sum(x.nbytes for x in rows.values()))
+            self.store.load_state_dict(rows, device)
+            self._built = bool(state["built"])
+
+    def _cool(self, block: TokenBlock) -> None:
+        """Move a block into store and index, its first valid tokens also into free sinks."""
+        if self.store is None:
+            size = block.keys.nbytes + block.values.nbytes
+            self.store = self._make_store(block.keys.device, size)
+        self.window.take_sinks(block)
+        positions = self.index.positions(block.start, block.end)
+        if positions is not None:
+            block = replace(block, positions=positions)
+        self.store.append(block)
+        if self._built:
+            self.index.extend(block)
+        else:
+            self.index.observe(block)
+        self._retrievable = None
+
+
+def _part(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+    }

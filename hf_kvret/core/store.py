@@ -1,0 +1,227 @@
+"""The Store contract: where the keys and values of cold tokens live."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.relevance import group_relevance
+from hf_kvret_kernels.host_attention import host_rank
+
+
+@dataclass(frozen=True)
+class StoreBytes:
+    """Bytes that a store holds, by the memory they lie in; spare capacity included."""
+
+    device: int = 0
+    host: int = 0
+
+
+def _nothing_below() -> Store | None:
+    return None
+
+
+class Store(ABC):
+    """Keys and values of one layer's cold tokens, addressed by slot. One per retrieval layer.
+
+    Attributes:
+        below: finds the store of the retrieval layer below, for a store whose rows are made of
+            that one's; None where there is none, or where it is empty. In a forward pass it has
+            taken in the same tokens just before, and it forgets tokens after this one. Set by the
+            cache, also in a fork.
+    """
+
+    below: Callable[[], Store | None] = staticmethod(_nothing_below)
+
+    @property
+    def over_bus(self) -> bool:
+        """Whether the device reads rows in host memory."""
+        return False
+
+    @property
+    def bus_share(self) -> float:
+        """Which share of the rows held the device reads in host memory, 0 to 1, for reports.
+
+        May wait for the device.
+        """
+        return float(self.over_bus)
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Tokens held, the same for every row of the batch."""
+
+    def expect(self, tokens: int) -> None:  # noqa: B027 - a store may grow as it likes
+        """About ``tokens`` will come, the first block is only the first of them."""
+
+    @abstractmethod
+    def append(self, block: TokenBlock) -> None:
+        """Take in ``block``, whose ``start`` is ``len(self)``. May copy asynchronously."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact attention of each query over the tokens that its ids name.
+
+        Args:
+            query: ``[B, Hq, Q, Dk]``.
+            ids: ``[B, Hkv or Hq, Q, k]`` int32 slots, -1 for none.
+            scale: factor of the dot products.
+            softcap: ``c`` of ``c * tanh(score / c)``, or None.
+
+        Returns:
+            ``out [B, Hq, Q, Dv]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the query's
+            device; a query without tokens has out 0 and lse -inf.
+        """
+
+    def begin(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """Start ``attend``; calling what is returned gives its result.
+
+        What the device does in between runs at the same time where the rows are elsewhere. Only
+        one ``begin`` may be under way, and the store must not change before its result is taken.
+        """
+        result = self.attend(query, ids, scale, softcap)
+        return lambda: result
+
+    def scores(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Attention logits ``[B, Hq, Q, k]`` fp32 of the keys that ids name, -inf for -1.
+
+        Computed where ``attend`` computes; arguments are the same. Here, of gathered keys.
+        """
+        return scores_of_gathered(self, query, ids, scale, softcap)
+
+    def best(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        count: int,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """The ``count`` most relevant of ids, best first, then -1: ``[B, Hkv, Q, count]`` int32.
+
+        A token is as relevant as the largest of the softmax weights, over the ids, that the query
+        heads of its KV head give it. Computed where ``attend`` computes; arguments are the same.
+        """
+        return best_of(self.scores(query, ids, scale, softcap), ids, count)
+
+    @abstractmethod
+    def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys ``[B, H, Q, k, Dk]``, values ``[..., Dv]`` of ``ids [B, H, Q, k]``; 0 for -1."""
+
+    @abstractmethod
+    def chunks(
+        self, piece_len: int = 4096, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Tokens in order: ``(first slot, keys [B, Hkv, n, Dk], values [B, Hkv, n, Dv])``.
+
+        Those before slot ``stop``; None: all. A store that makes all of them anyway may give later
+        ones, too.
+        """
+
+    @abstractmethod
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``rows[b]``; rows are not copied."""
+
+    @abstractmethod
+    def crop(self, cold_len: int) -> None:
+        """Forget all tokens from slot ``cold_len`` on."""
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """An independent store that shares every row held so far."""
+
+    @abstractmethod
+    def nbytes(self) -> StoreBytes:
+        """Bytes held. Rows shared with a fork count in both."""
+
+    def settle(self) -> None:  # noqa: B027 - most stores write where they read
+        """Have the host wait until all rows held have arrived where they are read.
+
+        After it, and until the store changes, reading waits for no copy, and what reading makes
+        once for the rows held is made. Called before a decode step is captured.
+        """
+
+    def uncapturable(self) -> str | None:
+        """Why a decode step here can't be captured in a CUDA graph now; None where it can.
+
+        A captured step is replayed until the store changes: it waits for nothing outside of it,
+        never asks the host, and leaves nothing behind but what it writes into tensors that were
+        there before. Ask after an eager step has attended, and anew when the store has changed.
+        """
+        return f"the store {type(self).__name__} does not say that its steps can be captured"
+
+    def row_nbytes(self, plain: int) -> int:
+        """Bytes of a token's key and value in one head; ``plain`` of them in the model's dtype."""
+        return plain
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers of the store's own, for ``cache.stats()``; may wait for the device."""
+        return {}
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """``keys [B, Hkv, n, Dk]`` and ``values [B, Hkv, n, Dv]`` on the CPU; empty when n = 0.
+
+        A store of coded rows gives its codes instead.
+        """
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+        """Fill an empty store with what ``state_dict`` gave, for queries on ``device``."""
+        if state and "keys" not in state:
+            raise ValueError(
+                "the cache was saved with coded rows, which other stores can't take: load it with "
+                "store='higgs' or 'higgs-host', and the bits that it was saved with"
+            )
+        if state:
+            keys, values = state["keys"].to(device), state["values"].to(device)
+            self.append(TokenBlock(keys, values, start=0))
+
+
+def scores_of_gathered(
+    store: Store, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """``Store.scores``, computed on the query's device, to which the keys are fetched."""
+    heads = ids.shape[1]
+    found = []
+    # One query after the other: many queries' keys could not be held at once.
+    for one, wanted in zip(query.split(1, dim=2), ids.split(1, dim=2), strict=True):
+        keys = store.gather(wanted.contiguous())[0].to(query.device)[:, :, 0]
+        grouped = one.float().unflatten(1, (heads, -1)).squeeze(3)
+        logits = grouped @ keys.float().transpose(-1, -2) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(wanted < 0, float("-inf"))
+        found.append(logits.flatten(1, 2).unsqueeze(2))
+    return torch.cat(found, dim=2)
+
+
+def best_of(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """``Store.best`` of known ``scores [B, Hq, Q, k]`` fp32."""
+    if scores.device.type == "cpu":
+        return host_rank(scores, ids, count)
+    relevance = group_relevance(scores, ids.shape[1])
+    found = relevance.topk(min(count, relevance.shape[-1]), dim=-1)
+    best = ids.gather(-1, found.indices).masked_fill(found.values == float("-inf"), -1)
+    return torch.nn.functional.pad(best, (0, count - best.shape[-1]), value=-1)

@@ -1,0 +1,244 @@
+"""The window of one layer: attention sinks and recent tokens, dense, on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from hf_kvret.core.block import TokenBlock
+
+_STEP = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the token of a captured step goes, in tensors that are filled anew for each replay.
+
+    Attributes:
+        column: ``[1]`` int64, the column of the window that the token is written to.
+        held: ``[B, capacity]`` bool, the columns that the step attends to, the new one included.
+        slots: ``[B, n]`` bool, the validity of all slots, as in ``Window.validity``, and of more
+            behind them; None: nothing is padded.
+    """
+
+    column: torch.Tensor
+    held: torch.Tensor
+    slots: torch.Tensor | None
+
+
+class Window:
+    """The first ``sink`` valid tokens of each row, and the newest ones.
+
+    One buffer holds both: columns ``0 .. sink`` are the sinks, the recent tokens follow. A sink
+    is a copy of a token that has left the recent part; each row has its own (rows are padded on
+    the left). ``sink_slots [B, sink]`` says which slots they came from, -1 for none yet.
+
+    Attributes:
+        place: set while a decode step is captured: tensors then say where the token goes and what
+            is held, whole buffers are read, and nothing that is captured depends on the length.
+    """
+
+    def __init__(self, sink: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """For tokens shaped like ``keys [B, Hkv, *, Dk]`` and ``values [B, Hkv, *, Dv]``."""
+        batch, heads = keys.shape[:2]
+        self.sink = sink
+        self.start = 0
+        self.length = 0
+        self.keys = keys.new_empty(batch, heads, sink, keys.shape[-1])
+        self.values = values.new_empty(batch, heads, sink, values.shape[-1])
+        self.keys[:, :, :sink] = 0
+        self.values[:, :, :sink] = 0
+        self.sink_slots = torch.full((batch, sink), -1, dtype=torch.long, device=keys.device)
+        self._sinks_full = sink == 0
+        self.place: Place | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Columns of the buffer."""
+        return self.keys.shape[2]
+
+    @property
+    def end(self) -> int:
+        """Slot after the newest token."""
+        return self.start + self.length
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Add the newest tokens, ``[B, Hkv, n, D]``."""
+        first = self.sink + self.length
+        if self.place is not None:
+            self.keys.index_copy_(2, self.place.column, keys)
+            self.values.index_copy_(2, self.place.column, values)
+            self.length += 1
+            return
+        self._reserve(first + keys.shape[2])
+        self.keys[:, :, first : first + keys.shape[2]] = keys
+        self.values[:, :, first : first + keys.shape[2]] = values
+        self.length += keys.shape[2]
+
+    def pop(self, count: int, valid: torch.Tensor | None) -> TokenBlock:
+        """Take out the oldest ``count`` recent tokens. ``valid [B, T]`` covers all slots."""
+        first, last = self.sink, self.sink + count
+        block = TokenBlock(
+            self.keys[:, :, first:last].clone(),
+            self.values[:, :, first:last].clone(),
+            self.start,
+            None if valid is None else valid[:, self.start : self.start + count],
+        )
+        kept = slice(last, self.sink + self.length)
+        moved_keys, moved_values = self.keys[:, :, kept].clone(), self.values[:, :, kept].clone()
+        self.length -= count
+        self.keys[:, :, first : first + self.length] = moved_keys
+        self.values[:, :, first : first + self.length] = moved_values
+        self.start += count
+        return block
+
+    def skip(self, count: int) -> None:
+        """Note that ``count`` tokens went past an empty recent part, straight into the store."""
+        if self.length:
+            raise RuntimeError(f"{self.length} recent tokens come before the skipped ones")
+        self.start += count
+
+    def unpop(self, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
+        """Make popped tokens ``[B, Hkv, n, D]``, which end before slot ``end``, recent again.
+
+        The recent part must be empty. Sinks that were copied from these or later slots are freed.
+        """
+        if self.length:
+            raise RuntimeError(f"{self.length} recent tokens are in the way")
+        self.start = end - keys.shape[2]
+        self.append(keys, values)
+        self.sink_slots = self.sink_slots.masked_fill(self.sink_slots >= self.start, -1)
+        self._sinks_full = self.sink == 0
+
+    def fit(self, recent: int) -> None:
+        """Make the capacity that of ``sink + recent`` tokens: what it takes between two flushes."""
+        capacity = self.sink + max(recent, self.length)
+        if self.keys.shape[2] != capacity:
+            self._rehouse(capacity)
+
+    def take_sinks(self, block: TokenBlock) -> None:
+        """Copy the first valid tokens of ``block`` (just popped) into sinks that are free."""
+        if self._sinks_full:
+            return
+        valid = block.valid
+        if valid is None:
+            valid = torch.ones((), dtype=torch.bool, device=block.keys.device)
+            valid = valid.expand(len(self.sink_slots), len(block))
+        filled = (self.sink_slots >= 0).sum(dim=1, keepdim=True)
+        rank = valid.long().cumsum(dim=1) - 1 + filled
+        for sink in range(self.sink):
+            hit = valid & (rank == sink)
+            found = hit.any(dim=1) & (self.sink_slots[:, sink] < 0)
+            column = hit.long().argmax(dim=1)
+            row = torch.arange(len(hit), device=hit.device)
+            chosen = found[:, None, None]
+            self.keys[:, :, sink] = torch.where(
+                chosen, block.keys[row, :, column], self.keys[:, :, sink]
+            )
+            self.values[:, :, sink] = torch.where(
+                chosen, block.values[row, :, column], self.values[:, :, sink]
+            )
+            self.sink_slots[:, sink] = torch.where(
+                found, column + block.start, self.sink_slots[:, sink]
+            )
+        # A block without padding that is as long fills them: nothing to ask the device for.
+        whole = block.valid is None and len(block) >= self.sink
+        self._sinks_full = whole or bool((self.sink_slots >= 0).all())
+
+    def recent(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the recent keys ``[B, Hkv, n, Dk]`` and values, oldest first."""
+        part = slice(self.sink, self.sink + self.length)
+        return self.keys[:, :, part], self.values[:, :, part]
+
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of sink + recent keys ``[B, Hkv, sink + n, Dk]`` and values.
+
+        While a step is captured, all of the buffers, where ``validity`` says what is held.
+        """
+        if self.place is not None:
+            return self.keys, self.values
+        part = slice(0, self.sink + self.length)
+        return self.keys[:, :, part], self.values[:, :, part]
+
+    def validity(self, valid: torch.Tensor | None, past: int | None = None) -> torch.Tensor | None:
+        """``[B, sink + n]`` bool for ``tokens()``, None when all are valid.
+
+        ``valid [B, T]`` covers all slots up to ``end``; None means that all are valid. With
+        ``past``, tokens from that slot on count as not valid.
+        """
+        if self.place is not None:
+            return self.place.held
+        if valid is None and self._sinks_full and (past is None or past >= self.end):
+            return None
+        if past is not None:
+            before = torch.arange(self.end, device=self.keys.device) < past
+            valid = before.expand(len(self.sink_slots), -1) if valid is None else valid & before
+        sinks = self.sink_slots >= 0
+        batch = len(self.sink_slots)
+        if valid is None:
+            recent = torch.ones((), dtype=torch.bool, device=sinks.device)
+            return torch.cat([sinks, recent.expand(batch, self.length)], dim=1)
+        sinks = sinks & valid.gather(1, self.sink_slots.clamp(min=0))
+        return torch.cat([sinks, valid[:, self.start : self.end]], dim=1)
+
+    def crop(self, count: int) -> int:
+        """Drop the newest ``count`` tokens; returns how many of them lie in the store instead."""
+        dropped = min(count, self.length)
+        self.length -= dropped
+        return count - dropped
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``rows[b]``."""
+        self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+        self.sink_slots = self.sink_slots.index_select(0, rows)
+
+    def fork(self) -> Self:
+        """A copy."""
+        twin = type(self)(0, self.keys, self.values)
+        twin.sink, twin.start, twin.length = self.sink, self.start, self.length
+        twin.keys, twin.values = self.keys.clone(), self.values.clone()
+        twin.sink_slots, twin._sinks_full = self.sink_slots.clone(), self._sinks_full
+        return twin
+
+    def nbytes(self) -> int:
+        """Bytes of the buffers, spare capacity included."""
+        buffers = (self.keys, self.values, self.sink_slots)
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The tokens, the sinks' slots and the slot of the first recent token, on the CPU."""
+        keys, values = self.tokens()
+        return {
+            "keys": keys.cpu().contiguous(),
+            "values": values.cpu().contiguous(),
+            "sink_slots": self.sink_slots.cpu(),
+            "start": torch.tensor(self.start),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, torch.Tensor], device: torch.device) -> Self:
+        """The window whose ``state_dict`` this is, on ``device``."""
+        keys, values = state["keys"].to(device), state["values"].to(device)
+        window = cls(state["sink_slots"].shape[1], keys, values)
+        window.keys[:, :, : window.sink] = keys[:, :, : window.sink]
+        window.values[:, :, : window.sink] = values[:, :, : window.sink]
+        window.append(keys[:, :, window.sink :], values[:, :, window.sink :])
+        window.sink_slots = state["sink_slots"].to(device)
+        window.start = int(state["start"])
+        window._sinks_full = bool((window.sink_slots >= 0).all())
+        return window
+
+    def _reserve(self, capacity: int) -> None:
+        if capacity <= self.keys.shape[2]:
+            return
+        self._rehouse(capacity + max(_STEP, capacity // 8))
+
+    def _rehouse(self, capacity: int) -> None:
+        used = self.sink + self.length
+        for name in ("keys", "values"):
+            old: torch.Tensor = getattr(self, name)
+            grown = old.new_empty(*old.shape[:2], capacity, old.shape[3])
+            grown[:, :, :used] = old[:, :, :used]
+            setattr(self, name, grown)

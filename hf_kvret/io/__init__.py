@@ -1,0 +1,1 @@
+"""What goes in and out of a cache: saved caches and reports."""

@@ -1,0 +1,127 @@
+"""What a cache says about itself: bytes by part, and counts by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from hf_kvret.core.layer import RetrievalLayer
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes, spare capacity included.
+
+    Attributes:
+        window: sink and recent tokens, on the device.
+        index: what finds cold tokens, on the device.
+        shared: what indexes were taught by calibration, on the device, one copy for all caches of
+            the process.
+        store_device: cold rows and page tables on the device.
+        store_host: cold rows in host memory.
+        other_layers: sliding, linear and other layers that keep their own cache.
+        full_attention: what keys and values of the same tokens take without retrieval, in the
+            retrieval layers and the others together.
+    """
+
+    window: int
+    index: int
+    shared: int
+    store_device: int
+    store_host: int
+    other_layers: int
+    full_attention: int
+
+    @property
+    def device(self) -> int:
+        """All bytes on the device."""
+        return self.window + self.index + self.shared + self.store_device + self.other_layers
+
+    @property
+    def host(self) -> int:
+        """All bytes in host memory."""
+        return self.store_host
+
+    def __str__(self) -> str:
+        def mib(count: int) -> str:
+            return f"{count / 2**20:.1f} MiB"
+
+        return (
+            f"device {mib(self.device)} (window {mib(self.window)}, index {mib(self.index)}, "
+            f"shared {mib(self.shared)}, store {mib(self.store_device)}, "
+            f"other layers {mib(self.other_layers)}), "
+            f"host {mib(self.host)}; full attention {mib(self.full_attention)}"
+        )
+
+
+def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryReport:
+    """The report over all ``layers``, of which ``retrieval`` are ours."""
+    window = index = shared = device = host = full = 0
+    for layer in retrieval:
+        regions = layer.regions
+        if regions is None:
+            continue
+        window += regions.window.nbytes()
+        index += regions.index.nbytes()
+        shared += regions.index.shared_nbytes()
+        if regions.store is not None:
+            held = regions.store.nbytes()
+            device, host = device + held.device, host + held.host
+        heads = regions.window.keys.shape[1]
+        full += regions.batch_size * regions.length * heads * _row_bytes(layer)
+    ours = set(map(id, retrieval))
+    other = sum(_tensor_bytes(vars(layer)) for layer in layers if id(layer) not in ours)
+    return MemoryReport(window, index, shared, device, host, other, full + other)
+
+
+def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
+    """Counts of one retrieval layer since the last reset; see ``RetrievalCache.stats``."""
+    counters = layer.counters
+    selected = 0 if counters.selected is None else int(counters.selected)
+    rows = selected + counters.exact_rows
+    stats: dict[str, Any] = {
+        "steps": counters.steps,
+        "queries": counters.queries,
+        "cold_tokens": layer.cold_len,
+        "candidates": counters.candidates,
+        "selected": selected,
+        "cold_rows": counters.cold_rows,
+        "read_ratio": selected / counters.cold_rows if counters.cold_rows else 0.0,
+        "exact_rows": counters.exact_rows,
+        "bytes_fetched": rows * _stored_row_bytes(layer),
+    }
+    if layer.regions is not None:
+        stats |= layer.regions.index.stats()
+        stats |= {} if layer.regions.store is None else layer.regions.store.stats()
+    if counters.recalls:
+        count = len(counters.recalls)
+        for name in ("overlap", "mass", "best_mass"):
+            stats[f"recall_{name}"] = sum(getattr(r, name) for r in counters.recalls) / count
+    return stats
+
+
+def _row_bytes(layer: RetrievalLayer) -> int:
+    """Bytes of one token's key and value in one head."""
+    if layer.regions is None:
+        return 0
+    keys, values = layer.regions.window.keys, layer.regions.window.values
+    return (keys.shape[3] + values.shape[3]) * keys.element_size()
+
+
+def _stored_row_bytes(layer: RetrievalLayer) -> int:
+    """The same as the store keeps it."""
+    plain, regions = _row_bytes(layer), layer.regions
+    return plain if regions is None or regions.store is None else regions.store.row_nbytes(plain)
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(map(_tensor_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_tensor_bytes, value))
+    return 0

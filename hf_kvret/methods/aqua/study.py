@@ -1,0 +1,247 @@
+"""AQUA-KV's study of one layer: fits its predictors, reconstructs its tokens, measures both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_kvret.calibration.study import Carried, LayerFindings, LayerStudy, Progress
+from hf_kvret.methods.aqua.coding import (
+    NOT_CODED,
+    Tally,
+    make_codec,
+    recode,
+)
+from hf_kvret.methods.aqua.mlp import BATCH
+from hf_kvret.methods.aqua.predictors import BLOCK, Rows, predict, unpacked
+from hf_kvret_kernels import higgs
+from hf_kvret_model_patches.rope import Rope
+from hf_kvret_model_patches.taps import LayerTokens
+
+if TYPE_CHECKING:
+    from hf_kvret.methods.aqua.calibrator import AquaCalibration
+
+ANCHOR_LIMIT = 0.1075
+"""Most error of keys or values, in units of their variance, that 4 bits may leave in an anchor.
+
+It is what 2 bits leave of Gaussian rows without an offset. The paper finds a first layer in 2 bits
+nearly harmless on Llama (perplexity 7.05 against 7.03, table 1). Where rows have offsets far beyond
+their spread 4 bits leave more than this, because the codec's error grows with the whole row; the
+paper keeps the first layer of Qwen2.5 as it is (tables 9 and 10).
+"""
+
+_TRIED_BITS = (4, 3, 2)
+
+
+@dataclass(eq=False)
+class _Side:
+    """Keys or values of all tokens of a layer.
+
+    Attributes:
+        name: ``"key"`` or ``"value"``.
+        exact: ``[N, W]`` as the model made them, on the CPU, what is learned from first.
+        learned: how many rows are learned from.
+        group: of the codec.
+    """
+
+    name: str
+    exact: torch.Tensor
+    learned: int
+    group: int
+
+
+class AquaStudy(LayerStudy):
+    """Gathers keys and values; learns from them and from the reconstructions of the layer below.
+
+    What is found stands at the top of ``aqua``. Carried on are ``key`` and ``value`` ``[N, W]``,
+    the reconstructions in the model's dtype, ``layer``, its number, and ``depth``, layers since
+    the anchor.
+    """
+
+    def __init__(
+        self, options: AquaCalibration, layer: int, rope: Rope, device: torch.device
+    ) -> None:
+        self.options, self.layer, self.rope, self.device = options, layer, rope, device
+        self._rows: dict[str, list[torch.Tensor]] = {"key": [], "value": []}
+        self._groups: dict[str, int] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
+        self._count = self._learned = 0
+
+    @property
+    def work(self) -> int:
+        trained = self.options.steps * BATCH if self.options.predictor == "mlp" else 0
+        return 4 * self._count + 2 * trained
+
+    def add(self, tokens: LayerTokens, held_out: bool) -> None:
+        keys = tokens.key_before if self.options.space == "before" else tokens.key
+        for name, x in (("key", keys), ("value", tokens.value)):
+            if name not in self._shapes:
+                self._shapes[name] = x.shape[1], x.shape[3]
+                width = x.shape[1] * x.shape[3]
+                self._groups[name] = self.options.group_of(self.layer, name, width)
+            rows = x[0, :, self.options.sinks :].transpose(0, 1).flatten(1)
+            # A copy on the CPU too: rows may be a view of something larger.
+            self._rows[name].append(rows.to("cpu", copy=True))
+        assert held_out or self._count == self._learned, "what is held out comes last"
+        count = len(self._rows["key"][-1])
+        self._count += count
+        self._learned += 0 if held_out else count
+
+    def finish(self, progress: Progress, carried: Carried | None = None) -> LayerFindings:
+        if not self._learned:
+            raise ValueError(
+                f"no tokens to learn from beyond the first {self.options.sinks} of each sequence: "
+                "give longer sequences"
+            )
+        depth = 0 if carried is None else int(carried["depth"]) + 1
+        below = None if depth in (0, self.options.anchor_every) else carried
+        assert below is None or len(below["key"]) == self._count, "another corpus"
+        sides = [
+            _Side(name, torch.cat(self._rows.pop(name)), self._learned, self._groups[name])
+            for name in ("key", "value")
+        ]
+        means = {side.name: self._mean(side) for side in sides} if below is None else {}
+        bits = self._anchor_bits(sides, means) if below is None else self.options.bits
+        tensors = {"inv_freq": self.rope.inv_freq.cpu()}
+        tallies: dict[str, Tally] = {}
+        restored: dict[str, torch.Tensor] = {}
+        for side in sides:
+            if below is None:
+                inputs, found = [], means[side.name]
+            else:
+                inputs = self._inputs(side.name, below, restored)
+                found = self._fit(side, inputs, progress)
+            progress(len(side.exact))
+            tensors |= {f"{side.name}.{name}": x for name, x in found.items()}
+            tallies[side.name] = Tally()
+            tried = _TRIED_BITS if below is None else ()
+            restored[side.name] = self._restore(
+                side, inputs, found, bits, tried, tallies[side.name], progress
+            )
+        role = "anchor" if below is None else "predicted"
+        told = {
+            "layout": self.rope.layout,
+            "attention_factor": self.rope.attention_factor,
+            "role": role,
+            "previous": None if below is None else int(below["layer"]),
+            "bits": bits,
+            "group": self._groups["key"],
+            "value_group": self._groups["value"],
+            "heads": self._shapes["key"][0],
+            "head_dim": self._shapes["key"][1],
+            "value_head_dim": self._shapes["value"][1],
+        }
+        state = {
+            "layer": torch.tensor(self.layer),
+            "depth": torch.tensor(0 if below is None else depth),
+        }
+        quality = {"role": role, "bits": bits, **_figures(tallies, below is None)}
+        return LayerFindings(tensors, told, quality, {**restored, **state})
+
+    def _inputs(
+        self, name: str, below: Carried, restored: dict[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Parts of a predictor's inputs; none where nothing is predicted."""
+        if name == "key":
+            return [below["key"]] if self.options.key_inputs == "keys" else []
+        parts = {"keys": restored["key"], "values": below["value"]}
+        return [x for part, x in parts.items() if part in self.options.value_inputs.split("+")]
+
+    def _fit(
+        self, side: _Side, inputs: list[torch.Tensor], progress: Progress
+    ) -> dict[str, torch.Tensor]:
+        """Tensors of a predictor; none where nothing is predicted."""
+        if not inputs:
+            return {}
+        learned = slice(side.learned)
+        rows = Rows([x[learned] for x in inputs], side.exact[learned], self.device)
+        return self.options.fit(rows, progress)
+
+    def _restore(
+        self,
+        side: _Side,
+        inputs: list[torch.Tensor],
+        found: dict[str, torch.Tensor],
+        bits: int,
+        tried: tuple[int, ...],
+        tally: Tally,
+        progress: Progress,
+    ) -> torch.Tensor:
+        """Reconstructions of all rows; the held-out ones go to the tally, also as they would be
+        without a predictor, and in the bits that are ``tried``."""
+        codec = self._codec(bits, side.group)
+        predictor = {name: x.to(self.device) for name, x in unpacked(found).items()}
+        restored = torch.empty_like(side.exact)
+        for part, given, exact in self._blocks(side, inputs):
+            predicted = predict(predictor, given) if found else torch.zeros_like(exact)
+            near = (recode(exact - predicted, codec) + predicted).to(restored.dtype)
+            restored[part] = near.cpu()
+            if part.start >= side.learned:
+                tally.add("exact", exact)
+                tally.add("unpredicted", exact - predicted)
+                tally.add("missed", exact - near.float())
+                tally.add("plain", exact - recode(exact, codec))
+                for n in tried:
+                    other = recode(exact - predicted, self._codec(n, side.group))
+                    tally.add(f"in {n} bits", exact - predicted - other)
+            progress(len(exact))
+        return restored
+
+    def _codec(self, bits: int, group: int) -> higgs.Codec | None:
+        options = self.options
+        return make_codec(options.backbone, bits, group, options.seed, self.device)
+
+    def _blocks(
+        self, side: _Side, inputs: list[torch.Tensor]
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """``(where, inputs, exact)`` of all rows; a block is all learned from, or all held out."""
+        rows = Rows(inputs, side.exact, self.device)
+        for first, last in ((0, side.learned), (side.learned, len(side.exact))):
+            for start in range(first, last, BLOCK):
+                part = slice(start, min(start + BLOCK, last))
+                yield part, *rows.at(part)
+
+    def _mean(self, side: _Side) -> dict[str, torch.Tensor]:
+        """What an anchor predicts: its mean, where the options say so, else nothing."""
+        if not self.options.anchor_mean:
+            return {}
+        total = side.exact.new_zeros(side.exact.shape[1], dtype=torch.float64)
+        for part, _, exact in self._blocks(side, []):
+            if part.start < side.learned:
+                total += exact.double().sum(0).cpu()
+        return {"bias": (total / side.learned).float()}
+
+    def _anchor_bits(self, sides: list[_Side], means: dict[str, dict[str, torch.Tensor]]) -> int:
+        """As the options say, or by the errors that 4 bits leave of what is learned from."""
+        first = self.options.first_bits
+        if isinstance(first, int):
+            return first
+        for side in sides:
+            tally, codec = Tally(), self._codec(4, side.group)
+            mean = means[side.name].get("bias", torch.zeros(())).to(self.device)
+            for part, _, exact in self._blocks(side, []):
+                if part.start < side.learned:
+                    tally.add("exact", exact)
+                    tally.add("missed", exact - mean - recode(exact - mean, codec))
+            if (tally.square_share("missed", "exact") or 0.0) > ANCHOR_LIMIT:
+                return NOT_CODED
+        return 4
+
+
+def _figures(tallies: dict[str, Tally], anchor: bool) -> dict[str, float | None]:
+    """Shares of the variance of held-out keys and values; the names are those of a table."""
+    found: dict[str, float | None] = {}
+    for name, tally in tallies.items():
+        left = None if anchor else tally.variance_share("unpredicted", "exact")
+        found[f"{name}_explained"] = None if left is None else 1.0 - left
+    for figure, row in (("error", "missed"), ("error_unpredicted", "plain")):
+        for name, tally in tallies.items():
+            found[f"{name}_{figure}"] = tally.square_share(row, "exact")
+    for name, tally in tallies.items():
+        for bits in _TRIED_BITS if anchor else ():
+            error = tally.square_share(f"in {bits} bits", "exact")
+            found[f"{name}_error_in_{bits}_bits"] = error
+    return found

@@ -1,0 +1,3 @@
+"""The version of the package; what is built reads it here."""
+
+__version__ = "0.1.0"
