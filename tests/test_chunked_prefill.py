@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_kvret import FlatKVCache, prefill, registered_methods
+from hf_kvret import FlatKVCache, registered_methods
+from hf_kvret.integration import prompt_chunks
 from hf_kvret.stores import paged
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.conformance import LOGIT_TOLERANCE
@@ -143,7 +144,7 @@ def test_a_second_prompt_is_read_in_chunks_where_transformers_counts_the_past(
 
 
 def _cut(length: int, chunk: int) -> list[int]:
-    size = prefill.fit_chunk(length, chunk, COVERING_OPTIONS["max_draft"])
+    size = prompt_chunks.fit_chunk(length, chunk, COVERING_OPTIONS["max_draft"])
     assert size is not None
     return [len(part) for part in torch.arange(length).split(size)]
 
@@ -176,10 +177,10 @@ def test_auto_reads_in_chunks_what_no_pass_affords(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = prompt(1, 700)
-    needed = prefill.token_bytes(llama.config, torch.float32)
-    monkeypatch.setattr(prefill, "CHUNK_BYTES", needed * 300)
+    needed = prompt_chunks.token_bytes(llama.config, torch.float32)
+    monkeypatch.setattr(prompt_chunks, "CHUNK_BYTES", needed * 300)
     for whole, expected in ((700, [700]), (699, [256, 256, 188])):
-        monkeypatch.setattr(prefill, "WHOLE_BYTES", needed * whole)
+        monkeypatch.setattr(prompt_chunks, "WHOLE_BYTES", needed * whole)
         with passes_of(llama) as lengths:
             cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
             llama.generate(ids, past_key_values=cache, max_new_tokens=1)
@@ -188,8 +189,8 @@ def test_auto_reads_in_chunks_what_no_pass_affords(
 
 def test_auto_leaves_recurrent_layers_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["lfm2"].build()
-    monkeypatch.setattr(prefill, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(prefill, "WHOLE_BYTES", 1)
+    monkeypatch.setattr(prompt_chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(prompt_chunks, "WHOLE_BYTES", 1)
     with passes_of(model) as lengths:
         cache = FlatKVCache(model.config, **COVERING_OPTIONS)
         model.generate(prompt(1, 300), past_key_values=cache, max_new_tokens=1)
@@ -280,7 +281,7 @@ def test_what_a_chunk_takes_does_not_grow_with_the_prompt(
     # Token ids, positions, and marks of what is a sink: nothing that grows is a row wide.
     assert long - short <= 1024 * 64
     whole = _beyond_rows(llama, 1536, None)
-    needed = prefill.token_bytes(llama.config, torch.float32)
+    needed = prompt_chunks.token_bytes(llama.config, torch.float32)
     # What a pass takes is estimated well enough to decide by it.
     assert 0.5 < whole / (needed * 1536) < 1.2
     assert long < whole / 3

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_kvret import FlatKVCache, attach, prefill
+from hf_kvret import FlatKVCache, attach
+from hf_kvret.integration import prompt_chunks
 from hf_kvret.stores import StoreChoice, paged
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
@@ -182,7 +183,7 @@ def test_a_callers_chunks_that_would_retrieve_are_told_once(
     length: int,
     told: str | None,
 ) -> None:
-    monkeypatch.setattr(prefill, "_warned", set())
+    monkeypatch.setattr(prompt_chunks, "_warned", set())
     for _ in range(2):
         cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
         given = {"past_key_values": cache, "prefill_chunk_size": chunk}
@@ -200,9 +201,9 @@ def test_the_length_of_a_mask_that_was_dropped_counts(llama: PreTrainedModel) ->
     config = GenerationConfig()
     config._mask_length = 60
     given = {"attention_mask": None, "position_ids": torch.arange(50)[None]}
-    assert prefill._new_tokens(cache, config, given) == (60, 1)
+    assert prompt_chunks._new_tokens(cache, config, given) == (60, 1)
     given["attention_mask"] = torch.ones(3, 40)
-    assert prefill._new_tokens(cache, config, given) == (40, 3)
+    assert prompt_chunks._new_tokens(cache, config, given) == (40, 3)
 
 
 @pytest.mark.parametrize("how", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}])
@@ -210,5 +211,5 @@ def test_a_call_that_drafts_is_given_no_size(llama: PreTrainedModel, how: dict[s
     cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)
     given = {"attention_mask": torch.ones(1, 60)}
     for config, size in ((GenerationConfig(), 20), (GenerationConfig(**how), None)):
-        prefill.chunk_prompt(llama, cache, config, given)
+        prompt_chunks.chunk_prompt(llama, cache, config, given)
         assert config.prefill_chunk_size == size

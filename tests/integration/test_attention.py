@@ -10,7 +10,8 @@ from torch import nn
 from transformers import DynamicCache
 
 import hf_kvret
-from hf_kvret import FlatKVCache, RetrievalCache, attention
+from hf_kvret import FlatKVCache, RetrievalCache
+from hf_kvret.integration import attention
 from hf_kvret.integration.attention import retrieval_attention
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 

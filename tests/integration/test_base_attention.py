@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_kvret
-from hf_kvret import FlatKVCache, base_attention
+from hf_kvret import FlatKVCache
+from hf_kvret.integration import base_attention
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
 FLASH = "flash_attention_2"
