@@ -86,7 +86,7 @@ def test_the_cold_part_is_shared(llama: PreTrainedModel) -> None:
             windows = layer.regions.window, other.regions.window
             assert windows[0].keys.data_ptr() != windows[1].keys.data_ptr()
         indexes = [c.retrieval_layers[0].regions.index for c in (cache, twin)]
-        planes = [i._keys if cls is FlatKVCache else i._planes["sign"] for i in indexes]
+        planes = [i._keys if cls is FlatKVCache else i._sign for i in indexes]
         assert planes[0].rows.data_ptr() == planes[1].rows.data_ptr()
 
 

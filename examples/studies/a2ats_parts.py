@@ -34,9 +34,8 @@ class ExactKeysIndex(A2ATSIndex):
         valid: torch.Tensor | None,
         positions: torch.Tensor | None = None,
     ) -> None:
-        self._codes.crop(start)
-        assert self._codes.length == start, "passes come in order"
-        self._codes.append(self._on(keys.device).space.keys(keys, positions))
+        assert len(self._codes) >= start, "passes come in order"
+        self._codes.put(self._on(keys.device).space.keys(keys, positions), start)
         self._positions = positions
 
     def select(

@@ -170,12 +170,10 @@ class SplitIndex(CTkvrIndex):
         return ids
 
     def fork(self) -> Self:
+        """As every state's; counts start anew."""
         twin = super().fork()
-        twin.prompt_len = self.prompt_len
+        twin.counts = SplitCounts()
         return twin
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        raise NotImplementedError("caches of a study are not saved")
 
 
 class SplitCTkvrCache(CTkvrCache):

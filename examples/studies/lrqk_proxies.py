@@ -21,7 +21,7 @@ from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import Factors, alternating, closed_form
 from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
 from hf_kvret.methods.lrqk.proxies import Proxies
-from hf_kvret.methods.lrqk.sketches import STARTS, Moments
+from hf_kvret.methods.lrqk.sketches import STARTS, Moments, RandomSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,12 +232,13 @@ def _per_head_at_equal_bytes(study: LayerStudy, rank: int, options: LRQKConfig) 
 
 def _alternating(study: LayerStudy, rank: int, options: LRQKConfig, *, start: str) -> Approximation:
     """The paper's algorithm 1 for each query head, from one of its three starts (B.6)."""
-    drawn, chance = STARTS[start], torch.Generator().manual_seed(options.seed)
+    drawn, chance = STARTS[start], RandomSource(options.seed)
     of_queries, of_keys = Moments(drawn.random), Moments(drawn.random)
     of_queries.add(study.queries[None], rank, chance)
     of_keys.add(study.spread(study.keys)[None], rank, chance)
     starts = drawn.sketches(of_queries, of_keys, rank)
-    grams = of_queries.sums["gram"], of_keys.sums["gram"]
+    assert of_queries.gram is not None and of_keys.gram is not None
+    grams = of_queries.gram, of_keys.gram
     found = alternating(*grams, *starts, options.iterations, options.penalty)
     return study.by_factors(Factors(found.to_query[0], found.to_key[0]))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 
@@ -20,7 +20,8 @@ from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.recall import exact_scores
 from hf_kvret.core.relevance import group_relevance
-from hf_kvret.core.token_buffer import GrowingRows
+from hf_kvret.core.state import tensor
+from hf_kvret.core.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.flat.index import FlatIndex
 
 _ROUNDS = 10
@@ -37,11 +38,11 @@ class ClusterConfig(RetrievalConfig):
 class PrefillClusterIndex(FlatIndex):
     """k-means over each KV head's prompt keys; probes clusters, the most promising first."""
 
+    _cluster: TokenBuffer = tokens()
+    _centroids: torch.Tensor | None = tensor(shared=True)
+
     def __init__(self, options: ClusterConfig) -> None:
-        super().__init__()
         self.options = options
-        self._cluster = GrowingRows()
-        self._centroids: torch.Tensor | None = None
 
     def observe(self, block: TokenBlock) -> None:
         if block.valid is not None and not bool(block.valid.all()):
@@ -53,7 +54,7 @@ class PrefillClusterIndex(FlatIndex):
 
     def _learn(self) -> None:
         self._centroids = k_means(self._keys.rows, self.options.clusters)
-        self._cluster = GrowingRows()
+        self._cluster.reset()
         self._cluster.append(nearest(self._keys.rows, self._centroids))
 
     def extend(self, block: TokenBlock) -> None:
@@ -89,22 +90,6 @@ class PrefillClusterIndex(FlatIndex):
 
     def candidates(self, cold_len: int, budget: int) -> int:
         return min(cold_len, max(budget, math.ceil(self.options.candidate_ratio * cold_len)))
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        raise NotImplementedError("a study reads one row")
-
-    def crop(self, cold_len: int) -> None:
-        super().crop(cold_len)
-        self._cluster.crop(cold_len)
-
-    def fork(self) -> Self:
-        twin = type(self)(self.options)
-        twin._keys, twin._cluster = self._keys.fork(), self._cluster.fork()
-        twin._centroids = self._centroids
-        return twin
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        raise NotImplementedError("caches of a study are not saved")
 
     def _built(self) -> torch.Tensor:
         assert self._centroids is not None, "build the index first"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.state import State
 
 if TYPE_CHECKING:
     from hf_kvret.core.store import Store
@@ -36,7 +37,7 @@ class ColdTokens:
         return self.valid.shape[1]
 
 
-class Index(ABC):
+class Index(State):
     """Finds the few cold tokens that a query attends to. One per retrieval layer.
 
     Tokens arrive in order and keep their slot number, the number that ``select`` answers with.
@@ -46,6 +47,9 @@ class Index(ABC):
     its state in preallocated tensors on the device and never synchronizes the host when one
     token is decoded, unless a block left the window just before.
 
+    What it holds it declares, see ``State``: then it is reordered, cropped, forked, saved and
+    loaded with the cache.
+
     Attributes:
         whole: all cold tokens are attended to, always. The layer then reads the store piece by
             piece and never calls ``select``, ``learn`` or ``candidates``.
@@ -53,7 +57,7 @@ class Index(ABC):
 
     whole: ClassVar[bool] = False
 
-    def watch(  # noqa: B027 - most indexes learn from keys alone
+    def watch(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -86,14 +90,14 @@ class Index(ABC):
     def observe(self, block: TokenBlock) -> None:
         """Take in a block of the prompt. ``block.start`` is the number of tokens held so far."""
 
-    def build(self, cold: ColdTokens) -> None:  # noqa: B027 - most indexes have nothing left to do
+    def build(self, cold: ColdTokens) -> None:
         """Finish what needs the whole prompt. Called once, with at least one token held.
 
         That is before the first selection, or earlier, when the cache is forked or saved, so that
         no copy has to do it again. ``cold`` holds the same tokens.
         """
 
-    def refresh(self, cold: ColdTokens) -> None:  # noqa: B027 - most indexes never go stale
+    def refresh(self, cold: ColdTokens) -> None:
         """Called instead of ``build`` before each later selection: rare upkeep, if any is due."""
 
     def extend(self, block: TokenBlock) -> None:
@@ -126,7 +130,7 @@ class Index(ABC):
             must let all pass.
         """
 
-    def learn(self) -> None:  # noqa: B027 - most indexes learn nothing from a selection
+    def learn(self) -> None:
         """Called while the selected rows are being read: what a selection leaves to be noted."""
 
     def uncapturable(self) -> str | None:
@@ -139,33 +143,21 @@ class Index(ABC):
         """
         return f"the index {type(self).__name__} does not say that its steps can be captured"
 
-    def settle(self) -> None:  # noqa: B027 - most indexes put nothing off
+    def settle(self) -> None:
         """A step is about to be captured: do now what would otherwise come due in one."""
 
-    def broke_off(self) -> None:  # noqa: B027 - most indexes keep no count on the host
+    def broke_off(self) -> None:
         """The capture after ``settle`` failed, and the device did nothing.
 
         What was noted on the host since then is to be undone.
         """
 
-    def replayed(self) -> None:  # noqa: B027 - most indexes keep no count on the host
+    def replayed(self) -> None:
         """A captured step was replayed: what its run in Python would have noted on the host."""
 
     @abstractmethod
     def candidates(self, cold_len: int, budget: int) -> int:
         """How many of ``cold_len`` tokens are scored in full precision or reranked."""
-
-    @abstractmethod
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Row b of the batch becomes the old row ``rows[b]``; ``rows`` may repeat or omit rows."""
-
-    @abstractmethod
-    def crop(self, cold_len: int) -> None:
-        """Forget all tokens from slot ``cold_len`` on; 0 forgets everything."""
-
-    @abstractmethod
-    def fork(self) -> Self:
-        """An independent copy; big tensors are shared until one side writes."""
 
     def set_options(self, options: Any) -> None:
         """Go on with other options, of those that a fork may change.
@@ -174,10 +166,6 @@ class Index(ABC):
         """
         if hasattr(self, "options"):
             self.options = options
-
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of all tensors, spare capacity included."""
 
     def shared_nbytes(self) -> int:
         """Bytes of what all caches of a process share, as calibrated tensors on the device."""
@@ -194,11 +182,3 @@ class Index(ABC):
     def stats(self) -> dict[str, Any]:
         """Plain numbers of the method's own, for ``cache.stats()``; may wait for the device."""
         return {}
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors that restore the index, without spare capacity; empty if it saw nothing."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Become the index whose ``state_dict`` this is. KeyError names a missing tensor."""

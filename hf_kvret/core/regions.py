@@ -11,6 +11,7 @@ import torch
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.state import Tensors
 from hf_kvret.core.store import Store
 from hf_kvret.core.window import Window
 
@@ -205,7 +206,7 @@ class Regions:
     @_keeps_tensors
     def crop(self, count: int) -> None:
         """Drop the newest ``count`` tokens; a deep crop pulls cold rows back into the window."""
-        deeper = self.window.crop(count)
+        deeper = self.window.drop_newest(count)
         if not deeper or self.store is None:
             return
         left = len(self.store) - deeper
@@ -241,27 +242,27 @@ class Regions:
         twin._built, twin._retrievable = self._built, self._retrievable
         return twin
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> Tensors:
         """Tensors on the CPU, named ``window.*``, ``index.*``, ``store.*``, and ``built``."""
-        state = {f"window.{name}": value for name, value in self.window.state_dict().items()}
         # An index may have learnt from what it watched before anything was cold.
-        index = self.index.state_dict()
-        state |= {f"index.{name}": value.cpu() for name, value in index.items()}
+        parts = {"window": self.window.state_dict(), "index": self.index.state_dict()}
         if self.store is not None and self.cold_len:
-            store = self.store.state_dict()
-            state |= {f"store.{name}": value for name, value in store.items()}
-            state["built"] = torch.tensor(self._built)
-        return state
+            parts["store"] = self.store.state_dict()
+        state = {
+            f"{name}.{key}": value.cpu()
+            for name, part in parts.items()
+            for key, value in part.items()
+        }
+        return state | ({"built": torch.tensor(self._built)} if "store" in parts else {})
 
     @_keeps_tensors
-    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+    def load_state_dict(self, state: Tensors, device: torch.device) -> None:
         """Become the regions whose ``state_dict`` this is. KeyError names a missing tensor."""
-        self.window = Window.from_state(_part(state, "window."), device)
-        index = {name: value.to(device) for name, value in _part(state, "index.").items()}
+        window, index, rows = (_part(state, name) for name in ("window.", "index.", "store."))
+        self.window.load_state_dict(window, device)
         if index or self.window.start:
-            self.index.load_state_dict(index)
+            self.index.load_state_dict(index, device)
         if self.window.start:
-            rows = _part(state, "store.")
             self.store = self._make_store(device, sum(x.nbytes for x in rows.values()))
             self.store.load_state_dict(rows, device)
             self._built = bool(state["built"])
@@ -283,7 +284,7 @@ class Regions:
         self._retrievable = None
 
 
-def _part(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def _part(state: Tensors, prefix: str) -> Tensors:
     return {
         name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
     }

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.relevance import group_relevance
+from hf_kvret.core.state import State, Tensors
 from hf_kvret_kernels.host_attention import host_rank
-
-
-@dataclass(frozen=True)
-class StoreBytes:
-    """Bytes that a store holds, by the memory they lie in; spare capacity included."""
-
-    device: int = 0
-    host: int = 0
 
 
 def _nothing_below() -> Store | None:
     return None
 
 
-class Store(ABC):
+class Store(State):
     """Keys and values of one layer's cold tokens, addressed by slot. One per retrieval layer.
+
+    What it holds it declares, see ``State``. Reordering and forking copy no rows.
 
     Attributes:
         below: finds the store of the retrieval layer below, for a store whose rows are made of
@@ -55,7 +49,7 @@ class Store(ABC):
     def __len__(self) -> int:
         """Tokens held, the same for every row of the batch."""
 
-    def expect(self, tokens: int) -> None:  # noqa: B027 - a store may grow as it likes
+    def expect(self, tokens: int) -> None:
         """About ``tokens`` will come, the first block is only the first of them."""
 
     @abstractmethod
@@ -140,23 +134,12 @@ class Store(ABC):
         ones, too.
         """
 
-    @abstractmethod
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Row b of the batch becomes the old row ``rows[b]``; rows are not copied."""
+    def host_nbytes(self) -> int:
+        """Those of ``nbytes()`` that lie in host memory. Rows shared with a fork count in both."""
+        parts = (getattr(self, name) for name in self.fields)
+        return sum(part.host_nbytes() for part in parts if isinstance(part, Store))
 
-    @abstractmethod
-    def crop(self, cold_len: int) -> None:
-        """Forget all tokens from slot ``cold_len`` on."""
-
-    @abstractmethod
-    def fork(self) -> Self:
-        """An independent store that shares every row held so far."""
-
-    @abstractmethod
-    def nbytes(self) -> StoreBytes:
-        """Bytes held. Rows shared with a fork count in both."""
-
-    def settle(self) -> None:  # noqa: B027 - most stores write where they read
+    def settle(self) -> None:
         """Have the host wait until all rows held have arrived where they are read.
 
         After it, and until the store changes, reading waits for no copy, and what reading makes
@@ -180,15 +163,12 @@ class Store(ABC):
         """Plain numbers of the store's own, for ``cache.stats()``; may wait for the device."""
         return {}
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """``keys [B, Hkv, n, Dk]`` and ``values [B, Hkv, n, Dv]`` on the CPU; empty when n = 0.
+    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
+        """Fill an empty store with what ``state_dict`` gave, for queries on ``device``.
 
-        A store of coded rows gives its codes instead.
+        That is ``keys [B, Hkv, n, Dk]`` and ``values [B, Hkv, n, Dv]`` on the CPU, or nothing; of
+        a store of coded rows, its codes, which only such a store takes.
         """
-
-    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
-        """Fill an empty store with what ``state_dict`` gave, for queries on ``device``."""
         if state and "keys" not in state:
             raise ValueError(
                 "the cache was saved with coded rows, which other stores can't take: load it with "

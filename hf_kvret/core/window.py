@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.state import State, Tensors, number, tensor
 
 _STEP = 64
 
@@ -28,7 +28,7 @@ class Place:
     slots: torch.Tensor | None
 
 
-class Window:
+class Window(State):
     """The first ``sink`` valid tokens of each row, and the newest ones.
 
     One buffer holds both: columns ``0 .. sink`` are the sinks, the recent tokens follow. A sink
@@ -40,12 +40,17 @@ class Window:
             is held, whole buffers are read, and nothing that is captured depends on the length.
     """
 
+    keys: torch.Tensor = tensor()
+    values: torch.Tensor = tensor()
+    sink_slots: torch.Tensor = tensor()
+    start: int = number(0)
+    length: int = number(0, saved=False)
+    _sinks_full: bool = number(False, saved=False)
+
     def __init__(self, sink: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """For tokens shaped like ``keys [B, Hkv, *, Dk]`` and ``values [B, Hkv, *, Dv]``."""
         batch, heads = keys.shape[:2]
         self.sink = sink
-        self.start = 0
-        self.length = 0
         self.keys = keys.new_empty(batch, heads, sink, keys.shape[-1])
         self.values = values.new_empty(batch, heads, sink, values.shape[-1])
         self.keys[:, :, :sink] = 0
@@ -183,52 +188,21 @@ class Window:
         sinks = sinks & valid.gather(1, self.sink_slots.clamp(min=0))
         return torch.cat([sinks, valid[:, self.start : self.end]], dim=1)
 
-    def crop(self, count: int) -> int:
+    def drop_newest(self, count: int) -> int:
         """Drop the newest ``count`` tokens; returns how many of them lie in the store instead."""
         dropped = min(count, self.length)
         self.length -= dropped
         return count - dropped
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Row b of the batch becomes the old row ``rows[b]``."""
-        self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
-        self.sink_slots = self.sink_slots.index_select(0, rows)
-
-    def fork(self) -> Self:
-        """A copy."""
-        twin = type(self)(0, self.keys, self.values)
-        twin.sink, twin.start, twin.length = self.sink, self.start, self.length
-        twin.keys, twin.values = self.keys.clone(), self.values.clone()
-        twin.sink_slots, twin._sinks_full = self.sink_slots.clone(), self._sinks_full
-        return twin
-
-    def nbytes(self) -> int:
-        """Bytes of the buffers, spare capacity included."""
-        buffers = (self.keys, self.values, self.sink_slots)
-        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The tokens, the sinks' slots and the slot of the first recent token, on the CPU."""
+    def state_dict(self) -> Tensors:
+        """As every state's, without the room behind the tokens."""
         keys, values = self.tokens()
-        return {
-            "keys": keys.cpu().contiguous(),
-            "values": values.cpu().contiguous(),
-            "sink_slots": self.sink_slots.cpu(),
-            "start": torch.tensor(self.start),
-        }
+        return super().state_dict() | {"keys": keys.contiguous(), "values": values.contiguous()}
 
-    @classmethod
-    def from_state(cls, state: dict[str, torch.Tensor], device: torch.device) -> Self:
-        """The window whose ``state_dict`` this is, on ``device``."""
-        keys, values = state["keys"].to(device), state["values"].to(device)
-        window = cls(state["sink_slots"].shape[1], keys, values)
-        window.keys[:, :, : window.sink] = keys[:, :, : window.sink]
-        window.values[:, :, : window.sink] = values[:, :, : window.sink]
-        window.append(keys[:, :, window.sink :], values[:, :, window.sink :])
-        window.sink_slots = state["sink_slots"].to(device)
-        window.start = int(state["start"])
-        window._sinks_full = bool((window.sink_slots >= 0).all())
-        return window
+    def loaded(self) -> None:
+        self.sink = self.sink_slots.shape[1]
+        self.length = self.keys.shape[2] - self.sink
+        self._sinks_full = bool((self.sink_slots >= 0).all())
 
     def _reserve(self, capacity: int) -> None:
         if capacity <= self.keys.shape[2]:

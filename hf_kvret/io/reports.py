@@ -68,8 +68,8 @@ def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryR
         index += regions.index.nbytes()
         shared += regions.index.shared_nbytes()
         if regions.store is not None:
-            held = regions.store.nbytes()
-            device, host = device + held.device, host + held.host
+            on_host = regions.store.host_nbytes()
+            device, host = device + regions.store.nbytes() - on_host, host + on_host
         heads = regions.window.keys.shape[1]
         full += regions.batch_size * regions.length * heads * _row_bytes(layer)
     ours = set(map(id, retrieval))

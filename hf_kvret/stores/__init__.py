@@ -8,7 +8,7 @@ import torch
 
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.sizes import byte_count, free_bytes
-from hf_kvret.core.store import Store, StoreBytes
+from hf_kvret.core.store import Store
 from hf_kvret.stores.cpu import CpuStore
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.stores.paged import PagedStore
@@ -22,7 +22,6 @@ __all__ = [
     "QuantizedStore",
     "ResidentStore",
     "Store",
-    "StoreBytes",
     "StoreChoice",
     "store_names",
 ]

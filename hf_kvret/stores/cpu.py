@@ -9,7 +9,8 @@ from typing import Self
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.store import Store, StoreBytes
+from hf_kvret.core.state import part
+from hf_kvret.core.store import Store
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret_kernels.host_attention import host_attention, host_rank, host_scores
@@ -34,6 +35,8 @@ class CpuStore(Store):
     Args:
         device: where queries are.
     """
+
+    _host: PagedStore = part(key="")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -144,30 +147,21 @@ class CpuStore(Store):
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         return self._host.chunks(piece_len, stop, self._device)
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        self._host.reorder(rows)
-
-    def crop(self, cold_len: int) -> None:
-        self._host.crop(cold_len)
-
     def fork(self) -> Self:
-        twin = type(self)(self._device)
-        twin._host = self._host.fork()
+        """As every state's, with staging memory of its own."""
+        twin = super().fork()
+        twin._staging = {}
         return twin
 
-    def nbytes(self) -> StoreBytes:
-        # The page table lies with the rows here.
-        held = self._host.nbytes()
-        return StoreBytes(host=held.host + held.device)
+    def host_nbytes(self) -> int:
+        """All: the page table lies with the rows here."""
+        return self.nbytes()
 
     def settle(self) -> None:
         self._host.settle()
 
     def uncapturable(self) -> str | None:
         return "store='cpu' attends on the CPU, whose work a CUDA graph can't replay"
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self._host.state_dict()
 
 
 class _Staging:
@@ -210,8 +204,8 @@ class _Staging:
         assert self._back is not None
         current = torch.cuda.current_stream(self._device)
         current.wait_event(self._back)
-        for part in self._result:
-            part.record_stream(current)
+        for result in self._result:
+            result.record_stream(current)
         return self._result
 
 

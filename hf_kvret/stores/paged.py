@@ -14,7 +14,7 @@ import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.pieces import BUS_PROGRAMS, read_ahead, reading_stream
-from hf_kvret.core.store import Store, StoreBytes
+from hf_kvret.core.store import Store
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
@@ -26,7 +26,8 @@ class PagedStore(Store):
     """Full-precision rows in the pages of a ``PageMemory``.
 
     Pages are written once and never freed before the store is: a row or fork that may share the
-    last, partial page takes a copy of it before writing on.
+    last, partial page takes a copy of it before writing on. So none of the operations of a state
+    follows from its tensors.
     """
 
     def __init__(self, memory: PageMemory, page_len: int = 64) -> None:
@@ -151,9 +152,9 @@ class PagedStore(Store):
             self._tail, self._expected = None, 0
             self._forget_rows()
 
-    def crop(self, cold_len: int) -> None:
-        if cold_len < self.length:
-            self.length, self._tail = cold_len, None
+    def crop(self, length: int) -> None:
+        if length < self.length:
+            self.length, self._tail = length, None
 
     def fork(self) -> Self:
         twin = type(self)(self.memory, self.page_len)
@@ -161,11 +162,13 @@ class PagedStore(Store):
         twin._chunks, twin._table, twin._rows = list(self._chunks), self._table, self._rows
         return twin
 
-    def nbytes(self) -> StoreBytes:
-        rows = sum(chunk.nbytes for chunk in self._chunks)
-        host = sum(chunk.nbytes for chunk in self._chunks if self.memory.on_host(chunk))
+    def nbytes(self) -> int:
+        """Bytes of pages and table. Pages that are shared with a fork count in both."""
         table = 0 if self._table is None else self._table.nbytes
-        return StoreBytes(device=rows - host + table, host=host)
+        return sum(chunk.nbytes for chunk in self._chunks) + table
+
+    def host_nbytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._chunks if self.memory.on_host(chunk))
 
     def settle(self) -> None:
         self.memory.settle()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Self
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.store import Store, StoreBytes
+from hf_kvret.core.state import Tensors, part
+from hf_kvret.core.store import Store
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret_kernels import higgs
@@ -28,6 +28,8 @@ class QuantizedStore(Store):
         memory: where the bytes lie.
         bits: 2, 3 or 4.
     """
+
+    _rows: PagedStore = part()
 
     def __init__(self, memory: PageMemory, bits: int) -> None:
         self._rows = PagedStore(memory)
@@ -89,21 +91,6 @@ class QuantizedStore(Store):
         for start, codes, scales in self._rows.chunks(piece_len, stop):
             yield start, *self._decoded(codes, scales)
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        self._rows.reorder(rows)
-
-    def crop(self, cold_len: int) -> None:
-        self._rows.crop(cold_len)
-
-    def fork(self) -> Self:
-        twin = type(self)(self._rows.memory, self._bits)
-        twin._rows, twin._codec = self._rows.fork(), self._codec
-        twin._dims, twin._dtype = self._dims, self._dtype
-        return twin
-
-    def nbytes(self) -> StoreBytes:
-        return self._rows.nbytes()
-
     def settle(self) -> None:
         self._rows.settle()
 
@@ -120,7 +107,7 @@ class QuantizedStore(Store):
             return plain
         return sum(self._codec.code_bytes(d) + self._codec.scale_bytes(d) for d in self._dims)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> Tensors:
         """``codes`` and ``scales [B, Hkv, n, bytes]`` uint8, and an empty row of each half."""
         held = self._rows.state_dict()
         if not held:
@@ -134,7 +121,7 @@ class QuantizedStore(Store):
             "value_like": value_like,
         }
 
-    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """Fill an empty store with what a store gave, coded or not."""
         if "codes" not in state:
             super().load_state_dict(state, device)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.store import Store, StoreBytes
+from hf_kvret.core.state import number, part
+from hf_kvret.core.store import Store
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.stores.slots import SlotBuffer
@@ -34,13 +35,15 @@ class ResidentStore(Store):
             selects (float).
     """
 
+    _host: PagedStore = part(key="")
+    # Empty in a store that was loaded.
+    _buffer: SlotBuffer | None = part(saved=False, optional=True)
+    # Whether the buffer served the rows held, as they are now.
+    _served: bool = number(False, saved=False, anew=True)
+
     def __init__(self, device: torch.device, slots: int | float = 1.0) -> None:
         self.slots = slots
-        self._device = device
         self._host = PagedStore(HostMemory(device))
-        self._buffer: SlotBuffer | None = None
-        # Whether the buffer served the rows held, as they are now.
-        self._served = False
 
     def __len__(self) -> int:
         return len(self._host)
@@ -67,7 +70,7 @@ class ResidentStore(Store):
         share, count = ids.shape[1] // rows.heads, max(1, ids.shape[3])
         buffer = self._roomy_buffer(rows, share, count)
         at_once = buffer.slots // (share * count)
-        parts = [
+        results = [
             gather_attention(
                 some, buffer.rows, buffer.bring(rows, wanted), scale=scale, softcap=softcap
             )
@@ -76,8 +79,8 @@ class ResidentStore(Store):
             )
         ]
         self._served = True
-        outs, lses = zip(*parts, strict=True)
-        return parts[0] if len(parts) == 1 else (torch.cat(outs, dim=2), torch.cat(lses, dim=2))
+        outs, lses = zip(*results, strict=True)
+        return results[0] if len(results) == 1 else (torch.cat(outs, dim=2), torch.cat(lses, dim=2))
 
     def scores(
         self,
@@ -107,26 +110,11 @@ class ResidentStore(Store):
 
     def reorder(self, rows: torch.Tensor) -> None:
         self._served = False
-        self._host.reorder(rows)
-        if self._buffer is not None:
-            self._buffer.reorder(rows)
+        super().reorder(rows)
 
-    def crop(self, cold_len: int) -> None:
+    def crop(self, length: int) -> None:
         self._served = False
-        self._host.crop(cold_len)
-        if self._buffer is not None:
-            self._buffer.forget(cold_len)
-
-    def fork(self) -> Self:
-        twin = type(self)(self._device, self.slots)
-        twin._host = self._host.fork()
-        twin._buffer = None if self._buffer is None else self._buffer.fork()
-        return twin
-
-    def nbytes(self) -> StoreBytes:
-        host = self._host.nbytes()
-        slots = 0 if self._buffer is None else self._buffer.nbytes()
-        return StoreBytes(device=host.device + slots, host=host.host)
+        super().crop(length)
 
     def stats(self) -> dict[str, Any]:
         """``hits``, ``misses``, ``miss_ratio`` and ``bytes_missed`` since made or forked.
@@ -155,10 +143,6 @@ class ResidentStore(Store):
         if self._served:
             return None
         return "the slots of store='resident' have served no step since its rows changed"
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Those of the host rows; the slots of a loaded store are empty."""
-        return self._host.state_dict()
 
     @torch.inference_mode(False)
     def _roomy_buffer(self, rows: PagedRows, share: int, count: int) -> SlotBuffer:

@@ -9,13 +9,14 @@ to another in one of the runs. With 16 bits the outcome is that of full attentio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
 
 from hf_kvret import FlatKVCache, RetrievalCache, TokenBlock, attach, registered_methods
-from hf_kvret.stores import PagedStore, QuantizedStore, Store, StoreBytes
+from hf_kvret.core.state import part
+from hf_kvret.stores import PagedStore, QuantizedStore, Store
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import (
     COVERING_OPTIONS,
@@ -51,6 +52,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class CheckedStore(Store):
     """``coded``, and beside it a plain store of rows that went through ``codec``."""
 
+    coded: Store = part(key="")
+    plain: Store = part(saved=False)
+
     def __init__(self, coded: Store, plain: Store, codec: HiggsCodec) -> None:
         self.coded, self.plain, self.codec = coded, plain, codec
 
@@ -83,23 +87,6 @@ class CheckedStore(Store):
         ):
             assert coded[0] == plain[0]
             yield coded[0], *_same(coded[1:], plain[1:])
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        self.coded.reorder(rows)
-        self.plain.reorder(rows)
-
-    def crop(self, cold_len: int) -> None:
-        self.coded.crop(cold_len)
-        self.plain.crop(cold_len)
-
-    def fork(self) -> Self:
-        return type(self)(self.coded.fork(), self.plain.fork(), self.codec)
-
-    def nbytes(self) -> StoreBytes:
-        return self.coded.nbytes()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self.coded.state_dict()
 
 
 def _same(got: Any, wanted: Any) -> Any:

@@ -108,9 +108,9 @@ def test_a_sink_that_the_mask_hides_later_is_not_attended() -> None:
 def test_crop_takes_the_newest_and_says_what_it_could_not_take() -> None:
     window = _window(1, 1, 8)
     _flush(window, 5)
-    assert window.crop(2) == 0
+    assert window.drop_newest(2) == 0
     assert torch.equal(window.recent()[0], _tokens(1, 5, 1)[0])
-    assert window.crop(4) == 3
+    assert window.drop_newest(4) == 3
     assert window.length == 0 and window.end == 5
 
 
@@ -120,7 +120,7 @@ def test_tokens_put_back_free_the_sinks_that_came_from_them() -> None:
     valid[1, :2] = False
     _flush(window, 6, valid)
     assert window.sink_slots.tolist() == [[0, 1, 2, 3], [2, 3, 4, 5]]
-    window.crop(2)
+    window.drop_newest(2)
     window.unpop(*_tokens(2, 2, 3), end=5)
     assert (window.start, window.end) == (2, 5)
     assert window.sink_slots.tolist() == [[0, 1, -1, -1], [-1, -1, -1, -1]]
@@ -179,7 +179,8 @@ def test_a_window_comes_back_from_its_state() -> None:
     valid = torch.ones(2, 8, dtype=torch.bool)
     valid[1, :4] = False
     _flush(window, 5, valid)
-    twin = Window.from_state(window.state_dict(), torch.device("cpu"))
+    twin = Window(0, window.keys, window.values)
+    twin.load_state_dict(window.state_dict(), torch.device("cpu"))
     for attribute in ("sink", "start", "length", "end"):
         assert getattr(twin, attribute) == getattr(window, attribute)
     assert torch.equal(twin.sink_slots, window.sink_slots)

@@ -139,7 +139,7 @@ def test_every_artifact_decodes_to_what_calibration_says(
         torch.testing.assert_close([lent.keys, lent.values], wanted, rtol=1e-5, atol=1e-5)
         turned = torch.equal(_tokens(store)[0], lent.keys.unflatten(2, (2, -1)).transpose(1, 2))
         assert turned == rotated
-    assert all(store._positions.length == 0 for store in _stores(cache)) == rotated
+    assert all(len(store._positions) == 0 for store in _stores(cache)) == rotated
 
 
 @pytest.mark.parametrize("name", ["smollm3", "gpt_neox", "cohere", "glm", "gpt2", "gpt_oss"])

@@ -186,7 +186,7 @@ def test_bytes_are_those_of_packed_codes_and_of_one_scale_a_group(
     cache = _small(model, artifact, bits=2)
     _read(model, cache, prompt(1, 200))
     stores, group, tokens = _stores(cache), HEADS * DIM, 192
-    pages = [store._pages.nbytes().device - store._pages._table.nbytes for store in stores]
+    pages = [store._pages.nbytes() - store._pages._table.nbytes for store in stores]
     values = LAYERS * tokens * 2 * HEADS * DIM
     assert 8 * sum(pages) / values == 2 + 16 / group + 2 / LAYERS
     report = cache.memory()

@@ -105,8 +105,8 @@ def test_a_query_that_is_a_centroid_recalls_the_exact_top_k(
     ids = index.select(query, budget, valid[:, :held], SCALE, softcap)
     assert ids.shape == (2, HEADS, 2, budget) and ids.dtype == torch.int32
     assert all(len(row) == budget for row in _sets(ids))
-    assert index._keeper.queue is not None
-    listed = index._keeper.queue.recall(query.unflatten(1, (HEADS, group)).transpose(2, 3), 1)[
+    assert index._file.queue is not None
+    listed = index._file.queue.recall(query.unflatten(1, (HEADS, group)).transpose(2, 3), 1)[
         ..., 0, :
     ]
     scores = exact_scores(query, store.gather(_all(held))[0][:, :, 0], SCALE, softcap)
@@ -129,9 +129,9 @@ def test_the_rerank_takes_the_best_of_what_was_recalled(softcap: float | None) -
     index, _ = _fill(_options(update=0), queries, keys, budget=15, softcap=softcap)
     valid, query = torch.ones(2, 280, dtype=torch.bool), _normal(8, 2, HEADS * GROUP, 1, DIM)
     ids = index.select(query, 15, valid, SCALE, softcap)
-    assert index._keeper.queue is not None
+    assert index._file.queue is not None
     bundles = query.unflatten(1, (HEADS, GROUP)).transpose(2, 3)
-    named = index._keeper.queue.recall(bundles, 4).flatten(2)
+    named = index._file.queue.recall(bundles, 4).flatten(2)
     scores = exact_scores(query, keys[:, :, :280], SCALE, softcap)
     marked = torch.zeros(2, HEADS, 280, dtype=torch.bool).scatter_(2, named.long(), True)
     marked = marked.repeat_interleave(GROUP, dim=1).unsqueeze(2)
@@ -208,9 +208,9 @@ def test_without_a_rerank_lists_take_turns_from_the_nearest_on() -> None:
     index, _ = _fill(_options(rerank="lists"), queries, keys, budget=8)
     valid = torch.ones(2, 280, dtype=torch.bool)
     ids = index.select(queries[:, :, -1:], 8, valid, SCALE)
-    assert index._keeper.queue is not None
+    assert index._file.queue is not None
     bundles = queries[:, :, -1:].unflatten(1, (HEADS, GROUP)).transpose(2, 3)
-    lists = index._keeper.queue.recall(bundles, 4)[:, :, 0]
+    lists = index._file.queue.recall(bundles, 4)[:, :, 0]
     for b in range(2):
         for h in range(HEADS):
             named = lists[b, h].T.flatten().tolist()

@@ -10,10 +10,9 @@ import torch
 
 from hf_kvret import TokenBlock
 from hf_kvret.core.index import ColdTokens
-from hf_kvret.methods.ctkvr import keeper as keeper_module
-from hf_kvret.methods.ctkvr import lists as lists_module
+from hf_kvret.methods.ctkvr import inverted_file, inverted_lists
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
-from hf_kvret.methods.ctkvr.keeper import ListKeeper
+from hf_kvret.methods.ctkvr.inverted_file import InvertedFile
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret_kernels.centroid import naive
@@ -42,38 +41,38 @@ def _bundle(seed: int, count: int, dead: int = 0) -> Bundle:
     return _normal(seed, BATCH, HEADS, count, GROUP, DIM), slots
 
 
-def _keeper(cold: ColdTokens) -> ListKeeper:
-    keeper = ListKeeper(CTkvrConfig(top_k=BUDGET, update_lists="recalled", coverage=0.5))
-    keeper.start(cold, *_bundle(1, keeper.options.centroids_for(TOKENS), 20))
-    return keeper
+def _inverted_file(cold: ColdTokens) -> InvertedFile:
+    one = InvertedFile(CTkvrConfig(top_k=BUDGET, update_lists="recalled", coverage=0.5))
+    one.start(cold, *_bundle(1, one.options.centroids_for(TOKENS), 20))
+    return one
 
 
-def _fall(keeper: ListKeeper) -> None:
+def _fall(one: InvertedFile) -> None:
     """One row's lists hold too little now."""
-    assert keeper._covered is not None
-    keeper._covered = keeper._covered * torch.tensor([1.0, 10.0])
+    assert one._covered is not None
+    one._covered = one._covered * torch.tensor([1.0, 10.0])
 
 
-def _work(name: str, cold: ColdTokens) -> tuple[list[ListKeeper], Callable[[], object]]:
+def _work(name: str, cold: ColdTokens) -> tuple[list[InvertedFile], Callable[[], object]]:
     """What makes lists, and where they are then."""
     if name == "first":
-        made: list[ListKeeper] = []
-        return made, lambda: made.append(_keeper(cold))
-    keeper = _keeper(cold)
+        made: list[InvertedFile] = []
+        return made, lambda: made.append(_inverted_file(cold))
+    one = _inverted_file(cold)
     joining: list[Bundle] = []
     if name == "anew":
-        keeper.listed = -(10**6)
+        one.listed = -(10**6)
     elif name == "coverage":
-        _fall(keeper)
+        _fall(one)
     else:
         joining = [_bundle(2, 90, 40 if name == "padded" else 0)]
-    return [keeper], lambda: keeper.keep_up(cold, joining, True)
+    return [one], lambda: one.keep_up(cold, joining, True)
 
 
 def _lists(name: str) -> tuple[torch.Tensor, ...]:
-    keepers, work = _work(name, _cold(torch.float32))
+    files, work = _work(name, _cold(torch.float32))
     work()
-    queue = keepers[0].queue
+    queue = files[0].queue
     assert queue is not None
     return torch.cat(list(queue.pieces()), dim=2), *queue.live()
 
@@ -95,11 +94,11 @@ def test_temporaries_are_bounded(
     name: str, dtype: torch.dtype, temporaries: Callable[[Callable[[], object]], int]
 ) -> None:
     cold = _cold(dtype)
-    keepers, work = _work(name, cold)
+    files, work = _work(name, cold)
     # The queue before is held here too, so that what is left is what was made.
-    before = [keeper.queue for keeper in keepers]
+    before = [one.queue for one in files]
     assert temporaries(work) < BOUND
-    queue = keepers[0].queue
+    queue = files[0].queue
     assert (queue is not None and queue not in before) or name == "joining"
     # All scores would be more.
     assert len(queue) * BATCH * HEADS * GROUP * TOKENS * 4 > 2 * BOUND
@@ -114,8 +113,8 @@ def test_pieces_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         (naive, "_MOST_SCORES"),
         (naive, "_LEAST_JOINING"),
         (naive, "_KEYS"),
-        (lists_module, "_NUMBERS"),
-        (keeper_module, "_PIECE_NUMBERS"),
+        (inverted_lists, "_NUMBERS"),
+        (inverted_file, "_PIECE_NUMBERS"),
     ]
     for module, size in whole:
         monkeypatch.setattr(module, size, 1 << 40)

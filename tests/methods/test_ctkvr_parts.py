@@ -11,8 +11,8 @@ import torch
 from hf_kvret import TokenBlock
 from hf_kvret.methods.ctkvr import CTkvrIndex
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
-from hf_kvret.methods.ctkvr.lists import MOST_TOKENS, CentroidLists
-from hf_kvret.methods.ctkvr.pool import QueryPool, make_pool
+from hf_kvret.methods.ctkvr.inverted_lists import MOST_TOKENS, InvertedLists
+from hf_kvret.methods.ctkvr.sampler import CentroidSampler, make_sampler
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_codes_are_refused_for_heads_that_have_none() -> None:
 
 
 def _chosen(choice: str, count: int, cuts: tuple[int, ...], seed: int = 0) -> list[int]:
-    pool = make_pool(choice, 2048, seed)
+    pool = make_sampler(choice, 2048, seed)
     for start, end in zip((0, *cuts), (*cuts, 1600), strict=True):
         queries = torch.arange(start, end).float().view(1, 1, -1, 1).expand(1, 2, -1, 3)
         pool.add(queries, start, None)
@@ -86,7 +86,7 @@ def test_mixed_queries_are_the_last_and_others_spread_over_the_rest(cuts: tuple[
 
 
 def test_mixed_queries_leave_padding_out_row_by_row() -> None:
-    pool = make_pool("mixed", 8)
+    pool = make_sampler("mixed", 8)
     valid = torch.tensor([[False] * 4 + [True] * 6, [True] * 5 + [False] * 5, [False] * 10])
     pool.add(torch.zeros(3, 2, 10, 3), 0, valid)
     slots = pool.best(4)[1]
@@ -96,7 +96,7 @@ def test_mixed_queries_leave_padding_out_row_by_row() -> None:
 
 
 def test_padding_is_never_chosen_and_takes_no_room() -> None:
-    pool = QueryPool("last", 4)
+    pool = CentroidSampler("last", 4)
     valid = torch.tensor([[True] * 6, [True, True, False, True, False, False]])
     pool.add(torch.zeros(2, 2, 6, 3), 10, valid)
     pool.add(torch.zeros(2, 2, 1, 3), 16, torch.tensor([[True], [False]]))
@@ -108,7 +108,7 @@ def test_padding_is_never_chosen_and_takes_no_room() -> None:
 def test_slots_take_two_bytes_as_long_as_they_can(tokens: int, nbytes: int) -> None:
     most = tokens - 1
     ids = torch.tensor([-1, 0, 1, 32_766, 32_767, 32_768, most - 1, most], dtype=torch.int32)
-    lists = CentroidLists(10)
+    lists = InvertedLists(10)
     lists.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[7]]), [ids.view(1, 1, 1, -1)], tokens)
     assert lists.ids.flatten().tolist() == [*ids.tolist(), -1, -1]
     assert lists.list_nbytes() == 10 * nbytes
@@ -124,13 +124,13 @@ def test_more_tokens_than_three_bytes_can_name_are_refused() -> None:
 
 
 def test_lists_grow_wider_when_slots_do() -> None:
-    lists = CentroidLists(2)
+    lists = InvertedLists(2)
     near, far = (torch.tensor([[[[x, -1]]]], dtype=torch.int32) for x in (65_534, 70_000))
     lists.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[7]]), [near], 65_535)
     twin = lists.fork()
     twin.append(torch.ones(1, 1, 1, 2, 4), torch.tensor([[8]]), [far], 70_001)
     assert twin.ids.flatten().tolist() == [65_534, -1, 70_000, -1]
     assert lists.ids.flatten().tolist() == [65_534, -1] and lists.list_nbytes() == 4
-    again = CentroidLists(2)
+    again = InvertedLists(2)
     again.load_state_dict(twin.state_dict())
     assert torch.equal(again.ids, twin.ids) and torch.equal(again.slots, twin.slots)

@@ -213,7 +213,7 @@ def test_the_newest_centroids_are_those_that_count() -> None:
     run = Run(_at_once(centroids=8))
     for step in range(21):
         run.step(_query(10 + step))
-    queue = run.index._keeper.queue
+    queue = run.index._file.queue
     assert queue is not None and len(queue) == 8
     queries, slots = queue.live()
     assert slots[0].tolist() == list(range(PROMPT + 13, PROMPT + 21))
@@ -226,8 +226,8 @@ def test_every_so_many_steps_a_query_joins(update: int, expected: int) -> None:
     run = Run(_at_once(update=update))
     for step in range(13):
         run.step(_query(10 + step))
-    assert run.index._keeper.queue is not None
-    assert int((run.index._keeper.queue.live()[1] > PROMPT).sum()) == 2 * expected
+    assert run.index._file.queue is not None
+    assert int((run.index._file.queue.live()[1] > PROMPT).sum()) == 2 * expected
 
 
 def _history(run: Run, seeds: range) -> torch.Tensor:
@@ -286,8 +286,8 @@ def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(rera
     run.end = 310
     ids = run.step(_query(20))
     assert ids is not None and int(ids.min()) >= 0 and int(ids.max()) < 300
-    assert run.index._keeper.queue is not None
-    assert all(int(piece.max()) < 300 for piece in run.index._keeper.queue.pieces())
+    assert run.index._file.queue is not None
+    assert all(int(piece.max()) < 300 for piece in run.index._file.queue.pieces())
     query = run.queries[:, :, -1:]
     run.flush(3 * query + 0.5 * _query(4, count=40))
     if rerank == "auto":
@@ -316,14 +316,14 @@ def test_bytes_and_stats_are_of_what_is_held() -> None:
 
 def test_a_context_that_grows_has_more_centroids_and_keeps_the_old_ones() -> None:
     run = Run(_options(recent=4))
-    before = run.index._keeper.queue
+    before = run.index._file.queue
     assert before is not None and len(before) == 25
     # The same again, in one long question: 50 centroids, half of them of the question at most.
     question = _query(8, count=400)
     run.step(question, select=False)
     run.flush(_query(9, count=400))
     run.step(_query(3))
-    queue = run.index._keeper.queue
+    queue = run.index._file.queue
     assert queue is not None and len(queue) == queue.room == 50
     slots = queue.live()[1][0]
     assert int((slots < PROMPT).sum()) == 25 and int(slots.max()) == PROMPT + 399
@@ -339,7 +339,7 @@ def test_padding_in_a_neighbours_question_pushes_no_centroid_out() -> None:
         run.index.watch(question, question, run.end, valid)
         run.end += 12
         run.ask(question[:, :, -1:])
-        queue = run.index._keeper.queue
+        queue = run.index._file.queue
         assert queue is not None
         slots = queue.live()[1][0]
         recalls.append(int((slots >= 0).sum()))
@@ -353,7 +353,7 @@ def test_of_drafts_every_eighth_query_joins() -> None:
             run.step(_query(10 + step, count=4))
         run.flush(0.01 * _query(4, count=4))
         run.step(_query(3))
-        queue = run.index._keeper.queue
+        queue = run.index._file.queue
         assert queue is not None
         joined = queue.live()[1][0]
         assert joined[joined >= PROMPT].tolist() == [PROMPT + 8 * i + 7 for i in range(4)]

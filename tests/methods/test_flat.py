@@ -116,7 +116,7 @@ def test_it_scores_every_token_and_counts_its_bytes() -> None:
 
 def test_a_missing_tensor_is_named() -> None:
     with pytest.raises(KeyError, match="keys"):
-        FlatIndex().load_state_dict({})
+        FlatIndex().load_state_dict({"rows": torch.zeros(1)})
 
 
 def test_a_soft_cap_counts_where_heads_of_a_group_compete() -> None:

@@ -95,7 +95,7 @@ class _CheckedIndex(H2OIndex):
         self, query: torch.Tensor, budget: int, valid: torch.Tensor, *how: Any
     ) -> torch.Tensor:
         ids = super().select(query, budget, valid, *how)
-        evicted = self._scores.all[:, :, : valid.shape[1]] == float("-inf")
+        evicted = self._scores.rows[:, :, : valid.shape[1]] == float("-inf")
         flat = ids.flatten(2).long()
         named = flat.clamp(min=0)
         assert not evicted.gather(2, named)[flat >= 0].any()

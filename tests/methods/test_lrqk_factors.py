@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret.methods.lrqk.factors import AlternatingFactors, Factors, alternating, closed_form
 from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
-from hf_kvret.methods.lrqk.sketches import STARTS, Moments
+from hf_kvret.methods.lrqk.sketches import STARTS, Moments, RandomSource
 
 DIM, RANK = 24, 8
 CASES = ("full", "ragged", "deficient", "few_rows", "zero", "scaled", "thin_overlap")
@@ -59,7 +59,7 @@ def _optimum(q: torch.Tensor, k: torch.Tensor, rank: int) -> float:
 
 
 def _moments(q: torch.Tensor, k: torch.Tensor, init: str, rank: int) -> tuple[Moments, Moments]:
-    chance, random = torch.Generator().manual_seed(5), STARTS[init].random
+    chance, random = RandomSource(5), STARTS[init].random
     of_q, of_k = Moments(random), Moments(random)
     of_q.add(q.float()[None, None], rank, chance)
     of_k.add(k.float()[None, None], rank, chance)
@@ -71,7 +71,7 @@ def _als(
 ) -> AlternatingFactors:
     of_q, of_k = _moments(q, k, init, rank)
     starts = STARTS[init].sketches(of_q, of_k, rank)
-    return alternating(of_q.sums["gram"], of_k.sums["gram"], *starts, rounds, penalty)
+    return alternating(of_q.gram, of_k.gram, *starts, rounds, penalty)
 
 
 @pytest.mark.parametrize("rank", [1, RANK, DIM])
@@ -256,7 +256,7 @@ def test_query_grams_are_the_sums_they_stand_for_however_passes_are_cut(
     rows, valid = _tokens()
     lengths = torch.tensor([1.0, 50.0, 0.01, 2.0])
     rows = rows / rows.norm(dim=-1, keepdim=True) * lengths[:, None, None]
-    grams = QueryGrams(sets, half_life)
+    grams = QueryGrams(half_life, sets)
     for piece in _pieces(150, cuts):
         grams.add(rows[:, :, piece].masked_fill(~valid[:, None, piece, None], 1e4), valid[:, piece])
     found = grams.weighted(recency)
@@ -278,10 +278,10 @@ def test_query_grams_are_the_sums_they_stand_for_however_passes_are_cut(
 def test_a_row_whose_first_token_comes_late_gets_a_scale_of_its_own() -> None:
     rows, valid = _tokens()
     rows = rows * torch.tensor([1.0, 50.0, 1.0, 50.0])[:, None, None]
-    grams = QueryGrams(2, 16.0)
+    grams = QueryGrams(16.0, 2)
     for piece in _pieces(150, (65, 140)):  # row 1 has no token among the first 70
         grams.add(rows[:, :, piece], valid[:, piece])
-    alone = QueryGrams(2, 16.0)
+    alone = QueryGrams(16.0, 2)
     alone.add(rows[1:, :, 70:140], None)
     alone.add(rows[1:, :, 140:], None)
     # Another share of padding in the pass that settles the scale stretches all heads alike.
@@ -293,11 +293,11 @@ def test_a_row_whose_first_token_comes_late_gets_a_scale_of_its_own() -> None:
 def test_sums_for_als_add_up_over_blocks(init: str, cuts: tuple[int, ...]) -> None:
     rows, valid = _tokens()
     rows = rows.masked_fill(~valid[:, None, :, None], 0.0)
-    pieced, whole, chance = Moments(False), Moments(False), torch.Generator()
+    pieced, whole, chance = Moments(False), Moments(False), RandomSource(0)
     for piece in _pieces(150, cuts):
         pieced.add(rows[:, :, piece], RANK, chance)
     whole.add(rows, RANK, chance)
-    assert pieced.sums.keys() == whole.sums.keys() == {"gram", "sizes"}
+    assert pieced.state_dict().keys() == whole.state_dict().keys() == {"gram", "sizes"}
     for found, expected in zip(
         STARTS[init].sketches(pieced, pieced, RANK),
         STARTS[init].sketches(whole, whole, RANK),
@@ -310,7 +310,7 @@ def test_sums_for_als_add_up_over_blocks(init: str, cuts: tuple[int, ...]) -> No
 def test_random_sums_are_of_one_random_matrix_without_rows_for_padding() -> None:
     rows, valid = _tokens()
     rows = rows.masked_fill(~valid[:, None, :, None], 0.0)
-    moments, used = Moments(True), torch.Generator().manual_seed(3)
+    moments, used = Moments(True), RandomSource(3)
     chance = torch.Generator().manual_seed(3)
     drawn = []
     for piece in _pieces(150, (60, 61)):
@@ -335,12 +335,12 @@ def test_pieces_and_passes_with_and_without_padding_add_up(
     all_valid = torch.ones(2, 50, dtype=torch.bool)
     all_valid[:, :20] &= valid if padded_first else True
     all_valid[:, 30:] &= True if padded_first else valid
-    whole, pieces = QueryGrams(2, 16.0), QueryGrams(2, 16.0)
+    whole, pieces = QueryGrams(16.0, 2), QueryGrams(16.0, 2)
     whole.add(queries, all_valid)
     expected = whole.weighted(0.5)
     scale = whole.scale
     monkeypatch.setattr("hf_kvret.methods.lrqk.grams.PIECE", 7)
-    pieces.scale, pieces._settled = scale, True
+    pieces.scale, pieces._is_scaled = scale, True
     for part, mask in zip(queries.split([cut, 50 - cut], dim=2), masks, strict=True):
         pieces.add(part, mask)
     torch.testing.assert_close(pieces.weighted(0.5), expected, rtol=1e-5, atol=1e-6)

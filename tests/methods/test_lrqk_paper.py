@@ -106,15 +106,15 @@ class Literal:
     def __init__(self, run: Run, row: int, head: int) -> None:
         """Begin with what the index made of the prompt."""
         index, options = run.index, run.index.options
-        bases, waiting = index._bases, index._waiting
-        assert bases is not None and waiting.proxies is not None
+        bases, waiting = index._bases, index._recent
+        assert bases is not None and waiting.proxies.is_allocated
         self.row, self.head, self.run, self.options = row, head, run, options
         self.b_q, self.b_k = bases.query[row, head].double(), bases.key[row, head].double()
         self.a_k: dict[int, torch.Tensor] = {}
         for slot, proxy in enumerate(index._proxies.rows[row, head].double()):
             self.a_k[slot] = proxy
-        first = waiting.end - waiting.proxies.shape[2]
-        for slot, proxy in enumerate(waiting.proxies[row, head].double(), first):
+        first = waiting.end - len(waiting.proxies)
+        for slot, proxy in enumerate(waiting.proxies.rows[row, head].double(), first):
             if slot >= run.cold:
                 self.a_k[slot] = proxy
         self.omega: list[int] = []
@@ -216,7 +216,7 @@ def test_decode_steps_are_those_of_algorithm_2(changes: dict[str, Any]) -> None:
             each.settle(cold)
         ids = run.select(queries)
         assert ids.shape == (BATCH, HEADS * GROUP, count, BUDGET) and ids.dtype == torch.int32
-        assert run.index._bases is not None and run.index._waiting.proxies is not None
+        assert run.index._bases is not None and run.index._recent.proxies.is_allocated
         for each in heads:
             place = each.row, each.head
             expected = each.step(queries, BUDGET)
@@ -224,7 +224,7 @@ def test_decode_steps_are_those_of_algorithm_2(changes: dict[str, Any]) -> None:
                 assert not real or set(chosen.tolist()) == best
             _close(run.index._bases.query[place], each.b_q)
             _close(run.index._bases.key[place], each.b_k)
-            waiting = run.index._waiting.proxies[place]
+            waiting = run.index._recent.proxies.rows[place]
             for slot in range(run.length - count, run.length):
                 if run.valid[each.row, slot]:
                     _close(waiting[slot - run.length], each.a_k[slot])
@@ -238,13 +238,13 @@ def test_a_token_goes_cold_with_the_proxy_of_its_step(flushes: list[int]) -> Non
     run = Run(_options(init="randn")).prompt()
     run.step(0)
     index, made = run.index, {}
-    assert index._waiting.proxies is not None
-    for slot, proxy in enumerate(index._waiting.proxies.unbind(2), run.cold):
-        made[slot] = proxy
+    assert index._recent.proxies.is_allocated
+    for slot, proxy in enumerate(index._recent.proxies.rows.unbind(2), run.cold):
+        made[slot] = proxy.clone()
     for number in range(1, 25):
         run.step(number, flush=min(flushes[number % len(flushes)], run.length - run.cold))
-        made[run.length - 1] = index._waiting.proxies[:, :, -1]
-        assert index._waiting.proxies.shape[2] == run.length - run.cold
+        made[run.length - 1] = index._recent.proxies.rows[:, :, -1].clone()
+        assert index._recent.proxies.rows.shape[2] == run.length - run.cold
     assert run.cold > PROMPT - RECENT + 6 and index._proxies.rows.shape[2] == run.cold
     for slot in range(PROMPT - RECENT, run.cold):
         assert torch.equal(index._proxies.rows[:, :, slot], made[slot].bfloat16())
@@ -255,13 +255,12 @@ def test_dropped_drafts_leave_no_proxies_behind(dropped: int) -> None:
     run = Run(_options()).prompt()
     run.step(0)
     run.step(1, count=4)
-    held = run.index._waiting.proxies
-    assert held is not None
+    held = run.index._recent.proxies.rows.clone()
     kept = held[:, :, : held.shape[2] - dropped]
     run.drop(dropped)
     run.step(2)
-    found = run.index._waiting.proxies
-    assert found is not None and found.shape[2] == run.length - run.cold
+    found = run.index._recent.proxies.rows.clone()
+    assert found.shape[2] == run.length - run.cold
     assert torch.equal(found[:, :, :-1], kept)
     run.step(3, flush=run.length - run.cold)
     expected = torch.cat([kept, found[:, :, -1:]], dim=2).bfloat16()
@@ -277,9 +276,7 @@ def test_tokens_that_a_deep_crop_brought_back_get_proxies_of_their_own(left: int
     run.store.crop(left - 6)
     run.keys, run.valid = run.keys[:, :, :left], run.valid[:, :left]
     run.step(1)
-    proxies = run.index._waiting.proxies
-    assert proxies is not None
-    newest = proxies[:, :, -1]
+    newest = run.index._recent.proxies.rows[:, :, -1].clone()
     bases = run.index._bases
     assert bases is not None
     keys = run.keys[:, :, left - 6 : left].repeat_interleave(GROUP, dim=1)

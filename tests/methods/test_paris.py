@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_kvret
 from hf_kvret import ParisConfig, ParisKVCache, TokenBlock
+from hf_kvret.core.token_buffer import TokenBuffer
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.paris import ParisIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, held_tokens
@@ -169,7 +170,7 @@ def test_a_crop_takes_exactly_the_dropped_tokens_out_of_the_counts(first: int) -
         if left:
             _counts_match(index, keys[:, :, :left], valid[:, :left], first)
         else:
-            assert not index._counts.any()
+            assert index._counts is None
         more = TokenBlock(keys[:, :, left:], keys[:, :, left:], left, valid[:, left:])
         index.extend(more)
         _counts_match(index, keys, valid, first)
@@ -177,11 +178,15 @@ def test_a_crop_takes_exactly_the_dropped_tokens_out_of_the_counts(first: int) -
         assert torch.equal(index.select(query, 20, valid, 0.2), again)
 
 
-def test_a_centered_first_token_is_taken_out_too() -> None:
-    keys, _ = _peaked(10, 32)
-    index = _index(OURS, keys, cut=1)
+def test_nothing_is_left_of_an_index_that_was_cropped_to_nothing() -> None:
+    keys, query = _peaked(200, 32)
+    valid, others = torch.ones(2, 200, dtype=torch.bool), keys.flip(2) + 3.0
+    index = _index(OURS, keys)
     index.crop(0)
-    assert index._counts is not None and not index._counts.any()
+    assert index.nbytes() < 2**20 and index.state_dict() == {}
+    index.observe(TokenBlock(others, others, 0))
+    expected = _index(OURS, others).select(query, 20, valid, 0.2)
+    assert torch.equal(index.select(query, 20, valid, 0.2), expected), "with a mean key of its own"
 
 
 def test_reorder_fork_and_state_keep_the_selection() -> None:
@@ -243,13 +248,16 @@ def test_every_layer_holds_the_tokens_it_was_given() -> None:
         assert keys.shape[2] == 50 and layer.regions.cold_len > 30
         assert torch.equal(held_tokens(layer.regions)[0], keys)
         index, cold = layer.regions.index, layer.regions.cold_len
-        assert isinstance(index, ParisIndex) and index._basis is not None
-        alone = ParisIndex(index.options)
-        alone._basis = index._basis
+        assert isinstance(index, ParisIndex)
+        # Of the first block, as the layer cut it.
+        alone = index.fork()
+        alone._sign, alone._magnitude, alone._weight = (TokenBuffer() for _ in range(3))
+        alone._counts = torch.zeros_like(index._counts)
         valid = torch.cat([mask.bool(), torch.ones(2, 20, dtype=torch.bool)], dim=1)[:, :cold]
         alone.observe(TokenBlock(keys[:, :, :cold], keys[:, :, :cold], 0, valid))
         for name in ("sign", "magnitude", "weight"):
-            assert torch.equal(index._planes[name].rows, alone._planes[name].rows)
+            held, wanted = getattr(index, f"_{name}"), getattr(alone, f"_{name}")
+            assert torch.equal(held.rows, wanted.rows)
         assert torch.equal(index._counts, alone._counts)
 
 

@@ -10,12 +10,11 @@ import torch
 from hf_kvret import ParisConfig, TokenBlock
 from hf_kvret.methods.paris import ParisIndex
 from hf_kvret.methods.paris.ablations import (
-    UncorrectedBasis,
+    UncorrectedIndex,
     UncorrectedParisKVCache,
-    UnrotatedBasis,
+    UnrotatedIndex,
     UnrotatedParisKVCache,
 )
-from hf_kvret.methods.paris.basis import Basis
 from hf_kvret.testing import MODELS
 from hf_kvret_kernels import paris
 
@@ -26,24 +25,28 @@ def _keys(dim: int, count: int = 50) -> torch.Tensor:
     return torch.randn(2, 3, count, dim, generator=torch.Generator().manual_seed(dim))
 
 
-def _basis(kind: type[Basis], dim: int, mean: torch.Tensor | None = None) -> Basis:
-    signs = paris.random_signs(paris.rotated_dim(dim), 0)
-    return kind(signs, paris.magnitude_levels(M), mean, M)
+def _coder(kind: type[ParisIndex], dim: int, mean: torch.Tensor | None = None) -> ParisIndex:
+    """An index that can encode keys and has seen none."""
+    index = kind(ParisConfig())
+    index._make_basis(dim, torch.device("cpu"))
+    index._mean = mean
+    return index
 
 
-def _estimates(basis: Basis, keys: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _estimates(coder: ParisIndex, keys: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Estimated inner products of each key with ``target`` of its own, by subspace."""
-    decoded = paris.decode(basis.encode(keys), basis.levels, m=M)
-    return (decoded * basis.rotate(target)).unflatten(-1, (-1, M)).sum(-1)
+    assert coder._levels is not None
+    decoded = paris.decode(coder.encode(keys), coder._levels, m=M)
+    return (decoded * coder.rotate(target)).unflatten(-1, (-1, M)).sum(-1)
 
 
 def test_without_alpha_every_key_is_estimated_too_short() -> None:
     keys = _keys(64)
-    squares = _basis(Basis, 64).rotate(keys).unflatten(-1, (-1, M)).square().sum(-1)
+    squares = _coder(ParisIndex, 64).rotate(keys).unflatten(-1, (-1, M)).square().sum(-1)
     # Weights are bf16, which is good for a relative 2 ** -9.
-    corrected = _estimates(_basis(Basis, 64), keys, keys) / squares
+    corrected = _estimates(_coder(ParisIndex, 64), keys, keys) / squares
     assert (corrected - 1).abs().max() < 2**-8
-    short = _estimates(_basis(UncorrectedBasis, 64), keys, keys) / squares
+    short = _estimates(_coder(UncorrectedIndex, 64), keys, keys) / squares
     # alpha: below 1 for the length that quantization loses, and not the same for all.
     assert 0.95 < short.mean() < 0.995 and short.std() > 0.005
 
@@ -52,16 +55,17 @@ def test_without_alpha_every_key_is_estimated_too_short() -> None:
 def test_without_rotation_codes_are_those_of_the_coordinates(dim: int) -> None:
     keys = _keys(dim)
     mean = keys.mean(dim=2)
-    basis = _basis(UnrotatedBasis, dim, mean)
-    codes = basis.encode(keys)
+    coder = _coder(UnrotatedIndex, dim, mean)
+    codes = coder.encode(keys)
     centered = keys - mean.unsqueeze(2)
     bits = (centered[..., : dim // 8 * 8] >= 0).int().unflatten(-1, (-1, 8))
     bytes_each = (bits << torch.arange(8)).sum(-1).to(torch.uint8)
     assert torch.equal(codes.sign[..., : dim // 8], bytes_each)
-    assert torch.equal(basis.rotate(keys)[..., :dim], keys)
-    decoded = paris.decode(codes, basis.levels, m=M)
+    assert torch.equal(coder.rotate(keys)[..., :dim], keys)
+    assert coder._levels is not None
+    decoded = paris.decode(codes, coder._levels, m=M)
     # As precise as the rotated code: eight levels a coordinate.
-    error = (decoded - basis.rotate(centered)).norm() / centered.norm()
+    error = (decoded - coder.rotate(centered)).norm() / centered.norm()
     assert error < 0.15
 
 
@@ -74,25 +78,27 @@ def test_rotation_is_what_makes_a_few_large_coordinates_harmless() -> None:
     valid = torch.ones(1, 2000, dtype=torch.bool)
     best = (query @ keys.transpose(-1, -2)).topk(50, dim=-1).indices
     hits = {}
-    for kind in (Basis, UnrotatedBasis):
-        index = ParisIndex(ParisConfig(schedule=((math.inf, 0.1, 0.2),)), kind)
+    for kind in (ParisIndex, UnrotatedIndex):
+        index = kind(ParisConfig(schedule=((math.inf, 0.1, 0.2),)))
         index.observe(TokenBlock(keys, keys, 0))
         ids = index.select(query, 50, valid, 0.1)
         hits[kind] = (ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean().item()
-    assert hits[Basis] > hits[UnrotatedBasis] + 0.07
+    assert hits[ParisIndex] > hits[UnrotatedIndex] + 0.07
 
 
-@pytest.mark.parametrize("kind", [UncorrectedBasis, UnrotatedBasis])
-def test_an_index_keeps_its_basis_when_it_is_forked_reordered_or_loaded(kind: type[Basis]) -> None:
+@pytest.mark.parametrize("kind", [UncorrectedIndex, UnrotatedIndex])
+def test_a_copy_encodes_and_rotates_as_the_index_does(
+    kind: type[ParisIndex],
+) -> None:
     keys = _keys(64, 200)
     query = torch.randn(2, 6, 1, 64, generator=torch.Generator().manual_seed(0))
     valid = torch.ones(2, 200, dtype=torch.bool)
-    index = ParisIndex(ParisConfig(), kind)
+    index = kind(ParisConfig())
     early = index.fork()
     for each in (index, early):
         each.observe(TokenBlock(keys, keys, 0))
     expected = index.select(query, 20, valid, 0.2)
-    loaded = ParisIndex(ParisConfig(), kind)
+    loaded = kind(ParisConfig())
     loaded.load_state_dict(index.state_dict())
     for other in (index.fork(), early, loaded):
         assert torch.equal(other.select(query, 20, valid, 0.2), expected)
@@ -104,10 +110,10 @@ def test_an_index_keeps_its_basis_when_it_is_forked_reordered_or_loaded(kind: ty
 def test_the_caches_hold_such_indexes() -> None:
     config = MODELS["qwen3"].config()
     for cache_class, kind in (
-        (UncorrectedParisKVCache, UncorrectedBasis),
-        (UnrotatedParisKVCache, UnrotatedBasis),
+        (UncorrectedParisKVCache, UncorrectedIndex),
+        (UnrotatedParisKVCache, UnrotatedIndex),
     ):
         cache = cache_class(config)
         index = cache.make_index(cache.options, 0)
         index.observe(TokenBlock(_keys(64), _keys(64), 0))
-        assert type(index._basis) is kind
+        assert type(index) is kind

@@ -191,7 +191,7 @@ FAULTS = (
     ),
     Fault(
         "lists-name-dropped-tokens",
-        "hf_kvret/methods/ctkvr/lists.py",
+        "hf_kvret/methods/ctkvr/inverted_lists.py",
         "ids.masked_fill_(ids >= first, -1)",
         "ids.masked_fill_(ids > first, -1)",
     ),

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hf_kvret import FlatKVCache, TokenBlock, pieces
+from hf_kvret import FlatKVCache, TokenBlock
+from hf_kvret.core import pieces
 from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, memory, paged
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
@@ -115,7 +116,7 @@ def test_room_for_a_prompt_in_chunks_is_made_at_once_and_no_larger() -> None:
         for number in range(5):
             keys, values = blocks
             store.append(TokenBlock(keys + number, values - number, start=320 * number))
-        sizes.append(store.nbytes().device)
+        sizes.append(store.nbytes())
         held = torch.cat([keys for _, keys, _ in store.chunks()], dim=2)
         assert torch.equal(held, torch.cat([blocks[0] + number for number in range(5)], dim=2))
     row = 2 * 2 * 16 * 4
@@ -133,14 +134,13 @@ def test_room_is_made_once_and_for_the_rows_that_were_expected() -> None:
     store.reorder(torch.zeros(8, dtype=torch.long))
     store.append(TokenBlock(*2 * (block.expand(8, -1, -1, -1),), 320))
     row = 2 * 16 * 4 * 64
-    assert store.nbytes().device == (27 + 8 * 5) * row + 8 * 10 * 4
+    assert store.nbytes() == (27 + 8 * 5) * row + 8 * 10 * 4
     # What did not fit in one place is still to come.
     store = PagedStore(SplitMemory(CPU, 4 * row))
     store.expect(1700)
     for number in range(5):
         store.append(TokenBlock(block, block, 320 * number))
-    held = store.nbytes()
-    assert (held.device, held.host) == (4 * row + 25 * 4, 23 * row)
+    assert (store.nbytes(), store.host_nbytes()) == (27 * row + 25 * 4, 23 * row)
 
 
 def test_pieces_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, Store, StoreBytes
+from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, Store
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret_kernels.higgs import HiggsCodec
 
@@ -240,9 +240,9 @@ def test_bytes_are_codes_and_a_scale_for_each_group(dims: tuple[int, int, int], 
     # 100 tokens are two pages of 64 for each of two batch rows.
     rows, table = 2 * 2 * HEADS * PAGE * row, 2 * 2 * 4
     on_device = _filled(bits=bits, memory=DeviceMemory, dims=dims[:2])
-    assert on_device.nbytes() == StoreBytes(device=rows + table)
+    assert (on_device.nbytes(), on_device.host_nbytes()) == (rows + table, 0)
     on_host = _filled(bits=bits, memory=HostMemory, dims=dims[:2])
-    assert on_host.nbytes() == StoreBytes(device=table, host=rows)
+    assert (on_host.nbytes(), on_host.host_nbytes()) == (rows + table, rows)
     assert on_host.row_nbytes(numbers * 4) == on_host.fork().row_nbytes(numbers * 4) == row
     held = on_host.state_dict()
     assert held["codes"].nbytes + held["scales"].nbytes == 2 * HEADS * 100 * row
@@ -300,7 +300,7 @@ def test_an_empty_store_says_so() -> None:
     store = QuantizedStore(DeviceMemory(CPU), 4)
     store.append(TokenBlock(*_tokens(2, 0), start=0))
     assert len(store) == 0 and list(store.chunks()) == [] and store.state_dict() == {}
-    assert store.nbytes() == StoreBytes() and store.row_nbytes(128) == 128
+    assert store.nbytes() == store.host_nbytes() == 0 and store.row_nbytes(128) == 128
     with pytest.raises(RuntimeError, match="append first"):
         store.gather(torch.zeros(1, 1, 1, 1, dtype=torch.int32))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, Store, StoreBytes
+from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, Store
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 
 CPU = torch.device("cpu")
@@ -172,21 +172,6 @@ class Silent(Store):
         self, piece_len: int = 4096, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         return iter(())
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Nothing."""
-
-    def crop(self, cold_len: int) -> None:
-        """Nothing."""
-
-    def fork(self) -> Self:
-        return self
-
-    def nbytes(self) -> StoreBytes:
-        return StoreBytes()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {}
 
 
 def test_a_store_that_says_nothing_is_not_captured() -> None:

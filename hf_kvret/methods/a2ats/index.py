@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import Index
-from hf_kvret.core.token_buffer import GrowingRows
+from hf_kvret.core.state import number
+from hf_kvret.core.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.a2ats.config import A2ATSConfig
 from hf_kvret.methods.a2ats.learned import LearnedLayer, learned_layer, load
 from hf_kvret_kernels import centroid, codebook, proxy
@@ -26,12 +27,15 @@ class A2ATSIndex(Index):
         layer: number of the layer in the model.
     """
 
+    _codes: TokenBuffer = passed()
+    _cold: int = number(0)
+    # Of what calibration taught, so that a file is read with the same.
+    _fingerprint: int = number(0, key="learned")
+
     def __init__(self, options: A2ATSConfig, layer: int) -> None:
         self.options, self.layer = options, layer
         self._found: CalibrationArtifact | None = None
         self._learned: LearnedLayer | None = None
-        self._codes = GrowingRows()
-        self._cold = 0
         # Positions [B, q] of the newest pass, whose queries are about to select.
         self._positions: torch.Tensor | None = None
 
@@ -44,13 +48,13 @@ class A2ATSIndex(Index):
         positions: torch.Tensor | None = None,
     ) -> None:
         learned = self._on(keys.device)
-        self._codes.crop(start)
-        if self._codes.length != start:
+        if len(self._codes) < start:
             raise RuntimeError(
-                f"tokens come from slot {start} on, but {self._codes.length} were watched: call "
+                f"tokens come from slot {start} on, but {len(self._codes)} were watched: call "
                 "watch for every pass, in order, or load the index with its state"
             )
-        self._codes.append(learned.encode(keys, positions))
+        self._codes.put(learned.encode(keys, positions), start)
+        self._fingerprint = learned.fingerprint
         self._positions = positions
 
     def observe(self, block: TokenBlock) -> None:
@@ -65,8 +69,8 @@ class A2ATSIndex(Index):
         softcap: float | None = None,
     ) -> torch.Tensor:
         held = valid.shape[1]
-        if self._codes.length < held:
-            raise RuntimeError(f"only {self._codes.length} of {held} tokens were watched")
+        if len(self._codes) < held:
+            raise RuntimeError(f"only {len(self._codes)} of {held} tokens were watched")
         table = self._on(query.device).table(query, self._positions, scale, softcap)
         codes = self._codes.rows[:, :, :held]
         group = query.shape[1] // codes.shape[1]
@@ -87,57 +91,36 @@ class A2ATSIndex(Index):
         """0: codes alone choose."""
         return 0
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        self._codes.reorder(rows)
-        self._positions = None
-
-    def crop(self, cold_len: int) -> None:
-        # Tokens that went back into the window keep their codes; `watch` drops the others.
-        self._cold = min(self._cold, cold_len)
-
-    def fork(self) -> Self:
-        twin = type(self)(self.options, self.layer)
-        twin._found, twin._learned = self._found, self._learned
-        twin._codes = self._codes.fork()
-        twin._cold, twin._positions = self._cold, self._positions
-        return twin
-
-    def nbytes(self) -> int:
-        """The codes; ``shared_nbytes`` are beside them, once for all caches."""
-        return self._codes.nbytes()
+    def crop(self, length: int) -> None:
+        """Tokens that went back into the window keep their codes."""
+        self._cold = min(self._cold, length)
 
     def shared_nbytes(self) -> int:
         return 0 if self._learned is None else self._learned.nbytes
 
     def select_nbytes(self) -> int:
-        if self._learned is None or not self._codes.length:
+        if self._learned is None or not len(self._codes):
             return 0
         held = self._codes.rows[:, :, : self._cold].nbytes
         return held + self._learned.words.nbytes + self._learned.inverse.nbytes
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        if not self._codes.length:
-            return {}
-        codes = self._codes.rows.contiguous()
-        learned = torch.tensor(self._on(codes.device).fingerprint)
-        return {"codes": codes, "cold": torch.tensor(self._cold), "learned": learned}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        codes = state["codes"]
-        if self._on(codes.device).fingerprint != int(state["learned"]):
+    def loaded(self) -> None:
+        """ValueError for codes of another artifact, or that name no codeword."""
+        codes, cold = self._codes.rows, self._cold
+        learned = self._on(codes.device)
+        if learned.fingerprint != self._fingerprint:
             raise ValueError(
                 f"the cache was saved with another artifact than {self.options.artifact} is now: "
                 "its codes name other codewords. Bring that artifact back, or fill a new cache"
             )
-        words, cold = self._on(codes.device).words.shape[1], int(state["cold"])
-        if not 0 <= int(codes.min()) <= int(codes.max()) < words or codes.shape[2] < cold:
+        words, lowest, highest = learned.words.shape[1], int(codes.min()), int(codes.max())
+        if not 0 <= lowest <= highest < words or codes.shape[2] < cold:
             raise ValueError(
-                f"the cache was saved with codes {int(codes.min())} to {int(codes.max())} of "
-                f"{codes.shape[2]} tokens; there are {words} codewords and {cold} cold tokens: the "
-                "file is damaged, save the cache again"
+                f"the cache was saved with codes {lowest} to {highest} of {codes.shape[2]} tokens; "
+                f"there are {words} codewords and {cold} cold tokens: the file is damaged, save "
+                "the cache again"
             )
-        self._codes, self._cold, self._positions = GrowingRows(), cold, None
-        self._codes.append(codes)
+        self._positions = None
 
     def stats(self) -> dict[str, Any]:
         """``codewords``: of a KV head, learned by calibration."""

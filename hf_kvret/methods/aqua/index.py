@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NoReturn, Self
+from typing import NoReturn
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import Index
+from hf_kvret.core.state import number, tensor
 from hf_kvret.methods.aqua.learned import LearnedLayer, learned_layer
 from hf_kvret.methods.aqua.plan import LayerPlan
 
@@ -27,12 +28,13 @@ class AquaIndex(Index):
 
     whole = True
 
+    # Positions [B, n] int32 of the slots from _start on.
+    _noted: torch.Tensor | None = tensor(key="positions", shared=True)
+    _start: int = number(0)
+
     def __init__(self, plan: LayerPlan) -> None:
         self.plan = plan
         self._learned: LearnedLayer | None = None
-        # Positions [B, n] int32 of the slots from _start on.
-        self._noted: torch.Tensor | None = None
-        self._start = 0
 
     def watch(
         self,
@@ -97,21 +99,8 @@ class AquaIndex(Index):
         """0: nothing is compared."""
         return 0
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        if self._noted is not None:
-            self._noted = self._noted.index_select(0, rows)
-
-    def crop(self, cold_len: int) -> None:
+    def crop(self, length: int) -> None:
         """Nothing: ``watch`` drops what was noted of tokens that are no more."""
-
-    def fork(self) -> Self:
-        twin = type(self)(self.plan)
-        twin._learned, twin._noted, twin._start = self._learned, self._noted, self._start
-        return twin
-
-    def nbytes(self) -> int:
-        """Positions of recent tokens."""
-        return 0 if self._noted is None else self._noted.nbytes
 
     def shared_nbytes(self) -> int:
         """The layer's predictors."""
@@ -120,12 +109,3 @@ class AquaIndex(Index):
     def select_nbytes(self) -> int:
         """Nothing is selected, but each step reads the predictors."""
         return self.shared_nbytes()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        if self._noted is None:
-            return {}
-        return {"positions": self._noted.contiguous(), "start": torch.tensor(self._start)}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        if self.plan.keeps_positions:
-            self._noted, self._start = state["positions"], int(state["start"])

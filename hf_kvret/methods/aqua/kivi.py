@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.store import StoreBytes
+from hf_kvret.core.state import Tensors, part, tensor
 from hf_kvret.methods.aqua.config import AquaConfig
 from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, joined, spans, split
 from hf_kvret.stores.memory import PageMemory
@@ -30,14 +30,17 @@ class KiviStore(DecodedStore):
         memory: where codes lie.
     """
 
+    # A row is a group of tokens here, and a token there.
+    _key_groups: BytePages = part()
+    _values: BytePages = part()
+    _newest: torch.Tensor | None = tensor(shared=True)
+
     def __init__(self, options: AquaConfig, memory: PageMemory) -> None:
         super().__init__(memory)
         assert options.bits is not None, "the cache has filled them in"
         self.options, self.bits = options, options.bits
         self.group = options.group or _GROUP
-        # A row is a group of tokens here, and a token there.
         self._key_groups, self._values = BytePages(memory, page_len=1), BytePages(memory)
-        self._newest: torch.Tensor | None = None
         self._shape = (0, 0, 0)
         self._dtype = torch.float32
 
@@ -87,33 +90,15 @@ class KiviStore(DecodedStore):
         end = len(self) if stop is None else min(stop, len(self))
         yield from self.pieces(0, end, piece_len)
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        self._key_groups.reorder(rows)
-        self._values.reorder(rows)
-        if self._newest is not None:
-            self._newest = self._newest.index_select(0, rows)
-
-    def crop(self, cold_len: int) -> None:
-        if cold_len >= len(self):
+    def crop(self, length: int) -> None:
+        """As every state's, but that keys are cut by groups: what is left of one is decoded."""
+        if length >= len(self):
             return
-        whole = cold_len // self.group
+        whole = length // self.group
         # Before anything is forgotten: it may be a part of a group.
-        self._newest = self._keys(whole * self.group, cold_len).clone()
+        self._newest = self._keys(whole * self.group, length).clone()
         self._key_groups.crop(whole)
-        self._values.crop(cold_len)
-
-    def fork(self) -> Self:
-        twin = type(self)(self.options, self.memory)
-        twin._key_groups, twin._values = self._key_groups.fork(), self._values.fork()
-        twin._newest, twin._shape, twin._dtype = self._newest, self._shape, self._dtype
-        return twin
-
-    def nbytes(self) -> StoreBytes:
-        """Codes, scales, page tables, and the newest keys."""
-        parts = self._key_groups.nbytes(), self._values.nbytes()
-        newest = 0 if self._newest is None else self._newest.nbytes
-        device, host = sum(part.device for part in parts), sum(part.host for part in parts)
-        return StoreBytes(device=device + newest, host=host)
+        self._values.crop(length)
 
     def row_nbytes(self, plain: int) -> int:
         if not len(self):
@@ -126,7 +111,7 @@ class KiviStore(DecodedStore):
         """``bits`` of the codes."""
         return {"bits": self.bits}
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> Tensors:
         """``keys`` codes and ``values`` scales of values; ``group_*`` of keys; and the rest."""
         state = self._values.state_dict()
         if not state:
@@ -138,7 +123,7 @@ class KiviStore(DecodedStore):
         state["shape"] = torch.tensor(self._shape)
         return state
 
-    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         if not state:
             return
         heads, key_dim, value_dim = map(int, state["shape"])

@@ -8,8 +8,8 @@ from typing import Any, Self
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.store import StoreBytes
-from hf_kvret.core.token_buffer import GrowingRows
+from hf_kvret.core.state import Tensors, part
+from hf_kvret.core.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.aqua.coder import RowCoder, Rows
 from hf_kvret.methods.aqua.config import NOT_CODED
 from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, joined, spans
@@ -34,12 +34,14 @@ class AquaStore(DecodedStore):
         memory: where codes lie.
     """
 
+    _pages: BytePages = part(key="")
+    # Of tokens that a crop brought back too, until others come in their place.
+    _positions: TokenBuffer = passed(may_be_empty=True)
+
     def __init__(self, plan: LayerPlan, memory: PageMemory) -> None:
         super().__init__(memory)
         self.plan = plan
         self._pages = BytePages(memory)
-        # Of tokens that a crop brought back too, until others come in their place.
-        self._positions = GrowingRows()
         self._coder: RowCoder | None = None
         self._left: Rows | None = None
 
@@ -111,25 +113,24 @@ class AquaStore(DecodedStore):
         self._left = target
 
     def reorder(self, rows: torch.Tensor) -> None:
+        """As every state's; what is left for the layer above was of other rows."""
+        super().reorder(rows)
         self._left = None
-        self._pages.reorder(rows)
-        self._positions.reorder(rows)
 
-    def crop(self, cold_len: int) -> None:
+    def crop(self, length: int) -> None:
+        """As every state's; what is left for the layer above has more tokens."""
+        super().crop(length)
         self._left = None
-        self._pages.crop(cold_len)
 
     def fork(self) -> Self:
-        twin = type(self)(self.plan, self.memory)
-        twin._pages, twin._positions = self._pages.fork(), self._positions.fork()
-        twin._coder = self._coder
+        """As every state's; what is left is for the layer above in the other cache."""
+        twin = super().fork()
+        twin._left = None
         return twin
 
-    def nbytes(self) -> StoreBytes:
-        """Codes, scales, page tables, positions, and a reconstruction that is left."""
-        held = self._pages.nbytes()
-        more = self._positions.nbytes() + (0 if self._left is None else self._left.nbytes)
-        return StoreBytes(device=held.device + more, host=held.host)
+    def nbytes(self) -> int:
+        """As every state's, with a reconstruction that is left."""
+        return super().nbytes() + (0 if self._left is None else self._left.nbytes)
 
     def row_nbytes(self, plain: int) -> int:
         return plain if self._full or self._coder is None else self._coder.row_nbytes
@@ -138,7 +139,7 @@ class AquaStore(DecodedStore):
         """``bits`` of the codes; 16 where rows are kept as they are."""
         return {} if self._coder is None else {"bits": self._coder.bits}
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> Tensors:
         """``keys`` codes and ``values`` scales ``[B, 1, n, bytes]``, or full rows; and the rest."""
         state = self._pages.state_dict()
         if not state:
@@ -147,15 +148,16 @@ class AquaStore(DecodedStore):
         assert coder is not None
         state["shape"] = torch.tensor([coder.heads, coder.key_dim, coder.value_dim])
         state["dtype"] = torch.zeros(1, dtype=coder.dtype)
-        if self._positions.length:
+        if len(self._positions):
             state["positions"] = self._positions.rows.cpu().contiguous()
         if coder.learned is not None:
             state["learned"] = torch.tensor(coder.learned.fingerprint)
         return state
 
-    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         if not state:
             return
+        device = device or self.memory.device
         heads, key_dim, value_dim = map(int, state["shape"])
         dtype, lowest = state["dtype"].dtype, self.below() is None
         self._coder = RowCoder.of(self.plan, lowest, (heads, key_dim, value_dim), dtype, device)
@@ -249,8 +251,8 @@ class AquaStore(DecodedStore):
     def _keep_positions(self, block: TokenBlock) -> None:
         assert block.positions is not None, "the index of the same layer notes them"
         held, given = self._positions, block.positions[:, None]
-        behind = held.rows[:, :, block.end :].clone() if held.length else given[:, :, :0]
-        if held.length > block.start:
+        behind = held.rows[:, :, block.end :].clone() if len(held) else given[:, :, :0]
+        if len(held) > block.start:
             known = held.rows[:, :, block.start : block.end]
             known = torch.nn.functional.pad(known, (0, len(block) - known.shape[2]))
             given = torch.where(given == UNKNOWN, known, given)

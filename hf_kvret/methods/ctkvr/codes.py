@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.state import tensor
 from hf_kvret.core.store import best_of
-from hf_kvret.core.token_buffer import GrowingRows
-from hf_kvret.methods.ctkvr.recalled import Recalled
+from hf_kvret.core.token_buffer import TokenBuffer, tokens
+from hf_kvret.methods.ctkvr.candidates import Candidates
 from hf_kvret.methods.ctkvr.rerank import Rerank
 from hf_kvret_kernels import paris
 
-_PLANES = ("sign", "magnitude", "weight")
 _SUBSPACE_DIM = 8
 
 
@@ -24,16 +22,20 @@ class KeyCodes(Rerank):
     The mean key of the first block is subtracted from all keys before they are encoded.
     """
 
+    # As in ``ParisCodes``.
+    _sign: TokenBuffer = tokens()
+    _magnitude: TokenBuffer = tokens()
+    _weight: TokenBuffer = tokens()
+    _mean: torch.Tensor | None = tensor(shared=True)
+    _signs: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
+    _levels: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
+
     def __init__(self, seed: int) -> None:
         """``seed``: of the random rotation."""
         self.seed = seed
-        self._planes = {name: GrowingRows() for name in _PLANES}
-        self._mean: torch.Tensor | None = None
-        self._signs: torch.Tensor | None = None
-        self._levels: torch.Tensor | None = None
 
     def best(
-        self, recalled: Recalled, query: torch.Tensor, count: int, cold: ColdTokens
+        self, recalled: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
         heads = recalled.ids.shape[1]
         bundles = query.unflatten(1, (heads, -1)).transpose(2, 3)
@@ -49,8 +51,9 @@ class KeyCodes(Rerank):
         codes = paris.encode(
             block.keys, self._signs, self._levels, m=_SUBSPACE_DIM, mean=self._mean
         )
-        for name, plane in self._planes.items():
-            plane.append(getattr(codes, name))
+        self._sign.append(codes.sign)
+        self._magnitude.append(codes.magnitude)
+        self._weight.append(codes.weight)
 
     def logits(
         self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None
@@ -61,7 +64,7 @@ class KeyCodes(Rerank):
         """
         assert self._mean is not None and self._signs is not None and self._levels is not None
         query = query.float()
-        codes = paris.ParisCodes(**{name: plane.rows for name, plane in self._planes.items()})
+        codes = paris.ParisCodes(self._sign.rows, self._magnitude.rows, self._weight.rows)
         rotated = paris.rotate(query, self._signs)
         found = paris.rerank(rotated, codes, ids.contiguous(), self._levels, m=_SUBSPACE_DIM)
         found = found * scale
@@ -72,49 +75,15 @@ class KeyCodes(Rerank):
         capped = softcap * torch.tanh(whole / softcap)
         return capped.masked_fill((ids < 0).unsqueeze(3), float("-inf"))
 
-    def crop(self, length: int) -> None:
-        """Keep the first ``length`` keys."""
-        for plane in self._planes.values():
-            plane.crop(length)
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Batch row b becomes the old row ``rows[b]``."""
-        for plane in self._planes.values():
-            plane.reorder(rows)
-        if self._mean is not None:
-            self._mean = self._mean.index_select(0, rows)
-
-    def fork(self) -> Self:
-        """A copy that shares what there is until it appends."""
-        twin = type(self)(self.seed)
-        twin._planes = {name: plane.fork() for name, plane in self._planes.items()}
-        twin._mean, twin._signs, twin._levels = self._mean, self._signs, self._levels
-        return twin
-
-    def nbytes(self) -> int:
-        """Bytes of all tensors, spare room included."""
-        small = (self._mean, self._signs, self._levels)
-        planes = sum(plane.nbytes() for plane in self._planes.values())
-        return planes + sum(x.nbytes for x in small if x is not None)
-
     def token_nbytes(self) -> float:
         """Bytes of one token's code, all heads and rows of the batch."""
-        planes = [plane for plane in self._planes.values() if plane.length]
-        return sum(plane.rows.nbytes / plane.length for plane in planes)
+        planes = [plane for plane in (self._sign, self._magnitude, self._weight) if len(plane)]
+        return sum(plane.rows.nbytes / len(plane) for plane in planes)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors that restore it; empty for none."""
-        if self._mean is None:
-            return {}
-        state = {name: plane.rows.contiguous() for name, plane in self._planes.items()}
-        return {**state, "mean": self._mean}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Become what was saved. KeyError names a missing tensor."""
-        self._start(state["mean"])
-        for name in _PLANES:
-            self._planes[name] = GrowingRows()
-            self._planes[name].append(state[name])
+    def loaded(self) -> None:
+        """Make the rotation anew, from the seed."""
+        assert self._mean is not None, "it is loaded"
+        self._start(self._mean)
 
     def _start(self, mean: torch.Tensor) -> None:
         self._mean = mean

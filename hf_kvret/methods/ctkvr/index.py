@@ -10,13 +10,14 @@ import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.state import number, part
+from hf_kvret.methods.ctkvr.candidates import Candidates
 from hf_kvret.methods.ctkvr.codes import KeyCodes
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
-from hf_kvret.methods.ctkvr.keeper import ListKeeper
-from hf_kvret.methods.ctkvr.lists import MOST_TOKENS
-from hf_kvret.methods.ctkvr.pool import Pool, QueryPool, make_pool
-from hf_kvret.methods.ctkvr.recalled import Recalled
+from hf_kvret.methods.ctkvr.inverted_file import InvertedFile
+from hf_kvret.methods.ctkvr.inverted_lists import MOST_TOKENS
 from hf_kvret.methods.ctkvr.rerank import FetchedKeys, ListPlaces, Rerank, StoredKeys
+from hf_kvret.methods.ctkvr.sampler import CentroidSampler, Sampler, make_sampler
 
 # Queries between two questions that are short enough to be drafts: each reads all keys.
 _PAUSE = 32
@@ -39,23 +40,36 @@ class CTkvrIndex(Index):
     over all keys, or, as published, at once, with the best of what they recalled.
     """
 
+    _sampler: Sampler = part(key="pool")
+    # Queries that have no lists yet: of a question, and of steps since the last flush.
+    _asked: CentroidSampler = part()
+    _answered: CentroidSampler = part()
+    _file: InvertedFile = part(key="lists")
+    _rerank: Rerank = part()
+    # KV heads and query heads of each; 0 before the first pass.
+    _heads: int = number(0, key="counts")
+    _group: int = number(0, key="counts")
+    _held: int = number(0, key="counts")
+    _steps: int = number(0, key="counts")
+    _flushed: bool = number(False, key="counts")
+    _since: float = number(math.inf, key="counts")
+
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
-        self._pool = make_pool(options.choice, options.centroids, options.seed)
-        # Queries that have no lists yet: of a question, and of steps since the last flush.
-        self._asked = QueryPool("last", options.centroids)
-        self._answered = QueryPool("last", options.centroids)
-        self._keeper = ListKeeper(options)
+        self._sampler = make_sampler(options.choice, options.centroids, options.seed)
+        self._asked = CentroidSampler("last", options.centroids)
+        self._answered = CentroidSampler("last", options.centroids)
+        self._file = InvertedFile(options)
         self._rerank = _make_rerank(options)
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        """Forget what is between the hooks of one pass."""
         self._cold: ColdTokens | None = None
-        self._shape: tuple[int, int] | None = None
-        # Those of the newest pass that become centroids at once: which, and their slots [B, q].
+        # Which queries become centroids at once, and their slots [B, q].
         self._columns: list[int] = []
         self._passed: torch.Tensor | None = None
         self._selected: _Selected | None = None
-        self._held = self._steps = 0
-        self._flushed = False
-        self._since = math.inf
 
     def watch(
         self,
@@ -67,13 +81,13 @@ class CTkvrIndex(Index):
     ) -> None:
         options, count = self.options, queries.shape[2]
         rested = self._since >= _PAUSE
-        self._shape = (keys.shape[1], queries.shape[1] // keys.shape[1])
+        self._heads, self._group = keys.shape[1], queries.shape[1] // keys.shape[1]
         self._columns, self._passed = [], None
-        if self._keeper.queue is None:
+        if self._file.queue is None:
             if options.choice in ("last", "mixed"):
                 # So that a short cache copies few at every step.
-                self._pool.most = options.centroids_for(start + count)
-            self._pool.add(queries, start, valid)
+                self._sampler.most = options.centroids_for(start + count)
+            self._sampler.add(queries, start, valid)
         elif options.questions and count > 1 and (count > options.max_draft or rested):
             self._asked.add(queries, start, valid)
             self._since = 0
@@ -100,23 +114,25 @@ class CTkvrIndex(Index):
         The first lists are made when a selection would leave tokens out, here at the latest.
         """
         self._cold = cold
-        keeper, options = self._keeper, self.options
-        if keeper.queue is None:
+        inverted, options = self._file, self.options
+        if inverted.queue is None:
             if cold.budget >= len(cold):
                 return
-            keeper.start(cold, *self._bundled(self._pool.best(options.centroids_for(len(cold)))))
-            self._pool = make_pool(options.choice, options.centroids, options.seed)
+            inverted.start(
+                cold, *self._bundled(self._sampler.best(options.centroids_for(len(cold))))
+            )
+            self._sampler.reset()
             self._flushed = False
         # No question is so long that nothing else stays.
         most = max(1, options.centroids_for(len(cold)) // 2)
         joining = []
         if self._flushed and len(self._answered):
             joining.append(self._bundled(self._answered.best(most)))
-            self._answered = QueryPool("last", options.centroids)
+            self._answered.reset()
         if len(self._asked):
             joining.append(self._bundled(self._asked.best(most)))
-            self._asked = QueryPool("last", options.centroids)
-        keeper.keep_up(cold, joining, self._flushed)
+            self._asked.reset()
+        inverted.keep_up(cold, joining, self._flushed)
         self._flushed = False
 
     def select(
@@ -133,22 +149,22 @@ class CTkvrIndex(Index):
         where that one covered everything.
         """
         held = valid.shape[1]
-        if self._shape is None or self._cold is None:
+        if not self._heads or self._cold is None:
             raise RuntimeError("the index is not ready: call watch, observe and build first")
         if budget >= held:
             every = torch.arange(held, dtype=torch.int32, device=query.device)
             every = every.expand(len(query), held).masked_fill(~valid, -1)
-            every = every[:, None, None].expand(-1, self._shape[0], query.shape[2], -1)
+            every = every[:, None, None].expand(-1, self._heads, query.shape[2], -1)
             return every.contiguous()
-        queue = self._keeper.queue
+        queue = self._file.queue
         if queue is None:
             raise RuntimeError(f"the index has no lists for a budget of {budget}: call refresh")
-        bundles = query.unflatten(1, self._shape).transpose(2, 3)
-        recalled = Recalled.of(
+        bundles = query.unflatten(1, (self._heads, self._group)).transpose(2, 3)
+        recalled = Candidates.of(
             queue,
             bundles,
             self.options.probes,
-            self._keeper.pending(held),
+            self._file.pending(held),
             valid,
             in_turn=self._rerank.in_turn,
         )
@@ -165,7 +181,7 @@ class CTkvrIndex(Index):
         """Let queries of this pass be centroids, with the best of what they recalled."""
         selected, columns, slots = self._selected, self._columns, self._passed
         self._selected, self._columns, self._passed = None, [], None
-        queue = self._keeper.queue
+        queue = self._file.queue
         if selected is None or slots is None or queue is None:
             return
         if selected.queries.shape[2] > columns[-1]:
@@ -176,48 +192,42 @@ class CTkvrIndex(Index):
         return "ctkvr notes queries and their lists on the host at every step"
 
     def candidates(self, cold_len: int, budget: int) -> int:
-        queue = self._keeper.queue
+        queue = self._file.queue
         if budget >= cold_len or queue is None:
             return cold_len
-        return min(cold_len, self.options.probes * queue.width + self._keeper.pending(cold_len))
+        return min(cold_len, self.options.probes * queue.width + self._file.pending(cold_len))
 
     def keys_read(self, cold_len: int, budget: int) -> int:
         reads = self._rerank.reads_keys and budget < cold_len
         return self.candidates(cold_len, budget) if reads else 0
 
     def reorder(self, rows: torch.Tensor) -> None:
-        for part in self._parts().values():
-            part.reorder(rows)
-        self._passed = self._selected = self._cold = None
-        self._columns = []
+        """As every state's; what is between the hooks of a pass was of other rows."""
+        super().reorder(rows)
+        self._forget_pass()
 
-    def crop(self, cold_len: int) -> None:
-        if cold_len == 0:
-            vars(self).update(vars(type(self)(self.options)))
-        if cold_len >= self._held:
+    def crop(self, length: int) -> None:
+        """As every state's; without tokens, what was seen of queries goes, too."""
+        if length == 0:
+            self.reset()
+            self._forget_pass()
+        if length >= self._held:
             return
-        self._held = cold_len
-        self._keeper.crop(cold_len)
-        self._rerank.crop(cold_len)
+        self._held = length
+        super().crop(length)
 
     def fork(self) -> Self:
-        twin = type(self)(self.options)
-        shared = ("_shape", "_columns", "_passed", "_held", "_steps", "_flushed", "_since")
-        vars(twin).update({name: vars(self)[name] for name in shared})
-        twin._pool, twin._asked = self._pool.fork(), self._asked.fork()
-        twin._answered = self._answered.fork()
-        twin._keeper, twin._rerank = self._keeper.fork(), self._rerank.fork()
+        """As every state's; what is between the hooks of a pass is of the other cache."""
+        twin = super().fork()
+        twin._forget_pass()
         return twin
 
     def set_options(self, options: Any) -> None:
         super().set_options(options)
-        self._keeper.options = options
-
-    def nbytes(self) -> int:
-        return sum(part.nbytes() for part in self._parts().values())
+        self._file.options = options
 
     def select_nbytes(self) -> int:
-        queue = self._keeper.queue
+        queue = self._file.queue
         if queue is None:
             return 0
         compared = self.candidates(self._held, 0) * self._rerank.token_nbytes()
@@ -231,27 +241,7 @@ class CTkvrIndex(Index):
         ``pending_tokens``: in no list yet. ``coverage``: share of the cold tokens that was in any
         list when it was last looked at.
         """
-        return {**self._keeper.stats(), "pending_tokens": self._held - self._keeper.listed}
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        if self._shape is None:
-            return {}
-        found = {name: part.state_dict() for name, part in self._parts().items()}
-        state = {f"{part}.{name}": x for part, mine in found.items() for name, x in mine.items()}
-        counts = [*self._shape, self._held, self._steps, self._flushed, self._since]
-        return {**state, "counts": torch.tensor(counts, dtype=torch.float64)}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        *counts, self._since = state["counts"].tolist()
-        heads, group, self._held, self._steps, flushed = map(int, counts)
-        self._shape, self._flushed = (heads, group), bool(flushed)
-        for name, part in self._parts().items():
-            prefix = f"{name}."
-            mine = {
-                key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)
-            }
-            if mine or (part is self._rerank and self._held):
-                part.load_state_dict(mine)
+        return {**self._file.stats(), "pending_tokens": self._held - self._file.listed}
 
     def _let_join(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
         """Note queries that become centroids: at the next flush, or when they have selected."""
@@ -270,21 +260,11 @@ class CTkvrIndex(Index):
                 slots = slots.masked_fill(~valid[:, columns], -1)
             self._columns, self._passed = columns, slots
 
-    def _parts(self) -> dict[str, Pool | ListKeeper | Rerank]:
-        return {
-            "pool": self._pool,
-            "asked": self._asked,
-            "answered": self._answered,
-            "lists": self._keeper,
-            "rerank": self._rerank,
-        }
-
     def _bundled(
         self, chosen: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``[B, H, m, G, D]`` of ``[B, Hq, m, D]``, and the slots as they are."""
-        assert self._shape is not None
-        return chosen[0].unflatten(1, self._shape).transpose(2, 3), chosen[1]
+        return chosen[0].unflatten(1, (self._heads, self._group)).transpose(2, 3), chosen[1]
 
 
 def _make_rerank(options: CTkvrConfig) -> Rerank:

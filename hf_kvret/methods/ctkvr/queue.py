@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Self
 
 import torch
 
-from hf_kvret.methods.ctkvr.lists import CentroidLists
+from hf_kvret.core.state import State, number, part
+from hf_kvret.methods.ctkvr.inverted_lists import InvertedLists
 
-_GENERATIONS = ("base", "fresh")
 
-
-class CentroidQueue:
+class CentroidQueue(State):
     """At most ``room`` centroids in two generations.
 
     The base is never written to, so that forks share it; new centroids join the fresh ones. The
@@ -23,10 +21,15 @@ class CentroidQueue:
         dropped: centroids of the base that no longer count.
     """
 
+    room: int = number(0, key="counts")
+    dropped: int = number(0, key="counts")
+    _base: InvertedLists = part()
+    _fresh: InvertedLists = part()
+
     def __init__(self, room: int, width: int) -> None:
         """``width``: slots of a list."""
-        self.room, self.dropped = room, 0
-        self._base, self._fresh = CentroidLists(width), CentroidLists(width)
+        self.room = room
+        self._base, self._fresh = InvertedLists(width), InvertedLists(width)
 
     def __len__(self) -> int:
         return len(self._base) + len(self._fresh) - self.dropped
@@ -64,7 +67,7 @@ class CentroidQueue:
         self.dropped += max(0, len(self) - self.room)
         if self.dropped >= len(self._base):
             self.dropped -= len(self._base)
-            self._base, self._fresh = self._fresh, CentroidLists(self.width)
+            self._base, self._fresh = self._fresh, InvertedLists(self.width)
 
     def generations(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Queries ``[B, H, m, G, D]`` and slots ``[B, m]`` of those that count, as views."""
@@ -102,57 +105,14 @@ class CentroidQueue:
         found = self._take(best.indices)
         return found.masked_fill((best.values == float("-inf")).unsqueeze(-1), -1)
 
-    def crop(self, cold_len: int) -> None:
-        """Strike all slots from ``cold_len`` on off the lists."""
-        for lists in (self._base, self._fresh):
-            if len(lists):
-                lists.strike(cold_len)
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Batch row b becomes the old row ``rows[b]``."""
-        self._base.reorder(rows)
-        self._fresh.reorder(rows)
-
-    def fork(self) -> Self:
-        """A copy that shares what there is."""
-        twin = type(self)(self.room, self.width)
-        twin.dropped = self.dropped
-        twin._base, twin._fresh = self._base.fork(), self._fresh.fork()
-        return twin
-
-    def nbytes(self) -> int:
-        """Bytes of all tensors, dropped centroids and spare room included."""
-        return self._base.nbytes() + self._fresh.nbytes()
-
     def recall_nbytes(self, probes: int) -> int:
         """Bytes that one recall of one query reads: all centroids, and the lists of some."""
         rows = len(self._base.queries) * self.heads
         lists = rows * min(probes, len(self)) * self._base.list_nbytes()
         return self._base.queries[:, :, :1].nbytes * len(self) + lists
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors that restore it."""
-        counts = {"counts": torch.tensor([self.room, self.dropped])}
-        parts = zip(_GENERATIONS, (self._base, self._fresh), strict=True)
-        return counts | {
-            f"{part}.{name}": x for part, lists in parts for name, x in lists.state_dict().items()
-        }
-
-    @classmethod
-    def from_state(cls, state: dict[str, torch.Tensor]) -> Self:
-        """The queue whose ``state_dict`` this is. KeyError names a missing tensor."""
-        room, dropped = state["counts"].tolist()
-        queue = cls(room, state["base.low"].shape[-1])
-        queue.dropped = dropped
-        for part, lists in zip(_GENERATIONS, (queue._base, queue._fresh), strict=True):
-            mine = {
-                name.removeprefix(f"{part}."): x
-                for name, x in state.items()
-                if name.startswith(f"{part}.")
-            }
-            if mine:
-                lists.load_state_dict(mine)
-        return queue
+    def loaded(self) -> None:
+        self._fresh.width = self._base.width
 
     def _take(self, index: torch.Tensor) -> torch.Tensor:
         """``[B, H, Q, c, width]`` int32 lists of ``index [B, H, Q, c]``; dropped ones count too."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import ClassVar, Self
+from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.state import State
 from hf_kvret.core.store import best_of, scores_of_gathered
-from hf_kvret.methods.ctkvr.recalled import Recalled
+from hf_kvret.methods.ctkvr.candidates import Candidates
 
 
-class Rerank(ABC):
+class Rerank(State):
     """Chooses the best of what a query recalled. One per index.
 
     Attributes:
@@ -26,37 +27,16 @@ class Rerank(ABC):
 
     @abstractmethod
     def best(
-        self, recalled: Recalled, query: torch.Tensor, count: int, cold: ColdTokens
+        self, recalled: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
         """``[B, H, Q, count]`` int32, best first, then -1; ``query [B, Hq, Q, D]``."""
 
-    def observe(self, block: TokenBlock) -> None:  # noqa: B027 - most keep nothing of a token
+    def observe(self, block: TokenBlock) -> None:
         """Take in tokens that turned cold."""
-
-    def crop(self, length: int) -> None:  # noqa: B027
-        """Keep the first ``length`` tokens."""
-
-    def reorder(self, rows: torch.Tensor) -> None:  # noqa: B027
-        """Batch row b becomes the old row ``rows[b]``."""
-
-    def fork(self) -> Self:
-        """A copy that shares what there is until it appends."""
-        return self
-
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return 0
 
     def token_nbytes(self) -> float:
         """Bytes that comparing one token reads outside the store, all heads and batch rows."""
         return 0.0
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors that restore it; empty for none."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
-        """Become what was saved. KeyError names a missing tensor."""
 
 
 class StoredKeys(Rerank):
@@ -65,7 +45,7 @@ class StoredKeys(Rerank):
     reads_keys = True
 
     def best(
-        self, recalled: Recalled, query: torch.Tensor, count: int, cold: ColdTokens
+        self, recalled: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
         return cold.store.best(query, recalled.ids, count, cold.scale, cold.softcap)
 
@@ -76,7 +56,7 @@ class FetchedKeys(Rerank):
     reads_keys = True
 
     def best(
-        self, recalled: Recalled, query: torch.Tensor, count: int, cold: ColdTokens
+        self, recalled: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
         logits = scores_of_gathered(cold.store, query, recalled.ids, cold.scale, cold.softcap)
         return best_of(logits, recalled.ids, count)
@@ -88,7 +68,7 @@ class ListPlaces(Rerank):
     in_turn = True
 
     def best(
-        self, recalled: Recalled, query: torch.Tensor, count: int, cold: ColdTokens
+        self, recalled: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
         ids = recalled.ids
         order = torch.arange(0, -ids.shape[-1], -1, dtype=torch.float32, device=ids.device)

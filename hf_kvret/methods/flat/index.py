@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import Index
 from hf_kvret.core.recall import exact_scores
 from hf_kvret.core.relevance import group_relevance
-from hf_kvret.core.token_buffer import GrowingRows
+from hf_kvret.core.token_buffer import TokenBuffer, tokens
 
 
 class FlatIndex(Index):
@@ -20,8 +18,7 @@ class FlatIndex(Index):
     group give it; ties go to either.
     """
 
-    def __init__(self) -> None:
-        self._keys = GrowingRows()
+    _keys: TokenBuffer = tokens()
 
     def observe(self, block: TokenBlock) -> None:
         self._keys.append(block.keys)
@@ -46,26 +43,5 @@ class FlatIndex(Index):
     def candidates(self, cold_len: int, budget: int) -> int:
         return cold_len
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        self._keys.reorder(rows)
-
-    def crop(self, cold_len: int) -> None:
-        self._keys.crop(cold_len)
-
-    def fork(self) -> Self:
-        twin = type(self)()
-        twin._keys = self._keys.fork()
-        return twin
-
-    def nbytes(self) -> int:
-        return self._keys.nbytes()
-
     def select_nbytes(self) -> int:
         return self._keys.rows.nbytes
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"keys": self._keys.rows.contiguous()} if self._keys.length else {}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self._keys = GrowingRows()
-        self._keys.append(state["keys"])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index
-from hf_kvret.core.token_buffer import GrowingRows
+from hf_kvret.core.state import number, part, tensor
+from hf_kvret.core.token_buffer import TokenBuffer, passed
+from hf_kvret.methods.h2o.accumulated import AccumulatedAttention
 from hf_kvret.methods.h2o.config import H2OConfig
 from hf_kvret.methods.h2o.received import Asked, Piece, received, received_by_few
-from hf_kvret.methods.h2o.trail import Scores, Trail
 
 # Keys of the store that meet queries at once.
 _PIECE_LEN = 4096
@@ -30,20 +31,23 @@ class H2OIndex(Index):
     and are evicted still when they leave it.
     """
 
+    # Queries that do not count yet, and keys of tokens that are not cold.
+    _queries: TokenBuffer = part(lambda: TokenBuffer(64))
+    _keys: TokenBuffer = part(lambda: TokenBuffer(64))
+    # [B, 1, T] bool, of all tokens.
+    _valid: TokenBuffer = passed()
+    _scores: AccumulatedAttention = passed(AccumulatedAttention)
+    # The newest of the queries, which may be rejected drafts.
+    _tentative: int = number(0, key="counts")
+    # How many cold tokens were chosen from, and for which budget.
+    _chosen_len: int = number(0, key="counts")
+    _chosen_budget: int = number(0, key="counts")
+    # Slots [B, Hkv, k] int32, and with the sinks' before them [B, Hkv, s + k].
+    _kept: torch.Tensor | None = tensor(optional=True, shared=True)
+    _attended: torch.Tensor | None = tensor(optional=True, shared=True)
+
     def __init__(self, options: H2OConfig) -> None:
         self.options = options
-        # Queries that do not count yet, and keys of tokens that are not cold.
-        self._queries, self._keys = Trail(), Trail()
-        # [B, 1, T] bool, of all tokens.
-        self._valid = GrowingRows()
-        self._scores = Scores()
-        # The newest of the queries, which may be rejected drafts.
-        self._tentative = 0
-        # Slots [B, Hkv, k] int32, the sinks' before them [B, Hkv, s + k]; chosen for that many
-        # cold tokens and that budget.
-        self._kept: torch.Tensor | None = None
-        self._attended: torch.Tensor | None = None
-        self._chosen_for = (0, 0)
 
     def watch(
         self,
@@ -61,13 +65,12 @@ class H2OIndex(Index):
             )
         # The first pass of all is a prompt, however short.
         self._tentative = count if start and count <= options.max_draft else 0
-        self._queries.add(queries, start)
-        self._keys.add(keys, start)
+        self._queries.put(queries, start)
+        self._keys.put(keys, start)
         self._scores.start(keys, start)
         if valid is None:
             valid = torch.ones(len(keys), count, dtype=torch.bool, device=keys.device)
-        self._valid.crop(start)
-        self._valid.append(valid.unsqueeze(1))
+        self._valid.put(valid.unsqueeze(1), start)
         if options.observed is not None:
             self._queries.drop(start + count - options.observed - options.max_draft)
 
@@ -85,15 +88,15 @@ class H2OIndex(Index):
         Here and not in ``learn``, which comes before it is known whether drafts are accepted, and
         while the store may be at work.
         """
-        if self._chosen_for[0] > len(cold):
+        if self._chosen_len > len(cold):
             # A crop forgets what was chosen, so that only a file can say so.
             raise ValueError(
-                f"the cache was saved as if {self._chosen_for[0]} tokens were cold, and "
+                f"the cache was saved as if {self._chosen_len} tokens were cold, and "
                 f"{len(cold)} are: the file is damaged or crafted, save the cache again"
             )
         self._count(cold)
         self._keys.drop(len(cold))
-        if self._kept is None or self._chosen_for != (len(cold), cold.budget):
+        if self._kept is None or self._chosen_for() != (len(cold), cold.budget):
             self._choose(cold)
 
     def select(
@@ -110,7 +113,7 @@ class H2OIndex(Index):
         other tokens or another budget than ``build`` or ``refresh`` was told of.
         """
         kept = self._kept
-        if kept is None or self._chosen_for != (valid.shape[1], budget):
+        if kept is None or self._chosen_for() != (valid.shape[1], budget):
             raise RuntimeError(
                 f"nothing is chosen for {valid.shape[1]} tokens and a budget of {budget}: call "
                 "watch, observe and build, or refresh, first"
@@ -129,35 +132,15 @@ class H2OIndex(Index):
         """The kept ones, which every query is compared with once more, to be counted."""
         return min(budget + self.options.sink, cold_len)
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        for part in (self._queries, self._keys, self._valid, self._scores):
-            part.reorder(rows)
-        if self._kept is not None and self._attended is not None:
-            self._kept = self._kept.index_select(0, rows)
-            self._attended = self._attended.index_select(0, rows)
-
-    def crop(self, cold_len: int) -> None:
-        """Choose anew among the first ``cold_len`` tokens, before the next selection.
+    def crop(self, length: int) -> None:
+        """Choose anew among the first ``length`` tokens, before the next selection.
 
         Which of the later ones are pulled back into the window and which are dropped is seen by
         the slot that the next pass starts at.
         """
-        if cold_len < self._chosen_for[0]:
+        if length < self._chosen_len:
             self._kept = self._attended = None
-            self._chosen_for = (0, 0)
-
-    def fork(self) -> Self:
-        twin = type(self)(self.options)
-        twin._queries, twin._keys = self._queries.fork(), self._keys.fork()
-        twin._valid, twin._scores = self._valid.fork(), self._scores.fork()
-        twin._tentative, twin._chosen_for = self._tentative, self._chosen_for
-        twin._kept, twin._attended = self._kept, self._attended
-        return twin
-
-    def nbytes(self) -> int:
-        parts = (self._queries, self._keys, self._valid, self._scores)
-        chosen = (self._kept, self._attended)
-        return sum(part.nbytes() for part in parts) + sum(x.nbytes for x in chosen if x is not None)
+            self._chosen_len = self._chosen_budget = 0
 
     def select_nbytes(self) -> int:
         """Ids of the kept tokens, and the keys in the window, which queries are compared with."""
@@ -169,37 +152,21 @@ class H2OIndex(Index):
         """``evicted``: tokens that never come back, summed over batch and KV heads."""
         if not len(self._scores):
             return {"evicted": 0}
-        return {"evicted": int((self._scores.all == float("-inf")).sum())}
+        return {"evicted": int((self._scores.rows == float("-inf")).sum())}
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        if not len(self._scores):
-            return {}
-        state = {
-            f"{name}.{part}": x
-            for name, trail in (("queries", self._queries), ("keys", self._keys))
-            for part, x in trail.state_dict().items()
-        }
-        state["valid"] = self._valid.rows.contiguous()
-        state["scores"] = self._scores.all.contiguous()
-        state["counts"] = torch.tensor([self._tentative, *self._chosen_for])
-        if self._kept is not None and self._attended is not None:
-            state |= {"kept": self._kept, "attended": self._attended}
-        return state
+    def loaded(self) -> None:
+        """ValueError for chosen tokens that are none."""
+        if not self._chosen_len:
+            self._kept = self._attended = None
+            return
+        for name, ids in (("kept", self._kept), ("attended", self._attended)):
+            if ids is None:
+                raise KeyError(name)
+            _check_ids(ids, self._scores.rows, self._chosen_len)
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        for name, trail in (("queries", self._queries), ("keys", self._keys)):
-            trail.load_state_dict({part: state[f"{name}.{part}"] for part in ("rows", "first")})
-        self._valid = GrowingRows()
-        self._valid.append(state["valid"])
-        self._scores.load(state["scores"])
-        self._tentative, *chosen_for = state["counts"].tolist()
-        self._chosen_for = (chosen_for[0], chosen_for[1])
-        self._kept = self._attended = None
-        if self._chosen_for[0]:
-            self._kept, self._attended = (
-                _checked_ids(state[name], state["scores"], self._chosen_for[0])
-                for name in ("kept", "attended")
-            )
+    def _chosen_for(self) -> tuple[int, int]:
+        """Cold tokens and budget."""
+        return self._chosen_len, self._chosen_budget
 
     def _are_few(self, queries: int) -> bool:
         """Whether so many queries are compared with the kept tokens alone: of two short passes."""
@@ -217,7 +184,7 @@ class H2OIndex(Index):
         asked = Asked(self._queries.rows[:, :, :count], first, self._valid.rows[:, 0, first:end])
         # Tokens between those that were chosen from and the keys at hand must be read in the store.
         # A crop leaves a gap too, of tokens that are not cold: there is nothing to read.
-        near = self._keys.first <= self._chosen_for[0] or self._chosen_for[0] == len(cold)
+        near = self._keys.first <= self._chosen_len or self._chosen_len == len(cold)
         if near and self._are_few(count):
             self._count_few(asked, cold)
         else:
@@ -249,12 +216,12 @@ class H2OIndex(Index):
 
     def _piece(self, keys: torch.Tensor, start: int) -> Piece:
         part = slice(start, start + keys.shape[2])
-        left = self._scores.all[:, :, part] > float("-inf")
+        left = self._scores.rows[:, :, part] > float("-inf")
         return Piece(keys, start, self._valid.rows[:, :, part] & left)
 
     def _choose(self, cold: ColdTokens) -> None:
         """Keep the best of the cold tokens, evict the others."""
-        scores = self._scores.all[:, :, : len(cold)]
+        scores = self._scores.rows[:, :, : len(cold)]
         retrievable = cold.valid[:, None]
         best = scores.masked_fill(~retrievable, float("-inf")).topk(cold.budget, dim=-1)
         missing = best.values == float("-inf")
@@ -265,7 +232,7 @@ class H2OIndex(Index):
         self._scores.evict(retrievable & ~marks[..., : len(cold)])
         self._kept = best.indices.int().masked_fill(missing, -1)
         self._attended = torch.cat([self._sinks(len(cold)), self._kept], dim=2)
-        self._chosen_for = (len(cold), cold.budget)
+        self._chosen_len, self._chosen_budget = len(cold), cold.budget
 
     def _sinks(self, cold_len: int) -> torch.Tensor:
         """``[B, Hkv, s]`` int32: the first valid cold tokens of each row, -1 for none."""
@@ -275,15 +242,15 @@ class H2OIndex(Index):
         slots = slots.expand(valid.shape).masked_fill(~first, cold_len)
         found = slots.topk(min(self.options.sink, cold_len), largest=False).values
         found = found.masked_fill(found == cold_len, -1)
-        return found.expand(-1, self._scores.all.shape[1], -1)
+        return found.expand(-1, self._scores.rows.shape[1], -1)
 
 
-def _checked_ids(ids: torch.Tensor, scores: torch.Tensor, cold_len: int) -> torch.Tensor:
-    """``ids`` of a file, which kernels read rows by, or ValueError."""
+def _check_ids(ids: torch.Tensor, scores: torch.Tensor, cold_len: int) -> None:
+    """ValueError for ``ids`` of a file, which kernels read rows by, that name no token."""
     batch, heads, held = scores.shape
     fits = ids.ndim == 3 and ids.shape[:2] == (batch, heads) and ids.dtype == torch.int32
     if fits and cold_len <= held and bool(((ids >= -1) & (ids < cold_len)).all()):
-        return ids
+        return
     named = f", which name the tokens {int(ids.min())} to {int(ids.max())}" if ids.numel() else ""
     raise ValueError(
         f"the cache was saved with chosen tokens {ids.dtype} {list(ids.shape)}{named}; there are "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Self
 
 import torch
 
+from hf_kvret.core.state import State, Tensors, number, part, tensor
 from hf_kvret.methods.lrqk.waiting_queries import WaitingQueries
 
 # Queries older than this many half-lives weigh nothing in fp32.
@@ -16,7 +16,7 @@ _PENDING = 64
 PIECE = 4096
 
 
-class QueryGrams:
+class QueryGrams(State):
     """Gram matrices of all queries seen, ``[B, F, D, D]`` fp32: of all alike, and of the newest.
 
     The second one halves every ``half_life`` tokens; in it a question of a few tokens after a long
@@ -24,18 +24,21 @@ class QueryGrams:
     the length of its first queries. How the tokens are cut into passes makes no other difference.
 
     Single tokens are gathered and folded in together.
+
+    Attributes:
+        sets: F, the number of KV heads, or of query heads; to be set before the first queries.
     """
 
-    def __init__(self, sets: int, half_life: float) -> None:
-        """``sets``: F, the number of KV heads, or of query heads."""
-        self.sets = sets
-        self.half_life = half_life
-        self.steady: torch.Tensor | None = None
-        self.recent: torch.Tensor | None = None
-        self.scale: torch.Tensor | None = None
-        self._settled = False
-        self._waiting = WaitingQueries(_PENDING)
-        self._settled_count = 0
+    steady: torch.Tensor | None = tensor(shared=True)
+    recent: torch.Tensor | None = tensor(shared=True)
+    scale: torch.Tensor | None = tensor(shared=True)
+    sets: int = number(0, saved=False)
+    _is_scaled: bool = number(False, saved=False)
+    _waiting: WaitingQueries = part(lambda: WaitingQueries(_PENDING), saved=False)
+
+    def __init__(self, half_life: float, sets: int = 0) -> None:
+        self.half_life, self.sets = half_life, sets
+        self._count_before = 0
 
     def add(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
         """Take in ``queries [B, Hq, q, D]``, the newest; ``valid [B, q]`` bool or None."""
@@ -51,11 +54,11 @@ class QueryGrams:
         """A single token comes, in a step that is captured: make room for it now."""
         if self._waiting.count == _PENDING:
             self.fold()
-        self._settled_count = self._waiting.count
+        self._count_before = self._waiting.count
 
     def broke_off(self) -> None:
         """That step did nothing."""
-        self._waiting.count = self._settled_count
+        self._waiting.count = self._count_before
 
     def replayed(self) -> None:
         """A captured ``add`` of one token was replayed."""
@@ -103,57 +106,39 @@ class QueryGrams:
         return (1.0 - recency) * _normal(self.steady) + recency * _normal(self.recent)
 
     def reorder(self, rows: torch.Tensor) -> None:
-        """Batch row b becomes the old row ``rows[b]``."""
+        """As every state's, with nothing pending: rows may be more or fewer after it."""
         self.fold()
-        # Rows may be more or fewer now.
-        self._waiting = WaitingQueries(_PENDING)
-        for name in ("steady", "recent", "scale"):
-            held = getattr(self, name)
-            setattr(self, name, None if held is None else held.index_select(0, rows))
+        self._waiting.reset()
+        super().reorder(rows)
 
-    def fork(self) -> Self:
-        """A copy; matrices are shared, as none is ever written to."""
-        twin = type(self)(self.sets, self.half_life)
-        twin.steady, twin.recent, twin.scale = self.steady, self.recent, self.scale
-        twin._settled, twin._waiting = self._settled, self._waiting.fork()
-        return twin
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors that restore it."""
+    def state_dict(self) -> Tensors:
+        """As every state's, with nothing pending."""
         self.fold()
-        parts = {"steady": self.steady, "recent": self.recent, "scale": self.scale}
-        return {name: part.contiguous() for name, part in parts.items() if part is not None}
+        return super().state_dict()
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Become what was saved. KeyError names a missing tensor."""
-        self.steady, self.recent, self.scale = state["steady"], state["recent"], state["scale"]
-
-    def nbytes(self) -> int:
-        """Bytes of the matrices, and of queries that wait to join them."""
-        parts = [self.steady, self.recent, self.scale]
-        matrices = sum(part.nbytes for part in parts if part is not None)
-        return matrices + self._waiting.nbytes()
+    def loaded(self) -> None:
+        assert self.steady is not None, "it is loaded"
+        self.sets = self.steady.shape[1]
 
     def _set_scale(self, queries: torch.Tensor, masked: bool) -> None:
         """One over the root mean square of the first queries, ``[B, Hq]``; 0 while a row has none.
 
         Never looks at the data on the host: without padding the first pass settles it.
         """
-        if self._settled:
+        if self._is_scaled:
             return
-        self._settled = not masked
+        self._is_scaled = not masked
         length = queries.square().mean((2, 3)).sqrt()
         scale = torch.where(length > 0, 1.0 / length.clamp(min=1e-30), 0.0)
         self.scale = scale if self.scale is None else torch.where(self.scale > 0, self.scale, scale)
 
 
-class KeyGrams:
+class KeyGrams(State):
     """Gram matrix, sum and count of a layer's cold keys: ``[B, Hkv, D, D]``, fp32."""
 
-    def __init__(self) -> None:
-        self.gram: torch.Tensor | None = None
-        self.total: torch.Tensor | None = None
-        self.count: torch.Tensor | None = None
+    gram: torch.Tensor | None = tensor(shared=True)
+    total: torch.Tensor | None = tensor(shared=True)
+    count: torch.Tensor | None = tensor(shared=True)
 
     def add(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
         """Take in ``keys [B, Hkv, n, D]``; ``valid [B, n]`` bool or None."""
@@ -198,32 +183,6 @@ class KeyGrams:
         """``[B, Hkv, D]`` fp32; 0 without keys."""
         assert self.total is not None and self.count is not None
         return self.total / self.count.clamp(min=1.0)[:, None, None]
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Batch row b becomes the old row ``rows[b]``."""
-        for name in ("gram", "total", "count"):
-            held = getattr(self, name)
-            setattr(self, name, None if held is None else held.index_select(0, rows))
-
-    def fork(self) -> Self:
-        """A copy; tensors are shared, as none is ever written to."""
-        twin = type(self)()
-        twin.gram, twin.total, twin.count = self.gram, self.total, self.count
-        return twin
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors that restore it."""
-        parts = {"gram": self.gram, "total": self.total, "count": self.count}
-        return {name: part.contiguous() for name, part in parts.items() if part is not None}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Become what was saved. KeyError names a missing tensor."""
-        self.gram, self.total, self.count = state["gram"], state["total"], state["count"]
-
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        parts = (self.gram, self.total, self.count)
-        return sum(part.nbytes for part in parts if part is not None)
 
 
 def _normal(gram: torch.Tensor) -> torch.Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.state import number, part, tensor
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import Factors, closed_form
 from hf_kvret.methods.lrqk.grams import PIECE, KeyGrams, QueryGrams
@@ -19,7 +20,6 @@ from hf_kvret_kernels import proxy
 
 # A share of the squared scores that is not worth a second reading of the keys.
 _NEGLIGIBLE = 1e-4
-_FITTED = ("to_query", "to_key", "mean", "expected")
 
 
 class LRQKIndex(Index):
@@ -33,19 +33,26 @@ class LRQKIndex(Index):
     otherwise at a flush.
     """
 
+    _keys: KeyGrams = part(KeyGrams)
+    _queries: QueryGrams = part()
+    _proxies: Proxies = part()
+    # Of the factors, [B, F, D, r]; the mean key, [B, Hkv, D].
+    _to_query: torch.Tensor | None = tensor(optional=True, shared=True)
+    _to_key: torch.Tensor | None = tensor(optional=True, shared=True)
+    _mean: torch.Tensor | None = tensor(optional=True, shared=True)
+    # The error for the newest queries when it was last looked at, [B, F].
+    _expected: torch.Tensor | None = tensor(optional=True, shared=True)
+    _partial: bool = number(False, key="due")
+    _check: bool = number(False, key="due")
+    _flushed: bool = number(False, key="due")
+    # Queries since the keys were projected anew: drafts must not call for it every time.
+    _since: float = number(math.inf, key="due")
+    _reprojections: int = number(0, saved=False, anew=True)
+    _reprojected_rows: int = number(0, saved=False, anew=True)
+
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
-        self._keys = KeyGrams()
-        self._queries: QueryGrams | None = None
-        self._proxies = Proxies(options.proxy_dtype)
-        self._factors: Factors | None = None
-        self._mean: torch.Tensor | None = None
-        # The error for the newest queries when it was last looked at, [B, F].
-        self._expected: torch.Tensor | None = None
-        self._partial = self._check = self._flushed = False
-        # Queries since the keys were projected anew: drafts must not call for it every time.
-        self._since = math.inf
-        self._reprojections = self._reprojected_rows = 0
+        self._queries, self._proxies = QueryGrams(options.half_life), Proxies(options.proxy_dtype)
         self._before = self._check, self._flushed, self._since
 
     def watch(
@@ -56,10 +63,9 @@ class LRQKIndex(Index):
         valid: torch.Tensor | None,
         positions: torch.Tensor | None = None,
     ) -> None:
-        if self._queries is None:
+        if not self._queries.sets:
             self.options.rank_of(keys.shape[-1])
-            sets = keys.shape[1] if self.options.shared else queries.shape[1]
-            self._queries = QueryGrams(sets, self.options.half_life)
+            self._queries.sets = keys.shape[1] if self.options.shared else queries.shape[1]
         self._queries.add(queries, valid)
         self._check |= queries.shape[2] > 1
         self._since += queries.shape[2]
@@ -131,51 +137,26 @@ class LRQKIndex(Index):
         return None
 
     def settle(self) -> None:
-        if self._queries is not None:
-            self._queries.settle()
+        self._queries.settle()
         self._before = self._check, self._flushed, self._since
 
     def broke_off(self) -> None:
         self._check, self._flushed, self._since = self._before
-        if self._queries is not None:
-            self._queries.broke_off()
+        self._queries.broke_off()
 
     def replayed(self) -> None:
         self._since += 1
-        if self._queries is not None:
-            self._queries.replayed()
+        self._queries.replayed()
 
     def candidates(self, cold_len: int, budget: int) -> int:
         """0: proxies alone choose."""
         return 0
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        self._keys.reorder(rows)
-        self._proxies.reorder(rows)
-        if self._queries is not None:
-            self._queries.reorder(rows)
-        self._set_fitted(
-            {name: part.index_select(0, rows) for name, part in self._fitted().items()}
-        )
-
-    def crop(self, cold_len: int) -> None:
-        if cold_len == 0:
-            vars(self).update(vars(type(self)(self.options)))
-        self._proxies.crop(cold_len)
-
-    def fork(self) -> Self:
-        twin = type(self)(self.options)
-        twin._keys, twin._proxies = self._keys.fork(), self._proxies.fork()
-        twin._queries = None if self._queries is None else self._queries.fork()
-        twin._set_fitted(self._fitted())
-        twin._partial, twin._check, twin._since = self._partial, self._check, self._since
-        twin._flushed = self._flushed
-        return twin
-
-    def nbytes(self) -> int:
-        parts = [self._keys.nbytes(), self._proxies.nbytes()]
-        parts += [] if self._queries is None else [self._queries.nbytes()]
-        return sum(parts) + sum(part.nbytes for part in self._fitted().values())
+    def crop(self, length: int) -> None:
+        """As every state's; without tokens, what was seen of queries goes, too."""
+        if length == 0:
+            self.reset()
+        super().crop(length)
 
     def select_nbytes(self) -> int:
         if self._factors is None:
@@ -196,31 +177,25 @@ class LRQKIndex(Index):
             "reprojected_rows": self._reprojected_rows,
         }
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        parts = {"keys": self._keys.state_dict(), "proxies": self._proxies.state_dict()}
-        if self._queries is None:
-            return {}
-        parts["queries"] = self._queries.state_dict()
-        state = {f"{part}.{name}": x for part, found in parts.items() for name, x in found.items()}
-        due = [self._partial, self._check, self._flushed, self._since]
-        flags = torch.tensor(due, dtype=torch.float64)
-        return state | {name: x.contiguous() for name, x in self._fitted().items()} | {"due": flags}
+    def loaded(self) -> None:
+        """KeyError where only a part of what goes with the factors was saved."""
+        fitted = {
+            "to_query": self._to_query,
+            "to_key": self._to_key,
+            "mean": self._mean,
+            "expected": self._expected,
+            "keys.gram": self._keys.gram,
+            "proxies.rows": self._proxies.rows if len(self._proxies) else None,
+        }
+        missing = [name for name, value in fitted.items() if value is None]
+        if 0 < len(missing) < len(fitted):
+            raise KeyError(missing[0])
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        def part(prefix: str) -> dict[str, torch.Tensor]:
-            return {
-                name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
-            }
-
-        sets = state["queries.steady"].shape[1]
-        self._queries = QueryGrams(sets, self.options.half_life)
-        self._queries.load_state_dict(part("queries."))
-        if any(name != "due" and not name.startswith("queries.") for name in state):
-            self._keys.load_state_dict(part("keys."))
-            self._proxies.load_state_dict(part("proxies."))
-            self._set_fitted({name: state[name] for name in _FITTED})
-        *flags, self._since = state["due"].tolist()
-        self._partial, self._check, self._flushed = map(bool, flags)
+    @property
+    def _factors(self) -> Factors | None:
+        if self._to_query is None or self._to_key is None:
+            return None
+        return Factors(self._to_query, self._to_key)
 
     def _take(self, block: TokenBlock) -> None:
         self._keys.add(block.keys, block.valid)
@@ -232,7 +207,7 @@ class LRQKIndex(Index):
 
     def _fit(self) -> Factors:
         """The best factors for the keys and queries seen."""
-        if self._queries is None:
+        if not self._queries.sets:
             raise RuntimeError("no query was seen: call watch before observe")
         queries = self._queries.weighted(self.options.recency)
         rank = self.options.rank_of(queries.shape[-1])
@@ -240,7 +215,6 @@ class LRQKIndex(Index):
 
     def _error(self, factors: Factors) -> torch.Tensor:
         """``[B, F]`` fp64: share of the squared scores of the newest queries that is missed."""
-        assert self._queries is not None
         newest = self._queries.weighted(1.0)
         return factors.error(newest, self._key_gram(newest.shape[1]))
 
@@ -253,11 +227,11 @@ class LRQKIndex(Index):
 
         The others keep theirs: what is next to a row in a batch must not change it.
         """
-        assert self._factors is not None
+        assert self._to_query is not None and self._to_key is not None
         chosen = rows[:, None, None, None]
         mixed = Factors(
-            torch.where(chosen, factors.to_query, self._factors.to_query),
-            torch.where(chosen, factors.to_key, self._factors.to_key),
+            torch.where(chosen, factors.to_query, self._to_query),
+            torch.where(chosen, factors.to_key, self._to_key),
         )
         self._adopt(mixed, (keys for _, keys, _ in store.chunks()), ~rows)
         self._since = 0.0
@@ -279,7 +253,8 @@ class LRQKIndex(Index):
             error = torch.where(kept[:, None], self._expected, error)
         spread = self._keys.spread(factors.to_key, self.options.center)
         self._proxies.replace(self._project(factors, mean, keys), spread, kept)
-        self._factors, self._mean, self._expected = factors, mean, error
+        self._to_query, self._to_key = factors.to_query, factors.to_key
+        self._mean, self._expected = mean, error
 
     @staticmethod
     def _project(
@@ -300,19 +275,3 @@ class LRQKIndex(Index):
     def _mean_of(self, query_heads: int) -> torch.Tensor:
         assert self._mean is not None
         return self._mean.repeat_interleave(query_heads // self._mean.shape[1], dim=1)
-
-    def _fitted(self) -> dict[str, torch.Tensor]:
-        """Everything that ``_adopt`` sets beside the proxies; empty before."""
-        if self._factors is None or self._mean is None or self._expected is None:
-            return {}
-        return {
-            "to_query": self._factors.to_query,
-            "to_key": self._factors.to_key,
-            "mean": self._mean,
-            "expected": self._expected,
-        }
-
-    def _set_fitted(self, parts: dict[str, torch.Tensor]) -> None:
-        if parts:
-            self._factors = Factors(parts["to_query"], parts["to_key"])
-            self._mean, self._expected = parts["mean"], parts["expected"]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.state import part, tensor
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.decoding import Bases, Seen
 from hf_kvret.methods.lrqk.factors import alternating
 from hf_kvret.methods.lrqk.proxies import Proxies
-from hf_kvret.methods.lrqk.sketches import STARTS, Moments
-from hf_kvret.methods.lrqk.waiting import WaitingTokens
+from hf_kvret.methods.lrqk.recent_proxies import RecentProxies
+from hf_kvret.methods.lrqk.sketches import STARTS, Moments, RandomSource
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
-
-_MOMENTS = ("queries", "keys")
 
 
 class PaperLRQKIndex(Index):
@@ -35,16 +34,26 @@ class PaperLRQKIndex(Index):
     algorithm 2's first guess, when they leave it.
     """
 
+    _queries: Moments = part()
+    _keys: Moments = part()
+    _chance: RandomSource = part()
+    _proxies: Proxies = part()
+    _recent: RecentProxies = part(key="waiting")
+    # B_Q and B_K, [B, Hq, r, D].
+    _query_basis: torch.Tensor | None = tensor(key="bases.query", optional=True, shared=True)
+    _key_basis: torch.Tensor | None = tensor(key="bases.key", optional=True, shared=True)
+    # Of the newest query, [B, Hq, 1, k] int32.
+    _selected: torch.Tensor | None = tensor(key="selected.ids", optional=True, shared=True)
+
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
-        self._chance = torch.Generator().manual_seed(options.seed)
-        self._moments = {name: Moments(STARTS[options.init].random) for name in _MOMENTS}
+        self._chance = RandomSource(options.seed)
+        random = STARTS[options.init].random
+        self._queries, self._keys = Moments(random), Moments(random)
         self._proxies = Proxies(options.proxy_dtype)
-        self._waiting = WaitingTokens(self._room(options))
-        self._bases: Bases | None = None
-        self._selected: torch.Tensor | None = None
+        self._recent = RecentProxies(self._room(options))
+        # Made by ``refresh`` for ``select``, and of the newest pass.
         self._seen: Seen | None = None
-        # Of the newest pass, which select is about.
         self._valid: torch.Tensor | None = None
 
     def watch(
@@ -62,37 +71,37 @@ class PaperLRQKIndex(Index):
             queries, keys = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (queries, keys))
         if self._bases is None:
             group = queries.shape[1] // keys.shape[1]
-            self._moments["queries"].add(queries, rank, self._chance)
-            self._moments["keys"].add(keys.repeat_interleave(group, dim=1), rank, self._chance)
-        self._waiting.add(keys, start, self._bases)
+            self._queries.add(queries, rank, self._chance)
+            self._keys.add(keys.repeat_interleave(group, dim=1), rank, self._chance)
+        self._recent.add(keys, start, self._bases)
 
     def observe(self, block: TokenBlock) -> None:
         """Nothing: ``watch`` saw the keys, and ``build`` projects them."""
 
     def build(self, cold: ColdTokens) -> None:
         options = self.options
-        queries, keys = (self._moments[name] for name in _MOMENTS)
-        if not queries.sums:
+        queries, keys = self._queries, self._keys
+        if queries.gram is None or keys.gram is None:
             raise RuntimeError("no query was seen: call watch before build")
-        grams = queries.sums["gram"], keys.sums["gram"]
-        rank = options.rank_of(grams[0].shape[-1])
+        rank = options.rank_of(queries.gram.shape[-1])
         starts = STARTS[options.init].sketches(queries, keys, rank)
-        found = alternating(*grams, *starts, options.iterations, options.penalty)
-        self._bases = Bases(found.query_basis, found.key_basis)
-        self._waiting.start(found.to_key)
-        self._proxies.replace(_project(found.to_key, cold.store))
-        self._moments = {name: Moments(False) for name in _MOMENTS}
+        factors = alternating(queries.gram, keys.gram, *starts, options.iterations, options.penalty)
+        self._query_basis, self._key_basis = factors.query_basis, factors.key_basis
+        self._recent.start(factors.to_key)
+        self._proxies.replace(_project(factors.to_key, cold.store))
+        for used in (queries, keys, self._chance):
+            used.reset()
 
     def extend(self, block: TokenBlock) -> None:
         if self._bases is not None:
-            self._proxies.append(self._waiting.leave(block, self._bases))
+            self._proxies.append(self._recent.leave(block, self._bases))
 
     def refresh(self, cold: ColdTokens) -> None:
         """Read the keys of the step before, which the next query is fitted to."""
         if self._bases is None:
             self.build(cold)
             return
-        self._seen = self._waiting.seen(self.options.lite)
+        self._seen = self._recent.seen(self.options.lite)
         if self._selected is not None:
             ids = self._selected
             keys, _ = cold.store.gather(ids)
@@ -116,15 +125,15 @@ class PaperLRQKIndex(Index):
         if self._valid is not None:
             # Neither query nor key of padding moves the bases.
             query = query.masked_fill(~self._valid[:, None, :, None], 0.0)
-        keys = self._waiting.newest(count, query.shape[1])
+        keys = self._recent.newest(count, query.shape[1])
         of_queries, of_keys, bases = [], [], self._bases
         for number in range(count):
             pair = query[:, :, number].float(), keys[:, :, number]
             q_hat, k_hat, bases = bases.step(*pair, self._seen, options.iterations, options.penalty)
             of_queries.append(q_hat)
             of_keys.append(k_hat)
-        self._bases = bases
-        self._waiting.settle(torch.stack(of_keys, dim=2))
+        self._query_basis, self._key_basis = bases.query, bases.key
+        self._recent.replace_newest(torch.stack(of_keys, dim=2))
         proxies = self._proxies.weigh(torch.stack(of_queries, dim=2)) * scale
         scores = proxy.relevance(
             proxies, self._proxies.rows, query.shape[1], valid=valid, softcap=softcap
@@ -140,102 +149,62 @@ class PaperLRQKIndex(Index):
         """0: proxies alone choose."""
         return 0
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        for moments in self._moments.values():
-            moments.reorder(rows)
-        self._proxies.reorder(rows)
-        self._waiting.reorder(rows)
-        if self._bases is not None:
-            bases = (part.index_select(0, rows) for part in (self._bases.query, self._bases.key))
-            self._bases = Bases(*bases)
-        if self._selected is not None:
-            self._selected = self._selected.index_select(0, rows)
-
-    def crop(self, cold_len: int) -> None:
-        if cold_len == 0:
-            vars(self).update(vars(type(self)(self.options)))
-        self._proxies.crop(cold_len)
+    def crop(self, length: int) -> None:
+        """As every state's; the next query is not fitted to tokens that may be gone."""
+        if length == 0:
+            self.reset()
+        super().crop(length)
         self._selected = None
-
-    def fork(self) -> Self:
-        twin = type(self)(self.options)
-        twin._chance.set_state(self._chance.get_state())
-        twin._moments = {name: moments.fork() for name, moments in self._moments.items()}
-        twin._proxies, twin._waiting = self._proxies.fork(), self._waiting.fork()
-        twin._bases, twin._selected = self._bases, self._selected
-        return twin
 
     def set_options(self, options: Any) -> None:
         super().set_options(options)
-        self._waiting.room = self._room(options)
-
-    def nbytes(self) -> int:
-        size = sum(moments.nbytes() for moments in self._moments.values())
-        if self._bases is not None:
-            size += self._bases.query.nbytes + self._bases.key.nbytes
-        return size + self._proxies.nbytes() + self._waiting.nbytes()
+        self._recent.room = self._room(options)
 
     def select_nbytes(self) -> int:
         """All proxies, the bases twice (also written), and the keys that a query is fitted to."""
         if self._bases is None:
             return 0
-        rows = self._proxies.rows
-        fitted = self._waiting.nbytes()
-        if self._selected is not None and self._waiting.keys is not None:
-            keys = self._waiting.keys
-            fitted += self._selected.numel() * keys.shape[-1] * keys.element_size()
-        return rows.nbytes + 2 * (self._bases.query.nbytes + self._bases.key.nbytes) + fitted
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        parts: dict[str, dict[str, torch.Tensor]] = {"waiting": self._waiting.state_dict()}
-        if self._bases is None:
-            parts |= {name: moments.sums for name, moments in self._moments.items()}
-            parts["chance"] = {"state": self._chance.get_state()}
-        else:
-            parts["proxies"] = self._proxies.state_dict()
-            parts["bases"] = {"query": self._bases.query, "key": self._bases.key}
+        keys = self._recent.keys.rows
+        fitted = keys.nbytes + self._recent.proxies.rows.nbytes
         if self._selected is not None:
-            parts["selected"] = {"ids": self._selected}
-        return {
-            f"{part}.{name}": x.contiguous()
-            for part, found in parts.items()
-            for name, x in found.items()
+            fitted += self._selected.numel() * keys.shape[-1] * keys.element_size()
+        bases = self._bases.query.nbytes + self._bases.key.nbytes
+        return self._proxies.rows.nbytes + 2 * bases + fitted
+
+    def loaded(self) -> None:
+        """KeyError where a part is missing, ValueError for selected tokens that are not there."""
+        length = len(self._proxies)
+        parts = {
+            "bases.query": self._query_basis,
+            "bases.key": self._key_basis,
+            "proxies.rows": length or None,
+            "waiting.proxies": self._recent.proxies.is_allocated or None,
         }
+        missing = [name for name, value in parts.items() if value is None]
+        if 0 < len(missing) < len(parts):
+            raise KeyError(missing[0])
+        if self._queries.cross is not None and not self._chance.is_drawn:
+            raise KeyError("chance.state")
+        ids = self._selected
+        if ids is None:
+            return
+        if ids.dtype != torch.int32 or not bool(((ids >= -1) & (ids < length)).all()):
+            raise ValueError(
+                f"the cache was saved with selected tokens {ids.dtype} from {int(ids.min())} to "
+                f"{int(ids.max())}, and {length} are cold: the file is damaged or crafted, save "
+                "the cache again"
+            )
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        def part(prefix: str) -> dict[str, torch.Tensor]:
-            return {
-                name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
-            }
-
-        built = any(name.startswith("bases.") for name in state)
-        self._waiting.load_state_dict(part("waiting."), built)
-        if built:
-            self._bases = Bases(state["bases.query"], state["bases.key"])
-            self._proxies.load_state_dict(part("proxies."))
-        else:
-            for name, moments in self._moments.items():
-                moments.load_state_dict(part(f"{name}."))
-            self._chance.set_state(state["chance.state"].cpu())
-        self._selected = self._checked(state.get("selected.ids"))
+    @property
+    def _bases(self) -> Bases | None:
+        if self._query_basis is None or self._key_basis is None:
+            return None
+        return Bases(self._query_basis, self._key_basis)
 
     @staticmethod
     def _room(options: LRQKConfig) -> int:
         """Tokens that a step may fit its query to, or be about."""
         return max(options.lite, options.max_draft)
-
-    def _checked(self, ids: torch.Tensor | None) -> torch.Tensor | None:
-        """``ids`` of a file, which kernels read rows by, or ValueError."""
-        if ids is None:
-            return None
-        held = self._proxies.rows.shape[2] if self._bases is not None else 0
-        if ids.dtype != torch.int32 or not bool(((ids >= -1) & (ids < held)).all()):
-            raise ValueError(
-                f"the cache was saved with selected tokens {ids.dtype} from {int(ids.min())} to "
-                f"{int(ids.max())}, and {held} are cold: the file is damaged or crafted, save the "
-                "cache again"
-            )
-        return ids
 
 
 def _project(to_key: torch.Tensor, store: Store) -> Iterator[torch.Tensor]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Self
 
 import torch
 
-from hf_kvret.core.token_buffer import GrowingRows
+from hf_kvret.core.state import State, tensor
+from hf_kvret.core.token_buffer import TokenBuffer, tokens
 
 DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 _MOST = 127.0
@@ -15,7 +15,7 @@ _MOST = 127.0
 _WIDEST = 8.0
 
 
-class Proxies:
+class Proxies(State):
     """``[B, F, n, r]`` rows, and for int8 the step of each column.
 
     Attributes:
@@ -23,14 +23,15 @@ class Proxies:
             Set by the rows that are made together; later ones outside the range are clamped.
     """
 
+    steps: torch.Tensor | None = tensor(optional=True, shared=True)
+    _rows: TokenBuffer = tokens()
+
     def __init__(self, dtype: str) -> None:
         """``dtype``: a name in ``DTYPES``."""
         self.dtype = DTYPES[dtype]
-        self.steps: torch.Tensor | None = None
-        self._rows = GrowingRows()
 
     def __len__(self) -> int:
-        return self._rows.length
+        return len(self._rows)
 
     @property
     def rows(self) -> torch.Tensor:
@@ -52,7 +53,7 @@ class Proxies:
         old = None if kept is None else (self.rows, self.steps)
         # In bf16 meanwhile: what int8 saves in the end it doesn't need to save while it is made.
         rows = torch.cat([piece.bfloat16() for piece in pieces], dim=2)
-        self._rows = GrowingRows()
+        self._rows = TokenBuffer()
         if self.dtype == torch.int8:
             largest = rows.float().nan_to_num_(nan=0.0).abs().amax(dim=2, keepdim=True)
             if spread is not None:
@@ -80,36 +81,8 @@ class Proxies:
         """Some of the rows, ``[B, F, *, r]``, as fp32 numbers."""
         return rows.float() if self.steps is None else rows.float() * self.steps
 
-    def crop(self, length: int) -> None:
-        """Keep the first ``length`` rows."""
-        self._rows.crop(length)
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Batch row b becomes the old row ``rows[b]``."""
-        self._rows.reorder(rows)
-        if self.steps is not None:
-            self.steps = self.steps.index_select(0, rows)
-
-    def fork(self) -> Self:
-        """A copy that shares rows until it appends."""
-        twin = object.__new__(type(self))
-        twin.dtype = self.dtype
-        twin.steps, twin._rows = self.steps, self._rows.fork()
-        return twin
-
-    def nbytes(self) -> int:
-        """Of rows and steps, spare room included."""
-        return self._rows.nbytes() + (0 if self.steps is None else self.steps.nbytes)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors that restore them; empty for none."""
-        if not len(self):
-            return {}
-        steps = {} if self.steps is None else {"steps": self.steps}
-        return {"rows": self.rows.contiguous(), **steps}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Become what was saved. KeyError names a missing tensor."""
-        self._rows = GrowingRows()
-        self._rows.append(state["rows"])
-        self.steps = state["steps"] if self.dtype == torch.int8 else None
+    def loaded(self) -> None:
+        if self.dtype != torch.int8:
+            self.steps = None
+        elif self.steps is None:
+            raise KeyError("steps")

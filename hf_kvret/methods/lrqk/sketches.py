@@ -3,68 +3,99 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Self
 
 import torch
 
+from hf_kvret.core.state import State, Tensors, tensor
 from hf_kvret.methods.lrqk.factors import Sketch
 from hf_kvret.methods.lrqk.grams import PIECE
 
 
-class Moments:
+class RandomSource(State):
+    """Random numbers of a seed; a fork goes on with the same ones, and so does a saved one.
+
+    A generator is no tensor, so nothing here follows from fields.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.reset()
+
+    def reset(self) -> None:
+        self._generator = torch.Generator().manual_seed(self._seed)
+        self.is_drawn = False
+
+    def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """``N(0, 1)`` on the CPU."""
+        self.is_drawn = True
+        return torch.randn(shape, generator=self._generator)
+
+    def fork(self) -> RandomSource:
+        twin = RandomSource(self._seed)
+        twin._generator.set_state(self._generator.get_state())
+        twin.is_drawn = self.is_drawn
+        return twin
+
+    def state_dict(self) -> Tensors:
+        """``state`` of the generator; empty before the first draw."""
+        return {"state": self._generator.get_state()} if self.is_drawn else {}
+
+    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
+        self.reset()
+        if state:
+            self._generator.set_state(state["state"].cpu())
+            self.is_drawn = True
+
+
+class Moments(State):
     """Running sums over the rows of Q, or of K, of each query head, fp32.
 
-    ``gram [B, Hq, D, D]``, ``sizes [B, Hq, D]`` (L1 norms of the columns, eq. 23), and with
-    ``random`` the products of a random A ~ N(0, 1) with the rows and with itself (eq. 22).
+    Attributes:
+        gram: ``[B, Hq, D, D]``.
+        sizes: ``[B, Hq, D]``, L1 norms of the columns (eq. 23).
+        cross, own: with ``random``, the products of a random A ~ N(0, 1) with the rows and with
+            itself (eq. 22).
     """
+
+    gram: torch.Tensor | None = tensor(shared=True)
+    sizes: torch.Tensor | None = tensor(shared=True)
+    cross: torch.Tensor | None = tensor(shared=True, optional=True)
+    own: torch.Tensor | None = tensor(shared=True, optional=True)
 
     def __init__(self, random: bool) -> None:
         self.random = random
-        self.sums: dict[str, torch.Tensor] = {}
 
-    def add(self, rows: torch.Tensor, rank: int, chance: torch.Generator) -> None:
+    def add(self, rows: torch.Tensor, rank: int, source: RandomSource) -> None:
         """Take in ``rows [B, Hq, n, D]``, zeros where there is padding; r columns of a random A."""
         for piece in rows.split(PIECE, dim=2):
-            self._add_piece(piece.float(), rank, chance)
+            self._add_piece(piece.float(), rank, source)
 
-    def _add_piece(self, rows: torch.Tensor, rank: int, chance: torch.Generator) -> None:
+    def _add_piece(self, rows: torch.Tensor, rank: int, source: RandomSource) -> None:
         sums = {"gram": rows.mT @ rows, "sizes": rows.abs().sum(2)}
         if self.random:
-            shape = (*rows.shape[:3], rank)
-            start = torch.randn(shape, generator=chance).to(rows.device)
+            start = source.normal((*rows.shape[:3], rank)).to(rows.device)
             start = start * (rows != 0).any(-1, keepdim=True)
             sums |= {"cross": start.mT @ rows, "own": start.mT @ start}
-        self.sums = {name: self.sums[name] + x for name, x in sums.items()} if self.sums else sums
+        for name, more in sums.items():
+            total = getattr(self, name)
+            setattr(self, name, more if total is None else total + more)
 
     def random_start(self) -> Sketch:
         """Of the random A."""
-        return Sketch(self.sums["cross"].double(), self.sums["own"].double())
+        assert self.cross is not None and self.own is not None, "rows were added"
+        return Sketch(self.cross.double(), self.own.double())
 
     def column_start(self, columns: torch.Tensor) -> Sketch:
         """Of A = the ``columns [B, Hq, r]`` of the rows (eq. 24)."""
-        gram = self.sums["gram"].double()
+        assert self.gram is not None, "rows were added"
+        gram = self.gram.double()
         cross = gram.gather(2, columns.unsqueeze(-1).expand(*columns.shape, gram.shape[-1]))
         own = cross.gather(3, columns.unsqueeze(2).expand(*columns.shape, columns.shape[-1]))
         return Sketch(cross, own)
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Batch row b becomes the old row ``rows[b]``."""
-        self.sums = {name: x.index_select(0, rows) for name, x in self.sums.items()}
-
-    def fork(self) -> Self:
-        """A copy; tensors are shared, as none is ever written to."""
-        twin = type(self)(self.random)
-        twin.sums = dict(self.sums)
-        return twin
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Have these sums. KeyError names a missing one."""
-        names = ("gram", "sizes", "cross", "own") if self.random else ("gram", "sizes")
-        self.sums = {name: state[name] for name in names}
-
-    def nbytes(self) -> int:
-        """Bytes of all sums."""
-        return sum(x.nbytes for x in self.sums.values())
+    def loaded(self) -> None:
+        if self.random and (self.cross is None or self.own is None):
+            raise KeyError("cross" if self.cross is None else "own")
 
 
 class Start(ABC):
@@ -90,7 +121,7 @@ class TopStart(Start):
     """``top``: the r largest columns of Q, and of K, by L1 norm (eq. 23, 24)."""
 
     def sketches(self, queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
-        of_q, of_k = (x.sums["sizes"].topk(rank).indices for x in (queries, keys))
+        of_q, of_k = (_sizes(x).topk(rank).indices for x in (queries, keys))
         return queries.column_start(of_q), keys.column_start(of_k)
 
 
@@ -98,8 +129,13 @@ class JointStart(Start):
     """``topcol``: the same columns of both, the largest by the sum of norms (eq. 25, 26)."""
 
     def sketches(self, queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
-        chosen = (queries.sums["sizes"] + keys.sums["sizes"]).topk(rank).indices
+        chosen = (_sizes(queries) + _sizes(keys)).topk(rank).indices
         return queries.column_start(chosen), keys.column_start(chosen)
+
+
+def _sizes(moments: Moments) -> torch.Tensor:
+    assert moments.sizes is not None, "rows were added"
+    return moments.sizes
 
 
 STARTS: dict[str, Start] = {"randn": RandomStart(), "top": TopStart(), "topcol": JointStart()}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 
+from hf_kvret.core.state import State, number, tensor
 
-class WaitingQueries:
+
+class WaitingQueries(State):
     """At most ``most`` queries ``[B, Hq, q, D]`` in the order in which they came.
 
     Where the next one goes is noted on the device too, so that a decode step can be captured once
@@ -17,12 +17,13 @@ class WaitingQueries:
         count: queries that wait.
     """
 
+    count: int = number(0, saved=False)
+    _rows: torch.Tensor | None = tensor(saved=False)
+    _valid: torch.Tensor | None = tensor(saved=False)
+    _next: torch.Tensor | None = tensor(saved=False, batched=False)
+
     def __init__(self, most: int) -> None:
         self.most = most
-        self.count = 0
-        self._rows: torch.Tensor | None = None
-        self._valid: torch.Tensor | None = None
-        self._next: torch.Tensor | None = None
 
     def put(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
         """Add ``queries [B, Hq, q, D]``; ``valid [B, q]`` bool or None. There must be room."""
@@ -59,17 +60,3 @@ class WaitingQueries:
         self.count = 0
         self._next.zero_()
         return rows, valid
-
-    def fork(self) -> Self:
-        """An independent copy."""
-        twin = type(self)(self.most)
-        twin.count = self.count
-        for name in ("_rows", "_valid", "_next"):
-            held = getattr(self, name)
-            setattr(twin, name, None if held is None else held.clone())
-        return twin
-
-    def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        parts = (self._rows, self._valid, self._next)
-        return sum(part.nbytes for part in parts if part is not None)

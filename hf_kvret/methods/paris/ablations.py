@@ -6,49 +6,61 @@ from typing import ClassVar
 
 import torch
 
-from hf_kvret.methods.paris.basis import Basis
 from hf_kvret.methods.paris.cache import ParisKVCache
+from hf_kvret.methods.paris.config import ParisConfig
+from hf_kvret.methods.paris.index import ParisIndex
 from hf_kvret_kernels import paris
 
 
-class UncorrectedBasis(Basis):
+class UncorrectedIndex(ParisIndex):
     """Without alpha: a subspace weighs ``r``, not ``r / alpha`` (eq. 7 to 9)."""
 
     def encode(self, keys: torch.Tensor) -> paris.ParisCodes:
         codes = super().encode(keys)
-        lengths = self.rotate(_centered(keys, self.mean)).unflatten(-1, (-1, self.m)).norm(dim=-1)
-        codes.weight.copy_(lengths)
+        rotated = self.rotate(_centered(keys, self._mean))
+        codes.weight.copy_(rotated.unflatten(-1, (-1, self.options.subspace_dim)).norm(dim=-1))
         return codes
 
 
-class UnrotatedBasis(Basis):
+class UnrotatedIndex(ParisIndex):
     """Without the rotation: subspaces are consecutive coordinates of the keys as they are.
 
     The encoder rotates, so it is given keys that its rotation brings back to where they were.
     """
 
     def rotate(self, query: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(query.float(), (0, len(self.signs) - query.shape[-1]))
+        assert self._signs is not None, "the first block makes them"
+        return torch.nn.functional.pad(query.float(), (0, len(self._signs) - query.shape[-1]))
 
     def encode(self, keys: torch.Tensor) -> paris.ParisCodes:
-        padded = self.rotate(_centered(keys, self.mean))
+        signs, levels = self._signs, self._levels
+        assert signs is not None and levels is not None, "the first block makes them"
+        padded = self.rotate(_centered(keys, self._mean))
         # Signs, then a symmetric transform that is its own inverse; undone in the other order.
-        turned = paris.rotate(padded, torch.ones_like(self.signs)) * self.signs
-        return paris.encode(turned, self.signs, self.levels, m=self.m)
+        turned = paris.rotate(padded, torch.ones_like(signs)) * signs
+        return paris.encode(turned, signs, levels, m=self.options.subspace_dim)
 
 
 class UncorrectedParisKVCache(ParisKVCache):
     """ParisKV without alpha."""
 
     name: ClassVar[str] = "paris-uncorrected"
-    basis_class: ClassVar[type[Basis]] = UncorrectedBasis
+
+    @classmethod
+    def make_index(cls, options: ParisConfig, layer: int) -> ParisIndex:
+        """A new, empty index; the same for every layer."""
+        return UncorrectedIndex(options)
 
 
 class UnrotatedParisKVCache(ParisKVCache):
     """ParisKV without the rotation."""
 
     name: ClassVar[str] = "paris-unrotated"
-    basis_class: ClassVar[type[Basis]] = UnrotatedBasis
+
+    @classmethod
+    def make_index(cls, options: ParisConfig, layer: int) -> ParisIndex:
+        """A new, empty index; the same for every layer."""
+        return UnrotatedIndex(options)
 
 
 def _centered(keys: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:

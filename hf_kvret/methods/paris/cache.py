@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.methods.paris.basis import Basis
 from hf_kvret.methods.paris.config import ParisConfig
 from hf_kvret.methods.paris.index import ParisIndex
 
@@ -20,9 +19,8 @@ class ParisKVCache(RetrievalCache):
 
     name: ClassVar[str] = "paris"
     config_class: ClassVar[type[RetrievalConfig]] = ParisConfig
-    basis_class: ClassVar[type[Basis]] = Basis
 
     @classmethod
     def make_index(cls, options: ParisConfig, layer: int) -> ParisIndex:
         """A new, empty index; the same for every layer."""
-        return ParisIndex(options, cls.basis_class)
+        return ParisIndex(options)

@@ -1,4 +1,4 @@
-"""Recalled: the tokens that a query's centroids name."""
+"""Candidates: the tokens that a query's centroids name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_kvret_kernels import centroid
 
 
 @dataclass(frozen=True, eq=False)
-class Recalled:
+class Candidates:
     """Ids ``[B, H, Q, M]`` int32, each where it was named first and valid, else -1."""
 
     ids: torch.Tensor

@@ -1,15 +1,15 @@
-"""QueryPool: those of the queries seen that may become centroids."""
+"""CentroidSampler: those of the queries seen that may become centroids."""
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
+
+from hf_kvret.core.state import State, number, part, tensor
 
 _BITS = 30
 
 
-class QueryPool:
+class CentroidSampler(State):
     """The best ``most`` valid queries of each batch row, by a rank that a query has for itself.
 
     So they can be chosen while a prompt of unknown length passes, and padding takes no room from
@@ -21,13 +21,14 @@ class QueryPool:
         seed: of ``"random"``.
     """
 
+    # [B, Hq, m, D]; slot and rank [B, m] int64, -1 where a row has fewer.
+    _queries: torch.Tensor | None = tensor(shared=True)
+    _slots: torch.Tensor | None = tensor(shared=True)
+    _ranks: torch.Tensor | None = tensor(shared=True)
+    _seen: int = number(0)
+
     def __init__(self, choice: str, most: int, seed: int = 0) -> None:
         self.choice, self.most, self.seed = choice, most, seed
-        self._seen = 0
-        # [B, Hq, m, D]; slot and rank [B, m] int64, -1 where a row has fewer.
-        self._queries: torch.Tensor | None = None
-        self._slots: torch.Tensor | None = None
-        self._ranks: torch.Tensor | None = None
 
     def add(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
         """Take in ``queries [B, Hq, q, D]`` of slots ``start ..``; ``valid [B, q]``."""
@@ -67,40 +68,6 @@ class QueryPool:
             slots, ranks = slots.masked_fill(late, -1), ranks.masked_fill(late, -1)
         return _best(self._queries, slots, ranks, count)[:2]
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Batch row b becomes the old row ``rows[b]``."""
-        if self._queries is not None and self._slots is not None and self._ranks is not None:
-            self._queries = self._queries.index_select(0, rows)
-            self._slots = self._slots.index_select(0, rows)
-            self._ranks = self._ranks.index_select(0, rows)
-
-    def fork(self) -> Self:
-        """A copy; tensors are shared, as none is ever written to."""
-        twin = type(self)(self.choice, self.most, self.seed)
-        vars(twin).update(vars(self))
-        return twin
-
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(x.nbytes for x in (self._queries, self._slots, self._ranks) if x is not None)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors that restore it; empty for none."""
-        if self._queries is None or self._slots is None or self._ranks is None:
-            return {}
-        seen = torch.tensor(self._seen)
-        parts = {"queries": self._queries, "slots": self._slots, "ranks": self._ranks}
-        return {**parts, "seen": seen}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Become what was saved. KeyError names a missing tensor."""
-        self._queries, self._slots, self._ranks = (
-            state["queries"],
-            state["slots"],
-            state["ranks"],
-        )
-        self._seen = int(state["seen"])
-
     def _rank(self, numbers: torch.Tensor) -> torch.Tensor:
         """Int64 of at least 0 for the queries with these ``numbers``, in order of arrival."""
         if self.choice == "last":
@@ -133,7 +100,7 @@ def _best(
     return queries.gather(2, index), slots.gather(1, chosen), ranks.gather(1, chosen)
 
 
-class MixedPool:
+class MixedSampler(State):
     """The last queries, and as many that are spread evenly over what came before them.
 
     A prompt that ends with its question has the answer's neighbours at its end; a topic that comes
@@ -143,74 +110,42 @@ class MixedPool:
         most: queries kept in each half.
     """
 
+    _last: CentroidSampler = part()
+    _even: CentroidSampler = part()
+
     def __init__(self, most: int) -> None:
-        self._halves = {name: QueryPool(name, most) for name in ("last", "even")}
+        self._last, self._even = CentroidSampler("last", most), CentroidSampler("even", most)
 
     @property
     def most(self) -> int:
         """Queries kept in each half."""
-        return self._halves["last"].most
+        return self._last.most
 
     @most.setter
     def most(self, count: int) -> None:
-        for half in self._halves.values():
+        for half in (self._last, self._even):
             half.most = count
 
     def __len__(self) -> int:
-        return len(self._halves["last"])
+        return len(self._last)
 
     def add(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
-        """As ``QueryPool.add``."""
-        for half in self._halves.values():
+        """As ``CentroidSampler.add``."""
+        for half in (self._last, self._even):
             half.add(queries, start, valid)
 
     def best(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``QueryPool.best``; no query is in both halves."""
-        queries, slots = self._halves["last"].best(-(-count // 2))
+        """As ``CentroidSampler.best``; no query is in both halves."""
+        queries, slots = self._last.best(-(-count // 2))
         # Rows without valid queries have no first one: then nothing comes before it.
         first = slots.masked_fill(slots < 0, torch.iinfo(slots.dtype).max).amin(1, keepdim=True)
-        earlier, places = self._halves["even"].best(count // 2, before=first)
+        earlier, places = self._even.best(count // 2, before=first)
         return torch.cat([earlier, queries], dim=2), torch.cat([places, slots], dim=1)
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Batch row b becomes the old row ``rows[b]``."""
-        for half in self._halves.values():
-            half.reorder(rows)
 
-    def fork(self) -> Self:
-        """A copy; tensors are shared, as none is ever written to."""
-        twin = object.__new__(type(self))
-        twin._halves = {name: half.fork() for name, half in self._halves.items()}
-        return twin
-
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(half.nbytes() for half in self._halves.values())
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors that restore it; empty for none."""
-        return {
-            f"{part}.{name}": x
-            for part, half in self._halves.items()
-            for name, x in half.state_dict().items()
-        }
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Become what was saved. KeyError names a missing tensor."""
-        for part, half in self._halves.items():
-            prefix = f"{part}."
-            half.load_state_dict(
-                {
-                    name.removeprefix(prefix): x
-                    for name, x in state.items()
-                    if name.startswith(prefix)
-                }
-            )
+Sampler = CentroidSampler | MixedSampler
 
 
-Pool = QueryPool | MixedPool
-
-
-def make_pool(choice: str, most: int, seed: int = 0) -> Pool:
-    """A pool for a ``choice``: one of ``QueryPool``'s, or ``"mixed"``."""
-    return MixedPool(most) if choice == "mixed" else QueryPool(choice, most, seed)
+def make_sampler(choice: str, most: int, seed: int = 0) -> Sampler:
+    """A sampler for a ``choice``: one of ``CentroidSampler``'s, or ``"mixed"``."""
+    return MixedSampler(most) if choice == "mixed" else CentroidSampler(choice, most, seed)

@@ -1,13 +1,14 @@
-"""CentroidLists: centroids in order of age, each with a list of slots in two or three bytes."""
+"""InvertedLists: centroids in order of age, each with a list of slots in two or three bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Self
+from functools import partial
 
 import torch
 
-from hf_kvret.core.token_buffer import GrowingRows
+from hf_kvret.core.state import State
+from hf_kvret.core.token_buffer import TokenBuffer, tokens
 from hf_kvret_kernels import centroid
 
 _NARROW = (1 << 16) - 1
@@ -16,8 +17,10 @@ MOST_TOKENS = (1 << 24) - 1
 # Ids, or numbers of queries, that are unpacked or turned into fp32 at once.
 _NUMBERS = 1 << 18
 
+_small = partial(TokenBuffer, 64)
 
-class CentroidLists:
+
+class InvertedLists(State):
     """Bundles of queries ``[B, H, m, G, D]`` with slots ``[B, H, m, rho]``.
 
     A slot is kept as the low 16 bits of itself plus 1, so that 0 is none, and as 8 bits more once
@@ -27,24 +30,28 @@ class CentroidLists:
         width: slots of a list, rho.
     """
 
+    # A row is a centroid.
+    _queries: TokenBuffer = tokens(_small)
+    _inverse: TokenBuffer = tokens(_small)
+    _slots: TokenBuffer = tokens(_small)
+    _low: TokenBuffer = tokens(_small)
+    _high: TokenBuffer = tokens(_small, may_be_empty=True)
+
     def __init__(self, width: int) -> None:
         self.width = width
-        self._planes = {
-            name: GrowingRows(64) for name in ("queries", "inverse", "slots", "low", "high")
-        }
 
     def __len__(self) -> int:
-        return self._planes["queries"].length
+        return len(self._queries)
 
     @property
     def queries(self) -> torch.Tensor:
         """View ``[B, H, m, G, D]``."""
-        return self._planes["queries"].rows
+        return self._queries.rows
 
     @property
     def slots(self) -> torch.Tensor:
         """View ``[B, m]`` int64: where the queries were, -1 for what is no centroid in a row."""
-        return self._planes["slots"].rows[:, 0]
+        return self._slots.rows[:, 0]
 
     @property
     def ids(self) -> torch.Tensor:
@@ -53,8 +60,8 @@ class CentroidLists:
 
     def some_ids(self, part: slice) -> torch.Tensor:
         """``[B, H, *, rho]`` int32: the lists of the centroids ``part``."""
-        high = self._planes["high"].rows[:, :, part] if self._planes["high"].length else None
-        return _unpack(self._planes["low"].rows[:, :, part], high)
+        high = self._high.rows[:, :, part] if len(self._high) else None
+        return _unpack(self._low.rows[:, :, part], high)
 
     def pieces(self, first: int = 0) -> Iterator[torch.Tensor]:
         """``[B, H, *, rho]`` int32, some lists after the others, from the one of ``first`` on."""
@@ -80,12 +87,12 @@ class CentroidLists:
         one is asked for. All ids are below ``tokens``.
         """
         self.widen(tokens)
-        self._pack(parts, queries, self._planes["high"].length > 0 or tokens > _NARROW)
-        self._planes["queries"].append(queries)
-        self._planes["slots"].append(slots[:, None])
+        self._pack(parts, queries, len(self._high) > 0 or tokens > _NARROW)
+        self._queries.append(queries)
+        self._slots.append(slots[:, None])
         count, numbers = queries.shape[2], queries.shape[3] * queries.shape[4]
         like = queries.new_empty(*queries.shape[:2], 0, queries.shape[3], dtype=torch.float32)
-        inverse = self._planes["inverse"].reserve(count, like)
+        inverse = self._inverse.reserve(count, like)
         for some, into in zip(
             *(x.split(self.some(numbers), 2) for x in (queries, inverse)), strict=True
         ):
@@ -95,13 +102,13 @@ class CentroidLists:
     def widen(self, tokens: int) -> None:
         """Make room for slots below ``tokens``."""
         assert tokens <= MOST_TOKENS, "the index refuses more"
-        if tokens > _NARROW and len(self) and not self._planes["high"].length:
-            zeros = torch.zeros_like(self._planes["low"].rows, dtype=torch.uint8)
-            self._planes["high"].append(zeros)
+        if tokens > _NARROW and len(self) and not len(self._high):
+            zeros = torch.zeros_like(self._low.rows, dtype=torch.uint8)
+            self._high.append(zeros)
 
     def similarity(self, query: torch.Tensor, dropped: int = 0) -> torch.Tensor:
         """``[B, H, Q, m]`` fp32 of ``query [B, H, Q, G, D]``; -inf for the ``dropped`` oldest."""
-        found = centroid.similarity(query, self.queries, self._planes["inverse"].rows)
+        found = centroid.similarity(query, self.queries, self._inverse.rows)
         gone = (self.slots < 0)[:, None, None]
         if dropped:
             gone = gone | (torch.arange(len(self), device=query.device) < dropped)
@@ -109,60 +116,32 @@ class CentroidLists:
 
     def take(self, index: torch.Tensor) -> torch.Tensor:
         """``[B, H, Q, c, rho]`` int32 lists of the centroids ``index [B, H, Q, c]``."""
-        high = self._planes["high"].rows if self._planes["high"].length else None
-        return centroid.take_lists(self._planes["low"].rows, high, index)
+        high = self._high.rows if len(self._high) else None
+        return centroid.take_lists(self._low.rows, high, index)
 
-    def strike(self, first: int) -> None:
-        """Take all slots from ``first`` on off the lists."""
+    def crop(self, length: int) -> None:
+        """Take all slots from ``length`` on off the lists; no centroid goes."""
+        if not len(self):
+            return
         held = self.fork()
-        for name in ("low", "high"):
-            self._planes[name] = GrowingRows(64)
-        left = (ids.masked_fill_(ids >= first, -1) for ids in held.pieces())
-        self._pack(left, self.queries, held._planes["high"].length > 0)
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Batch row b becomes the old row ``rows[b]``."""
-        for plane in self._planes.values():
-            plane.reorder(rows)
-
-    def fork(self) -> Self:
-        """A copy that shares what there is until it appends."""
-        twin = type(self)(self.width)
-        twin._planes = {name: plane.fork() for name, plane in self._planes.items()}
-        return twin
-
-    def nbytes(self) -> int:
-        """Bytes of all tensors, spare room included."""
-        return sum(plane.nbytes() for plane in self._planes.values())
+        self._low, self._high = _small(), _small()
+        left = (ids.masked_fill_(ids >= length, -1) for ids in held.pieces())
+        self._pack(left, self.queries, len(held._high) > 0)
 
     def list_nbytes(self) -> int:
         """Bytes of one list of one head and batch row."""
-        return self.width * (3 if self._planes["high"].length else 2)
+        return self.width * (3 if len(self._high) else 2)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors that restore it; empty for none."""
-        return {
-            name: plane.rows.contiguous() for name, plane in self._planes.items() if plane.length
-        }
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Become what was saved. KeyError names a missing tensor."""
-        self.width = state["low"].shape[-1]
-        for name in self._planes:
-            self._planes[name] = GrowingRows(64)
-            if name != "high" or name in state:
-                self._planes[name].append(state[name])
+    def loaded(self) -> None:
+        self.width = self._low.rows.shape[-1]
 
     def _pack(self, parts: Iterable[torch.Tensor], queries: torch.Tensor, wide: bool) -> None:
         """Append the lists ``parts`` of as many centroids as there are ``queries``."""
         batch, heads, count = queries.shape[:3]
-        dtypes = {"low": torch.int16, "high": torch.uint8} if wide else {"low": torch.int16}
-        room = {
-            name: self._planes[name].reserve(
-                count, queries.new_empty(batch, heads, 0, self.width, dtype=dtype)
-            )
-            for name, dtype in dtypes.items()
-        }
+        like = queries.new_empty(batch, heads, 0, self.width, dtype=torch.int16)
+        room = {"low": self._low.reserve(count, like)}
+        if wide:
+            room["high"] = self._high.reserve(count, like.byte())
         done = 0
         for ids in parts:
             for name, plane in room.items():

@@ -1,13 +1,14 @@
-"""ListKeeper: the centroids of a layer with their lists, and when lists are made anew."""
+"""InvertedFile: the centroids of a layer with their lists, and when lists are made anew."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.state import State, number, part, tensor
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.queue import CentroidQueue, joined
 from hf_kvret_kernels import centroid
@@ -21,7 +22,7 @@ _PIECE_NUMBERS = 1 << 18
 _SHORT = 0.8
 
 
-class ListKeeper:
+class InvertedFile(State):
     """Makes the lists of centroids, and keeps an eye on what they hold.
 
     Attributes:
@@ -31,12 +32,15 @@ class ListKeeper:
         keys_scored: keys that were read for it, over batch and KV heads.
     """
 
+    queue: CentroidQueue | None = part(lambda: CentroidQueue(0, 0), key="", optional=True)
+    listed: int = number(0)
+    list_builds: int = number(0, saved=False, anew=True)
+    keys_scored: int = number(0, saved=False, anew=True)
+    # Share of the tokens that were in any list, [B] fp32, when it was last looked at.
+    _covered: torch.Tensor | None = tensor(optional=True, shared=True)
+
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
-        self.queue: CentroidQueue | None = None
-        self.listed = self.list_builds = self.keys_scored = 0
-        # Share of the tokens that were in any list, [B] fp32, when it was last looked at.
-        self._covered: torch.Tensor | None = None
 
     def start(self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor) -> None:
         """Make the first lists, for centroids ``[B, H, m, G, D]`` of ``slots [B, m]``."""
@@ -70,30 +74,10 @@ class ListKeeper:
         """Tokens that every query recalls beside the lists."""
         return cold_len - min(cold_len, self.listed) if self.options.pending else 0
 
-    def crop(self, cold_len: int) -> None:
-        """Strike all slots from ``cold_len`` on off the lists."""
-        self.listed = min(self.listed, cold_len)
-        if self.queue is not None:
-            self.queue.crop(cold_len)
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Batch row b becomes the old row ``rows[b]``."""
-        if self.queue is not None:
-            self.queue.reorder(rows)
-        if self._covered is not None:
-            self._covered = self._covered.index_select(0, rows)
-
-    def fork(self) -> Self:
-        """A copy that shares what there is; its counts start anew."""
-        twin = type(self)(self.options)
-        twin.queue = None if self.queue is None else self.queue.fork()
-        twin.listed, twin._covered = self.listed, self._covered
-        return twin
-
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        lists = 0 if self.queue is None else self.queue.nbytes()
-        return lists + (0 if self._covered is None else self._covered.nbytes)
+    def crop(self, length: int) -> None:
+        """Take all slots from ``length`` on off the lists."""
+        self.listed = min(self.listed, length)
+        super().crop(length)
 
     def stats(self) -> dict[str, Any]:
         """Counts, and the coverage as it was last looked at; None where it is not."""
@@ -103,18 +87,6 @@ class ListKeeper:
             "keys_scored": self.keys_scored,
             "coverage": None if self._covered is None else float(self._covered.mean()),
         }
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors that restore it; empty before the first lists."""
-        if self.queue is None:
-            return {}
-        state = {**self.queue.state_dict(), "listed": torch.tensor(self.listed)}
-        return state if self._covered is None else {**state, "covered": self._covered}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Become what was saved. KeyError names a missing tensor."""
-        self.queue = CentroidQueue.from_state(state)
-        self.listed, self._covered = int(state["listed"]), state.get("covered")
 
     def _list_all(
         self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor, causal: bool = False
@@ -210,8 +182,8 @@ def _either(
 ) -> Iterator[torch.Tensor]:
     """Lists of ``parts`` where ``chosen [B, m]``, else those of ``queue`` at ``order [B, m]``."""
     done = 0
-    for part in parts:
-        for made in part.split(queue.some, dim=2):
+    for lists in parts:
+        for made in lists.split(queue.some, dim=2):
             some = slice(done, done + made.shape[2])
             yield torch.where(chosen[:, None, some, None], made, queue.lists_of(order[:, some]))
             done = some.stop

@@ -1,0 +1,328 @@
+"""State: what a part of a cache holds, declared once."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Self
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+class State(ABC):  # noqa: B024 - contracts that derive from it have abstract methods
+    """A part of a cache that declares what it holds; what a cache does with it follows from that.
+
+    Fields are declared in the body of the class, with the functions of this module::
+
+        class MeanKeys(State):
+            total: torch.Tensor | None = tensor()     # [B, Hkv, D]
+            recent: TokenBuffer = part(TokenBuffer)   # a state of its own
+            updates: int = number(0)
+
+    ``reorder``, ``crop``, ``fork``, ``nbytes``, ``state_dict``, ``load_state_dict`` and ``reset``
+    then go through the fields. A class overrides one only where it really differs, and says why.
+    What is not declared (options, tables of constants) is shared by forks and not saved.
+    """
+
+    fields: ClassVar[dict[str, Field]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        declared = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
+        cls.fields = cls.fields | declared
+        for name, field in declared.items():
+            field.name = name
+            # An instance always has its own value.
+            delattr(cls, name)
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        state = super().__new__(cls)
+        for name, field in cls.fields.items():
+            setattr(state, name, field.initial())
+        return state
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``rows[b]``; ``rows`` may repeat or omit rows."""
+        for name, field in self.fields.items():
+            setattr(self, name, field.reordered(getattr(self, name), rows))
+
+    def crop(self, length: int) -> None:
+        """Forget all tokens from slot ``length`` on; 0 forgets everything."""
+        for name, field in self.fields.items():
+            field.crop(getattr(self, name), length)
+
+    def fork(self) -> Self:
+        """An independent copy; rows of tokens are shared until one side writes."""
+        twin = copy.copy(self)
+        for name, field in self.fields.items():
+            setattr(twin, name, field.forked(getattr(self, name)))
+        return twin
+
+    def reset(self) -> None:
+        """Hold nothing, as when it was made."""
+        for name, field in self.fields.items():
+            setattr(self, name, field.emptied(getattr(self, name)))
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors, spare capacity included."""
+        return sum(field.nbytes(getattr(self, name)) for name, field in self.fields.items())
+
+    def state_dict(self) -> Tensors:
+        """Tensors that restore it, without spare capacity; empty if it holds none.
+
+        Numbers are tensors, too; those with one key are saved as one.
+        """
+        tensors: Tensors = {}
+        for name, field in self.fields.items():
+            tensors |= field.saved(getattr(self, name))
+        if not tensors:
+            return {}
+        for key, names in self._numbers():
+            values = [getattr(self, name) for name in names]
+            packed = values if len(values) > 1 else values[0]
+            tensors[key] = torch.tensor(packed, dtype=_dtype(values))
+        return tensors
+
+    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
+        """Become what was saved, on ``device`` (None: where the tensors are).
+
+        Raises:
+            KeyError: a missing tensor, by name.
+            ValueError: what ``loaded`` finds wrong.
+        """
+        self.reset()
+        if not state:
+            return
+        for name, field in self.fields.items():
+            setattr(self, name, field.loaded(getattr(self, name), state, device))
+        for key, names in self._numbers():
+            for name, value in zip(names, state[key].reshape(-1).tolist(), strict=True):
+                setattr(self, name, self.fields[name].kind(value))
+        self.loaded()
+
+    def loaded(self) -> None:  # noqa: B027 - most states need nothing else
+        """Make what follows from the tensors that were just loaded; ValueError for nonsense."""
+
+    def _numbers(self) -> Iterator[tuple[str, list[str]]]:
+        """Keys of saved numbers, with the fields that are saved under each."""
+        keys: dict[str, list[str]] = {}
+        for name, field in self.fields.items():
+            if isinstance(field, NumberField) and field.is_saved:
+                keys.setdefault(field.key, []).append(name)
+        yield from keys.items()
+
+
+class Field:
+    """What a ``State`` does with one of its attributes; here nothing. See the functions below.
+
+    Attributes:
+        name: of the attribute.
+        kind: makes the value of a saved number.
+        is_saved: whether ``state_dict`` has it.
+    """
+
+    name: str
+    kind: Callable[[Any], Any] = float
+
+    def __init__(self, key: str | None = None, is_saved: bool = True) -> None:
+        self._key = key
+        self.is_saved = is_saved
+
+    @property
+    def key(self) -> str:
+        """Its name among saved tensors."""
+        return self.name.lstrip("_") if self._key is None else self._key
+
+    def initial(self) -> Any:
+        """The value in a new state."""
+
+    def emptied(self, value: Any) -> Any:
+        """The value after ``reset``."""
+        return self.initial()
+
+    def reordered(self, value: Any, rows: torch.Tensor) -> Any:
+        """The value after ``reorder``."""
+        return value
+
+    def crop(self, value: Any, length: int) -> None:
+        """What ``crop`` does with the value."""
+
+    def forked(self, value: Any) -> Any:
+        """The value in a fork."""
+        return value
+
+    def nbytes(self, value: Any) -> int:
+        """Bytes of the value's tensors."""
+        return 0
+
+    def saved(self, value: Any) -> Tensors:
+        """Tensors of the value, by name."""
+        return {}
+
+    def loaded(self, value: Any, state: Tensors, device: torch.device | None) -> Any:
+        """The value as it was saved in ``state``; ``value`` is that of an empty state."""
+        return value
+
+
+class TensorField(Field):
+    """See ``tensor``."""
+
+    def __init__(
+        self, key: str | None, is_saved: bool, optional: bool, batched: bool, shared: bool
+    ) -> None:
+        super().__init__(key, is_saved)
+        self.optional, self.batched, self.shared = optional, batched, shared
+
+    def reordered(self, value: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+        if value is None or not self.batched:
+            return value
+        return value.index_select(0, rows)
+
+    def forked(self, value: torch.Tensor | None) -> torch.Tensor | None:
+        return value if value is None or self.shared else value.clone()
+
+    def nbytes(self, value: torch.Tensor | None) -> int:
+        return 0 if value is None else value.nbytes
+
+    def saved(self, value: torch.Tensor | None) -> Tensors:
+        return {} if value is None or not self.is_saved else {self.key: value.contiguous()}
+
+    def loaded(
+        self, value: torch.Tensor | None, state: Tensors, device: torch.device | None
+    ) -> torch.Tensor | None:
+        if not self.is_saved or (self.optional and self.key not in state):
+            return None
+        loaded = state[self.key].to(device)
+        return loaded if self.shared else loaded.clone()
+
+
+class NumberField(Field):
+    """See ``number``."""
+
+    def __init__(self, default: float, key: str | None, is_saved: bool, anew: bool) -> None:
+        super().__init__(key, is_saved)
+        self.default, self.kind, self.anew = default, type(default), anew
+
+    def initial(self) -> float:
+        return self.default
+
+    def forked(self, value: float) -> float:
+        return self.default if self.anew else value
+
+
+class PartField(Field):
+    """See ``part``."""
+
+    def __init__(
+        self, make: Callable[[], State] | None, key: str | None, is_saved: bool, optional: bool
+    ) -> None:
+        super().__init__(key, is_saved)
+        self.make, self.optional = make, optional
+
+    @property
+    def prefix(self) -> str:
+        """Of the names of its tensors."""
+        return f"{self.key}." if self.key else ""
+
+    def initial(self) -> State | None:
+        return None if self.make is None or self.optional else self.make()
+
+    def emptied(self, value: State | None) -> State | None:
+        if value is None or self.optional:
+            return None
+        value.reset()
+        return value
+
+    def reordered(self, value: State | None, rows: torch.Tensor) -> State | None:
+        if value is not None:
+            value.reorder(rows)
+        return value
+
+    def crop(self, value: State | None, length: int) -> None:
+        if value is not None:
+            value.crop(length)
+
+    def forked(self, value: State | None) -> State | None:
+        return None if value is None else value.fork()
+
+    def nbytes(self, value: State | None) -> int:
+        return 0 if value is None else value.nbytes()
+
+    def saved(self, value: State | None) -> Tensors:
+        if value is None or not self.is_saved:
+            return {}
+        return {f"{self.prefix}{name}": x for name, x in value.state_dict().items()}
+
+    def loaded(
+        self, value: State | None, state: Tensors, device: torch.device | None
+    ) -> State | None:
+        prefix = self.prefix
+        mine = {
+            name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
+        }
+        if not self.is_saved or (self.optional and not mine):
+            return value
+        if value is None:
+            assert self.make is not None, "an optional part that is saved can be made"
+            value = self.make()
+        value.load_state_dict(mine, device)
+        return value
+
+
+def tensor(
+    *,
+    key: str | None = None,
+    saved: bool = True,
+    optional: bool = False,
+    batched: bool = True,
+    shared: bool = False,
+) -> Any:
+    """Declare a small tensor ``[B, ...]``, None until it is assigned.
+
+    Args:
+        key: its name in ``state_dict``; the field's without leading underscores by default.
+        saved: whether it is saved.
+        optional: it may be missing where other fields were saved.
+        batched: its first dimension is the batch.
+        shared: it is never written in place, so that forks need no copy.
+    """
+    return TensorField(key, saved, optional, batched, shared)
+
+
+def number(
+    default: bool | int | float, *, key: str | None = None, saved: bool = True, anew: bool = False
+) -> Any:
+    """Declare a plain number, of the type of ``default``.
+
+    Args:
+        default: in a new state.
+        key: as of ``tensor``; numbers with the same key are saved in one tensor, in this order.
+        saved: whether it is saved.
+        anew: a fork starts with the default, as for counts that reports are made of.
+    """
+    return NumberField(default, key, saved, anew)
+
+
+def part(
+    make: Callable[[], State] | None = None,
+    *,
+    key: str | None = None,
+    saved: bool = True,
+    optional: bool = False,
+) -> Any:
+    """Declare a part that is a ``State`` itself.
+
+    Args:
+        make: makes an empty one; None where ``__init__`` assigns it.
+        key: its tensors are saved as ``key.name``; ``""`` for ``name`` alone.
+        saved: whether it is saved.
+        optional: None until it is assigned, and after ``reset``.
+    """
+    return PartField(make, key, saved, optional)
+
+
+def _dtype(values: list[float]) -> torch.dtype:
+    return torch.float64 if any(isinstance(value, float) for value in values) else torch.int64

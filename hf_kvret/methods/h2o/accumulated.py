@@ -1,0 +1,28 @@
+"""AccumulatedAttention: what each token received of the softmax weights of all queries."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret.core.token_buffer import TokenBuffer
+
+
+class AccumulatedAttention(TokenBuffer):
+    """Sums ``[B, Hkv, T]`` fp32; -inf once a token is evicted."""
+
+    def start(self, keys: torch.Tensor, slot: int) -> None:
+        """Forget all from ``slot`` on, then take in the tokens of ``keys [B, Hkv, n, D]``, at 0."""
+        self.put(torch.zeros(keys.shape[:3], device=keys.device), slot)
+
+    def add(self, slot: int, weights: torch.Tensor) -> None:
+        """Add ``weights [B, Hkv, n]`` to the tokens from ``slot`` on."""
+        self.writable()[:, :, slot : slot + weights.shape[2]] += weights
+
+    def add_at(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Add ``weights [B, Hkv, m]`` to the tokens ``ids [B, Hkv, m]``; -1 for none."""
+        weights = weights.masked_fill(ids < 0, 0.0)
+        self.writable().scatter_add_(2, ids.long().clamp(min=0), weights)
+
+    def evict(self, tokens: torch.Tensor) -> None:
+        """Give up ``tokens [B, Hkv, n]`` bool among the first n, for good."""
+        self.writable()[:, :, : tokens.shape[2]].masked_fill_(tokens, float("-inf"))
