@@ -24,7 +24,6 @@ from transformers.cache_utils import Cache
 from hf_kvret.benchmark.timing import synchronize
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.core import layer as layer_module
-from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.layer import RetrievalLayer
 
 WEIGHTS, NORMS, WINDOW = "weights", "norms", "window"
@@ -107,12 +106,12 @@ def _methods(model: PreTrainedModel, cache: Cache) -> Iterator[tuple[Any, str, s
         return
     yield RetrievalLayer, "attend", CACHE
     yield RetrievalLayer, "_attend_whole", STORE
-    yield AttentionCall, "partial", WINDOW
+    yield layer_module, "attend_dense", WINDOW
     yield layer_module, "merge", MERGE
     for layer in cache.retrieval_layers:
         if layer.regions is not None and layer.regions.store is not None:
-            yield layer.regions.index, "select", SELECT
-            yield layer.regions.index, "learn", SELECT
+            yield layer.regions.index, "search", SELECT
+            yield layer.regions.index, "after_search", SELECT
             yield layer.regions.store, "begin", STORE
 
 

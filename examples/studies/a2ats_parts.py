@@ -9,13 +9,14 @@ import torch
 from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
 
+from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.recall import exact_scores
-from hf_kvret.core.relevance import group_relevance
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.integration.compatibility import model_layers
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig, A2ATSIndex
 from hf_kvret.methods.a2ats.k_means import k_means
 from hf_kvret_kernels import proxy
+from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
 
@@ -26,7 +27,7 @@ class ExactKeysIndex(A2ATSIndex):
     selection reads them.
     """
 
-    def watch(
+    def on_forward(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -38,19 +39,12 @@ class ExactKeysIndex(A2ATSIndex):
         self._codes.put(self._on(keys.device).space.keys(keys, positions), start)
         self._positions = positions
 
-    def select(
-        self,
-        query: torch.Tensor,
-        budget: int,
-        valid: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        keys = self._codes.rows[:, :, : valid.shape[1]]
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        keys = self._codes.rows[:, :, : len(cold)]
         seen = self._on(query.device).space.queries(query, self._positions)
-        scores = exact_scores(seen, keys, scale, softcap)
-        scores = scores.masked_fill(~valid[:, None, None], float("-inf"))
-        return proxy.top_k(group_relevance(scores, keys.shape[1]), budget)
+        scores = exact_scores(seen, keys, cold.scale, cold.softcap)
+        scores = scores.masked_fill(~cold.valid[:, None, None], float("-inf"))
+        return proxy.top_k(group_relevance(scores, keys.shape[1]), cold.budget)
 
 
 class ExactKeysCache(A2ATSCache):

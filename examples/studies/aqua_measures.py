@@ -114,7 +114,7 @@ def measure(
             assert layer.regions is not None
             with torch.no_grad():
                 # A prompt that comes in one pass.
-                layer.regions.watch(rows[0], rows[0], None, torch.arange(size[2])[None])
+                layer.regions.on_forward(rows[0], rows[0], None, torch.arange(size[2])[None])
                 layer.regions.take_prompt(*rows, None)
     memory = cache.memory()
     return {

@@ -12,13 +12,14 @@ from tqdm import tqdm
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.recall import exact_scores
-from hf_kvret.core.relevance import group_relevance
+from hf_kvret.core.state import Tensors
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.following import LayerRecall, full_choices, layer_recalls, mean_by_layer
 from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.stretches import Pace, Walk, mean_of, mean_stretches, text_source, walk
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig, CTkvrIndex
+from hf_kvret_kernels.relevance import group_relevance
 
 _MEANS = ("overlap", "mass", "best_mass", "equal")
 
@@ -155,17 +156,16 @@ class SplitIndex(CTkvrIndex):
         self.prompt_len = 0
         self.counts = SplitCounts()
 
-    def watch(
+    def on_forward(
         self, queries: torch.Tensor, keys: torch.Tensor, start: int, *rest: Any, **named: Any
     ) -> None:
         if start == 0:
             self.prompt_len = queries.shape[2]
-        super().watch(queries, keys, start, *rest, **named)
+        super().on_forward(queries, keys, start, *rest, **named)
 
-    def select(self, query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        ids = super().select(query, *rest, **named)
-        assert self._cold is not None
-        found = split_counts(query, ids, self._cold, self.prompt_len)
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        ids = super().search(query, cold)
+        found = split_counts(query, ids, cold, self.prompt_len)
         self.counts = SplitCounts.total((self.counts, found))
         return ids
 
@@ -174,6 +174,10 @@ class SplitIndex(CTkvrIndex):
         twin = super().fork()
         twin.counts = SplitCounts()
         return twin
+
+    def state_dict(self) -> Tensors:
+        """A prompt's length is not saved, and counts without it would be wrong."""
+        raise NotImplementedError("caches of a study are not saved")
 
 
 class SplitCTkvrCache(CTkvrCache):

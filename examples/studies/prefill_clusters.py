@@ -17,12 +17,12 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.index import ColdTokens, SearchCost
 from hf_kvret.core.recall import exact_scores
-from hf_kvret.core.relevance import group_relevance
 from hf_kvret.core.state import tensor
 from hf_kvret.core.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.flat.index import FlatIndex
+from hf_kvret_kernels.relevance import group_relevance
 
 _ROUNDS = 10
 
@@ -44,10 +44,12 @@ class PrefillClusterIndex(FlatIndex):
     def __init__(self, options: ClusterConfig) -> None:
         self.options = options
 
-    def observe(self, block: TokenBlock) -> None:
+    def add(self, block: TokenBlock) -> None:
         if block.valid is not None and not bool(block.valid.all()):
             raise ValueError("clusters are compared on rows without padding only")
-        super().observe(block)
+        super().add(block)
+        if self._centroids is not None:
+            self._assign(block, self._centroids)
 
     def build(self, cold: ColdTokens) -> None:
         self._learn()
@@ -57,30 +59,22 @@ class PrefillClusterIndex(FlatIndex):
         self._cluster.reset()
         self._cluster.append(nearest(self._keys.rows, self._centroids))
 
-    def extend(self, block: TokenBlock) -> None:
-        self.observe(block)
-        self._cluster.append(nearest(block.keys, self._built()))
+    def _assign(self, block: TokenBlock, centroids: torch.Tensor) -> None:
+        self._cluster.append(nearest(block.keys, centroids))
 
-    def select(
-        self,
-        query: torch.Tensor,
-        budget: int,
-        valid: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        keys, centroids = self._keys.rows, self._built()
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        keys, centroids, budget, valid = self._keys.rows, self._built(), cold.budget, cold.valid
         batch, heads, held, _ = keys.shape
         queries, groups = query.shape[2], query.shape[1] // heads
         lead = (batch, heads, groups, queries)
 
-        promise = exact_scores(query, centroids, scale, softcap).view(*lead, -1)
+        promise = exact_scores(query, centroids, cold.scale, cold.softcap).view(*lead, -1)
         member = self._cluster.rows.long().view(batch, heads, 1, 1, held).expand(*lead, held)
         coarse = promise.gather(-1, member).flatten(1, 2)
         coarse = coarse.masked_fill(~valid[:, None, None], -math.inf)
-        probed = group_relevance(coarse, heads).topk(self.candidates(held, budget), dim=-1)
+        probed = group_relevance(coarse, heads).topk(self.cost(held, budget).candidates, dim=-1)
 
-        exact = exact_scores(query, keys, scale, softcap).view(*lead, held)
+        exact = exact_scores(query, keys, cold.scale, cold.softcap).view(*lead, held)
         chosen = probed.indices.unsqueeze(2).expand(*lead, -1)
         scores = exact.gather(-1, chosen).flatten(1, 2)
         missing = (probed.values == -math.inf).repeat_interleave(groups, dim=1)
@@ -88,8 +82,11 @@ class PrefillClusterIndex(FlatIndex):
         ids = probed.indices.gather(-1, best.indices)
         return ids.masked_fill(best.values == -math.inf, -1).int()
 
-    def candidates(self, cold_len: int, budget: int) -> int:
-        return min(cold_len, max(budget, math.ceil(self.options.candidate_ratio * cold_len)))
+    def cost(self, n: int, budget: int) -> SearchCost:
+        """As a real index would: the members of the probed clusters."""
+        return SearchCost(
+            min(n, max(budget, math.ceil(self.options.candidate_ratio * n))), self.nbytes()
+        )
 
     def _built(self) -> torch.Tensor:
         assert self._centroids is not None, "build the index first"
@@ -99,8 +96,7 @@ class PrefillClusterIndex(FlatIndex):
 class RefittedClusterIndex(PrefillClusterIndex):
     """The same, learnt anew from all keys whenever some are added: what it would be undrifted."""
 
-    def extend(self, block: TokenBlock) -> None:
-        self.observe(block)
+    def _assign(self, block: TokenBlock, centroids: torch.Tensor) -> None:
         self._learn()
 
 

@@ -17,6 +17,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.index import Index
 from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret.core.scoring import Scoring
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.progress import prompt_bar
 from hf_kvret.evaluation.reader import Reader, Usage
@@ -156,17 +157,14 @@ def fill_randomly(
         held_keys, held_values = cache.update(keys, values, number)
         if isinstance(layer, RetrievalLayer):
             assert layer.regions is not None, "an update makes the regions"
-            learns = type(layer.regions.index).watch is not Index.watch
+            learns = type(layer.regions.index).on_forward is not Index.on_forward
             count = context if learns else 1
             query = rows(3 * number + 2, heads, like.key_dim, like.key_scale, count)
             query = query.expand(-1, -1, context, -1)
             call = AttentionCall(
-                valid=None,
-                scale=like.key_dim**-0.5,
-                softcap=None,
-                sink_logits=None,
+                Scoring(None, like.key_dim**-0.5),
                 # The attention over the prompt, whose result nobody looks at here: one number.
-                prompt=partial(query.new_zeros(()).expand, *query.shape[:3], like.value_dim),
+                partial(query.new_zeros(()).expand, *query.shape[:3], like.value_dim),
             )
             layer.attend(query, held_keys, held_values, call)
 

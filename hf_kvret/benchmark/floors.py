@@ -101,7 +101,9 @@ def decode_floor(
     for layer in cache.retrieval_layers:
         if layer.regions is not None:
             keys, values = layer.regions.window.tokens()
-            device += keys.nbytes + values.nbytes + layer.regions.index.select_nbytes()
+            length = layer.regions.cold_len
+            cost = layer.regions.index.cost(length, layer.config.budget(length))
+            device += keys.nbytes + values.nbytes + cost.nbytes
             far, near = _compared_bytes(layer, keys)
             bus, device = bus + far, device + near
     return Floor(device + selected.near_bytes, bus + selected.bus_bytes)
@@ -113,7 +115,7 @@ def _compared_bytes(layer: RetrievalLayer, keys: torch.Tensor) -> tuple[float, f
     if regions is None or regions.store is None or not regions.cold_len:
         return 0, 0
     held = regions.cold_len
-    count = regions.index.keys_read(held, layer.config.budget(held))
+    count = regions.index.cost(held, layer.config.budget(held)).keys_read
     key = keys.shape[3] * keys.element_size()
     plain = key + regions.window.values.shape[3] * keys.element_size()
     row = regions.store.row_nbytes(plain)

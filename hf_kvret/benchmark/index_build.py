@@ -295,7 +295,7 @@ def judge(way: Way, index: Any, prompt: Prompt) -> dict[str, float]:
     sums = dict.fromkeys(("recall", "mass", "best_mass", "compared"), 0.0)
     for query in prompt.asked.split(step, dim=2):
         answer = way.ask(index, prompt, query)
-        found = measure_recall(query, answer.ids, cold.store, cold.valid, cold.scale, cold.softcap)
+        found = measure_recall(query, answer.ids, cold)
         parts = (found.overlap, found.mass, found.best_mass, answer.compared)
         for name, value in zip(sums, parts, strict=True):
             sums[name] += value * query.shape[2]

@@ -16,9 +16,10 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.core.recall import exact_scores
-from hf_kvret.core.relevance import group_relevance
+from hf_kvret.core.scoring import Scoring
 from hf_kvret.methods.ctkvr import CTkvrConfig
 from hf_kvret.stores import STORES
+from hf_kvret_kernels.relevance import group_relevance
 
 NOT_INSTALLED = "not installed: pip install faiss-cpu"
 # faiss warns of fewer training points than 39 a list, which short prompts don't have.
@@ -49,7 +50,7 @@ class Prompt:
         store = STORES[options.store](keys.device, options)
         store.append(TokenBlock(keys, keys.new_zeros(1, 1, 1, 1).expand_as(keys), start=0))
         valid = torch.ones(1, length, dtype=torch.bool, device=keys.device)
-        cold = ColdTokens(store, valid, layer.scale, layer.softcap, min(top_k, length))
+        cold = ColdTokens(store, Scoring(valid, layer.scale, layer.softcap), min(top_k, length))
         queries, later = layer.queries[:, :, : end + asked].tensor_split([end], dim=2)
         return cls(queries, layer.keys[:, :, :end], keys, later, cold)
 
@@ -102,8 +103,8 @@ class MethodWay(Way):
     def prepare(self, prompt: Prompt) -> Callable[[], Index]:
         def build() -> Index:
             index = self._class.make_index(self._options, 0)
-            index.watch(prompt.queries, prompt.passed, 0, None)
-            index.observe(TokenBlock(prompt.keys, prompt.keys, start=0))
+            index.on_forward(prompt.queries, prompt.passed, 0, None)
+            index.add(TokenBlock(prompt.keys, prompt.keys, start=0))
             index.build(prompt.cold)
             return index
 
@@ -111,8 +112,8 @@ class MethodWay(Way):
 
     def ask(self, made: Index, prompt: Prompt, query: torch.Tensor) -> Answer:
         cold = prompt.cold
-        ids = made.select(query, cold.budget, cold.valid, cold.scale, cold.softcap)
-        return Answer(ids, float(made.candidates(len(prompt), cold.budget)))
+        candidates = made.cost(len(prompt), cold.budget).candidates
+        return Answer(made.search(query, cold), float(candidates))
 
 
 class FaissWay(Way):

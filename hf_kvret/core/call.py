@@ -1,69 +1,28 @@
-"""What an attention call says beside its tensors, and what is remembered of it."""
+"""AttentionCall: what an attention call says beside its tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 
-from hf_kvret.core.merge import Partial
-from hf_kvret_kernels.prompt_attention import prompt_attention
+from hf_kvret.core.scoring import Scoring
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionCall:
     """What one attention call says beside its tensors.
 
     Attributes:
-        valid: ``[B, T]`` bool over all slots, the new tokens' included; None: all valid.
-        scale: factor of the dot products.
-        softcap: ``c`` of ``c * tanh(score / c)``, or None.
-        sink_logits: ``[Hq]`` learned attention sinks, or None.
+        scoring: ``valid [B, T]`` over all slots, the new tokens' included.
         prompt: the base's full causal attention over the new tokens alone,
             ``() -> [B, Hq, Q, Dv]``.
+        sink_logits: ``[Hq]`` learned attention sinks, or None.
         positions: ``[B, Q]`` integers, where RoPE puts the new tokens; None if it isn't told.
     """
 
-    valid: torch.Tensor | None
-    scale: float
-    softcap: float | None
-    sink_logits: torch.Tensor | None
+    scoring: Scoring
     prompt: Callable[[], torch.Tensor]
+    sink_logits: torch.Tensor | None = None
     positions: torch.Tensor | None = None
-
-    def partial(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        valid: torch.Tensor | None,
-        causal_offset: int | None,
-    ) -> Partial:
-        """Attention over some dense tokens; arguments as in ``prompt_attention``."""
-        out, lse = prompt_attention(
-            query,
-            keys,
-            values,
-            scale=self.scale,
-            causal_offset=causal_offset,
-            valid=valid,
-            softcap=self.softcap,
-            out_dtype=torch.float32,
-        )
-        return Partial(out, lse)
-
-
-@dataclass(frozen=True)
-class View:
-    """How the newest attention call saw the tokens; names as in ``AttentionCall``."""
-
-    valid: torch.Tensor | None
-    scale: float
-    softcap: float | None
-
-    def reordered(self, rows: torch.Tensor) -> Self:
-        """The same for the batch that the old ``rows`` make."""
-        valid = None if self.valid is None else self.valid.index_select(0, rows)
-        return replace(self, valid=valid)

@@ -9,14 +9,40 @@ from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.merge import Partial, merge
 from hf_kvret.core.pieces import piece_len
 from hf_kvret.core.regions import Regions
+from hf_kvret.core.scoring import Scoring
+from hf_kvret_kernels.prompt_attention import prompt_attention
 
 
-def attend_cold(query: torch.Tensor, cold: ColdTokens, call: AttentionCall, length: int) -> Partial:
+def attend_dense(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scoring: Scoring,
+    causal_offset: int | None = None,
+) -> Partial:
+    """Attention over dense ``keys`` and ``values [B, Hkv, n, D]``, which ``scoring.valid`` covers.
+
+    ``causal_offset`` as of ``prompt_attention``.
+    """
+    out, lse = prompt_attention(
+        query,
+        keys,
+        values,
+        scale=scoring.scale,
+        causal_offset=causal_offset,
+        valid=scoring.valid,
+        softcap=scoring.softcap,
+        out_dtype=torch.float32,
+    )
+    return Partial(out, lse)
+
+
+def attend_cold(query: torch.Tensor, cold: ColdTokens, length: int) -> Partial:
     """Attention of ``query [B, Hq, Q, Dk]`` over all ``cold`` tokens, ``length`` at a time."""
     merged = None
     for start, keys, values in cold.store.chunks(length):
         valid = cold.valid[:, start : start + keys.shape[2]]
-        part = call.partial(query, keys, values, valid, causal_offset=None)
+        part = attend_dense(query, keys, values, cold.scoring.of(valid))
         # Not held while the next piece is made.
         del keys, values
         merged = part if merged is None else merge([merged, part])
@@ -37,24 +63,25 @@ def attend_exactly(
     ``query [B, Hq, Q, Dk]``, ``key`` and ``value [B, Hkv, Q, D]`` are those of the new tokens.
     Returns ``[B, Hq, Q, Dv]`` fp32.
     """
-    valid, window, store = call.valid, regions.window, regions.store
+    scoring, window, store = call.scoring, regions.window, regions.store
+    valid = scoring.valid
     # Sinks are in the window, and exact there whatever the store does to its rows.
     cold_valid = None if store is None else regions.retrievable(valid)
     # Asked for first: where reading takes time, it begins here.
     length = piece_len(query.shape[2], key, value)
     pieces = () if store is None else store.chunks(length, past)
     new_valid = None if valid is None else valid[:, past:]
-    merged = call.partial(query, key, value, new_valid, causal_offset=0)
+    merged = attend_dense(query, key, value, scoring.of(new_valid), causal_offset=0)
     near = window.tokens()
     near_valid = window.validity(valid, past)
-    merged = merge([merged, call.partial(query, *near, near_valid, causal_offset=None)])
+    merged = merge([merged, attend_dense(query, *near, scoring.of(near_valid))])
     for start, keys, values in pieces:
         # Some stores give what the new tokens have become, too.
         count = min(keys.shape[2], past - start)
         if count > 0:
             old_valid = None if cold_valid is None else cold_valid[:, start : start + count]
             old = keys[:, :, :count], values[:, :, :count]
-            part = call.partial(query, *old, old_valid, causal_offset=None)
+            part = attend_dense(query, *old, scoring.of(old_valid))
             # Not held while the next piece is made.
             del keys, values, old
             merged = merge([merged, part])

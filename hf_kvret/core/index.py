@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.state import State
 
 if TYPE_CHECKING:
@@ -21,43 +22,120 @@ class ColdTokens:
 
     Attributes:
         store: holds them; an index may read keys in it.
-        valid: ``[B, n]`` bool; False for padding, holes and sinks: never to be selected.
-        scale: factor of the dot products before the softmax.
-        softcap: as in ``Index.select``, or None.
-        budget: how many of them a query selects now.
+        scoring: ``valid [B, n]`` is False for padding, holes and sinks: never to be selected.
+        budget: how many of them a query selects now, at least 1 and at most n.
     """
 
     store: Store
-    valid: torch.Tensor
-    scale: float
-    softcap: float | None
+    scoring: Scoring
     budget: int
 
     def __len__(self) -> int:
         return self.valid.shape[1]
 
+    @property
+    def valid(self) -> torch.Tensor:
+        """``[B, n]`` bool."""
+        assert self.scoring.valid is not None, "sinks are never selected"
+        return self.scoring.valid
+
+    @property
+    def scale(self) -> float:
+        """See ``Scoring``."""
+        return self.scoring.scale
+
+    @property
+    def softcap(self) -> float | None:
+        """See ``Scoring``."""
+        return self.scoring.softcap
+
+
+class SearchCost(NamedTuple):
+    """What one search takes, for reports.
+
+    Attributes:
+        candidates: tokens that are scored in full precision or reranked, for each query and head.
+        nbytes: bytes of the index that are read.
+        keys_read: keys that are read in the store, for each query and KV head.
+    """
+
+    candidates: int
+    nbytes: int
+    keys_read: int = 0
+
+
+_REPLACED = {
+    "observe": "add(block)",
+    "extend": "add(block)",
+    "select": "search(query, cold)",
+    "watch": "on_forward(queries, keys, start, valid, positions)",
+    "refresh": "before_search(cold)",
+    "learn": "after_search()",
+    "candidates": "cost(n, budget)",
+    "keys_read": "cost(n, budget)",
+    "select_nbytes": "cost(n, budget)",
+    "uncapturable": "the mixin CapturableIndex, or the attribute capture_obstacle",
+}
+
 
 class Index(State):
     """Finds the few cold tokens that a query attends to. One per retrieval layer.
 
-    Tokens arrive in order and keep their slot number, the number that ``select`` answers with.
-    The life of an index: ``observe`` for each block of the prompt, ``build`` once, then ``extend``
-    for each block that leaves the window. ``build`` or ``refresh`` comes before each selection, and
-    ``learn`` after it. ``watch`` announces every forward pass, from the first on. An index keeps
-    its state in preallocated tensors on the device and never synchronizes the host when one
-    token is decoded, unless a block left the window just before.
+    ``add`` and ``search`` must be there. What the index holds it declares, see ``State``: then it
+    is reordered, cropped, forked, saved and loaded with the cache.
 
-    What it holds it declares, see ``State``: then it is reordered, cropped, forked, saved and
-    loaded with the cache.
+    Tokens arrive in order and keep their slot number, the number that ``search`` answers with.
+    There are hooks that do nothing by default: ``on_forward`` at each forward pass, ``build`` at
+    the end of a prompt, ``before_search`` and ``after_search``. An index keeps its
+    state in preallocated tensors on the device and never synchronizes the host when one token is
+    decoded, unless a block left the window just before.
 
     Attributes:
         whole: all cold tokens are attended to, always. The layer then reads the store piece by
-            piece and never calls ``select``, ``learn`` or ``candidates``.
+            piece and never calls ``search`` or ``after_search``.
+        capture_obstacle: why its decode steps can't be captured in a CUDA graph, in words; of an
+            index that is no ``CapturableIndex``.
+
+    Raises:
+        TypeError: a subclass defines methods of the contract before this one.
     """
 
     whole: ClassVar[bool] = False
+    capture_obstacle: ClassVar[str] = ""
 
-    def watch(
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        old = [f"{name} is now {new}" for name, new in _REPLACED.items() if name in vars(cls)]
+        if old:
+            raise TypeError(
+                f"{cls.__name__} has methods of an older contract: {'; '.join(old)}; see "
+                "docs/your-index.md and the changelog"
+            )
+
+    @abstractmethod
+    def add(self, block: TokenBlock) -> None:
+        """Take in tokens that left the window. ``block.start`` is the number of tokens held."""
+
+    @abstractmethod
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        """The tokens to attend to, for each query.
+
+        Args:
+            query: ``[B, Hq, Q, Dk]``, post-RoPE; Q > 1 for drafted tokens.
+            cold: the tokens that were added, which of them are valid, and the budget.
+
+        Returns:
+            ``[B, Hkv, Q, budget]`` or ``[B, Hq, Q, budget]`` int32 slots, each at most once a
+            row, -1 where fewer than ``budget`` tokens are valid, or where an index that prunes
+            knows fewer. With ``budget == n`` every valid token is selected: stages that prune
+            must let all pass.
+        """
+
+    def cost(self, n: int, budget: int) -> SearchCost:
+        """What a search for ``budget`` of ``n`` tokens takes; by default, all that is held."""
+        return SearchCost(n, self.nbytes())
+
+    def on_forward(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -79,85 +157,18 @@ class Index(State):
                 model does not tell.
         """
 
-    def positions(self, start: int, end: int) -> torch.Tensor | None:
-        """``[B, end - start]`` integers that ``watch`` was told for these slots.
-
-        None unless the index keeps them, for a store that needs them in its blocks.
-        """
-        return None
-
-    @abstractmethod
-    def observe(self, block: TokenBlock) -> None:
-        """Take in a block of the prompt. ``block.start`` is the number of tokens held so far."""
-
     def build(self, cold: ColdTokens) -> None:
         """Finish what needs the whole prompt. Called once, with at least one token held.
 
-        That is before the first selection, or earlier, when the cache is forked or saved, so that
-        no copy has to do it again. ``cold`` holds the same tokens.
+        That is before the first search, or earlier, when the cache is forked or saved, so that no
+        copy has to do it again.
         """
 
-    def refresh(self, cold: ColdTokens) -> None:
-        """Called instead of ``build`` before each later selection: rare upkeep, if any is due."""
+    def before_search(self, cold: ColdTokens) -> None:
+        """Called instead of ``build`` before each later search: rare upkeep, if any is due."""
 
-    def extend(self, block: TokenBlock) -> None:
-        """Take in a block after ``build``; by default the same as ``observe``."""
-        self.observe(block)
-
-    @abstractmethod
-    def select(
-        self,
-        query: torch.Tensor,
-        budget: int,
-        valid: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        """The tokens to attend to, for each query.
-
-        Args:
-            query: ``[B, Hq, Q, Dk]``, post-RoPE; Q > 1 for drafted tokens.
-            budget: how many tokens to select, ``1 <= budget <= n`` with n tokens held.
-            valid: ``[B, n]`` bool; False for padding, holes and sinks: never to be selected.
-            scale: the factor of the dot products before the softmax.
-            softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None. It keeps the order of a head's
-                tokens, but not how the heads of a group compare.
-
-        Returns:
-            ``[B, Hkv, Q, budget]`` or ``[B, Hq, Q, budget]`` int32 slots, each at most once a
-            row, -1 where fewer than ``budget`` tokens are valid, or where an index that prunes
-            knows fewer. With ``budget == n`` every valid token is selected: stages that prune
-            must let all pass.
-        """
-
-    def learn(self) -> None:
-        """Called while the selected rows are being read: what a selection leaves to be noted."""
-
-    def uncapturable(self) -> str | None:
-        """Why a decode step that selects here can't be replayed from a CUDA graph; None: it can.
-
-        It can where ``watch``, ``refresh``, ``select`` and ``learn``, for one token between two
-        flushes, launch the same work on the same memory each time: no host synchronization, no
-        number of the host that changes from step to step (``start`` of ``watch`` does), state
-        changed in place. They run once, to be captured; ``replayed`` stands for their other runs.
-        """
-        return f"the index {type(self).__name__} does not say that its steps can be captured"
-
-    def settle(self) -> None:
-        """A step is about to be captured: do now what would otherwise come due in one."""
-
-    def broke_off(self) -> None:
-        """The capture after ``settle`` failed, and the device did nothing.
-
-        What was noted on the host since then is to be undone.
-        """
-
-    def replayed(self) -> None:
-        """A captured step was replayed: what its run in Python would have noted on the host."""
-
-    @abstractmethod
-    def candidates(self, cold_len: int, budget: int) -> int:
-        """How many of ``cold_len`` tokens are scored in full precision or reranked."""
+    def after_search(self) -> None:
+        """Called while the selected rows are being read: what a search leaves to be noted."""
 
     def set_options(self, options: Any) -> None:
         """Go on with other options, of those that a fork may change.
@@ -167,18 +178,47 @@ class Index(State):
         if hasattr(self, "options"):
             self.options = options
 
+    def positions(self, start: int, end: int) -> torch.Tensor | None:
+        """``[B, end - start]`` integers that ``on_forward`` was told for these slots.
+
+        None unless the index keeps them, for a store that needs them in its blocks.
+        """
+        return None
+
     def shared_nbytes(self) -> int:
         """Bytes of what all caches of a process share, as calibrated tensors on the device."""
-        return 0
-
-    def select_nbytes(self) -> int:
-        """Bytes that one ``select`` reads, for reports; all of them unless a method says less."""
-        return self.nbytes()
-
-    def keys_read(self, cold_len: int, budget: int) -> int:
-        """Keys that one ``select`` reads in the store, for each query and KV head; for reports."""
         return 0
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of the method's own, for ``cache.stats()``; may wait for the device."""
         return {}
+
+
+class CapturableIndex:
+    """Mixin of an index whose decode steps can be captured in a CUDA graph and replayed.
+
+    They can where ``on_forward``, ``before_search``, ``search`` and ``after_search``, for one token
+    between two flushes, launch the same work on the same memory each time: no host synchronization,
+    no number of the host that changes from step to step (``start`` of ``on_forward`` does), state
+    changed in place. They run once, to be captured; ``replayed`` stands for their other runs.
+    """
+
+    def before_capture(self) -> None:
+        """A step is about to be captured: do now what would otherwise come due in one."""
+
+    def capture_failed(self) -> None:
+        """The capture after ``before_capture`` failed, and the device did nothing.
+
+        What was noted on the host since then is to be undone.
+        """
+
+    def replayed(self) -> None:
+        """A captured step was replayed: what its run in Python would have noted on the host."""
+
+
+def why_uncapturable(index: Index) -> str | None:
+    """Why decode steps of an index can't be replayed from a CUDA graph; None: they can."""
+    if isinstance(index, CapturableIndex):
+        return None
+    obstacle = f"the index {type(index).__name__} does not say that its steps can be captured"
+    return index.capture_obstacle or obstacle

@@ -13,14 +13,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.cached_rows import CachedRows, RowSource, prefix_of
-from hf_kvret.core.call import AttentionCall, View
+from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.counters import LayerCounters
-from hf_kvret.core.exact_attention import attend_cold, attend_exactly
+from hf_kvret.core.exact_attention import attend_cold, attend_dense, attend_exactly
 from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.core.merge import Partial, merge
 from hf_kvret.core.pieces import piece_len
 from hf_kvret.core.recall import Recall, measure_recall
 from hf_kvret.core.regions import MakeStore, Regions
+from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.store import Store
 from hf_kvret_kernels.relevance import count_ids
 
@@ -55,7 +56,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.above: RetrievalLayer | None = None
         self.edits = 0
         self._given: tuple[int, torch.Size, torch.Size] | None = None
-        self._view: View | None = None
+        self._scoring: Scoring | None = None
         self._make_index = make_index
         self._make_store = make_store
 
@@ -199,7 +200,7 @@ class RetrievalLayer(CacheLayerMixin):
         place = self.regions.window.place
         if place is not None:
             # The mask that was captured is of this step alone, the place is filled for each.
-            call = dataclasses.replace(call, valid=place.slots)
+            call = dataclasses.replace(call, scoring=call.scoring.of(place.slots))
         new, first = query.shape[2], self.waiting
         past = self.regions.length - (0 if first else new)
         selects = past > 0 and new <= self.config.max_draft
@@ -208,17 +209,17 @@ class RetrievalLayer(CacheLayerMixin):
                 # Of the prompt alone, as in a fork that was made before.
                 self._build_index()
             try:
-                self.regions.watch(query, key, call.valid, call.positions)
+                self.regions.on_forward(query, key, call.scoring.valid, call.positions)
             except ValueError:
                 # Nothing was taken in: the cache stays as it was, for a call without the mistake.
                 self.waiting = False
                 raise
-        self._view = View(call.valid, call.scale, call.softcap)
+        self._scoring = call.scoring
         if not selects:
             # A device attends to a first prompt while the host makes room for it.
             whole = call.prompt() if past == 0 else None
             if first:
-                self.regions.take_prompt(key, value, call.valid)
+                self.regions.take_prompt(key, value, call.scoring.valid)
             if whole is not None:
                 self.waiting = False
                 return whole
@@ -227,7 +228,7 @@ class RetrievalLayer(CacheLayerMixin):
             out = attend_exactly(regions, query, key, value, past, call)
         else:
             if first:
-                self.regions.take_step(key, value, call.valid)
+                self.regions.take_step(key, value, call.scoring.valid)
             out = self._attend_selected(self.regions, query, call)
         self.waiting = False
         return out.to(query.dtype)
@@ -237,43 +238,42 @@ class RetrievalLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """Sink, recent and selected cold tokens, merged."""
         finish_cold: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
-        cold = regions.cold(call.valid, call.scale, call.softcap)
+        cold = regions.cold(call.scoring)
         if cold is not None:
             index = regions.ready_index(cold)
             if index.whole:
-                finish_cold = partial(self._attend_whole, query, cold, call)
+                finish_cold = partial(self._attend_whole, query, cold)
             else:
-                ids = self._select(index, query, cold)
+                ids = self._search(index, query, cold)
                 # First, so that a store elsewhere works while the device does all the rest.
-                finish_cold = cold.store.begin(query, ids, call.scale, call.softcap)
-                index.learn()
+                finish_cold = cold.store.begin(query, ids, cold.scale, cold.softcap)
+                index.after_search()
         keys, values = regions.window.tokens()
-        valid = regions.window.validity(call.valid)
+        near = call.scoring.of(regions.window.validity(call.scoring.valid))
         # One query sees all that is held; there may be room behind it.
         offset = keys.shape[2] - query.shape[2] if query.shape[2] > 1 else None
-        parts = [call.partial(query, keys, values, valid, causal_offset=offset)]
+        parts = [attend_dense(query, keys, values, near, causal_offset=offset)]
         if finish_cold is not None:
             parts.append(Partial(*finish_cold()))
         return merge(parts, call.sink_logits, query.dtype).out
 
-    def _select(self, index: Index, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        ids = index.select(query, cold.budget, cold.valid, cold.scale, cold.softcap)
+    def _search(self, index: Index, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        ids = index.search(query, cold)
         batch, heads, count, _ = ids.shape
         counters = self.counters
         count_ids(ids, counters.count(cold, batch * heads, count))
-        counters.candidates += index.candidates(len(cold), cold.budget) * batch * heads * count
+        candidates = index.cost(len(cold), cold.budget).candidates
+        counters.candidates += candidates * batch * heads * count
         if self.config.track_recall:
-            counters.recalls.append(
-                measure_recall(query, ids, cold.store, cold.valid, cold.scale, cold.softcap)
-            )
+            counters.recalls.append(measure_recall(query, ids, cold))
         return ids
 
-    def _attend_whole(self, query: torch.Tensor, cold: ColdTokens, call: AttentionCall) -> Partial:
+    def _attend_whole(self, query: torch.Tensor, cold: ColdTokens) -> Partial:
         """All cold tokens, counted as selected."""
         assert self.regions is not None, "a cold region is part of the regions"
         window, count = self.regions.window, query.shape[2]
         heads = window.keys.shape[1]
-        part = attend_cold(query, cold, call, piece_len(count, window.keys, window.values))
+        part = attend_cold(query, cold, piece_len(count, window.keys, window.values))
         selected = self.counters.count(cold, len(query) * heads, count)
         selected.add_(cold.valid.sum() * heads * count)
         if self.config.track_recall:
@@ -307,8 +307,8 @@ class RetrievalLayer(CacheLayerMixin):
             self.edits += 1
             rows = beam_idx.to(self.regions.window.keys.device)
             self.regions.reorder(rows)
-            if self._view is not None:
-                self._view = self._view.reordered(rows)
+            if self._scoring is not None:
+                self._scoring = self._scoring.reordered(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times."""
@@ -323,7 +323,7 @@ class RetrievalLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens and counts."""
         self.edits += 1
-        self.regions = self._view = None
+        self.regions = self._scoring = None
         self.is_initialized = self.waiting = False
         self.counters = LayerCounters()
 
@@ -356,9 +356,9 @@ class RetrievalLayer(CacheLayerMixin):
 
     def _build_index(self) -> None:
         """Finish the index of what was taken in so far, if there is anything cold."""
-        if self.regions is None or self._view is None or self.regions.built:
+        if self.regions is None or self._scoring is None or self.regions.built:
             return
-        cold = self.regions.cold(self._view.valid, self._view.scale, self._view.softcap)
+        cold = self.regions.cold(self._scoring)
         if cold is not None:
             self.regions.build_index(cold)
 

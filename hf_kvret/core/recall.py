@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvret.core.relevance import group_relevance
-from hf_kvret.core.store import Store
+from hf_kvret.core.index import ColdTokens
+from hf_kvret_kernels.relevance import group_relevance
 
 
 def exact_scores(
@@ -36,20 +36,12 @@ class Recall:
     best_mass: float
 
 
-def measure_recall(
-    query: torch.Tensor,
-    ids: torch.Tensor,
-    store: Store,
-    valid: torch.Tensor,
-    scale: float,
-    softcap: float | None = None,
-) -> Recall:
-    """Compare ``ids [B, H, Q, k]`` with the exact top-k. Reads every key of the store.
-
-    ``valid [B, n]`` bool as in ``Index.select``.
-    """
-    pieces = [exact_scores(query, keys, scale, softcap) for _, keys, _ in store.chunks()]
-    scores = torch.cat(pieces, dim=-1).masked_fill(~valid[:, None, None], float("-inf"))
+def measure_recall(query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> Recall:
+    """Compare ``ids [B, H, Q, k]`` with the exact top-k. Reads every key of the store."""
+    pieces = [
+        exact_scores(query, keys, cold.scale, cold.softcap) for _, keys, _ in cold.store.chunks()
+    ]
+    scores = torch.cat(pieces, dim=-1).masked_fill(~cold.valid[:, None, None], float("-inf"))
     heads = ids.shape[1]
     relevance = group_relevance(scores, heads)
     best_values, best = relevance.topk(min(ids.shape[-1], relevance.shape[-1]), dim=-1)

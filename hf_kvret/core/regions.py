@@ -11,6 +11,7 @@ import torch
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.state import Tensors
 from hf_kvret.core.store import Store
 from hf_kvret.core.window import Window
@@ -91,7 +92,7 @@ class Regions:
             )
 
     @_keeps_tensors
-    def watch(
+    def on_forward(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -105,7 +106,7 @@ class Regions:
         if place is not None and new_valid is not None:
             # The slot of the step that is captured is not that of the others.
             new_valid = place.held.index_select(1, place.column)
-        self.index.watch(queries, keys, start, new_valid, positions)
+        self.index.on_forward(queries, keys, start, new_valid, positions)
 
     def step_flushes(self) -> bool:
         """Whether the next ``take_step`` moves tokens to the store."""
@@ -156,20 +157,18 @@ class Regions:
         window.fit(config.recent + config.flush + config.max_draft)
         window.append(keys[:, :, passed:], values[:, :, passed:])
 
-    def cold(
-        self, valid: torch.Tensor | None, scale: float, softcap: float | None
-    ) -> ColdTokens | None:
-        """What has left the window; None for nothing. ``valid`` as in ``take_step``."""
+    def cold(self, scoring: Scoring) -> ColdTokens | None:
+        """What has left the window; None for nothing. ``scoring.valid`` as in ``take_step``."""
         if self.store is None or not self.cold_len:
             return None
         budget = self.config.budget(self.cold_len)
-        return ColdTokens(self.store, self.retrievable(valid), scale, softcap, budget)
+        return ColdTokens(self.store, scoring.of(self.retrievable(scoring.valid)), budget)
 
     @_keeps_tensors
     def ready_index(self, cold: ColdTokens) -> Index:
-        """The index, ready to select among ``cold``."""
+        """The index, ready to search among ``cold``."""
         if self._built:
-            self.index.refresh(cold)
+            self.index.before_search(cold)
         else:
             self.build_index(cold)
         return self.index
@@ -277,10 +276,7 @@ class Regions:
         if positions is not None:
             block = replace(block, positions=positions)
         self.store.append(block)
-        if self._built:
-            self.index.extend(block)
-        else:
-            self.index.observe(block)
+        self.index.add(block)
         self._retrievable = None
 
 

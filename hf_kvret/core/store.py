@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.relevance import group_relevance
 from hf_kvret.core.state import State, Tensors
 from hf_kvret_kernels.host_attention import host_rank
+from hf_kvret_kernels.relevance import group_relevance
 
 
 def _nothing_below() -> Store | None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
+from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.reader import Reader
@@ -45,7 +46,7 @@ class RecordingIndex(FlatIndex):
         self.scale = 1.0
         self.softcap: float | None = None
 
-    def watch(
+    def on_forward(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -56,16 +57,9 @@ class RecordingIndex(FlatIndex):
         self.queries.append(queries)
         self.keys.append(keys)
 
-    def select(
-        self,
-        query: torch.Tensor,
-        budget: int,
-        valid: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        self.scale, self.softcap = scale, softcap
-        return super().select(query, budget, valid, scale, softcap)
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        self.scale, self.softcap = cold.scale, cold.softcap
+        return super().search(query, cold)
 
 
 class RecordingCache(RetrievalCache):

@@ -10,6 +10,7 @@ from torch import nn
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.layer import HANDLE, RetrievalLayer
 from hf_kvret.core.merge import Partial, merge
+from hf_kvret.core.scoring import Scoring
 from hf_kvret.integration.base_attention import attend_with_base, base_name
 from hf_kvret.integration.masks import base_mask, mask_info, slot_validity
 from hf_kvret_kernels.prompt_attention import prompt_attention
@@ -108,7 +109,7 @@ def retrieval_attention(
         return out.transpose(1, 2)
 
     positions = _positions(kwargs.get("position_ids"), query)
-    call = AttentionCall(valid, scale, softcap, sink_logits, prompt, positions)
+    call = AttentionCall(Scoring(valid, scale, softcap), prompt, sink_logits, positions)
     out = layer.attend(query, key, value, call)
     return out.transpose(1, 2).contiguous(), None
 

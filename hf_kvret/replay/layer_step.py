@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from operator import add
 
+from hf_kvret.core.index import CapturableIndex, why_uncapturable
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.regions import Regions
 from hf_kvret.core.window import Place
@@ -47,7 +48,7 @@ class LayerStep:
         regions = self.regions
         if not regions.cold_len or regions.store is None:
             return None
-        return regions.index.uncapturable() or regions.store.uncapturable()
+        return why_uncapturable(regions.index) or regions.store.uncapturable()
 
     def set_place(self, place: Place | None) -> None:
         """Where the token of a step goes that is to be captured; None: behind the others."""
@@ -55,7 +56,8 @@ class LayerStep:
 
     def begin(self) -> None:
         """A step is about to be captured; copies that were begun must have ended."""
-        self.regions.index.settle()
+        if isinstance(self.regions.index, CapturableIndex):
+            self.regions.index.before_capture()
         if self.regions.store is not None:
             self.regions.store.settle()
         self._length, self._before = self.regions.window.length, self.layer.counters.numbers()
@@ -68,13 +70,15 @@ class LayerStep:
     def broke_off(self) -> None:
         """It was not, and the device did nothing: the host is to be as before ``begin``."""
         self.layer.waiting = False
-        self.regions.index.broke_off()
+        if isinstance(self.regions.index, CapturableIndex):
+            self.regions.index.capture_failed()
         self.regions.window.length = self._length
         self.layer.counters.set(self._before)
 
     def replayed(self) -> None:
         """The captured step was replayed."""
         self.regions.window.length += 1
-        self.regions.index.replayed()
+        if isinstance(self.regions.index, CapturableIndex):
+            self.regions.index.replayed()
         counters = self.layer.counters
         counters.set(tuple(map(add, counters.numbers(), self._counts)))

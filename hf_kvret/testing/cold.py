@@ -6,7 +6,9 @@ import torch
 
 from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.regions import Regions
-from hf_kvret.stores import Store
+from hf_kvret.core.scoring import Scoring
+from hf_kvret.stores import PagedStore, Store
+from hf_kvret.stores.memory import DeviceMemory
 
 
 def all_valid(
@@ -17,9 +19,25 @@ def all_valid(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> ColdTokens:
-    """All tokens of a store on the CPU, for ``Index.build`` and ``refresh``; none is padding."""
+    """All tokens of a store on the CPU, for ``Index.build`` and ``search``; none is padding."""
     valid = torch.ones(batch, len(store), dtype=torch.bool)
-    return ColdTokens(store, valid, scale, softcap, budget)
+    return ColdTokens(store, Scoring(valid, scale, softcap), budget)
+
+
+def cold_tokens(
+    valid: torch.Tensor,
+    scale: float,
+    budget: int,
+    softcap: float | None = None,
+    store: Store | None = None,
+) -> ColdTokens:
+    """Tokens for ``Index.search``, of which ``valid [B, n]`` may be selected.
+
+    Without ``store`` an empty one, for indexes that read none.
+    """
+    if store is None:
+        store = PagedStore(DeviceMemory(valid.device))
+    return ColdTokens(store, Scoring(valid, scale, softcap), budget)
 
 
 def held_tokens(regions: Regions) -> tuple[torch.Tensor, torch.Tensor]:

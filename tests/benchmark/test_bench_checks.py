@@ -60,16 +60,16 @@ def test_the_shortest_context_is_checked_too() -> None:
 class Forgetful(FlatIndex):
     """Never finds the older half of the tokens."""
 
-    def select(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        ids = super().select(*args, **kwargs)
+    def search(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        ids = super().search(*args, **kwargs)
         return ids.masked_fill(ids < ids.shape[-1] // 2, -1)
 
 
 class Idle(FlatIndex):
     """Finds nothing."""
 
-    def select(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full_like(super().select(*args, **kwargs), -1)
+    def search(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full_like(super().search(*args, **kwargs), -1)
 
 
 class Swapped(PreallocatedCache):

@@ -17,10 +17,10 @@ from hf_kvret.benchmark.index_build import IndexBuild, expected_seconds, judge, 
 from hf_kvret.benchmark.index_build_keys import LayerShape, random_layer
 from hf_kvret.benchmark.index_build_ways import Answer, MethodWay, Prompt, Way
 from hf_kvret.core.recall import exact_scores
-from hf_kvret.core.relevance import group_relevance
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
 from hf_kvret.registry import registered_methods
+from hf_kvret_kernels.relevance import group_relevance
 
 SIZES = {"heads": 2, "group": 2, "dim": 32, "top-k": 16, "queries": 4, "repeats": 2}
 SMALL = [f"--{name}={value}" for name, value in SIZES.items()]

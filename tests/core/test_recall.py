@@ -7,9 +7,10 @@ import torch
 
 from hf_kvret import TokenBlock
 from hf_kvret.core.recall import exact_scores, measure_recall
-from hf_kvret.core.relevance import group_relevance
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing.cold import cold_tokens
+from hf_kvret_kernels.relevance import group_relevance
 
 
 def _store(scores: list[float], batch: int = 1) -> PagedStore:
@@ -37,7 +38,9 @@ SHARES = torch.tensor(SCORES).softmax(0)
     [([1, 3], 1.0, [1, 3]), ([3, 1], 1.0, [1, 3]), ([1, 4], 0.5, [1, 4]), ([2, 4], 0.0, [2, 4])],
 )
 def test_overlap_and_mass_of_a_selection(ids: list[int], overlap: float, held: list[int]) -> None:
-    recall = measure_recall(torch.ones(1, 1, 1, 1), _ids(ids), _store(SCORES), _all_valid(5), 1.0)
+    recall = measure_recall(
+        torch.ones(1, 1, 1, 1), _ids(ids), cold_tokens(_all_valid(5), 1.0, 1, store=_store(SCORES))
+    )
     assert recall.overlap == overlap
     assert recall.mass == pytest.approx(float(SHARES[held].sum()), rel=1e-6)
     assert recall.best_mass == pytest.approx(float(SHARES[[1, 3]].sum()), rel=1e-6)
@@ -45,7 +48,9 @@ def test_overlap_and_mass_of_a_selection(ids: list[int], overlap: float, held: l
 
 def test_empty_places_count_as_missed() -> None:
     recall = measure_recall(
-        torch.ones(1, 1, 1, 1), _ids([1, -1]), _store(SCORES), _all_valid(5), 1.0
+        torch.ones(1, 1, 1, 1),
+        _ids([1, -1]),
+        cold_tokens(_all_valid(5), 1.0, 1, store=_store(SCORES)),
     )
     assert recall.overlap == 0.5
     assert recall.mass == pytest.approx(float(SHARES[1]), rel=1e-6)
@@ -55,22 +60,28 @@ def test_tokens_that_are_not_valid_are_nobodys_best() -> None:
     valid = _all_valid(5)
     valid[0, 1] = False
     query, store = torch.ones(1, 1, 1, 1), _store(SCORES)
-    assert measure_recall(query, _ids([3, 0]), store, valid, 1.0).overlap == 1.0
+    assert (
+        measure_recall(query, _ids([3, 0]), cold_tokens(valid, 1.0, 1, store=store)).overlap == 1.0
+    )
     only = torch.tensor([[False, False, False, True, False]])
-    recall = measure_recall(query, _ids([3, -1]), store, only, 1.0)
+    recall = measure_recall(query, _ids([3, -1]), cold_tokens(only, 1.0, 1, store=store))
     assert (recall.overlap, recall.mass, recall.best_mass) == (1.0, 1.0, 1.0)
 
 
 def test_no_valid_token_gives_zero_and_no_nan() -> None:
     none = torch.zeros(1, 5, dtype=torch.bool)
-    recall = measure_recall(torch.ones(1, 1, 1, 1), _ids([-1, -1]), _store(SCORES), none, 1.0)
+    recall = measure_recall(
+        torch.ones(1, 1, 1, 1), _ids([-1, -1]), cold_tokens(none, 1.0, 1, store=_store(SCORES))
+    )
     assert (recall.overlap, recall.mass, recall.best_mass) == (0.0, 0.0, 0.0)
 
 
 def test_rows_are_averaged() -> None:
     store = _store(SCORES, batch=2)
     recall = measure_recall(
-        torch.ones(2, 1, 1, 1), _ids([1, 3], [2, 4]), store, _all_valid(5, 2), 1.0
+        torch.ones(2, 1, 1, 1),
+        _ids([1, 3], [2, 4]),
+        cold_tokens(_all_valid(5, 2), 1.0, 1, store=store),
     )
     assert recall.overlap == 0.5
 

@@ -18,6 +18,7 @@ from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.regions import Regions
+from hf_kvret.core.scoring import Scoring
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.paris import ParisIndex
 from hf_kvret.stores import PagedStore, Store
@@ -66,7 +67,7 @@ class Dense:
         self.valid = torch.cat([self.valid, valid], dim=1)
         expected = self.attention(query)
         mask = None if bool(self.valid.all()) else self.valid
-        call = AttentionCall(mask, SCALE, self.softcap, self.sink_logits, lambda: expected)
+        call = AttentionCall(Scoring(mask, SCALE, self.softcap), lambda: expected, self.sink_logits)
         given = self.layer.update(key, value)
         out = self.layer.attend(query, *given, call)
         assert out.dtype == query.dtype and out.shape == expected.shape
@@ -218,7 +219,7 @@ def test_short_caches_keep_everything_in_the_window() -> None:
 
 
 def _ready(regions: Regions) -> None:
-    cold = regions.cold(None, 1.0, None)
+    cold = regions.cold(Scoring(None, 1.0))
     assert cold is not None
     regions.ready_index(cold)
 
@@ -230,11 +231,11 @@ class Recorder(FlatIndex):
         super().__init__()
         self.calls: list[tuple[str, int, int]] = []
 
-    def observe(self, block: TokenBlock) -> None:
-        super().observe(block)
-        self.calls.append(("observe", block.start, block.end))
+    def add(self, block: TokenBlock) -> None:
+        super().add(block)
+        self.calls.append(("add", block.start, block.end))
 
-    def watch(
+    def on_forward(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -243,24 +244,20 @@ class Recorder(FlatIndex):
         positions: torch.Tensor | None = None,
     ) -> None:
         assert valid is None and queries.shape[2] == keys.shape[2]
-        self.calls.append(("watch", start, start + queries.shape[2]))
+        self.calls.append(("on_forward", start, start + queries.shape[2]))
 
     def build(self, cold: ColdTokens) -> None:
         self.calls.append(("build", 0, len(cold)))
 
-    def refresh(self, cold: ColdTokens) -> None:
-        self.calls.append(("refresh", 0, len(cold)))
-
-    def extend(self, block: TokenBlock) -> None:
-        FlatIndex.observe(self, block)
-        self.calls.append(("extend", block.start, block.end))
+    def before_search(self, cold: ColdTokens) -> None:
+        self.calls.append(("before_search", 0, len(cold)))
 
 
 def test_an_index_hears_of_every_token_once_and_is_built_once() -> None:
     index = Recorder()
     regions = _regions(FlatConfig(**SIZES), index)
     for count in (20, 8):
-        regions.watch(_tokens(count), _tokens(count), None)
+        regions.on_forward(_tokens(count), _tokens(count), None)
         regions.take_prompt(_tokens(count), _tokens(count), None)
     _ready(regions)
     _ready(regions)
@@ -268,24 +265,24 @@ def test_an_index_hears_of_every_token_once_and_is_built_once() -> None:
         regions.take_step(_tokens(1), _tokens(1), None)
     _ready(regions)
     assert index.calls == [
-        ("watch", 0, 20),
-        ("observe", 0, 15),
-        ("watch", 20, 28),
-        ("observe", 15, 20),
-        ("observe", 20, 23),
+        ("on_forward", 0, 20),
+        ("add", 0, 15),
+        ("on_forward", 20, 28),
+        ("add", 15, 20),
+        ("add", 20, 23),
         ("build", 0, 23),
-        ("refresh", 0, 23),
-        ("extend", 23, 27),
-        ("refresh", 0, 27),
+        ("before_search", 0, 23),
+        ("add", 23, 27),
+        ("before_search", 0, 27),
     ]
 
 
 def test_what_an_index_left_to_do_is_done_once() -> None:
     index = Recorder()
     regions = _regions(FlatConfig(**SIZES), index)
-    regions.watch(_tokens(20), _tokens(20), None)
+    regions.on_forward(_tokens(20), _tokens(20), None)
     regions.take_prompt(_tokens(20), _tokens(20), None)
-    cold = regions.cold(None, 1.0, None)
+    cold = regions.cold(Scoring(None, 1.0))
     assert cold is not None and not regions.built
     for _ in range(2):
         regions.build_index(cold)
@@ -296,7 +293,7 @@ def test_an_index_sees_which_of_the_new_tokens_are_padding() -> None:
     seen = []
 
     class Watcher(FlatIndex):
-        def watch(
+        def on_forward(
             self,
             queries: torch.Tensor,
             keys: torch.Tensor,
@@ -308,9 +305,9 @@ def test_an_index_sees_which_of_the_new_tokens_are_padding() -> None:
 
     regions = _regions(FlatConfig(**SIZES), Watcher())
     valid = torch.tensor([[False, True, True, False, True]])
-    regions.watch(_tokens(3), _tokens(3), valid[:, :3])
+    regions.on_forward(_tokens(3), _tokens(3), valid[:, :3])
     regions.take_prompt(_tokens(3), _tokens(3), valid[:, :3])
-    regions.watch(_tokens(2), _tokens(2), valid)
+    regions.on_forward(_tokens(2), _tokens(2), valid)
     assert [part.tolist() for part in seen] == [[[False, True, True]], [[False, True]]]
 
 

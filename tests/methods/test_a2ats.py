@@ -20,6 +20,7 @@ from hf_kvret.methods.a2ats.k_means import k_means
 from hf_kvret.methods.a2ats.vector_quantization import query_metric
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing.cold import cold_tokens
 
 HEADS, GROUP, DIM, WORDS, WINDOW = 2, 3, 16, 64, 100
 SCALE = 1.5 / math.sqrt(DIM)
@@ -135,8 +136,8 @@ def _filled(index: A2ATSIndex, prompt: Prompt, cuts: tuple[int, ...] = ()) -> A2
     for start, end in itertools.pairwise((0, *cuts, count)):
         part = slice(start, end)
         positions = prompt.positions[:, part]
-        index.watch(queries[:, :, part], keys[:, :, part], start, None, positions)
-        index.observe(TokenBlock(keys[:, :, part], keys[:, :, part], start))
+        index.on_forward(queries[:, :, part], keys[:, :, part], start, None, positions)
+        index.add(TokenBlock(keys[:, :, part], keys[:, :, part], start))
     return index
 
 
@@ -181,8 +182,8 @@ def _select(
     """Two drafted queries at the end of the prompt select."""
     count, positions = prompt.keys.shape[2], torch.tensor([[150, 151]] * len(query))
     seen = prompt.turn(query, positions).float()
-    index.watch(seen, torch.zeros(len(query), HEADS, 2, DIM), count, None, positions)
-    ids = index.select(seen, budget, _valid(len(query), count), SCALE, softcap)
+    index.on_forward(seen, torch.zeros(len(query), HEADS, 2, DIM), count, None, positions)
+    ids = index.search(seen, cold_tokens(_valid(len(query), count), SCALE, budget, softcap))
     assert ids.shape == (len(query), HEADS, 2, budget) and ids.dtype == torch.int32
     return ids
 
@@ -261,8 +262,10 @@ def test_where_few_tokens_are_valid_the_rest_is_minus_one(
     index, query = _filled(write().index(budget_of=budget_of), _prompt()), _prompt().queries
     valid = torch.zeros(2, 150, dtype=torch.bool)
     valid[1, [7, 90]] = True
-    index.watch(query[:, :, :1], torch.zeros(2, HEADS, 1, DIM), 150, None, torch.tensor([[150]]))
-    ids = index.select(query[:, :, :1], 30, valid, SCALE)
+    index.on_forward(
+        query[:, :, :1], torch.zeros(2, HEADS, 1, DIM), 150, None, torch.tensor([[150]])
+    )
+    ids = index.search(query[:, :, :1], cold_tokens(valid, SCALE, 30))
     assert [sorted(slots) for _, _, _, slots in _rows(ids)] == [[], [], [7, 90], [7, 90]]
     assert (ids >= -1).all()
 
@@ -289,11 +292,11 @@ def test_an_unrotated_space_takes_queries_and_keys_as_they_are(write: Callable[.
     book, prompt = write(YARN, space="rotated"), _prompt(YARN)
     index = book.index()
     queries, keys = prompt.seen
-    index.watch(queries, keys, 0, None, None)
-    index.observe(TokenBlock(keys, keys, 0))
+    index.on_forward(queries, keys, 0, None, None)
+    index.add(TokenBlock(keys, keys, 0))
     assert torch.equal(index.state_dict()["codes"].long(), _nearest(book, keys))
     query, valid = queries[:, :, -1:], torch.ones(2, 150, dtype=torch.bool)
-    ids = index.select(query, 20, valid, SCALE)
+    ids = index.search(query, cold_tokens(valid, SCALE, 20))
     seen = Prompt(NO_ROPE, queries, keys, prompt.positions)
     weights = _scores(book, seen, query, None).softmax(-1).unflatten(1, (HEADS, GROUP)).amax(2)
     for b, h, q, slots in _rows(ids):
@@ -306,12 +309,14 @@ def test_a_layer_without_rope_needs_no_positions_and_others_say_so(
 ) -> None:
     queries, keys = _prompt().seen
     index = write(NO_ROPE).index()
-    index.watch(queries, keys, 0, None, None)
-    ids = index.select(queries[:, :, -1:], 5, torch.ones(2, 150, dtype=torch.bool), SCALE)
+    index.on_forward(queries, keys, 0, None, None)
+    ids = index.search(
+        queries[:, :, -1:], cold_tokens(torch.ones(2, 150, dtype=torch.bool), SCALE, 5)
+    )
     assert (ids >= 0).all()
     index = write().index()
     with pytest.raises(ValueError, match=r"positions of tokens.*pass position_ids"):
-        index.watch(queries, keys, 0, None, None)
+        index.on_forward(queries, keys, 0, None, None)
     assert index.state_dict() == {}
 
 
@@ -323,7 +328,7 @@ def test_a_prompt_in_pieces_has_the_codes_of_a_whole_one(
     whole = _filled(book.index(), prompt).state_dict()["codes"]
     pieces = _filled(book.index(), prompt, cuts)
     assert torch.equal(pieces.state_dict()["codes"], whole)
-    assert pieces.select_nbytes() == _filled(book.index(), prompt).select_nbytes()
+    assert pieces.cost(100, 10).nbytes == _filled(book.index(), prompt).cost(100, 10).nbytes
     # Long prompts are encoded in pieces too.
     monkeypatch.setattr(learned_module, "_PIECE", 7 * 2 * HEADS)
     assert torch.equal(_filled(book.index(), prompt).state_dict()["codes"], whole)
@@ -356,10 +361,14 @@ def test_recall_is_far_above_chance_and_rises_with_the_codewords(
         store = PagedStore(DeviceMemory(torch.device("cpu")))
         queries, keys = asked.seen
         store.append(TokenBlock(keys, keys, 0))
-        index.watch(queries[:, :, -8:], keys[:, :, -8:], count - 8, None, asked.positions[:, -8:])
+        index.on_forward(
+            queries[:, :, -8:], keys[:, :, -8:], count - 8, None, asked.positions[:, -8:]
+        )
         valid, query = torch.ones(2, count, dtype=torch.bool), queries[:, :, -8:]
-        ids = index.select(query, budget, valid, SCALE)
-        recalls.append(measure_recall(query, ids, store, valid, SCALE).overlap)
+        ids = index.search(query, cold_tokens(valid, SCALE, budget))
+        recalls.append(
+            measure_recall(query, ids, cold_tokens(valid, SCALE, 1, store=store)).overlap
+        )
     chance = budget / count
     assert recalls[0] > 1.5 * chance and recalls[2] > 8 * chance
     assert recalls[1] > recalls[0] + 0.1 and recalls[2] > recalls[1] + 0.1
@@ -372,24 +381,28 @@ def test_a_token_takes_two_bytes_for_each_kv_head(write: Callable[..., Book]) ->
     keys = _normal(4, 1, HEADS, count, width).bfloat16()
     index, other = book.index(), book.index()
     for each in (index, other):
-        each.watch(keys, keys, 0, None, torch.arange(count)[None])
-        each.observe(TokenBlock(keys, keys, 0))
+        each.on_forward(keys, keys, 0, None, torch.arange(count)[None])
+        each.add(TokenBlock(keys, keys, 0))
     assert index.state_dict()["codes"].nbytes == 2 * HEADS * count
     # A sixteenth is spare capacity.
     assert 0.0078 < index.nbytes() / keys.nbytes < 0.0084
     shared = (words.nbytes + metric.contiguous().nbytes * 2) + 4 * HEADS * 8
     assert index.shared_nbytes() == shared
     assert index._learned is other._learned is index.fork()._learned
-    assert index.select_nbytes() == 2 * HEADS * count + words.nbytes + metric.contiguous().nbytes
+    assert (
+        index.cost(100, 10).nbytes == 2 * HEADS * count + words.nbytes + metric.contiguous().nbytes
+    )
     index.crop(100)
     learned = words.nbytes + metric.contiguous().nbytes
-    assert index.select_nbytes() == 2 * HEADS * 100 + learned, "only cold tokens are looked up"
+    assert index.cost(100, 10).nbytes == 2 * HEADS * 100 + learned, "only cold tokens are looked up"
     assert index.stats() == {"codewords": 8}
-    assert index.candidates(count, 100) == 0
+    assert index.cost(count, 100).candidates == 0
     assert book.index().nbytes() == book.index().shared_nbytes() == 0
 
 
 def test_an_index_that_saw_too_little_says_so(write: Callable[..., Book]) -> None:
     index = _filled(write().index(), _prompt())
     with pytest.raises(RuntimeError, match="only 150 of 151 tokens were watched"):
-        index.select(_prompt().queries[:, :, :1], 1, torch.ones(2, 151, dtype=torch.bool), SCALE)
+        index.search(
+            _prompt().queries[:, :, :1], cold_tokens(torch.ones(2, 151, dtype=torch.bool), SCALE, 1)
+        )

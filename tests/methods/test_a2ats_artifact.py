@@ -240,7 +240,7 @@ def test_the_published_options() -> None:
 def test_an_index_without_an_artifact_says_how_to_name_one() -> None:
     keys = torch.zeros(1, 2, 3, 8)
     with pytest.raises(ValueError, match=r"A2ATSConfig\(artifact="):
-        A2ATSIndex(A2ATSConfig(), 0).watch(keys, keys, 0, None)
+        A2ATSIndex(A2ATSConfig(), 0).on_forward(keys, keys, 0, None)
 
 
 def _spoilt(whole: CalibrationArtifact, fault: str) -> CalibrationArtifact:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -89,15 +90,14 @@ class _CheckedIndex(A2ATSIndex):
     def build(self, cold: ColdTokens) -> None:
         self._check(cold)
 
-    def refresh(self, cold: ColdTokens) -> None:
+    def before_search(self, cold: ColdTokens) -> None:
         self._check(cold)
 
-    def select(self, query: torch.Tensor, budget: int, valid: torch.Tensor, *how: Any) -> Any:
-        held = valid.shape[1]
-        some = super().select(query, max(1, held // 4), valid, *how)
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> Any:
+        some = super().search(query, replace(cold, budget=max(1, len(cold) // 4)))
         flat = some.flatten(1).long()
-        assert valid.gather(1, flat.clamp(min=0))[flat >= 0].all()
-        return super().select(query, held, valid, *how)
+        assert cold.valid.gather(1, flat.clamp(min=0))[flat >= 0].all()
+        return super().search(query, replace(cold, budget=len(cold)))
 
     def _check(self, cold: ColdTokens) -> None:
         # The first valid tokens of a row are sinks and not valid here.

@@ -15,6 +15,7 @@ from hf_kvret.methods.aqua.plan import layer_plan
 from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import DeviceMemory, HostMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, conformance_cases, run_case
+from hf_kvret.testing.cold import cold_tokens
 from hf_kvret_kernels.higgs import HiggsCodec, MinMaxCodec
 
 CPU = torch.device("cpu")
@@ -304,7 +305,9 @@ def test_an_index_that_chooses_nothing_says_so() -> None:
     index = AquaIndex(layer_plan(_plain(), 0))
     assert index.whole and index.positions(0, 3) is None and index.state_dict() == {}
     with pytest.raises(RuntimeError, match=r"store\.chunks"):
-        index.select(torch.zeros(1, 2, 1, 4), 1, torch.ones(1, 3, dtype=torch.bool), 1.0)
+        index.search(
+            torch.zeros(1, 2, 1, 4), cold_tokens(torch.ones(1, 3, dtype=torch.bool), 1.0, 1)
+        )
 
 
 UNLIKE_MODELS = ("llama", "gemma2", "gpt_oss", "qwen3_next", "qwen2_vl")

@@ -11,11 +11,12 @@ import torch
 
 from hf_kvret import ColdTokens, TokenBlock
 from hf_kvret.core.recall import exact_scores, measure_recall
-from hf_kvret.core.relevance import group_relevance
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig, CTkvrIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import COVERING_OPTIONS, Case, run_case
+from hf_kvret.testing.cold import cold_tokens
+from hf_kvret_kernels.relevance import group_relevance
 
 HEADS, GROUP, DIM = 2, 3, 32
 SCALE = 2 / math.sqrt(DIM)
@@ -54,17 +55,17 @@ def _fill(
     cold = keys.shape[2] - RECENT
     for start, end in zip((0, *cuts), (*cuts, keys.shape[2]), strict=True):
         mask = None if valid is None else valid[:, start:end]
-        index.watch(queries[:, :, start:end], keys[:, :, start:end], start, mask)
+        index.on_forward(queries[:, :, start:end], keys[:, :, start:end], start, mask)
         gone = min(end, cold)
         if gone > len(store):
             part = slice(len(store), gone)
             block_mask = None if valid is None else valid[:, part]
             block = TokenBlock(keys[:, :, part], keys[:, :, part], part.start, block_mask)
             store.append(block)
-            index.observe(block)
+            index.add(block)
     allowed = torch.ones(len(keys), cold, dtype=torch.bool) if valid is None else valid[:, :cold]
     allowed = allowed & (torch.arange(cold) >= sinks)
-    index.build(ColdTokens(store, allowed, SCALE, softcap, budget))
+    index.build(cold_tokens(allowed, SCALE, budget, softcap, store))
     return index, store
 
 
@@ -101,8 +102,8 @@ def test_a_query_that_is_a_centroid_recalls_the_exact_top_k(
     seen = [x.masked_fill(hidden, float("nan")) for x in (queries, keys)]
     index, store = _fill(_options(), *seen, valid, cuts, budget=budget, softcap=softcap)
     query, held = queries[:, :, [-3, -1]], len(store)
-    index.watch(query, keys[:, :, :2], 300, None)
-    ids = index.select(query, budget, valid[:, :held], SCALE, softcap)
+    index.on_forward(query, keys[:, :, :2], 300, None)
+    ids = index.search(query, cold_tokens(valid[:, :held], SCALE, budget, softcap, store=store))
     assert ids.shape == (2, HEADS, 2, budget) and ids.dtype == torch.int32
     assert all(len(row) == budget for row in _sets(ids))
     assert index._file.queue is not None
@@ -126,9 +127,9 @@ def _all(held: int) -> torch.Tensor:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_the_rerank_takes_the_best_of_what_was_recalled(softcap: float | None) -> None:
     queries, keys = _prompt(300)
-    index, _ = _fill(_options(update=0), queries, keys, budget=15, softcap=softcap)
+    index, store = _fill(_options(update=0), queries, keys, budget=15, softcap=softcap)
     valid, query = torch.ones(2, 280, dtype=torch.bool), _normal(8, 2, HEADS * GROUP, 1, DIM)
-    ids = index.select(query, 15, valid, SCALE, softcap)
+    ids = index.search(query, cold_tokens(valid, SCALE, 15, softcap, store=store))
     assert index._file.queue is not None
     bundles = query.unflatten(1, (HEADS, GROUP)).transpose(2, 3)
     named = index._file.queue.recall(bundles, 4).flatten(2)
@@ -146,9 +147,17 @@ def test_other_queries_find_what_similar_centroids_found() -> None:
     valid = torch.ones(2, 580, dtype=torch.bool)
     query = 0.8 * queries[:, :, -1:] + 0.4 * _normal(5, 2, HEADS * GROUP, 1, DIM)
     index, store = _fill(options, queries, keys, budget=30)
-    near = measure_recall(query, index.select(query, 30, valid, SCALE), store, valid, SCALE)
+    near = measure_recall(
+        query,
+        index.search(query, cold_tokens(valid, SCALE, 30, store=store)),
+        cold_tokens(valid, SCALE, 1, store=store),
+    )
     index, store = _fill(options, _prompt(600, seed=9)[0], keys, budget=30)
-    far = measure_recall(query, index.select(query, 30, valid, SCALE), store, valid, SCALE)
+    far = measure_recall(
+        query,
+        index.search(query, cold_tokens(valid, SCALE, 30, store=store)),
+        cold_tokens(valid, SCALE, 1, store=store),
+    )
     assert near.overlap > 0.8 and far.overlap < 0.7
 
 
@@ -159,8 +168,8 @@ def test_a_budget_for_all_selects_exactly_the_valid_tokens(held: int, rerank: st
     valid = _ragged(3, held + RECENT)
     valid[1] = False
     valid[1, -1] = True
-    index, _ = _fill(_options(rerank=rerank), queries, keys, valid, budget=held)
-    ids = index.select(queries[:, :, :2], held, valid[:, :held], SCALE)
+    index, store = _fill(_options(rerank=rerank), queries, keys, valid, budget=held)
+    ids = index.search(queries[:, :, :2], cold_tokens(valid[:, :held], SCALE, held, store=store))
     expected = [set(row.nonzero().flatten().tolist()) for row in valid[:, :held]]
     assert ids.shape == (3, HEADS, 2, held)
     assert _sets(ids) == [expected[b] for b in range(3) for _ in range(HEADS * 2)]
@@ -174,10 +183,10 @@ def test_sinks_padding_and_holes_are_never_selected(rerank: str) -> None:
     padding = valid.clone()
     valid[:, :4] = False
     keys = torch.where(valid[:, None, :, None], keys, 100 * queries[:, ::GROUP, -1:])
-    index, _ = _fill(_options(rerank=rerank), queries, keys, padding, sinks=4)
+    index, store = _fill(_options(rerank=rerank), queries, keys, padding, sinks=4)
     for start in (220, 221):
-        index.watch(queries[:, :, -1:], keys[:, :, -1:], start, None)
-        ids = index.select(queries[:, :, -1:], 20, valid[:, :200], SCALE)
+        index.on_forward(queries[:, :, -1:], keys[:, :, -1:], start, None)
+        ids = index.search(queries[:, :, -1:], cold_tokens(valid[:, :200], SCALE, 20, store=store))
         for row, chosen in enumerate(_sets(ids)):
             assert len(chosen) == 20 and all(valid[row // HEADS, list(chosen)])
 
@@ -193,21 +202,25 @@ def test_a_row_does_not_change_with_its_neighbours() -> None:
         )
         mask, answers = valid[pair, : len(store)], []
         for step in range(60):
-            index.watch(steps[pair, :, step : step + 1], keys[pair, :, :1], 400 + step, None)
+            index.on_forward(steps[pair, :, step : step + 1], keys[pair, :, :1], 400 + step, None)
             if step % 20 == 19:
-                index.observe(TokenBlock(keys[pair, :, :0], keys[pair, :, :0], len(store)))
-            index.refresh(ColdTokens(store, mask, SCALE, None, 10))
-            answers.append(index.select(steps[pair, :, step : step + 1], 10, mask, SCALE)[0])
-            index.learn()
+                index.add(TokenBlock(keys[pair, :, :0], keys[pair, :, :0], len(store)))
+            index.before_search(cold_tokens(mask, SCALE, 10, store=store))
+            answers.append(
+                index.search(
+                    steps[pair, :, step : step + 1], cold_tokens(mask, SCALE, 10, store=store)
+                )[0]
+            )
+            index.after_search()
         chosen.append(torch.stack(answers))
     assert torch.equal(*chosen)
 
 
 def test_without_a_rerank_lists_take_turns_from_the_nearest_on() -> None:
     queries, keys = _prompt(300)
-    index, _ = _fill(_options(rerank="lists"), queries, keys, budget=8)
+    index, store = _fill(_options(rerank="lists"), queries, keys, budget=8)
     valid = torch.ones(2, 280, dtype=torch.bool)
-    ids = index.select(queries[:, :, -1:], 8, valid, SCALE)
+    ids = index.search(queries[:, :, -1:], cold_tokens(valid, SCALE, 8, store=store))
     assert index._file.queue is not None
     bundles = queries[:, :, -1:].unflatten(1, (HEADS, GROUP)).transpose(2, 3)
     lists = index._file.queue.recall(bundles, 4)[:, :, 0]
@@ -226,8 +239,10 @@ def test_codes_choose_nearly_what_keys_choose(softcap: float | None) -> None:
     found = {}
     for rerank in ("codes", "lists"):
         index, store = _fill(_options(rerank=rerank), queries, keys, budget=40, softcap=softcap)
-        ids = index.select(query, 40, valid, SCALE, softcap)
-        found[rerank] = measure_recall(query, ids, store, valid, SCALE, softcap).overlap
+        ids = index.search(query, cold_tokens(valid, SCALE, 40, softcap, store=store))
+        found[rerank] = measure_recall(
+            query, ids, cold_tokens(valid, SCALE, 1, softcap, store=store)
+        ).overlap
     # A code has about 5 bits a number: neighbours in rank trade places at the edge.
     assert found["codes"] > 0.75 > found["lists"] + 0.2
 
@@ -235,16 +250,15 @@ def test_codes_choose_nearly_what_keys_choose(softcap: float | None) -> None:
 class _ForcedIndex(CTkvrIndex):
     """Selects everything, but after the work for a selection that leaves tokens out."""
 
-    def refresh(self, cold: ColdTokens) -> None:
-        super().refresh(replace(cold, budget=max(1, len(cold) // 4)))
+    def before_search(self, cold: ColdTokens) -> None:
+        super().before_search(replace(cold, budget=max(1, len(cold) // 4)))
 
-    def select(self, query: torch.Tensor, budget: int, valid: torch.Tensor, *how: Any) -> Any:
-        held = valid.shape[1]
-        if held > 1:
-            some = super().select(query, max(1, held // 4), valid, *how)
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> Any:
+        if len(cold) > 1:
+            some = super().search(query, replace(cold, budget=max(1, len(cold) // 4)))
             flat = some.flatten(1).long()
-            assert valid.gather(1, flat.clamp(min=0))[flat >= 0].all()
-        return super().select(query, held, valid, *how)
+            assert cold.valid.gather(1, flat.clamp(min=0))[flat >= 0].all()
+        return super().search(query, replace(cold, budget=len(cold)))
 
 
 class _ForcedCache(CTkvrCache):
@@ -265,6 +279,6 @@ def test_conformance(model: str, mode: str, options: dict[str, Any]) -> None:
 
 
 def test_an_index_that_saw_nothing_says_so() -> None:
-    with pytest.raises(RuntimeError, match="watch, observe and build"):
+    with pytest.raises(RuntimeError, match="on_forward, add and build"):
         valid = torch.ones(1, 4, dtype=torch.bool)
-        CTkvrIndex(_options()).select(torch.zeros(1, 2, 1, DIM), 1, valid, SCALE)
+        CTkvrIndex(_options()).search(torch.zeros(1, 2, 1, DIM), cold_tokens(valid, SCALE, 1))

@@ -10,6 +10,7 @@ import torch
 
 from hf_kvret import TokenBlock
 from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.scoring import Scoring
 from hf_kvret.methods.ctkvr import inverted_file, inverted_lists
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.inverted_file import InvertedFile
@@ -32,7 +33,7 @@ def _cold(dtype: torch.dtype) -> ColdTokens:
     store.append(TokenBlock(keys, keys, 0))
     valid = torch.ones(BATCH, TOKENS, dtype=torch.bool)
     valid[0, :500] = False
-    return ColdTokens(store, valid, DIM**-0.5, None, BUDGET)
+    return ColdTokens(store, Scoring(valid, DIM**-0.5), BUDGET)
 
 
 def _bundle(seed: int, count: int, dead: int = 0) -> Bundle:

@@ -118,9 +118,9 @@ def test_slots_take_two_bytes_as_long_as_they_can(tokens: int, nbytes: int) -> N
 def test_more_tokens_than_three_bytes_can_name_are_refused() -> None:
     keys = torch.zeros(1, 1, 1, 4)
     index = CTkvrIndex(CTkvrConfig())
-    index.observe(TokenBlock(keys, keys, start=MOST_TOKENS - 1))
+    index.add(TokenBlock(keys, keys, start=MOST_TOKENS - 1))
     with pytest.raises(ValueError, match=r"16777216 cold tokens: .* name 16777215 tokens at most"):
-        index.observe(TokenBlock(keys, keys, start=MOST_TOKENS))
+        index.add(TokenBlock(keys, keys, start=MOST_TOKENS))
 
 
 def test_lists_grow_wider_when_slots_do() -> None:

@@ -19,6 +19,7 @@ from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid
+from hf_kvret.testing.cold import cold_tokens
 
 HEADS, DIM, BUDGET = 2, 32, 10
 SCALE = 2 / math.sqrt(DIM)
@@ -50,7 +51,7 @@ class Run:
         self.batch, self.end = batch, PROMPT
         self.queries = _normal(1, batch, HEADS, PROMPT, DIM)
         keys = _normal(2, batch, HEADS, PROMPT, DIM)
-        self.index.watch(self.queries, keys, 0, None)
+        self.index.on_forward(self.queries, keys, 0, None)
         self._take(keys)
         self.index.build(self._cold())
 
@@ -61,15 +62,15 @@ class Run:
         return twin
 
     def step(self, query: torch.Tensor, select: bool = True) -> torch.Tensor | None:
-        self.index.watch(query, query, self.end, None)
+        self.index.on_forward(query, query, self.end, None)
         self.end += query.shape[2]
         return self.ask(query) if select else None
 
     def ask(self, query: torch.Tensor) -> torch.Tensor:
         cold = self._cold()
-        self.index.refresh(cold)
-        ids = self.index.select(query, BUDGET, cold.valid, SCALE)
-        self.index.learn()
+        self.index.before_search(cold)
+        ids = self.index.search(query, cold)
+        self.index.after_search()
         return ids
 
     def recall(self, query: torch.Tensor) -> float:
@@ -77,7 +78,7 @@ class Run:
         ids = self.step(query)
         assert ids is not None
         valid = torch.ones(self.batch, len(self.store), dtype=torch.bool)
-        return measure_recall(query, ids, self.store, valid, SCALE).overlap
+        return measure_recall(query, ids, cold_tokens(valid, SCALE, 1, store=self.store)).overlap
 
     def flush(self, keys: torch.Tensor) -> None:
         self._take(keys)
@@ -88,7 +89,7 @@ class Run:
     def _take(self, keys: torch.Tensor) -> None:
         block = TokenBlock(keys, keys, len(self.store))
         self.store.append(block)
-        self.index.observe(block)
+        self.index.add(block)
 
 
 def _options(**changes: Any) -> CTkvrConfig:
@@ -130,7 +131,7 @@ def test_more_pending_tokens_than_allowed_join_the_lists() -> None:
         assert run.recall(query) == 1.0
         builds, pending = (run.index.stats()[name] for name in ("list_builds", "pending_tokens"))
         assert (builds, pending) == ((1, 30) if flushed == 30 else (2, 0))
-    assert run.index.candidates(460, BUDGET) == 4 * 25
+    assert run.index.cost(460, BUDGET).candidates == 4 * 25
 
 
 def _after_many_steps(options: CTkvrConfig) -> tuple[Run, torch.Tensor]:
@@ -196,7 +197,9 @@ def test_a_question_has_lists_over_all_keys_before_its_answer(long: bool) -> Non
             found[name] = run.recall(question[:, :, -1:])
         else:
             valid = torch.ones(2, PROMPT, dtype=torch.bool)
-            found[name] = measure_recall(question, ids, run.store, valid, SCALE).overlap
+            found[name] = measure_recall(
+                question, ids, cold_tokens(valid, SCALE, 1, store=run.store)
+            ).overlap
     assert found["ours"] == 1.0 and found["without"] < 0.9
 
 
@@ -299,14 +302,14 @@ def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(rera
 def test_bytes_and_stats_are_of_what_is_held() -> None:
     index = CTkvrIndex(_options(choice="last"))
     queries = _query(1, count=PROMPT)
-    index.watch(queries, queries, 0, None)
-    assert index.nbytes() == 25 * (HEADS * DIM * 4 + 16) * 2 and index.select_nbytes() == 0
+    index.on_forward(queries, queries, 0, None)
+    assert index.nbytes() == 25 * (HEADS * DIM * 4 + 16) * 2 and index.cost(100, 10).nbytes == 0
     run = Run(_options(update=0))
     run.step(_query(3))
     # Room for 64 more, 96 in all: query, norm and 25 ids of 2 bytes a head, and its slot.
     row = HEADS * (DIM * 4 + 4 + 25 * 2) + 8
     assert run.index.nbytes() == 2 * row * 96
-    assert run.index.select_nbytes() == 2 * HEADS * (25 * DIM * 4 + 4 * 25 * 2)
+    assert run.index.cost(100, 10).nbytes == 2 * HEADS * (25 * DIM * 4 + 4 * 25 * 2)
     stats = run.index.stats()
     assert (stats["centroids"], stats["keys_scored"]) == (25, 2 * HEADS * PROMPT)
     # New lists over all keys are what they were: coverage is looked at for published ones alone.
@@ -336,7 +339,7 @@ def test_padding_in_a_neighbours_question_pushes_no_centroid_out() -> None:
         question, valid = _query(8, count=length), torch.ones(2, length, dtype=torch.bool)
         question[0, :, -8:] = _query(9, count=8)[0]
         valid[0, : length - 8] = False
-        run.index.watch(question, question, run.end, valid)
+        run.index.on_forward(question, question, run.end, valid)
         run.end += 12
         run.ask(question[:, :, -1:])
         queue = run.index._file.queue
@@ -364,6 +367,6 @@ def test_lists_that_became_short_for_the_budget_are_made_anew() -> None:
     assert run.index.stats()["list_builds"] == 1
     for budget, builds in ((BUDGET, 1), (12, 1), (16, 2), (16, 2), (10, 2)):
         cold = all_valid(run.store, 2, budget=budget, scale=SCALE)
-        run.index.refresh(cold)
-        run.index.select(_query(3), budget, cold.valid, SCALE)
+        run.index.before_search(cold)
+        run.index.search(_query(3), cold)
         assert run.index.stats()["list_builds"] == builds

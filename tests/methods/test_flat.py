@@ -7,6 +7,7 @@ import torch
 
 from hf_kvret import TokenBlock
 from hf_kvret.methods.flat import FlatIndex
+from hf_kvret.testing.cold import cold_tokens
 
 HEADS, GROUP, DIM, HELD = 2, 3, 16, 50
 
@@ -15,7 +16,7 @@ def _index(keys: torch.Tensor, *cuts: int) -> FlatIndex:
     index, start = FlatIndex(), 0
     for end in (*cuts, keys.shape[2]):
         part = keys[:, :, start:end]
-        index.observe(TokenBlock(part, part, start))
+        index.add(TokenBlock(part, part, start))
         start = end
     return index
 
@@ -50,7 +51,7 @@ def _best(keys: torch.Tensor, query: torch.Tensor, valid: torch.Tensor, budget: 
 @pytest.mark.parametrize("cuts", [(), (1, 2, 33)])
 def test_the_selection_is_the_exact_top_k(budget: int, cuts: tuple[int, ...]) -> None:
     keys, query, valid = _case()
-    ids = _index(keys, *cuts).select(query, budget, valid, 0.25)
+    ids = _index(keys, *cuts).search(query, cold_tokens(valid, 0.25, budget))
     assert ids.shape == (2, HEADS, 3, budget) and ids.dtype == torch.int32
     rows = [row[row >= 0].tolist() for row in ids.flatten(0, 2)]
     assert all(len(set(row)) == len(row) for row in rows), "no slot twice"
@@ -60,7 +61,7 @@ def test_the_selection_is_the_exact_top_k(budget: int, cuts: tuple[int, ...]) ->
 def test_rows_without_a_valid_token_get_nothing() -> None:
     keys, query, valid = _case()
     valid[1] = False
-    ids = _index(keys).select(query, 5, valid, 0.25)
+    ids = _index(keys).search(query, cold_tokens(valid, 0.25, 5))
     assert (ids[1] == -1).all() and (ids[0] >= 0).all()
 
 
@@ -69,22 +70,22 @@ def test_a_scale_changes_which_head_decides() -> None:
     keys = torch.tensor([[3.0, 0.0], [2.9, 1.0], [0.0, 0.0]]).view(1, 1, 3, 2)
     query = torch.eye(2).view(1, 2, 1, 2)
     valid = torch.ones(1, 3, dtype=torch.bool)
-    assert _index(keys).select(query, 1, valid, 0.3).item() == 0
-    assert _index(keys).select(query, 1, valid, 10.0).item() == 1
+    assert _index(keys).search(query, cold_tokens(valid, 0.3, 1)).item() == 0
+    assert _index(keys).search(query, cold_tokens(valid, 10.0, 1)).item() == 1
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])
 def test_no_scale_leaves_a_place_of_the_budget_empty(scale: float) -> None:
     """Weights that underflow to 0 still have an order."""
     keys, query, valid = _case()
-    ids = _index(keys).select(query * 20, 5, valid, scale)
+    ids = _index(keys).search(query * 20, cold_tokens(valid, scale, 5))
     assert ((ids >= 0).sum(-1) == 5).all()
 
 
 def test_bf16_keys_are_scored_in_fp32() -> None:
     keys, query, valid = _case()
     keys, query = keys.bfloat16(), query.bfloat16()
-    ids = _index(keys).select(query, 7, valid, 0.25)
+    ids = _index(keys).search(query, cold_tokens(valid, 0.25, 7))
     assert [set(row.tolist()) for row in ids.flatten(0, 2)] == _best(keys, query, valid, 7)
 
 
@@ -95,13 +96,13 @@ def test_reorder_crop_and_state_keep_the_selection_in_step() -> None:
     index.reorder(order)
     index.crop(40)
     part = torch.randn(3, HEADS, 4, DIM)
-    index.extend(TokenBlock(part, part, 40))
+    index.add(TokenBlock(part, part, 40))
     whole = torch.cat([keys[order, :, :40], part], dim=2)
     again = FlatIndex()
     again.load_state_dict(index.state_dict())
     some_query, some_valid = query[order], valid[order, :44]
     for each in (index, index.fork(), again):
-        ids = each.select(some_query, 6, some_valid, 0.25)
+        ids = each.search(some_query, cold_tokens(some_valid, 0.25, 6))
         got = [set(row.tolist()) for row in ids.flatten(0, 2)]
         assert got == _best(whole, some_query, some_valid, 6)
 
@@ -109,7 +110,7 @@ def test_reorder_crop_and_state_keep_the_selection_in_step() -> None:
 def test_it_scores_every_token_and_counts_its_bytes() -> None:
     keys, _, _ = _case()
     index = _index(keys)
-    assert index.candidates(50, 5) == 50
+    assert index.cost(50, 5).candidates == 50
     # At least 256 rows to spare, and a capacity that 16 divides.
     assert index.nbytes() == 2 * HEADS * (-(-(HELD + 256) // 16) * 16) * DIM * 4
 
@@ -124,5 +125,5 @@ def test_a_soft_cap_counts_where_heads_of_a_group_compete() -> None:
     keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.93]]).view(1, 1, 3, 2)
     query = torch.tensor([[2.0, 0.0], [0.0, 20.0]]).view(1, 2, 1, 2)
     valid = torch.ones(1, 3, dtype=torch.bool)
-    assert _index(keys).select(query, 1, valid, 1.0).item() == 1
-    assert _index(keys).select(query, 1, valid, 1.0, 5.0).item() == 0
+    assert _index(keys).search(query, cold_tokens(valid, 1.0, 1)).item() == 1
+    assert _index(keys).search(query, cold_tokens(valid, 1.0, 1, 5.0)).item() == 0

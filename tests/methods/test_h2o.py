@@ -13,6 +13,7 @@ from hf_kvret.methods.h2o import H2OConfig, H2OIndex, received
 from hf_kvret.methods.h2o import index as index_module
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing.cold import cold_tokens
 
 HEADS, GROUP, DIM = 2, 3, 16
 SCALE = 3 / math.sqrt(DIM)
@@ -56,7 +57,7 @@ class Run:
         held = len(self.store)
         valid = self.valid[:, :held]
         retrievable = valid & (valid.cumsum(1) > self.options.sink)
-        return ColdTokens(self.store, retrievable, SCALE, self.softcap, self.options.budget(held))
+        return cold_tokens(retrievable, SCALE, self.options.budget(held), self.softcap, self.store)
 
     def prompt(self, tokens: Tokens, valid: torch.Tensor | None = None) -> None:
         """A pass that is attended exactly."""
@@ -72,11 +73,11 @@ class Run:
         self._watch(tokens, None)
         if end - len(self.store) >= self.options.recent + self.options.flush:
             self._cool(end - self.options.recent)
-        ready = self.index.refresh if self.built else self.index.build
+        ready = self.index.before_search if self.built else self.index.build
         ready(self.cold)
         self.built = True
-        ids = self.index.select(tokens[0], self.cold.budget, self.cold.valid, SCALE, self.softcap)
-        self.index.learn()
+        ids = self.index.search(tokens[0], self.cold)
+        self.index.after_search()
         return ids
 
     def build(self) -> None:
@@ -103,7 +104,7 @@ class Run:
 
     def _watch(self, tokens: Tokens, valid: torch.Tensor | None) -> None:
         queries, keys = tokens
-        self.index.watch(queries, keys, self.length, valid)
+        self.index.on_forward(queries, keys, self.length, valid)
         if valid is None:
             valid = torch.ones(len(keys), keys.shape[2], dtype=torch.bool)
         self.keys = torch.cat([self.keys, keys], dim=2)
@@ -114,7 +115,7 @@ class Run:
         keys = self.keys[:, :, part]
         block = TokenBlock(keys, keys, part.start, self.valid[:, part])
         self.store.append(block)
-        (self.index.extend if self.built else self.index.observe)(block)
+        self.index.add(block)
 
 
 class Simulation:
@@ -326,12 +327,12 @@ def test_an_index_that_was_not_built_for_the_question_says_so() -> None:
     run = Run()
     valid = torch.ones(2, 54, dtype=torch.bool)
     query = _tokens(1, 1)[0]
-    with pytest.raises(RuntimeError, match="call watch, observe and build"):
-        run.index.select(query, 5, valid, SCALE)
+    with pytest.raises(RuntimeError, match="call on_forward, add and build"):
+        run.index.search(query, cold_tokens(valid, SCALE, 5))
     run.prompt(_tokens(0, 60))
     run.step(_tokens(1, 1))
     with pytest.raises(RuntimeError, match="budget of 5"):
-        run.index.select(query, 5, valid, SCALE)
+        run.index.search(query, cold_tokens(valid, SCALE, 5))
 
 
 def test_what_is_left_of_a_long_question_counts_as_if_nothing_had_been_dropped() -> None:
@@ -385,5 +386,5 @@ def test_keys_that_wait_and_are_cold_already_count_once() -> None:
 def test_a_pass_that_was_not_watched_is_noticed() -> None:
     index = H2OIndex(H2OConfig())
     keys = torch.zeros(1, 1, 2, 8)
-    with pytest.raises(RuntimeError, match="slot 5 on, but 0 were watched: call watch for every"):
-        index.watch(keys, keys, 5, None)
+    with pytest.raises(RuntimeError, match="slot 5 on, but 0 were watched: call on_forward"):
+        index.on_forward(keys, keys, 5, None)

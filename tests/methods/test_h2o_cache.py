@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from hf_kvret import FlatKVCache, attach
+from hf_kvret import ColdTokens, FlatKVCache, attach
 from hf_kvret.methods.h2o import H2OCache, H2OConfig, H2OIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, failures, run_conformance
 from hf_kvret.testing.scenario import prompt, ragged
@@ -91,10 +91,8 @@ class _CheckedIndex(H2OIndex):
 
     gone: torch.Tensor | None = None
 
-    def select(
-        self, query: torch.Tensor, budget: int, valid: torch.Tensor, *how: Any
-    ) -> torch.Tensor:
-        ids = super().select(query, budget, valid, *how)
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        ids, valid = super().search(query, cold), cold.valid
         evicted = self._scores.rows[:, :, : valid.shape[1]] == float("-inf")
         flat = ids.flatten(2).long()
         named = flat.clamp(min=0)

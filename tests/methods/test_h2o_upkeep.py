@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_kvret.core.regions import Regions
+from hf_kvret.core.scoring import Scoring
 from hf_kvret.methods.h2o import H2OConfig, H2OIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
@@ -78,11 +79,11 @@ class Run:
     def prompt(self, tokens: Tokens) -> None:
         """A pass that is attended exactly."""
         queries, keys = tokens
-        self.regions.watch(queries, keys, None)
+        self.regions.on_forward(queries, keys, None)
         self.regions.take_prompt(keys, keys, None)
 
     def build(self) -> None:
-        cold = self.regions.cold(None, SCALE, None)
+        cold = self.regions.cold(Scoring(None, SCALE))
         if cold is not None:
             self.regions.build_index(cold)
 
@@ -90,16 +91,16 @@ class Run:
         """The slots that a pass selects."""
         queries, keys = tokens
         self.build()
-        self.regions.watch(queries, keys, None)
+        self.regions.on_forward(queries, keys, None)
         self.regions.take_step(keys, keys, None)
         return self.ask(queries)
 
     def ask(self, queries: torch.Tensor) -> torch.Tensor:
-        cold = self.regions.cold(None, SCALE, None)
+        cold = self.regions.cold(Scoring(None, SCALE))
         assert cold is not None
         index = self.regions.ready_index(cold)
-        ids = index.select(queries, cold.budget, cold.valid, SCALE)
-        index.learn()
+        ids = index.search(queries, cold)
+        index.after_search()
         return ids
 
     def steps(self, seeds: range, rows: list[int] | None = None) -> list[torch.Tensor]:
@@ -208,7 +209,7 @@ def test_a_saved_index_goes_on_like_the_one_that_was_saved(steps: int) -> None:
 
 def test_an_index_that_saw_nothing_has_nothing_to_save() -> None:
     index = H2OIndex(H2OConfig())
-    assert index.state_dict() == {} and index.nbytes() == index.select_nbytes() == 0
+    assert index.state_dict() == {} and index.nbytes() == index.cost(100, 10).nbytes == 0
     assert index.stats() == {"evicted": 0} and index.fork().state_dict() == {}
 
 
@@ -297,5 +298,5 @@ def test_numbers_for_reports() -> None:
     ids = run.step(_tokens(1))
     assert run.cold_len == 54 and ids.shape == (2, HEADS, 1, 14)
     assert run.index.stats() == {"evicted": 2 * HEADS * (54 - 2 - 14)}
-    assert run.index.candidates(54, 14) == 14 and run.index.keys_read(54, 14) == 16
-    assert run.index.select_nbytes() == 2 * HEADS * (14 * 4 + 7 * DIM * 4)
+    assert run.index.cost(54, 14).candidates == 14 and run.index.cost(54, 14).keys_read == 16
+    assert run.index.cost(100, 10).nbytes == 2 * HEADS * (14 * 4 + 7 * DIM * 4)

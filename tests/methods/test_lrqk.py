@@ -16,6 +16,7 @@ from hf_kvret.methods.lrqk import LRQKIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid
+from hf_kvret.testing.cold import cold_tokens
 
 HEADS, GROUP, DIM = 2, 3, 32
 SCALE = 2 / math.sqrt(DIM)
@@ -42,20 +43,20 @@ class Held(NamedTuple):
     def see(self, queries: torch.Tensor) -> None:
         """A pass of new tokens, which stay in the window."""
         start, keys = len(self.store) + 100, torch.zeros_like(queries[:, :HEADS])
-        self.index.watch(queries, keys, start, None)
-        self.index.refresh(all_valid(self.store, len(queries)))
+        self.index.on_forward(queries, keys, start, None)
+        self.index.before_search(all_valid(self.store, len(queries)))
 
     def flush(self, keys: torch.Tensor) -> None:
         """Some tokens leave the window."""
         block = TokenBlock(keys, keys, len(self.store))
         self.store.append(block)
-        self.index.extend(block)
+        self.index.add(block)
 
     def recall(self, query: torch.Tensor, budget: int = 20) -> float:
         """Overlap with exact top-k."""
         valid = torch.ones(len(query), len(self.store), dtype=torch.bool)
-        ids = self.index.select(query, budget, valid, SCALE)
-        return measure_recall(query, ids, self.store, valid, SCALE).overlap
+        ids = self.index.search(query, cold_tokens(valid, SCALE, budget))
+        return measure_recall(query, ids, cold_tokens(valid, SCALE, 1, store=self.store)).overlap
 
 
 def _options(**changes: Any) -> LRQKConfig:
@@ -73,9 +74,9 @@ def _fill(
     for start, end in zip((0, *cuts), (*cuts, keys.shape[2]), strict=True):
         mask = None if valid is None else valid[:, start:end]
         block = TokenBlock(keys[:, :, start:end], keys[:, :, start:end], start, mask)
-        index.watch(queries[:, :, start:end], block.keys, start, mask)
+        index.on_forward(queries[:, :, start:end], block.keys, start, mask)
         store.append(block)
-        index.observe(block)
+        index.add(block)
     index.build(all_valid(store, len(keys)))
     return Held(index, store)
 
@@ -143,7 +144,7 @@ def test_the_selection_is_the_top_k_of_its_own_proxies(
     options = _options(shared=shared, proxy_dtype=proxy_dtype)
     index = _fill(options, queries, keys, valid, cuts=(80,)).index
     query = _tokens(3, seed=5)[0]
-    ids = index.select(query, budget, valid, SCALE, softcap)
+    ids = index.search(query, cold_tokens(valid, SCALE, budget, softcap))
     assert ids.shape == (2, HEADS, 3, budget) and ids.dtype == torch.int32
     assert _sets(ids) == _by_hand(index, query, budget, valid, softcap)
 
@@ -156,7 +157,7 @@ def test_a_budget_for_all_selects_exactly_the_valid_tokens(held: int, options: d
     valid[1] = False
     valid[1, -1] = True
     index = _fill(_options(**options), queries, keys, valid).index
-    ids = index.select(_tokens(2, batch=3)[0], held, valid, SCALE)
+    ids = index.search(_tokens(2, batch=3)[0], cold_tokens(valid, SCALE, held))
     expected = [set(row.nonzero().flatten().tolist()) for row in valid]
     assert _sets(ids) == [expected[b] for b in range(3) for _ in range(HEADS * 2)]
 
@@ -173,7 +174,7 @@ def test_sinks_padding_and_holes_are_never_selected(budget: int) -> None:
     valid[0, :4] = False  # sinks
     keys = torch.where(valid[:, None, :, None], keys, 100 * query[:, ::GROUP, :1])
     index = _fill(_options(), queries, keys, padding).index
-    for row, chosen in enumerate(_sets(index.select(query, budget, valid, SCALE))):
+    for row, chosen in enumerate(_sets(index.search(query, cold_tokens(valid, SCALE, budget)))):
         mine = valid[row // (HEADS * 2)]
         assert len(chosen) == min(budget, int(mine.sum())) and all(mine[list(chosen)])
 
@@ -182,19 +183,25 @@ def test_sinks_padding_and_holes_are_never_selected(budget: int) -> None:
 def test_what_stands_in_padding_does_not_matter(cuts: tuple[int, ...]) -> None:
     queries, keys = _tokens(200)
     valid, query = _ragged(2, 200), _tokens(2, seed=4)[0]
-    expected = _fill(_options(), queries, keys, valid, cuts).index.select(query, 20, valid, SCALE)
+    expected = _fill(_options(), queries, keys, valid, cuts).index.search(
+        query, cold_tokens(valid, SCALE, 20)
+    )
     hidden = ~valid[:, None, :, None]
     queries, keys = (x.masked_fill(hidden, float("nan")) for x in (queries, keys))
-    found = _fill(_options(), queries, keys, valid, cuts).index.select(query, 20, valid, SCALE)
+    found = _fill(_options(), queries, keys, valid, cuts).index.search(
+        query, cold_tokens(valid, SCALE, 20)
+    )
     assert torch.equal(found, expected)
 
 
 def test_a_padded_row_selects_like_the_same_row_alone() -> None:
     queries, keys = _tokens(200)
     valid, query = _ragged(2, 200), _tokens(2, seed=4)[0]
-    ragged = _fill(_options(), queries, keys, valid).index.select(query, 20, valid, SCALE)[1:]
+    ragged = _fill(_options(), queries, keys, valid).index.search(
+        query, cold_tokens(valid, SCALE, 20)
+    )[1:]
     alone = _fill(_options(), queries[1:, :, 100:], keys[1:, :, 100:]).index
-    short = alone.select(query[1:], 20, torch.ones(1, 100, dtype=torch.bool), SCALE)
+    short = alone.search(query[1:], cold_tokens(torch.ones(1, 100, dtype=torch.bool), SCALE, 20))
     assert _sets(ragged - 100) == _sets(short)
 
 
@@ -292,13 +299,13 @@ def test_bytes_are_those_of_the_tensors(shared: bool, proxy_dtype: str, size: in
     rows = index._proxies.rows
     assert rows.nbytes == 2 * sets * 600 * 32 * size
     maps, steps = 2 * sets * DIM * 32 * 4, 2 * sets * 32 * 4 if size == 1 else 0
-    assert index.select_nbytes() == rows.nbytes + maps
+    assert index.cost(100, 10).nbytes == rows.nbytes + maps
     grams = 2 * (HEADS + 2 * sets) * DIM * DIM * 4 + 2 * HEADS * DIM * 4 + 2 * 4
     scale, expected, mean = 2 * HEADS * GROUP * 4, 2 * sets * 8, 2 * HEADS * DIM * 4
     spare = 2 * sets * (864 - 600) * 32 * size
     fixed = 2 * maps + steps + grams + scale + expected + mean
     assert index.nbytes() == rows.nbytes + spare + fixed
-    index.watch(_tokens(3)[0], _tokens(3)[1], 600, None)
+    index.on_forward(_tokens(3)[0], _tokens(3)[1], 600, None)
     # Room for 64 queries that wait, and where the next one goes.
     assert index.nbytes() - rows.nbytes - spare - fixed == 2 * HEADS * GROUP * 64 * DIM * 4 + 8
 
@@ -327,13 +334,13 @@ def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
     query, softcap = 3 * _tokens(4, seed=4)[0], 6.0
     valid = torch.ones(2, 256, dtype=torch.bool)
     index, exact = _fill(_options(rank=DIM), queries, keys).index, FlatIndex()
-    exact.observe(TokenBlock(keys, keys, 0))
+    exact.add(TokenBlock(keys, keys, 0))
 
     def hits(ids: torch.Tensor) -> float:
-        best = exact.select(query, 24, valid, SCALE, softcap)
+        best = exact.search(query, cold_tokens(valid, SCALE, 24, softcap))
         return float((ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean())
 
-    assert hits(index.select(query, 24, valid, SCALE, softcap)) > 0.95
-    assert hits(index.select(query, 24, valid, SCALE)) < 0.9
+    assert hits(index.search(query, cold_tokens(valid, SCALE, 24, softcap))) > 0.95
+    assert hits(index.search(query, cold_tokens(valid, SCALE, 24))) < 0.9
     index._mean = torch.zeros_like(index._mean)
-    assert hits(index.select(query, 24, valid, SCALE, softcap)) < 0.9
+    assert hits(index.search(query, cold_tokens(valid, SCALE, 24, softcap))) < 0.9

@@ -17,6 +17,7 @@ import hf_kvret
 from hf_kvret import LRQKCache, LRQKConfig, RetrievalCache
 from hf_kvret.methods.lrqk import LRQKIndex, PaperLRQKIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, cold_rows_read
+from hf_kvret.testing.cold import cold_tokens
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 12, "rank": 8}
 GREEDY = {"do_sample": False}
@@ -229,7 +230,7 @@ def test_every_layer_has_a_state_of_its_own(
     assert held == cold and cold[0] == cold[1] > 50
     query = torch.randn(1, 4, 1, 16, generator=torch.Generator().manual_seed(0))
     valid = torch.ones(1, cold[0], dtype=torch.bool)
-    chosen = [each.fork().select(query, 12, valid, 0.25) for each in (first, second)]
+    chosen = [each.fork().search(query, cold_tokens(valid, 0.25, 12)) for each in (first, second)]
     assert not torch.equal(chosen[0].sort(-1).values, chosen[1].sort(-1).values)
 
 

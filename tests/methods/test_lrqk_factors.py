@@ -256,7 +256,7 @@ def test_query_grams_are_the_sums_they_stand_for_however_passes_are_cut(
     rows, valid = _tokens()
     lengths = torch.tensor([1.0, 50.0, 0.01, 2.0])
     rows = rows / rows.norm(dim=-1, keepdim=True) * lengths[:, None, None]
-    grams = QueryGrams(half_life, sets)
+    grams = QueryGrams(sets, half_life)
     for piece in _pieces(150, cuts):
         grams.add(rows[:, :, piece].masked_fill(~valid[:, None, piece, None], 1e4), valid[:, piece])
     found = grams.weighted(recency)
@@ -278,10 +278,10 @@ def test_query_grams_are_the_sums_they_stand_for_however_passes_are_cut(
 def test_a_row_whose_first_token_comes_late_gets_a_scale_of_its_own() -> None:
     rows, valid = _tokens()
     rows = rows * torch.tensor([1.0, 50.0, 1.0, 50.0])[:, None, None]
-    grams = QueryGrams(16.0, 2)
+    grams = QueryGrams(2, 16.0)
     for piece in _pieces(150, (65, 140)):  # row 1 has no token among the first 70
         grams.add(rows[:, :, piece], valid[:, piece])
-    alone = QueryGrams(16.0, 2)
+    alone = QueryGrams(2, 16.0)
     alone.add(rows[1:, :, 70:140], None)
     alone.add(rows[1:, :, 140:], None)
     # Another share of padding in the pass that settles the scale stretches all heads alike.
@@ -335,7 +335,7 @@ def test_pieces_and_passes_with_and_without_padding_add_up(
     all_valid = torch.ones(2, 50, dtype=torch.bool)
     all_valid[:, :20] &= valid if padded_first else True
     all_valid[:, 30:] &= True if padded_first else valid
-    whole, pieces = QueryGrams(16.0, 2), QueryGrams(16.0, 2)
+    whole, pieces = QueryGrams(2, 16.0), QueryGrams(2, 16.0)
     whole.add(queries, all_valid)
     expected = whole.weighted(0.5)
     scale = whole.scale

@@ -12,6 +12,7 @@ from hf_kvret.methods.lrqk import PaperLRQKIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid
+from hf_kvret.testing.cold import cold_tokens
 
 BATCH, HEADS, GROUP, DIM, RANK = 2, 2, 2, 16, 6
 PROMPT, RECENT, BUDGET = 60, 4, 8
@@ -57,7 +58,7 @@ class Run:
         self, queries: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor | None = None
     ) -> None:
         real = torch.ones(len(keys), keys.shape[2], dtype=torch.bool) if valid is None else valid
-        self.index.watch(queries, keys, self.length, valid)
+        self.index.on_forward(queries, keys, self.length, valid)
         self.keys = torch.cat([self.keys, keys], dim=2) if self.length else keys
         self.valid = torch.cat([self.valid, real], dim=1) if self.valid.ndim == 2 else real
 
@@ -67,7 +68,7 @@ class Run:
         keys = self.keys[:, :, cold]
         block = TokenBlock(keys, keys, self.cold, self.valid[:, cold])
         self.store.append(block)
-        (self.index.extend if self.built else self.index.observe)(block)
+        self.index.add(block)
 
     def prompt(
         self, count: int = PROMPT, valid: torch.Tensor | None = None, pieces: int = 1
@@ -81,11 +82,11 @@ class Run:
         return self
 
     def ready(self) -> None:
-        (self.index.refresh if self.built else self.index.build)(all_valid(self.store, 2))
+        (self.index.before_search if self.built else self.index.build)(all_valid(self.store, 2))
         self.built = True
 
     def select(self, query: torch.Tensor, budget: int = BUDGET) -> torch.Tensor:
-        return self.index.select(query, budget, self.valid[:, : self.cold], SCALE)
+        return self.index.search(query, cold_tokens(self.valid[:, : self.cold], SCALE, budget))
 
     def step(self, seed: int, count: int = 1, flush: int = 0) -> torch.Tensor:
         """A pass of ``count`` tokens."""
@@ -294,7 +295,7 @@ def test_a_crop_to_nothing_begins_anew() -> None:
         run.step(number)
     run.index.crop(0)
     run.store.crop(0)
-    assert run.index.nbytes() == run.index.select_nbytes() == 0
+    assert run.index.nbytes() == run.index.cost(100, 10).nbytes == 0
     with pytest.raises(RuntimeError, match="empty"):
         run.select(_tokens(1, 5)[0], 1)
     again = Run(_options())

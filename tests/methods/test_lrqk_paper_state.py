@@ -12,6 +12,7 @@ from hf_kvret.methods.lrqk import PaperLRQKIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid
+from hf_kvret.testing.cold import cold_tokens
 
 BATCH, HEADS, GROUP, DIM, RANK = 2, 2, 2, 16, 6
 PROMPT, RECENT, BUDGET = 60, 4, 8
@@ -49,7 +50,7 @@ class Run:
         return len(self.store)
 
     def watch(self, queries: torch.Tensor, keys: torch.Tensor) -> None:
-        self.index.watch(queries, keys, self.cold + self.window.shape[2], None)
+        self.index.on_forward(queries, keys, self.cold + self.window.shape[2], None)
         self.window = torch.cat([self.window, keys], dim=2)
 
     def flush(self, count: int) -> None:
@@ -57,7 +58,7 @@ class Run:
         keys, self.window = self.window[:, :, :count], self.window[:, :, count:]
         block = TokenBlock(keys, keys, self.cold)
         self.store.append(block)
-        (self.index.extend if self.built else self.index.observe)(block)
+        self.index.add(block)
 
     def prompt(self, pieces: int = 1) -> Run:
         """A prompt in equal pieces, all but ``RECENT`` tokens of it cold."""
@@ -68,12 +69,12 @@ class Run:
         return self
 
     def select(self, queries: torch.Tensor) -> torch.Tensor:
-        (self.index.refresh if self.built else self.index.build)(
+        (self.index.before_search if self.built else self.index.build)(
             all_valid(self.store, len(queries))
         )
         self.built = True
         valid = torch.ones(len(queries), self.cold, dtype=torch.bool)
-        return self.index.select(queries, BUDGET, valid, SCALE)
+        return self.index.search(queries, cold_tokens(valid, SCALE, BUDGET))
 
     def step(self, seed: int, count: int = 1, flush: int = 0) -> torch.Tensor:
         """A pass of ``count`` tokens."""
@@ -208,10 +209,10 @@ def test_bytes_are_those_of_the_tensors() -> None:
     ids = heads * BUDGET * 4
     assert index.nbytes() == bases + rows + heads * spare * RANK * 2 + window + ids
     selected = heads * BUDGET * DIM * 4
-    assert index.select_nbytes() == rows + 2 * bases + waiting + selected
+    assert index.cost(100, 10).nbytes == rows + 2 * bases + waiting + selected
 
 
 def test_building_before_anything_was_watched_is_refused() -> None:
     store = PagedStore(DeviceMemory(torch.device("cpu")))
-    with pytest.raises(RuntimeError, match="call watch before build"):
+    with pytest.raises(RuntimeError, match="call on_forward before build"):
         PaperLRQKIndex(_options()).build(all_valid(store, 2))

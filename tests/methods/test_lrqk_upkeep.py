@@ -15,6 +15,7 @@ from hf_kvret.methods.lrqk import LRQKIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid
+from hf_kvret.testing.cold import cold_tokens
 
 HEADS, GROUP, DIM, HELD = 2, 2, 32, 300
 SCALE = 2 / math.sqrt(DIM)
@@ -40,24 +41,26 @@ class Held(NamedTuple):
 
     def see(self, queries: torch.Tensor, refresh: bool = True) -> None:
         """A pass of new tokens, which stay in the window."""
-        self.index.watch(queries, torch.zeros_like(queries[:, :HEADS]), len(self.store), None)
+        self.index.on_forward(queries, torch.zeros_like(queries[:, :HEADS]), len(self.store), None)
         if refresh:
-            self.index.refresh(all_valid(self.store, len(queries)))
+            self.index.before_search(all_valid(self.store, len(queries)))
 
     def flush(self, keys: torch.Tensor) -> None:
         """Some tokens leave the window."""
         block = TokenBlock(keys, keys, len(self.store))
         self.store.append(block)
-        self.index.extend(block)
+        self.index.add(block)
 
     def select(self, query: torch.Tensor, budget: int = 20) -> torch.Tensor:
         valid = torch.ones(len(query), len(self.store), dtype=torch.bool)
-        return self.index.select(query, budget, valid, SCALE)
+        return self.index.search(query, cold_tokens(valid, SCALE, budget))
 
     def recall(self, query: torch.Tensor) -> float:
         """Overlap with the exact top 20."""
         valid = torch.ones(len(query), len(self.store), dtype=torch.bool)
-        return measure_recall(query, self.select(query), self.store, valid, SCALE).overlap
+        return measure_recall(
+            query, self.select(query), cold_tokens(valid, SCALE, 1, store=self.store)
+        ).overlap
 
     def fork(self) -> Held:
         return Held(self.index.fork(), self.store.fork())
@@ -77,9 +80,9 @@ def _fill(
     held = Held(LRQKIndex(options), GuardedStore(DeviceMemory(torch.device("cpu"))))
     for start, end in zip((0, *cuts), (*cuts, keys.shape[2]), strict=True):
         block = TokenBlock(keys[:, :, start:end], keys[:, :, start:end], start)
-        held.index.watch(queries[:, :, start:end], block.keys, start, None)
+        held.index.on_forward(queries[:, :, start:end], block.keys, start, None)
         held.store.append(block)
-        held.index.observe(block)
+        held.index.add(block)
     held.index.build(all_valid(held.store, len(keys)))
     return held
 
@@ -136,13 +139,13 @@ def test_an_unseen_question_raises_the_error_and_is_served_after_a_projection() 
     held.see(question, refresh=False)
     raised = held.index.stats()["proxy_error"]
     assert held.reprojections == 0 and raised > 2 * before + 0.1 and missed < 0.4
-    held.index.refresh(all_valid(held.store, 2))
+    held.index.before_search(all_valid(held.store, 2))
     stats = held.index.stats()
     assert stats["reprojections"] == 1 and stats["reprojected_rows"] == 2 * HEADS * HELD
     # 16 directions of the document and 6 of the question fit into rank 24; bf16 is left.
     assert stats["proxy_error"] < 0.01 and held.recall(question) > 0.97
     held.store.closed = True
-    held.index.refresh(all_valid(held.store, 2))
+    held.index.before_search(all_valid(held.store, 2))
     held.see(_unseen(4, seed=8))
     assert held.reprojections == 1
 
@@ -213,7 +216,7 @@ def test_a_head_that_gains_nothing_worth_it_does_not_make_up_for_one_that_cannot
     assert (old[:, 1] > 1.3 * held.index._expected[:, 1]).all()
     assert (old[:, 1] < 1.1 * new[:, 1]).all()
     held.store.closed = True
-    held.index.refresh(all_valid(held.store, 2))
+    held.index.before_search(all_valid(held.store, 2))
     assert held.reprojections == 0
     # What was found not to be worth it is not looked into again and again.
     torch.testing.assert_close(held.index._expected[:, 1], old[:, 1])
@@ -269,15 +272,15 @@ def test_a_crop_to_nothing_begins_anew() -> None:
     held.see(_unseen(5))
     held.index.crop(0)
     held.store.crop(0)
-    assert held.index.nbytes() == 0 and held.index.select_nbytes() == 0
+    assert held.index.nbytes() == 0 and held.index.cost(100, 10).nbytes == 0
     assert held.index.stats() == {"proxy_error": None, "reprojections": 0, "reprojected_rows": 0}
     with pytest.raises(RuntimeError, match="empty"):
-        held.index.select(query, 1, torch.ones(2, 1, dtype=torch.bool), SCALE)
-    with pytest.raises(RuntimeError, match="watch"):
-        held.index.fork().observe(TokenBlock(keys, keys, 0))
+        held.index.search(query, cold_tokens(torch.ones(2, 1, dtype=torch.bool), SCALE, 1))
+    with pytest.raises(RuntimeError, match="on_forward"):
+        held.index.fork().add(TokenBlock(keys, keys, 0))
     held.see(queries, refresh=False)
     held.flush(keys)
-    held.index.refresh(all_valid(held.store, 2))
+    held.index.before_search(all_valid(held.store, 2))
     fresh = _fill(_options(), queries, keys)
     assert torch.equal(held.select(query), fresh.select(query))
     assert held.index.nbytes() == fresh.index.nbytes()
@@ -364,9 +367,9 @@ def test_a_saved_index_and_a_fork_remember_that_a_look_is_due() -> None:
     held.see(_unseen(5), refresh=False)
     loaded = Held(LRQKIndex(held.index.options), held.store)
     loaded.index.load_state_dict(held.index.state_dict())
-    loaded.index.refresh(all_valid(loaded.store, 2))
+    loaded.index.before_search(all_valid(loaded.store, 2))
     fork = held.fork()
-    fork.index.refresh(all_valid(fork.store, 2))
+    fork.index.before_search(all_valid(fork.store, 2))
     assert loaded.reprojections == fork.reprojections == 1
 
 

@@ -15,6 +15,7 @@ from hf_kvret.core.token_buffer import TokenBuffer
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.paris import ParisIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, held_tokens
+from hf_kvret.testing.cold import cold_tokens
 
 HEADS, GROUP = 2, 2
 OURS, PAPER = ParisConfig(), ParisConfig.paper()
@@ -29,7 +30,7 @@ def _index(
         if end > start:
             part = keys[:, :, start:end]
             mask = None if valid is None else valid[:, start:end]
-            index.observe(TokenBlock(part, part, start, mask))
+            index.add(TokenBlock(part, part, start, mask))
     return index
 
 
@@ -58,10 +59,10 @@ def _quality(
     dim, held = keys.shape[3], keys.shape[2]
     scale = 2 / math.sqrt(dim)
     valid = torch.ones(len(keys), held, dtype=torch.bool)
-    ids = _index(options, keys).select(query, budget, valid, scale)
+    ids = _index(options, keys).search(query, cold_tokens(valid, scale, budget))
     exact = FlatIndex()
-    exact.observe(TokenBlock(keys, keys, 0))
-    best = exact.select(query, budget, valid, scale)
+    exact.add(TokenBlock(keys, keys, 0))
+    best = exact.search(query, cold_tokens(valid, scale, budget))
     hits = (ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean()
     scores = query @ keys.repeat_interleave(GROUP, dim=1).transpose(-1, -2) * scale
     shares = scores.softmax(-1)
@@ -114,7 +115,7 @@ def test_a_budget_for_all_selects_exactly_the_valid_tokens(
     valid[1, : held // 2] = False
     valid[2, held // 3 : held // 3 + 1] = False
     options = options.replace(subspace_dim=m, levels=None)
-    ids = _index(options, keys, valid).select(query, held, valid, 0.2)
+    ids = _index(options, keys, valid).search(query, cold_tokens(valid, 0.2, held))
     assert ids.shape == (3, HEADS, 2, held) and ids.dtype == torch.int32
     for row in range(3):
         expected = valid[row].nonzero().flatten().tolist()
@@ -135,7 +136,7 @@ def test_sinks_padding_and_holes_are_never_selected(options: ParisConfig, budget
     keys = torch.where(valid[:, None, :, None], keys, 100 * query[:, ::GROUP, :1])
     padding = valid.clone()
     padding[0] = True
-    ids = _index(options, keys, padding).select(query, budget, valid, 0.2)
+    ids = _index(options, keys, padding).search(query, cold_tokens(valid, 0.2, budget))
     for row in range(3):
         for chosen in ids[row].flatten(0, 1):
             real = chosen[chosen >= 0]
@@ -147,9 +148,11 @@ def test_what_stands_in_padding_does_not_matter() -> None:
     keys, query = _peaked(200, 32)
     valid = torch.ones(2, 200, dtype=torch.bool)
     valid[1, :90] = False
-    clean = _index(OURS, keys, valid, cut=120).select(query, 20, valid, 0.2)
+    clean = _index(OURS, keys, valid, cut=120).search(query, cold_tokens(valid, 0.2, 20))
     keys[1, :, :90] = float("nan")
-    assert torch.equal(_index(OURS, keys, valid, cut=120).select(query, 20, valid, 0.2), clean)
+    assert torch.equal(
+        _index(OURS, keys, valid, cut=120).search(query, cold_tokens(valid, 0.2, 20)), clean
+    )
 
 
 def _counts_match(index: ParisIndex, keys: torch.Tensor, valid: torch.Tensor, first: int) -> None:
@@ -172,10 +175,10 @@ def test_a_crop_takes_exactly_the_dropped_tokens_out_of_the_counts(first: int) -
         else:
             assert index._counts is None
         more = TokenBlock(keys[:, :, left:], keys[:, :, left:], left, valid[:, left:])
-        index.extend(more)
+        index.add(more)
         _counts_match(index, keys, valid, first)
-        again = _index(options, keys, valid).select(query, 20, valid, 0.2)
-        assert torch.equal(index.select(query, 20, valid, 0.2), again)
+        again = _index(options, keys, valid).search(query, cold_tokens(valid, 0.2, 20))
+        assert torch.equal(index.search(query, cold_tokens(valid, 0.2, 20)), again)
 
 
 def test_nothing_is_left_of_an_index_that_was_cropped_to_nothing() -> None:
@@ -184,9 +187,11 @@ def test_nothing_is_left_of_an_index_that_was_cropped_to_nothing() -> None:
     index = _index(OURS, keys)
     index.crop(0)
     assert index.nbytes() < 2**20 and index.state_dict() == {}
-    index.observe(TokenBlock(others, others, 0))
-    expected = _index(OURS, others).select(query, 20, valid, 0.2)
-    assert torch.equal(index.select(query, 20, valid, 0.2), expected), "with a mean key of its own"
+    index.add(TokenBlock(others, others, 0))
+    expected = _index(OURS, others).search(query, cold_tokens(valid, 0.2, 20))
+    assert torch.equal(index.search(query, cold_tokens(valid, 0.2, 20)), expected), (
+        "with a mean key of its own"
+    )
 
 
 def test_reorder_fork_and_state_keep_the_selection() -> None:
@@ -194,14 +199,16 @@ def test_reorder_fork_and_state_keep_the_selection() -> None:
     valid = torch.ones(2, 200, dtype=torch.bool)
     valid[1, :60] = False
     index = _index(OURS, keys, valid, cut=120)
-    expected = index.select(query, 20, valid, 0.2)
+    expected = index.search(query, cold_tokens(valid, 0.2, 20))
     loaded = ParisIndex(OURS)
     loaded.load_state_dict(index.state_dict())
     for each in (index.fork(), loaded):
-        assert torch.equal(each.select(query, 20, valid, 0.2), expected)
+        assert torch.equal(each.search(query, cold_tokens(valid, 0.2, 20)), expected)
     order = torch.tensor([1, 1, 0])
     index.reorder(order)
-    assert torch.equal(index.select(query[order], 20, valid[order], 0.2), expected[order])
+    assert torch.equal(
+        index.search(query[order], cold_tokens(valid[order], 0.2, 20)), expected[order]
+    )
 
 
 def test_bytes_for_each_cold_token_are_what_the_codes_take() -> None:
@@ -214,11 +221,11 @@ def test_bytes_for_each_cold_token_are_what_the_codes_take() -> None:
 
 def test_candidates_are_a_share_that_covers_the_budget() -> None:
     index = ParisIndex(OURS)
-    assert index.candidates(2_000, 100) == 1_000
-    assert index.candidates(20_000, 100) == 4_000
-    assert index.candidates(100_000, 100) == 10_000
-    assert index.candidates(100_000, 50_000) == 50_000
-    assert index.candidates(50, 50) == 50
+    assert index.cost(2_000, 100).candidates == 1_000
+    assert index.cost(20_000, 100).candidates == 4_000
+    assert index.cost(100_000, 100).candidates == 10_000
+    assert index.cost(100_000, 50_000).candidates == 50_000
+    assert index.cost(50, 50).candidates == 50
 
 
 def test_every_layer_holds_the_tokens_it_was_given() -> None:
@@ -254,7 +261,7 @@ def test_every_layer_holds_the_tokens_it_was_given() -> None:
         alone._sign, alone._magnitude, alone._weight = (TokenBuffer() for _ in range(3))
         alone._counts = torch.zeros_like(index._counts)
         valid = torch.cat([mask.bool(), torch.ones(2, 20, dtype=torch.bool)], dim=1)[:, :cold]
-        alone.observe(TokenBlock(keys[:, :, :cold], keys[:, :, :cold], 0, valid))
+        alone.add(TokenBlock(keys[:, :, :cold], keys[:, :, :cold], 0, valid))
         for name in ("sign", "magnitude", "weight"):
             held, wanted = getattr(index, f"_{name}"), getattr(alone, f"_{name}")
             assert torch.equal(held.rows, wanted.rows)
@@ -281,11 +288,11 @@ def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
     valid = torch.ones(len(keys), 256, dtype=torch.bool)
     scale, softcap = 2 / math.sqrt(64), 8.0
     exact = FlatIndex()
-    exact.observe(TokenBlock(keys, keys, 0))
-    best = exact.select(query, 24, valid, scale, softcap)
-    ids = _index(OURS, keys).select(query, 24, valid, scale, softcap)
+    exact.add(TokenBlock(keys, keys, 0))
+    best = exact.search(query, cold_tokens(valid, scale, 24, softcap))
+    ids = _index(OURS, keys).search(query, cold_tokens(valid, scale, 24, softcap))
     hits = (ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean()
-    uncapped = _index(OURS, keys).select(query, 24, valid, scale)
+    uncapped = _index(OURS, keys).search(query, cold_tokens(valid, scale, 24))
     missed = (uncapped.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean()
     assert hits > 0.85
     assert hits > missed

@@ -16,6 +16,7 @@ from hf_kvret.methods.paris.ablations import (
     UnrotatedParisKVCache,
 )
 from hf_kvret.testing import MODELS
+from hf_kvret.testing.cold import cold_tokens
 from hf_kvret_kernels import paris
 
 M = 8
@@ -80,8 +81,8 @@ def test_rotation_is_what_makes_a_few_large_coordinates_harmless() -> None:
     hits = {}
     for kind in (ParisIndex, UnrotatedIndex):
         index = kind(ParisConfig(schedule=((math.inf, 0.1, 0.2),)))
-        index.observe(TokenBlock(keys, keys, 0))
-        ids = index.select(query, 50, valid, 0.1)
+        index.add(TokenBlock(keys, keys, 0))
+        ids = index.search(query, cold_tokens(valid, 0.1, 50))
         hits[kind] = (ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean().item()
     assert hits[ParisIndex] > hits[UnrotatedIndex] + 0.07
 
@@ -96,15 +97,15 @@ def test_a_copy_encodes_and_rotates_as_the_index_does(
     index = kind(ParisConfig())
     early = index.fork()
     for each in (index, early):
-        each.observe(TokenBlock(keys, keys, 0))
-    expected = index.select(query, 20, valid, 0.2)
+        each.add(TokenBlock(keys, keys, 0))
+    expected = index.search(query, cold_tokens(valid, 0.2, 20))
     loaded = kind(ParisConfig())
     loaded.load_state_dict(index.state_dict())
     for other in (index.fork(), early, loaded):
-        assert torch.equal(other.select(query, 20, valid, 0.2), expected)
+        assert torch.equal(other.search(query, cold_tokens(valid, 0.2, 20)), expected)
     order = torch.tensor([1, 0])
     index.reorder(order)
-    assert torch.equal(index.select(query[order], 20, valid, 0.2), expected[order])
+    assert torch.equal(index.search(query[order], cold_tokens(valid, 0.2, 20)), expected[order])
 
 
 def test_the_caches_hold_such_indexes() -> None:
@@ -115,5 +116,5 @@ def test_the_caches_hold_such_indexes() -> None:
     ):
         cache = cache_class(config)
         index = cache.make_index(cache.options, 0)
-        index.observe(TokenBlock(_keys(64), _keys(64), 0))
+        index.add(TokenBlock(_keys(64), _keys(64), 0))
         assert type(index) is kind

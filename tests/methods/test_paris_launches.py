@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from hf_kvret import ParisConfig, TokenBlock
 from hf_kvret.methods.paris import ParisIndex
+from hf_kvret.testing.cold import cold_tokens
 from hf_kvret_kernels._dispatch import interpreted, prefer
 
 pytestmark = pytest.mark.skipif(
@@ -72,9 +73,11 @@ def selection_launches(
     keys = torch.randn(1, 2, 300, 16, generator=generator).bfloat16()
     query = torch.randn(1, queries, 4, 16, generator=generator).bfloat16().transpose(1, 2)
     index = ParisIndex(options)
-    index.observe(TokenBlock(keys, keys, 0))
+    index.add(TokenBlock(keys, keys, 0))
     valid = torch.ones(1, 300, dtype=torch.bool)
-    return launches(lambda: index.select(query, 50, valid, 0.125, softcap), monkeypatch)
+    return launches(
+        lambda: index.search(query, cold_tokens(valid, 0.125, 50, softcap)), monkeypatch
+    )
 
 
 def test_a_selection_is_seven_launches(monkeypatch: pytest.MonkeyPatch) -> None:

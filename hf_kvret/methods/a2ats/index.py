@@ -8,7 +8,7 @@ import torch
 
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import Index
+from hf_kvret.core.index import ColdTokens, Index, SearchCost
 from hf_kvret.core.state import number
 from hf_kvret.core.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.a2ats.config import A2ATSConfig
@@ -27,6 +27,8 @@ class A2ATSIndex(Index):
         layer: number of the layer in the model.
     """
 
+    capture_obstacle = "a2ats encodes each token to a place that the host keeps"
+
     _codes: TokenBuffer = passed()
     _cold: int = number(0)
     # Of what calibration taught, so that a file is read with the same.
@@ -39,7 +41,7 @@ class A2ATSIndex(Index):
         # Positions [B, q] of the newest pass, whose queries are about to select.
         self._positions: torch.Tensor | None = None
 
-    def watch(
+    def on_forward(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -51,27 +53,20 @@ class A2ATSIndex(Index):
         if len(self._codes) < start:
             raise RuntimeError(
                 f"tokens come from slot {start} on, but {len(self._codes)} were watched: call "
-                "watch for every pass, in order, or load the index with its state"
+                "on_forward for every pass, in order, or load the index with its state"
             )
         self._codes.put(learned.encode(keys, positions), start)
         self._fingerprint = learned.fingerprint
         self._positions = positions
 
-    def observe(self, block: TokenBlock) -> None:
+    def add(self, block: TokenBlock) -> None:
         self._cold = block.end
 
-    def select(
-        self,
-        query: torch.Tensor,
-        budget: int,
-        valid: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        held = valid.shape[1]
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        budget, valid, held = cold.budget, cold.valid, len(cold)
         if len(self._codes) < held:
             raise RuntimeError(f"only {len(self._codes)} of {held} tokens were watched")
-        table = self._on(query.device).table(query, self._positions, scale, softcap)
+        table = self._on(query.device).table(query, self._positions, cold.scale, cold.softcap)
         codes = self._codes.rows[:, :, :held]
         group = query.shape[1] // codes.shape[1]
         if self.options.budget_of == "union" and budget < held:
@@ -84,12 +79,12 @@ class A2ATSIndex(Index):
         relevance = codebook.lookup_scores(table, codes, valid=valid)
         return proxy.top_k(relevance, budget)
 
-    def uncapturable(self) -> str | None:
-        return "a2ats encodes each token to a place that the host keeps"
-
-    def candidates(self, cold_len: int, budget: int) -> int:
-        """0: codes alone choose."""
-        return 0
+    def cost(self, n: int, budget: int) -> SearchCost:
+        """Codes alone choose."""
+        if self._learned is None or not len(self._codes):
+            return SearchCost(0, 0)
+        codes = self._codes.rows[:, :, : self._cold].nbytes
+        return SearchCost(0, codes + self._learned.words.nbytes + self._learned.inverse.nbytes)
 
     def crop(self, length: int) -> None:
         """Tokens that went back into the window keep their codes."""
@@ -97,12 +92,6 @@ class A2ATSIndex(Index):
 
     def shared_nbytes(self) -> int:
         return 0 if self._learned is None else self._learned.nbytes
-
-    def select_nbytes(self) -> int:
-        if self._learned is None or not len(self._codes):
-            return 0
-        held = self._codes.rows[:, :, : self._cold].nbytes
-        return held + self._learned.words.nbytes + self._learned.inverse.nbytes
 
     def loaded(self) -> None:
         """ValueError for codes of another artifact, or that name no codeword."""

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import Index
+from hf_kvret.core.index import ColdTokens, Index, SearchCost
 from hf_kvret.core.state import number, tensor
 from hf_kvret.methods.aqua.learned import LearnedLayer, learned_layer
 from hf_kvret.methods.aqua.plan import LayerPlan
@@ -27,6 +27,7 @@ class AquaIndex(Index):
     """
 
     whole = True
+    capture_obstacle = "aqua notes the position of each token at a place that the host keeps"
 
     # Positions [B, n] int32 of the slots from _start on.
     _noted: torch.Tensor | None = tensor(key="positions", shared=True)
@@ -36,7 +37,7 @@ class AquaIndex(Index):
         self.plan = plan
         self._learned: LearnedLayer | None = None
 
-    def watch(
+    def on_forward(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -72,19 +73,12 @@ class AquaIndex(Index):
         noted = self._noted[:, first:last]
         return torch.nn.functional.pad(noted, (end - start - noted.shape[1], 0), value=UNKNOWN)
 
-    def observe(self, block: TokenBlock) -> None:
+    def add(self, block: TokenBlock) -> None:
         if self._noted is not None and block.end > self._start:
             self._noted = self._noted[:, block.end - self._start :].clone()
             self._start = block.end
 
-    def select(
-        self,
-        query: torch.Tensor,
-        budget: int,
-        valid: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> NoReturn:
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> NoReturn:
         """Never called.
 
         Raises:
@@ -92,20 +86,13 @@ class AquaIndex(Index):
         """
         raise RuntimeError("AQUA-KV attends to all cold tokens: read them with store.chunks()")
 
-    def uncapturable(self) -> str | None:
-        return "aqua notes the position of each token at a place that the host keeps"
-
-    def candidates(self, cold_len: int, budget: int) -> int:
-        """0: nothing is compared."""
-        return 0
+    def cost(self, n: int, budget: int) -> SearchCost:
+        """Nothing is compared, but each step reads the predictors."""
+        return SearchCost(0, self.shared_nbytes())
 
     def crop(self, length: int) -> None:
-        """Nothing: ``watch`` drops what was noted of tokens that are no more."""
+        """Nothing: ``on_forward`` drops what was noted of tokens that are no more."""
 
     def shared_nbytes(self) -> int:
         """The layer's predictors."""
         return 0 if self._learned is None else self._learned.nbytes
-
-    def select_nbytes(self) -> int:
-        """Nothing is selected, but each step reads the predictors."""
-        return self.shared_nbytes()

@@ -35,15 +35,15 @@ class KeyCodes(Rerank):
         self.seed = seed
 
     def best(
-        self, recalled: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
+        self, candidates: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        heads = recalled.ids.shape[1]
+        heads = candidates.ids.shape[1]
         bundles = query.unflatten(1, (heads, -1)).transpose(2, 3)
-        logits = self.logits(bundles, recalled.ids, cold.scale, cold.softcap)
+        logits = self.logits(bundles, candidates.ids, cold.scale, cold.softcap)
         flat = logits.transpose(2, 3).flatten(1, 2)
-        return best_of(flat, recalled.ids, count)
+        return best_of(flat, candidates.ids, count)
 
-    def observe(self, block: TokenBlock) -> None:
+    def add(self, block: TokenBlock) -> None:
         """Encode the keys of ``block``."""
         if self._mean is None:
             self._start(block.mean_key())

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.index import ColdTokens, Index, SearchCost
 from hf_kvret.core.state import number, part
 from hf_kvret.methods.ctkvr.candidates import Candidates
 from hf_kvret.methods.ctkvr.codes import KeyCodes
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.inverted_file import InvertedFile
 from hf_kvret.methods.ctkvr.inverted_lists import MOST_TOKENS
+from hf_kvret.methods.ctkvr.queue import CentroidQueue
 from hf_kvret.methods.ctkvr.rerank import FetchedKeys, ListPlaces, Rerank, StoredKeys
 from hf_kvret.methods.ctkvr.sampler import CentroidSampler, Sampler, make_sampler
 
@@ -39,6 +40,8 @@ class CTkvrIndex(Index):
     the best are selected. Some queries become centroids themselves: at the next flush, with lists
     over all keys, or, as published, at once, with the best of what they recalled.
     """
+
+    capture_obstacle = "ctkvr notes queries and their lists on the host at every step"
 
     _sampler: Sampler = part(key="pool")
     # Queries that have no lists yet: of a question, and of steps since the last flush.
@@ -65,13 +68,12 @@ class CTkvrIndex(Index):
 
     def _forget_pass(self) -> None:
         """Forget what is between the hooks of one pass."""
-        self._cold: ColdTokens | None = None
         # Which queries become centroids at once, and their slots [B, q].
         self._columns: list[int] = []
         self._passed: torch.Tensor | None = None
         self._selected: _Selected | None = None
 
-    def watch(
+    def on_forward(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -95,7 +97,7 @@ class CTkvrIndex(Index):
             self._let_join(queries, start, valid)
         self._since += count
 
-    def observe(self, block: TokenBlock) -> None:
+    def add(self, block: TokenBlock) -> None:
         if block.end > MOST_TOKENS:
             raise ValueError(
                 f"{block.end} cold tokens: the lists of ctkvr name {MOST_TOKENS} tokens at most; "
@@ -103,17 +105,16 @@ class CTkvrIndex(Index):
             )
         self._held = block.end
         self._flushed = True
-        self._rerank.observe(block)
+        self._rerank.add(block)
 
     def build(self, cold: ColdTokens) -> None:
-        self.refresh(cold)
+        self.before_search(cold)
 
-    def refresh(self, cold: ColdTokens) -> None:
+    def before_search(self, cold: ColdTokens) -> None:
         """Make the lists that are due, reading all keys for it.
 
         The first lists are made when a selection would leave tokens out, here at the latest.
         """
-        self._cold = cold
         inverted, options = self._file, self.options
         if inverted.queue is None:
             if cold.budget >= len(cold):
@@ -135,49 +136,43 @@ class CTkvrIndex(Index):
         inverted.keep_up(cold, joining, self._flushed)
         self._flushed = False
 
-    def select(
-        self,
-        query: torch.Tensor,
-        budget: int,
-        valid: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        """As the contract says; fewer than ``budget`` where the recalled lists hold fewer.
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        """As the contract says; fewer than the budget where the recalled lists hold fewer.
 
-        RuntimeError before ``watch`` and ``build``, and for a smaller budget than ``build`` knew
-        where that one covered everything.
+        RuntimeError before ``on_forward`` and ``build``, and for a smaller budget than ``build``
+        knew where that one covered everything.
         """
-        held = valid.shape[1]
-        if not self._heads or self._cold is None:
-            raise RuntimeError("the index is not ready: call watch, observe and build first")
-        if budget >= held:
-            every = torch.arange(held, dtype=torch.int32, device=query.device)
-            every = every.expand(len(query), held).masked_fill(~valid, -1)
+        length, budget = len(cold), cold.budget
+        if not self._heads:
+            raise RuntimeError("the index is not ready: call on_forward, add and build first")
+        if budget >= length:
+            every = torch.arange(length, dtype=torch.int32, device=query.device)
+            every = every.expand(len(query), length).masked_fill(~cold.valid, -1)
             every = every[:, None, None].expand(-1, self._heads, query.shape[2], -1)
             return every.contiguous()
         queue = self._file.queue
         if queue is None:
-            raise RuntimeError(f"the index has no lists for a budget of {budget}: call refresh")
+            raise RuntimeError(
+                f"the index has no lists for a budget of {budget}: call build or before_search"
+            )
         bundles = query.unflatten(1, (self._heads, self._group)).transpose(2, 3)
-        recalled = Candidates.of(
+        candidates = Candidates.of(
             queue,
             bundles,
             self.options.probes,
-            self._file.pending(held),
-            valid,
+            self._file.pending(length),
+            cold.valid,
             in_turn=self._rerank.in_turn,
         )
-        cold = replace(self._cold, valid=valid, scale=scale, softcap=softcap, budget=budget)
         if not self._columns:
-            return self._rerank.best(recalled, query, budget, cold)
-        best = self._rerank.best(recalled, query, max(budget, queue.width), cold)
-        self._selected = _Selected(bundles, best[..., : queue.width], held)
+            return self._rerank.best(candidates, query, budget, cold)
+        best = self._rerank.best(candidates, query, max(budget, queue.width), cold)
+        self._selected = _Selected(bundles, best[..., : queue.width], length)
         return best[..., :budget].contiguous()
 
     # What is kept must be writable later: see Regions.
     @torch.inference_mode(False)
-    def learn(self) -> None:
+    def after_search(self) -> None:
         """Let queries of this pass be centroids, with the best of what they recalled."""
         selected, columns, slots = self._selected, self._columns, self._passed
         self._selected, self._columns, self._passed = None, [], None
@@ -188,18 +183,24 @@ class CTkvrIndex(Index):
             queries, ids = selected.queries[:, :, columns], selected.ids[:, :, columns]
             queue.push(queries, slots, (ids,), selected.held)
 
-    def uncapturable(self) -> str | None:
-        return "ctkvr notes queries and their lists on the host at every step"
-
-    def candidates(self, cold_len: int, budget: int) -> int:
+    def cost(self, n: int, budget: int) -> SearchCost:
+        """All centroids, some lists, and what comparing their tokens reads."""
         queue = self._file.queue
-        if budget >= cold_len or queue is None:
-            return cold_len
-        return min(cold_len, self.options.probes * queue.width + self._file.pending(cold_len))
+        if budget >= n or queue is None:
+            return SearchCost(n, self._recall_nbytes())
+        candidates = self._candidates(queue, n)
+        keys_read = candidates if self._rerank.reads_keys else 0
+        return SearchCost(candidates, self._recall_nbytes(), keys_read)
 
-    def keys_read(self, cold_len: int, budget: int) -> int:
-        reads = self._rerank.reads_keys and budget < cold_len
-        return self.candidates(cold_len, budget) if reads else 0
+    def _candidates(self, queue: CentroidQueue, n: int) -> int:
+        return min(n, self.options.probes * queue.width + self._file.pending(n))
+
+    def _recall_nbytes(self) -> int:
+        queue = self._file.queue
+        if queue is None:
+            return 0
+        compared = self._candidates(queue, self._held) * self._rerank.token_nbytes()
+        return queue.recall_nbytes(self.options.probes) + int(compared)
 
     def reorder(self, rows: torch.Tensor) -> None:
         """As every state's; what is between the hooks of a pass was of other rows."""
@@ -225,13 +226,6 @@ class CTkvrIndex(Index):
     def set_options(self, options: Any) -> None:
         super().set_options(options)
         self._file.options = options
-
-    def select_nbytes(self) -> int:
-        queue = self._file.queue
-        if queue is None:
-            return 0
-        compared = self.candidates(self._held, 0) * self._rerank.token_nbytes()
-        return queue.recall_nbytes(self.options.probes) + int(compared)
 
     def stats(self) -> dict[str, Any]:
         """What became of the lists since the index was made or forked.

@@ -27,11 +27,11 @@ class Rerank(State):
 
     @abstractmethod
     def best(
-        self, recalled: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
+        self, candidates: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
         """``[B, H, Q, count]`` int32, best first, then -1; ``query [B, Hq, Q, D]``."""
 
-    def observe(self, block: TokenBlock) -> None:
+    def add(self, block: TokenBlock) -> None:
         """Take in tokens that turned cold."""
 
     def token_nbytes(self) -> float:
@@ -45,9 +45,9 @@ class StoredKeys(Rerank):
     reads_keys = True
 
     def best(
-        self, recalled: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
+        self, candidates: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        return cold.store.best(query, recalled.ids, count, cold.scale, cold.softcap)
+        return cold.store.best(query, candidates.ids, count, cold.scale, cold.softcap)
 
 
 class FetchedKeys(Rerank):
@@ -56,10 +56,10 @@ class FetchedKeys(Rerank):
     reads_keys = True
 
     def best(
-        self, recalled: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
+        self, candidates: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        logits = scores_of_gathered(cold.store, query, recalled.ids, cold.scale, cold.softcap)
-        return best_of(logits, recalled.ids, count)
+        logits = scores_of_gathered(cold.store, query, candidates.ids, cold.scale, cold.softcap)
+        return best_of(logits, candidates.ids, count)
 
 
 class ListPlaces(Rerank):
@@ -68,8 +68,8 @@ class ListPlaces(Rerank):
     in_turn = True
 
     def best(
-        self, recalled: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
+        self, candidates: Candidates, query: torch.Tensor, count: int, cold: ColdTokens
     ) -> torch.Tensor:
-        ids = recalled.ids
+        ids = candidates.ids
         order = torch.arange(0, -ids.shape[-1], -1, dtype=torch.float32, device=ids.device)
-        return recalled.top(order.masked_fill(ids < 0, float("-inf")), count)
+        return candidates.top(order.masked_fill(ids < 0, float("-inf")), count)

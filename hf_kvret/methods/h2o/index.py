@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.index import ColdTokens, Index, SearchCost
 from hf_kvret.core.state import number, part, tensor
 from hf_kvret.core.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.h2o.accumulated import AccumulatedAttention
@@ -31,6 +31,10 @@ class H2OIndex(Index):
     and are evicted still when they leave it.
     """
 
+    capture_obstacle = (
+        "h2o notes queries on the host at every step, and counts them before the next"
+    )
+
     # Queries that do not count yet, and keys of tokens that are not cold.
     _queries: TokenBuffer = part(lambda: TokenBuffer(64))
     _keys: TokenBuffer = part(lambda: TokenBuffer(64))
@@ -49,7 +53,7 @@ class H2OIndex(Index):
     def __init__(self, options: H2OConfig) -> None:
         self.options = options
 
-    def watch(
+    def on_forward(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -61,7 +65,7 @@ class H2OIndex(Index):
         if start > len(self._scores):
             raise RuntimeError(
                 f"tokens come from slot {start} on, but {len(self._scores)} were watched: call "
-                "watch for every pass, in order, or load the index with its state"
+                "on_forward for every pass, in order, or load the index with its state"
             )
         # The first pass of all is a prompt, however short.
         self._tentative = count if start and count <= options.max_draft else 0
@@ -74,19 +78,19 @@ class H2OIndex(Index):
         if options.observed is not None:
             self._queries.drop(start + count - options.observed - options.max_draft)
 
-    def observe(self, block: TokenBlock) -> None:
+    def add(self, block: TokenBlock) -> None:
         """Tokens are cold now. Where few queries wait, the keys do too: they were seen together."""
         if not self._are_few(len(self._queries)):
             self._keys.drop(block.end)
 
     def build(self, cold: ColdTokens) -> None:
-        self.refresh(cold)
+        self.before_search(cold)
 
-    def refresh(self, cold: ColdTokens) -> None:
+    def before_search(self, cold: ColdTokens) -> None:
         """Count the queries before the newest pass; then choose, if tokens came or went.
 
-        Here and not in ``learn``, which comes before it is known whether drafts are accepted, and
-        while the store may be at work.
+        Not in ``after_search``, which comes before it is known whether drafts are accepted,
+        and while the store may be at work.
         """
         if self._chosen_len > len(cold):
             # A crop forgets what was chosen, so that only a file can say so.
@@ -99,38 +103,29 @@ class H2OIndex(Index):
         if self._kept is None or self._chosen_for() != (len(cold), cold.budget):
             self._choose(cold)
 
-    def select(
-        self,
-        query: torch.Tensor,
-        budget: int,
-        valid: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        """The kept tokens, the same for every query; -1 where fewer than ``budget`` are left.
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        """The kept tokens, the same for every query; -1 where fewer than the budget are left.
 
         So a budget that covers all does not bring back what was evicted before. RuntimeError for
-        other tokens or another budget than ``build`` or ``refresh`` was told of.
+        other tokens or another budget than ``build`` or ``before_search`` was told of.
         """
         kept = self._kept
-        if kept is None or self._chosen_for() != (valid.shape[1], budget):
+        if kept is None or self._chosen_for() != (len(cold), cold.budget):
             raise RuntimeError(
-                f"nothing is chosen for {valid.shape[1]} tokens and a budget of {budget}: call "
-                "watch, observe and build, or refresh, first"
+                f"nothing is chosen for {len(cold)} tokens and a budget of {cold.budget}: call "
+                "on_forward, add and build, or before_search, first"
             )
-        allowed = valid[:, None].expand(-1, kept.shape[1], -1).gather(2, kept.clamp(min=0).long())
-        ids = kept.masked_fill(~allowed, -1)
+        allowed = cold.valid[:, None].expand(-1, kept.shape[1], -1)
+        ids = kept.masked_fill(~allowed.gather(2, kept.clamp(min=0).long()), -1)
         return ids[:, :, None].expand(-1, -1, query.shape[2], -1).contiguous()
 
-    def uncapturable(self) -> str | None:
-        return "h2o notes queries on the host at every step, and counts them before the next"
+    def cost(self, n: int, budget: int) -> SearchCost:
+        """Ids of the kept tokens, and the keys in the window, which queries are compared with.
 
-    def candidates(self, cold_len: int, budget: int) -> int:
-        return min(budget, cold_len)
-
-    def keys_read(self, cold_len: int, budget: int) -> int:
-        """The kept ones, which every query is compared with once more, to be counted."""
-        return min(budget + self.options.sink, cold_len)
+        Every query is compared with the kept keys once more, to be counted.
+        """
+        nbytes = 0 if self._kept is None else self._kept.nbytes + self._keys.rows.nbytes
+        return SearchCost(min(budget, n), nbytes, min(budget + self.options.sink, n))
 
     def crop(self, length: int) -> None:
         """Choose anew among the first ``length`` tokens, before the next selection.
@@ -141,12 +136,6 @@ class H2OIndex(Index):
         if length < self._chosen_len:
             self._kept = self._attended = None
             self._chosen_len = self._chosen_budget = 0
-
-    def select_nbytes(self) -> int:
-        """Ids of the kept tokens, and the keys in the window, which queries are compared with."""
-        if self._kept is None:
-            return 0
-        return self._kept.nbytes + self._keys.rows.nbytes
 
     def stats(self) -> dict[str, Any]:
         """``evicted``: tokens that never come back, summed over batch and KV heads."""

@@ -26,7 +26,8 @@ class QueryGrams(State):
     Single tokens are gathered and folded in together.
 
     Attributes:
-        sets: F, the number of KV heads, or of query heads; to be set before the first queries.
+        sets: F, the number of KV heads, or of query heads; 0 where it is set later, before the
+            first queries.
     """
 
     steady: torch.Tensor | None = tensor(shared=True)
@@ -36,8 +37,8 @@ class QueryGrams(State):
     _is_scaled: bool = number(False, saved=False)
     _waiting: WaitingQueries = part(lambda: WaitingQueries(_PENDING), saved=False)
 
-    def __init__(self, half_life: float, sets: int = 0) -> None:
-        self.half_life, self.sets = half_life, sets
+    def __init__(self, sets: int, half_life: float) -> None:
+        self.sets, self.half_life = sets, half_life
         self._count_before = 0
 
     def add(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
@@ -50,13 +51,13 @@ class QueryGrams(State):
             return
         self._waiting.put(queries, valid)
 
-    def settle(self) -> None:
+    def before_capture(self) -> None:
         """A single token comes, in a step that is captured: make room for it now."""
         if self._waiting.count == _PENDING:
             self.fold()
         self._count_before = self._waiting.count
 
-    def broke_off(self) -> None:
+    def capture_failed(self) -> None:
         """That step did nothing."""
         self._waiting.count = self._count_before
 

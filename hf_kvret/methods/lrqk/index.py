@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.index import CapturableIndex, ColdTokens, Index, SearchCost
 from hf_kvret.core.state import number, part, tensor
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import Factors, closed_form
@@ -22,7 +22,7 @@ from hf_kvret_kernels import proxy
 _NEGLIGIBLE = 1e-4
 
 
-class LRQKIndex(Index):
+class LRQKIndex(CapturableIndex, Index):
     """A proxy of r numbers for every cold key; all of them are scored for every query.
 
     Queries and keys are seen as Gram matrices while they pass. As soon as there are cold keys,
@@ -52,10 +52,13 @@ class LRQKIndex(Index):
 
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
-        self._queries, self._proxies = QueryGrams(options.half_life), Proxies(options.proxy_dtype)
+        self._queries, self._proxies = (
+            QueryGrams(0, options.half_life),
+            Proxies(options.proxy_dtype),
+        )
         self._before = self._check, self._flushed, self._since
 
-    def watch(
+    def on_forward(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -70,23 +73,27 @@ class LRQKIndex(Index):
         self._check |= queries.shape[2] > 1
         self._since += queries.shape[2]
 
-    def observe(self, block: TokenBlock) -> None:
+    def add(self, block: TokenBlock) -> None:
         # Of a prompt that comes in pieces, the factors know the first only.
-        self._partial = self._factors is not None
-        self._take(block)
+        self._partial, self._flushed = self._to_query is not None, True
+        self._keys.add(block.keys, block.valid)
+        factors = self._factors
+        if factors is None or self._mean is None:
+            self._adopt(self._fit(), [block.keys])
+            return
+        for proxies in self._project(factors, self._mean, [block.keys]):
+            self._proxies.append(proxies)
 
     def build(self, cold: ColdTokens) -> None:
+        # What came in the prompt is in the factors, or will be now.
+        self._flushed = False
         if self._partial:
             rows = torch.ones(len(self._proxies.rows), dtype=torch.bool)
             self._reproject(self._fit(), cold.store, rows.to(self._proxies.rows.device))
             self._partial, self._since = False, math.inf
-        self.refresh(cold)
+        self.before_search(cold)
 
-    def extend(self, block: TokenBlock) -> None:
-        self._take(block)
-        self._flushed = True
-
-    def refresh(self, cold: ColdTokens) -> None:
+    def before_search(self, cold: ColdTokens) -> None:
         """Project all keys anew where it is due and worth it.
 
         Looks at the error on the host only after a flush or a pass of several tokens.
@@ -105,63 +112,50 @@ class LRQKIndex(Index):
             if bool(gains.any()):
                 self._reproject(factors, cold.store, gains.any(dim=1))
 
-    def select(
-        self,
-        query: torch.Tensor,
-        budget: int,
-        valid: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         if self._factors is None or self._mean is None:
-            raise RuntimeError("the index is empty: watch and observe a block first")
+            raise RuntimeError("the index is empty: call on_forward and add first")
         batch, query_heads, count, dim = query.shape
         sets = self._factors.to_query.shape[1]
-        grouped = query.float().reshape(batch, sets, -1, dim) * scale
+        grouped = query.float().reshape(batch, sets, -1, dim) * cold.scale
         proxies = self._proxies.weigh(grouped @ self._factors.to_query)
         offset = None
-        if softcap is not None:
+        if cold.softcap is not None:
             # A cap bends the whole score, the mean key's part included.
-            offset = (query.float() * self._mean_of(query_heads).unsqueeze(2)).sum(-1) * scale
+            offset = (query.float() * self._mean_of(query_heads).unsqueeze(2)).sum(-1) * cold.scale
         relevance = proxy.relevance(
             proxies.view(batch, query_heads, count, -1),
             self._proxies.rows,
             self._mean.shape[1],
-            valid=valid,
+            valid=cold.valid,
             offset=offset,
-            softcap=softcap,
+            softcap=cold.softcap,
         )
-        return proxy.top_k(relevance, budget)
+        return proxy.top_k(relevance, cold.budget)
 
-    def uncapturable(self) -> str | None:
-        return None
-
-    def settle(self) -> None:
-        self._queries.settle()
+    def before_capture(self) -> None:
+        self._queries.before_capture()
         self._before = self._check, self._flushed, self._since
 
-    def broke_off(self) -> None:
+    def capture_failed(self) -> None:
         self._check, self._flushed, self._since = self._before
-        self._queries.broke_off()
+        self._queries.capture_failed()
 
     def replayed(self) -> None:
         self._since += 1
         self._queries.replayed()
 
-    def candidates(self, cold_len: int, budget: int) -> int:
-        """0: proxies alone choose."""
-        return 0
+    def cost(self, n: int, budget: int) -> SearchCost:
+        """Proxies alone choose."""
+        if self._to_query is None:
+            return SearchCost(0, 0)
+        return SearchCost(0, self._proxies.rows.nbytes + self._to_query.nbytes)
 
     def crop(self, length: int) -> None:
         """As every state's; without tokens, what was seen of queries goes, too."""
         if length == 0:
             self.reset()
         super().crop(length)
-
-    def select_nbytes(self) -> int:
-        if self._factors is None:
-            return 0
-        return self._proxies.rows.nbytes + self._factors.to_query.nbytes
 
     def stats(self) -> dict[str, Any]:
         """What became of the proxies since the index was made or forked.
@@ -197,18 +191,10 @@ class LRQKIndex(Index):
             return None
         return Factors(self._to_query, self._to_key)
 
-    def _take(self, block: TokenBlock) -> None:
-        self._keys.add(block.keys, block.valid)
-        if self._factors is None or self._mean is None:
-            self._adopt(self._fit(), [block.keys])
-            return
-        for proxies in self._project(self._factors, self._mean, [block.keys]):
-            self._proxies.append(proxies)
-
     def _fit(self) -> Factors:
         """The best factors for the keys and queries seen."""
         if not self._queries.sets:
-            raise RuntimeError("no query was seen: call watch before observe")
+            raise RuntimeError("no query was seen: call on_forward before add")
         queries = self._queries.weighted(self.options.recency)
         rank = self.options.rank_of(queries.shape[-1])
         return closed_form(queries, self._key_gram(queries.shape[1]), rank)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.index import ColdTokens, Index, SearchCost
 from hf_kvret.core.state import part, tensor
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.decoding import Bases, Seen
@@ -34,6 +34,8 @@ class PaperLRQKIndex(Index):
     algorithm 2's first guess, when they leave it.
     """
 
+    capture_obstacle = "the published lrqk keeps the tokens of the window on the host"
+
     _queries: Moments = part()
     _keys: Moments = part()
     _chance: RandomSource = part()
@@ -52,11 +54,11 @@ class PaperLRQKIndex(Index):
         self._queries, self._keys = Moments(random), Moments(random)
         self._proxies = Proxies(options.proxy_dtype)
         self._recent = RecentProxies(self._room(options))
-        # Made by ``refresh`` for ``select``, and of the newest pass.
+        # Made by ``before_search`` for ``search``, and of the newest pass.
         self._seen: Seen | None = None
         self._valid: torch.Tensor | None = None
 
-    def watch(
+    def on_forward(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -75,14 +77,11 @@ class PaperLRQKIndex(Index):
             self._keys.add(keys.repeat_interleave(group, dim=1), rank, self._chance)
         self._recent.add(keys, start, self._bases)
 
-    def observe(self, block: TokenBlock) -> None:
-        """Nothing: ``watch`` saw the keys, and ``build`` projects them."""
-
     def build(self, cold: ColdTokens) -> None:
         options = self.options
         queries, keys = self._queries, self._keys
         if queries.gram is None or keys.gram is None:
-            raise RuntimeError("no query was seen: call watch before build")
+            raise RuntimeError("no query was seen: call on_forward before build")
         rank = options.rank_of(queries.gram.shape[-1])
         starts = STARTS[options.init].sketches(queries, keys, rank)
         factors = alternating(queries.gram, keys.gram, *starts, options.iterations, options.penalty)
@@ -92,11 +91,12 @@ class PaperLRQKIndex(Index):
         for used in (queries, keys, self._chance):
             used.reset()
 
-    def extend(self, block: TokenBlock) -> None:
+    def add(self, block: TokenBlock) -> None:
+        """Those of a prompt were seen by ``on_forward``, and ``build`` projects them."""
         if self._bases is not None:
             self._proxies.append(self._recent.leave(block, self._bases))
 
-    def refresh(self, cold: ColdTokens) -> None:
+    def before_search(self, cold: ColdTokens) -> None:
         """Read the keys of the step before, which the next query is fitted to."""
         if self._bases is None:
             self.build(cold)
@@ -111,16 +111,9 @@ class PaperLRQKIndex(Index):
             proxies = self._proxies.values(proxies).masked_fill(ids[:, :, 0, :, None] < 0, 0.0)
             self._seen = self._seen.plus(Seen.of(keys[:, :, 0], proxies))
 
-    def select(
-        self,
-        query: torch.Tensor,
-        budget: int,
-        valid: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         if self._bases is None:
-            raise RuntimeError("the index is empty: watch, observe and build first")
+            raise RuntimeError("the index is empty: call on_forward, add and build first")
         options, count = self.options, query.shape[2]
         if self._valid is not None:
             # Neither query nor key of padding moves the bases.
@@ -134,20 +127,13 @@ class PaperLRQKIndex(Index):
             of_keys.append(k_hat)
         self._query_basis, self._key_basis = bases.query, bases.key
         self._recent.replace_newest(torch.stack(of_keys, dim=2))
-        proxies = self._proxies.weigh(torch.stack(of_queries, dim=2)) * scale
+        proxies = self._proxies.weigh(torch.stack(of_queries, dim=2)) * cold.scale
         scores = proxy.relevance(
-            proxies, self._proxies.rows, query.shape[1], valid=valid, softcap=softcap
+            proxies, self._proxies.rows, query.shape[1], valid=cold.valid, softcap=cold.softcap
         )
-        ids = proxy.top_k(scores, budget)
+        ids = proxy.top_k(scores, cold.budget)
         self._selected = ids[:, :, -1:]
         return ids
-
-    def uncapturable(self) -> str | None:
-        return "the published lrqk keeps the tokens that wait for a flush on the host"
-
-    def candidates(self, cold_len: int, budget: int) -> int:
-        """0: proxies alone choose."""
-        return 0
 
     def crop(self, length: int) -> None:
         """As every state's; the next query is not fitted to tokens that may be gone."""
@@ -160,16 +146,17 @@ class PaperLRQKIndex(Index):
         super().set_options(options)
         self._recent.room = self._room(options)
 
-    def select_nbytes(self) -> int:
+    def cost(self, n: int, budget: int) -> SearchCost:
         """All proxies, the bases twice (also written), and the keys that a query is fitted to."""
-        if self._bases is None:
-            return 0
+        bases = self._bases
+        if bases is None:
+            return SearchCost(0, 0)
         keys = self._recent.keys.rows
         fitted = keys.nbytes + self._recent.proxies.rows.nbytes
         if self._selected is not None:
             fitted += self._selected.numel() * keys.shape[-1] * keys.element_size()
-        bases = self._bases.query.nbytes + self._bases.key.nbytes
-        return self._proxies.rows.nbytes + 2 * bases + fitted
+        both = 2 * (bases.query.nbytes + bases.key.nbytes)
+        return SearchCost(0, self._proxies.rows.nbytes + both + fitted)
 
     def loaded(self) -> None:
         """KeyError where a part is missing, ValueError for selected tokens that are not there."""

@@ -7,7 +7,7 @@ import math
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import Index
+from hf_kvret.core.index import CapturableIndex, ColdTokens, Index, SearchCost
 from hf_kvret.core.state import tensor
 from hf_kvret.core.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.paris.config import ParisConfig
@@ -18,7 +18,7 @@ _MOST_POINTS = 254
 _LARGEST_HEAD = 256
 
 
-class ParisIndex(Index):
+class ParisIndex(CapturableIndex, Index):
     """Codes of every cold key: a sign plane, a magnitude plane and subspace weights.
 
     Keys are centered, normalized, rotated by random signs and a Walsh-Hadamard transform, and
@@ -45,7 +45,7 @@ class ParisIndex(Index):
     def __init__(self, options: ParisConfig) -> None:
         self.options = options
 
-    def observe(self, block: TokenBlock) -> None:
+    def add(self, block: TokenBlock) -> None:
         if self._counts is None:
             self._make_basis(block.keys.shape[-1], block.keys.device)
             self._mean = block.mean_key() if self.options.center else None
@@ -70,18 +70,11 @@ class ParisIndex(Index):
         m = self.options.subspace_dim
         return paris.encode(keys, self._signs, self._levels, m=m, mean=self._mean)
 
-    def select(
-        self,
-        query: torch.Tensor,
-        budget: int,
-        valid: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         options, m = self.options, self.options.subspace_dim
         counts, levels = self._counts, self._levels
         if counts is None or levels is None:
-            raise RuntimeError("the index is empty: observe a block first")
+            raise RuntimeError("the index is empty: add a block first")
         codes = self._codes()
         batch, heads, held, _ = codes.sign.shape
         grouped = query.view(batch, heads, -1, query.shape[2], query.shape[3])
@@ -90,24 +83,31 @@ class ParisIndex(Index):
         rotated = self.rotate(grouped.transpose(2, 3))
         _, rho = options.ratios(held)
         points, histogram = paris.collisions(
-            rotated, counts, codes.sign, rho=rho, tiers=options.tiers, m=m, valid=valid
+            rotated, counts, codes.sign, rho=rho, tiers=options.tiers, m=m, valid=cold.valid
         )
-        kept = paris.candidates(points, histogram, self.candidates(held, budget))
+        kept = paris.candidates(points, histogram, self._candidates(held, cold.budget))
         offset = None
-        if softcap is not None and self._mean is not None:
+        if cold.softcap is not None and self._mean is not None:
             # A cap bends the whole score, the mean key's part included.
             offset = torch.einsum("bhgqd,bhd->bhqg", grouped.float(), self._mean)
         estimates = paris.rerank(
-            rotated, codes, kept, levels, m=m, scale=scale, softcap=softcap, offset=offset
+            rotated, codes, kept, levels, m=m, scale=cold.scale, softcap=cold.softcap, offset=offset
         )
-        return best_ids(estimates, kept, budget)
+        return best_ids(estimates, kept, cold.budget)
 
-    def uncapturable(self) -> str | None:
-        return None
+    def _candidates(self, n: int, budget: int) -> int:
+        beta, _ = self.options.ratios(n)
+        return min(n, max(budget, math.ceil(beta * n)))
 
-    def candidates(self, cold_len: int, budget: int) -> int:
-        beta, _ = self.options.ratios(cold_len)
-        return min(cold_len, max(budget, math.ceil(beta * cold_len)))
+    def cost(self, n: int, budget: int) -> SearchCost:
+        """Stage 1 reads the signs of all tokens, stage 2 the whole codes of the candidates."""
+        count, candidates = len(self._sign), self._candidates(n, budget)
+        if not count:
+            return SearchCost(candidates, 0)
+        planes = (self._sign, self._magnitude, self._weight)
+        code = sum(plane.rows.nbytes for plane in planes) / count
+        fewest = self._candidates(count, 0)
+        return SearchCost(candidates, self._sign.rows.nbytes + int(fewest * code))
 
     def crop(self, length: int) -> None:
         """As every state's; what is dropped is no longer counted either."""
@@ -121,15 +121,6 @@ class ParisIndex(Index):
             dropped.sign[:, :, length:], m=self.options.subspace_dim, valid=counted
         )
         super().crop(length)
-
-    def select_nbytes(self) -> int:
-        count = len(self._sign)
-        if not count:
-            return 0
-        # Stage 1 reads the signs of all tokens, stage 2 the whole codes of the candidates.
-        planes = (self._sign, self._magnitude, self._weight)
-        code = sum(plane.rows.nbytes for plane in planes) / count
-        return self._sign.rows.nbytes + int(self.candidates(count, 0) * code)
 
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""

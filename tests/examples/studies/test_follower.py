@@ -13,6 +13,7 @@ import hf_kvret
 from hf_kvret import CTkvrCache, FlatKVCache
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.scoring import Scoring
 from hf_kvret.stores import StoreChoice
 
 HEADS, GROUP, DIM = 2, 2, 16
@@ -50,7 +51,7 @@ def _cold(tokens: int, valid: torch.Tensor, softcap: float | None) -> ColdTokens
     options = FlatKVCache.config_class(store="device")
     store = StoreChoice(options, 1).make(torch.device("cpu"), 2 * keys.nbytes)
     store.append(TokenBlock(keys, keys, 0, None))
-    return ColdTokens(store, valid, 0.7, softcap, 6)
+    return ColdTokens(store, Scoring(valid, 0.7, softcap), 6)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

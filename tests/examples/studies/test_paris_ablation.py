@@ -164,7 +164,7 @@ def test_the_variants_are_what_they_are_called(subject: Subject) -> None:
         index = cache.make_index(cache.options, 0)
         paris = made(made_variant("drift", "paris", options, 0.3, clusters=9))
         other = paris.make_index(paris.options, 0)
-        assert index.candidates(5000, 7) == other.candidates(5000, 7) == 1500
+        assert index.cost(5000, 7).candidates == other.cost(5000, 7).candidates == 1500
 
 
 def test_a_text_that_changes_its_subject_can_follow(

@@ -16,6 +16,7 @@ from hf_kvret import TokenBlock
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import all_valid
+from hf_kvret.testing.cold import cold_tokens
 
 HEADS, GROUP, DIM = 2, 2, 16
 
@@ -27,11 +28,11 @@ def _draw(seed: int, *shape: int) -> torch.Tensor:
 def _index(kind: type[PrefillClusterIndex], *parts: torch.Tensor) -> PrefillClusterIndex:
     """The first part is the prompt, the others come later."""
     index = kind(ClusterConfig(clusters=32, candidate_ratio=0.1))
-    index.observe(TokenBlock(parts[0], parts[0], 0))
+    index.add(TokenBlock(parts[0], parts[0], 0))
     index.build(all_valid(PagedStore(DeviceMemory(torch.device("cpu"))), 1))
     start = parts[0].shape[2]
     for part in parts[1:]:
-        index.extend(TokenBlock(part, part, start))
+        index.add(TokenBlock(part, part, start))
         start += part.shape[2]
     return index
 
@@ -39,7 +40,7 @@ def _index(kind: type[PrefillClusterIndex], *parts: torch.Tensor) -> PrefillClus
 def _recall(index: PrefillClusterIndex, keys: torch.Tensor, query: torch.Tensor) -> float:
     best = (query @ keys.transpose(-1, -2)).topk(20, dim=-1).indices
     valid = torch.ones(len(keys), keys.shape[2], dtype=torch.bool)
-    ids = index.select(query, 20, valid, 0.25)
+    ids = index.search(query, cold_tokens(valid, 0.25, 20))
     return (ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean().item()
 
 
@@ -83,7 +84,7 @@ def test_a_budget_for_all_selects_exactly_the_valid_tokens(kind: type[PrefillClu
     keys, query = _draw(0, 2, HEADS, 90, DIM), _draw(1, 2, HEADS * GROUP, 3, DIM)
     valid = torch.ones(2, 90, dtype=torch.bool)
     valid[:, :4] = False
-    ids = _index(kind, keys[:, :, :60], keys[:, :, 60:]).select(query, 90, valid, 0.2)
+    ids = _index(kind, keys[:, :, :60], keys[:, :, 60:]).search(query, cold_tokens(valid, 0.2, 90))
     assert ids.shape == (2, HEADS, 3, 90) and ids.dtype == torch.int32
     for chosen in ids.flatten(0, 2):
         assert sorted(chosen[chosen >= 0].tolist()) == list(range(4, 90))
@@ -93,30 +94,30 @@ def test_fork_and_crop_keep_the_selection() -> None:
     keys, query = _draw(0, 2, HEADS, 90, DIM), _draw(1, 2, HEADS * GROUP, 1, DIM)
     index = _index(PrefillClusterIndex, keys[:, :, :60], keys[:, :, 60:])
     valid = torch.ones(2, 90, dtype=torch.bool)
-    expected = index.select(query, 12, valid, 0.2)
+    expected = index.search(query, cold_tokens(valid, 0.2, 12))
     fork = index.fork()
-    assert torch.equal(fork.select(query, 12, valid, 0.2), expected)
+    assert torch.equal(fork.search(query, cold_tokens(valid, 0.2, 12)), expected)
     more = _draw(3, 2, HEADS, 30, DIM)
-    fork.extend(TokenBlock(more, more, 90))
+    fork.add(TokenBlock(more, more, 90))
     fork.crop(90)
-    assert torch.equal(fork.select(query, 12, valid, 0.2), expected)
-    # What a study needs no more than this says so, before it gives wrong numbers.
-    for missing in (index.state_dict, lambda: index.reorder(torch.tensor([1, 0]))):
-        with pytest.raises(NotImplementedError):
-            missing()
+    assert torch.equal(fork.search(query, cold_tokens(valid, 0.2, 12)), expected)
+    rows = torch.tensor([1, 0])
+    fork.reorder(rows)
+    reordered = fork.search(query[rows], cold_tokens(valid, 0.2, 12))
+    assert torch.equal(reordered, expected[rows])
 
 
 def test_candidates_cover_the_budget() -> None:
     index = PrefillClusterIndex(ClusterConfig(candidate_ratio=0.1))
-    assert [index.candidates(1000, k) for k in (10, 300)] == [100, 300]
-    assert index.candidates(50, 100) == 50
+    assert [index.cost(1000, k).candidates for k in (10, 300)] == [100, 300]
+    assert index.cost(50, 100).candidates == 50
 
 
 def test_mistakes_are_refused() -> None:
     keys = _draw(0, 1, HEADS, 4, DIM)
     index = PrefillClusterIndex(ClusterConfig())
     with pytest.raises(ValueError, match="without padding"):
-        index.observe(TokenBlock(keys, keys, 0, torch.tensor([[False, True, True, True]])))
-    index.observe(TokenBlock(keys, keys, 0))
+        index.add(TokenBlock(keys, keys, 0, torch.tensor([[False, True, True, True]])))
+    index.add(TokenBlock(keys, keys, 0))
     with pytest.raises(AssertionError, match="build the index first"):
-        index.select(keys, 1, torch.ones(1, 4, dtype=torch.bool), 1.0)
+        index.search(keys, cold_tokens(torch.ones(1, 4, dtype=torch.bool), 1.0, 1))
