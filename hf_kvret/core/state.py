@@ -158,6 +158,10 @@ class Field:
         """Bytes of the value's tensors."""
         return 0
 
+    def is_in(self, state: Tensors) -> bool:
+        """Whether something of it was saved in ``state``."""
+        return self.is_saved and self.key in state
+
     def saved(self, value: Any) -> Tensors:
         """Tensors of the value, by name."""
         return {}
@@ -251,6 +255,11 @@ class PartField(Field):
     def nbytes(self, value: State | None) -> int:
         return 0 if value is None else value.nbytes()
 
+    def is_in(self, state: Tensors) -> bool:
+        if self.prefix or self.make is None:
+            return self.is_saved and any(name.startswith(self.prefix) for name in state)
+        return self.is_saved and any(field.is_in(state) for field in self.make().fields.values())
+
     def saved(self, value: State | None) -> Tensors:
         if value is None or not self.is_saved:
             return {}
@@ -259,12 +268,12 @@ class PartField(Field):
     def loaded(
         self, value: State | None, state: Tensors, device: torch.device | None
     ) -> State | None:
+        if not self.is_saved or (self.optional and not self.is_in(state)):
+            return value
         prefix = self.prefix
         mine = {
             name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
         }
-        if not self.is_saved or (self.optional and not mine):
-            return value
         if value is None:
             assert self.make is not None, "an optional part that is saved can be made"
             value = self.make()

@@ -161,6 +161,9 @@ class TokensField(PartField):
         if self.cold:
             value.crop(length)
 
+    def is_in(self, state: Tensors) -> bool:
+        return self.key in state
+
     def saved(self, value: Any) -> Tensors:
         return {self.key: value.rows.contiguous()} if value.is_allocated else {}
 

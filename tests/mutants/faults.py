@@ -71,9 +71,9 @@ FAULTS = (
     ),
     Fault(
         "fork-shares-the-window",
-        "hf_kvret/core/window.py",
-        "twin.keys, twin.values = self.keys.clone(), self.values.clone()",
-        "twin.keys, twin.values = self.keys, self.values",
+        "hf_kvret/core/state.py",
+        "return value if value is None or self.shared else value.clone()",
+        "return value",
     ),
     Fault(
         "sinks-counted-twice",
@@ -113,9 +113,9 @@ FAULTS = (
     ),
     Fault(
         "soft-cap-lost",
-        "hf_kvret/core/call.py",
-        "            softcap=self.softcap,\n",
-        "            softcap=None,\n",
+        "hf_kvret/core/exact_attention.py",
+        "        softcap=scoring.softcap,\n",
+        "        softcap=None,\n",
     ),
     Fault(
         "refused-call-leaves-the-layer-waiting",
@@ -138,7 +138,7 @@ FAULTS = (
     Fault(
         "fork-overwrites-shared-rows",
         "hf_kvret/core/token_buffer.py",
-        "self._promised = max(self._promised, self.length)",
+        "self._promised = max(self._promised, self._end)",
         "self._promised = 0",
     ),
     Fault(
@@ -150,8 +150,8 @@ FAULTS = (
     Fault(
         "cropped-page-written-on",
         "hf_kvret/stores/paged.py",
-        "self.length, self._tail = cold_len, None",
-        "self.length = cold_len",
+        "self.length, self._tail = length, None",
+        "self.length = length",
     ),
     Fault(
         "fork-writes-the-shared-page",
@@ -162,8 +162,8 @@ FAULTS = (
     Fault(
         "slot-of-a-dropped-token-kept",
         "hf_kvret/stores/slots.py",
-        "gone = self.slot_map.token >= cold_len",
-        "gone = self.slot_map.token > cold_len",
+        "gone = self._token >= length",
+        "gone = self._token > length",
     ),
     Fault(
         "ids-of-another-dtype",
@@ -174,8 +174,8 @@ FAULTS = (
     Fault(
         "padding-selected",
         "hf_kvret/methods/flat/index.py",
-        'scores = scores.masked_fill(~valid[:, None, None], float("-inf"))',
-        "assert valid is not None",
+        'scores = scores.masked_fill(~cold.valid[:, None, None], float("-inf"))',
+        "assert cold.valid is not None",
     ),
     Fault(
         "counts-of-dropped-keys-kept",
@@ -184,21 +184,21 @@ FAULTS = (
         "paris.count_centroids(",
     ),
     Fault(
-        "trail-keeps-cropped-rows",
-        "hf_kvret/methods/h2o/trail.py",
-        "self._rows.crop(self._gone + kept)",
-        "self._rows.crop(self._gone + kept + 1)",
+        "buffer-keeps-a-cropped-row",
+        "hf_kvret/core/token_buffer.py",
+        "        self.crop(start)\n        self.append(rows)",
+        "        self.crop(start + 1)\n        self.append(rows)",
     ),
     Fault(
         "lists-name-dropped-tokens",
         "hf_kvret/methods/ctkvr/inverted_lists.py",
-        "ids.masked_fill_(ids >= first, -1)",
-        "ids.masked_fill_(ids > first, -1)",
+        "ids.masked_fill_(ids >= length, -1)",
+        "ids.masked_fill_(ids > length, -1)",
     ),
     Fault(
         "dropped-codes-selected",
         "hf_kvret/methods/a2ats/index.py",
-        "self._cold = min(self._cold, cold_len)",
+        "self._cold = min(self._cold, length)",
         "pass",
     ),
     Fault(
