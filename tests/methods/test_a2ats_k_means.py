@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hf_kvret.calibration import k_means as module
+from hf_kvret.methods.a2ats import k_means as module
 from hf_kvret.methods.a2ats.k_means import k_means
 
 
