@@ -73,7 +73,9 @@ class RetrievalCache(Cache):
         for number in ours:
             make_index = partial(self.make_index, options, number)
             make_store = partial(self.make_store, options, number, self._stores)
-            layers[number] = RetrievalLayer(options, make_index, make_store)
+            layers[number] = RetrievalLayer(
+                options, make_index, make_store, self.needs_positions(options, number)
+            )
         self._newest: RetrievalLayer | None = None
         self._thread = threading.get_ident()
         # The newest layer below the lowest that attends whose state took in tokens of a pass.
@@ -92,9 +94,20 @@ class RetrievalCache(Cache):
         return options
 
     @classmethod
-    def make_index(cls, options: Any, layer: int) -> Index:
-        """A new, empty index for the model layer number ``layer``."""
+    def make_index(cls, options: Any, layer: int) -> Index | None:
+        """A new, empty index for the model layer number ``layer``.
+
+        None where nothing is selected: then all cold tokens are attended to, always.
+        """
         raise NotImplementedError
+
+    @classmethod
+    def needs_positions(cls, options: Any, layer: int) -> str:
+        """Whether the store of a layer needs positions in its blocks; ``""``: it does not.
+
+        Else what to say where the model does not tell its attention where tokens are.
+        """
+        return ""
 
     @classmethod
     def make_store(

@@ -157,7 +157,8 @@ def fill_randomly(
         held_keys, held_values = cache.update(keys, values, number)
         if isinstance(layer, RetrievalLayer):
             assert layer.regions is not None, "an update makes the regions"
-            learns = type(layer.regions.index).on_forward is not Index.on_forward
+            index = layer.regions.index
+            learns = index is not None and type(index).on_forward is not Index.on_forward
             count = context if learns else 1
             query = rows(3 * number + 2, heads, like.key_dim, like.key_scale, count)
             query = query.expand(-1, -1, context, -1)

@@ -101,9 +101,7 @@ def decode_floor(
     for layer in cache.retrieval_layers:
         if layer.regions is not None:
             keys, values = layer.regions.window.tokens()
-            length = layer.regions.cold_len
-            cost = layer.regions.index.cost(length, layer.config.budget(length))
-            device += keys.nbytes + values.nbytes + cost.nbytes
+            device += keys.nbytes + values.nbytes + layer.regions.search_cost().nbytes
             far, near = _compared_bytes(layer, keys)
             bus, device = bus + far, device + near
     return Floor(device + selected.near_bytes, bus + selected.bus_bytes)
@@ -114,8 +112,7 @@ def _compared_bytes(layer: RetrievalLayer, keys: torch.Tensor) -> tuple[float, f
     regions = layer.regions
     if regions is None or regions.store is None or not regions.cold_len:
         return 0, 0
-    held = regions.cold_len
-    count = regions.index.cost(held, layer.config.budget(held)).keys_read
+    count = regions.search_cost().keys_read
     key = keys.shape[3] * keys.element_size()
     plain = key + regions.window.values.shape[3] * keys.element_size()
     row = regions.store.row_nbytes(plain)
@@ -159,7 +156,7 @@ def selections(cache: Cache) -> Selections:
         regions, far = layer.regions, 0
         if regions is None or regions.store is None:
             continue
-        if regions.store.over_bus:
+        if regions.store.bus_share > 0.0:
             # A store that says what it missed has the other rows on the device.
             far = told.get("misses", told["selected"])
             on_host += far * regions.store.bus_share

@@ -103,6 +103,7 @@ class MethodWay(Way):
     def prepare(self, prompt: Prompt) -> Callable[[], Index]:
         def build() -> Index:
             index = self._class.make_index(self._options, 0)
+            assert index is not None, "caches without an index are no ways"
             index.on_forward(prompt.queries, prompt.passed, 0, None)
             index.add(TokenBlock(prompt.keys, prompt.keys, start=0))
             index.build(prompt.cold)

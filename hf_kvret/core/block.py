@@ -10,6 +10,10 @@ import torch
 _NUMBERS = 1 << 20
 
 
+UNKNOWN_POSITION = -(2**31)
+"""In place of a position that the store knows: of a token that a crop brought back."""
+
+
 @dataclass(frozen=True)
 class TokenBlock:
     """Tokens ``start .. start + len(block)`` of every row of the batch.
@@ -19,8 +23,8 @@ class TokenBlock:
         values: ``[B, Hkv, n, Dv]``.
         start: cache slot of the first token.
         valid: ``[B, n]`` bool, False for padding and holes; None when all are valid.
-        positions: ``[B, n]`` integers, where the model's RoPE put the tokens; None unless the index
-            keeps them (``Index.positions``).
+        positions: ``[B, n]`` int32, where the model's RoPE put the tokens, ``UNKNOWN_POSITION`` for
+            those that the store held before; None unless it needs them.
     """
 
     keys: torch.Tensor

@@ -74,6 +74,7 @@ _REPLACED = {
     "candidates": "cost(n, budget)",
     "keys_read": "cost(n, budget)",
     "select_nbytes": "cost(n, budget)",
+    "positions": "RetrievalCache.needs_positions",
     "uncapturable": "the mixin CapturableIndex, or the attribute capture_obstacle",
 }
 
@@ -91,8 +92,6 @@ class Index(State):
     decoded, unless a block left the window just before.
 
     Attributes:
-        whole: all cold tokens are attended to, always. The layer then reads the store piece by
-            piece and never calls ``search`` or ``after_search``.
         capture_obstacle: why its decode steps can't be captured in a CUDA graph, in words; of an
             index that is no ``CapturableIndex``.
 
@@ -100,7 +99,6 @@ class Index(State):
         TypeError: a subclass defines methods of the contract before this one.
     """
 
-    whole: ClassVar[bool] = False
     capture_obstacle: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -178,13 +176,6 @@ class Index(State):
         if hasattr(self, "options"):
             self.options = options
 
-    def positions(self, start: int, end: int) -> torch.Tensor | None:
-        """``[B, end - start]`` integers that ``on_forward`` was told for these slots.
-
-        None unless the index keeps them, for a store that needs them in its blocks.
-        """
-        return None
-
     def shared_nbytes(self) -> int:
         """Bytes of what all caches of a process share, as calibrated tensors on the device."""
         return 0
@@ -216,8 +207,10 @@ class CapturableIndex:
         """A captured step was replayed: what its run in Python would have noted on the host."""
 
 
-def why_uncapturable(index: Index) -> str | None:
+def why_uncapturable(index: Index | None) -> str | None:
     """Why decode steps of an index can't be replayed from a CUDA graph; None: they can."""
+    if index is None:
+        return "a cache without an index reads its store in pieces, more of them as it grows"
     if isinstance(index, CapturableIndex):
         return None
     obstacle = f"the index {type(index).__name__} does not say that its steps can be captured"

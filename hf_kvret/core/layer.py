@@ -45,7 +45,11 @@ class RetrievalLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(
-        self, config: RetrievalConfig, make_index: Callable[[], Index], make_store: MakeStore
+        self,
+        config: RetrievalConfig,
+        make_index: Callable[[], Index | None],
+        make_store: MakeStore,
+        needs_positions: str = "",
     ) -> None:
         self.regions: Regions | None = None
         super().__init__()
@@ -59,11 +63,17 @@ class RetrievalLayer(CacheLayerMixin):
         self._scoring: Scoring | None = None
         self._make_index = make_index
         self._make_store = make_store
+        self._needs_positions = needs_positions
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the regions for tokens shaped like these, ``[B, Hkv, *, D]``."""
         self.regions = Regions(
-            self.config, self._make_index(), self._new_store, key_states, value_states
+            self.config,
+            self._make_index(),
+            self._new_store,
+            key_states,
+            value_states,
+            self._needs_positions,
         )
         self.is_initialized = True
 
@@ -241,7 +251,7 @@ class RetrievalLayer(CacheLayerMixin):
         cold = regions.cold(call.scoring)
         if cold is not None:
             index = regions.ready_index(cold)
-            if index.whole:
+            if index is None:
                 finish_cold = partial(self._attend_whole, query, cold)
             else:
                 ids = self._search(index, query, cold)
@@ -337,7 +347,7 @@ class RetrievalLayer(CacheLayerMixin):
         """An independent copy that shares the cold part; counts start anew."""
         if self.waiting:
             raise RuntimeError("fork() between update and attention: finish the forward pass first")
-        twin = type(self)(self.config, self._make_index, self._make_store)
+        twin = type(self)(self.config, self._make_index, self._make_store, self._needs_positions)
         self._build_index()
         if self.regions is not None:
             twin.regions, twin.is_initialized = self.regions.fork(twin._new_store), True
@@ -362,13 +372,14 @@ class RetrievalLayer(CacheLayerMixin):
         if cold is not None:
             self.regions.build_index(cold)
 
-    def set_options(self, config: RetrievalConfig, make_index: Callable[[], Index]) -> None:
+    def set_options(self, config: RetrievalConfig, make_index: Callable[[], Index | None]) -> None:
         """Go on with other options, which must fit the tokens held."""
         self.edits += 1
         self.config, self._make_index = config, make_index
         if self.regions is not None:
             self.regions.config = config
-            self.regions.index.set_options(config)
+            if self.regions.index is not None:
+                self.regions.index.set_options(config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.fork()

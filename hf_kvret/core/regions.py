@@ -9,11 +9,12 @@ from typing import Self
 import torch
 
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.block import UNKNOWN_POSITION, TokenBlock
+from hf_kvret.core.index import ColdTokens, Index, SearchCost
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.state import Tensors
 from hf_kvret.core.store import Store
+from hf_kvret.core.token_buffer import TokenBuffer
 from hf_kvret.core.window import Window
 
 MakeStore = Callable[[torch.device, int], Store]
@@ -31,25 +32,30 @@ class Regions:
 
     Args:
         config: sizes of the regions.
-        index: an empty index.
+        index: an empty index, or None: all cold tokens are attended to.
         make_store: ``(device, bytes of the first block) -> store``; called at the first flush.
         keys: any ``[B, Hkv, *, Dk]`` with the dtype and device of the tokens to come.
         values: the same for values, ``[B, Hkv, *, Dv]``.
+        needs_positions: see ``RetrievalCache.needs_positions``.
     """
 
     @_keeps_tensors
     def __init__(
         self,
         config: RetrievalConfig,
-        index: Index,
+        index: Index | None,
         make_store: MakeStore,
         keys: torch.Tensor,
         values: torch.Tensor,
+        needs_positions: str = "",
     ) -> None:
         self.config = config
         self.index = index
         self.window = Window(config.sink, keys, values)
         self.store: Store | None = None
+        # [B, 1, n] int32 of recent tokens.
+        self.positions = TokenBuffer(64)
+        self._needs_positions = needs_positions
         self._make_store = make_store
         self._built = False
         self._retrievable: torch.Tensor | None = None
@@ -99,14 +105,23 @@ class Regions:
         valid: torch.Tensor | None,
         positions: torch.Tensor | None = None,
     ) -> None:
-        """Show the index the ``queries [B, Hq, n, Dk]`` and keys of tokens about to be taken in."""
+        """Show the index the ``queries [B, Hq, n, Dk]`` and keys of tokens about to be taken in.
+
+        Raises:
+            ValueError: no ``positions [B, n]``, and the store needs them.
+        """
         start, end = self.length, self.length + keys.shape[2]
         new_valid = None if valid is None else valid[:, start:end]
         place = self.window.place
         if place is not None and new_valid is not None:
             # The slot of the step that is captured is not that of the others.
             new_valid = place.held.index_select(1, place.column)
-        self.index.on_forward(queries, keys, start, new_valid, positions)
+        if self._needs_positions:
+            if positions is None:
+                raise ValueError(self._needs_positions)
+            self.positions.put(positions.to(torch.int32)[:, None], start)
+        if self.index is not None:
+            self.index.on_forward(queries, keys, start, new_valid, positions)
 
     def step_flushes(self) -> bool:
         """Whether the next ``take_step`` moves tokens to the store."""
@@ -165,20 +180,25 @@ class Regions:
         return ColdTokens(self.store, scoring.of(self.retrievable(scoring.valid)), budget)
 
     @_keeps_tensors
-    def ready_index(self, cold: ColdTokens) -> Index:
-        """The index, ready to search among ``cold``."""
-        if self._built:
+    def ready_index(self, cold: ColdTokens) -> Index | None:
+        """The index, ready to search among ``cold``; None: all are attended to."""
+        if self._built and self.index is not None:
             self.index.before_search(cold)
-        else:
-            self.build_index(cold)
+        self.build_index(cold)
         return self.index
 
     @_keeps_tensors
     def build_index(self, cold: ColdTokens) -> None:
         """Have the index finish what the prompt left to do; once only."""
-        if not self._built:
+        if not self._built and self.index is not None:
             self.index.build(cold)
-            self._built = True
+        self._built = True
+
+    def search_cost(self) -> SearchCost:
+        """What one search takes; without an index, what reading the store takes beside its rows."""
+        if self.index is None:
+            return SearchCost(0, 0 if self.store is None else self.store.shared_nbytes())
+        return self.index.cost(self.cold_len, self.config.budget(self.cold_len))
 
     def retrievable(self, valid: torch.Tensor | None) -> torch.Tensor:
         """``[B, cold]`` bool, False for padding, holes and sinks. ``valid`` as in ``take_step``."""
@@ -216,7 +236,8 @@ class Regions:
         keys, values = self.store.gather(ids)
         self.window.unpop(keys[:, :, 0].to(device), values[:, :, 0].to(device), left)
         self.store.crop(cold)
-        self.index.crop(cold)
+        if self.index is not None:
+            self.index.crop(cold)
         # Without tokens an index is as new, and the next prompt builds it.
         self._built = self._built and cold > 0
         self._retrievable = None
@@ -225,7 +246,9 @@ class Regions:
     def reorder(self, rows: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``rows[b]``; rows may repeat or be left out."""
         self.window.reorder(rows)
-        self.index.reorder(rows)
+        if self.index is not None:
+            self.index.reorder(rows)
+        self.positions.reorder(rows)
         if self.store is not None:
             self.store.reorder(rows)
         self._retrievable = None
@@ -233,10 +256,10 @@ class Regions:
     @_keeps_tensors
     def fork(self, make_store: MakeStore) -> Self:
         """An independent copy that shares the cold part; ``make_store`` as for a new one."""
-        twin = type(self)(
-            self.config, self.index.fork(), make_store, self.window.keys, self.window.values
-        )
-        twin.window = self.window.fork()
+        index = None if self.index is None else self.index.fork()
+        keys, values = self.window.keys, self.window.values
+        twin = type(self)(self.config, index, make_store, keys, values, self._needs_positions)
+        twin.window, twin.positions = self.window.fork(), self.positions.fork()
         twin.store = None if self.store is None else self.store.fork()
         twin._built, twin._retrievable = self._built, self._retrievable
         return twin
@@ -244,7 +267,12 @@ class Regions:
     def state_dict(self) -> Tensors:
         """Tensors on the CPU, named ``window.*``, ``index.*``, ``store.*``, and ``built``."""
         # An index may have learnt from what it watched before anything was cold.
-        parts = {"window": self.window.state_dict(), "index": self.index.state_dict()}
+        index = {} if self.index is None else self.index.state_dict()
+        parts = {"window": self.window.state_dict(), "index": index}
+        if self.positions.is_allocated:
+            # Where an index kept them once.
+            first = torch.tensor(self.positions.first)
+            parts["index"] = {"positions": self.positions.rows[:, 0].contiguous(), "start": first}
         if self.store is not None and self.cold_len:
             parts["store"] = self.store.state_dict()
         state = {
@@ -259,7 +287,9 @@ class Regions:
         """Become the regions whose ``state_dict`` this is. KeyError names a missing tensor."""
         window, index, rows = (_part(state, name) for name in ("window.", "index.", "store."))
         self.window.load_state_dict(window, device)
-        if index or self.window.start:
+        if self._needs_positions:
+            self.positions.put(index["positions"].to(device)[:, None], int(index["start"]))
+        if self.index is not None and (index or self.window.start):
             self.index.load_state_dict(index, device)
         if self.window.start:
             self.store = self._make_store(device, sum(x.nbytes for x in rows.values()))
@@ -272,11 +302,17 @@ class Regions:
             size = block.keys.nbytes + block.values.nbytes
             self.store = self._make_store(block.keys.device, size)
         self.window.take_sinks(block)
-        positions = self.index.positions(block.start, block.end)
-        if positions is not None:
-            block = replace(block, positions=positions)
+        if self.positions.is_allocated:
+            # Those of tokens that a crop brought back are in the store.
+            first, last = (max(0, slot - self.positions.first) for slot in (block.start, block.end))
+            known = self.positions.rows[:, 0, first:last]
+            missing = len(block) - known.shape[1]
+            known = torch.nn.functional.pad(known, (missing, 0), value=UNKNOWN_POSITION)
+            block = replace(block, positions=known)
         self.store.append(block)
-        self.index.add(block)
+        self.positions.drop(block.end)
+        if self.index is not None:
+            self.index.add(block)
         self._retrievable = None
 
 

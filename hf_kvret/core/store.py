@@ -13,6 +13,8 @@ from hf_kvret.core.state import State, Tensors
 from hf_kvret_kernels.host_attention import host_rank
 from hf_kvret_kernels.relevance import group_relevance
 
+AttentionResult = tuple[torch.Tensor, torch.Tensor]
+
 
 def _nothing_below() -> Store | None:
     return None
@@ -33,17 +35,12 @@ class Store(State):
     below: Callable[[], Store | None] = staticmethod(_nothing_below)
 
     @property
-    def over_bus(self) -> bool:
-        """Whether the device reads rows in host memory."""
-        return False
-
-    @property
     def bus_share(self) -> float:
         """Which share of the rows held the device reads in host memory, 0 to 1, for reports.
 
         May wait for the device.
         """
-        return float(self.over_bus)
+        return 0.0
 
     @abstractmethod
     def __len__(self) -> int:
@@ -57,14 +54,18 @@ class Store(State):
         """Take in ``block``, whose ``start`` is ``len(self)``. May copy asynchronously."""
 
     @abstractmethod
-    def attend(
+    def begin(
         self,
         query: torch.Tensor,
         ids: torch.Tensor,
         scale: float,
         softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact attention of each query over the tokens that its ids name.
+    ) -> Callable[[], AttentionResult]:
+        """Start exact attention of each query over the tokens that its ids name.
+
+        What the device does until the result is asked for runs at the same time where the rows are
+        elsewhere. Only one ``begin`` may be under way, and the store must not change before its
+        result is taken.
 
         Args:
             query: ``[B, Hq, Q, Dk]``.
@@ -73,24 +74,19 @@ class Store(State):
             softcap: ``c`` of ``c * tanh(score / c)``, or None.
 
         Returns:
-            ``out [B, Hq, Q, Dv]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the query's
-            device; a query without tokens has out 0 and lse -inf.
+            What gives ``out [B, Hq, Q, Dv]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the
+            query's device; a query without tokens has out 0 and lse -inf.
         """
 
-    def begin(
+    def attend(
         self,
         query: torch.Tensor,
         ids: torch.Tensor,
         scale: float,
         softcap: float | None = None,
-    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Start ``attend``; calling what is returned gives its result.
-
-        What the device does in between runs at the same time where the rows are elsewhere. Only
-        one ``begin`` may be under way, and the store must not change before its result is taken.
-        """
-        result = self.attend(query, ids, scale, softcap)
-        return lambda: result
+    ) -> AttentionResult:
+        """The result of ``begin``, at once."""
+        return self.begin(query, ids, scale, softcap)()
 
     def scores(
         self,
@@ -138,6 +134,10 @@ class Store(State):
         """Those of ``nbytes()`` that lie in host memory. Rows shared with a fork count in both."""
         parts = (getattr(self, name) for name in self.fields)
         return sum(part.host_nbytes() for part in parts if isinstance(part, Store))
+
+    def shared_nbytes(self) -> int:
+        """Bytes of what all caches of a process share, as predictors on the device."""
+        return 0
 
     def settle(self) -> None:
         """Have the host wait until all rows held have arrived where they are read.

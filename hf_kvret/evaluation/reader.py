@@ -244,7 +244,7 @@ def _step_bytes(layer: RetrievalLayer) -> int:
     if regions.store is not None:
         row = regions.store.row_nbytes(row)
     rows = keys.shape[0] * keys.shape[1] * selected
-    return read + regions.index.cost(regions.cold_len, selected).nbytes + rows * row
+    return read + regions.search_cost().nbytes + rows * row
 
 
 def _layer_bytes(layer: Any) -> int:

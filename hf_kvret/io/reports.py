@@ -65,9 +65,12 @@ def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryR
         if regions is None:
             continue
         window += regions.window.nbytes()
-        index += regions.index.nbytes()
-        shared += regions.index.shared_nbytes()
+        window += regions.positions.nbytes()
+        if regions.index is not None:
+            index += regions.index.nbytes()
+            shared += regions.index.shared_nbytes()
         if regions.store is not None:
+            shared += regions.store.shared_nbytes()
             on_host = regions.store.host_nbytes()
             device, host = device + regions.store.nbytes() - on_host, host + on_host
         heads = regions.window.keys.shape[1]
@@ -94,8 +97,8 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
         "bytes_fetched": rows * _stored_row_bytes(layer),
     }
     if layer.regions is not None:
-        stats |= layer.regions.index.stats()
-        stats |= {} if layer.regions.store is None else layer.regions.store.stats()
+        for part in (layer.regions.index, layer.regions.store):
+            stats |= {} if part is None else part.stats()
     if counters.recalls:
         count = len(counters.recalls)
         for name in ("overlap", "mass", "best_mass"):

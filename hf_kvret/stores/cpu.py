@@ -8,15 +8,13 @@ from typing import Self
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.state import part
-from hf_kvret.core.store import Store
+from hf_kvret.core.store import AttentionResult
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore
+from hf_kvret.stores.wrapped import WrappedStore
 from hf_kvret_kernels.host_attention import host_attention, host_rank, host_scores
 
 CPU = torch.device("cpu")
-Result = tuple[torch.Tensor, torch.Tensor]
 # (queries, ids) on the CPU -> results there.
 Work = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 
@@ -24,7 +22,7 @@ Work = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 _worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_kvret-host-attention")
 
 
-class CpuStore(Store):
+class CpuStore(WrappedStore):
     """Selected rows never move: the CPU attends to them, the device to its window, at once.
 
     Queries and ids go down, outputs and their lse come back; keys and values stay. With queries on
@@ -36,30 +34,10 @@ class CpuStore(Store):
         device: where queries are.
     """
 
-    _host: PagedStore = part(key="")
-
     def __init__(self, device: torch.device) -> None:
+        super().__init__(PagedStore(HostMemory(device, reader=CPU)))
         self._device = device
-        self._host = PagedStore(HostMemory(device, reader=CPU))
         self._staging: dict[str, _Staging] = {}
-
-    def __len__(self) -> int:
-        return len(self._host)
-
-    def expect(self, tokens: int) -> None:
-        self._host.expect(tokens)
-
-    def append(self, block: TokenBlock) -> None:
-        self._host.append(block)
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Result:
-        return self.begin(query, ids, scale, softcap)()
 
     def begin(
         self,
@@ -67,15 +45,15 @@ class CpuStore(Store):
         ids: torch.Tensor,
         scale: float,
         softcap: float | None = None,
-    ) -> Callable[[], Result]:
-        rows = self._host.paged_rows()
+    ) -> Callable[[], AttentionResult]:
+        rows = self.rows.paged_rows()
 
-        def work(query: torch.Tensor, ids: torch.Tensor) -> Result:
+        def work(query: torch.Tensor, ids: torch.Tensor) -> AttentionResult:
             return host_attention(query, rows, ids, scale=scale, softcap=softcap)
 
         finish = self._start("attend", work, query, ids)
 
-        def result() -> Result:
+        def result() -> AttentionResult:
             out, lse = finish()
             return out, lse
 
@@ -88,7 +66,7 @@ class CpuStore(Store):
         scale: float,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        rows = self._host.paged_rows()
+        rows = self.rows.paged_rows()
 
         def work(query: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
             return (host_scores(query, rows, ids, scale=scale, softcap=softcap),)
@@ -104,7 +82,7 @@ class CpuStore(Store):
         softcap: float | None = None,
     ) -> torch.Tensor:
         """As every store's; the CPU scores and ranks, and only the best ids come back."""
-        rows = self._host.paged_rows()
+        rows = self.rows.paged_rows()
 
         def work(query: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
             scores = host_scores(query, rows, ids, scale=scale, softcap=softcap)
@@ -139,13 +117,18 @@ class CpuStore(Store):
         return finish
 
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self._host.gather(ids.cpu())
+        keys, values = self.rows.gather(ids.cpu())
         return keys.to(self._device), values.to(self._device)
 
     def chunks(
         self, piece_len: int = 4096, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        return self._host.chunks(piece_len, stop, self._device)
+        return self.rows.chunks(piece_len, stop, self._device)
+
+    @property
+    def bus_share(self) -> float:
+        """0: the device reads none."""
+        return 0.0
 
     def fork(self) -> Self:
         """As every state's, with staging memory of its own."""
@@ -156,9 +139,6 @@ class CpuStore(Store):
     def host_nbytes(self) -> int:
         """All: the page table lies with the rows here."""
         return self.nbytes()
-
-    def settle(self) -> None:
-        self._host.settle()
 
     def uncapturable(self) -> str | None:
         return "store='cpu' attends on the CPU, whose work a CUDA graph can't replay"

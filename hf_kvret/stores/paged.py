@@ -7,14 +7,14 @@ forking a cache touch the table alone, and growing never moves a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Self
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.pieces import BUS_PROGRAMS, read_ahead, reading_stream
-from hf_kvret.core.store import Store
+from hf_kvret.core.store import AttentionResult, Store
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
@@ -48,10 +48,6 @@ class PagedStore(Store):
         return self.length
 
     @property
-    def over_bus(self) -> bool:
-        return self.memory.over_bus
-
-    @property
     def bus_share(self) -> float:
         places = [self.memory.on_host(chunk) for chunk in self._chunks]
         if self._table is None or len(set(places)) < 2:
@@ -83,14 +79,15 @@ class PagedStore(Store):
             self._add_pages(rows, column=-(-(block.end - rows.shape[2]) // self.page_len))
         self.length = block.end
 
-    def attend(
+    def begin(
         self,
         query: torch.Tensor,
         ids: torch.Tensor,
         scale: float,
         softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return gather_attention(query, self.paged_rows(), ids, scale=scale, softcap=softcap)
+    ) -> Callable[[], AttentionResult]:
+        result = gather_attention(query, self.paged_rows(), ids, scale=scale, softcap=softcap)
+        return lambda: result
 
     def scores(
         self,
@@ -122,7 +119,7 @@ class PagedStore(Store):
         rows, stream, programs = self._placed_rows(), None, None
         if device is not None and device != rows.table.device:
             rows = PagedRows(rows.chunks, rows.table.to(device), rows.key_dim)
-        if self.over_bus and rows.table.is_cuda:
+        if self.memory.over_bus and rows.table.is_cuda:
             stream, programs = reading_stream(rows.table.device), BUS_PROGRAMS
             # Both are made before reading begins on that stream, and outlive it.
             for needed in (rows.table, rows.addresses()):
@@ -214,7 +211,7 @@ class PagedStore(Store):
         if self._table is None:
             raise RuntimeError("the store is empty: append first")
         self.memory.wait()
-        if self.memory.device.type == "cuda" and self.over_bus:
+        if self.memory.device.type == "cuda" and self.memory.over_bus:
             torch.cuda.current_stream(self.memory.device).synchronize()
         table = self._table[:, first:last]
         pages = self._take(table.reshape(-1).long(), device or self.memory.device)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.state import Tensors, part
-from hf_kvret.core.store import Store
+from hf_kvret.core.state import Tensors
+from hf_kvret.core.store import AttentionResult
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret.stores.paged import PagedStore
+from hf_kvret.stores.wrapped import WrappedStore
 from hf_kvret_kernels import higgs
 from hf_kvret_kernels.higgs.codec import LARGEST_GROUP, SMALLEST_GROUP
 
 
-class QuantizedStore(Store):
+class QuantizedStore(WrappedStore):
     """A paged store of coded rows, for every index (AQUA-KV's codec, without its predictors).
 
     Keys and values of each KV head are coded by themselves, so that single rows can be read:
@@ -29,24 +30,12 @@ class QuantizedStore(Store):
         bits: 2, 3 or 4.
     """
 
-    _rows: PagedStore = part()
-
     def __init__(self, memory: PageMemory, bits: int) -> None:
-        self._rows = PagedStore(memory)
+        super().__init__(PagedStore(memory))
         self._bits = bits
         self._codec: higgs.HiggsCodec | None = None
         self._dims = (0, 0)
         self._dtype = torch.float32
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def over_bus(self) -> bool:
-        return self._rows.over_bus
-
-    def expect(self, tokens: int) -> None:
-        self._rows.expect(tokens)
 
     def append(self, block: TokenBlock) -> None:
         if len(block) == 0:
@@ -59,19 +48,19 @@ class QuantizedStore(Store):
             block.start,
         )
 
-    def attend(
+    def begin(
         self,
         query: torch.Tensor,
         ids: torch.Tensor,
         scale: float,
         softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Callable[[], AttentionResult]:
         if self._codec is None:
             raise RuntimeError("the store is empty: append first")
         key_dim, value_dim = self._dims
-        return higgs.attend(
+        result = higgs.attend(
             query,
-            self._rows.paged_rows(),
+            self.rows.paged_rows(),
             ids,
             self._codec,
             key_dim=key_dim,
@@ -79,28 +68,18 @@ class QuantizedStore(Store):
             scale=scale,
             softcap=softcap,
         )
+        return lambda: result
 
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As every store's, in the dtype of the model."""
         # Rows of holes are zero bytes, which decode to zeros.
-        return self._decoded(*self._rows.gather(ids))
+        return self._decoded(*self.rows.gather(ids))
 
     def chunks(
         self, piece_len: int = 4096, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        for start, codes, scales in self._rows.chunks(piece_len, stop):
+        for start, codes, scales in self.rows.chunks(piece_len, stop):
             yield start, *self._decoded(codes, scales)
-
-    def settle(self) -> None:
-        self._rows.settle()
-
-    def uncapturable(self) -> str | None:
-        # The codec's tables were put on the device when the first rows came.
-        return self._rows.uncapturable()
-
-    @property
-    def bus_share(self) -> float:
-        return self._rows.bus_share
 
     def row_nbytes(self, plain: int) -> int:
         if self._codec is None:
@@ -109,7 +88,7 @@ class QuantizedStore(Store):
 
     def state_dict(self) -> Tensors:
         """``codes`` and ``scales [B, Hkv, n, bytes]`` uint8, and an empty row of each half."""
-        held = self._rows.state_dict()
+        held = self.rows.state_dict()
         if not held:
             return {}
         key_like, value_like = (torch.empty(0, dim, dtype=self._dtype) for dim in self._dims)
@@ -137,7 +116,7 @@ class QuantizedStore(Store):
 
     def _append(self, codes: torch.Tensor, scales: torch.Tensor, start: int) -> None:
         """Codes take the place of keys, scales that of values."""
-        self._rows.append(TokenBlock(codes, scales, start))
+        self.rows.append(TokenBlock(codes, scales, start))
 
     def _made_for(self, keys: torch.Tensor, values: torch.Tensor) -> higgs.HiggsCodec:
         """The codec, made when the first rows come.

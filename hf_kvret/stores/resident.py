@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.state import number, part
-from hf_kvret.core.store import Store
+from hf_kvret.core.store import AttentionResult
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.stores.slots import SlotBuffer
+from hf_kvret.stores.wrapped import WrappedStore
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.paged import PagedRows
 
 
-class ResidentStore(Store):
+class ResidentStore(WrappedStore):
     """A hit/miss buffer in front of a host store (LRQK, sections 4.1 and 4.3).
 
     Each KV head has slots on the device. A selected row that lies in a slot is read there; the
@@ -35,38 +36,27 @@ class ResidentStore(Store):
             selects (float).
     """
 
-    _host: PagedStore = part(key="")
     # Empty in a store that was loaded.
     _buffer: SlotBuffer | None = part(saved=False, optional=True)
     # Whether the buffer served the rows held, as they are now.
     _served: bool = number(False, saved=False, anew=True)
 
     def __init__(self, device: torch.device, slots: int | float = 1.0) -> None:
+        super().__init__(PagedStore(HostMemory(device)))
         self.slots = slots
-        self._host = PagedStore(HostMemory(device))
-
-    def __len__(self) -> int:
-        return len(self._host)
-
-    @property
-    def over_bus(self) -> bool:
-        return True
-
-    def expect(self, tokens: int) -> None:
-        self._host.expect(tokens)
 
     def append(self, block: TokenBlock) -> None:
         self._served = False
-        self._host.append(block)
+        self.rows.append(block)
 
-    def attend(
+    def begin(
         self,
         query: torch.Tensor,
         ids: torch.Tensor,
         scale: float,
         softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self._host.paged_rows()
+    ) -> Callable[[], AttentionResult]:
+        rows = self.rows.paged_rows()
         share, count = ids.shape[1] // rows.heads, max(1, ids.shape[3])
         buffer = self._roomy_buffer(rows, share, count)
         at_once = buffer.slots // (share * count)
@@ -80,7 +70,8 @@ class ResidentStore(Store):
         ]
         self._served = True
         outs, lses = zip(*results, strict=True)
-        return results[0] if len(results) == 1 else (torch.cat(outs, dim=2), torch.cat(lses, dim=2))
+        result = results[0] if len(results) == 1 else (torch.cat(outs, 2), torch.cat(lses, 2))
+        return lambda: result
 
     def scores(
         self,
@@ -90,23 +81,18 @@ class ResidentStore(Store):
         softcap: float | None = None,
     ) -> torch.Tensor:
         """As every store's; reads the host's rows and counts as no request."""
-        return self._host.scores(query, ids, scale, softcap)
+        return self.rows.scores(query, ids, scale, softcap)
 
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As every store's; rows that lie in slots are read there."""
         if self._buffer is None:
-            return self._host.gather(ids)
+            return self.rows.gather(ids)
         self._cover(self._buffer)
         places = self._buffer.find(ids)
         near = self._buffer.rows.gather(places)
-        far = self._host.gather(ids.masked_fill(places >= 0, -1))
+        far = self.rows.gather(ids.masked_fill(places >= 0, -1))
         here = (places >= 0).unsqueeze(-1)
         return torch.where(here, near[0], far[0]), torch.where(here, near[1], far[1])
-
-    def chunks(
-        self, piece_len: int = 4096, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        yield from self._host.chunks(piece_len, stop)
 
     def reorder(self, rows: torch.Tensor) -> None:
         self._served = False
@@ -130,9 +116,6 @@ class ResidentStore(Store):
             "miss_ratio": misses / requests if requests else 0.0,
             "bytes_missed": misses * (0 if buffer is None else buffer.row_bytes),
         }
-
-    def settle(self) -> None:
-        self._host.settle()
 
     def uncapturable(self) -> str | None:
         """The slots must have served a step since rows came, went or were reordered.

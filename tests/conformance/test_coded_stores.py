@@ -70,8 +70,9 @@ class CheckedStore(Store):
         )
         self.plain.append(TokenBlock(keys, values, block.start, block.valid))
 
-    def attend(self, *arguments: Any) -> Pair:
-        return _same(self.coded.attend(*arguments), self.plain.attend(*arguments))
+    def begin(self, *arguments: Any) -> Callable[[], Pair]:
+        both = self.coded.attend(*arguments), self.plain.attend(*arguments)
+        return lambda: _same(*both)
 
     def scores(self, *arguments: Any) -> torch.Tensor:
         return _same((self.coded.scores(*arguments),), (self.plain.scores(*arguments),))[0]

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.methods.aqua import AquaConfig, AquaIndex, AquaKVCache, AquaStore
+from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
 from hf_kvret.methods.aqua.decoded import BytePages
 from hf_kvret.methods.aqua.kivi import KiviStore
 from hf_kvret.methods.aqua.plan import layer_plan
 from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import DeviceMemory, HostMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, conformance_cases, run_case
-from hf_kvret.testing.cold import cold_tokens
 from hf_kvret_kernels.higgs import HiggsCodec, MinMaxCodec
 
 CPU = torch.device("cpu")
@@ -198,7 +197,6 @@ def test_codes_lie_on_the_device_unless_the_host_is_asked_for() -> None:
             _fill(store, 128)
             share = store.host_nbytes() / store.nbytes()
             assert share > 0.99 if on_host else share == 0.0
-            assert store.over_bus == on_host
             assert store.bus_share == on_host
 
 
@@ -299,15 +297,6 @@ def test_a_group_that_does_not_fit_the_model_is_refused_before_any_token() -> No
     with pytest.raises(ValueError, match="this model can't be coded"):
         AquaKVCache(odd, predictor="none")
     assert AquaKVCache(odd, predictor="none", bits=16).options.bits == 16
-
-
-def test_an_index_that_chooses_nothing_says_so() -> None:
-    index = AquaIndex(layer_plan(_plain(), 0))
-    assert index.whole and index.positions(0, 3) is None and index.state_dict() == {}
-    with pytest.raises(RuntimeError, match=r"store\.chunks"):
-        index.search(
-            torch.zeros(1, 2, 1, 4), cold_tokens(torch.ones(1, 3, dtype=torch.bool), 1.0, 1)
-        )
 
 
 UNLIKE_MODELS = ("llama", "gemma2", "gpt_oss", "qwen3_next", "qwen2_vl")

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import hf_kvret
 from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
+from hf_kvret.core.block import UNKNOWN_POSITION
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
 from hf_kvret.methods.aqua.calibrator import AquaCalibration
 from hf_kvret.methods.aqua.coder import Rows
-from hf_kvret.methods.aqua.index import UNKNOWN
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
 
@@ -195,8 +195,9 @@ def test_bytes_are_those_of_packed_codes_and_of_one_scale_a_group(
     assert not any(store._positions.nbytes() for store in stores[1:])
     assert report.store_host == 0
     assert report.store_device == sum(pages) + 4 * LAYERS * tokens // 64 + positions
-    index = cache.retrieval_layers[0].regions.index
-    assert index.nbytes() == 4 * 8 and report.index == index.nbytes()
+    regions = cache.retrieval_layers[0].regions
+    assert regions.index is None and report.index == 0
+    assert len(regions.positions) == 8 and regions.positions.nbytes() < 4 * 512
     # Two matrices a layer but in the first, in fp32 as the model is, their biases, frequencies.
     width = HEADS * DIM
     learned = (LAYERS - 1) * (3 * width * width * 4 + 2 * width * 4) + LAYERS * DIM // 2 * 4
@@ -272,13 +273,15 @@ def test_positions_stay_with_their_tokens(model: PreTrainedModel, artifact: str)
         told = torch.cat([told, places], dim=1)
 
     def check() -> None:
-        store, index = _stores(cache)[0], cache.retrieval_layers[0].regions.index
+        store, regions = _stores(cache)[0], cache.retrieval_layers[0].regions
         cold = len(store)
         assert torch.equal(store._positions.rows[:, 0, :cold], told[:, :cold].int())
-        noted = index.positions(cold, told.shape[1])
+        noted = regions.positions.since(cold)[:, 0]
+        missing = told.shape[1] - cold - noted.shape[1]
+        noted = torch.nn.functional.pad(noted, (missing, 0), value=UNKNOWN_POSITION)
         known = store._positions.rows[:, 0, cold : told.shape[1]]
         known = torch.nn.functional.pad(known, (0, noted.shape[1] - known.shape[1]))
-        whole = torch.where(noted == UNKNOWN, known, noted)
+        whole = torch.where(noted == UNKNOWN_POSITION, known, noted)
         assert torch.equal(whole, told[:, cold:].int())
 
     def crop(count: int) -> None:

@@ -246,7 +246,7 @@ def test_bytes_are_codes_and_a_scale_for_each_group(dims: tuple[int, int, int], 
     assert on_host.row_nbytes(numbers * 4) == on_host.fork().row_nbytes(numbers * 4) == row
     held = on_host.state_dict()
     assert held["codes"].nbytes + held["scales"].nbytes == 2 * HEADS * 100 * row
-    assert (on_device.over_bus, on_host.over_bus) == (False, True)
+    assert (on_device.bus_share, on_host.bus_share) == (0.0, 1.0)
 
 
 def test_dims_that_no_group_divides_are_refused() -> None:

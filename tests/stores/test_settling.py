@@ -162,7 +162,7 @@ class Silent(Store):
     def append(self, block: TokenBlock) -> None:
         """Nothing."""
 
-    def attend(self, *options: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def begin(self, *options: Any, **more: Any) -> Any:
         raise NotImplementedError
 
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from hf_kvret.methods.aqua.cache import AquaKVCache
 from hf_kvret.methods.aqua.config import AquaConfig
-from hf_kvret.methods.aqua.index import AquaIndex
 from hf_kvret.methods.aqua.store import AquaStore
 
-__all__ = ["AquaConfig", "AquaIndex", "AquaKVCache", "AquaStore"]
+__all__ = ["AquaConfig", "AquaKVCache", "AquaStore"]

@@ -16,7 +16,6 @@ from hf_kvret.config import RetrievalConfig
 from hf_kvret.integration.compatibility import head_dim, retrieval_layers
 from hf_kvret.methods.aqua.coding import check_group, default_group
 from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
-from hf_kvret.methods.aqua.index import AquaIndex
 from hf_kvret.methods.aqua.kivi import KiviStore
 from hf_kvret.methods.aqua.learned import check_learned, check_space, load
 from hf_kvret.methods.aqua.plan import filled_in, layer_plan
@@ -64,9 +63,19 @@ class AquaKVCache(RetrievalCache):
         return options
 
     @classmethod
-    def make_index(cls, options: AquaConfig, layer: int) -> AquaIndex:
-        """A new, empty index for the model layer number ``layer``."""
-        return AquaIndex(layer_plan(options, layer))
+    def make_index(cls, options: AquaConfig, layer: int) -> None:
+        """None: all cold tokens are attended to."""
+
+    @classmethod
+    def needs_positions(cls, options: AquaConfig, layer: int) -> str:
+        """Where keys are coded before RoPE, the store of the first layer needs them, for all."""
+        if not layer_plan(options, layer).keeps_positions:
+            return ""
+        return (
+            "this model does not tell its attention the positions of tokens, and keys are coded "
+            "before RoPE: pass position_ids to the model, use predictor='none', or an artifact "
+            "made with `hf-kvret calibrate aqua --space after`"
+        )
 
     @classmethod
     def make_store(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.store import Store
+from hf_kvret.core.store import AttentionResult, Store
 from hf_kvret.stores.memory import DeviceMemory, PageMemory
 from hf_kvret.stores.paged import PagedStore
 
@@ -63,15 +63,15 @@ class DecodedStore(Store):
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Slots ``first .. last`` in order: ``(slot, keys [B, Hkv, n, Dk], values)``."""
 
-    def attend(
+    def begin(
         self,
         query: torch.Tensor,
         ids: torch.Tensor,
         scale: float,
         softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Callable[[], AttentionResult]:
         rows, ids = self._dense(ids)
-        return rows.attend(query, ids, scale, softcap)
+        return rows.begin(query, ids, scale, softcap)
 
     def scores(
         self,

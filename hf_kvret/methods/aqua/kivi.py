@@ -48,10 +48,6 @@ class KiviStore(DecodedStore):
         return len(self._values)
 
     @property
-    def over_bus(self) -> bool:
-        return self._values.over_bus
-
-    @property
     def bus_share(self) -> float:
         """That of values; keys come with them."""
         return self._values.bus_share

@@ -7,13 +7,12 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.block import UNKNOWN_POSITION, TokenBlock
 from hf_kvret.core.state import Tensors, part
 from hf_kvret.core.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.aqua.coder import RowCoder, Rows
 from hf_kvret.methods.aqua.config import NOT_CODED
 from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, joined, spans
-from hf_kvret.methods.aqua.index import UNKNOWN
 from hf_kvret.methods.aqua.plan import LayerPlan
 from hf_kvret.stores.memory import PageMemory
 
@@ -47,10 +46,6 @@ class AquaStore(DecodedStore):
 
     def __len__(self) -> int:
         return len(self._pages)
-
-    @property
-    def over_bus(self) -> bool:
-        return self._pages.over_bus
 
     @property
     def bus_share(self) -> float:
@@ -131,6 +126,11 @@ class AquaStore(DecodedStore):
     def nbytes(self) -> int:
         """As every state's, with a reconstruction that is left."""
         return super().nbytes() + (0 if self._left is None else self._left.nbytes)
+
+    def shared_nbytes(self) -> int:
+        """The layer's predictors."""
+        learned = None if self._coder is None else self._coder.learned
+        return 0 if learned is None else learned.nbytes
 
     def row_nbytes(self, plain: int) -> int:
         return plain if self._full or self._coder is None else self._coder.row_nbytes
@@ -249,13 +249,13 @@ class AquaStore(DecodedStore):
         return store._positions.rows[:, 0, first:last]
 
     def _keep_positions(self, block: TokenBlock) -> None:
-        assert block.positions is not None, "the index of the same layer notes them"
+        assert block.positions is not None, "the cache says that they are needed"
         held, given = self._positions, block.positions[:, None]
         behind = held.rows[:, :, block.end :].clone() if len(held) else given[:, :, :0]
         if len(held) > block.start:
             known = held.rows[:, :, block.start : block.end]
             known = torch.nn.functional.pad(known, (0, len(block) - known.shape[2]))
-            given = torch.where(given == UNKNOWN, known, given)
+            given = torch.where(given == UNKNOWN_POSITION, known, given)
         held.crop(block.start)
         held.append(given)
         held.append(behind)
