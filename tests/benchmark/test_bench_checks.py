@@ -288,8 +288,9 @@ def test_coded_rows_are_checked_as_they_are_kept(monkeypatch: pytest.MonkeyPatch
     assert found is not None and float(found[1]) < 1e-5 < float(found[2]) < 0.5
 
     def lost(self: object, query: torch.Tensor, ids: torch.Tensor, *how: object) -> object:
-        return torch.full_like(query, torch.nan), torch.full(query.shape[:3], 9.0)
+        result = torch.full_like(query, torch.nan), torch.full(query.shape[:3], 9.0)
+        return lambda: result
 
-    monkeypatch.setattr(QuantizedStore, "attend", lost)
+    monkeypatch.setattr(QuantizedStore, "begin", lost)
     with pytest.raises(CheckFailed, match="logits of coded rows are not finite"):
         Checker(model, None, 0).check(choice, 300, 1, "prefill")

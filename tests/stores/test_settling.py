@@ -53,10 +53,10 @@ def test_settling_waits_for_writes_on_the_host_and_leaves_nothing_to_wait_for(ki
     store: Store = PagedStore(memory)
     if kind == "resident":
         store = ResidentStore(CPU)
-        memory = store._host.memory
+        memory = store.rows.memory
     elif kind == "cpu":
         store = CpuStore(CPU)
-        memory = store._host.memory
+        memory = store.rows.memory
     elif kind == "coded":
         store = QuantizedStore(memory, 4)
     elif kind == "split":
