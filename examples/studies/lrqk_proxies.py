@@ -16,11 +16,11 @@ import torch
 
 from hf_kvret.core.recall import exact_scores
 from hf_kvret.evaluation.recording import RecordedLayer
+from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import Factors, alternating, closed_form
 from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
 from hf_kvret.methods.lrqk.proxies import Proxies
-from hf_kvret.methods.lrqk.sketches import STARTS, Moments, RandomSource
 from hf_kvret_kernels.relevance import group_relevance
 
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
 from hf_kvret.methods.lrqk.factors import AlternatingFactors, Factors, alternating, closed_form
 from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
-from hf_kvret.methods.lrqk.sketches import STARTS, Moments, RandomSource
 
 DIM, RANK = 24, 8
 CASES = ("full", "ragged", "deficient", "few_rows", "zero", "scaled", "thin_overlap")

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.index import Index
+from hf_kvret.methods.lrqk.als_index import PaperLRQKIndex
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.index import LRQKIndex
-from hf_kvret.methods.lrqk.paper import PaperLRQKIndex
 
 
 class LRQKCache(RetrievalCache):

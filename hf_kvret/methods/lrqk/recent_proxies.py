@@ -9,7 +9,7 @@ import torch
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.state import State, number
 from hf_kvret.core.token_buffer import TokenBuffer, passed
-from hf_kvret.methods.lrqk.decoding import Bases, Seen
+from hf_kvret.methods.lrqk.als_update import Bases, Seen
 
 _small = partial(TokenBuffer, 64)
 

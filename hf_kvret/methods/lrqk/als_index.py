@@ -10,12 +10,12 @@ import torch
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index, SearchCost
 from hf_kvret.core.state import part, tensor
+from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
+from hf_kvret.methods.lrqk.als_update import Bases, Seen
 from hf_kvret.methods.lrqk.config import LRQKConfig
-from hf_kvret.methods.lrqk.decoding import Bases, Seen
 from hf_kvret.methods.lrqk.factors import alternating
 from hf_kvret.methods.lrqk.proxies import Proxies
 from hf_kvret.methods.lrqk.recent_proxies import RecentProxies
-from hf_kvret.methods.lrqk.sketches import STARTS, Moments, RandomSource
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
 
