@@ -52,10 +52,10 @@ FAULTS = (
         "self.length -= max(0, dropped - 1)\n",
     ),
     Fault(
-        "sink-overwritten",
+        "sinks-counted-from-each-block",
         "hf_kvret/core/window.py",
-        "found = hit.any(dim=1) & (self.sink_slots[:, sink] < 0)",
-        "found = hit.any(dim=1)",
+        "rank = valid.long().cumsum(dim=1) - 1 + filled",
+        "rank = valid.long().cumsum(dim=1) - 1",
     ),
     Fault(
         "sink-not-freed-by-crop",
