@@ -18,6 +18,12 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels import tuning
+from hf_kvret_kernels._triton_rows import (
+    CHANGING_STRIDES,
+    load_ids,
+    row_pointers,
+    selection_place,
+)
 from hf_kvret_kernels._triton_shared import (
     TL_DTYPES,
     base2_scores,
@@ -33,14 +39,9 @@ from hf_kvret_kernels._triton_shared import (
 from hf_kvret_kernels.gather_attention import choices
 from hf_kvret_kernels.gather_attention.triton_copy import copy_rows
 from hf_kvret_kernels.paged import PagedRows
-from hf_kvret_kernels.paged_triton import row_pointers
-
-# Arguments that follow the number of tokens held, or of ids.
-_IDS = ("stride_ids_b", "stride_ids_h", "stride_ids_q", "stride_table_b")
-_CHANGING = ("heads", "queries", "count", "split_len", *_IDS)
 
 
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=["heads", "queries", "count", "split_len", *CHANGING_STRIDES])
 def _attend_kernel(  # type: ignore[no-untyped-def]
     query,
     ids_ptr,
@@ -81,9 +82,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 ):
     index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    q_index = index % queries
-    h = (index // queries) % heads
-    b = index // (queries * heads)
+    b, h, q_index = selection_place(index, heads, queries)
 
     group = tl.arange(0, BLOCK_G)
     key_columns = tl.arange(0, BLOCK_DK)
@@ -92,6 +91,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     q_rows = query + b * stride_q_b + query_heads[:, None] * stride_q_h + q_index * stride_q_q
     q = load_rows(q_rows + key_columns[None, :], group < G, key_columns, DK, BLOCK_DK, True)
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
+    table_row = table + b * stride_table_b
 
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -100,26 +100,26 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     last = tl.minimum(first + split_len, count)
     for start in range(first, last, BLOCK_K):
         positions = start + tl.arange(0, BLOCK_K)
-        ids = tl.load(ids_row + positions * stride_ids_k, mask=positions < last, other=-1)
+        ids = load_ids(ids_row, positions, positions < last, stride_ids_k)
         wanted = ids >= 0
         # A copy has zeros for holes, so its loads don't wait for ids and can be made ahead.
-        loaded = wanted
         if COPIED:
-            rows = copied + (index * count + positions) * (DK + DV)
+            rows = (copied + (index * count + positions) * (DK + DV))[:, None]
+            rows = tl.multiple_of(rows, (ALIGN, ALIGN))
             loaded = positions < last
         else:
             rows = row_pointers(
                 ids,
-                wanted,
                 h // SHARE,
-                table + b * stride_table_b,
-                stride_table,
+                table_row,
                 page_address,
+                stride_table,
                 PAGE_LEN,
                 DK + DV,
+                ALIGN,
                 DTYPE,
             )
-        rows = tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
+            loaded = wanted
         key = load_rows(rows + key_columns[None, :], loaded, key_columns, DK, BLOCK_DK, True)
         value = load_rows(
             rows + DK + value_columns[None, :], loaded, value_columns, DV, BLOCK_DV, True

@@ -11,17 +11,18 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels import tuning
+from hf_kvret_kernels._triton_rows import (
+    CHANGING_STRIDES,
+    load_ids,
+    row_pointers,
+    selection_place,
+)
 from hf_kvret_kernels._triton_shared import TL_DTYPES, base2_scores, dot_dtype, load_rows
 from hf_kvret_kernels.gather_scores import choices
 from hf_kvret_kernels.paged import PagedRows
-from hf_kvret_kernels.paged_triton import row_pointers
-
-# What follows from the length: a compile for each class of it would come at some later flush.
-_IDS = ("stride_ids_b", "stride_ids_h", "stride_ids_q", "stride_table_b")
-_CHANGING = ("heads", "queries", "count", "blocks", *_IDS)
 
 
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=["heads", "queries", "count", "blocks", *CHANGING_STRIDES])
 def _gather_scores_kernel(  # type: ignore[no-untyped-def]
     query,
     ids_ptr,
@@ -58,26 +59,16 @@ def _gather_scores_kernel(  # type: ignore[no-untyped-def]
 ):
     index = (tl.program_id(0) // blocks).to(tl.int64)
     positions = (tl.program_id(0) % blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
-    q_index = index % queries
-    h = (index // queries) % heads
-    b = index // (queries * heads)
+    b, h, q_index = selection_place(index, heads, queries)
 
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
     inside = positions < count
-    ids = tl.load(ids_row + positions.to(tl.int64) * stride_ids_k, mask=inside, other=-1)
-    wanted = ids >= 0
+    ids = load_ids(ids_row, positions, inside, stride_ids_k)
+    table_row = table + b * stride_table_b
     rows = row_pointers(
-        ids,
-        wanted,
-        h // SHARE,
-        table + b * stride_table_b,
-        stride_table,
-        page_address,
-        PAGE_LEN,
-        WIDTH,
-        DTYPE,
+        ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
     )
-    rows = tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
+    wanted = ids >= 0
     columns = tl.arange(0, BLOCK_DK)
     key = load_rows(rows + columns[None, :], wanted, columns, DK, BLOCK_DK, True)
 

@@ -12,6 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._triton_rows import (
+    CHANGING_STRIDES,
+    load_ids,
+    row_pointers,
+    selection_place,
+)
 from hf_kvret_kernels._triton_shared import (
     TL_DTYPES,
     base2_scores,
@@ -30,7 +36,6 @@ from hf_kvret_kernels.higgs.packing import WORDS
 from hf_kvret_kernels.higgs.tables import grid_words
 from hf_kvret_kernels.higgs.triton_tiles import load_numbers
 from hf_kvret_kernels.paged import PagedRows
-from hf_kvret_kernels.paged_triton import row_pointers
 
 # Programs per multiprocessor to aim at: the loads have a long way, so several must be under way.
 _WAVES = 4
@@ -59,7 +64,7 @@ def _transform(
     return x
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "count", "split_len"])
+@triton.jit(do_not_specialize=["heads", "queries", "count", "split_len", *CHANGING_STRIDES])
 def _attend_kernel(
     query,
     ids_ptr,
@@ -117,9 +122,7 @@ def _attend_kernel(
     WIDTH: tl.constexpr = SCALES + (KEY_GROUPS + VALUE_GROUPS) * SCALE_BYTES
     index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    q_index = index % queries
-    h = (index // queries) % heads
-    b = index // (queries * heads)
+    b, h, q_index = selection_place(index, heads, queries)
 
     group = tl.arange(0, BLOCK_G)
     key_columns = tl.arange(0, BLOCK_DK)
@@ -132,6 +135,7 @@ def _attend_kernel(
         q = _transform(q.to(tl.float32), signs, factor, BLOCK_G, BLOCK_KEY, GROUP, LOG_GROUP, False)
     q = q.to(DTYPE).to(DOT_DTYPE)
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
+    table_row = table + b * stride_table_b
 
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -140,20 +144,11 @@ def _attend_kernel(
     last = tl.minimum(first + split_len, count)
     for start in range(first, last, BLOCK_K):
         positions = start + tl.arange(0, BLOCK_K)
-        ids = tl.load(ids_row + positions * stride_ids_k, mask=positions < last, other=-1)
+        ids = load_ids(ids_row, positions, positions < last, stride_ids_k)
         wanted = ids >= 0
         rows = row_pointers(
-            ids,
-            wanted,
-            h // SHARE,
-            table + b * stride_table_b,
-            stride_table,
-            page_address,
-            PAGE_LEN,
-            WIDTH,
-            tl.uint8,
+            ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, tl.uint8
         )
-        rows = tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
         key = load_numbers(
             rows,
             rows + SCALES,

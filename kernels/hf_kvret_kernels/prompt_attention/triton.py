@@ -63,9 +63,10 @@ def _visit_keys(  # type: ignore[no-untyped-def]
     for start in range(first, last, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         inside = tokens < last
+        places = tokens.to(tl.int64)
         if VALID:
-            inside = inside & (tl.load(valid + tokens * stride_valid_t, mask=inside, other=0) != 0)
-        rows = tokens.to(tl.int64)[:, None]
+            inside = inside & (tl.load(valid + places * stride_valid_t, mask=inside, other=0) != 0)
+        rows = places[:, None]
         k = load_rows(
             key + rows * stride_k_t + key_columns[None, :],
             inside,
