@@ -12,7 +12,12 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import (
+    check_no_grad,
+    check_softcap,
+    choose_backend,
+    launching_on,
+)
 from hf_kvret_kernels.codebook import naive
 from hf_kvret_kernels.codebook.naive import half_norms
 
@@ -116,8 +121,7 @@ def score_table(
     if not heads or query.shape[1] % heads:
         raise ValueError(f"codebook has {heads} heads: must divide the {query.shape[1]} of query")
     _check_device("codebook", codebook, query)
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    check_softcap(softcap)
     scaled = query.float() * scale
     if choose_backend(backend, query) == "naive":
         return naive.score_table(scaled, codebook, softcap)

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import (
+    check_no_grad,
+    check_softcap,
+    choose_backend,
+    launching_on,
+)
 from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
@@ -222,8 +227,7 @@ def rerank(
     if offset is not None:
         shape = (batch, heads, queries, tables)
         check_tensor("offset", offset, shape, [torch.float32], q_rot.device)
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    check_softcap(softcap)
     arguments = (q_rot, codes, ids, levels, m, scale, softcap, offset)
     if choose_backend(backend, q_rot) == "naive":
         return naive.rerank(*arguments)

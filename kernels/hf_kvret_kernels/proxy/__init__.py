@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import (
+    check_no_grad,
+    check_softcap,
+    choose_backend,
+    launching_on,
+)
 from hf_kvret_kernels.proxy import naive
 
 __all__ = ["MOST_RANK", "ROW_DTYPES", "relevance", "top_k"]
@@ -87,8 +92,7 @@ def relevance(
             f"offset is {offset.dtype} {tuple(offset.shape)} on {offset.device}: pass contiguous "
             f"fp32 {tuple(query.shape[:3])} on {query.device}"
         )
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    check_softcap(softcap)
     if choose_backend(backend, query) == "naive":
         return naive.relevance(query, rows, heads, valid, offset, softcap)
     from hf_kvret_kernels.proxy import triton_scores

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hf_kvret_kernels._naive import soft_cap_
+from hf_kvret_kernels.relevance.naive import group_relevance
+
 
 def relevance(
     query: torch.Tensor,
@@ -20,15 +23,10 @@ def relevance(
     scores = torch.matmul(q, rows.float().transpose(-1, -2)).view(B, Hq, Q, n)
     if offset is not None:
         scores = scores + offset.unsqueeze(-1)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    soft_cap_(scores, softcap)
     if valid is not None:
         scores = scores.masked_fill(~valid[:, None, None], float("-inf"))
-    if heads == Hq:
-        return scores
-    lse = scores.logsumexp(-1, keepdim=True)
-    shares = scores - lse.masked_fill(lse == float("-inf"), 0.0)
-    return shares.view(B, heads, Hq // heads, Q, n).amax(dim=2)
+    return scores if heads == Hq else group_relevance(scores, heads)
 
 
 def top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
