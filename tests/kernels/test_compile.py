@@ -43,7 +43,7 @@ EXPECTED = {
     "proxy": {
         "_scores_kernel",
         "_total_kernel",
-        "_best_share_kernel",
+        "_share_kernel",
         "_count_digits_kernel",
         "_block_sums_kernel",
         "_compact_kernel",

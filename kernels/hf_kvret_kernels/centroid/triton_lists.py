@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_shared import base2_scores
+from hf_kvret_kernels._triton_shared import capped_scores, score_factors
 from hf_kvret_kernels.centroid.naive import Pieces
 from hf_kvret_kernels.centroid.triton_denominators import denominators
 from hf_kvret_kernels.centroid.triton_keys import KeyMask, counted_keys, whole_pieces
@@ -99,8 +99,7 @@ def _write_relevance(
         key_blocks,
         start,
         P,
-        scale if softcap is None else scale / softcap,
-        1.0 if softcap is None else softcap,
+        *score_factors(scale, softcap),
         G=queries.shape[3],
         BLOCK_M=_ROWS,
         BLOCK_N=_ROWS,
@@ -176,8 +175,7 @@ def _relevance_kernel(
         dots = products(
             query_rows, reading, key_rows, inside, D, BLOCK_D, BLOCK_M, BLOCK_N, DOT_DTYPE
         )
-        # Factors without log2(e): natural scores, as the denominators are.
-        shares = base2_scores(dots, inner, outer, SOFTCAP)
+        shares = capped_scores(dots, inner, outer, SOFTCAP)
         if HAS_LSE:
             shares -= tl.load(lse_ptr + here * G + g, mask=reading, other=0.0)[:, None]
         best = tl.maximum(best, shares)

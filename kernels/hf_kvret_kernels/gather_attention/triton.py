@@ -25,16 +25,17 @@ from hf_kvret_kernels._triton_rows import (
     selection_place,
 )
 from hf_kvret_kernels._triton_shared import (
+    LOG2_E,
     TL_DTYPES,
-    base2_scores,
+    capped_scores,
     combine_splits,
-    device_limits,
     dot_dtype,
     finish_softmax,
     load_rows,
     partial_buffers,
     score_factors,
     softmax_step,
+    split_plan,
 )
 from hf_kvret_kernels.gather_attention import choices
 from hf_kvret_kernels.gather_attention.triton_copy import copy_rows
@@ -125,7 +126,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
             rows + DK + value_columns[None, :], loaded, value_columns, DV, BLOCK_DV, True
         )
         dots = tl.dot(q.to(DOT_DTYPE), tl.trans(key).to(DOT_DTYPE), input_precision="ieee")
-        scores = base2_scores(dots, inner, outer, SOFTCAP)
+        scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(wanted[None, :], scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
         weights = weights.to(DTYPE).to(DOT_DTYPE)
@@ -174,15 +175,17 @@ def gather_attention(
     copied = copy_rows(rows, ids, choice.copy_rows, choice.warps) if gather else query
     group = query_heads // heads
     programs = batch * heads * queries
-    blocks = max(1, triton.cdiv(count, choice.block_k))
-    if splits is None:
-        processors, _ = device_limits(query.device)
-        fill = choice.waves * processors // programs
-        splits = max(1, min(choice.most_splits, blocks, fill))
-    split_len = triton.cdiv(blocks, splits) * choice.block_k
-    splits = max(1, triton.cdiv(count, split_len))
+    splits, split_len = split_plan(
+        count,
+        choice.block_k,
+        programs,
+        query.device,
+        waves=choice.waves,
+        most=choice.most_splits,
+        splits=splits,
+    )
     part_out, part_lse = partial_buffers(out, lse, splits)
-    inner, outer = score_factors(scale, softcap)
+    inner, outer = score_factors(scale, softcap, LOG2_E)
     _attend_kernel[(programs, splits)](
         query,
         ids,

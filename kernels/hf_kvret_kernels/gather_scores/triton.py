@@ -17,7 +17,13 @@ from hf_kvret_kernels._triton_rows import (
     row_pointers,
     selection_place,
 )
-from hf_kvret_kernels._triton_shared import TL_DTYPES, base2_scores, dot_dtype, load_rows
+from hf_kvret_kernels._triton_shared import (
+    TL_DTYPES,
+    capped_scores,
+    dot_dtype,
+    load_rows,
+    score_factors,
+)
 from hf_kvret_kernels.gather_scores import choices
 from hf_kvret_kernels.paged import PagedRows
 
@@ -77,8 +83,7 @@ def _gather_scores_kernel(  # type: ignore[no-untyped-def]
     q_rows = query + b * stride_q_b + query_heads[:, None] * stride_q_h + q_index * stride_q_q
     q = load_rows(q_rows + columns[None, :], group < G, columns, DK, BLOCK_DK, True)
     dots = tl.dot(q.to(DOT_DTYPE), tl.trans(key).to(DOT_DTYPE), input_precision="ieee")
-    # Factors without log2(e): the scores are natural ones.
-    scores = base2_scores(dots, inner, outer, SOFTCAP)
+    scores = capped_scores(dots, inner, outer, SOFTCAP)
     scores = tl.where(wanted[None, :], scores, float("-inf"))
     target = (b * heads * G + query_heads) * queries + q_index
     tl.store(
@@ -126,8 +131,7 @@ def gather_scores(
         queries,
         count,
         blocks,
-        scale if softcap is None else scale / softcap,
-        1.0 if softcap is None else softcap,
+        *score_factors(scale, softcap),
         G=group,
         SHARE=heads // rows.heads,
         PAGE_LEN=rows.page_len,

@@ -19,16 +19,17 @@ from hf_kvret_kernels._triton_rows import (
     selection_place,
 )
 from hf_kvret_kernels._triton_shared import (
+    LOG2_E,
     TL_DTYPES,
-    base2_scores,
+    capped_scores,
     combine_splits,
-    device_limits,
     dot_dtype,
     finish_softmax,
     load_rows,
     partial_buffers,
     score_factors,
     softmax_step,
+    split_plan,
     walsh_hadamard,
 )
 from hf_kvret_kernels.higgs.codec import Codec, HiggsCodec
@@ -167,7 +168,7 @@ def _attend_kernel(
         )
         key = key.to(DTYPE).to(DOT_DTYPE)
         dots = tl.dot(q, tl.trans(key), input_precision="ieee")
-        scores = base2_scores(dots, inner, outer, SOFTCAP)
+        scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(wanted[None, :], scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
         value = load_numbers(
@@ -235,14 +236,11 @@ def attend(
     full = query.dtype == torch.float32
     block_k = 16 if full or (block_key + block_value) * group > 256 else 32
     programs = batch * heads * queries
-    blocks = max(1, triton.cdiv(count, block_k))
-    if splits is None:
-        processors, _ = device_limits(query.device)
-        splits = max(1, min(_MOST_SPLITS, blocks, _WAVES * processors // programs))
-    split_len = triton.cdiv(blocks, splits) * block_k
-    splits = max(1, triton.cdiv(count, split_len))
+    splits, split_len = split_plan(
+        count, block_k, programs, query.device, waves=_WAVES, most=_MOST_SPLITS, splits=splits
+    )
     part_out, part_lse = partial_buffers(out, lse, splits)
-    inner, outer = score_factors(scale, softcap)
+    inner, outer = score_factors(scale, softcap, LOG2_E)
     per_word, planes = WORDS[codec.code_bits]
     # Min-max looks nothing up: any pointer will do.
     signs, grid = rows.table, rows.table
