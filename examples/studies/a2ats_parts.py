@@ -15,7 +15,7 @@ from hf_kvret.evaluation.subject import Subject
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig, A2ATSIndex
 from hf_kvret.recall import exact_scores
 from hf_kvret.relevance import group_relevance
-from hf_kvret_kernels import proxy
+from hf_kvret_kernels.top_k import top_k
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
 
@@ -51,7 +51,7 @@ class ExactKeysIndex(A2ATSIndex):
         seen = self._on(query.device).space.queries(query, self._positions)
         scores = exact_scores(seen, keys, scale, softcap)
         scores = scores.masked_fill(~valid[:, None, None], float("-inf"))
-        return proxy.top_k(group_relevance(scores, keys.shape[1]), budget)
+        return top_k(group_relevance(scores, keys.shape[1]), budget)
 
 
 class ExactKeysCache(A2ATSCache):

@@ -44,11 +44,8 @@ EXPECTED = {
         "_scores_kernel",
         "_total_kernel",
         "_share_kernel",
-        "_count_digits_kernel",
-        "_block_sums_kernel",
-        "_compact_kernel",
-        "_best_kernel",
     },
+    "top_k": {"_count_digits_kernel", "_block_sums_kernel", "_compact_kernel", "_best_kernel"},
     "relevance": {
         "_best_kernel",
         "_piece_kernel",
@@ -153,7 +150,7 @@ def _calls(operation: str) -> Iterator[functools.partial]:
         for source, programs in ((rows, None), (odd, 3), (lone, 1)):
             yield functools.partial(copy_pages, source, 0, source.table.shape[1], programs)
     elif operation == "proxy":
-        from hf_kvret_kernels.proxy import ROW_DTYPES, triton_scores, triton_top_k
+        from hf_kvret_kernels.proxy import ROW_DTYPES, triton_scores
 
         valid = torch.ones(1, 501, dtype=torch.bool)
         for dtype in ROW_DTYPES:
@@ -163,7 +160,10 @@ def _calls(operation: str) -> Iterator[functools.partial]:
                 offset = None if softcap is None else torch.zeros(1, 8, queries)
                 arguments = (query, proxies, heads, valid, offset, softcap)
                 yield functools.partial(triton_scores.relevance, *arguments)
-        for choose in (triton_top_k.top_k, triton_top_k.radix_top_k):
+    elif operation == "top_k":
+        from hf_kvret_kernels.top_k import triton, triton_radix
+
+        for choose in (triton.top_k, triton_radix.radix_top_k):
             yield functools.partial(choose, torch.zeros(1, 2, 1, 501), 100)
     elif operation in ("merge", "relevance"):
         yield from _calls_of_merging() if operation == "merge" else _calls_of_relevance()
@@ -233,12 +233,13 @@ def _calls_of_merging() -> Iterator[functools.partial]:
 
 def _calls_of_relevance() -> Iterator[functools.partial]:
     """The most candidates that a program takes, of one head and of a group; and more of them."""
-    from hf_kvret_kernels.relevance import triton_best, triton_shares
+    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.top_k import triton_block
 
-    for length, group in ((100, 4), (triton_best.MOST, 1), (triton_best.MOST, 4)):
+    for length, group in ((100, 4), (triton_block.MOST, 1), (triton_block.MOST, 4)):
         scores, ids = torch.zeros(1, 2, 1, group, length), torch.zeros(1, 2, 1, length).int()
-        yield functools.partial(triton_best.best_ids, scores, ids, 100)
-        yield functools.partial(triton_best.top_places, scores[:, :, :, 0], 100)
+        yield functools.partial(triton_block.best_ids, scores, ids, 100)
+        yield functools.partial(triton_block.top_places, scores[:, :, :, 0], 100)
         yield functools.partial(triton_shares.best_ids, scores, ids, 100)
     for group in (1, 4):
         yield functools.partial(

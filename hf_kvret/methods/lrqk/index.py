@@ -16,6 +16,7 @@ from hf_kvret.methods.lrqk.grams import PIECE, KeyGrams, QueryGrams
 from hf_kvret.methods.lrqk.proxies import Proxies
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
+from hf_kvret_kernels.top_k import top_k
 
 # A share of the squared scores that is not worth a second reading of the keys.
 _NEGLIGIBLE = 1e-4
@@ -125,7 +126,7 @@ class LRQKIndex(Index):
             offset=offset,
             softcap=softcap,
         )
-        return proxy.top_k(relevance, budget)
+        return top_k(relevance, budget)
 
     def uncapturable(self) -> str | None:
         return None

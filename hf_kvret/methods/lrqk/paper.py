@@ -17,6 +17,7 @@ from hf_kvret.methods.lrqk.sketches import STARTS, Moments
 from hf_kvret.methods.lrqk.waiting import WaitingTokens
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
+from hf_kvret_kernels.top_k import top_k
 
 _MOMENTS = ("queries", "keys")
 
@@ -129,7 +130,7 @@ class PaperLRQKIndex(Index):
         scores = proxy.relevance(
             proxies, self._proxies.rows, query.shape[1], valid=valid, softcap=softcap
         )
-        ids = proxy.top_k(scores, budget)
+        ids = top_k(scores, budget)
         self._selected = ids[:, :, -1:]
         return ids
 

@@ -17,7 +17,7 @@ from hf_kvret_kernels.centroid.naive import Pieces
 from hf_kvret_kernels.centroid.triton_denominators import denominators
 from hf_kvret_kernels.centroid.triton_keys import KeyMask, counted_keys, whole_pieces
 from hf_kvret_kernels.centroid.triton_products import product_shape, products
-from hf_kvret_kernels.proxy import triton_top_k
+from hf_kvret_kernels.top_k.triton import top_k
 
 # fp32 scores held at once where the caller does not say: 64 MiB.
 _MOST_SCORES = 1 << 24
@@ -57,7 +57,7 @@ def top_keys(
                 scores[..., count:], queries, keys, start, mask, lse, part, scale, softcap
             )
             # Ascending positions: what was found before comes first, and tokens stay in order.
-            taken = triton_top_k.top_k(scores, count)
+            taken = top_k(scores, count)
             missing, places = taken < 0, taken.clamp(min=0).long()
             values[:, :, part] = scores.gather(-1, places).masked_fill_(missing, float("-inf"))
             older = ids[:, :, part].gather(-1, places.clamp(max=count - 1))

@@ -178,7 +178,7 @@ def lookup_scores(
     -inf for tokens that are not valid. The softmax of each query head is over the valid tokens.
     Tokens of one code score alike, so with N_c of them its denominator is the sum over codewords
     of ``N_c * exp(table_c)``, and the comparison of the G heads is made once for each codeword:
-    a token costs one look-up, not G. ``proxy.top_k`` takes the best.
+    a token costs one look-up, not G. ``top_k`` takes the best.
 
     Args:
         table: ``[B, Hq, Q, C]`` fp32, any strides, as ``score_table`` gives it; query head h goes

@@ -1,4 +1,4 @@
-"""Proxy scores and their top-k in plain torch."""
+"""Proxy scores in plain torch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,3 @@ def relevance(
     if valid is not None:
         scores = scores.masked_fill(~valid[:, None, None], float("-inf"))
     return scores if heads == Hq else group_relevance(scores, heads)
-
-
-def top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """See ``hf_kvret_kernels.proxy.top_k``."""
-    best = scores.topk(count, dim=-1, sorted=False)
-    return best.indices.int().masked_fill(best.values == float("-inf"), -1)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._triton_log_sums import best_share, finite_base, log_sum_exp
-from hf_kvret_kernels.proxy import triton_top_k
+from hf_kvret_kernels.top_k.triton_radix import radix_top_k
 
 # Tokens of a program, and the most pieces that a row is cut into.
 _TOKENS = 1024
@@ -35,7 +35,7 @@ def best_ids(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tenso
         relevance = scores.new_empty(batch, heads, queries, length)
         # A row of its own for each query: the heads of a group follow each other.
         _relate(scores.contiguous(), relevance, 1, group)
-    return triton_top_k.radix_top_k(relevance, count, ids.contiguous())
+    return radix_top_k(relevance, count, ids.contiguous())
 
 
 def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:
