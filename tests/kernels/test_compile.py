@@ -190,7 +190,6 @@ def _calls(operation: str) -> Iterator[functools.partial]:
             yield functools.partial(prompt.prompt_attention, *arguments)
     else:
         from hf_kvret_kernels.paris import (
-            triton_bonus,
             triton_candidates,
             triton_collide,
             triton_encode,
@@ -202,18 +201,16 @@ def _calls(operation: str) -> Iterator[functools.partial]:
         codes = paris.ParisCodes.empty(1, 2, 512, 128, m=8)
         rotated = torch.zeros(1, 2, 1, 4, 128)
         counts = torch.zeros(1, 2, 16, 256, dtype=torch.int32)
-        bonus = torch.zeros(1, 2, 1, 4, 16, 256, dtype=torch.uint8)
         scores = torch.zeros(1, 2, 1, 512, dtype=torch.uint8)
         histogram = torch.zeros(1, 2, 1, 256, dtype=torch.int32)
         valid = torch.ones(1, 512, dtype=torch.bool)
         yield functools.partial(triton_encode.rotate, keys, signs)
         yield functools.partial(triton_encode.encode, keys, signs, levels, 8, None, codes)
         yield functools.partial(triton_collide.count_centroids, codes.sign, 8, valid)
-        yield functools.partial(triton_bonus.bonus_table, rotated, counts, (50_000, 200_000), 8)
-        yield functools.partial(triton_collide.collide, codes.sign, bonus, 8, valid)
         yield functools.partial(triton_candidates.candidates, scores, histogram, 100)
-        arguments = (rotated, counts, codes.sign, (50_000, 200_000), 8, None)
-        yield functools.partial(triton_collide.collisions, *arguments)
+        for mask in (None, valid):
+            arguments = (rotated, counts, codes.sign, (50_000, 200_000), 8, mask)
+            yield functools.partial(triton_collide.collisions, *arguments)
         for softcap, offset in ((None, None), (50.0, torch.zeros(1, 2, 1, 4))):
             arguments = (rotated, codes, ids, levels, 8, 0.1, softcap, offset)
             yield functools.partial(triton_rerank.rerank, *arguments)
