@@ -22,6 +22,7 @@ from kernel_work import (
 )
 
 from hf_kvret_kernels import centroid, codebook, proxy
+from hf_kvret_kernels.top_k import top_k
 
 # As CTkvr reads its store.
 _PIECE_LEN = 1 << 14
@@ -103,7 +104,7 @@ def _relevance(shape: KernelShape, draw: Draw) -> Any:
 
 
 def _top_k(shape: KernelShape, draw: Draw) -> Any:
-    return partial(proxy.top_k, draw.normal(shape.batch, shape.heads, 1, shape.length), shape.top_k)
+    return partial(top_k, draw.normal(shape.batch, shape.heads, 1, shape.length), shape.top_k)
 
 
 def _top_k_error(call: Any) -> Error:
@@ -158,7 +159,7 @@ SEARCH_OPS = (
     ),
     # The highest scores of each KV head.
     KernelOp(
-        name="proxy.top_k",
+        name="top_k",
         read="B H n f32",
         written="B H K i32",
         inputs=_top_k,

@@ -15,8 +15,8 @@ from hf_kvret.evaluation.subject import Subject
 from hf_kvret.integration.compatibility import model_layers
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig, A2ATSIndex
 from hf_kvret.methods.a2ats.k_means import k_means
-from hf_kvret_kernels import proxy
 from hf_kvret_kernels.relevance import group_relevance
+from hf_kvret_kernels.top_k import top_k
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
 
@@ -44,7 +44,7 @@ class ExactKeysIndex(A2ATSIndex):
         seen = self._on(query.device).space.queries(query, self._positions)
         scores = exact_scores(seen, keys, cold.scale, cold.softcap)
         scores = scores.masked_fill(~cold.valid[:, None, None], float("-inf"))
-        return proxy.top_k(group_relevance(scores, keys.shape[1]), cold.budget)
+        return top_k(group_relevance(scores, keys.shape[1]), cold.budget)
 
 
 class ExactKeysCache(A2ATSCache):

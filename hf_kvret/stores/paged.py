@@ -16,6 +16,7 @@ from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.pieces import BUS_PROGRAMS, read_ahead, reading_stream
 from hf_kvret.core.store import AttentionResult, Store
 from hf_kvret.stores.memory import PageMemory
+from hf_kvret_kernels.chunks import select
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.page_copy import copy_pages
@@ -214,27 +215,10 @@ class PagedStore(Store):
         if self.memory.device.type == "cuda" and self.memory.over_bus:
             torch.cuda.current_stream(self.memory.device).synchronize()
         table = self._table[:, first:last]
-        pages = self._take(table.reshape(-1).long(), device or self.memory.device)
+        # Each chunk is read where it lies.
+        pages = select(self._chunks, table.reshape(-1).long(), device or self.memory.device)
         pages = pages.view(*table.shape, *pages.shape[1:]).transpose(1, 2)
         return pages.flatten(2, 3)
-
-    def _take(self, pages: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """``[N, Hkv, page_len, W]`` on ``device``: the pages with the global numbers ``pages``.
-
-        Each chunk is read where it lies.
-        """
-        if len(self._chunks) == 1:
-            chunk = self._chunks[0]
-            return chunk.index_select(0, pages.to(chunk.device)).to(device)
-        shape = self._chunks[0].shape[1:]
-        taken = torch.empty(len(pages), *shape, dtype=self._chunks[0].dtype, device=device)
-        first = 0
-        for chunk in self._chunks:
-            inside = ((pages >= first) & (pages < first + len(chunk))).nonzero()[:, 0]
-            found = chunk.index_select(0, (pages[inside] - first).to(chunk.device))
-            taken[inside.to(device)] = found.to(device)
-            first += len(chunk)
-        return taken
 
     def _add_pages(self, rows: torch.Tensor, column: int) -> None:
         """Write ``rows [B, Hkv, n, W]`` to new pages, from table column ``column`` on."""

@@ -96,6 +96,16 @@ def check_no_grad(**tensors: torch.Tensor) -> None:
                 )
 
 
+def check_softcap(softcap: float | None) -> None:
+    """Refuse a soft cap that caps nothing; None is for no cap.
+
+    Raises:
+        ValueError: 0 or below.
+    """
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+
+
 def check_attention_inputs(**tensors: torch.Tensor) -> None:
     """Check that query, key, value and the like agree and have a dtype that kernels know.
 

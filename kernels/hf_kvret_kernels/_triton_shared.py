@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._dispatch import interpreted
+from hf_kvret_kernels._triton_log_sums import finite_base, log_total
 
 LOG2_E = 1.4426950408889634
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -34,16 +35,49 @@ def device_limits(device: torch.device) -> tuple[int, int]:
     return properties.multi_processor_count, shared_bytes
 
 
-def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """``(inner, outer)`` of ``base2_scores``, as kernel arguments."""
+def split_plan(
+    length: int,
+    block: int,
+    programs: int,
+    device: torch.device,
+    *,
+    waves: int,
+    most: int,
+    least_len: int | None = None,
+    splits: int | None = None,
+) -> tuple[int, int]:
+    """``(splits, split_len)``: how many pieces a walk over ``length`` is cut into, and how long.
+
+    Args:
+        block: what a program takes at a time; ``split_len`` is a multiple of it.
+        programs: how many walk if nothing is cut.
+        waves: programs per multiprocessor to aim at.
+        most: pieces, at most.
+        least_len: of a piece that is worth its share of the merge; None for ``block``.
+        splits: pieces to cut into, None for as many as fill the device; fewer come out where there
+            are not so many blocks.
+    """
+    if splits is None:
+        processors, _ = device_limits(device)
+        worth = triton.cdiv(length, least_len or block)
+        splits = max(1, min(most, worth, waves * processors // programs))
+    split_len = max(1, triton.cdiv(triton.cdiv(length, block), splits)) * block
+    return max(1, triton.cdiv(length, split_len)), split_len
+
+
+def score_factors(scale: float, softcap: float | None, unit: float = 1.0) -> tuple[float, float]:
+    """``(inner, outer)`` of ``capped_scores``, as kernel arguments.
+
+    ``unit`` multiplies the scores in the end: LOG2_E for a softmax that takes powers of 2.
+    """
     if softcap is None:
-        return scale * LOG2_E, 1.0
-    return scale / softcap, softcap * LOG2_E
+        return scale * unit, 1.0
+    return scale / softcap, softcap * unit
 
 
 @triton.jit
-def base2_scores(dots, inner, outer, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Dot products to scores in units of log 2: scaled, and softly capped with SOFTCAP."""
+def capped_scores(dots, inner, outer, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Dot products to scores: scaled, and softly capped with SOFTCAP."""
     scores = dots * inner
     if SOFTCAP:
         # tanh(x) = 2 sigmoid(2x) - 1: saturates without overflow, needs no device library.
@@ -60,7 +94,7 @@ def softmax_step(scores, peak, total):  # type: ignore[no-untyped-def]
     of -inf and weights of 0.
     """
     new_peak = tl.maximum(peak, tl.max(scores, 1))
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    base = finite_base(new_peak)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(peak - base)
     return weights, shrink, new_peak, total * shrink + tl.sum(weights, 1)
@@ -69,10 +103,15 @@ def softmax_step(scores, peak, total):  # type: ignore[no-untyped-def]
 @triton.jit
 def finish_softmax(acc, peak, total):  # type: ignore[no-untyped-def]
     """``(out, lse)`` from the running softmax; 0 and -inf where nothing was seen."""
+    safe = tl.where(total > 0.0, total, 1.0)
+    return acc / safe[:, None], softmax_lse(peak, total)
+
+
+@triton.jit
+def softmax_lse(peak, total):  # type: ignore[no-untyped-def]
+    """The natural log-sum-exp from the running softmax; -inf where nothing was seen."""
     seen = total > 0.0
-    safe = tl.where(seen, total, 1.0)
-    lse = tl.where(seen, (peak + tl.log2(safe)) * LN_2, float("-inf"))
-    return acc / safe[:, None], lse
+    return tl.where(seen, (peak + tl.log2(tl.where(seen, total, 1.0))) * LN_2, float("-inf"))
 
 
 @triton.jit
@@ -113,8 +152,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     splits = tl.arange(0, BLOCK_S)
     columns = tl.arange(0, BLOCK_DV)
     parts = tl.load(part_lse + row * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
-    peak = tl.max(parts, 0)
-    weights = tl.exp(parts - tl.where(peak == float("-inf"), 0.0, peak))
+    base = finite_base(tl.max(parts, 0))
+    weights = tl.exp(parts - base)
     total = tl.sum(weights, 0)
     safe = tl.where(total > 0.0, total, 1.0)
     tile = tl.load(
@@ -124,7 +163,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     )
     mean = tl.sum(tile * weights[:, None], 0) / safe
     tl.store(out + row * DV + columns, mean.to(out.dtype.element_ty), mask=columns < DV)
-    tl.store(lse + row, tl.where(total > 0.0, peak + tl.log(safe), float("-inf")))
+    tl.store(lse + row, log_total(base, total))
 
 
 def combine_splits(

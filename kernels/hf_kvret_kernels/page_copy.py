@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvret_kernels._dispatch import choose_backend, launching_on
+from hf_kvret_kernels.chunks import select
 from hf_kvret_kernels.paged import PagedRows
 
 
@@ -58,19 +59,6 @@ def _copy_with_torch(rows: PagedRows, first: int, last: int) -> torch.Tensor:
                 "backend='triton' with pinned rows, or move the table"
             )
     table = rows.table[:, first:last].long()
-    pages = _take(rows.chunks, table.reshape(-1))
+    pages = select(rows.chunks, table.reshape(-1))
     pages = pages.view(*table.shape, *pages.shape[1:])
     return pages.transpose(1, 2).flatten(2, 3).contiguous()
-
-
-def _take(chunks: list[torch.Tensor], pages: torch.Tensor) -> torch.Tensor:
-    """``[N, Hkv, page_len, W]``: the pages with the numbers ``pages [N]``, across all chunks."""
-    if len(chunks) == 1:
-        return chunks[0].index_select(0, pages)
-    taken = chunks[0].new_empty(len(pages), *chunks[0].shape[1:])
-    start = 0
-    for chunk in chunks:
-        inside = ((pages >= start) & (pages < start + len(chunk))).nonzero()[:, 0]
-        taken.index_copy_(0, inside, chunk.index_select(0, pages[inside] - start))
-        start += len(chunk)
-    return taken

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._triton_rows import selection_place
 from hf_kvret_kernels.paged import PagedRows
 
 # Bytes that a program has under way at once: a bus needs many, to hide how far the host is.
@@ -41,10 +42,9 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     for index in range(tl.program_id(0), work, tl.num_programs(0)):
         block = index // tiles
         inside = (index % tiles) * TILE + offsets
-        column = block % columns
-        head = (block // columns) % heads
-        row = (block // columns) // heads
-        page = tl.load(table + row * stride_table_b + (first + column) * stride_table)
+        row, head, column = selection_place(block, heads, columns)
+        table_row = table + row.to(tl.int64) * stride_table_b
+        page = tl.load(table_row + (first + column).to(tl.int64) * stride_table)
         address = tl.load(page_address + page).to(tl.pointer_type(DTYPE))
         source = address + head.to(tl.int64) * WORDS + inside
         source = tl.max_contiguous(tl.multiple_of(source, ALIGN), TILE)

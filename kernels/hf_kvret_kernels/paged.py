@@ -1,4 +1,4 @@
-"""Rows of keys and values in pages, found through a page table."""
+"""Rows of keys and values in pages, gathered through a page table."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_kvret_kernels._dispatch import choose_backend, interpreted, launching_on
+from hf_kvret_kernels.chunks import select
 
 
 @dataclass(eq=False)
@@ -137,8 +138,7 @@ class PagedRows:
 
             with launching_on(ids):
                 return gather_rows(self, ids)
-        rows = self._gather_with_torch(ids)
-        return rows[..., : self.key_dim], rows[..., self.key_dim :]
+        return self.gather_with_torch(ids)
 
     def check_ids(self, ids: torch.Tensor) -> None:
         """Raise ValueError unless ``ids`` is ``[B, H, Q, K]`` int32 beside the table."""
@@ -172,8 +172,8 @@ class PagedRows:
                 "ids lead to must hold page numbers"
             )
 
-    def _gather_with_torch(self, ids: torch.Tensor) -> torch.Tensor:
-        """``[B, H, Q, K, Dk + Dv]``, by index_select into the chunks seen as matrices of rows."""
+    def gather_with_torch(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``gather`` with ``"naive"``, for ids that ``check_ids`` has seen."""
         for chunk in self.chunks:
             if chunk.device != ids.device:
                 raise ValueError(
@@ -186,11 +186,12 @@ class PagedRows:
         kv_heads = torch.arange(heads, device=ids.device) // (heads // self.heads)
         kv_heads = kv_heads.view(1, -1, 1, 1).expand_as(ids)
         slots = ids.clamp_min(0).long()
-        found = self.take(rows.flatten(), kv_heads.flatten(), slots.flatten(), hole.flatten())
+        gathered = self.take(rows.flatten(), kv_heads.flatten(), slots.flatten(), hole.flatten())
         holes = hole.flatten().nonzero()[:, 0]
         if len(holes):
-            found.index_fill_(0, holes, 0.0)
-        return found.view(*ids.shape, self.width)
+            gathered.index_fill_(0, holes, 0.0)
+        gathered = gathered.view(*ids.shape, self.width)
+        return gathered[..., : self.key_dim], gathered[..., self.key_dim :]
 
     def take(
         self,
@@ -208,20 +209,7 @@ class PagedRows:
         if holes is not None:
             pages = pages.masked_fill_(holes, 0)
         index = (pages * self.heads + kv_heads) * self.page_len + tokens % self.page_len
-        return self._select(index)
-
-    def _select(self, index: torch.Tensor) -> torch.Tensor:
-        """Rows ``[N, width]`` with the numbers ``index [N]``, counted across all chunks."""
-        matrices = [chunk.view(-1, self.width) for chunk in self.chunks]
-        if len(matrices) == 1:
-            return matrices[0].index_select(0, index)
-        rows = torch.empty(len(index), self.width, dtype=self.dtype, device=index.device)
-        first = 0
-        for matrix in matrices:
-            inside = ((index >= first) & (index < first + len(matrix))).nonzero()[:, 0]
-            rows.index_copy_(0, inside, matrix.index_select(0, index[inside] - first))
-            first += len(matrix)
-        return rows
+        return select([chunk.view(-1, self.width) for chunk in self.chunks], index)
 
     def _check_readable(self) -> None:
         device = self.table.device

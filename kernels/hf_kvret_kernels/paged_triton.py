@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._triton_rows import (
+    CHANGING_STRIDES,
+    load_ids,
+    row_pointers,
+    selection_place,
+)
 from hf_kvret_kernels._triton_shared import TL_DTYPES
-from hf_kvret_kernels.paged import PagedRows
+
+if TYPE_CHECKING:
+    from hf_kvret_kernels.paged import PagedRows
 
 # Coded rows are bytes.
 _ROW_DTYPES = {**TL_DTYPES, torch.uint8: tl.uint8}
 
-# Arguments that follow the number of tokens held, or of ids.
-_IDS = ("stride_ids_b", "stride_ids_h", "stride_ids_q", "stride_table_b")
-_CHANGING = ("heads", "queries", "count", *_IDS)
 
-
-@triton.jit
-def row_pointers(  # type: ignore[no-untyped-def]
-    ids,
-    wanted,
-    kv_head,
-    table,
-    stride_table,
-    page_address,
-    PAGE_LEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Pointers ``[K]`` to the rows that ``ids [K]`` name; meaningless outside ``wanted``.
-
-    ``table`` points to the batch row's first entry, ``stride_table`` is the step between entries.
-    """
-    page = tl.load(table + (ids // PAGE_LEN) * stride_table, mask=wanted, other=0)
-    address = tl.load(page_address + page, mask=wanted, other=0)
-    slot = (kv_head * PAGE_LEN + ids % PAGE_LEN).to(tl.int64)
-    return address.to(tl.pointer_type(DTYPE)) + slot * WIDTH
-
-
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=["heads", "queries", "count", *CHANGING_STRIDES])
 def _gather_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,
     table,
@@ -66,25 +50,16 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     DTYPE: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
-    q = index % queries
-    h = (index // queries) % heads
-    b = index // (queries * heads)
+    b, h, q = selection_place(index, heads, queries)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q * stride_ids_q
-    ids = tl.load(ids_row + columns * stride_ids_k, mask=columns < count, other=-1)
-    wanted = ids >= 0
+    inside = columns < count
+    ids = load_ids(ids_row, columns, inside, stride_ids_k)
+    table_row = table + b * stride_table_b
     rows = row_pointers(
-        ids,
-        wanted,
-        h // SHARE,
-        table + b * stride_table_b,
-        stride_table,
-        page_address,
-        PAGE_LEN,
-        DK + DV,
-        DTYPE,
+        ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, DK + DV, ALIGN, DTYPE
     )
-    rows = tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
+    wanted = ids >= 0
     key_columns = tl.arange(0, BLOCK_DK)
     value_columns = tl.arange(0, BLOCK_DV)
     key_mask = wanted[:, None] & (key_columns < DK)[None, :]
@@ -92,14 +67,15 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     key = tl.load(rows + key_columns[None, :], mask=key_mask, other=0.0)
     value = tl.load(rows + DK + value_columns[None, :], mask=value_mask, other=0.0)
     target = (index * count + columns)[:, None]
-    inside = (columns < count)[:, None]
     tl.store(
-        keys + target * DK + key_columns[None, :], key, mask=inside & (key_columns < DK)[None, :]
+        keys + target * DK + key_columns[None, :],
+        key,
+        mask=inside[:, None] & (key_columns < DK)[None, :],
     )
     tl.store(
         values + target * DV + value_columns[None, :],
         value,
-        mask=inside & (value_columns < DV)[None, :],
+        mask=inside[:, None] & (value_columns < DV)[None, :],
     )
 
 

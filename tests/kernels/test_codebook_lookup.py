@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_kvret_kernels import codebook as book
-from hf_kvret_kernels import proxy
+from hf_kvret_kernels.top_k import top_k
 
 INF = float("inf")
 # Of the sum of a score's products, each taken as positive; see the tests of proxy scores.
@@ -194,7 +194,7 @@ def test_the_best_tokens_are_those_of_the_nearest_codewords(place: tuple[str, st
     words = keys[0].to(device)
     codes = book.encode(keys.to(device), words, backend=backend)
     table = book.score_table(query.to(device), words, scale=0.25, backend=backend)
-    ids = proxy.top_k(book.lookup_scores(table, codes, backend=backend), 10, backend=backend)
+    ids = top_k(book.lookup_scores(table, codes, backend=backend), 10, backend=backend)
     exact = torch.einsum("bhgqd,bhnd->bhgqn", query.view(1, 2, 2, 1, 16), keys).double() * 0.25
     best = exact.log_softmax(-1).amax(2).topk(10).indices
     assert torch.equal(ids.cpu().long().sort().values, best.sort().values)

@@ -43,12 +43,9 @@ EXPECTED = {
     "proxy": {
         "_scores_kernel",
         "_total_kernel",
-        "_best_share_kernel",
-        "_count_digits_kernel",
-        "_block_sums_kernel",
-        "_compact_kernel",
-        "_best_kernel",
+        "_share_kernel",
     },
+    "top_k": {"_count_digits_kernel", "_block_sums_kernel", "_compact_kernel", "_best_kernel"},
     "relevance": {
         "_best_kernel",
         "_piece_kernel",
@@ -109,6 +106,10 @@ def _compile_instead_of_launching(capability: int) -> None:
         kernel = run(self, *args, warmup=True, **kwargs)
         assert kernel.asm["cubin"]
         print(self.fn.__name__)
+        # What it did not write may be anything, and torch may look places up in it.
+        for argument in args:
+            if isinstance(argument, torch.Tensor):
+                argument.zero_()
         return kernel
 
     JITFunction.run = compile_only
@@ -153,7 +154,7 @@ def _calls(operation: str) -> Iterator[functools.partial]:
         for source, programs in ((rows, None), (odd, 3), (lone, 1)):
             yield functools.partial(copy_pages, source, 0, source.table.shape[1], programs)
     elif operation == "proxy":
-        from hf_kvret_kernels.proxy import ROW_DTYPES, triton_scores, triton_top_k
+        from hf_kvret_kernels.proxy import ROW_DTYPES, triton_scores
 
         valid = torch.ones(1, 501, dtype=torch.bool)
         for dtype in ROW_DTYPES:
@@ -163,7 +164,10 @@ def _calls(operation: str) -> Iterator[functools.partial]:
                 offset = None if softcap is None else torch.zeros(1, 8, queries)
                 arguments = (query, proxies, heads, valid, offset, softcap)
                 yield functools.partial(triton_scores.relevance, *arguments)
-        for choose in (triton_top_k.top_k, triton_top_k.radix_top_k):
+    elif operation == "top_k":
+        from hf_kvret_kernels.top_k import triton, triton_radix
+
+        for choose in (triton.top_k, triton_radix.radix_top_k):
             yield functools.partial(choose, torch.zeros(1, 2, 1, 501), 100)
     elif operation in ("merge", "relevance"):
         yield from _calls_of_merging() if operation == "merge" else _calls_of_relevance()
@@ -190,7 +194,6 @@ def _calls(operation: str) -> Iterator[functools.partial]:
             yield functools.partial(prompt.prompt_attention, *arguments)
     else:
         from hf_kvret_kernels.paris import (
-            triton_bonus,
             triton_candidates,
             triton_collide,
             triton_encode,
@@ -202,18 +205,16 @@ def _calls(operation: str) -> Iterator[functools.partial]:
         codes = paris.ParisCodes.empty(1, 2, 512, 128, m=8)
         rotated = torch.zeros(1, 2, 1, 4, 128)
         counts = torch.zeros(1, 2, 16, 256, dtype=torch.int32)
-        bonus = torch.zeros(1, 2, 1, 4, 16, 256, dtype=torch.uint8)
         scores = torch.zeros(1, 2, 1, 512, dtype=torch.uint8)
         histogram = torch.zeros(1, 2, 1, 256, dtype=torch.int32)
         valid = torch.ones(1, 512, dtype=torch.bool)
         yield functools.partial(triton_encode.rotate, keys, signs)
         yield functools.partial(triton_encode.encode, keys, signs, levels, 8, None, codes)
         yield functools.partial(triton_collide.count_centroids, codes.sign, 8, valid)
-        yield functools.partial(triton_bonus.bonus_table, rotated, counts, (50_000, 200_000), 8)
-        yield functools.partial(triton_collide.collide, codes.sign, bonus, 8, valid)
         yield functools.partial(triton_candidates.candidates, scores, histogram, 100)
-        arguments = (rotated, counts, codes.sign, (50_000, 200_000), 8, None)
-        yield functools.partial(triton_collide.collisions, *arguments)
+        for mask in (None, valid):
+            arguments = (rotated, counts, codes.sign, (50_000, 200_000), 8, mask)
+            yield functools.partial(triton_collide.collisions, *arguments)
         for softcap, offset in ((None, None), (50.0, torch.zeros(1, 2, 1, 4))):
             arguments = (rotated, codes, ids, levels, 8, 0.1, softcap, offset)
             yield functools.partial(triton_rerank.rerank, *arguments)
@@ -233,12 +234,13 @@ def _calls_of_merging() -> Iterator[functools.partial]:
 
 def _calls_of_relevance() -> Iterator[functools.partial]:
     """The most candidates that a program takes, of one head and of a group; and more of them."""
-    from hf_kvret_kernels.relevance import triton_best, triton_shares
+    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.top_k import triton_block
 
-    for length, group in ((100, 4), (triton_best.MOST, 1), (triton_best.MOST, 4)):
+    for length, group in ((100, 4), (triton_block.MOST, 1), (triton_block.MOST, 4)):
         scores, ids = torch.zeros(1, 2, 1, group, length), torch.zeros(1, 2, 1, length).int()
-        yield functools.partial(triton_best.best_ids, scores, ids, 100)
-        yield functools.partial(triton_best.top_places, scores[:, :, :, 0], 100)
+        yield functools.partial(triton_block.best_ids, scores, ids, 100)
+        yield functools.partial(triton_block.top_places, scores[:, :, :, 0], 100)
         yield functools.partial(triton_shares.best_ids, scores, ids, 100)
     for group in (1, 4):
         yield functools.partial(

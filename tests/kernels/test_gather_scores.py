@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hf_kvret_kernels import host_attention as host
+from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
-from hf_kvret_kernels.host_attention import library
 from hf_kvret_kernels.paged import PagedRows
 
 NEVER = float("-inf")
@@ -205,6 +205,31 @@ def test_auto_takes_the_library_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch)
         gather_scores(query, rows, ids, scale=0.3, backend=backend)
         gather_attention(query, rows, ids, scale=0.3, backend=backend)
     assert called == ["hfk_scores", "hfk_attend"] * 2
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "naive",
+        pytest.param("cpp", marks=pytest.mark.skipif(bool(host.why_not()), reason="not compiled")),
+    ],
+)
+def test_arguments_are_checked_once(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows are read so fast that a second look at the arguments would show."""
+    checked = []
+    check_ids = PagedRows.check_ids
+
+    def count(rows: PagedRows, ids: torch.Tensor) -> None:
+        checked.append(ids)
+        check_ids(rows, ids)
+
+    monkeypatch.setattr(PagedRows, "check_ids", count)
+    rows = paged(("naive", "cpu"), TWO_ROWS)
+    query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 20)
+    operations = (gather_scores, gather_attention, host.host_scores, host.host_attention)
+    for number, operation in enumerate(operations, 1):
+        operation(query, rows, ids, scale=0.3, backend=backend)
+        assert len(checked) == number
 
 
 def test_without_the_library_auto_is_torch_and_cpp_says_why(

@@ -254,7 +254,10 @@ def test_pinned_host_rows_are_read_from_the_gpu() -> None:
         ({"key_dim": 128}, "rows have 32 bytes of codes and 4 of scales; .* has 48 and 6"),
         ({"value_dim": 32}, "rows have 32 numbers, group is 64"),
         ({"codec": HiggsCodec(3, 64)}, "has 48 and 4 for key_dim=64"),
-        ({"query": torch.zeros(2, 4, 1, 32)}, "query is on cpu with vectors of 32 numbers"),
+        (
+            {"query": torch.zeros(2, 4, 1, 32)},
+            "query is torch.float32 on cpu with Dk=32, .* Dk=64: they must agree",
+        ),
         ({"query": torch.zeros(2, 3, 1, 64)}, "query has 3 heads, no multiple of the rows' 2"),
         ({"query": torch.zeros(2, 4, 1, 64).long()}, "query is torch.int64"),
         ({"ids": torch.zeros(2, 2, 1, 3)}, "pass int32"),

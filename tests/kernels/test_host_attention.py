@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from hf_kvret_kernels import host_attention as host
+from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels.gather_attention import gather_attention
-from hf_kvret_kernels.host_attention import host_attention, host_scores, library
+from hf_kvret_kernels.host_attention import host_attention, host_scores
 from hf_kvret_kernels.paged import PagedRows
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"

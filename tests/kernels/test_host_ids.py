@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hf_kvret_kernels import host_attention as host
-from hf_kvret_kernels.host_attention import host_attention, host_scores, library
+from hf_kvret_kernels import host_library as library
+from hf_kvret_kernels.host_attention import host_attention, host_scores
 from hf_kvret_kernels.paged import PagedRows
 
 FUNCTIONS = (host_attention, host_scores)

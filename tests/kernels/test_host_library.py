@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hf_kvret_kernels import host_attention as host
-from hf_kvret_kernels.host_attention import host_attention, host_scores, library
+from hf_kvret_kernels import host_library as library
+from hf_kvret_kernels.host_attention import host_attention, host_scores
 from hf_kvret_kernels.paged import PagedRows
 
 ROWS = PagedRows([torch.zeros(9, 2, 8, 32)], torch.zeros(2, 9, dtype=torch.int32), 16)

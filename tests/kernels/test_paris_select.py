@@ -90,25 +90,60 @@ def test_counts_of_blocks_add_up(backend: str) -> None:
     assert whole.sum(-1).eq(2500).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("m, dim", [(4, 16), (8, 16)])
-def test_points_are_those_of_a_literal_walk(m: int, dim: int, backend: str) -> None:
+def every_sign(batch: int, width: int) -> torch.Tensor:
+    """``[batch, 1, 256, width]``: each byte once, each column in another order."""
+    columns = [torch.arange(256).roll(37 * column) for column in range(width)]
+    signs = torch.stack(columns, dim=-1).to(torch.uint8)
+    return signs.expand(batch, 1, 256, width).contiguous().to(DEVICE)
+
+
+def histogram_by_hand(scores: torch.Tensor) -> torch.Tensor:
+    histogram = torch.stack([scores.eq(value).sum(-1) for value in range(256)], dim=-1).int()
+    histogram[..., 255] = 0
+    return histogram
+
+
+@pytest.mark.factor("backend", BACKENDS)
+@pytest.mark.factor("m", [4, 8])
+@pytest.mark.factor("tables", [1, 3, 5])
+def test_points_are_those_of_a_literal_walk(tables: int, m: int, backend: str) -> None:
+    """Five tables, where four share a word; the best of them counts."""
+    width, queries = 2, 2
     # Integers make many equal similarities, whose order must be that of the ids.
-    q_rot = torch.randint(-2, 3, (2, 1, 2, 2, dim), generator=generator(0)).float().to(DEVICE)
-    shape = (2, 1, dim // m, 1 << m)
+    shape = (2, 1, queries, tables, 8 * width)
+    q_rot = torch.randint(-2, 3, shape, generator=generator(0)).float()
+    shape = (2, 1, 8 * width // m, 1 << m)
     counts = torch.randint(0, 4, shape, generator=generator(1), dtype=torch.int32)
     counts[1] *= 1000
-    counts = counts.to(DEVICE)
-    table = paris.bonus_table(q_rot, counts, rho=0.3, tiers=TIERS, m=m, backend=backend)
-    assert table.shape == (2, 1, 2, 2, dim // m, 1 << m) and table.dtype == torch.uint8
-    q_rot, counts, table = q_rot.cpu(), counts.cpu(), table.cpu()
-    for b in range(2):
-        for q in range(2):
-            for g in range(2):
-                for s in range(dim // m):
-                    q_b = q_rot[b, 0, q, g, s * m : (s + 1) * m].tolist()
-                    expected = points_by_hand(q_b, counts[b, 0, s].tolist(), 0.3, TIERS, m)
-                    assert table[b, 0, q, g, s].tolist() == expected
+    sign, valid = every_sign(2, width), random_valid(3, 256)[:2]
+    scores, histogram = paris.collisions(
+        q_rot.to(DEVICE),
+        counts.to(DEVICE),
+        sign,
+        rho=0.3,
+        tiers=TIERS,
+        m=m,
+        valid=valid,
+        backend=backend,
+    )
+    assert scores.dtype == torch.uint8 and histogram.dtype == torch.int32
+    ids = torch.tensor(
+        [
+            [centroid(token, s, m) for s in range(8 * width // m)]
+            for token in sign[0, 0].cpu().unbind()
+        ]
+    )
+    expected = torch.zeros(2, 1, queries, 256, dtype=torch.int64)
+    for b, q, g in torch.cartesian_prod(*map(torch.arange, (2, queries, tables))).tolist():
+        total = torch.zeros(256, dtype=torch.int64)
+        for s in range(8 * width // m):
+            q_b = q_rot[b, 0, q, g, s * m : (s + 1) * m].tolist()
+            points = points_by_hand(q_b, counts[b, 0, s].tolist(), 0.3, TIERS, m)
+            total += torch.tensor(points)[ids[:, s]]
+        expected[b, 0, q] = expected[b, 0, q].maximum(total)
+    expected.masked_fill_(~valid.cpu()[:, None, None], 255)
+    assert torch.equal(scores.cpu().long(), expected)
+    assert torch.equal(histogram.cpu(), histogram_by_hand(expected))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -116,62 +151,25 @@ def test_thresholds_are_exact_where_floats_are_not(backend: str) -> None:
     """0.07 * 100 is 7.000000000000001 in floats: an eighth key would earn a point."""
     q_rot = torch.tensor([4.0, 2.0, 1.0, 0.5, 0, 0, 0, 0], device=DEVICE).view(1, 1, 1, 1, 8)
     counts = torch.zeros(1, 1, 2, 16, dtype=torch.int32)
-    # In order of similarity, the centroids 15, 7, ... hold 7, 93, 0, ... keys.
+    # In order of similarity, the first subspace's centroids 15, 7, ... hold 7, 93, 0, ... keys. In
+    # the second all are as similar, and 15 is the last.
     counts[..., 15], counts[..., 7] = 7, 93
-    table = paris.bonus_table(
-        q_rot, counts.to(DEVICE), rho=0.07, tiers=(1.0,), m=4, backend=backend
+    sign = torch.tensor([0xFF, 0xF7], dtype=torch.uint8, device=DEVICE).view(1, 1, 2, 1)
+    scores, _ = paris.collisions(
+        q_rot, counts.to(DEVICE), sign, rho=0.07, tiers=(1.0,), m=4, backend=backend
     )
     assert math.ceil(100 * 0.07) == 8
-    assert table[0, 0, 0, 0, 0, 15] == 1 and table[0, 0, 0, 0, 0, 7] == 0
+    assert scores.flatten().tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_keys_there_are_no_points(backend: str) -> None:
     counts = torch.zeros(1, 1, 2, 16, dtype=torch.int32, device=DEVICE)
     q_rot = torch.ones(1, 1, 1, 1, 8, device=DEVICE)
-    table = paris.bonus_table(q_rot, counts, rho=1.0, tiers=TIERS, m=4, backend=backend)
-    assert table.eq(0).all()
-
-
-@needs_triton
-def test_bonus_tables_agree_to_the_bit() -> None:
-    """Of five tables, where four share a word."""
-    q_rot = torch.randn(1, 2, 1, 5, 16, generator=generator(3)).to(DEVICE)
-    counts = torch.randint(0, 50, (1, 2, 2, 256), generator=generator(4), dtype=torch.int32)
-    naive, triton = (
-        paris.bonus_table(q_rot, counts.to(DEVICE), rho=0.25, tiers=TIERS, backend=backend)
-        for backend in BOTH
+    scores, _ = paris.collisions(
+        q_rot, counts, every_sign(1, 1), rho=1.0, tiers=TIERS, m=4, backend=backend
     )
-    assert torch.equal(naive, triton)
-
-
-@pytest.mark.factor("backend", BACKENDS)
-@pytest.mark.factor("m", [4, 8])
-@pytest.mark.factor("tables", [1, 3, 6])
-def test_scores_are_sums_of_points_and_the_best_table_counts(
-    tables: int, m: int, backend: str
-) -> None:
-    batch, heads, queries, length, width = 3, 2, 2, 35, 2
-    sign, valid = random_sign(batch, heads, length, width), random_valid(batch, length)
-    shape = (batch, heads, queries, tables, width * 8 // m, 1 << m)
-    bonus = torch.randint(0, 7, shape, generator=generator(5), dtype=torch.uint8).to(DEVICE)
-    scores, histogram = paris.collide(sign, bonus, m=m, valid=valid, backend=backend)
-    assert scores.dtype == torch.uint8 and histogram.dtype == torch.int32
-    expected = torch.full_like(scores, 255)
-    for b, h, q, i in torch.cartesian_prod(*map(torch.arange, scores.shape)).tolist():
-        if valid[b, i]:
-            expected[b, h, q, i] = max(
-                sum(
-                    int(bonus[b, h, q, g, s, centroid(sign[b, h, i], s, m)])
-                    for s in range(width * 8 // m)
-                )
-                for g in range(tables)
-            )
-    assert torch.equal(scores, expected)
-    for b, h, q in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
-        row = torch.bincount(expected[b, h, q].cpu().int(), minlength=256)
-        row[255] = 0
-        assert histogram[b, h, q].tolist() == row.tolist()
+    assert scores.eq(0).all()
 
 
 @needs_triton
@@ -182,45 +180,53 @@ def test_triton_collides_as_the_reference_does(length: int, m: int, dim: int) ->
     room = random_sign(2, 2, length + 60, dim // 8, seed=8)
     sign = room[:, :, :length]
     valid = random_valid(3, 2 * length)[:2, ::2]
-    shape = (2, 2, 1, 2, dim // m, 1 << m)
-    bonus = torch.randint(0, 4, shape, generator=generator(6), dtype=torch.uint8).to(DEVICE)
+    q_rot = torch.randn(2, 2, 1, 2, dim, generator=generator(6)).to(DEVICE)
+    counts = paris.count_centroids(sign, m=m, valid=valid)
+    tiers = (0.5, 1.0, 1.0)
     naive, triton = (
-        paris.collide(sign, bonus, m=m, valid=valid, backend=backend) for backend in BOTH
+        paris.collisions(
+            q_rot, counts, sign, rho=0.4, tiers=tiers, m=m, valid=valid, backend=backend
+        )
+        for backend in BOTH
     )
     assert torch.equal(naive[0], triton[0]) and torch.equal(naive[1], triton[1])
-    assert torch.equal(naive[0], paris.collide(sign.contiguous(), bonus, m=m, valid=valid)[0])
+    packed = sign.contiguous()
+    again = paris.collisions(q_rot, counts, packed, rho=0.4, tiers=tiers, m=m, valid=valid)
+    assert torch.equal(naive[0], again[0])
 
 
-@pytest.mark.factor("backend", BACKENDS)
+@needs_triton
 @pytest.mark.factor("m", [4, 8])
 @pytest.mark.factor("length, most", [(0, 12), (37, 12), (37, 62), (37, 63)])
-def test_points_and_collisions_at_once_are_those_of_the_two_steps(
-    length: int, most: int, m: int, backend: str
-) -> None:
+def test_there_is_a_bin_for_every_sum_of_points(length: int, most: int, m: int) -> None:
     """A key earns 12 points at the most, or as many as fit into 64 bins beside the excluded."""
     tiers = (0.5,) + (1.0,) * (most * m // 8 - 1)
     most = len(tiers) * 8 // m
     sign, valid = random_sign(2, 1, length, 1), random_valid(2, length)
     q_rot = torch.randn(2, 1, 1, 3, 8, generator=generator(9)).to(DEVICE)
     counts = paris.count_centroids(sign, m=m, valid=valid)
-    bonus = paris.bonus_table(q_rot, counts, rho=0.4, tiers=tiers, m=m)
     for mask in (None, valid):
-        scores, histogram = paris.collide(sign, bonus, m=m, valid=mask)
-        found = paris.collisions(
-            q_rot, counts, sign, rho=0.4, tiers=tiers, m=m, valid=mask, backend=backend
+        naive, triton = (
+            paris.collisions(
+                q_rot, counts, sign, rho=0.4, tiers=tiers, m=m, valid=mask, backend=backend
+            )
+            for backend in BOTH
         )
-        assert length < 30 or scores[scores < 255].max() == most
-        assert torch.equal(found[0], scores) and torch.equal(found[1], histogram)
-        ids = paris.candidates(*found, 20, backend=backend)
-        assert torch.equal(ids, paris.candidates(scores, histogram, 20))
+        assert length < 30 or naive[0][naive[0] < 255].max() == most
+        assert torch.equal(naive[0], triton[0]) and torch.equal(naive[1], triton[1])
+        ids = paris.candidates(*triton, 20, backend="triton")
+        assert torch.equal(ids, paris.candidates(*naive, 20))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_greatest_score_is_not_taken_for_an_excluded_token(backend: str) -> None:
-    sign = random_sign(1, 1, 5, 1)
-    # Of all tables, so that a sum that reached into its neighbour's bits would show.
-    bonus = torch.full((1, 1, 1, 5, 2, 16), 127, dtype=torch.uint8, device=DEVICE)
-    scores, histogram = paris.collide(sign, bonus, m=4, backend=backend)
+    """127 points in either subspace from each table: a sum that reached into another would show."""
+    sign = random_sign(1, 1, 1, 1).expand(1, 1, 5, 1).contiguous()
+    counts = paris.count_centroids(sign, m=4)
+    q_rot = torch.randn(1, 1, 1, 5, 8, generator=generator(5)).to(DEVICE)
+    scores, histogram = paris.collisions(
+        q_rot, counts, sign, rho=1.0, tiers=(1.0,) * 127, m=4, backend=backend
+    )
     assert scores.eq(254).all() and histogram[..., 254].eq(5).all()
     ids = paris.candidates(scores, histogram, 3, backend=backend)
     assert ids.flatten().tolist() == [0, 1, 2]
@@ -245,8 +251,7 @@ def test_candidates_are_the_head_of_a_stable_sort(length: int, count: int, backe
     scores[torch.rand(scores.shape, generator=generator(8)) < 0.2] = 255
     scores[2] = 255
     scores = scores.to(DEVICE)
-    histogram = torch.stack([scores.eq(value).sum(-1) for value in range(256)], dim=-1).int()
-    histogram[..., 255] = 0
+    histogram = histogram_by_hand(scores)
     ids = paris.candidates(scores, histogram, count, backend=backend)
     assert ids.shape == (3, 1, 2, count) and ids.dtype == torch.int32
     assert torch.equal(ids, candidates_by_sorting(scores, count))
@@ -260,7 +265,7 @@ def test_sums_of_many_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_candidates, "_SUMS", 1)
     scores = torch.randint(0, 9, (1, 1, 1, 3500), generator=generator(10), dtype=torch.uint8)
     scores = scores.to(DEVICE)
-    histogram = torch.stack([scores.eq(value).sum(-1) for value in range(256)], dim=-1).int()
+    histogram = histogram_by_hand(scores)
     ids = paris.candidates(scores, histogram, 900, backend="triton")
     assert torch.equal(ids, candidates_by_sorting(scores, 900))
 
@@ -269,8 +274,7 @@ def test_sums_of_many_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slots_of_several_blocks_stay_empty(backend: str) -> None:
     scores = torch.full((1, 2, 1, 3500), 255, dtype=torch.uint8, device=DEVICE)
     scores[0, 1, 0, 1500] = 3
-    histogram = torch.stack([scores.eq(value).sum(-1) for value in range(256)], dim=-1).int()
-    histogram[..., 255] = 0
+    histogram = histogram_by_hand(scores)
     ids = paris.candidates(scores, histogram, 3400, backend=backend)
     assert ids[0, 0].eq(-1).all() and ids[0, 1, 0, 0] == 1500 and ids[0, 1, 0, 1:].eq(-1).all()
 
@@ -280,8 +284,8 @@ def test_an_empty_store_has_no_candidates(backend: str) -> None:
     sign = random_sign(1, 2, 0, 2)
     counts = paris.count_centroids(sign, backend=backend)
     assert counts.shape == (1, 2, 2, 256) and counts.eq(0).all()
-    bonus = torch.zeros(1, 2, 1, 1, 2, 256, dtype=torch.uint8, device=DEVICE)
-    scores, histogram = paris.collide(sign, bonus, backend=backend)
+    q_rot = torch.ones(1, 2, 1, 1, 16, device=DEVICE)
+    scores, histogram = paris.collisions(q_rot, counts, sign, rho=0.5, tiers=TIERS, backend=backend)
     assert scores.shape == (1, 2, 1, 0) and histogram.eq(0).all()
     ids = paris.candidates(scores, histogram, 3, backend=backend)
     assert ids.shape == (1, 2, 1, 3) and ids.eq(-1).all()
@@ -291,34 +295,34 @@ def test_what_does_not_fit_is_named() -> None:
     sign = random_sign(1, 2, 6, 16)
     counts = paris.count_centroids(sign)
     q_rot = torch.zeros(1, 2, 1, 1, 128, device=DEVICE)
+    options = {"rho": 0.5, "tiers": TIERS}
     with pytest.raises(ValueError, match="rho=0"):
-        paris.bonus_table(q_rot, counts, rho=0, tiers=TIERS)
-    with pytest.raises(ValueError, match="tiers=\\(\\)"):
-        paris.bonus_table(q_rot, counts, rho=0.5, tiers=())
-    with pytest.raises(ValueError, match="at most 15 tiers"):
-        paris.bonus_table(q_rot, counts, rho=0.5, tiers=(0.5,) * 16)
-    with pytest.raises(ValueError, match="counts has shape"):
-        paris.bonus_table(q_rot, counts[:, :1], rho=0.5, tiers=TIERS)
-    with pytest.raises(ValueError, match="no power of two"):
-        paris.bonus_table(q_rot[..., :96], counts, rho=0.5, tiers=TIERS)
-    bonus = paris.bonus_table(q_rot, counts, rho=0.5, tiers=TIERS)
-    with pytest.raises(ValueError, match="bonus has shape"):
-        paris.collide(sign[..., :8].contiguous(), bonus)
-    with pytest.raises(ValueError, match=r"valid is torch\.uint8"):
-        paris.collide(sign, bonus, valid=torch.ones(1, 6, dtype=torch.uint8, device=DEVICE))
-    with pytest.raises(ValueError, match="valid has shape"):
-        paris.collide(sign, bonus, valid=torch.ones(1, 5, dtype=torch.bool, device=DEVICE))
-    with pytest.raises(ValueError, match="tokens must be contiguous"):
-        paris.collide(sign[:, :, ::2], bonus)
-    scores, histogram = paris.collide(sign, bonus)
-    with pytest.raises(ValueError, match="must be the same"):
-        paris.collisions(q_rot, counts, sign[:, :1], rho=0.5, tiers=TIERS)
-    with pytest.raises(ValueError, match="must be the same"):
-        paris.collisions(q_rot, counts, sign[..., :8].contiguous(), rho=0.5, tiers=TIERS)
-    with pytest.raises(ValueError, match="G = 0"):
-        paris.collisions(q_rot[:, :, :, :0], counts, sign, rho=0.5, tiers=TIERS)
+        paris.collisions(q_rot, counts, sign, rho=0, tiers=TIERS)
     with pytest.raises(ValueError, match="rho=2"):
         paris.collisions(q_rot, counts, sign, rho=2, tiers=TIERS)
+    with pytest.raises(ValueError, match="tiers=\\(\\)"):
+        paris.collisions(q_rot, counts, sign, rho=0.5, tiers=())
+    with pytest.raises(ValueError, match="at most 15 tiers"):
+        paris.collisions(q_rot, counts, sign, rho=0.5, tiers=(0.5,) * 16)
+    with pytest.raises(ValueError, match="counts has shape"):
+        paris.collisions(q_rot, counts[:, :1], sign, **options)
+    with pytest.raises(ValueError, match="no power of two"):
+        paris.collisions(q_rot[..., :96], counts, sign, **options)
+    with pytest.raises(ValueError, match=r"valid is torch\.uint8"):
+        wrong = torch.ones(1, 6, dtype=torch.uint8, device=DEVICE)
+        paris.collisions(q_rot, counts, sign, valid=wrong, **options)
+    with pytest.raises(ValueError, match="valid has shape"):
+        short = torch.ones(1, 5, dtype=torch.bool, device=DEVICE)
+        paris.collisions(q_rot, counts, sign, valid=short, **options)
+    with pytest.raises(ValueError, match="tokens must be contiguous"):
+        paris.collisions(q_rot, counts, sign[:, :, ::2], **options)
+    scores, histogram = paris.collisions(q_rot, counts, sign, **options)
+    with pytest.raises(ValueError, match="must be the same"):
+        paris.collisions(q_rot, counts, sign[:, :1], **options)
+    with pytest.raises(ValueError, match="must be the same"):
+        paris.collisions(q_rot, counts, sign[..., :8].contiguous(), **options)
+    with pytest.raises(ValueError, match="G = 0"):
+        paris.collisions(q_rot[:, :, :, :0], counts, sign, **options)
     with pytest.raises(ValueError, match="count=-1"):
         paris.candidates(scores, histogram, -1)
     with pytest.raises(ValueError, match="backend='cuda'"):

@@ -215,9 +215,9 @@ FAULTS = (
     ),
     Fault(
         "soft-cap-not-scaled-back",
-        "kernels/hf_kvret_kernels/gather_attention/naive.py",
-        "scores = softcap * torch.tanh(scores / softcap)",
-        "scores = torch.tanh(scores / softcap)",
+        "kernels/hf_kvret_kernels/_naive.py",
+        "scores.div_(cap).tanh_().mul_(cap)",
+        "scores.div_(cap).tanh_()",
     ),
     Fault(
         "log-of-another-base",
@@ -228,8 +228,8 @@ FAULTS = (
     Fault(
         "mean-of-the-group-for-the-best",
         "kernels/hf_kvret_kernels/relevance/naive.py",
-        "return _shares(scores).view(B, heads, Hq // heads, Q, n).amax(dim=2)",
-        "return _shares(scores).view(B, heads, Hq // heads, Q, n).mean(dim=2)",
+        "return log_shares(scores).view(B, heads, Hq // heads, Q, n).amax(dim=2)",
+        "return log_shares(scores).view(B, heads, Hq // heads, Q, n).mean(dim=2)",
     ),
     Fault(
         "duplicates-kept",

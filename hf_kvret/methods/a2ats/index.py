@@ -13,7 +13,8 @@ from hf_kvret.core.state import number
 from hf_kvret.core.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.a2ats.config import A2ATSConfig
 from hf_kvret.methods.a2ats.learned import LearnedLayer, learned_layer, load
-from hf_kvret_kernels import centroid, codebook, proxy
+from hf_kvret_kernels import centroid, codebook
+from hf_kvret_kernels.top_k import top_k
 
 
 class A2ATSIndex(Index):
@@ -71,13 +72,13 @@ class A2ATSIndex(Index):
         group = query.shape[1] // codes.shape[1]
         if self.options.budget_of == "union" and budget < held:
             count = max(1, budget // group)
-            chosen = proxy.top_k(codebook.lookup(table, codes, valid=valid), count)
+            chosen = top_k(codebook.lookup(table, codes, valid=valid), count)
             each = chosen.unflatten(1, (-1, group)).transpose(2, 3).flatten(3)
             # With a smaller budget than heads, the first of them choose.
             united = centroid.unite(each[..., :budget].contiguous(), valid)
             return torch.nn.functional.pad(united, (0, budget - united.shape[-1]), value=-1)
         relevance = codebook.lookup_scores(table, codes, valid=valid)
-        return proxy.top_k(relevance, budget)
+        return top_k(relevance, budget)
 
     def cost(self, n: int, budget: int) -> SearchCost:
         """Codes alone choose."""

@@ -18,6 +18,7 @@ from hf_kvret.methods.lrqk.proxies import Proxies
 from hf_kvret.methods.lrqk.recent_proxies import RecentProxies
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
+from hf_kvret_kernels.top_k import top_k
 
 
 class PaperLRQKIndex(Index):
@@ -131,7 +132,7 @@ class PaperLRQKIndex(Index):
         scores = proxy.relevance(
             proxies, self._proxies.rows, query.shape[1], valid=cold.valid, softcap=cold.softcap
         )
-        ids = proxy.top_k(scores, cold.budget)
+        ids = top_k(scores, cold.budget)
         self._selected = ids[:, :, -1:]
         return ids
 

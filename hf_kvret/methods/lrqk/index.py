@@ -17,6 +17,7 @@ from hf_kvret.methods.lrqk.grams import PIECE, KeyGrams, QueryGrams
 from hf_kvret.methods.lrqk.proxies import Proxies
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
+from hf_kvret_kernels.top_k import top_k
 
 # A share of the squared scores that is not worth a second reading of the keys.
 _NEGLIGIBLE = 1e-4
@@ -131,7 +132,7 @@ class LRQKIndex(CapturableIndex, Index):
             offset=offset,
             softcap=cold.softcap,
         )
-        return proxy.top_k(relevance, cold.budget)
+        return top_k(relevance, cold.budget)
 
     def before_capture(self) -> None:
         self._queries.before_capture()

@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import (
+    check_no_grad,
+    check_softcap,
+    choose_backend,
+    launching_on,
+)
 from hf_kvret_kernels.centroid import naive
 from hf_kvret_kernels.centroid.naive import Pieces
 
@@ -73,8 +78,7 @@ def key_lists(
     _check_valid(valid, queries)
     if positions is not None:
         _check_positions(positions, queries)
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    check_softcap(softcap)
     if most_scores is not None and most_scores < 1:
         raise ValueError(f"most_scores={most_scores}: pass at least 1, or None for the default")
 

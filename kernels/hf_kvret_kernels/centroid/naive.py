@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_kvret_kernels._naive import soft_cap_
+
 Pieces = Callable[[], Iterable[tuple[int, torch.Tensor]]]
 
 # fp32 scores held at once where the caller does not say: 2 MiB.
@@ -73,8 +75,7 @@ class _Scores:
             rows = self.queries[:, :, some].float() * self.scale
             # One matrix of queries a head: torch would copy the keys for each centroid.
             a = torch.matmul(rows.flatten(2, 3), k).unflatten(2, (-1, G))
-            if self.softcap is not None:
-                a.div_(self.softcap).tanh_().mul_(self.softcap)
+            soft_cap_(a, self.softcap)
             shown = seen
             if self.positions is not None:
                 shown = seen & (slots <= self.positions[:, some, None])

@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._triton_shared import (
-    LN_2,
-    base2_scores,
-    device_limits,
+    LOG2_E,
+    capped_scores,
     score_factors,
+    softmax_lse,
     softmax_step,
+    split_plan,
 )
 from hf_kvret_kernels.centroid.naive import Pieces
 from hf_kvret_kernels.centroid.triton_keys import KeyMask, counted_keys, whole_pieces
@@ -35,13 +36,12 @@ def denominators(
     """``[B, H, C, G]`` fp32 log-sum-exp over all keys; at least -1e30."""
     B, H, C, G, _ = queries.shape
     lse = torch.full((B, H, C * G), float("-inf"), dtype=torch.float32, device=queries.device)
-    processors, _ = device_limits(queries.device)
     for start, keys in whole_pieces(pieces):
         P = keys.shape[2]
-        tiles, blocks = triton.cdiv(C * G, _ROWS), triton.cdiv(P, _ROWS)
-        splits = max(1, min(_MOST_SPLITS, blocks, _WAVES * processors // (B * H * tiles)))
-        split_len = triton.cdiv(blocks, splits) * _ROWS
-        splits = triton.cdiv(P, split_len)
+        tiles = triton.cdiv(C * G, _ROWS)
+        splits, split_len = split_plan(
+            P, _ROWS, B * H * tiles, lse.device, waves=_WAVES, most=_MOST_SPLITS
+        )
         sums = torch.empty(*lse.shape, splits, dtype=torch.float32, device=lse.device)
         _denominators_kernel[(B * H * tiles, splits)](
             queries,
@@ -56,7 +56,7 @@ def denominators(
             start,
             P,
             split_len,
-            *score_factors(scale, softcap),
+            *score_factors(scale, softcap, LOG2_E),
             G=G,
             BLOCK_M=_ROWS,
             BLOCK_N=_ROWS,
@@ -131,10 +131,8 @@ def _denominators_kernel(
             query_rows, reading, key_rows, inside, D, BLOCK_D, BLOCK_M, BLOCK_N, DOT_DTYPE
         )
         counted = counted_keys(valid_ptr, valid_stride_n, limits, start + places, inside, CAUSAL)
-        scores = base2_scores(dots, inner, outer, SOFTCAP)
+        scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(counted, scores, float("-inf"))
         _, _, peak, total = softmax_step(scores, peak, total)
-    seen = total > 0.0
-    lse = tl.where(seen, (peak + tl.log2(tl.where(seen, total, 1.0))) * LN_2, float("-inf"))
     target = (index * rows + here) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(sums_ptr + target, lse, mask=reading)
+    tl.store(sums_ptr + target, softmax_lse(peak, total), mask=reading)

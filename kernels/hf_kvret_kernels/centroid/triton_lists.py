@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_shared import base2_scores
+from hf_kvret_kernels._triton_shared import capped_scores, score_factors
 from hf_kvret_kernels.centroid.naive import Pieces
 from hf_kvret_kernels.centroid.triton_denominators import denominators
 from hf_kvret_kernels.centroid.triton_keys import KeyMask, counted_keys, whole_pieces
 from hf_kvret_kernels.centroid.triton_products import product_shape, products
-from hf_kvret_kernels.proxy import triton_top_k
+from hf_kvret_kernels.top_k.triton import top_k
 
 # fp32 scores held at once where the caller does not say: 64 MiB.
 _MOST_SCORES = 1 << 24
@@ -57,7 +57,7 @@ def top_keys(
                 scores[..., count:], queries, keys, start, mask, lse, part, scale, softcap
             )
             # Ascending positions: what was found before comes first, and tokens stay in order.
-            taken = triton_top_k.top_k(scores, count)
+            taken = top_k(scores, count)
             missing, places = taken < 0, taken.clamp(min=0).long()
             values[:, :, part] = scores.gather(-1, places).masked_fill_(missing, float("-inf"))
             older = ids[:, :, part].gather(-1, places.clamp(max=count - 1))
@@ -99,8 +99,7 @@ def _write_relevance(
         key_blocks,
         start,
         P,
-        scale if softcap is None else scale / softcap,
-        1.0 if softcap is None else softcap,
+        *score_factors(scale, softcap),
         G=queries.shape[3],
         BLOCK_M=_ROWS,
         BLOCK_N=_ROWS,
@@ -176,8 +175,7 @@ def _relevance_kernel(
         dots = products(
             query_rows, reading, key_rows, inside, D, BLOCK_D, BLOCK_M, BLOCK_N, DOT_DTYPE
         )
-        # Factors without log2(e): natural scores, as the denominators are.
-        shares = base2_scores(dots, inner, outer, SOFTCAP)
+        shares = capped_scores(dots, inner, outer, SOFTCAP)
         if HAS_LSE:
             shares -= tl.load(lse_ptr + here * G + g, mask=reading, other=0.0)[:, None]
         best = tl.maximum(best, shares)

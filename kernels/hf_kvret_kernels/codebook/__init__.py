@@ -12,7 +12,12 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import (
+    check_no_grad,
+    check_softcap,
+    choose_backend,
+    launching_on,
+)
 from hf_kvret_kernels.codebook import naive
 from hf_kvret_kernels.codebook.naive import half_norms
 
@@ -116,8 +121,7 @@ def score_table(
     if not heads or query.shape[1] % heads:
         raise ValueError(f"codebook has {heads} heads: must divide the {query.shape[1]} of query")
     _check_device("codebook", codebook, query)
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    check_softcap(softcap)
     scaled = query.float() * scale
     if choose_backend(backend, query) == "naive":
         return naive.score_table(scaled, codebook, softcap)
@@ -174,7 +178,7 @@ def lookup_scores(
     -inf for tokens that are not valid. The softmax of each query head is over the valid tokens.
     Tokens of one code score alike, so with N_c of them its denominator is the sum over codewords
     of ``N_c * exp(table_c)``, and the comparison of the G heads is made once for each codeword:
-    a token costs one look-up, not G. ``proxy.top_k`` takes the best.
+    a token costs one look-up, not G. ``top_k`` takes the best.
 
     Args:
         table: ``[B, Hq, Q, C]`` fp32, any strides, as ``score_table`` gives it; query head h goes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hf_kvret_kernels._naive import log_shares, soft_cap_
+
 # Scores that ``encode`` holds at once.
 _MOST_SCORES = 1 << 22
 
@@ -33,9 +35,7 @@ def score_table(query: torch.Tensor, codebook: torch.Tensor, softcap: float | No
     B, Hq, Q, _ = query.shape
     H, C, D = codebook.shape
     rows = query.reshape(B, H, Hq // H * Q, D).transpose(0, 1).flatten(1, 2)
-    table = torch.bmm(rows, codebook.float().transpose(1, 2))
-    if softcap is not None:
-        table = softcap * torch.tanh(table / softcap)
+    table = soft_cap_(torch.bmm(rows, codebook.float().transpose(1, 2)), softcap)
     return table.view(H, B, Hq // H, Q, C).transpose(0, 1).reshape(B, Hq, Q, C)
 
 
@@ -62,7 +62,7 @@ def best_shares(table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     H = counts.shape[1]
     grouped = table.reshape(B, H, Hq // H, Q, C)
     lse = (grouped + counts.float().log()[:, :, None, None]).logsumexp(-1, keepdim=True)
-    return (grouped - lse.masked_fill(lse == float("-inf"), 0.0)).amax(dim=2)
+    return log_shares(grouped, lse).amax(dim=2)
 
 
 def lookup(table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:

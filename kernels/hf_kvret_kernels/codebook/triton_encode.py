@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_shared import device_limits, dot_dtype
+from hf_kvret_kernels._triton_shared import dot_dtype, split_plan
 
 # Numbers of a tile of 16 bits, most tokens or codewords of one; in fp32, columns multiplied
 # at a time and codewords of a tile. So, compiled for sm80 and sm90, no dtype and width spills
@@ -49,10 +49,9 @@ def encode(
     most = rows if short else _MOST_ROWS
     block_n = max(_FEWEST_ROWS, min(most, triton.next_power_of_2(n)))
     blocks, tiles = triton.cdiv(n, block_n), triton.cdiv(C, rows)
-    if splits is None:
-        splits = _WAVES * device_limits(x.device)[0] // (B * H * blocks)
-    steps = triton.cdiv(tiles, max(1, min(splits, tiles)))
-    splits = triton.cdiv(tiles, steps)
+    splits, steps = split_plan(
+        tiles, 1, B * H * blocks, x.device, waves=_WAVES, most=tiles, splits=splits
+    )
     rows_shared = codes.numel() if splits > 1 else 0
     best = torch.empty(rows_shared, splits, dtype=torch.float32, device=x.device)
     which = torch.empty(best.shape, dtype=torch.int16, device=x.device) if splits > 1 else codes

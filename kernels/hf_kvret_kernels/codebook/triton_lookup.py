@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._triton_log_sums import best_share, finite_base, log_total
+
 # Tokens of a program that counts or looks up.
 _TOKENS = 1024
 # Codewords that a program compares the heads of a group for.
@@ -188,8 +190,7 @@ def _share_kernel(
             scores = tl.load(source + ids, mask=known, other=float("-inf"))
             counts = tl.load(counts_ptr + ids, mask=known, other=0)
             peaks = tl.maximum(peaks, tl.where(counts > 0, scores, float("-inf")))
-        peak = tl.max(peaks, 0)
-        base = tl.where(peak == float("-inf"), 0.0, peak)
+        base = finite_base(tl.max(peaks, 0))
         totals = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, codewords, BLOCK):
             ids = start + tl.arange(0, BLOCK)
@@ -199,10 +200,9 @@ def _share_kernel(
             # Codes of no token may score anything: kept out before the exponential.
             scores = tl.where(counts > 0, scores, float("-inf"))
             totals += counts.to(tl.float32) * tl.exp(scores - base)
-        total = tl.sum(totals, 0)
-        lse = tl.where(total > 0.0, base + tl.log(tl.where(total > 0.0, total, 1.0)), 0.0)
+        lse = log_total(base, tl.sum(totals, 0))
         scores = tl.load(source + own, mask=own < codewords, other=float("-inf"))
-        best = tl.maximum(best, scores - lse)
+        best = best_share(best, scores, lse)
     tl.store(shares_ptr + row * codewords + own, best, mask=own < codewords)
 
 

@@ -6,17 +6,18 @@ from typing import Literal
 
 import torch
 
+from hf_kvret_kernels import host_library
 from hf_kvret_kernels._dispatch import (
-    check_attention_inputs,
     choose_backend,
     launching_on,
     preferred,
 )
 from hf_kvret_kernels.gather_attention import naive
+from hf_kvret_kernels.gather_attention.checks import check_chosen_rows
 from hf_kvret_kernels.gather_attention.choices import VARIANTS
 from hf_kvret_kernels.paged import PagedRows
 
-__all__ = ["BACKENDS", "check_chosen_rows", "choose_row_backend", "gather_attention"]
+__all__ = ["BACKENDS", "choose_row_backend", "gather_attention"]
 
 BACKENDS = ("auto", "naive", "triton", "cpp")
 
@@ -76,41 +77,11 @@ def gather_attention(
     if chosen == "naive":
         return naive.gather_attention(query, rows, ids, scale, softcap)
     if chosen == "cpp":
-        # Not at the top of the file: the library's reference is this operation's.
-        from hf_kvret_kernels.host_attention import host_attention
-
-        return host_attention(query, rows, ids, scale=scale, softcap=softcap, backend="cpp")
+        return host_library.attend(query, rows, ids, scale, softcap)
     from hf_kvret_kernels.gather_attention import triton
 
     with launching_on(query):
         return triton.gather_attention(query, rows, ids, scale, softcap, variant=variant)
-
-
-def check_chosen_rows(
-    query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, softcap: float | None
-) -> None:
-    """Check the arguments of operations on the rows that ids name.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit, gradients, a cap that is no cap.
-    """
-    check_attention_inputs(query=query)
-    rows.check_ids(ids)
-    batch, heads, queries, width = query.shape
-    if query.dtype != rows.dtype or query.device != rows.table.device or width != rows.key_dim:
-        raise ValueError(
-            f"query is {query.dtype} on {query.device} with Dk={width}, the rows are {rows.dtype} "
-            f"with a page table on {rows.table.device} and Dk={rows.key_dim}: they must agree"
-        )
-    if ids.shape[0] != batch or ids.shape[2] != queries or ids.shape[1] not in (rows.heads, heads):
-        raise ValueError(
-            f"ids has shape {tuple(ids.shape)}: pass [{batch}, {rows.heads} or {heads}, {queries}, "
-            f"K] for a query of shape {tuple(query.shape)}"
-        )
-    if heads % rows.heads:
-        raise ValueError(f"query has {heads} heads, no multiple of the rows' {rows.heads}")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
 
 
 def choose_row_backend(backend: str, query: torch.Tensor) -> Literal["naive", "triton", "cpp"]:
@@ -131,9 +102,7 @@ def choose_row_backend(backend: str, query: torch.Tensor) -> Literal["naive", "t
             "backend='triton', or move query, ids and the page table to the CPU"
         )
     if backend == "cpp" or (backend == "auto" and on_cpu):
-        from hf_kvret_kernels.host_attention import why_not
-
-        reason = why_not()
+        reason = host_library.why_not()
         if backend == "cpp" and reason:
             raise ImportError(reason)
         return "naive" if reason else "cpp"

@@ -1,9 +1,13 @@
-"""Attention over chosen rows in plain torch: gather them, then softmax in fp32."""
+"""Attention over chosen rows in plain torch: gather them, then softmax in fp32.
+
+A selecting head h has G query heads, ``h * G`` and those after it.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from hf_kvret_kernels._naive import log_shares, soft_cap_
 from hf_kvret_kernels.paged import PagedRows
 
 
@@ -15,17 +19,42 @@ def gather_attention(
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.gather_attention.gather_attention``; everything is fp32 here."""
+    keys, values = rows.gather_with_torch(ids)
+    return attention(query, keys, values, ids, scale, softcap)
+
+
+def attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out [B, Hq, Q, Dv], lse [B, Hq, Q])`` fp32 over rows gathered with ``ids [B, H, Q, K]``.
+
+    Args:
+        query: ``[B, Hq, Q, Dk]``.
+        keys: ``[B, H, Q, K, Dk]``; values: ``[B, H, Q, K, Dv]``, finite also for holes.
+    """
+    scores = grouped_scores(query, keys, ids, scale, softcap)
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = torch.matmul(log_shares(scores, lse).exp(), values.float())
+    shape = query.shape[:3]
+    out = out.transpose(2, 3).reshape(*shape, values.shape[-1])
+    return out, lse.transpose(2, 3).reshape(shape)
+
+
+def grouped_scores(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    ids: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """``[B, H, Q, G, K]`` fp32 scores, -inf for holes; arguments as of ``attention``."""
     B, Hq, Q, Dk = query.shape
     H = ids.shape[1]
-    G = Hq // H
-    k, v = rows.gather(ids, backend="naive")
-    q = query.float().view(B, H, G, Q, Dk).transpose(2, 3)
-    scores = torch.matmul(q, k.float().transpose(-1, -2)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill((ids < 0).unsqueeze(3), float("-inf"))
-    lse = scores.logsumexp(-1, keepdim=True)
-    weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0)).exp()
-    out = torch.matmul(weights, v.float())
-    out = out.transpose(2, 3).reshape(B, Hq, Q, rows.value_dim)
-    return out, lse.squeeze(-1).transpose(2, 3).reshape(B, Hq, Q)
+    q = query.float().view(B, H, Hq // H, Q, Dk).transpose(2, 3)
+    scores = soft_cap_(torch.matmul(q, keys.float().transpose(-1, -2)) * scale, softcap)
+    return scores.masked_fill((ids < 0).unsqueeze(3), float("-inf"))

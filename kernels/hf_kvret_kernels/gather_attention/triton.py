@@ -18,29 +18,31 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels import tuning
+from hf_kvret_kernels._triton_rows import (
+    CHANGING_STRIDES,
+    load_ids,
+    row_pointers,
+    selection_place,
+)
 from hf_kvret_kernels._triton_shared import (
+    LOG2_E,
     TL_DTYPES,
-    base2_scores,
+    capped_scores,
     combine_splits,
-    device_limits,
     dot_dtype,
     finish_softmax,
     load_rows,
     partial_buffers,
     score_factors,
     softmax_step,
+    split_plan,
 )
 from hf_kvret_kernels.gather_attention import choices
 from hf_kvret_kernels.gather_attention.triton_copy import copy_rows
 from hf_kvret_kernels.paged import PagedRows
-from hf_kvret_kernels.paged_triton import row_pointers
-
-# Arguments that follow the number of tokens held, or of ids.
-_IDS = ("stride_ids_b", "stride_ids_h", "stride_ids_q", "stride_table_b")
-_CHANGING = ("heads", "queries", "count", "split_len", *_IDS)
 
 
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=["heads", "queries", "count", "split_len", *CHANGING_STRIDES])
 def _attend_kernel(  # type: ignore[no-untyped-def]
     query,
     ids_ptr,
@@ -81,9 +83,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 ):
     index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    q_index = index % queries
-    h = (index // queries) % heads
-    b = index // (queries * heads)
+    b, h, q_index = selection_place(index, heads, queries)
 
     group = tl.arange(0, BLOCK_G)
     key_columns = tl.arange(0, BLOCK_DK)
@@ -92,6 +92,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     q_rows = query + b * stride_q_b + query_heads[:, None] * stride_q_h + q_index * stride_q_q
     q = load_rows(q_rows + key_columns[None, :], group < G, key_columns, DK, BLOCK_DK, True)
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
+    table_row = table + b * stride_table_b
 
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -100,32 +101,32 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     last = tl.minimum(first + split_len, count)
     for start in range(first, last, BLOCK_K):
         positions = start + tl.arange(0, BLOCK_K)
-        ids = tl.load(ids_row + positions * stride_ids_k, mask=positions < last, other=-1)
+        ids = load_ids(ids_row, positions, positions < last, stride_ids_k)
         wanted = ids >= 0
         # A copy has zeros for holes, so its loads don't wait for ids and can be made ahead.
-        loaded = wanted
         if COPIED:
-            rows = copied + (index * count + positions) * (DK + DV)
+            rows = (copied + (index * count + positions) * (DK + DV))[:, None]
+            rows = tl.multiple_of(rows, (ALIGN, ALIGN))
             loaded = positions < last
         else:
             rows = row_pointers(
                 ids,
-                wanted,
                 h // SHARE,
-                table + b * stride_table_b,
-                stride_table,
+                table_row,
                 page_address,
+                stride_table,
                 PAGE_LEN,
                 DK + DV,
+                ALIGN,
                 DTYPE,
             )
-        rows = tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
+            loaded = wanted
         key = load_rows(rows + key_columns[None, :], loaded, key_columns, DK, BLOCK_DK, True)
         value = load_rows(
             rows + DK + value_columns[None, :], loaded, value_columns, DV, BLOCK_DV, True
         )
         dots = tl.dot(q.to(DOT_DTYPE), tl.trans(key).to(DOT_DTYPE), input_precision="ieee")
-        scores = base2_scores(dots, inner, outer, SOFTCAP)
+        scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(wanted[None, :], scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
         weights = weights.to(DTYPE).to(DOT_DTYPE)
@@ -174,15 +175,17 @@ def gather_attention(
     copied = copy_rows(rows, ids, choice.copy_rows, choice.warps) if gather else query
     group = query_heads // heads
     programs = batch * heads * queries
-    blocks = max(1, triton.cdiv(count, choice.block_k))
-    if splits is None:
-        processors, _ = device_limits(query.device)
-        fill = choice.waves * processors // programs
-        splits = max(1, min(choice.most_splits, blocks, fill))
-    split_len = triton.cdiv(blocks, splits) * choice.block_k
-    splits = max(1, triton.cdiv(count, split_len))
+    splits, split_len = split_plan(
+        count,
+        choice.block_k,
+        programs,
+        query.device,
+        waves=choice.waves,
+        most=choice.most_splits,
+        splits=splits,
+    )
     part_out, part_lse = partial_buffers(out, lse, splits)
-    inner, outer = score_factors(scale, softcap)
+    inner, outer = score_factors(scale, softcap, LOG2_E)
     _attend_kernel[(programs, splits)](
         query,
         ids,

@@ -10,15 +10,17 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._triton_rows import (
+    CHANGING_STRIDES,
+    load_ids,
+    row_pointers,
+    selection_place,
+)
 from hf_kvret_kernels._triton_shared import TL_DTYPES
 from hf_kvret_kernels.paged import PagedRows
-from hf_kvret_kernels.paged_triton import row_pointers
-
-# Arguments that follow the number of tokens held, or of ids.
-_IDS = ("stride_ids_b", "stride_ids_h", "stride_ids_q", "stride_table_b")
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "count", *_IDS])
+@triton.jit(do_not_specialize=["heads", "queries", "count", *CHANGING_STRIDES])
 def _copy_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,
     table,
@@ -43,25 +45,15 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
 ):
     index = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    q_index = index % queries
-    h = (index // queries) % heads
-    b = index // (queries * heads)
+    b, h, q_index = selection_place(index, heads, queries)
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
     inside = positions < count
-    ids = tl.load(ids_row + positions.to(tl.int64) * stride_ids_k, mask=inside, other=-1)
-    wanted = ids >= 0
+    ids = load_ids(ids_row, positions, inside, stride_ids_k)
+    table_row = table + b * stride_table_b
     rows = row_pointers(
-        ids,
-        wanted,
-        h // SHARE,
-        table + b * stride_table_b,
-        stride_table,
-        page_address,
-        PAGE_LEN,
-        WIDTH,
-        DTYPE,
+        ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
     )
-    rows = tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
+    wanted = ids >= 0
     targets = copied + (index * count + positions) * WIDTH
     targets = tl.multiple_of(targets[:, None], (ALIGN, ALIGN))
     columns = tl.arange(0, BLOCK_WIDTH)

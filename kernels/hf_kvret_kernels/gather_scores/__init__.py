@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from hf_kvret_kernels import host_library
 from hf_kvret_kernels._dispatch import launching_on
-from hf_kvret_kernels.gather_attention import check_chosen_rows, choose_row_backend
+from hf_kvret_kernels.gather_attention import choose_row_backend
+from hf_kvret_kernels.gather_attention.checks import check_chosen_rows
 from hf_kvret_kernels.gather_scores import naive
 from hf_kvret_kernels.paged import PagedRows
 
@@ -51,9 +53,7 @@ def gather_scores(
     if chosen == "naive":
         return naive.gather_scores(query, rows, ids, scale, softcap)
     if chosen == "cpp":
-        from hf_kvret_kernels.host_attention import host_scores
-
-        return host_scores(query, rows, ids, scale=scale, softcap=softcap, backend="cpp")
+        return host_library.score(query, rows, ids, scale, softcap)
     from hf_kvret_kernels.gather_scores import triton
 
     with launching_on(query):

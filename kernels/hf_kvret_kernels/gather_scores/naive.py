@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels.host_attention import naive
+from hf_kvret_kernels.gather_attention.naive import grouped_scores
 from hf_kvret_kernels.paged import PagedRows
 
 
@@ -16,4 +16,6 @@ def gather_scores(
     softcap: float | None,
 ) -> torch.Tensor:
     """See ``hf_kvret_kernels.gather_scores.gather_scores``; everything is fp32 here."""
-    return naive.host_scores(query, rows, ids, scale, softcap)
+    keys, _ = rows.gather_with_torch(ids)
+    scores = grouped_scores(query, keys, ids, scale, softcap)
+    return scores.transpose(2, 3).reshape(*query.shape[:3], ids.shape[3])

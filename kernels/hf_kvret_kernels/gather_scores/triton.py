@@ -11,17 +11,24 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels import tuning
-from hf_kvret_kernels._triton_shared import TL_DTYPES, base2_scores, dot_dtype, load_rows
+from hf_kvret_kernels._triton_rows import (
+    CHANGING_STRIDES,
+    load_ids,
+    row_pointers,
+    selection_place,
+)
+from hf_kvret_kernels._triton_shared import (
+    TL_DTYPES,
+    capped_scores,
+    dot_dtype,
+    load_rows,
+    score_factors,
+)
 from hf_kvret_kernels.gather_scores import choices
 from hf_kvret_kernels.paged import PagedRows
-from hf_kvret_kernels.paged_triton import row_pointers
-
-# What follows from the length: a compile for each class of it would come at some later flush.
-_IDS = ("stride_ids_b", "stride_ids_h", "stride_ids_q", "stride_table_b")
-_CHANGING = ("heads", "queries", "count", "blocks", *_IDS)
 
 
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=["heads", "queries", "count", "blocks", *CHANGING_STRIDES])
 def _gather_scores_kernel(  # type: ignore[no-untyped-def]
     query,
     ids_ptr,
@@ -58,26 +65,16 @@ def _gather_scores_kernel(  # type: ignore[no-untyped-def]
 ):
     index = (tl.program_id(0) // blocks).to(tl.int64)
     positions = (tl.program_id(0) % blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
-    q_index = index % queries
-    h = (index // queries) % heads
-    b = index // (queries * heads)
+    b, h, q_index = selection_place(index, heads, queries)
 
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
     inside = positions < count
-    ids = tl.load(ids_row + positions.to(tl.int64) * stride_ids_k, mask=inside, other=-1)
-    wanted = ids >= 0
+    ids = load_ids(ids_row, positions, inside, stride_ids_k)
+    table_row = table + b * stride_table_b
     rows = row_pointers(
-        ids,
-        wanted,
-        h // SHARE,
-        table + b * stride_table_b,
-        stride_table,
-        page_address,
-        PAGE_LEN,
-        WIDTH,
-        DTYPE,
+        ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
     )
-    rows = tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
+    wanted = ids >= 0
     columns = tl.arange(0, BLOCK_DK)
     key = load_rows(rows + columns[None, :], wanted, columns, DK, BLOCK_DK, True)
 
@@ -86,8 +83,7 @@ def _gather_scores_kernel(  # type: ignore[no-untyped-def]
     q_rows = query + b * stride_q_b + query_heads[:, None] * stride_q_h + q_index * stride_q_q
     q = load_rows(q_rows + columns[None, :], group < G, columns, DK, BLOCK_DK, True)
     dots = tl.dot(q.to(DOT_DTYPE), tl.trans(key).to(DOT_DTYPE), input_precision="ieee")
-    # Factors without log2(e): the scores are natural ones.
-    scores = base2_scores(dots, inner, outer, SOFTCAP)
+    scores = capped_scores(dots, inner, outer, SOFTCAP)
     scores = tl.where(wanted[None, :], scores, float("-inf"))
     target = (b * heads * G + query_heads) * queries + q_index
     tl.store(
@@ -135,8 +131,7 @@ def gather_scores(
         queries,
         count,
         blocks,
-        scale if softcap is None else scale / softcap,
-        1.0 if softcap is None else softcap,
+        *score_factors(scale, softcap),
         G=group,
         SHARE=heads // rows.heads,
         PAGE_LEN=rows.page_len,

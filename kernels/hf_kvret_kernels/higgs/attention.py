@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_attention_inputs, choose_backend, launching_on
-from hf_kvret_kernels.higgs import naive
+from hf_kvret_kernels._dispatch import choose_backend, launching_on
+from hf_kvret_kernels.gather_attention import naive
+from hf_kvret_kernels.gather_attention.checks import check_chosen_rows
 from hf_kvret_kernels.higgs.codec import Codec
 from hf_kvret_kernels.paged import PagedRows
 
@@ -58,30 +59,14 @@ def attend(
 
     Token numbers are not checked against the table: that would have to look at the data.
     """
-    check_attention_inputs(query=query)
     _check_rows(rows, codec, key_dim, value_dim)
-    rows.check_ids(ids)
-    batch, heads, queries, width = query.shape
-    if width != key_dim or query.device != rows.table.device:
-        raise ValueError(
-            f"query is on {query.device} with vectors of {width} numbers, the page table is on "
-            f"{rows.table.device} and key_dim={key_dim}: they must agree"
-        )
-    if ids.shape[0] != batch or ids.shape[2] != queries or ids.shape[1] not in (rows.heads, heads):
-        raise ValueError(
-            f"ids has shape {tuple(ids.shape)}: pass [{batch}, {rows.heads} or {heads}, {queries}, "
-            f"K] for a query of shape {tuple(query.shape)}"
-        )
-    if heads % rows.heads:
-        raise ValueError(f"query has {heads} heads, no multiple of the rows' {rows.heads}")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    check_chosen_rows(query, rows, ids, softcap, coded_dim=key_dim)
     if choose_backend(backend, query) == "triton":
         from hf_kvret_kernels.higgs import triton_attend
 
         with launching_on(query):
             return triton_attend.attend(query, rows, ids, codec, key_dim, value_dim, scale, softcap)
-    codes, scales = rows.gather(ids, backend="naive")
+    codes, scales = rows.gather_with_torch(ids)
     keys, values = (
         codec.decode(
             codes.split([codec.code_bytes(key_dim), codec.code_bytes(value_dim)], -1)[half],

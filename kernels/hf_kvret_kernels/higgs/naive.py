@@ -1,4 +1,4 @@
-"""The codecs and attention over coded rows in plain torch, fp32 throughout.
+"""The codecs in plain torch, fp32 throughout.
 
 Groups are the rows ``[n, group]`` of a matrix here; inputs were checked by the wrappers.
 """
@@ -91,30 +91,3 @@ def minmax_decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """``[n, group]`` fp32 of ``codes [n, group]`` and ``scales [n, 2]`` fp16."""
     steps, zeros = scales.float().chunk(2, 1)
     return codes.float() * steps + zeros
-
-
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ids: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out [B, Hq, Q, Dv], lse [B, Hq, Q])`` fp32 over rows gathered with ``ids [B, H, Q, K]``.
-
-    Args:
-        query: ``[B, Hq, Q, Dk]``; head h attends to what head ``h // (Hq / H)`` chose.
-        key: ``[B, H, Q, K, Dk]`` fp32; value: ``[B, H, Q, K, Dv]`` fp32, finite also for holes.
-    """
-    B, Hq, Q, Dk = query.shape
-    H = ids.shape[1]
-    q = query.float().reshape(B, H, Hq // H, Q, Dk).transpose(2, 3)
-    scores = torch.matmul(q, key.transpose(-1, -2)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill((ids < 0).unsqueeze(3), float("-inf"))
-    lse = scores.logsumexp(-1, keepdim=True)
-    weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0)).exp()
-    out = torch.matmul(weights, value).transpose(2, 3).reshape(B, Hq, Q, value.shape[-1])
-    return out, lse.squeeze(-1).transpose(2, 3).reshape(B, Hq, Q)

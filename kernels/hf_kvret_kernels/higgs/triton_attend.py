@@ -12,17 +12,24 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._triton_rows import (
+    CHANGING_STRIDES,
+    load_ids,
+    row_pointers,
+    selection_place,
+)
 from hf_kvret_kernels._triton_shared import (
+    LOG2_E,
     TL_DTYPES,
-    base2_scores,
+    capped_scores,
     combine_splits,
-    device_limits,
     dot_dtype,
     finish_softmax,
     load_rows,
     partial_buffers,
     score_factors,
     softmax_step,
+    split_plan,
     walsh_hadamard,
 )
 from hf_kvret_kernels.higgs.codec import Codec, HiggsCodec
@@ -30,7 +37,6 @@ from hf_kvret_kernels.higgs.packing import WORDS
 from hf_kvret_kernels.higgs.tables import grid_words
 from hf_kvret_kernels.higgs.triton_tiles import load_numbers
 from hf_kvret_kernels.paged import PagedRows
-from hf_kvret_kernels.paged_triton import row_pointers
 
 # Programs per multiprocessor to aim at: the loads have a long way, so several must be under way.
 _WAVES = 4
@@ -59,7 +65,7 @@ def _transform(
     return x
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "count", "split_len"])
+@triton.jit(do_not_specialize=["heads", "queries", "count", "split_len", *CHANGING_STRIDES])
 def _attend_kernel(
     query,
     ids_ptr,
@@ -117,9 +123,7 @@ def _attend_kernel(
     WIDTH: tl.constexpr = SCALES + (KEY_GROUPS + VALUE_GROUPS) * SCALE_BYTES
     index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    q_index = index % queries
-    h = (index // queries) % heads
-    b = index // (queries * heads)
+    b, h, q_index = selection_place(index, heads, queries)
 
     group = tl.arange(0, BLOCK_G)
     key_columns = tl.arange(0, BLOCK_DK)
@@ -132,6 +136,7 @@ def _attend_kernel(
         q = _transform(q.to(tl.float32), signs, factor, BLOCK_G, BLOCK_KEY, GROUP, LOG_GROUP, False)
     q = q.to(DTYPE).to(DOT_DTYPE)
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
+    table_row = table + b * stride_table_b
 
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -140,20 +145,11 @@ def _attend_kernel(
     last = tl.minimum(first + split_len, count)
     for start in range(first, last, BLOCK_K):
         positions = start + tl.arange(0, BLOCK_K)
-        ids = tl.load(ids_row + positions * stride_ids_k, mask=positions < last, other=-1)
+        ids = load_ids(ids_row, positions, positions < last, stride_ids_k)
         wanted = ids >= 0
         rows = row_pointers(
-            ids,
-            wanted,
-            h // SHARE,
-            table + b * stride_table_b,
-            stride_table,
-            page_address,
-            PAGE_LEN,
-            WIDTH,
-            tl.uint8,
+            ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, tl.uint8
         )
-        rows = tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
         key = load_numbers(
             rows,
             rows + SCALES,
@@ -172,7 +168,7 @@ def _attend_kernel(
         )
         key = key.to(DTYPE).to(DOT_DTYPE)
         dots = tl.dot(q, tl.trans(key), input_precision="ieee")
-        scores = base2_scores(dots, inner, outer, SOFTCAP)
+        scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(wanted[None, :], scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
         value = load_numbers(
@@ -240,14 +236,11 @@ def attend(
     full = query.dtype == torch.float32
     block_k = 16 if full or (block_key + block_value) * group > 256 else 32
     programs = batch * heads * queries
-    blocks = max(1, triton.cdiv(count, block_k))
-    if splits is None:
-        processors, _ = device_limits(query.device)
-        splits = max(1, min(_MOST_SPLITS, blocks, _WAVES * processors // programs))
-    split_len = triton.cdiv(blocks, splits) * block_k
-    splits = max(1, triton.cdiv(count, split_len))
+    splits, split_len = split_plan(
+        count, block_k, programs, query.device, waves=_WAVES, most=_MOST_SPLITS, splits=splits
+    )
     part_out, part_lse = partial_buffers(out, lse, splits)
-    inner, outer = score_factors(scale, softcap)
+    inner, outer = score_factors(scale, softcap, LOG2_E)
     per_word, planes = WORDS[codec.code_bits]
     # Min-max looks nothing up: any pointer will do.
     signs, grid = rows.table, rows.table

@@ -7,13 +7,15 @@ more slowly.
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_attention_inputs
-from hf_kvret_kernels.host_attention import library, naive
+from hf_kvret_kernels import host_library
+from hf_kvret_kernels.gather_attention.checks import check_chosen_rows
+from hf_kvret_kernels.gather_attention.naive import gather_attention
+from hf_kvret_kernels.gather_scores.naive import gather_scores
+from hf_kvret_kernels.host_attention import naive
 from hf_kvret_kernels.paged import PagedRows
 
 __all__ = ["available", "host_attention", "host_rank", "host_scores", "paths", "why_not"]
@@ -67,23 +69,8 @@ def host_attention(
     _check(query, rows, ids, softcap)
     if _choose(backend, threads, path) == "naive":
         rows.check_range(ids)
-        return naive.host_attention(query, rows, ids, scale, softcap)
-    batch, heads, queries, _ = query.shape
-    out = query.new_empty(batch, heads, queries, rows.value_dim, dtype=torch.float32)
-    lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
-    library.run(
-        "hfk_attend",
-        query,
-        rows,
-        ids,
-        out,
-        lse,
-        scale=scale,
-        softcap=softcap,
-        threads=_thread_count(threads),
-        path=path,
-    )
-    return out, lse
+        return gather_attention(query, rows, ids, scale, softcap)
+    return host_library.attend(query, rows, ids, scale, softcap, threads, path)
 
 
 def host_scores(
@@ -105,21 +92,8 @@ def host_scores(
     _check(query, rows, ids, softcap)
     if _choose(backend, threads, path) == "naive":
         rows.check_range(ids)
-        return naive.host_scores(query, rows, ids, scale, softcap)
-    scores = query.new_empty(*query.shape[:3], ids.shape[3], dtype=torch.float32)
-    library.run(
-        "hfk_scores",
-        query,
-        rows,
-        ids,
-        scores,
-        None,
-        scale=scale,
-        softcap=softcap,
-        threads=_thread_count(threads),
-        path=path,
-    )
-    return scores
+        return gather_scores(query, rows, ids, scale, softcap)
+    return host_library.score(query, rows, ids, scale, softcap, threads, path)
 
 
 def host_rank(
@@ -169,7 +143,7 @@ def host_rank(
     if _choose(backend, threads, None) == "naive":
         return naive.host_rank(scores, ids, count)
     best = ids.new_empty(batch, heads, queries, count)
-    library.rank(scores, ids, best, _thread_count(threads))
+    host_library.rank(scores, ids, best, threads)
     return best
 
 
@@ -180,22 +154,19 @@ def available() -> bool:
 
 def why_not() -> str:
     """Why the compiled library can't be used, and what helps; empty where it can."""
-    return library.why_not()
+    return host_library.why_not()
 
 
 def paths() -> list[str]:
     """Values of ``path`` that work here, best first.
 
     Raises:
-        ImportError: there is no library.
+        ImportError: there is no host_library.
     """
-    return library.paths()
+    return host_library.paths()
 
 
 def _check(query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, softcap: float | None) -> None:
-    check_attention_inputs(query=query)
-    rows.check_ids(ids)
-    batch, heads, queries, width = query.shape
     places = (("query", query), ("the page table", rows.table), ("the rows", rows.chunks[0]))
     for name, tensor in places:
         if not tensor.is_cpu:
@@ -203,20 +174,7 @@ def _check(query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, softcap: flo
                 f"{name} is on {tensor.device}: host attention reads host memory, copy it to the "
                 "CPU or use gather_attention"
             )
-    if query.dtype != rows.dtype or width != rows.key_dim:
-        raise ValueError(
-            f"query is {query.dtype} with Dk={width}, the rows are {rows.dtype} with "
-            f"Dk={rows.key_dim}: they must agree"
-        )
-    if heads % rows.heads:
-        raise ValueError(f"query has {heads} heads, no multiple of the rows' {rows.heads}")
-    if ids.shape[0] != batch or ids.shape[2] != queries or ids.shape[1] not in (rows.heads, heads):
-        raise ValueError(
-            f"ids has shape {tuple(ids.shape)}: pass [{batch}, {rows.heads} or {heads}, {queries}, "
-            f"K] for a query of shape {tuple(query.shape)}"
-        )
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    check_chosen_rows(query, rows, ids, softcap)
 
 
 def _choose(backend: str, threads: int | None, path: str | None) -> Literal["naive", "cpp"]:
@@ -225,25 +183,16 @@ def _choose(backend: str, threads: int | None, path: str | None) -> Literal["nai
         raise ValueError(f"backend={backend!r}: choose one of {', '.join(BACKENDS)}")
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}: pass at least 1, or None for torch's number")
-    if path is not None and path not in library.PATHS:
-        raise ValueError(f"path={path!r}: choose one of {', '.join(library.PATHS)}, or None")
+    if path is not None and path not in host_library.PATHS:
+        raise ValueError(f"path={path!r}: choose one of {', '.join(host_library.PATHS)}, or None")
     if path is not None and backend == "naive":
         raise ValueError(f"path={path!r} is for the library: drop it, or use backend='cpp'")
     if backend == "naive" or (backend == "auto" and path is None and not available()):
         return "naive"
-    if path is not None and path not in library.paths():
+    if path is not None and path not in host_library.paths():
         raise ValueError(
             f"path={path!r}: this processor or this build lacks it, choose one of "
-            f"{', '.join(library.paths())}, or None"
+            f"{', '.join(host_library.paths())}, or None"
         )
-    library.load()
+    host_library.load()
     return "cpp"
-
-
-def _thread_count(threads: int | None) -> int:
-    if threads is not None:
-        return threads
-    # Not every system can tell which processors a process may use.
-    allowed = getattr(os, "sched_getaffinity", None)
-    processors = len(allowed(0)) if allowed else os.cpu_count() or 1
-    return min(torch.get_num_threads(), processors)

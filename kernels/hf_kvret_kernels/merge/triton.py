@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._triton_log_sums import finite_base, log_total
+
 # Values that a warp holds: 16 bytes of fp32 a thread.
 _PER_WARP = 128
 
@@ -66,7 +68,7 @@ def _merge_kernel(
         peak = sink
     for i in tl.static_range(PARTS):
         peak = tl.maximum(peak, tl.load(lses[i] + row))
-    base = tl.where(peak == float("-inf"), 0.0, peak)
+    base = finite_base(peak)
     mass = tl.zeros((), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(PARTS):
@@ -79,5 +81,4 @@ def _merge_kernel(
     # At least 1 where there is a peak, and 0 without.
     mean = total / tl.maximum(mass, 1.0)
     tl.store(out_ptr + row * DV + columns, mean.to(out_ptr.dtype.element_ty), mask=columns < DV)
-    lse = tl.where(mass > 0.0, base + tl.log(tl.maximum(mass, 1.0)), float("-inf"))
-    tl.store(lse_ptr + row, lse)
+    tl.store(lse_ptr + row, log_total(base, mass))

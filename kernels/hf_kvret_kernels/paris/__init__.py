@@ -1,9 +1,8 @@
 """ParisKV's operations: compact codes of keys, and a two-stage search over them.
 
 A key becomes a *sign plane* (one bit a coordinate), a *magnitude plane* (three bits a
-coordinate) and one *weight* a subspace. Stage 1 reads the sign plane alone: ``bonus_table`` and
-``collide``, or ``collisions`` for both, then ``candidates``. Stage 2 estimates inner products from
-the full codes: ``rerank``.
+coordinate) and one *weight* a subspace. Stage 1 reads the sign plane alone: ``collisions``, then
+``candidates``. Stage 2 estimates inner products from the full codes: ``rerank``.
 
 Paper: ParisKV, sections 4.1 and 4.2. Dimensions: B batch, H kv heads, Q queries at once, G query
 tables of a kv head (1 after a mean over the group, or the group's size), n tokens, D head dim,
@@ -15,9 +14,7 @@ from hf_kvret_kernels.paris.codes import ParisCodes, rotated_dim
 from hf_kvret_kernels.paris.encoding import decode, encode, random_signs, rotate
 from hf_kvret_kernels.paris.levels import magnitude_levels
 from hf_kvret_kernels.paris.selection import (
-    bonus_table,
     candidates,
-    collide,
     collisions,
     count_centroids,
     rerank,
@@ -25,9 +22,7 @@ from hf_kvret_kernels.paris.selection import (
 
 __all__ = [
     "ParisCodes",
-    "bonus_table",
     "candidates",
-    "collide",
     "collisions",
     "count_centroids",
     "decode",

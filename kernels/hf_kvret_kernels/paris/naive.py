@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from hf_kvret_kernels._naive import soft_cap_
 from hf_kvret_kernels.paris.codes import EXCLUDED, LEVELS, ParisCodes
 
 _ENCODE_TOKENS = 512
@@ -211,7 +212,5 @@ def rerank(
                 out[b, h, q] = q_rot[b, h, q] @ keys.t()
     if offset is not None:
         out += offset.unsqueeze(-1)
-    out *= scale
-    if softcap is not None:
-        out = softcap * torch.tanh(out / softcap)
+    soft_cap_(out.mul_(scale), softcap)
     return out.masked_fill_(ids.unsqueeze(3) < 0, -math.inf)

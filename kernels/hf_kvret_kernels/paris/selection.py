@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import (
+    check_no_grad,
+    check_softcap,
+    choose_backend,
+    launching_on,
+)
 from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
@@ -47,78 +52,6 @@ def count_centroids(
         return triton_collide.count_centroids(sign, m, valid)
 
 
-def bonus_table(
-    q_rot: torch.Tensor,
-    counts: torch.Tensor,
-    *,
-    rho: float,
-    tiers: Sequence[float],
-    m: int = 8,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """``[B, H, Q, G, S, 2**m]`` uint8: points that a key earns in a subspace by its centroid.
-
-    In each subspace the centroids are ordered by the inner product of the query with their
-    sign pattern, descending, ties by lower id; ``before(c)`` is the number of keys that the
-    centroids ahead of c hold, and c earns one point for each tier t with
-    ``before(c) < ceil(N * rho * t)``, N the keys counted. Each ``rho * t`` is rounded to a
-    millionth and the rest is integer arithmetic, so that all backends agree to the last key.
-
-    Args:
-        q_rot: ``[B, H, Q, G, P]`` fp32, queries after ``rotate``. Their lengths don't matter.
-        counts: ``[B, H, S, 2**m]`` int32 of ``count_centroids``, not negative.
-        rho: share of the keys that earn points in a subspace, in (0, 1].
-        tiers: shares of ``rho``, each in (0, 1]; at most 254 / S of them, as the sum of
-            points must stay below 255.
-        m: coordinates of a subspace, 4 or 8.
-        backend: "auto", "naive" or "triton".
-
-    Raises:
-        ValueError: a number out of range, or a tensor that does not fit.
-    """
-    shares = _check_bonus(q_rot, counts, rho, tiers, m)
-    if choose_backend(backend, q_rot) == "naive":
-        return naive.bonus_table(q_rot, counts, shares, m)
-    from hf_kvret_kernels.paris import triton_bonus
-
-    with launching_on(q_rot):
-        return triton_bonus.bonus_table(q_rot, counts, shares, m)
-
-
-def collide(
-    sign: torch.Tensor,
-    bonus: torch.Tensor,
-    *,
-    m: int = 8,
-    valid: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores ``[B, H, Q, n]`` uint8 and their histogram ``[B, H, Q, 256]`` int32.
-
-    A token's score is the sum over subspaces of its centroids' points, and the greatest of
-    those sums over the G tables. Tokens that are not valid score 255 and are not counted.
-
-    Args:
-        sign: ``[B, H, n, P // 8]`` uint8, ``ParisCodes.sign``.
-        bonus: ``[B, H, Q, G, S, 2**m]`` uint8 of ``bonus_table``, G at least 1.
-        m: coordinates of a subspace, 4 or 8.
-        valid: ``[B, n]`` bool, any strides, or None for all valid.
-        backend: "auto", "naive" or "triton".
-    """
-    dim = _check_sign(sign, m)
-    shape = (sign.shape[0], sign.shape[1], None, None, dim // m, 1 << m)
-    check_tensor("bonus", bonus, shape, _UINT8, sign.device)
-    if bonus.shape[3] == 0:
-        raise ValueError("bonus has no tables (G = 0), at least one is needed")
-    check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
-    if choose_backend(backend, sign) == "naive":
-        return naive.collide(sign, bonus, m, valid)
-    from hf_kvret_kernels.paris import triton_collide
-
-    with launching_on(sign):
-        return triton_collide.collide(sign, bonus, m, valid)
-
-
 def collisions(
     q_rot: torch.Tensor,
     counts: torch.Tensor,
@@ -130,9 +63,32 @@ def collisions(
     valid: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``collide`` with the ``bonus_table`` of these queries, in two launches instead of three.
+    """Scores ``[B, H, Q, n]`` uint8 and their histogram ``[B, H, Q, 256]`` int32.
 
-    Arguments and results are those of the two; rows of the scores need not lie side by side.
+    In each subspace the centroids are ordered by the inner product of the query with their
+    sign pattern, descending, ties by lower id; ``before(c)`` is the number of keys that the
+    centroids ahead of c hold, and c earns one point for each tier t with
+    ``before(c) < ceil(N * rho * t)``, N the keys counted. Each ``rho * t`` is rounded to a
+    millionth and the rest is integer arithmetic, so that all backends agree to the last key.
+    A token's score is the sum over subspaces of its centroids' points, and the greatest of
+    those sums over the G queries. Tokens that are not valid score 255 and are not counted.
+
+    Args:
+        q_rot: ``[B, H, Q, G, P]`` fp32, queries after ``rotate``, G at least 1. Their lengths don't
+            matter.
+        counts: ``[B, H, S, 2**m]`` int32 of ``count_centroids``, not negative.
+        sign: ``[B, H, n, P // 8]`` uint8, ``ParisCodes.sign``.
+        rho: share of the keys that earn points in a subspace, in (0, 1].
+        tiers: shares of ``rho``, each in (0, 1]; at most 254 / S of them, as the sum of
+            points must stay below 255.
+        m: coordinates of a subspace, 4 or 8.
+        valid: ``[B, n]`` bool, any strides, or None for all valid.
+        backend: "auto", "naive" or "triton".
+
+    Rows of the scores need not lie side by side.
+
+    Raises:
+        ValueError: a number out of range, or a tensor that does not fit.
     """
     shares = _check_bonus(q_rot, counts, rho, tiers, m)
     if not q_rot.shape[3]:
@@ -162,8 +118,8 @@ def candidates(
     host never waits: the histogram gives the lowest score taken, prefix sums the slots.
 
     Args:
-        scores: ``[B, H, Q, n]`` uint8 of ``collide``.
-        histogram: ``[B, H, Q, 256]`` int32 of ``collide``: of these very scores, 255 left out.
+        scores: ``[B, H, Q, n]`` uint8 of ``collisions``.
+        histogram: ``[B, H, Q, 256]`` int32 of ``collisions``: of these very scores, 255 left out.
         count: at least 0, may exceed n.
         backend: "auto", "naive" or "triton".
     """
@@ -222,8 +178,7 @@ def rerank(
     if offset is not None:
         shape = (batch, heads, queries, tables)
         check_tensor("offset", offset, shape, [torch.float32], q_rot.device)
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    check_softcap(softcap)
     arguments = (q_rot, codes, ids, levels, m, scale, softcap, offset)
     if choose_backend(backend, q_rot) == "naive":
         return naive.rerank(*arguments)

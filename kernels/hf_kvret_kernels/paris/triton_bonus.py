@@ -16,25 +16,16 @@ _CHUNK = 32
 PER_WORD = 4
 
 
-def bonus_table(
-    q_rot: torch.Tensor, counts: torch.Tensor, shares: tuple[int, ...], m: int
-) -> torch.Tensor:
-    words = bonus_words(q_rot, counts, shares, m, None)
-    # [..., W, S, 2**m, 4] to [..., G, S, 2**m], the tables that stand for nothing left out.
-    tables = words.permute(0, 1, 2, 3, 6, 4, 5).flatten(3, 4)
-    return tables[:, :, :, : q_rot.shape[3]].contiguous()
-
-
 def bonus_words(
     q_rot: torch.Tensor,
     counts: torch.Tensor,
     shares: tuple[int, ...],
     m: int,
-    histogram: torch.Tensor | None,
+    histogram: torch.Tensor,
 ) -> torch.Tensor:
     """``[B, H, Q, W, S, 2**m, 4]`` uint8: four tables side by side, those beyond G of zeros.
 
-    Also zeroes ``histogram``, if one is given.
+    Also zeroes ``histogram [B, H, Q, 256]`` int32, for the kernel that adds to it.
     """
     batch, heads, queries, tables, dim = q_rot.shape
     words = triton.cdiv(tables, PER_WORD)
@@ -45,9 +36,8 @@ def bonus_words(
         q_rot.contiguous(),
         counts.contiguous(),
         bonus,
-        counts if histogram is None else histogram,
+        histogram,
         queries,
-        ZEROES=histogram is not None,
         TABLES=tables,
         WORDS=words,
         PER_WORD=PER_WORD,
@@ -77,7 +67,6 @@ def _bonus_kernel(
     bonus_ptr,
     histogram_ptr,
     queries,
-    ZEROES: tl.constexpr,
     TABLES: tl.constexpr,
     WORDS: tl.constexpr,
     PER_WORD: tl.constexpr,
@@ -91,12 +80,11 @@ def _bonus_kernel(
     s = tl.program_id(1)
     table = tl.program_id(0) % (WORDS * PER_WORD)
     row = (tl.program_id(0) // (WORDS * PER_WORD)).to(tl.int64)
-    if ZEROES:
-        bins = tl.arange(0, 256)
-        # 0 in one program of a query alone: in that of the first subspace of the first table.
-        other = table * SUBSPACES + s
-        zeros = tl.zeros((256,), tl.int32)
-        tl.store(histogram_ptr + row * 256 + bins, zeros, mask=bins + other * 256 < 256)
+    bins = tl.arange(0, 256)
+    # 0 in one program of a query alone: in that of the first subspace of the first table.
+    other = table * SUBSPACES + s
+    zeros = tl.zeros((256,), tl.int32)
+    tl.store(histogram_ptr + row * 256 + bins, zeros, mask=bins + other * 256 < 256)
     ids = tl.arange(0, CENTROIDS)
     points = tl.zeros((CENTROIDS,), dtype=tl.int32)
     if table < TABLES:

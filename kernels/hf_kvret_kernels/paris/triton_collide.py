@@ -38,16 +38,6 @@ def count_centroids(sign: torch.Tensor, m: int, valid: torch.Tensor | None) -> t
     return counts
 
 
-def collide(
-    sign: torch.Tensor, bonus: torch.Tensor, m: int, valid: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    histogram = torch.zeros(*bonus.shape[:3], 256, dtype=torch.int32, device=sign.device)
-    empty = -bonus.shape[3] % PER_WORD
-    bonus = torch.nn.functional.pad(bonus, (0, 0, 0, 0, 0, empty))
-    words = bonus.unflatten(3, (-1, PER_WORD)).permute(0, 1, 2, 3, 5, 6, 4).contiguous()
-    return _collide(sign, words, histogram, m, valid, 256), histogram
-
-
 def collisions(
     q_rot: torch.Tensor,
     counts: torch.Tensor,
@@ -56,25 +46,15 @@ def collisions(
     m: int,
     valid: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``hf_kvret_kernels.paris.collisions``."""
     histogram = torch.empty(*q_rot.shape[:3], 256, dtype=torch.int32, device=sign.device)
     # The first kernel zeroes what the second adds to.
     words = bonus_words(q_rot, counts, shares, m, histogram)
     # A bin for each sum there can be, and one for what is not counted: fewer bins, less work.
     bins = triton.next_power_of_2(len(shares) * (q_rot.shape[-1] // m) + 2)
-    return _collide(sign, words, histogram, m, valid, max(64, bins)), histogram
-
-
-def _collide(
-    sign: torch.Tensor,
-    words: torch.Tensor,
-    histogram: torch.Tensor,
-    m: int,
-    valid: torch.Tensor | None,
-    bins: int,
-) -> torch.Tensor:
-    """The scores; rows start at multiples of 16 bytes, for loads and stores of so many."""
     batch, heads, queries, count = words.shape[:4]
     length, width = sign.shape[2:]
+    # Rows start at multiples of 16 bytes, for loads and stores of so many.
     stride = triton.cdiv(length, _ALIGN) * _ALIGN
     shape = (batch, heads, queries, stride)
     scores = torch.empty(shape, dtype=torch.uint8, device=sign.device)
@@ -94,13 +74,13 @@ def _collide(
         HAS_VALID=valid is not None,
         WORDS=count,
         PER_WORD=PER_WORD,
-        BINS=bins,
+        BINS=max(64, bins),
         M=m,
         BYTES=width,
         BLOCK=block,
         num_warps=8,
     )
-    return scores[..., :length]
+    return scores[..., :length], histogram
 
 
 def _mask_bytes(sign: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_shared import base2_scores
+from hf_kvret_kernels._triton_shared import capped_scores, score_factors
 from hf_kvret_kernels.paris.codes import LEVELS, ParisCodes
 
 # Coordinates that a program of four warps holds in registers.
@@ -38,9 +38,7 @@ def rerank(
         levels.contiguous(),
         levels if offset is None else offset.contiguous(),
         out,
-        # Without log2(e): these are natural scores.
-        scale if softcap is None else scale / softcap,
-        1.0 if softcap is None else softcap,
+        *score_factors(scale, softcap),
         count,
         heads,
         queries,
@@ -122,6 +120,6 @@ def _rerank_kernel(
         estimate = tl.sum(products * weight, axis=1)
         if HAS_OFFSET:
             estimate += tl.load(offset_ptr + row * TABLES + g)
-        estimate = base2_scores(estimate, inner, outer, SOFTCAP)
+        estimate = capped_scores(estimate, inner, outer, SOFTCAP)
         estimate = tl.where(ids >= 0, estimate, float("-inf"))
         tl.store(out_ptr + (row * TABLES + g) * count + slots, estimate, mask=slots < count)

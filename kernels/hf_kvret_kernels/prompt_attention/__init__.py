@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_attention_inputs, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import (
+    check_attention_inputs,
+    check_softcap,
+    choose_backend,
+    launching_on,
+)
 from hf_kvret_kernels.prompt_attention import naive
 
 __all__ = ["prompt_attention"]
@@ -68,8 +73,7 @@ def prompt_attention(
             f"valid is {valid.dtype} {tuple(valid.shape)} on {valid.device}: pass bool "
             f"[{batch}, {key.shape[2]}] on {query.device} (True = token, False = padding)"
         )
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    check_softcap(softcap)
     out_dtype = query.dtype if out_dtype is None else out_dtype
     arguments = (query, key, value, scale, causal_offset, valid, softcap, out_dtype)
     if choose_backend(backend, query) == "naive":

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
+from hf_kvret_kernels._naive import soft_cap_
+
 # Scores of one kv head that are worked on at once: with exp they pass through the L2 cache.
 _SCORES = 1 << 17
 _ROWS = 512
@@ -53,9 +55,7 @@ def prompt_attention(
                     break
             k = key[:, :, start:stop].float().reshape(B * Hkv, stop - start, -1)
             v = value[:, :, start:stop].float().reshape(B * Hkv, stop - start, Dv)
-            s = torch.bmm(q, k.transpose(1, 2))
-            if softcap is not None:
-                s.div_(softcap).tanh_().mul_(softcap)
+            s = soft_cap_(torch.bmm(q, k.transpose(1, 2)), softcap)
             folded = s.view(B, Hkv, G, n, stop - start)
             if holes and valid is not None:
                 hole = ~valid[:, start:stop]

@@ -13,8 +13,9 @@ import triton.language as tl
 
 from hf_kvret_kernels import tuning
 from hf_kvret_kernels._triton_shared import (
+    LOG2_E,
     TL_DTYPES,
-    base2_scores,
+    capped_scores,
     combine_splits,
     device_limits,
     dot_dtype,
@@ -23,6 +24,7 @@ from hf_kvret_kernels._triton_shared import (
     partial_buffers,
     score_factors,
     softmax_step,
+    split_plan,
 )
 from hf_kvret_kernels.prompt_attention import choices
 
@@ -63,9 +65,10 @@ def _visit_keys(  # type: ignore[no-untyped-def]
     for start in range(first, last, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         inside = tokens < last
+        places = tokens.to(tl.int64)
         if VALID:
-            inside = inside & (tl.load(valid + tokens * stride_valid_t, mask=inside, other=0) != 0)
-        rows = tokens.to(tl.int64)[:, None]
+            inside = inside & (tl.load(valid + places * stride_valid_t, mask=inside, other=0) != 0)
+        rows = places[:, None]
         k = load_rows(
             key + rows * stride_k_t + key_columns[None, :],
             inside,
@@ -83,7 +86,7 @@ def _visit_keys(  # type: ignore[no-untyped-def]
             MASKED,
         )
         dots = tl.dot(q.to(DOT_DTYPE), tl.trans(k).to(DOT_DTYPE), input_precision="ieee")
-        scores = base2_scores(dots, inner, outer, SOFTCAP)
+        scores = capped_scores(dots, inner, outer, SOFTCAP)
         if MASKED:
             seen = inside[None, :]
             if CAUSAL:
@@ -233,17 +236,20 @@ def prompt_attention(
             choice = tuning.choice(choices.CHOICES, size, choice, query.device)
     block_m = choices.tile_rows(rows, columns, itemsize)
     row_blocks = triton.cdiv(rows, block_m)
-    if splits is None:
-        processors, _ = device_limits(query.device)
-        worth = triton.cdiv(tokens, choice.least_split_len)
-        fill = choice.waves * processors // (row_blocks * batch * heads)
-        splits = max(1, min(choice.most_splits, worth, fill))
-    split_len = max(1, triton.cdiv(triton.cdiv(tokens, choice.block_n), splits)) * choice.block_n
-    splits = max(1, triton.cdiv(tokens, split_len))
+    splits, split_len = split_plan(
+        tokens,
+        choice.block_n,
+        row_blocks * batch * heads,
+        query.device,
+        waves=choice.waves,
+        most=choice.most_splits,
+        least_len=choice.least_split_len,
+        splits=splits,
+    )
     part_out, part_lse = partial_buffers(out, lse, splits)
     # A kernel argument must be some pointer; without a mask it is never read.
     flags = query if valid is None else valid.view(torch.uint8)
-    inner, outer = score_factors(scale, softcap)
+    inner, outer = score_factors(scale, softcap, LOG2_E)
     _attend_kernel[(row_blocks, batch * heads, splits)](
         query,
         key,

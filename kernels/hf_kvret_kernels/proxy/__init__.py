@@ -1,4 +1,4 @@
-"""Scores of all tokens from low-rank proxies of their keys, and the best of them.
+"""Scores of all tokens from low-rank proxies of their keys.
 
 A proxy is a vector of r numbers whose inner product with a query's proxy stands for that of key
 and query (LRQK, section 4.2). Dimensions: B batch, Hq query heads, F sets of proxies (one for each
@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import (
+    check_no_grad,
+    check_softcap,
+    choose_backend,
+    launching_on,
+)
 from hf_kvret_kernels.proxy import naive
 
-__all__ = ["MOST_RANK", "ROW_DTYPES", "relevance", "top_k"]
+__all__ = ["MOST_RANK", "ROW_DTYPES", "relevance"]
 
 # A program of the Triton kernel holds whole rows of proxies.
 MOST_RANK = 256
@@ -87,37 +92,10 @@ def relevance(
             f"offset is {offset.dtype} {tuple(offset.shape)} on {offset.device}: pass contiguous "
             f"fp32 {tuple(query.shape[:3])} on {query.device}"
         )
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap}: pass a positive number, or None for no cap")
+    check_softcap(softcap)
     if choose_backend(backend, query) == "naive":
         return naive.relevance(query, rows, heads, valid, offset, softcap)
     from hf_kvret_kernels.proxy import triton_scores
 
     with launching_on(query):
         return triton_scores.relevance(query, rows, heads, valid, offset, softcap)
-
-
-def top_k(scores: torch.Tensor, count: int, *, backend: str = "auto") -> torch.Tensor:
-    """``[B, H, Q, count]`` int32 positions of the highest scores, in any order.
-
-    Positions that score -inf are never taken: -1 stands for those that are missing. Among equal
-    scores any may be taken.
-
-    Args:
-        scores: ``[B, H, Q, n]`` fp32 without NaN.
-        count: 1 to n.
-        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
-
-    Raises:
-        ValueError: scores of another form, or a count out of range.
-    """
-    if scores.ndim != 4 or scores.dtype != torch.float32:
-        raise ValueError(f"scores is {scores.dtype} {tuple(scores.shape)}: pass fp32 [B, H, Q, n]")
-    if not 1 <= count <= scores.shape[-1]:
-        raise ValueError(f"count={count}: 1 to {scores.shape[-1]} of {scores.shape[-1]} tokens")
-    if choose_backend(backend, scores) == "naive":
-        return naive.top_k(scores, count)
-    from hf_kvret_kernels.proxy import triton_top_k
-
-    with launching_on(scores):
-        return triton_top_k.top_k(scores, count)

@@ -1,8 +1,11 @@
-"""Proxy scores and their top-k in plain torch."""
+"""Proxy scores in plain torch."""
 
 from __future__ import annotations
 
 import torch
+
+from hf_kvret_kernels._naive import soft_cap_
+from hf_kvret_kernels.relevance.naive import group_relevance
 
 
 def relevance(
@@ -20,18 +23,7 @@ def relevance(
     scores = torch.matmul(q, rows.float().transpose(-1, -2)).view(B, Hq, Q, n)
     if offset is not None:
         scores = scores + offset.unsqueeze(-1)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    soft_cap_(scores, softcap)
     if valid is not None:
         scores = scores.masked_fill(~valid[:, None, None], float("-inf"))
-    if heads == Hq:
-        return scores
-    lse = scores.logsumexp(-1, keepdim=True)
-    shares = scores - lse.masked_fill(lse == float("-inf"), 0.0)
-    return shares.view(B, heads, Hq // heads, Q, n).amax(dim=2)
-
-
-def top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """See ``hf_kvret_kernels.proxy.top_k``."""
-    best = scores.topk(count, dim=-1, sorted=False)
-    return best.indices.int().masked_fill(best.values == float("-inf"), -1)
+    return scores if heads == Hq else group_relevance(scores, heads)

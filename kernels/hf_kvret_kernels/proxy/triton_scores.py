@@ -2,7 +2,7 @@
 
 The first reads each block of proxies once, for all queries and query heads that look at it. Where
 several query heads select together it also leaves the block's log-sum-exp; the second sums these
-up over the blocks, the third takes the best share of a group's heads.
+up over the blocks. The best share of a group's heads is ``relevance``'s.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_shared import base2_scores
+from hf_kvret_kernels._triton_log_sums import finite_base, log_total
+from hf_kvret_kernels._triton_shared import capped_scores, score_factors
+from hf_kvret_kernels.relevance.triton_shares import write_best_shares
 
 # Numbers of a tile of proxies, within a fewest and a most of tokens (fewer than 32 leave warps
 # without a product of their own), and the rows of queries that meet it at a time, the fewest of a
@@ -24,8 +26,7 @@ _TILE = 4096
 _FEWEST_TOKENS = 32
 _MOST_TOKENS = 128
 _READERS = 16
-# Tokens of a program that compares heads, block sums that one adds up at a time.
-_TOKENS = 1024
+# Block sums that a program adds up at a time.
 _SUMS = 512
 # Arguments that follow the length, which changes at every step, or the number of drafts.
 _CHANGING = ("length", "blocks", "readers", "rows_stride_b", "rows_stride_f", "valid_stride_b")
@@ -66,8 +67,7 @@ def relevance(
         sets,
         *rows.stride()[:2],
         *((0, 0) if valid is None else valid.stride()),
-        1.0 if softcap is None else 1.0 / softcap,
-        1.0 if softcap is None else softcap,
+        *score_factors(1.0, softcap),
         SOFTCAP=softcap is not None,
         HAS_VALID=valid is not None,
         HAS_OFFSET=offset is not None,
@@ -82,13 +82,10 @@ def relevance(
     )
     if not grouped:
         return scores
-    lse = scores.new_empty(batch * query_heads * queries)
-    _total_kernel[(lse.numel(),)](sums, lse, blocks, BLOCK=_SUMS)
+    lse = scores.new_empty(len(sums), 1)
+    _total_kernel[(len(sums),)](sums, lse, blocks, BLOCK=_SUMS)
     best = scores.new_empty(batch, heads, queries, length)
-    blocks = triton.cdiv(length, _TOKENS)
-    _best_share_kernel[(batch * heads * queries * blocks,)](
-        scores, lse, best, length, blocks, queries, G=query_heads // heads, BLOCK=_TOKENS
-    )
+    write_best_shares(scores, lse, best, queries, query_heads // heads, 1)
     return best
 
 
@@ -115,13 +112,6 @@ def _dots(query, proxies, EXACT_IN_TF32: tl.constexpr):
     else:
         dots = tl.dot(query, columns, input_precision="tf32x3")
     return dots
-
-
-@triton.jit
-def _log_total(base, total):
-    """The log-sum-exp from a sum of ``exp(score - base)``; -inf for a sum of none."""
-    some = total > 0.0
-    return tl.where(some, base + tl.log(tl.where(some, total, 1.0)), float("-inf"))
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -179,8 +169,7 @@ def _scores_kernel(
         dots = _dots(query, proxies, EXACT_IN_TF32)
         if HAS_OFFSET:
             dots += tl.load(offset_ptr + target, mask=reading, other=0.0)[:, None]
-        # Factors without log2(e): the scores are natural ones.
-        scores = base2_scores(dots, inner, outer, SOFTCAP)
+        scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(counted[None, :], scores, float("-inf"))
         tl.store(
             scores_ptr + target[:, None] * length + tokens[None, :],
@@ -188,9 +177,8 @@ def _scores_kernel(
             mask=reading[:, None] & inside[None, :],
         )
         if GROUPED:
-            peak = tl.max(scores, 1)
-            base = tl.where(peak == float("-inf"), 0.0, peak)
-            lse = _log_total(base, tl.sum(tl.exp(scores - base[:, None]), 1))
+            base = finite_base(tl.max(scores, 1))
+            lse = log_total(base, tl.sum(tl.exp(scores - base[:, None]), 1))
             tl.store(sums_ptr + target * blocks + block, lse, mask=reading)
 
 
@@ -203,37 +191,10 @@ def _total_kernel(sums_ptr, lse_ptr, blocks, BLOCK: tl.constexpr):
         places = start + tl.arange(0, BLOCK)
         part = tl.load(sums_ptr + row * blocks + places, mask=places < blocks, other=float("-inf"))
         peaks = tl.maximum(peaks, part)
-    peak = tl.max(peaks, 0)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
+    base = finite_base(tl.max(peaks, 0))
     totals = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, blocks, BLOCK):
         places = start + tl.arange(0, BLOCK)
         part = tl.load(sums_ptr + row * blocks + places, mask=places < blocks, other=float("-inf"))
         totals += tl.exp(part - base)
-    tl.store(lse_ptr + row, _log_total(base, tl.sum(totals, 0)))
-
-
-@triton.jit(do_not_specialize=["length", "blocks", "queries"])
-def _best_share_kernel(
-    scores_ptr,
-    lse_ptr,
-    best_ptr,
-    length,
-    blocks,
-    queries,
-    G: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The largest ``score - lse`` of G query heads, for a block of tokens and one query."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    tokens = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = tokens < length
-    first = (row // queries) * G * queries + row % queries
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for g in range(G):
-        source = first + g * queries
-        lse = tl.load(lse_ptr + source)
-        lse = tl.where(lse == float("-inf"), 0.0, lse)
-        scores = tl.load(scores_ptr + source * length + tokens, mask=inside, other=float("-inf"))
-        best = tl.maximum(best, scores - lse)
-    tl.store(best_ptr + row * length + tokens, best, mask=inside)
+    tl.store(lse_ptr + row, log_total(base, tl.sum(totals, 0)))

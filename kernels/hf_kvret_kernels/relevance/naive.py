@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import torch
 
+from hf_kvret_kernels._naive import log_shares
+
 
 def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
     """See ``hf_kvret_kernels.relevance.group_relevance``."""
     B, Hq, Q, n = scores.shape
-    return _shares(scores).view(B, heads, Hq // heads, Q, n).amax(dim=2)
+    return log_shares(scores).view(B, heads, Hq // heads, Q, n).amax(dim=2)
 
 
 def best_ids(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
     """See ``hf_kvret_kernels.relevance.best_ids``."""
     n = scores.shape[-1]
     # Of one head alone the order of the scores is that of the shares.
-    relevance = scores[:, :, :, 0] if scores.shape[3] == 1 else _shares(scores).amax(dim=3)
+    relevance = scores[:, :, :, 0] if scores.shape[3] == 1 else log_shares(scores).amax(dim=3)
     best = relevance.topk(count, dim=-1, sorted=False)
     # Those that are missing go behind all others, which keep their order.
     places = best.indices.masked_fill(best.values == float("-inf"), n).sort(dim=-1).values
     chosen = ids.gather(-1, places.clamp(max=n - 1))
     return chosen.masked_fill(places == n, -1)
-
-
-def _shares(scores: torch.Tensor) -> torch.Tensor:
-    """Log-softmax over the last dimension; -inf stays -inf, also where all are."""
-    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-    return scores - lse.masked_fill(lse == float("-inf"), 0.0)
 
 
 def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:

@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels.proxy import triton_top_k
+from hf_kvret_kernels._triton_log_sums import best_share, finite_base, log_sum_exp
+from hf_kvret_kernels.top_k.triton_radix import radix_top_k
 
 # Tokens of a program, and the most pieces that a row is cut into.
 _TOKENS = 1024
@@ -34,7 +35,7 @@ def best_ids(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tenso
         relevance = scores.new_empty(batch, heads, queries, length)
         # A row of its own for each query: the heads of a group follow each other.
         _relate(scores.contiguous(), relevance, 1, group)
-    return triton_top_k.radix_top_k(relevance, count, ids.contiguous())
+    return radix_top_k(relevance, count, ids.contiguous())
 
 
 def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:
@@ -48,24 +49,35 @@ def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:
 def _relate(scores: torch.Tensor, best: torch.Tensor, queries: int, group: int) -> None:
     """Relevance of contiguous ``scores`` into ``best``: a head's queries follow each other."""
     length = best.shape[-1]
-    rows = best.numel() // length
-    blocks = triton.cdiv(length, _TOKENS)
-    piece_len = triton.cdiv(blocks, _PIECES) * _TOKENS
+    rows = best.numel() // length * group
+    piece_len = triton.cdiv(triton.cdiv(length, _TOKENS), _PIECES) * _TOKENS
     pieces = triton.cdiv(length, piece_len)
-    sums = scores.new_empty(rows * group, pieces)
-    _piece_kernel[(rows * group * pieces,)](scores, sums, length, pieces, piece_len, BLOCK=_TOKENS)
-    _share_kernel[(rows * blocks,)](
-        scores, sums, best, length, blocks, pieces, queries, G=group, BLOCK=_TOKENS, PIECES=_PIECES
-    )
+    sums = scores.new_empty(rows, pieces)
+    _piece_kernel[(rows * pieces,)](scores, sums, length, pieces, piece_len, BLOCK=_TOKENS)
+    write_best_shares(scores, sums, best, queries, group, _PIECES)
 
 
-@triton.jit
-def _log_sum(values):
-    """The log-sum-exp of a block; -inf where all are."""
-    peak = tl.max(values, axis=0)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    total = tl.sum(tl.exp(values - base), axis=0)
-    return tl.where(total > 0.0, base + tl.log(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+def write_best_shares(
+    scores: torch.Tensor,
+    sums: torch.Tensor,
+    best: torch.Tensor,
+    queries: int,
+    group: int,
+    most: int,
+) -> None:
+    """Relevance into ``best [..., n]``, from scores and log-sum-exps of pieces of their rows.
+
+    Args:
+        scores: ``[rows, n]`` fp32 in any shape, contiguous; a head's ``queries`` rows follow each
+            other, and so do the ``group`` heads that select together.
+        sums: ``[rows, pieces]`` fp32, contiguous.
+        most: the number of pieces rounded up, a power of two: a compile for each.
+    """
+    length = best.shape[-1]
+    blocks, pieces = triton.cdiv(length, _TOKENS), sums.shape[1]
+    grid = (best.numel() // length * blocks,)
+    layout = (length, blocks, pieces, queries)
+    _share_kernel[grid](scores, sums, best, *layout, G=group, BLOCK=_TOKENS, PIECES=most)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -81,11 +93,11 @@ def _piece_kernel(scores_ptr, sums_ptr, length, pieces, piece_len, BLOCK: tl.con
         tokens = start + tl.arange(0, BLOCK)
         score = tl.load(scores_ptr + tokens, mask=tokens < last, other=float("-inf"))
         peak = tl.maximum(peaks, score)
-        base = tl.where(peak == float("-inf"), 0.0, peak)
+        base = finite_base(peak)
         totals = totals * tl.exp(peaks - base) + tl.exp(score - base)
         peaks = peak
     # Each lane's sum is at least 1 where it has a peak.
-    lse = _log_sum(peaks + tl.log(tl.maximum(totals, 1.0)))
+    lse = log_sum_exp(peaks + tl.log(tl.maximum(totals, 1.0)))
     tl.store(sums_ptr + tl.program_id(0), lse)
 
 
@@ -113,10 +125,8 @@ def _share_kernel(
         source = first + g * queries
         sums_row = sums_ptr + source * pieces
         part = tl.load(sums_row + places, mask=places < pieces, other=float("-inf"))
-        lse = _log_sum(part)
-        lse = tl.where(lse == float("-inf"), 0.0, lse)
         scores = tl.load(scores_ptr + source * length + tokens, mask=inside, other=float("-inf"))
-        best = tl.maximum(best, scores - lse)
+        best = best_share(best, scores, log_sum_exp(part))
     tl.store(best_ptr + row * length + tokens, best, mask=inside)
 
 

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._triton_rows import load_ids, row_pointers
 from hf_kvret_kernels._triton_shared import TL_DTYPES
 from hf_kvret_kernels.paged import PagedRows
-from hf_kvret_kernels.paged_triton import row_pointers
 
 if TYPE_CHECKING:
     from hf_kvret_kernels.resident import SlotMap
@@ -129,7 +129,7 @@ def _assign_kernel(
     # several for one token, any claim may stand.
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
-        ids = tl.load(ids_ptr + request * stride_ids_r, mask=request < count, other=-1)
+        ids = load_ids(ids_ptr, request, request < count, stride_ids_r)
         slot = tl.load(table_ptr + ids, mask=ids >= 0, other=-1)
         tl.store(stamp_ptr + slot, clock, mask=slot >= 0)
         tl.store(table_ptr + ids, -2 - request, mask=(ids >= 0) & (slot < 0))
@@ -140,7 +140,7 @@ def _assign_kernel(
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
         inside = request < count
-        ids = tl.load(ids_ptr + request * stride_ids_r, mask=inside, other=-1)
+        ids = load_ids(ids_ptr, request, inside, stride_ids_r)
         claim = tl.load(table_ptr + ids, mask=ids >= 0, other=-1)
         won = (claim == -2 - request).to(tl.int32)
         number = missing + tl.cumsum(won, axis=0) - won
@@ -155,7 +155,7 @@ def _assign_kernel(
         request = start + tl.arange(0, BLOCK_R)
         number = tl.load(fetched_ptr + request, mask=request < count, other=-1)
         won = number >= 0
-        ids = tl.load(ids_ptr + request * stride_ids_r, mask=won, other=-1)
+        ids = load_ids(ids_ptr, request, won, stride_ids_r)
         slot = tl.load(victims_ptr + number, mask=won, other=-1)
         old = tl.load(token_ptr + slot, mask=won, other=-1)
         # Should threads hold copies of a request, all read it before one overwrites it.
@@ -170,7 +170,7 @@ def _assign_kernel(
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
         inside = request < count
-        ids = tl.load(ids_ptr + request * stride_ids_r, mask=inside, other=-1)
+        ids = load_ids(ids_ptr, request, inside, stride_ids_r)
         slot = tl.load(table_ptr + ids, mask=ids >= 0, other=-1)
         tl.store(places_ptr + request, slot, mask=inside)
 
@@ -248,22 +248,13 @@ def _fetch_kernel(
     b, h = row // heads, row % heads
     request = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     fetched_row = fetched_ptr + b * stride_fetched_b + h * stride_fetched_h
-    slot = tl.load(fetched_row + request * stride_fetched_r, mask=request < count, other=-1)
+    slot = load_ids(fetched_row, request, request < count, stride_fetched_r)
     wanted = slot >= 0
-    ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h
-    ids = tl.load(ids_row + request * stride_ids_r, mask=wanted, other=0)
+    ids = load_ids(ids_ptr + b * stride_ids_b + h * stride_ids_h, request, wanted, stride_ids_r)
+    table_row = table + b * stride_table_b
     sources = row_pointers(
-        ids,
-        wanted,
-        h,
-        table + b * stride_table_b,
-        stride_table,
-        page_address,
-        PAGE_LEN,
-        WIDTH,
-        DTYPE,
+        ids, h, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
     )
-    sources = tl.multiple_of(sources[:, None], (ALIGN, ALIGN))
     columns = tl.arange(0, BLOCK_W)
     mask = wanted[:, None] & (columns < WIDTH)[None, :]
     tile = tl.load(sources + columns[None, :], mask=mask)

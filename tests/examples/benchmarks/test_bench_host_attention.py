@@ -34,7 +34,7 @@ from hf_kvret.evaluation.measurement import CheckFailed
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
 from hf_kvret_kernels import host_attention as host
-from hf_kvret_kernels.host_attention import library
+from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels.paged import PagedRows
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"

@@ -78,10 +78,7 @@ def test_every_operation_has_a_row_a_table_and_a_page(tmp_path: Path, measure: R
 def test_bytes_grow_with_batch_and_length(tmp_path: Path, measure: Run) -> None:
     file = tmp_path / "k.json"
     assert (
-        measure(
-            "--ops", "proxy.top_k", "--lengths", "64,128", "--batch", "1,2", "--json", str(file)
-        )
-        == 0
+        measure("--ops", "top_k", "--lengths", "64,128", "--batch", "1,2", "--json", str(file)) == 0
     )
     read = {key[2:]: row["read_bytes"] for key, row in rows_of(file).items()}
     assert read == {(1, 64): 512, (1, 128): 1024, (2, 64): 1024, (2, 128): 2048}
@@ -130,7 +127,7 @@ def test_what_does_not_fit_into_memory_has_a_row_that_says_so(
 ) -> None:
     file = tmp_path / "k.json"
     monkeypatch.setattr(timed, "available_host_memory", lambda: 10_000)
-    arguments = ["--ops", "proxy.top_k", "--lengths", "64,1K", "--json", str(file)]
+    arguments = ["--ops", "top_k", "--lengths", "64,1K", "--json", str(file)]
     assert measure(*arguments, "--plot", str(tmp_path / "k.png")) == 0
     small, large = rows_of(file).values()
     assert "seconds" in small and "seconds" not in large
@@ -160,7 +157,7 @@ def test_nothing_is_reported_of_a_way_that_is_wrong_and_others_go_on(
 
     monkeypatch.setattr(KernelOp, "prepare", wrong)
     monkeypatch.setattr(KernelOp, "backends", lambda self, device: ("other", "naive"))
-    arguments = ["--ops", f"{name},proxy.top_k", "--lengths", "64", "--json", str(file)]
+    arguments = ["--ops", f"{name},top_k", "--lengths", "64", "--json", str(file)]
     assert measure(*arguments, "--plot", str(tmp_path / "k.png")) == 1
     said = capsys.readouterr()
     assert "other and naive differ by 1.0e-02" in said.err and "Nothing was reported" in said.err
@@ -178,7 +175,7 @@ def test_nothing_is_reported_of_a_way_that_is_wrong_and_others_go_on(
     [
         (["--ops", "codebook.encod"], "--ops codebook.encod: choose of codebook.encode, "),
         (["--ops", ","], "--ops is empty"),
-        (["--ops", "proxy,proxy.top_k"], "proxy.top_k is named twice"),
+        (["--ops", "proxy,proxy.relevance"], "proxy.relevance is named twice"),
         (["--backends", "cuda"], "--backends: unknown: cuda; choose among auto, naive, triton"),
         (["--backends", ","], "--backends: none is named"),
         (["--backends", "triton"], "--backends triton: on cpu these operations have "),
@@ -277,7 +274,7 @@ def test_the_picture_prefers_our_ways_to_torch(
     assert (
         measure(
             "--ops",
-            "codebook.lookup,proxy.top_k",
+            "codebook.lookup,top_k",
             "--lengths",
             "64,128",
             "--backends",
@@ -302,7 +299,7 @@ def test_the_picture_prefers_our_ways_to_torch(
     Kernels.plot(tmp_path / "k.png", results)
     assert drawn["groups"] == [
         "codebook.\nlookup\nnaive",
-        "proxy.\ntop_k\nnaive",
+        "top_k\nnaive",
         "codebook.\nlookup\ntriton",
     ]
     assert drawn["bars"] == {

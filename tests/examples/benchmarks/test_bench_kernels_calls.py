@@ -33,10 +33,12 @@ CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         for name in ("encode", "score_table", "lookup_scores")
     },
     "codebook.lookup": ("a2ats", {"budget_of": "union"}, (f"{KERNELS}codebook.lookup",)),
-    **{
-        f"proxy.{name}": ("lrqk", {"rank": RANK}, (f"{KERNELS}proxy.{name}",))
-        for name in ("relevance", "top_k")
-    },
+    "proxy.relevance": ("lrqk", {"rank": RANK}, (f"{KERNELS}proxy.relevance",)),
+    "top_k": (
+        "lrqk",
+        {"rank": RANK},
+        ("hf_kvret.methods.lrqk.index.top_k", "kernel_codebook.top_k"),
+    ),
     "centroid.top_keys": ("ctkvr", {}, (f"{KERNELS}centroid.key_lists",)),
     "centroid.similarity": ("ctkvr", {}, (f"{KERNELS}centroid.similarity",)),
     **{

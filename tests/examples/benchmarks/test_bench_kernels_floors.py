@@ -36,7 +36,7 @@ COUNTED = {
     "codebook.lookup": Work(12 * 32 * 4 + 600 * 2 + 200, 1200 * 4),
     "codebook.lookup_scores": Work(12 * 32 * 4 + 600 * 2 + 200, 600 * 4),
     "proxy.relevance": Work(600 * 8 + 12 * 16 + 200, 600 * 4, 1200 * 4),
-    "proxy.top_k": Work(600 * 4, 60 * 4),
+    "top_k": Work(600 * 4, 60 * 4),
     # 6 centroids of 2 heads for each KV head, lists of 25.
     "centroid.top_keys": Work(600 * 32 + 72 * 32 + 200, 36 * 25 * 4, 72 * 100 * 16),
     "centroid.similarity": Work(72 * 32 + 12 * 32 + 72 * 4, 36 * 4, 72 * 16),
@@ -120,7 +120,7 @@ def test_a_way_that_leaves_the_last_token_or_head_unwritten_fails_its_check(name
 
 
 def test_top_k_may_choose_among_equal_scores_but_not_twice_nor_out_of_range() -> None:
-    call = OPS["proxy.top_k"].prepare(SHAPE, Draw(CPU, 0))
+    call = OPS["top_k"].prepare(SHAPE, Draw(CPU, 0))
     (want,) = call.run("naive")
     assert call.error([want.flip(-1)], [want]) == 0.0
     twice = want.clone()
@@ -160,7 +160,7 @@ def test_rows_of_a_store_are_in_the_memory_that_a_call_takes() -> None:
     for name in ("gather_attention", "gather_scores"):
         call, store = OPS[name].work(SHAPE).moved_bytes, 600 * 64
         assert OPS[name].held_bytes(SHAPE) == 4 * call + store
-    assert OPS["proxy.top_k"].held_bytes(SHAPE) == 4 * (2400 + 240)
+    assert OPS["top_k"].held_bytes(SHAPE) == 4 * (2400 + 240)
 
 
 def test_distance_is_that_of_the_worst_row_and_infinities_must_agree() -> None:

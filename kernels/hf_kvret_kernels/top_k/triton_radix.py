@@ -1,6 +1,6 @@
 """Triton kernels that choose the highest scores: radix selection, then compaction.
 
-For more scores than one program holds; fewer are taken in a single launch. Scores become unsigned
+For more scores than one program holds, see ``triton_block``. Scores become unsigned
 integers of the same order. Four passes, eight bits each, count how many scores share the digits
 that are settled and have each next digit; after the last one the threshold is known to the bit, and
 how many scores equal to it are still wanted. Then every block writes its positions behind those of
@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._triton_places import fill_empty, sums_before
-from hf_kvret_kernels.relevance import triton_best
 
 # Tokens of a program, and sums of blocks that one adds up at a time.
 _TOKENS = 1024
@@ -30,18 +29,8 @@ _SIGN = tl.constexpr(2147483648)
 _ALL_BUT_SIGN = tl.constexpr(2147483647)
 
 
-def top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """See ``hf_kvret_kernels.proxy.top_k``.
-
-    Positions ascend, the missing ones are last; of equal scores the first are taken.
-    """
-    if scores.shape[-1] <= triton_best.MOST:
-        return triton_best.top_places(scores, count)
-    return radix_top_k(scores, count)
-
-
 def radix_top_k(scores: torch.Tensor, count: int, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """As ``top_k``, for any number of scores; with ``ids`` those instead of the positions.
+    """As ``triton.top_k``, for any number of scores; with ``ids`` those instead of the positions.
 
     ``ids [B, H, Q, n]`` is int32 and contiguous.
     """

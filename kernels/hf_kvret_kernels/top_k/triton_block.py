@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._triton_log_sums import best_share, log_sum_exp
+
 # Candidates of a program of 16 warps: 32 a thread, for which there are 128 registers. Compiled for
 # sm80 120 bytes a thread spill at the most, for sm90 160; next to nothing at half of it.
 MOST = 1 << 14
@@ -110,14 +112,7 @@ def _best_kernel(
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for g in range(G):
         score = tl.load(scores_ptr + g * stride_g, mask=inside, other=float("-inf"))
-        if G == 1:
-            best = score
-        else:
-            peak = tl.max(score, axis=0)
-            base = tl.where(peak == float("-inf"), 0.0, peak)
-            # At least 1 where there is a peak, else 0, and the score stays -inf.
-            total = tl.sum(tl.exp(score - base), axis=0)
-            best = tl.maximum(best, (score - base) - tl.log(tl.maximum(total, 1.0)))
+        best = score if G == 1 else best_share(best, score, log_sum_exp(score))
 
     # Integers from here on, so that no unit of the GPU takes a denormal for 0.
     bits = best.to(tl.int32, bitcast=True)

@@ -35,6 +35,37 @@ _REQUEST = struct.Struct("@6P11q2d4i")
 _RANKING = struct.Struct("@3P6q2i")
 
 
+def attend(
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    threads: int | None = None,
+    path: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``host_attention.host_attention``; the arguments were checked by the caller."""
+    out = query.new_empty(*query.shape[:3], rows.value_dim, dtype=torch.float32)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    run("hfk_attend", query, rows, ids, out, lse, scale, softcap, threads, path)
+    return out, lse
+
+
+def score(
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    threads: int | None = None,
+    path: str | None = None,
+) -> torch.Tensor:
+    """See ``host_attention.host_scores``; the arguments were checked by the caller."""
+    scores = query.new_empty(*query.shape[:3], ids.shape[3], dtype=torch.float32)
+    run("hfk_scores", query, rows, ids, scores, None, scale, softcap, threads, path)
+    return scores
+
+
 def run(
     function: Literal["hfk_attend", "hfk_scores"],
     query: torch.Tensor,
@@ -42,10 +73,9 @@ def run(
     ids: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    *,
     scale: float,
     softcap: float | None,
-    threads: int,
+    threads: int | None,
     path: str | None,
 ) -> None:
     """Write the result of a library function into ``out`` and ``lse``, both fp32 and contiguous.
@@ -60,6 +90,7 @@ def run(
     # These must live until the call is over: the request has only their addresses.
     query, ids, table = query.contiguous(), ids.contiguous(), rows.table.contiguous()
     pages = rows.addresses().contiguous()
+    threads = _thread_count(threads)
     batch, query_heads, queries, key_dim = query.shape
     request = _REQUEST.pack(
         query.data_ptr(),
@@ -91,16 +122,26 @@ def run(
         raise AssertionError("the library refuses what check_range refuses")
 
 
-def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, threads: int) -> None:
+def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, threads: int | None) -> None:
     """Write the best ids into ``best [B, H, Q, k]`` int32, contiguous.
 
     ``scores [B, Hq, Q, K]`` fp32; ``ids [B, H, Q, K]`` int32. Errors as of ``run``.
     """
-    scores, ids = scores.contiguous(), ids.contiguous()
+    scores, ids, threads = scores.contiguous(), ids.contiguous(), _thread_count(threads)
     batch, heads, queries, count = ids.shape
     addresses = (scores.data_ptr(), ids.data_ptr(), best.data_ptr())
     sizes = (batch, scores.shape[1], heads, queries, count, best.shape[3])
     _call("hfk_rank", _RANKING.pack(*addresses, *sizes, threads, 0), threads)
+
+
+def _thread_count(threads: int | None) -> int:
+    """``threads``; of None torch's number, but no more than the process has processors."""
+    if threads is not None:
+        return threads
+    # Not every system can tell which processors a process may use.
+    allowed = getattr(os, "sched_getaffinity", None)
+    processors = len(allowed(0)) if allowed else os.cpu_count() or 1
+    return min(torch.get_num_threads(), processors)
 
 
 def _call(function: str, request: bytes, threads: int) -> int:

@@ -1,0 +1,39 @@
+"""Natural log-sum-exps, and the best share of a group's heads, for the kernels that select.
+
+Attention kernels take powers of 2 instead: see ``softmax_step`` of ``_triton_shared``.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def finite_base(peak):
+    """What to take off scores before ``exp``: their ``peak``, 0 where it is -inf."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@triton.jit
+def log_total(base, total):
+    """The log-sum-exp from a sum of ``exp(score - base)``; -inf for a sum of none."""
+    some = total > 0.0
+    return tl.where(some, base + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+
+
+@triton.jit
+def log_sum_exp(scores):
+    """The log-sum-exp of ``scores [N]``; -inf where all are."""
+    base = finite_base(tl.max(scores, axis=0))
+    return log_total(base, tl.sum(tl.exp(scores - base), axis=0))
+
+
+@triton.jit
+def best_share(best, scores, lse):
+    """The larger of ``best`` and the log-shares that a head with log-sum-exp ``lse`` gives.
+
+    ``-inf`` stays so, also where a head's ``lse`` is.
+    """
+    return tl.maximum(best, scores - finite_base(lse))

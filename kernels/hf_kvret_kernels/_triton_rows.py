@@ -1,0 +1,58 @@
+"""From ids to the rows they name, which all Triton kernels of paged rows share.
+
+Offsets are 64 bit: a number of an id or of a page fits into 32, its product with a stride may not.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Arguments that follow the number of tokens held, or of ids: not to be specialized, since a compile
+# for each class of them would come at some later flush.
+CHANGING_STRIDES = ("stride_ids_b", "stride_ids_h", "stride_ids_q", "stride_table_b")
+
+
+@triton.jit
+def selection_place(index, heads, queries):
+    """``(batch row, selecting head, query)`` of selection ``index`` of ``[B, H, Q]``."""
+    return index // (queries * heads), (index // queries) % heads, index % queries
+
+
+@triton.jit
+def load_ids(ids_row, places, inside, stride):
+    """Ids ``[K]`` at ``places [K]`` int32 of a row whose ids are ``stride`` apart.
+
+    -1, which names no row, outside ``inside``.
+    """
+    return tl.load(ids_row + places.to(tl.int64) * stride, mask=inside, other=-1)
+
+
+@triton.jit
+def row_pointers(
+    ids,
+    kv_head,
+    table_row,
+    page_address,
+    stride_table,
+    PAGE_LEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Pointers ``[K, 1]`` to the rows that ``ids [K]`` name; meaningless where an id is negative.
+
+    Args:
+        kv_head: int64.
+        table_row: the page numbers of the batch row, ``stride_table`` apart.
+        page_address: byte addresses, int64, of all pages ``[Hkv, PAGE_LEN, WIDTH]`` of DTYPE.
+        ALIGN: see ``PagedRows.alignment_bytes``.
+    """
+    wanted = ids >= 0
+    columns = (ids // PAGE_LEN).to(tl.int64)
+    page = tl.load(table_row + columns * stride_table, mask=wanted, other=0)
+    address = tl.load(page_address + page, mask=wanted, other=0)
+    slot = kv_head * PAGE_LEN + ids % PAGE_LEN
+    rows = address.to(tl.pointer_type(DTYPE)) + slot.to(tl.int64) * WIDTH
+    return tl.multiple_of(rows[:, None], (ALIGN, ALIGN))

@@ -1,0 +1,36 @@
+"""The highest of some scores: where they stand, without a sort."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret_kernels._dispatch import choose_backend, launching_on
+from hf_kvret_kernels.top_k import naive
+
+__all__ = ["top_k"]
+
+
+def top_k(scores: torch.Tensor, count: int, *, backend: str = "auto") -> torch.Tensor:
+    """``[B, H, Q, count]`` int32 positions of the highest scores, in any order.
+
+    Positions that score -inf are never taken: -1 stands for those that are missing. Among equal
+    scores any may be taken.
+
+    Args:
+        scores: ``[B, H, Q, n]`` fp32 without NaN.
+        count: 1 to n.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Raises:
+        ValueError: scores of another form, or a count out of range.
+    """
+    if scores.ndim != 4 or scores.dtype != torch.float32:
+        raise ValueError(f"scores is {scores.dtype} {tuple(scores.shape)}: pass fp32 [B, H, Q, n]")
+    if not 1 <= count <= scores.shape[-1]:
+        raise ValueError(f"count={count}: 1 to {scores.shape[-1]} of {scores.shape[-1]} tokens")
+    if choose_backend(backend, scores) == "naive":
+        return naive.top_k(scores, count)
+    from hf_kvret_kernels.top_k import triton
+
+    with launching_on(scores):
+        return triton.top_k(scores, count)

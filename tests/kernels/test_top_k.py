@@ -1,0 +1,143 @@
+"""The highest scores against a stable sort."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_kvret_kernels.top_k import top_k
+
+INF = float("inf")
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def moved_with_room(rows: torch.Tensor, device: str) -> torch.Tensor:
+    """A view's whole buffer moves: moving the view alone would lose its spare room."""
+    room = torch.empty_strided(
+        (rows.untyped_storage().nbytes() // rows.element_size(),), (1,), dtype=rows.dtype
+    ).set_(rows.untyped_storage())
+    return room.to(device).as_strided(rows.shape, rows.stride(), rows.storage_offset())
+
+
+def check_top_k(place: tuple[str, str], scores: torch.Tensor, count: int) -> None:
+    """Against a stable sort; where the contract leaves a choice, Triton's is the sort's."""
+    backend, device = place
+    moved = scores if device == "cpu" else moved_with_room(scores, device)
+    ids = top_k(moved, count, backend=backend)
+    if backend == "triton":
+        # Where there are more scores than one program holds; the results are the same.
+        from hf_kvret_kernels.top_k.triton_radix import radix_top_k
+
+        assert torch.equal(ids, radix_top_k(moved, count))
+    assert ids.shape == (*scores.shape[:3], count) and ids.dtype == torch.int32
+    assert ids.device.type == device
+    for place_ in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
+        row, found = scores[tuple(place_)].tolist(), ids[tuple(place_)].tolist()
+        order = sorted(range(len(row)), key=lambda position: (-row[position], position))
+        best = [position for position in order if row[position] != -INF][:count]
+        if backend == "triton":
+            assert found == sorted(best) + [-1] * (count - len(best))
+        else:
+            taken = [position for position in found if position != -1]
+            assert len(set(taken)) == len(taken) == len(best)
+            assert sorted(row[position] for position in taken) == sorted(row[i] for i in best)
+
+
+@pytest.mark.factor(
+    "length, count",
+    [(1, 1), (37, 1), (37, 36), (37, 37), (1024, 100), (1025, 1024), (2600, 700), (1030, 1030)],
+)
+def test_the_highest_scores_are_taken(place: tuple[str, str], length: int, count: int) -> None:
+    """Spare room of +inf, rows that are steps apart, holes, and a row of holes alone."""
+    scores = torch.full((2, 2, 1, length + 3), INF)
+    scores[..., :length] = torch.randn(2, 2, 1, length, generator=generator(7)) * 100
+    scores[0, 1, :, :length][torch.rand(1, length, generator=generator(8)) < 0.5] = -INF
+    scores[1, 1, :, :length] = -INF
+    check_top_k(place, scores[..., :length], count)
+
+
+@pytest.mark.factor("count", [1, 500, 2000])
+def test_of_equal_scores_the_right_number_is_taken(place: tuple[str, str], count: int) -> None:
+    """Few different values: the threshold lies in the middle of hundreds of equal ones."""
+    scores = torch.randint(-2, 3, (1, 2, 2, 2100), generator=generator(9)).float()
+    scores[0, 0, 0] = 1.5
+    # A score too many would be written here.
+    scores[0, 1, 1] = -INF
+    check_top_k(place, scores, count)
+
+
+@pytest.mark.factor("count", [1, 2, 5, 9, 10, 11, 12, 18, 19])
+def test_the_order_is_that_of_the_numbers(place: tuple[str, str], count: int) -> None:
+    """Both signs and zeros, denormals, the greatest numbers and infinity."""
+    tiny, huge = 1.4e-45, torch.finfo(torch.float32).max
+    values = [
+        -0.0,
+        0.0,
+        -tiny,
+        tiny,
+        -0.0,
+        3 * tiny,
+        -huge,
+        huge,
+        INF,
+        -INF,
+        1.0,
+        -1.0,
+        1.0 + 2**-23,
+    ]
+    values += [-1.0 - 2**-23, 1e-38, -1e-38, 65504.0, INF, -0.0]
+    check_top_k(place, torch.tensor(values).view(1, 1, 1, -1), count)
+
+
+def test_neighbours_in_the_last_bit_are_told_apart(place: tuple[str, str]) -> None:
+    """1500 numbers that only the last two digits of eight bits separate, in both signs."""
+    bits = 0x40490000 + torch.randperm(1500, generator=generator(10))
+    up = bits.int().view(torch.float32)
+    scores = torch.stack([up, -up]).view(1, 2, 1, -1)
+    for count in (1, 256, 1499):
+        check_top_k(place, scores, count)
+
+
+def test_sums_of_many_blocks_add_up(
+    place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of more than 256 blocks do."""
+    if place[0] == "triton":
+        from hf_kvret_kernels.top_k import triton_radix
+
+        monkeypatch.setattr(triton_radix, "_SUMS", 1)
+    check_top_k(place, torch.randn(1, 1, 1, 3500, generator=generator(12)), 900)
+
+
+def test_fewer_scores_than_wanted_leave_holes(place: tuple[str, str]) -> None:
+    scores = torch.full((1, 1, 3, 1500), -INF)
+    scores[0, 0, 0, 1300] = -torch.finfo(torch.float32).max
+    scores[0, 0, 1, [3, 1400]] = torch.tensor([-5.0, INF])
+    check_top_k(place, scores, 6)
+
+
+def test_scores_may_be_strided(place: tuple[str, str]) -> None:
+    scores = torch.randn(40, 2, 3, 2, generator=generator(11)).permute(3, 2, 1, 0)[..., ::2]
+    check_top_k(place, scores, 7)
+
+
+def test_without_queries_nothing_is_selected(place: tuple[str, str]) -> None:
+    backend, device = place
+    ids = top_k(torch.zeros(1, 2, 0, 9, device=device), 4, backend=backend)
+    assert ids.shape == (1, 2, 0, 4) and ids.dtype == torch.int32
+
+
+def test_arguments_of_top_k_that_do_not_fit_are_named() -> None:
+    scores = torch.zeros(1, 2, 1, 9)
+    with pytest.raises(ValueError, match=r"scores is torch\.float64"):
+        top_k(scores.double(), 3)
+    with pytest.raises(ValueError, match="pass fp32"):
+        top_k(scores[0], 3)
+    for count in (0, 10):
+        with pytest.raises(ValueError, match=f"count={count}: 1 to 9"):
+            top_k(scores, count)
+    with pytest.raises(ValueError, match="backend='cuda'"):
+        top_k(scores, 3, backend="cuda")

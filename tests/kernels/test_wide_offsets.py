@@ -1,0 +1,116 @@
+"""Ids and page tables whose numbers lie more than 2^31 elements apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_kvret_kernels.gather_attention import gather_attention
+from hf_kvret_kernels.gather_scores import gather_scores
+from hf_kvret_kernels.higgs import MinMaxCodec, attend
+from hf_kvret_kernels.page_copy import copy_pages
+from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.resident import SlotMap, assign, fetch
+
+Place = tuple[str, str]
+# Three numbers so far apart: the third is 2^31 behind the first, which wraps to 2^31 before it.
+STEP = 1 << 30
+PAGE_LEN, DIM = 4, 8
+IDS = torch.tensor([9, 2, 5], dtype=torch.int32).view(1, 1, 1, 3)
+
+
+@pytest.fixture
+def room(place: Place, tmp_path: Path) -> torch.Tensor:
+    """Some 2^32 int32 zeros, of which only pages that are written to take memory."""
+    if place != ("triton", "cpu"):
+        pytest.skip("offsets are Triton's; on a GPU the room would be real")
+    size = (1 << 32) + 1
+    return torch.from_file(str(tmp_path / "room"), shared=True, size=size, dtype=torch.int32)
+
+
+def far_apart(room: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """``numbers [1, ..., 3]``, STEP apart; what a wrapped offset leads to is 0."""
+    strides = (*[1] * (numbers.ndim - 1), STEP)
+    return torch.as_strided(room, numbers.shape, strides, 1 << 31).copy_(numbers)
+
+
+@pytest.fixture
+def rows() -> PagedRows:
+    """Three pages of one head, in order, for one batch row."""
+    torch.manual_seed(0)
+    table = torch.arange(3, dtype=torch.int32).view(1, 3)
+    return PagedRows([torch.randn(3, 1, PAGE_LEN, 2 * DIM)], table, DIM)
+
+
+def spread(room: torch.Tensor, rows: PagedRows, wide: str) -> torch.Tensor:
+    """The ids; they, or the numbers of the table of ``rows``, are far apart from here on."""
+    if wide == "ids":
+        return far_apart(room, IDS)
+    rows.table = far_apart(room, rows.table)
+    return IDS
+
+
+@pytest.mark.parametrize("wide", ["ids", "table"])
+@pytest.mark.parametrize("variant", ["direct", "gather"])
+def test_attention(room: torch.Tensor, rows: PagedRows, wide: str, variant: str) -> None:
+    query = torch.randn(1, 2, 1, DIM)
+    want = gather_attention(query, rows, IDS, scale=0.3, backend="naive")
+    ids = spread(room, rows, wide)
+    got = gather_attention(query, rows, ids, scale=0.3, backend="triton", variant=variant)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("wide", ["ids", "table"])
+def test_scores_and_copies_of_rows(room: torch.Tensor, rows: PagedRows, wide: str) -> None:
+    query = torch.randn(1, 2, 1, DIM)
+    want = gather_scores(query, rows, IDS, scale=0.3, backend="naive")
+    keys, values = rows.gather(IDS, backend="naive")
+    ids = spread(room, rows, wide)
+    got = gather_scores(query, rows, ids, scale=0.3, backend="triton")
+    torch.testing.assert_close(got, want)
+    found = rows.gather(ids, backend="triton")
+    assert torch.equal(found[0], keys) and torch.equal(found[1], values)
+
+
+@pytest.mark.parametrize("wide", ["ids", "table"])
+def test_attention_over_coded_rows(room: torch.Tensor, wide: str) -> None:
+    codec = MinMaxCodec(4, DIM)
+    codes, scales = codec.encode(torch.randn(3, 1, PAGE_LEN, 2, DIM), "naive")
+    pages = torch.cat([codes.flatten(3), scales.flatten(3)], dim=-1)
+    rows = PagedRows([pages], torch.arange(3, dtype=torch.int32).view(1, 3), 2 * codes.shape[-1])
+    query, dims = torch.randn(1, 2, 1, DIM), {"key_dim": DIM, "value_dim": DIM, "scale": 0.3}
+    want = attend(query, rows, IDS, codec, **dims, backend="naive")
+    got = attend(query, rows, spread(room, rows, wide), codec, **dims, backend="triton")
+    torch.testing.assert_close(got, want)
+
+
+def test_copies_of_pages(room: torch.Tensor, rows: PagedRows) -> None:
+    want = copy_pages(rows, 0, 3, backend="naive")
+    spread(room, rows, "table")
+    assert torch.equal(copy_pages(rows, 0, 3, backend="triton"), want)
+
+
+@pytest.mark.parametrize("wide", ["ids", "table"])
+def test_slots_and_what_is_fetched_into_them(
+    room: torch.Tensor, rows: PagedRows, wide: str
+) -> None:
+    clock = torch.zeros(1, dtype=torch.int32)
+    maps = [
+        SlotMap(
+            torch.full((1, 1, 12), -1, dtype=torch.int32),
+            torch.full((1, 1, 4), -1, dtype=torch.int32),
+            torch.full((1, 1, 4), -1, dtype=torch.int32),
+            clock.clone(),
+        )
+        for _ in range(2)
+    ]
+    buffers = [torch.zeros(1, 1, 4, 2 * DIM) for _ in range(2)]
+    want = assign(maps[0], IDS[:, :, 0], backend="naive")
+    fetch(rows, IDS[:, :, 0], want[1], buffers[0], backend="naive")
+    ids = spread(room, rows, wide)[:, :, 0]
+    got = assign(maps[1], ids, backend="triton")
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    fetch(rows, ids, got[1], buffers[1], backend="triton")
+    assert torch.equal(*buffers) and buffers[0].any()
