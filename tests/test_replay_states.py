@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_kvret import DecodeGraph, RetrievalCache, registered_methods
 from hf_kvret.methods.lrqk import grams
 from hf_kvret.replay import graph
+from hf_kvret.testing import tiny_artifact
 from hf_kvret.testing.steps import PROMPT, DecodeLoop, small_llama
 from hf_kvret.testing.tape import TapeRecorder, taped
 
@@ -269,3 +271,24 @@ def test_memory_that_ran_out_is_tried_again_and_not_remembered(
             assert torch.equal(DecodeLoop(step, cache).run(6), usual)
             assert ("out of memory" in str(step.reason)) == told
             assert (step.replays == 0) == told
+
+
+@pytest.mark.parametrize("method", ["h2o", "aqua"])
+def test_what_sees_each_pass_is_not_replayed_before_anything_is_cold(
+    method: str, tmp_path: Path
+) -> None:
+    """It would not see the passes that are replayed, and lack them when tokens turn cold."""
+    model = small_llama()
+    made = {**OPTIONS, "dense_below": PROMPT + 8}
+    if method == "aqua":
+        made["artifact"] = tiny_artifact(model, method, tmp_path)
+
+    def cache() -> RetrievalCache:
+        return registered_methods()[method](model.config, **made)
+
+    with taped():
+        usual, mine = DecodeLoop(model, cache()).run(14), cache()
+        step = DecodeGraph(model, mine)
+        assert torch.equal(DecodeLoop(step, mine).run(14), usual)
+    assert step.replays == 0 and step.reason is not None
+    assert mine.retrieval_layers[0].cold_len > 0

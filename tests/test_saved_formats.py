@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import hf_kvret
@@ -60,3 +61,36 @@ def test_a_saved_artifact_serves(method: str, model: PreTrainedModel) -> None:
     told = (got >= 0) & (want >= 0)
     assert told.sum() > 0.6 * told.numel()
     assert torch.equal(got[told], want[told])
+
+
+PARTS = {
+    "flat": ["keys"],
+    "paris": ["sign", "counts", "mean"],
+    "lrqk": ["queries.", "keys.", "proxies.", "to_query", "due"],
+    "ctkvr": ["counts"],
+    "a2ats": ["codes", "learned"],
+    "h2o": ["queries.", "keys.", "valid", "scores", "counts"],
+    "aqua": ["positions"],
+}
+
+
+@pytest.mark.parametrize("method", PARTS)
+def test_a_file_that_lacks_a_part_of_an_index_is_refused(
+    method: str, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """Also where its description lacks it: what is gone can't be made up."""
+    source = make.SAVED / "caches" / f"{method}-device"
+    tensors = load_file(source / "cache.safetensors")
+    description = json.loads((source / "cache.json").read_text(encoding="utf-8"))
+    cls = hf_kvret.registered_methods()[method]
+    for part in ["", *PARTS[method]]:
+        prefix = f"layers.0.index.{part}"
+        left = {name: x for name, x in tensors.items() if not name.startswith(prefix)}
+        assert len(left) < len(tensors), prefix
+        described = {**description, "tensors": {name: list(x.shape) for name, x in left.items()}}
+        folder = tmp_path / f"without-{part}"
+        folder.mkdir()
+        save_file(left, folder / "cache.safetensors")
+        (folder / "cache.json").write_text(json.dumps(described), encoding="utf-8")
+        with pytest.raises(ValueError, match=r"has no layers\.0\..*damaged"):
+            cls.from_pretrained(folder, model.config, **make.place(method))

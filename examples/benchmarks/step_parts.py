@@ -105,13 +105,14 @@ def _methods(model: PreTrainedModel, cache: Cache) -> Iterator[tuple[Any, str, s
     if not isinstance(cache, RetrievalCache):
         return
     yield RetrievalLayer, "attend", CACHE
-    yield RetrievalLayer, "_attend_whole", STORE
+    yield RetrievalLayer, "_attend_all", STORE
     yield layer_module, "attend_dense", WINDOW
     yield layer_module, "merge", MERGE
     for layer in cache.retrieval_layers:
         if layer.regions is not None and layer.regions.store is not None:
-            yield layer.regions.index, "search", SELECT
-            yield layer.regions.index, "after_search", SELECT
+            if layer.regions.index is not None:
+                yield layer.regions.index, "search", SELECT
+                yield layer.regions.index, "after_search", SELECT
             yield layer.regions.store, "begin", STORE
 
 

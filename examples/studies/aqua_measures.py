@@ -148,12 +148,11 @@ def _layer_bytes(layer: RetrievalLayer) -> dict[str, Any]:
     regions = layer.regions
     assert regions is not None and regions.store is not None
     state, count = regions.store.state_dict(), regions.cold_len
-    index = regions.index
     return {
         "rows": (state["keys"].nbytes + state["values"].nbytes) / count,
         "positions": state["positions"].nbytes / count if "positions" in state else 0.0,
-        "held": (regions.store.nbytes() + index.nbytes()) / count,
-        "predictors": index.shared_nbytes(),
+        "held": (regions.store.nbytes() + regions.positions.nbytes()) / count,
+        "predictors": regions.store.shared_nbytes(),
         **regions.store.stats(),
     }
 

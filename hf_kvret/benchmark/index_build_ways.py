@@ -89,7 +89,7 @@ class Way(ABC):
 
 
 class MethodWay(Way):
-    """A retrieval method of ours, with its configuration's defaults: watch, observe and build."""
+    """A retrieval method of ours, with its configuration's defaults: on_forward, add and build."""
 
     def __init__(self, cache_class: type[RetrievalCache], top_k: int) -> None:
         self.name = cache_class.name

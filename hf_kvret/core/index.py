@@ -75,6 +75,9 @@ _REPLACED = {
     "keys_read": "cost(n, budget)",
     "select_nbytes": "cost(n, budget)",
     "positions": "RetrievalCache.needs_positions",
+    "whole": "a cache whose make_index returns None",
+    "settle": "before_capture() of the mixin CapturableIndex",
+    "broke_off": "capture_failed() of the mixin CapturableIndex",
     "uncapturable": "the mixin CapturableIndex, or the attribute capture_obstacle",
 }
 
@@ -103,7 +106,8 @@ class Index(State):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        old = [f"{name} is now {new}" for name, new in _REPLACED.items() if name in vars(cls)]
+        own = {name for base in cls.__mro__ if not issubclass(Index, base) for name in vars(base)}
+        old = [f"{name} is now {new}" for name, new in _REPLACED.items() if name in own]
         if old:
             raise TypeError(
                 f"{cls.__name__} has methods of an older contract: {'; '.join(old)}; see "

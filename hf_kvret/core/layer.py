@@ -67,14 +67,8 @@ class RetrievalLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the regions for tokens shaped like these, ``[B, Hkv, *, D]``."""
-        self.regions = Regions(
-            self.config,
-            self._make_index(),
-            self._new_store,
-            key_states,
-            value_states,
-            self._needs_positions,
-        )
+        made = self.config, self._make_index(), self._new_store
+        self.regions = Regions(*made, key_states, value_states, self._needs_positions)
         self.is_initialized = True
 
     def update(
@@ -252,7 +246,7 @@ class RetrievalLayer(CacheLayerMixin):
         if cold is not None:
             index = regions.ready_index(cold)
             if index is None:
-                finish_cold = partial(self._attend_whole, query, cold)
+                finish_cold = partial(self._attend_all, query, cold)
             else:
                 ids = self._search(index, query, cold)
                 # First, so that a store elsewhere works while the device does all the rest.
@@ -278,7 +272,7 @@ class RetrievalLayer(CacheLayerMixin):
             counters.recalls.append(measure_recall(query, ids, cold))
         return ids
 
-    def _attend_whole(self, query: torch.Tensor, cold: ColdTokens) -> Partial:
+    def _attend_all(self, query: torch.Tensor, cold: ColdTokens) -> Partial:
         """All cold tokens, counted as selected."""
         assert self.regions is not None, "a cold region is part of the regions"
         window, count = self.regions.window, query.shape[2]

@@ -55,7 +55,7 @@ class Regions:
         self.store: Store | None = None
         # [B, 1, n] int32 of recent tokens.
         self.positions = TokenBuffer(64)
-        self._needs_positions = needs_positions
+        self.needs_positions = needs_positions
         self._make_store = make_store
         self._built = False
         self._retrievable: torch.Tensor | None = None
@@ -116,9 +116,14 @@ class Regions:
         if place is not None and new_valid is not None:
             # The slot of the step that is captured is not that of the others.
             new_valid = place.held.index_select(1, place.column)
-        if self._needs_positions:
+        if self.needs_positions:
             if positions is None:
-                raise ValueError(self._needs_positions)
+                raise ValueError(self.needs_positions)
+            if len(self.positions) and start > self.positions.end:
+                raise RuntimeError(
+                    f"tokens come from slot {start} on, but positions are known up to "
+                    f"{self.positions.end}: a pass was not announced"
+                )
             self.positions.put(positions.to(torch.int32)[:, None], start)
         if self.index is not None:
             self.index.on_forward(queries, keys, start, new_valid, positions)
@@ -182,9 +187,10 @@ class Regions:
     @_keeps_tensors
     def ready_index(self, cold: ColdTokens) -> Index | None:
         """The index, ready to search among ``cold``; None: all are attended to."""
-        if self._built and self.index is not None:
+        if not self._built:
+            self.build_index(cold)
+        elif self.index is not None:
             self.index.before_search(cold)
-        self.build_index(cold)
         return self.index
 
     @_keeps_tensors
@@ -258,7 +264,7 @@ class Regions:
         """An independent copy that shares the cold part; ``make_store`` as for a new one."""
         index = None if self.index is None else self.index.fork()
         keys, values = self.window.keys, self.window.values
-        twin = type(self)(self.config, index, make_store, keys, values, self._needs_positions)
+        twin = type(self)(self.config, index, make_store, keys, values, self.needs_positions)
         twin.window, twin.positions = self.window.fork(), self.positions.fork()
         twin.store = None if self.store is None else self.store.fork()
         twin._built, twin._retrievable = self._built, self._retrievable
@@ -266,7 +272,7 @@ class Regions:
 
     def state_dict(self) -> Tensors:
         """Tensors on the CPU, named ``window.*``, ``index.*``, ``store.*``, and ``built``."""
-        # An index may have learnt from what it watched before anything was cold.
+        # An index may have learnt from what it saw before anything was cold.
         index = {} if self.index is None else self.index.state_dict()
         parts = {"window": self.window.state_dict(), "index": index}
         if self.positions.is_allocated:
@@ -287,7 +293,7 @@ class Regions:
         """Become the regions whose ``state_dict`` this is. KeyError names a missing tensor."""
         window, index, rows = (_part(state, name) for name in ("window.", "index.", "store."))
         self.window.load_state_dict(window, device)
-        if self._needs_positions:
+        if self.needs_positions:
             self.positions.put(index["positions"].to(device)[:, None], int(index["start"]))
         if self.index is not None and (index or self.window.start):
             self.index.load_state_dict(index, device)

@@ -32,7 +32,9 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         declared = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
-        cls.fields = cls.fields | declared
+        inherited = [vars(base).get("fields", {}) for base in reversed(cls.__mro__[1:])]
+        cls.fields = {name: field for fields in inherited for name, field in fields.items()}
+        cls.fields |= declared
         for name, field in declared.items():
             field.name = name
             # An instance always has its own value.
@@ -73,7 +75,8 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
     def state_dict(self) -> Tensors:
         """Tensors that restore it, without spare capacity; empty if it holds none.
 
-        Numbers are tensors, too; those with one key are saved as one.
+        Numbers are saved beside tensors, as tensors; those with one key as one. Of a state without
+        tensors nothing is saved, numbers neither.
         """
         tensors: Tensors = {}
         for name, field in self.fields.items():
@@ -83,7 +86,9 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
         for key, names in self._numbers():
             values = [getattr(self, name) for name in names]
             packed = values if len(values) > 1 else values[0]
-            tensors[key] = torch.tensor(packed, dtype=_dtype(values))
+            kinds = {self.fields[name].kind for name in names}
+            dtype = torch.float64 if float in kinds else torch.int64
+            tensors[key] = torch.tensor(packed, dtype=dtype)
         return tensors
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
@@ -94,10 +99,10 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
             ValueError: what ``loaded`` finds wrong.
         """
         self.reset()
-        if not state:
-            return
         for name, field in self.fields.items():
             setattr(self, name, field.loaded(getattr(self, name), state, device))
+        if not state:
+            return
         for key, names in self._numbers():
             for name, value in zip(names, state[key].reshape(-1).tolist(), strict=True):
                 setattr(self, name, self.fields[name].kind(value))
@@ -221,10 +226,15 @@ class PartField(Field):
     """See ``part``."""
 
     def __init__(
-        self, make: Callable[[], State] | None, key: str | None, is_saved: bool, optional: bool
+        self,
+        make: Callable[[], State] | None,
+        key: str | None,
+        is_saved: bool,
+        optional: bool,
+        may_be_empty: bool,
     ) -> None:
         super().__init__(key, is_saved)
-        self.make, self.optional = make, optional
+        self.make, self.optional, self.may_be_empty = make, optional, may_be_empty
 
     @property
     def prefix(self) -> str:
@@ -277,7 +287,8 @@ class PartField(Field):
         if value is None:
             assert self.make is not None, "an optional part that is saved can be made"
             value = self.make()
-        value.load_state_dict(mine, device)
+        if mine or not self.may_be_empty:
+            value.load_state_dict(mine, device)
         return value
 
 
@@ -321,6 +332,7 @@ def part(
     key: str | None = None,
     saved: bool = True,
     optional: bool = False,
+    may_be_empty: bool = False,
 ) -> Any:
     """Declare a part that is a ``State`` itself.
 
@@ -329,9 +341,6 @@ def part(
         key: its tensors are saved as ``key.name``; ``""`` for ``name`` alone.
         saved: whether it is saved.
         optional: None until it is assigned, and after ``reset``.
+        may_be_empty: it may hold nothing where other fields were saved.
     """
-    return PartField(make, key, saved, optional)
-
-
-def _dtype(values: list[float]) -> torch.dtype:
-    return torch.float64 if any(isinstance(value, float) for value in values) else torch.int64
+    return PartField(make, key, saved, optional, may_be_empty)

@@ -138,9 +138,8 @@ class TokenBuffer(State):
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         self.reset()
-        if state:
-            self.append(state["rows"].to(device))
-            self.first = int(state["first"])
+        self.append(state["rows"].to(device))
+        self.first = int(state["first"])
 
     def _adopt(self, memory: torch.Tensor) -> None:
         """Have ``memory``, of which the first ``len(self)`` rows are in use."""
@@ -154,8 +153,8 @@ class TokensField(PartField):
     def __init__(
         self, make: Callable[[], TokenBuffer], key: str | None, cold: bool, may_be_empty: bool
     ) -> None:
-        super().__init__(make, key, is_saved=True, optional=False)
-        self.cold, self.may_be_empty = cold, may_be_empty
+        super().__init__(make, key, is_saved=True, optional=False, may_be_empty=may_be_empty)
+        self.cold = cold
 
     def crop(self, value: Any, length: int) -> None:
         if self.cold:

@@ -179,7 +179,7 @@ class DecodeGraph:
         except BaseException as error:
             frame.output = frame.replay = None
             for layer in self._all:
-                layer.broke_off()
+                layer.capture_failed()
             if not isinstance(error, RuntimeError):
                 raise
             told = str(error).strip().splitlines()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import add
 
-from hf_kvret.core.index import CapturableIndex, why_uncapturable
+from hf_kvret.core.index import CapturableIndex, Index, why_uncapturable
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.regions import Regions
 from hf_kvret.core.window import Place
@@ -46,9 +46,12 @@ class LayerStep:
         if self.layer.config.track_recall:
             return "track_recall=True reads all keys at every step, for study"
         regions = self.regions
+        index = regions.index
         if not regions.cold_len or regions.store is None:
-            return None
-        return why_uncapturable(regions.index) or regions.store.uncapturable()
+            # Nothing is selected yet, but what sees each pass would not see those replayed.
+            sees = index is not None and type(index).on_forward is not Index.on_forward
+            return why_uncapturable(index) if sees or regions.needs_positions else None
+        return why_uncapturable(index) or regions.store.uncapturable()
 
     def set_place(self, place: Place | None) -> None:
         """Where the token of a step goes that is to be captured; None: behind the others."""
@@ -67,7 +70,7 @@ class LayerStep:
         now = self.layer.counters.numbers()
         self._counts = tuple(new - old for new, old in zip(now, self._before, strict=True))
 
-    def broke_off(self) -> None:
+    def capture_failed(self) -> None:
         """It was not, and the device did nothing: the host is to be as before ``begin``."""
         self.layer.waiting = False
         if isinstance(self.regions.index, CapturableIndex):

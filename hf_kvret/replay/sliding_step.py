@@ -55,7 +55,7 @@ class SlidingStep:
     def captured(self) -> None:
         """It was."""
 
-    def broke_off(self) -> None:
+    def capture_failed(self) -> None:
         """It was not, and the device did nothing: the host is to be as before ``begin``."""
         assert self._held is not None, "begin comes before"
         self.layer.keys, self.layer.values = self._held

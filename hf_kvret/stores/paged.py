@@ -34,6 +34,9 @@ class PagedStore(Store):
     def __init__(self, memory: PageMemory, page_len: int = 64) -> None:
         self.memory = memory
         self.page_len = page_len
+        self.reset()
+
+    def reset(self) -> None:
         self.length = 0
         self._chunks: list[torch.Tensor] = []
         self._free_pages = 0

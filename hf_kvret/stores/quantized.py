@@ -81,6 +81,10 @@ class QuantizedStore(WrappedStore):
         for start, codes, scales in self.rows.chunks(piece_len, stop):
             yield start, *self._decoded(codes, scales)
 
+    def reset(self) -> None:
+        super().reset()
+        self._codec = None
+
     def row_nbytes(self, plain: int) -> int:
         if self._codec is None:
             return plain

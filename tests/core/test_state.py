@@ -110,8 +110,34 @@ def test_a_saved_state_comes_back() -> None:
     assert other.mean is not None
     other.mean.zero_()
     assert state.mean is not None and state.mean.tolist() == [5, 6], "not the same memory"
-    other.load_state_dict({})
-    assert contents(other) == {}
+    with pytest.raises(KeyError, match="keys"):
+        other.load_state_dict({})
+
+
+def test_fields_of_all_bases_count() -> None:
+    class Other(State):
+        more: torch.Tensor | None = tensor()
+
+    class Both(Inner, Other):
+        """Two bases."""
+
+    assert set(Both.fields) == {"sums", "count", "more"} and Both().more is None
+
+
+def test_a_part_may_be_empty_where_that_is_said() -> None:
+    class Holder(State):
+        rows: TokenBuffer = tokens()
+        must: Inner = part(Inner)
+        may: Inner = part(Inner, may_be_empty=True)
+
+    state = Holder()
+    state.rows.append(rows(1))
+    with pytest.raises(KeyError, match="sums"):
+        Holder().load_state_dict(state.state_dict())
+    state.must.sums = torch.ones(1)
+    other = Holder()
+    other.load_state_dict(state.state_dict())
+    assert other.may.sums is None and len(other.rows) == 1
 
 
 @pytest.mark.parametrize("name", ["keys", "inner.sums", "inner.count", "counts"])
@@ -171,6 +197,13 @@ def test_an_index_of_the_older_contract_is_told_the_new_methods() -> None:
             def select(self) -> None: ...
 
             def learn(self) -> None: ...
+
+    class Mixed:
+        whole = True
+
+    with pytest.raises(TypeError, match="Late has methods of an older contract: whole is"):
+
+        class Late(Mixed, Index): ...
 
 
 def test_an_index_says_why_its_steps_are_not_captured() -> None:

@@ -139,5 +139,5 @@ def test_a_saved_buffer_goes_on_at_its_slot() -> None:
     buffer.drop(6)
     other.load_state_dict(buffer.state_dict())
     assert (other.first, other.rows.flatten().tolist()) == (6, [2.0, 3.0, 4.0, 5.0])
-    other.load_state_dict({})
+    other.reset()
     assert len(other) == 0 and other.nbytes() == 0

@@ -87,6 +87,15 @@ class A2ATSIndex(Index):
         codes = self._codes.rows[:, :, : self._cold].nbytes
         return SearchCost(0, codes + self._learned.words.nbytes + self._learned.inverse.nbytes)
 
+    def reset(self) -> None:
+        super().reset()
+        self._positions = None
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """As every state's; positions are of the newest pass alone."""
+        super().reorder(rows)
+        self._positions = None
+
     def crop(self, length: int) -> None:
         """Tokens that went back into the window keep their codes."""
         self._cold = min(self._cold, length)
@@ -110,7 +119,6 @@ class A2ATSIndex(Index):
                 f"there are {words} codewords and {cold} cold tokens: the file is damaged, save "
                 "the cache again"
             )
-        self._positions = None
 
     def stats(self) -> dict[str, Any]:
         """``codewords``: of a KV head, learned by calibration."""

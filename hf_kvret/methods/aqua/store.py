@@ -107,6 +107,10 @@ class AquaStore(DecodedStore):
             yield first, *self._attended(rows)
         self._left = target
 
+    def reset(self) -> None:
+        super().reset()
+        self._coder = self._left = None
+
     def reorder(self, rows: torch.Tensor) -> None:
         """As every state's; what is left for the layer above was of other rows."""
         super().reorder(rows)

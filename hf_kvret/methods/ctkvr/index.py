@@ -10,7 +10,7 @@ import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index, SearchCost
-from hf_kvret.core.state import number, part
+from hf_kvret.core.state import Tensors, number, part
 from hf_kvret.methods.ctkvr.candidates import Candidates
 from hf_kvret.methods.ctkvr.codes import KeyCodes
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
@@ -43,12 +43,12 @@ class CTkvrIndex(Index):
 
     capture_obstacle = "ctkvr notes queries and their lists on the host at every step"
 
-    _sampler: Sampler = part(key="pool")
+    _sampler: Sampler = part(key="pool", may_be_empty=True)
     # Queries that have no lists yet: of a question, and of steps since the last flush.
-    _asked: CentroidSampler = part()
-    _answered: CentroidSampler = part()
+    _asked: CentroidSampler = part(may_be_empty=True)
+    _answered: CentroidSampler = part(may_be_empty=True)
     _file: InvertedFile = part(key="lists")
-    _rerank: Rerank = part()
+    _rerank: Rerank = part(may_be_empty=True)
     # KV heads and query heads of each; 0 before the first pass.
     _heads: int = number(0, key="counts")
     _group: int = number(0, key="counts")
@@ -92,7 +92,7 @@ class CTkvrIndex(Index):
             self._sampler.add(queries, start, valid)
         elif options.questions and count > 1 and (count > options.max_draft or rested):
             self._asked.add(queries, start, valid)
-            self._since = 0
+            self._since = 0.0
         elif options.update and count <= options.max_draft:
             self._let_join(queries, start, valid)
         self._since += count
@@ -211,11 +211,25 @@ class CTkvrIndex(Index):
         """As every state's; without tokens, what was seen of queries goes, too."""
         if length == 0:
             self.reset()
-            self._forget_pass()
         if length >= self._held:
             return
         self._held = length
         super().crop(length)
+
+    def reset(self) -> None:
+        super().reset()
+        self._forget_pass()
+
+    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
+        """As every state's, but that no part of it tells alone that it is missing."""
+        if not state:
+            raise KeyError("counts")
+        super().load_state_dict(state, device)
+
+    def loaded(self) -> None:
+        """KeyError where codes of cold tokens are missing."""
+        if isinstance(self._rerank, KeyCodes) and self._held and not self._rerank.nbytes():
+            raise KeyError("rerank.mean")
 
     def fork(self) -> Self:
         """As every state's; what is between the hooks of a pass is of the other cache."""

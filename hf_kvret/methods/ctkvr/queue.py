@@ -24,7 +24,7 @@ class CentroidQueue(State):
     room: int = number(0, key="counts")
     dropped: int = number(0, key="counts")
     _base: InvertedLists = part()
-    _fresh: InvertedLists = part()
+    _fresh: InvertedLists = part(may_be_empty=True)
 
     def __init__(self, room: int, width: int) -> None:
         """``width``: slots of a list."""

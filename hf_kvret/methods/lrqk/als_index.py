@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -37,10 +37,10 @@ class PaperLRQKIndex(Index):
 
     capture_obstacle = "the published lrqk keeps the tokens of the window on the host"
 
-    _queries: Moments = part()
-    _keys: Moments = part()
-    _chance: RandomSource = part()
-    _proxies: Proxies = part()
+    _queries: Moments = part(may_be_empty=True)
+    _keys: Moments = part(may_be_empty=True)
+    _chance: RandomSource = part(may_be_empty=True)
+    _proxies: Proxies = part(may_be_empty=True)
     _recent: RecentProxies = part(key="waiting")
     # B_Q and B_K, [B, Hq, r, D].
     _query_basis: torch.Tensor | None = tensor(key="bases.query", optional=True, shared=True)
@@ -55,7 +55,11 @@ class PaperLRQKIndex(Index):
         self._queries, self._keys = Moments(random), Moments(random)
         self._proxies = Proxies(options.proxy_dtype)
         self._recent = RecentProxies(self._room(options))
-        # Made by ``before_search`` for ``search``, and of the newest pass.
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        """Forget what is between the hooks of one pass."""
+        # Made by ``before_search`` for ``search``.
         self._seen: Seen | None = None
         self._valid: torch.Tensor | None = None
 
@@ -87,6 +91,7 @@ class PaperLRQKIndex(Index):
         starts = STARTS[options.init].sketches(queries, keys, rank)
         factors = alternating(queries.gram, keys.gram, *starts, options.iterations, options.penalty)
         self._query_basis, self._key_basis = factors.query_basis, factors.key_basis
+        self._seen = None
         self._recent.start(factors.to_key)
         self._proxies.replace(_project(factors.to_key, cold.store))
         for used in (queries, keys, self._chance):
@@ -135,6 +140,16 @@ class PaperLRQKIndex(Index):
         ids = top_k(scores, cold.budget)
         self._selected = ids[:, :, -1:]
         return ids
+
+    def reset(self) -> None:
+        super().reset()
+        self._forget_pass()
+
+    def fork(self) -> Self:
+        """As every state's; what is between the hooks of a pass is of the other cache."""
+        twin = super().fork()
+        twin._forget_pass()
+        return twin
 
     def crop(self, length: int) -> None:
         """As every state's; the next query is not fitted to tokens that may be gone."""

@@ -42,9 +42,8 @@ class RandomSource(State):
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         self.reset()
-        if state:
-            self._generator.set_state(state["state"].cpu())
-            self.is_drawn = True
+        self._generator.set_state(state["state"].cpu())
+        self.is_drawn = True
 
 
 class Moments(State):

@@ -34,9 +34,9 @@ class LRQKIndex(CapturableIndex, Index):
     otherwise at a flush.
     """
 
-    _keys: KeyGrams = part(KeyGrams)
+    _keys: KeyGrams = part(KeyGrams, may_be_empty=True)
     _queries: QueryGrams = part()
-    _proxies: Proxies = part()
+    _proxies: Proxies = part(may_be_empty=True)
     # Of the factors, [B, F, D, r]; the mean key, [B, Hkv, D].
     _to_query: torch.Tensor | None = tensor(optional=True, shared=True)
     _to_key: torch.Tensor | None = tensor(optional=True, shared=True)
@@ -75,7 +75,7 @@ class LRQKIndex(CapturableIndex, Index):
         self._since += queries.shape[2]
 
     def add(self, block: TokenBlock) -> None:
-        # Of a prompt that comes in pieces, the factors know the first only.
+        # Read by ``build`` alone: of a prompt in pieces, the factors know the first only.
         self._partial, self._flushed = self._to_query is not None, True
         self._keys.add(block.keys, block.valid)
         factors = self._factors

@@ -117,6 +117,22 @@ def test_a_real_profile_finds_the_models_parts() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@torch.inference_mode()
+def test_a_cache_without_an_index_has_parts_too() -> None:
+    model = random_model(load_shape("tiny").config, torch.float32, "cpu", seed=0)
+    choice = choose_bench_caches(
+        [f"aqua:predictor=none:{SMALL.removesuffix(':top_k=8')}"], {}, "cpu"
+    )
+    chosen = next(iter(choice.values()))
+    cache, parts = chosen.make(model.config, 128), Parts()
+    with serving(model, cache):
+        prefill(model, chosen, cache, random_tokens(model, 1, 96, 1))
+        token = random_tokens(model, 1, 1, 0)
+        with parts.watching(model, cache):
+            times = part_times(profile(lambda: feed(model, cache, token, 96), torch.device("cpu")))
+    assert times[STORE].seconds > 0
+
+
 def counted_step(text: str) -> tuple[dict[str, int], dict[str, int]]:
     """Launches by part and waits of one decode step with Triton's kernels, between two flushes.
 
