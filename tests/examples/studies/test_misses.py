@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from misses import Generation, Misses
 
 from hf_kvret import FlatKVCache
+from hf_kvret.core.store import AttentionResult
 from hf_kvret.evaluation.contexts import text_windows
 from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.results import Results
@@ -50,13 +52,13 @@ def test_misses_are_the_rows_that_the_step_before_did_not_select(
     subject = load_subject(str(tiny_model_dir))
     (context,) = text_windows(subject, "test", tiny_text, LENGTH, 0, 1, None)
     selections: dict[int, list[torch.Tensor]] = {}
-    attend = PagedStore.attend
+    begin = PagedStore.begin
 
     def recording(self: PagedStore, query: Any, ids: torch.Tensor, *rest: Any) -> Any:
         selections.setdefault(id(self), []).append(ids)
-        return attend(self, query, ids, *rest)
+        return begin(self, query, ids, *rest)
 
-    monkeypatch.setattr(PagedStore, "attend", recording)
+    monkeypatch.setattr(PagedStore, "begin", recording)
     cache = FlatKVCache(subject.model.config, top_k=TOP_K, store="host", **REGIONS)
     draw = sampling_source(42)
     with torch.inference_mode():
@@ -146,15 +148,15 @@ def test_a_buffer_that_changes_a_token_is_an_error(
     capsys: pytest.CaptureFixture[str],
     follow: str,
 ) -> None:
-    attend, calls, wrong_step = ResidentStore.attend, [], 10
+    begin, calls, wrong_step = ResidentStore.begin, [], 10
 
-    def sabotaged(self: ResidentStore, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = attend(self, *given)
+    def sabotaged(self: ResidentStore, *arguments: Any) -> Callable[[], AttentionResult]:
+        out, lse = begin(self, *arguments)()
         calls.append(1)
         wrong = len(calls) > LAYERS * wrong_step
-        return (-8.0 * out, lse + 8.0) if wrong else (out, lse)
+        return lambda: (-8.0 * out, lse + 8.0) if wrong else (out, lse)
 
-    monkeypatch.setattr(ResidentStore, "attend", sabotaged)
+    monkeypatch.setattr(ResidentStore, "begin", sabotaged)
     arguments = [*_arguments(tiny_model_dir, tiny_text), "--follow", follow]
     # Ten tokens were fed rightly; the eleventh's step is the first to foresee another token.
     place = rf"flat:.*new token 12 \(position {LENGTH + 11}\)"
