@@ -278,7 +278,7 @@ def test_what_sees_each_pass_is_not_replayed_before_anything_is_cold(
     method: str, tmp_path: Path
 ) -> None:
     """It would not see the passes that are replayed, and lack them when tokens turn cold."""
-    model = small_llama()
+    model = small_llama(layers=1)
     made = {**OPTIONS, "dense_below": PROMPT + 8}
     if method == "aqua":
         made["artifact"] = tiny_artifact(model, method, tmp_path)
