@@ -22,14 +22,14 @@ class LayerCounters:
     selected: torch.Tensor | None = None
     recalls: list[Recall] = field(default_factory=list)
 
-    def count(self, cold: ColdTokens, heads: int, queries: int) -> torch.Tensor:
-        """Count a step of ``queries`` queries, for ``heads`` heads of all rows of the batch.
-
-        Returns ``selected``, for the caller to add to, in place: also in a captured step.
-        """
+    def count(self, cold: ColdTokens, heads: int, queries: int) -> None:
+        """Count a step of ``queries`` queries, for ``heads`` heads of all rows of the batch."""
         self.steps += 1
         self.queries += queries
         self.cold_rows += len(cold) * heads * queries
+
+    def total(self, cold: ColdTokens) -> torch.Tensor:
+        """``selected``, for the caller to add to, in place: also in a captured step."""
         if self.selected is None:
             # Written to in and out of inference mode.
             with torch.inference_mode(False):

@@ -14,6 +14,7 @@ from hf_kvret.core.state import State
 
 if TYPE_CHECKING:
     from hf_kvret.core.store import Store
+    from hf_kvret_kernels.host_step import HostSearch
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +133,14 @@ class Index(State):
             knows fewer. With ``budget == n`` every valid token is selected: stages that prune
             must let all pass.
         """
+
+    def host_search(self, cold: ColdTokens) -> HostSearch | None:
+        """What the CPU library has to know to do ``search`` itself, in one call with all the rest.
+
+        None where it can't, as here: ``search`` is called. It may choose others among tokens that
+        matter equally, up to rounding; ids come in any order.
+        """
+        return None
 
     def cost(self, n: int, budget: int) -> SearchCost:
         """What a search for ``budget`` of ``n`` tokens takes; by default, all that is held."""

@@ -16,6 +16,7 @@ from hf_kvret.core.cached_rows import CachedRows, RowSource, prefix_of
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.counters import LayerCounters
 from hf_kvret.core.exact_attention import attend_cold, attend_dense, attend_exactly
+from hf_kvret.core.host_step import attend_on_host
 from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.core.merge import Partial, merge
 from hf_kvret.core.pieces import piece_len
@@ -23,6 +24,7 @@ from hf_kvret.core.recall import Recall, measure_recall
 from hf_kvret.core.regions import MakeStore, Regions
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.store import Store
+from hf_kvret.core.window import Window
 from hf_kvret_kernels.relevance import count_ids
 
 HANDLE = "hf_kvret_layer"
@@ -248,6 +250,9 @@ class RetrievalLayer(CacheLayerMixin):
             if index is None:
                 finish_cold = partial(self._attend_all, query, cold)
             else:
+                out = self._attend_on_host(regions.window, index, query, cold, call)
+                if out is not None:
+                    return out
                 ids = self._search(index, query, cold)
                 # First, so that a store elsewhere works while the device does all the rest.
                 finish_cold = cold.store.begin(query, ids, cold.scale, cold.softcap)
@@ -261,16 +266,38 @@ class RetrievalLayer(CacheLayerMixin):
             parts.append(Partial(*finish_cold()))
         return merge(parts, call.sink_logits, query.dtype).out
 
+    def _attend_on_host(
+        self,
+        window: Window,
+        index: Index,
+        query: torch.Tensor,
+        cold: ColdTokens,
+        call: AttentionCall,
+    ) -> torch.Tensor | None:
+        """All of ``_attend_selected`` in one call; None where it has to be done step by step."""
+        step = attend_on_host(query, window, index, cold, call, self.counters.total(cold))
+        if step is None:
+            return None
+        out, ids = step
+        self._note_search(index, query, ids, cold)
+        index.after_search()
+        return out
+
     def _search(self, index: Index, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         ids = index.search(query, cold)
-        batch, heads, count, _ = ids.shape
-        counters = self.counters
-        count_ids(ids, counters.count(cold, batch * heads, count))
-        candidates = index.cost(len(cold), cold.budget).candidates
-        counters.candidates += candidates * batch * heads * count
-        if self.config.track_recall:
-            counters.recalls.append(measure_recall(query, ids, cold))
+        count_ids(ids, self.counters.total(cold))
+        self._note_search(index, query, ids, cold)
         return ids
+
+    def _note_search(
+        self, index: Index, query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens
+    ) -> None:
+        batch, heads, count, _ = ids.shape
+        self.counters.count(cold, batch * heads, count)
+        candidates = index.cost(len(cold), cold.budget).candidates
+        self.counters.candidates += candidates * batch * heads * count
+        if self.config.track_recall:
+            self.counters.recalls.append(measure_recall(query, ids, cold))
 
     def _attend_all(self, query: torch.Tensor, cold: ColdTokens) -> Partial:
         """All cold tokens, counted as selected."""
@@ -278,8 +305,8 @@ class RetrievalLayer(CacheLayerMixin):
         window, count = self.regions.window, query.shape[2]
         heads = window.keys.shape[1]
         part = attend_cold(query, cold, piece_len(count, window.keys, window.values))
-        selected = self.counters.count(cold, len(query) * heads, count)
-        selected.add_(cold.valid.sum() * heads * count)
+        self.counters.count(cold, len(query) * heads, count)
+        self.counters.total(cold).add_(cold.valid.sum() * heads * count)
         if self.config.track_recall:
             self.counters.recalls.append(Recall(overlap=1.0, mass=1.0, best_mass=1.0))
         return part

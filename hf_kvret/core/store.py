@@ -11,6 +11,7 @@ import torch
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.state import State, Tensors
 from hf_kvret_kernels.host_attention import host_rank
+from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.relevance import group_relevance
 
 AttentionResult = tuple[torch.Tensor, torch.Tensor]
@@ -87,6 +88,10 @@ class Store(State):
     ) -> AttentionResult:
         """The result of ``begin``, at once."""
         return self.begin(query, ids, scale, softcap)()
+
+    def host_rows(self) -> PagedRows | None:
+        """The rows held, where the CPU library reads them as they lie; None, as here, where not."""
+        return None
 
     def scores(
         self,

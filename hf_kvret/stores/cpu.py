@@ -12,6 +12,7 @@ from hf_kvret.core.store import AttentionResult
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.stores.wrapped import WrappedStore
+from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.host_attention import host_attention, host_rank, host_scores
 
 CPU = torch.device("cpu")
@@ -58,6 +59,9 @@ class CpuStore(WrappedStore):
             return out, lse
 
         return result
+
+    def host_rows(self) -> PagedRows | None:
+        return self.rows.host_rows()
 
     def scores(
         self,

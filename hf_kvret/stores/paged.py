@@ -93,6 +93,10 @@ class PagedStore(Store):
         result = gather_attention(query, self.paged_rows(), ids, scale=scale, softcap=softcap)
         return lambda: result
 
+    def host_rows(self) -> PagedRows | None:
+        rows = self.paged_rows()
+        return rows if rows.table.is_cpu else None
+
     def scores(
         self,
         query: torch.Tensor,

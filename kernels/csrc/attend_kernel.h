@@ -130,24 +130,17 @@ template <class I, class T> struct ValueTiles {
     const Workspace &space;
 
     template <int H> void operator()(int64_t g) {
-        add_values<I, T, H>(block, request.key_dim, request.value_dim, space.scores + g * kBlock,
+        add_values<I, T, H>(block, request.value_dim, space.scores + g * kBlock,
                             space.rescale + g, space.sums + g * space.sum_stride,
                             space.sum_stride);
     }
 };
 
-template <class I, class T>
-bool attend(const hfk_request &request, const Span &span, float *scratch, float *out,
-            int64_t out_stride, float *lse, int64_t lse_stride) {
-    Workspace space(request, scratch);
-    load_query<I, T>(request, span, space);
+// Adds the rows of a stream to the sums of all heads.
+template <class I, class T, class Stream>
+void absorb(const hfk_request &request, Workspace &space, Stream &stream) {
     const float scale = static_cast<float>(request.scale);
     const float softcap = static_cast<float>(request.softcap);
-    for (int64_t i = 0; i < space.heads * space.sum_stride; ++i) space.sums[i] = 0.0f;
-    for (int64_t i = 0; i < space.heads * kPad; ++i) space.weight_sums[i] = 0.0f;
-    for (int64_t g = 0; g < space.heads; ++g) space.largest[g] = -__builtin_inff();
-
-    RowStream stream(request, span, sizeof(T), true);
     Block block;
     for (stream.take(block); block.count > 0; stream.take(block)) {
         for_head_tiles<I::heads>(space.heads,
@@ -161,6 +154,38 @@ bool attend(const hfk_request &request, const Span &span, float *scratch, float 
         for_head_tiles<I::heads>(space.heads,
                                  ValueTiles<I, T>{block, request, space});
     }
+}
+
+// The window's rows that a query sees: its own token is the newest of them.
+inline DenseStream window_stream(const hfk_request &request, const hfk_window &window,
+                                 const Span &span, int64_t element_bytes) {
+    const int64_t kv_head = span.id_head / (request.id_heads / request.kv_heads);
+    const int64_t first = (span.batch * request.kv_heads + kv_head) * window.capacity;
+    const int64_t key_bytes = request.key_dim * element_bytes;
+    const int64_t value_bytes = request.value_dim * element_bytes;
+    const uint8_t *valid = window.valid;
+    if (valid != nullptr) valid += span.batch * window.valid_stride;
+    return DenseStream(static_cast<const char *>(window.keys) + first * key_bytes, key_bytes,
+                       static_cast<const char *>(window.values) + first * value_bytes, value_bytes,
+                       window.length - (request.queries - 1 - span.query), valid);
+}
+
+template <class I, class T>
+bool attend(const hfk_request &request, const hfk_window *window, const Span &span,
+            float *scratch, float *out, int64_t out_stride, float *lse, int64_t lse_stride) {
+    Workspace space(request, scratch);
+    load_query<I, T>(request, span, space);
+    for (int64_t i = 0; i < space.heads * space.sum_stride; ++i) space.sums[i] = 0.0f;
+    for (int64_t i = 0; i < space.heads * kPad; ++i) space.weight_sums[i] = 0.0f;
+    for (int64_t g = 0; g < space.heads; ++g) space.largest[g] = -__builtin_inff();
+
+    // The stream asks for its first rows at once: they come while the window is read.
+    RowStream chosen(request, span, sizeof(T), true);
+    if (window != nullptr) {
+        DenseStream rows = window_stream(request, *window, span, sizeof(T));
+        absorb<I, T>(request, space, rows);
+    }
+    absorb<I, T>(request, space, chosen);
 
     for (int64_t g = 0; g < space.heads; ++g) {
         float total = 0.0f;
@@ -182,7 +207,7 @@ bool attend(const hfk_request &request, const Span &span, float *scratch, float 
         lse[g * lse_stride] =
             empty ? -__builtin_inff() : space.largest[g] + __builtin_logf(total);
     }
-    return stream.is_whole();
+    return chosen.is_whole();
 }
 
 template <class I, class T>
@@ -212,12 +237,13 @@ bool score(const hfk_request &request, const Span &span, float *scratch, float *
 }
 
 template <class I> struct Entry {
-    static bool attend_any(const hfk_request &request, const Span &span, float *scratch, float *out,
-                           int64_t out_stride, float *lse, int64_t lse_stride) {
+    static bool attend_any(const hfk_request &request, const hfk_window *window, const Span &span,
+                           float *scratch, float *out, int64_t out_stride, float *lse,
+                           int64_t lse_stride) {
         auto *run = request.dtype == HFK_BFLOAT16  ? attend<I, Bf16>
                     : request.dtype == HFK_FLOAT16 ? attend<I, Half>
                                                    : attend<I, float>;
-        return run(request, span, scratch, out, out_stride, lse, lse_stride);
+        return run(request, window, span, scratch, out, out_stride, lse, lse_stride);
     }
 
     static bool score_any(const hfk_request &request, const Span &span, float *scratch, float *out,
@@ -239,7 +265,3 @@ template <class I> struct Entry {
 };
 
 } // namespace
-
-#define HFK_DEFINE_KERNEL(name, I)                                                                 \
-    const Kernel name = {Workspace::floats, Entry<I>::attend_any, Entry<I>::score_any,             \
-                         Entry<I>::exp_all}

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "attend_kernel.h"
+#include "paris_kernel.h"
 
 namespace {
 
@@ -71,6 +71,50 @@ struct Avx512 {
         const __m256 lanes2 =
             _mm512_castps512_ps256(lanes4) + _mm512_extractf32x8_ps(lanes4, 1);
         _mm_storeu_ps(to, _mm256_castps256_ps128(lanes2) + _mm256_extractf128_ps(lanes2, 1));
+    }
+
+    // Bit i says whether number i is at least `limit`.
+    static uint32_t at_least16(const float *from, float limit) {
+        return _mm512_cmp_ps_mask(load(from), set1(limit), _CMP_GE_OQ);
+    }
+
+    static uint64_t at_least64(const uint8_t *from, uint8_t limit) {
+        return _mm512_cmpge_epu8_mask(_mm512_loadu_si512(from),
+                                      _mm512_set1_epi8(static_cast<char>(limit)));
+    }
+
+    // Writes up to 16 places more than it returns.
+    static int64_t put_places(uint64_t chosen, int32_t base, int32_t *to) {
+        const __m512i places =
+            _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        int64_t count = 0;
+        HFK_UNROLL for (int quarter = 0; quarter < 4; ++quarter) {
+            const __mmask16 bits = static_cast<__mmask16>(chosen >> 16 * quarter);
+            const __m512i own = _mm512_add_epi32(places, _mm512_set1_epi32(base + 16 * quarter));
+            _mm512_storeu_si512(to + count, _mm512_maskz_compress_epi32(bits, own));
+            count += __builtin_popcount(bits);
+        }
+        return count;
+    }
+
+    // Sixteen coordinates: level times weight, with its sign.
+    static void decode(const uint8_t *magnitude, const uint8_t *sign, const float *weights,
+                       int64_t m, const float *levels, V (&values)[1]) {
+        const int low = magnitude[0] | magnitude[1] << 8 | magnitude[2] << 16;
+        const int high = magnitude[3] | magnitude[4] << 8 | magnitude[5] << 16;
+        const __m512i words = _mm512_inserti64x4(_mm512_set1_epi32(low), _mm256_set1_epi32(high), 1);
+        const __m512i shifts =
+            _mm512_setr_epi32(0, 3, 6, 9, 12, 15, 18, 21, 0, 3, 6, 9, 12, 15, 18, 21);
+        // The table holds the eight levels twice: bits above the low three don't matter.
+        const __m512 table = _mm512_broadcast_f32x8(_mm256_loadu_ps(levels));
+        const V level = _mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), table);
+        const __m512i spread = m == 8 ? _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1)
+                                      : _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+        const V own = _mm512_castps128_ps512(_mm_loadu_ps(weights));
+        const V value = level * _mm512_permutexvar_ps(spread, own);
+        uint16_t positive;
+        __builtin_memcpy(&positive, sign, sizeof positive);
+        values[0] = _mm512_mask_xor_ps(value, static_cast<__mmask16>(~positive), value, set1(-0.0f));
     }
 
   private:

@@ -1,4 +1,4 @@
-// C interface of the host attention library: attention over chosen rows in host memory.
+// C interface of the CPU library: attention over chosen rows in host memory, and whole decode steps.
 //
 // A row is a key followed by its value. Rows lie in pages [kv_heads, page_len, key_dim + value_dim],
 // a page is found by its address, and `table` maps the tokens of a batch row to page numbers. Nothing
@@ -10,7 +10,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 3
+#define HFK_VERSION 4
 
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2 };
 
@@ -23,6 +23,13 @@ enum hfk_status {
     HFK_NO_PATH = 2,     // the path is unknown, was not compiled, or the processor lacks it
     HFK_BAD_REQUEST = 3, // an unknown dtype, or sizes that do not divide as they must
     HFK_BAD_ID = 4       // an id that leads to no row; `out` and `lse` may hold anything
+};
+
+// What chooses the ids of a step, and the struct that describes it.
+enum hfk_search {
+    HFK_SEARCH_NONE = 0,  // the ids are given
+    HFK_SEARCH_FLAT = 1,  // hfk_flat
+    HFK_SEARCH_PARIS = 2, // hfk_paris
 };
 
 // All arrays are contiguous; sizes count elements.
@@ -65,7 +72,74 @@ struct hfk_ranking {
     int64_t count;
     int64_t wanted;
     int32_t threads;        // at most; the calling thread is one of them
+    int32_t path;
+};
+
+// Rows beside each other that all queries see: the window of a layer.
+struct hfk_window {
+    const void *keys;       // [batch, kv_heads, capacity, key_dim], of the request's dtype
+    const void *values;     // [batch, kv_heads, capacity, value_dim]
+    const uint8_t *valid;   // [batch, length], 0 for rows that no query sees; null: none of them
+    int64_t valid_stride;   // elements from one batch row of `valid` to the next
+    int64_t capacity;
+    int64_t length;         // rows held; query i of n sees all but the last n - 1 - i
+};
+
+// A decode step of a layer: a search for the cold tokens of each query, and attention over these
+// and the window.
+struct hfk_step {
+    struct hfk_request attention; // `ids` is written by the search, where there is one
+    struct hfk_window window;     // length 0: none
+    const uint8_t *valid;         // [batch, tokens], 0 for cold tokens that are never chosen
+    int64_t valid_stride;         // elements from one batch row of `valid` to the next
+    int64_t tokens;               // cold tokens, all of which the search knows
+    const void *search;           // the struct of `search_kind`
+    const float *sink_logits;     // [query_heads]: a token without value joins the softmax; or null
+    int64_t *selected;            // the number of ids that are no holes is added; or null
+    int32_t search_kind;
     int32_t reserved;
+};
+
+// Exact scores of all keys, and the best of them.
+struct hfk_flat {
+    const void *keys;       // [batch, id_heads, *, key_dim], rows contiguous, of the step's dtype
+    int64_t batch_stride;   // elements
+    int64_t head_stride;
+};
+
+// ParisKV's two stages over codes of the keys: points for centroids near the query, then estimates
+// of the scores of those with most points. See paris/naive.py for what each number means.
+struct hfk_paris {
+    const uint8_t *sign;      // [batch, id_heads, *, dim / 8], rows contiguous
+    const uint8_t *magnitude; // [batch, id_heads, *, 3 * dim / 8]
+    const void *weight;       // [batch, id_heads, *, dim / m]
+    const int32_t *counts;    // [batch, id_heads, dim / m, 2^m]
+    const float *mean;        // [batch, id_heads, key_dim], where a soft cap needs it; else null
+    const float *signs;       // [dim]
+    const float *levels;      // [8]
+    const int64_t *shares;    // [tiers], in millionths of all keys
+    int64_t sign_batch;       // strides in elements
+    int64_t sign_head;
+    int64_t magnitude_batch;
+    int64_t magnitude_head;
+    int64_t weight_batch;
+    int64_t weight_head;
+    int64_t dim;              // P: a power of two, 8 to 256, at least key_dim
+    int64_t m;                // 4 or 8
+    int64_t tiers;            // tiers * dim / m is below 255
+    int64_t candidates;       // tokens that are reranked, at most
+    int32_t weight_dtype;
+    int32_t mean_query;       // one query for the group, the mean of its own
+};
+
+// What the stages of a search leave, for tests; each array may be null. G is 1 with `mean_query`,
+// else query_heads / id_heads.
+struct hfk_paris_trace {
+    float *rotated;           // [batch, id_heads, queries, G, dim]
+    uint8_t *points;          // [batch, id_heads, queries, G, dim / 8, 256], of each sign byte
+    uint8_t *scores;          // [batch, id_heads, queries, tokens]: points + 1, 0 for excluded ones
+    int32_t *candidates;      // [batch, id_heads, queries, candidates]; -1 behind the last one
+    float *estimates;         // [batch, id_heads, queries, G, candidates]
 };
 
 HFK_API int32_t hfk_version(void);
@@ -85,6 +159,14 @@ HFK_API int32_t hfk_scores(const struct hfk_request *request);
 // largest of the softmax weights that the query heads of its ids give it; of equal ones the first in
 // `ids` comes first. Tokens whose score is NaN or -inf are never chosen.
 HFK_API int32_t hfk_rank(const struct hfk_ranking *request);
+
+// The step: `out` as of hfk_attend, over the window and the ids; `lse` may be null. Queries of a KV
+// head share its ids: id_heads is kv_heads where there is a search.
+HFK_API int32_t hfk_run_step(const struct hfk_step *step);
+
+// The search of a step alone, on one thread: writes `ids`, and what `trace` asks for. The search
+// must be HFK_SEARCH_PARIS where `trace` is not null.
+HFK_API int32_t hfk_search_ids(const struct hfk_step *step, const struct hfk_paris_trace *trace);
 
 // exp of `count` numbers that are not positive, as the softmax of `path` has it; for tests. Below
 // -87.3 the result is 0.

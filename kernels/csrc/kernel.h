@@ -12,21 +12,88 @@ struct Span {
     int64_t last;
 };
 
+// The codes of one batch row's head, as hfk_paris has them.
+struct ParisCodes {
+    const uint8_t *sign;
+    const uint8_t *magnitude;
+    const char *weight;
+    int64_t dim;
+    int64_t m;
+    int32_t weight_dtype;
+};
+
+// Points of sign bytes, for a scan: those of `heads` heads, of `bytes` bytes each.
+struct PointTables {
+    int64_t heads;
+    int64_t bytes;
+    int64_t most;          // the largest entry
+    const uint8_t *points; // [heads, bytes, 256]
+    char *packed;          // packed_bytes(): as the kernel wants them
+};
+
+// Candidates whose scores are estimated.
+struct Rerank {
+    ParisCodes codes;
+    const float *queries; // [heads, dim], rotated
+    int64_t heads;
+    const int32_t *ids;
+    int64_t first, last;  // places of `ids` that are worked on
+    const float *levels;  // [8]
+    const float *offsets; // [heads], added to inner products
+    float scale, softcap;
+    float *out;           // [heads, stride]
+    int64_t stride;
+};
+
 struct Kernel {
-    // Floats that attend and score need to work in, for a request of any dtype.
+    // Floats that attend, score and dense_scores need to work in, for a request of any dtype.
     int64_t (*scratch_floats)(const hfk_request &request);
 
-    // Attention of the query heads that share the span's ids, over the span. Head g's result goes to
-    // out + g * out_stride and lse + g * lse_stride. False where an id leads to no row.
-    bool (*attend)(const hfk_request &request, const Span &span, float *scratch, float *out,
-                   int64_t out_stride, float *lse, int64_t lse_stride);
+    // Attention of the query heads that share the span's ids, over the window, where it is not null,
+    // and the span. Head g's result goes to out + g * out_stride and lse + g * lse_stride. False
+    // where an id leads to no row.
+    bool (*attend)(const hfk_request &request, const hfk_window *window, const Span &span,
+                   float *scratch, float *out, int64_t out_stride, float *lse, int64_t lse_stride);
 
     // Scores of the span's ids; head g's go to out + g * out_stride, at their places in the ids.
     // False where an id leads to no row.
     bool (*score)(const hfk_request &request, const Span &span, float *scratch, float *out,
                   int64_t out_stride);
 
+    // Scores of the keys `first .. last` of the span, which lie side by side from `keys` on; -inf
+    // where `valid` is 0. Head g's go to out + g * out_stride + row.
+    void (*dense_scores)(const hfk_request &request, const Span &span, const void *keys,
+                         const uint8_t *valid, float *scratch, float *out, int64_t out_stride);
+
     void (*exp)(const float *in, float *out, int64_t count);
+
+    // Points of the 256 values of a sign byte: of one subspace of 8 coordinates, or two of 4.
+    // `counts` are those of the byte's subspaces, `limits` the tiers' numbers of keys.
+    void (*points)(const float *query, int64_t m, const int32_t *counts, const int64_t *limits,
+                   int64_t tiers, uint8_t *points);
+
+    int64_t (*packed_bytes)(const PointTables &tables);
+    void (*pack)(const PointTables &tables);
+
+    // 1 + the largest sum of points among the heads of each token `first .. last`; 0 where `valid`
+    // is. `first` is a multiple of 64, and scores may be written up to the next one behind `last`.
+    void (*scan)(const PointTables &tables, const uint8_t *sign, const uint8_t *valid,
+                 int64_t first, int64_t last, uint8_t *scores);
+
+    // The places of the `count` highest of n scores, ascending; of equal ones the first, of zeros
+    // none. Returns how many there are. Both arrays go on for 64 elements, scores with zeros.
+    int64_t (*candidates)(const uint8_t *scores, int64_t n, int64_t count, int32_t *ids);
+
+    void (*rerank)(const Rerank &work);
+
+    // The largest of the log-softmaxes of the heads: scores [heads, stride] to relevance [n], which
+    // goes on for 16 elements. With one head its scores do as well.
+    void (*relevance)(const float *scores, int64_t heads, int64_t stride, int64_t n,
+                      float *relevance);
+
+    // The ids of the k most relevant of n, in their order, then -1; of equal ones the first, of -inf
+    // and NaN none. `ids` null: the places themselves. `relevance` goes on for 16 elements.
+    void (*best)(float *relevance, int64_t n, const int32_t *ids, int64_t k, int32_t *out);
 };
 
 // The code of `path`; null where it was not compiled or the processor lacks its instructions.

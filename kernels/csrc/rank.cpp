@@ -99,7 +99,8 @@ bool is_good(const hfk_ranking &request) {
 
 int32_t hfk_rank(const hfk_ranking *request) {
     if (!is_good(*request)) return HFK_BAD_REQUEST;
-    const Kernel *kernel = find_kernel(HFK_AUTO);
+    const Kernel *kernel = find_kernel(request->path);
+    if (kernel == nullptr) return HFK_NO_PATH;
     try {
         Ranking(*request, *kernel).run();
     } catch (const std::bad_alloc &) {

@@ -34,11 +34,13 @@ inline void ask_for(const char *address) { __builtin_prefetch(address, 0, 2); }
 
 // Rows that are worked on, and the rows to ask for meanwhile.
 struct Block {
-    int count = 0; // of rows; 0 at the end of the span
-    const char *rows[kBlock];
+    int count = 0; // of rows; 0 at the end of the stream
+    const char *keys[kBlock];
+    const char *values[kBlock];
     int64_t places[kBlock]; // among the ids
     // Rows of the next block, one for each of this; the row itself where there is none.
-    const char *ahead[kBlock];
+    const char *keys_ahead[kBlock];
+    const char *values_ahead[kBlock];
 };
 
 // Addresses of the rows that a span names, holes left out, block by block.
@@ -52,7 +54,8 @@ struct Block {
 class RowStream {
   public:
     RowStream(const hfk_request &request, const Span &span, int64_t element_bytes, bool values) {
-        row_bytes_ = (request.key_dim + request.value_dim) * element_bytes;
+        key_bytes_ = request.key_dim * element_bytes;
+        row_bytes_ = key_bytes_ + request.value_dim * element_bytes;
         page_len_ = request.page_len;
         shift_ = -1;
         if ((page_len_ & (page_len_ - 1)) == 0) {
@@ -71,7 +74,7 @@ class RowStream {
         next_ = span.first;
         last_ = span.last;
         resolve();
-        const int64_t bytes = values ? row_bytes_ : request.key_dim * element_bytes;
+        const int64_t bytes = values ? row_bytes_ : key_bytes_;
         for (int i = 0; i < count_; ++i) {
             for (int64_t byte = 0; byte < bytes; byte += kLine) ask_for(rows_[i] + byte);
         }
@@ -84,13 +87,15 @@ class RowStream {
     void take(Block &block) {
         block.count = count_;
         for (int i = 0; i < count_; ++i) {
-            block.rows[i] = rows_[i];
+            block.keys[i] = rows_[i];
+            block.values[i] = rows_[i] + key_bytes_;
             block.places[i] = places_[i];
         }
         resolve();
         for (int i = 0; i < block.count; ++i) {
-            block.ahead[i] = i < count_ ? rows_[i] : block.rows[i];
-            ask_for(block.ahead[i]);
+            block.keys_ahead[i] = i < count_ ? rows_[i] : block.keys[i];
+            block.values_ahead[i] = block.keys_ahead[i] + key_bytes_;
+            ask_for(block.keys_ahead[i]);
         }
     }
 
@@ -132,13 +137,44 @@ class RowStream {
     const int32_t *table_;
     const int64_t *pages_;
     int64_t next_, last_;
-    int64_t row_bytes_, head_bytes_, page_len_, max_pages_, page_count_;
+    int64_t key_bytes_, row_bytes_, head_bytes_, page_len_, max_pages_, page_count_;
     int shift_;
     bool whole_ = true;
     // The block to come.
     int count_;
     const char *rows_[kBlock];
     int64_t places_[kBlock];
+};
+
+// Rows that lie side by side, those that a mask excludes left out, block by block.
+class DenseStream {
+  public:
+    // `length` rows of keys and of values; `valid` has a byte for each, null where all are valid.
+    DenseStream(const char *keys, int64_t key_bytes, const char *values, int64_t value_bytes,
+                int64_t length, const uint8_t *valid)
+        : keys_(keys), values_(values), valid_(valid), key_bytes_(key_bytes),
+          value_bytes_(value_bytes), length_(length) {}
+
+    void take(Block &block) {
+        block.count = 0;
+        while (block.count < kBlock && next_ < length_) {
+            const int64_t row = next_++;
+            if (valid_ != nullptr && !valid_[row]) continue;
+            const int64_t ahead = row + kBlock < length_ ? row + kBlock : row;
+            block.keys[block.count] = keys_ + row * key_bytes_;
+            block.values[block.count] = values_ + row * value_bytes_;
+            block.places[block.count] = row;
+            block.keys_ahead[block.count] = keys_ + ahead * key_bytes_;
+            block.values_ahead[block.count] = values_ + ahead * value_bytes_;
+            ++block.count;
+        }
+    }
+
+  private:
+    const char *keys_, *values_;
+    const uint8_t *valid_;
+    int64_t key_bytes_, value_bytes_, length_;
+    int64_t next_ = 0;
 };
 
 } // namespace

@@ -76,8 +76,8 @@ void dot_heads(const Block &block, const Queries &queries, int64_t dim, float *s
         const char *ahead[R];
         for (int i = 0; i < R; ++i) {
             const int row = r + i < block.count ? r + i : block.count - 1;
-            keys[i] = reinterpret_cast<const T *>(block.rows[row]);
-            ahead[i] = block.ahead[row];
+            keys[i] = reinterpret_cast<const T *>(block.keys[row]);
+            ahead[i] = block.keys_ahead[row];
         }
         V sums[H][R];
         HFK_UNROLL for (int g = 0; g < H; ++g) {
@@ -129,9 +129,9 @@ void add_columns(const Block &block, int64_t offset, const float *weights, const
         }
     }
     for (int r = 0; r < block.count; ++r) {
-        const char *ahead = block.ahead[r] + offset * static_cast<int64_t>(sizeof(T));
+        const char *ahead = block.values_ahead[r] + offset * static_cast<int64_t>(sizeof(T));
         HFK_UNROLL for (int64_t byte = 0; byte < bytes; byte += kLine) ask_for(ahead + byte);
-        const T *row = reinterpret_cast<const T *>(block.rows[r]) + offset;
+        const T *row = reinterpret_cast<const T *>(block.values[r]) + offset;
         V value[C];
         if constexpr (C == 1) {
             value[0] = I::load(row);
@@ -162,7 +162,7 @@ void add_last_columns(const Block &block, int64_t offset, int columns, const flo
         sum[g] = I::load(sums + g * sum_stride) * I::set1(rescale[g]);
     }
     for (int r = 0; r < block.count; ++r) {
-        const V value = I::load_some(reinterpret_cast<const T *>(block.rows[r]) + offset, columns);
+        const V value = I::load_some(reinterpret_cast<const T *>(block.values[r]) + offset, columns);
         HFK_UNROLL for (int g = 0; g < H; ++g) {
             sum[g] = I::fma(I::set1(weights[g * kBlock + r]), value, sum[g]);
         }
@@ -171,21 +171,21 @@ void add_last_columns(const Block &block, int64_t offset, int columns, const flo
 }
 
 template <class I, class T, int H>
-void add_values(const Block &block, int64_t key_dim, int64_t dim, const float *weights,
-                const float *rescale, float *sums, int64_t sum_stride) {
+void add_values(const Block &block, int64_t dim, const float *weights, const float *rescale,
+                float *sums, int64_t sum_stride) {
     constexpr int C = I::columns;
     int64_t d = 0;
     for (; d + C * I::lanes <= dim; d += C * I::lanes) {
-        add_columns<I, T, H, C>(block, key_dim + d, weights, rescale, sums + d, sum_stride);
+        add_columns<I, T, H, C>(block, d, weights, rescale, sums + d, sum_stride);
     }
     for (; d + 2 * I::lanes <= dim; d += 2 * I::lanes) {
-        add_columns<I, T, H, 2>(block, key_dim + d, weights, rescale, sums + d, sum_stride);
+        add_columns<I, T, H, 2>(block, d, weights, rescale, sums + d, sum_stride);
     }
     for (; d + I::lanes <= dim; d += I::lanes) {
-        add_columns<I, T, H, 1>(block, key_dim + d, weights, rescale, sums + d, sum_stride);
+        add_columns<I, T, H, 1>(block, d, weights, rescale, sums + d, sum_stride);
     }
     if (d < dim) {
-        add_last_columns<I, T, H>(block, key_dim + d, static_cast<int>(dim - d), weights,
+        add_last_columns<I, T, H>(block, d, static_cast<int>(dim - d), weights,
                                   rescale, sums + d, sum_stride);
     }
 }

@@ -18,20 +18,23 @@ from hf_kvret_kernels.paged import PagedRows
 FILE_NAME = "libhf_kvret_host.so"
 # Names a library file to load in place of the installed one.
 PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
-VERSION = 3
+# Names the instruction set to use where a call asks for none, one of PATHS.
+ISA_VARIABLE = "HF_KVRET_CPU_PATH"
+VERSION = 4
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
 PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _AUTO = -1
 _NO_MEMORY = 1
-_BAD_ID = 4
+_NO_PATH = 2
+BAD_ID = 4
 
 # hfk_request of csrc/hf_kvret_host.h: six addresses, eleven sizes, scale and softcap, and dtype,
 # path, threads and a reserved number. Packed in one call: to fill a ctypes.Structure field by field
 # takes so long that it shows where few rows are read.
 _REQUEST = struct.Struct("@6P11q2d4i")
-# hfk_ranking: three addresses, six sizes, threads and a reserved number.
+# hfk_ranking: three addresses, six sizes, threads and path.
 _RANKING = struct.Struct("@3P6q2i")
 
 
@@ -88,11 +91,32 @@ def run(
         RuntimeError: the library is of another build.
     """
     # These must live until the call is over: the request has only their addresses.
-    query, ids, table = query.contiguous(), ids.contiguous(), rows.table.contiguous()
-    pages = rows.addresses().contiguous()
-    threads = _thread_count(threads)
+    query, ids, threads = query.contiguous(), ids.contiguous(), thread_count(threads)
+    table, pages = rows.table.contiguous(), rows.addresses().contiguous()
+    request = pack_request(
+        query, rows, table, pages, ids, out, lse, scale, softcap, threads, path
+    )
+    if call(function, threads, request) == BAD_ID:
+        rows.check_range(ids)
+        raise AssertionError("the library refuses what check_range refuses")
+
+
+def pack_request(
+    query: torch.Tensor,
+    rows: PagedRows,
+    table: torch.Tensor,
+    pages: torch.Tensor,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    threads: int,
+    path: str | None,
+) -> bytes:
+    """``hfk_request`` of contiguous tensors, which must live until the call is over."""
     batch, query_heads, queries, key_dim = query.shape
-    request = _REQUEST.pack(
+    return _REQUEST.pack(
         query.data_ptr(),
         ids.data_ptr(),
         table.data_ptr(),
@@ -113,13 +137,10 @@ def run(
         scale,
         softcap or 0.0,
         DTYPES[query.dtype],
-        _AUTO if path is None else PATHS[path],
+        path_number(path),
         threads,
         0,
     )
-    if _call(function, request, threads) == _BAD_ID:
-        rows.check_range(ids)
-        raise AssertionError("the library refuses what check_range refuses")
 
 
 def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, threads: int | None) -> None:
@@ -127,14 +148,28 @@ def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, threads: i
 
     ``scores [B, Hq, Q, K]`` fp32; ``ids [B, H, Q, K]`` int32. Errors as of ``run``.
     """
-    scores, ids, threads = scores.contiguous(), ids.contiguous(), _thread_count(threads)
+    scores, ids, threads = scores.contiguous(), ids.contiguous(), thread_count(threads)
     batch, heads, queries, count = ids.shape
     addresses = (scores.data_ptr(), ids.data_ptr(), best.data_ptr())
     sizes = (batch, scores.shape[1], heads, queries, count, best.shape[3])
-    _call("hfk_rank", _RANKING.pack(*addresses, *sizes, threads, 0), threads)
+    call("hfk_rank", threads, _RANKING.pack(*addresses, *sizes, threads, path_number(None)))
 
 
-def _thread_count(threads: int | None) -> int:
+def path_number(path: str | None) -> int:
+    """The library's number of an instruction set; of None, that of the variable, or of the best.
+
+    Raises:
+        ValueError: the variable names no instruction set.
+    """
+    name = os.environ.get(ISA_VARIABLE) if path is None else path
+    if not name:
+        return _AUTO
+    if name not in PATHS:
+        raise ValueError(f"{ISA_VARIABLE}={name}: choose one of {', '.join(PATHS)}, or unset it")
+    return PATHS[name]
+
+
+def thread_count(threads: int | None) -> int:
     """``threads``; of None torch's number, but no more than the process has processors."""
     if threads is not None:
         return threads
@@ -144,14 +179,19 @@ def _thread_count(threads: int | None) -> int:
     return min(torch.get_num_threads(), processors)
 
 
-def _call(function: str, request: bytes, threads: int) -> int:
-    """0 or ``_BAD_ID``; errors as of ``run`` for other statuses."""
-    status = getattr(load(), function)(request)
+def call(function: str, threads: int, *arguments: bytes | None) -> int:
+    """0 or ``BAD_ID``; errors as of ``run`` for other statuses."""
+    status = getattr(load(), function)(*arguments)
+    if status == _NO_PATH:
+        raise ValueError(
+            f"this processor lacks the instructions of {ISA_VARIABLE}="
+            f"{os.environ.get(ISA_VARIABLE)}: it has {', '.join(paths())}"
+        )
     if status == _NO_MEMORY:
         raise MemoryError(
             f"no room for the work space of {threads} threads: free memory, or use fewer threads"
         )
-    if status not in (0, _BAD_ID):
+    if status not in (0, BAD_ID):
         raise RuntimeError(_refused(function, status))
     return int(status)
 
@@ -218,8 +258,9 @@ def _open(override: str | None) -> ctypes.CDLL | str:
         return f"{file} could not be loaded ({error}): {remedy}"
     if version != VERSION:
         return f"{file} has version {version}, this code needs {VERSION}: {remedy}"
-    for name in ("hfk_attend", "hfk_scores", "hfk_rank"):
+    for name in ("hfk_attend", "hfk_scores", "hfk_rank", "hfk_run_step"):
         getattr(library, name).argtypes = [ctypes.c_char_p]
+    library.hfk_search_ids.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     library.hfk_exp.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     return library
 

@@ -8,6 +8,7 @@ from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import CapturableIndex, ColdTokens, Index, SearchCost
 from hf_kvret.core.recall import exact_scores
 from hf_kvret.core.token_buffer import TokenBuffer, tokens
+from hf_kvret_kernels.host_step import FlatSearch, HostSearch
 from hf_kvret_kernels.relevance import group_relevance
 
 
@@ -29,6 +30,9 @@ class FlatIndex(CapturableIndex, Index):
         scores = scores.masked_fill(~cold.valid[:, None, None], float("-inf"))
         best = group_relevance(scores, keys.shape[1]).topk(cold.budget, dim=-1)
         return best.indices.masked_fill(best.values == float("-inf"), -1).int()
+
+    def host_search(self, cold: ColdTokens) -> HostSearch:
+        return FlatSearch(self._keys.rows)
 
     def cost(self, n: int, budget: int) -> SearchCost:
         """All keys, once."""

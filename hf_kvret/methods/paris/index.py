@@ -12,6 +12,7 @@ from hf_kvret.core.state import tensor
 from hf_kvret.core.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.paris.config import ParisConfig
 from hf_kvret_kernels import paris
+from hf_kvret_kernels.host_step import HostSearch, ParisSearch
 from hf_kvret_kernels.relevance import best_ids
 
 _MOST_POINTS = 254
@@ -94,6 +95,25 @@ class ParisIndex(CapturableIndex, Index):
             rotated, codes, kept, levels, m=m, scale=cold.scale, softcap=cold.softcap, offset=offset
         )
         return best_ids(estimates, kept, cold.budget)
+
+    def host_search(self, cold: ColdTokens) -> HostSearch:
+        options = self.options
+        counts, signs, levels = self._counts, self._signs, self._levels
+        if counts is None or signs is None or levels is None:
+            raise RuntimeError("the index is empty: add a block first")
+        _, rho = options.ratios(len(self._sign))
+        return ParisSearch(
+            self._codes(),
+            counts,
+            signs,
+            levels,
+            paris.tier_shares(rho, options.tiers),
+            options.subspace_dim,
+            self._candidates(len(self._sign), cold.budget),
+            # A cap bends the whole score, the mean key's part included.
+            mean=None if cold.softcap is None else self._mean,
+            mean_query=options.group_reduce == "mean",
+        )
 
     def _candidates(self, n: int, budget: int) -> int:
         beta, _ = self.options.ratios(n)

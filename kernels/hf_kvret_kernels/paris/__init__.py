@@ -18,6 +18,7 @@ from hf_kvret_kernels.paris.selection import (
     collisions,
     count_centroids,
     rerank,
+    tier_shares,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "rerank",
     "rotate",
     "rotated_dim",
+    "tier_shares",
 ]

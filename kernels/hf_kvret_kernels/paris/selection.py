@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -50,6 +51,14 @@ def count_centroids(
 
     with launching_on(sign):
         return triton_collide.count_centroids(sign, m, valid)
+
+
+@functools.cache
+def tier_shares(rho: float, tiers: tuple[float, ...]) -> torch.Tensor:
+    """``[tiers]`` int64 on the CPU, to be read: each ``rho * t`` in millionths, as ``collisions``."""
+    # Written to and kept by nobody, but made under any mode.
+    with torch.inference_mode(False):
+        return torch.tensor([round(rho * tier * naive.SHARE_UNIT) for tier in tiers])
 
 
 def collisions(

@@ -1,5 +1,5 @@
 // Any processor: vectors of four floats, which the compiler maps to what there is.
-#include "attend_kernel.h"
+#include "paris_kernel.h"
 
 namespace {
 
@@ -89,6 +89,36 @@ struct Portable {
         const V sums = {a[0] + a[1] + a[2] + a[3], b[0] + b[1] + b[2] + b[3],
                         c[0] + c[1] + c[2] + c[3], d[0] + d[1] + d[2] + d[3]};
         store(to, sums);
+    }
+
+    // Bit i says whether number i is at least `limit`.
+    static uint32_t at_least16(const float *from, float limit) {
+        uint32_t bits = 0;
+        for (int i = 0; i < 16; ++i) bits |= static_cast<uint32_t>(from[i] >= limit) << i;
+        return bits;
+    }
+
+    static uint64_t at_least64(const uint8_t *from, uint8_t limit) {
+        uint64_t bits = 0;
+        for (int i = 0; i < 64; ++i) bits |= static_cast<uint64_t>(from[i] >= limit) << i;
+        return bits;
+    }
+
+    static int64_t put_places(uint64_t chosen, int32_t base, int32_t *to) {
+        return put_places_one_by_one(chosen, base, to);
+    }
+
+    // Eight coordinates: level times weight, with its sign.
+    static void decode(const uint8_t *magnitude, const uint8_t *sign, const float *weights,
+                       int64_t m, const float *levels, V (&values)[2]) {
+        const uint32_t word = magnitude[0] | magnitude[1] << 8 | magnitude[2] << 16;
+        for (int half = 0; half < 2; ++half) {
+            const float weight = weights[m == 4 ? half : 0];
+            for (int j = 0; j < 4; ++j) {
+                const float level = levels[word >> (12 * half + 3 * j) & 7] * weight;
+                values[half][j] = *sign >> (4 * half + j) & 1 ? level : -level;
+            }
+        }
     }
 
   private:

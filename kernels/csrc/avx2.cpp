@@ -1,7 +1,7 @@
 // x86 with AVX2, FMA and F16C: eight floats. Compiled with these instructions, called where they are.
 #include <immintrin.h>
 
-#include "attend_kernel.h"
+#include "paris_kernel.h"
 
 namespace {
 
@@ -69,6 +69,44 @@ struct Avx2 {
     static void store_sums(float *to, V a, V b, V c, V d) {
         const V sums = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
         _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+    }
+
+    // Bit i says whether number i is at least `limit`.
+    static uint32_t at_least16(const float *from, float limit) {
+        const V level = set1(limit);
+        const int low = _mm256_movemask_ps(_mm256_cmp_ps(load(from), level, _CMP_GE_OQ));
+        const int high = _mm256_movemask_ps(_mm256_cmp_ps(load(from + 8), level, _CMP_GE_OQ));
+        return static_cast<uint32_t>(low | high << 8);
+    }
+
+    static uint64_t at_least64(const uint8_t *from, uint8_t limit) {
+        const __m256i level = _mm256_set1_epi8(static_cast<char>(limit));
+        const auto bits = [&level](const uint8_t *bytes) {
+            const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes));
+            const __m256i reached = _mm256_cmpeq_epi8(_mm256_max_epu8(x, level), x);
+            return static_cast<uint32_t>(_mm256_movemask_epi8(reached));
+        };
+        return bits(from) | static_cast<uint64_t>(bits(from + 32)) << 32;
+    }
+
+    static int64_t put_places(uint64_t chosen, int32_t base, int32_t *to) {
+        return put_places_one_by_one(chosen, base, to);
+    }
+
+    // Eight coordinates: level times weight, with its sign.
+    static void decode(const uint8_t *magnitude, const uint8_t *sign, const float *weights,
+                       int64_t m, const float *levels, V (&values)[1]) {
+        const int word = magnitude[0] | magnitude[1] << 8 | magnitude[2] << 16;
+        const __m256i shifts = _mm256_setr_epi32(0, 3, 6, 9, 12, 15, 18, 21);
+        // A permutation looks at the low three bits only.
+        const __m256i places = _mm256_srlv_epi32(_mm256_set1_epi32(word), shifts);
+        const __m256i to_top = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+        const __m256i negative = _mm256_andnot_si256(
+            _mm256_sllv_epi32(_mm256_set1_epi32(*sign), to_top), _mm256_set1_epi32(-0x7fffffff - 1));
+        const V level = _mm256_permutevar8x32_ps(load(levels), places);
+        const V weight = m == 8 ? set1(weights[0])
+                                : _mm256_set_m128(_mm_set1_ps(weights[1]), _mm_set1_ps(weights[0]));
+        values[0] = _mm256_xor_ps(level * weight, _mm256_castsi256_ps(negative));
     }
 };
 

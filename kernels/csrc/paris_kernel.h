@@ -1,0 +1,310 @@
+// ParisKV's search, for any instruction set: points of centroids, the scan over sign bytes,
+// candidates, and estimates from codes. See rows.h on linkage, paris/naive.py for the meaning.
+#pragma once
+
+#include "numbers.h"
+#include "select_kernel.h"
+
+namespace {
+
+// Adds to `points` those of the centroids of one subspace: one for each limit that is above the
+// number of keys in the centroids ahead, in descending order of similarity, ties by lower number.
+//
+// Centroids are put into bins by their similarity, which is as good as sorting them, but for the
+// bins that a limit falls into: their members are sorted.
+template <int M>
+void subspace_points(const float *query, const int32_t *counts, const int64_t *limits,
+                     int64_t tiers, uint8_t *points) {
+    constexpr int kCentroids = 1 << M;
+    constexpr int kBins = 256;
+    float sims[kCentroids];
+    float size = 0.0f;
+    for (float &sim : sims) sim = 0.0f;
+    // One coordinate after the other, as the naive code adds them.
+    for (int j = 0; j < M; ++j) {
+        for (int c = 0; c < kCentroids; ++c) sims[c] += c >> j & 1 ? query[j] : -query[j];
+        size += std::fabs(query[j]);
+    }
+    // Falls with similarity, also after rounding. Numbers that are not finite stay within the bins.
+    const float top = size * 1.000001f, scale = size > 0.0f ? 127.49f / size : 0.0f;
+    int32_t bins[kCentroids];
+    for (int c = 0; c < kCentroids; ++c) {
+        float bin = (top - sims[c]) * scale;
+        bin = bin > 0.0f ? bin : 0.0f;
+        bins[c] = static_cast<int32_t>(bin < kBins - 1 ? bin : kBins - 1);
+    }
+    int32_t held[kBins] = {}, before[kBins], earned[kBins] = {}, last[kBins] = {};
+    for (int c = 0; c < kCentroids; ++c) held[bins[c]] += counts[c];
+    int32_t sum = 0;
+    for (int b = 0; b < kBins; ++b) before[b] = sum, sum += held[b];
+    for (int64_t t = 0; t < tiers; ++t) {
+        const int32_t limit = static_cast<int32_t>(limits[t]);
+        for (int b = 0; b < kBins; ++b) {
+            earned[b] += before[b] < limit;
+            last[b] += before[b] + held[b] < limit;
+        }
+    }
+    for (int c = 0; c < kCentroids; ++c) points[c] = static_cast<uint8_t>(earned[bins[c]]);
+    for (int b = 0; b < kBins; ++b) {
+        if (earned[b] == last[b]) continue;
+        int members[kCentroids], count = 0;
+        for (int c = 0; c < kCentroids; ++c) {
+            if (bins[c] != b) continue;
+            int place = count++;
+            for (; place > 0 && sims[members[place - 1]] < sims[c]; --place) {
+                members[place] = members[place - 1];
+            }
+            members[place] = c;
+        }
+        int32_t ahead = before[b];
+        for (int i = 0; i < count; ++i) {
+            uint8_t own = 0;
+            for (int64_t t = 0; t < tiers; ++t) own += ahead < limits[t];
+            points[members[i]] = own;
+            ahead += counts[members[i]];
+        }
+    }
+}
+
+inline void sign_points(const float *query, int64_t m, const int32_t *counts,
+                        const int64_t *limits, int64_t tiers, uint8_t *points) {
+    if (m == 8) {
+        subspace_points<8>(query, counts, limits, tiers, points);
+        return;
+    }
+    uint8_t low[16], high[16];
+    subspace_points<4>(query, counts, limits, tiers, low);
+    subspace_points<4>(query + 4, counts + 16, limits, tiers, high);
+    for (int c = 0; c < 256; ++c) points[c] = static_cast<uint8_t>(low[c & 15] + high[c >> 4]);
+}
+
+// The scan for any processor: a table entry holds the points of up to eight heads, a byte each, so
+// that one addition serves them all. Sums stay below 255.
+struct ByteScan {
+    static int64_t width(int64_t heads) { return heads <= 2 ? heads : heads <= 4 ? 4 : 8; }
+
+    static int64_t groups(int64_t heads) { return (heads + 7) / 8; }
+
+    static int64_t packed_bytes(const PointTables &tables) {
+        return groups(tables.heads) * tables.bytes * 256 * width(tables.heads);
+    }
+
+    static void pack(const PointTables &tables) {
+        const int64_t wide = width(tables.heads), entries = tables.bytes * 256;
+        uint8_t *to = reinterpret_cast<uint8_t *>(tables.packed);
+        for (int64_t group = 0; group < groups(tables.heads); ++group) {
+            for (int64_t lane = 0; lane < wide; ++lane) {
+                const int64_t head = 8 * group + lane;
+                for (int64_t e = 0; e < entries; ++e) {
+                    to[(group * entries + e) * wide + lane] =
+                        head < tables.heads ? tables.points[head * entries + e] : 0;
+                }
+            }
+        }
+    }
+
+    template <class Entry>
+    static void sums(const PointTables &tables, const uint8_t *sign, int64_t first, int64_t last,
+                     uint8_t *scores) {
+        for (int64_t group = 0; group < groups(tables.heads); ++group) {
+            const Entry *table =
+                reinterpret_cast<const Entry *>(tables.packed) + group * tables.bytes * 256;
+            for (int64_t i = first; i < last; ++i) {
+                const uint8_t *token = sign + i * tables.bytes;
+                Entry sum = 0;
+                for (int64_t s = 0; s < tables.bytes; ++s) {
+                    sum = static_cast<Entry>(sum + table[s * 256 + token[s]]);
+                }
+                uint8_t most = group == 0 ? 0 : scores[i];
+                for (size_t lane = 0; lane < sizeof(Entry); ++lane) {
+                    const uint8_t points = static_cast<uint8_t>(sum >> 8 * lane);
+                    most = points > most ? points : most;
+                }
+                scores[i] = most;
+            }
+        }
+    }
+
+    static void scan(const PointTables &tables, const uint8_t *sign, const uint8_t *valid,
+                     int64_t first, int64_t last, uint8_t *scores) {
+        auto *run = width(tables.heads) == 1   ? sums<uint8_t>
+                    : width(tables.heads) == 2 ? sums<uint16_t>
+                    : width(tables.heads) == 4 ? sums<uint32_t>
+                                               : sums<uint64_t>;
+        run(tables, sign, first, last, scores);
+        for (int64_t i = first; i < last; ++i) scores[i] = valid[i] ? scores[i] + 1 : 0;
+    }
+};
+
+template <class I> int64_t count_scores(const uint8_t *scores, int64_t end, uint8_t level) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < end; i += 64) {
+        count += __builtin_popcountll(I::at_least64(scores + i, level));
+    }
+    return count;
+}
+
+template <class I>
+int64_t candidates(const uint8_t *scores, int64_t n, int64_t count, int32_t *ids) {
+    const int64_t end = (n + 63) / 64 * 64;
+    // The lowest score that is taken, and how many are above it.
+    int low = 1, high = 256;
+    int64_t above = 0;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        const int64_t reached = count_scores<I>(scores, end, static_cast<uint8_t>(middle));
+        if (reached >= count) {
+            low = middle;
+        } else {
+            high = middle, above = reached;
+        }
+    }
+    int64_t left = count - above, found = 0;
+    for (int64_t i = 0; i < end; i += 64) {
+        uint64_t chosen =
+            low == 255 ? 0 : I::at_least64(scores + i, static_cast<uint8_t>(low + 1));
+        if (left > 0) {
+            uint64_t equal = I::at_least64(scores + i, static_cast<uint8_t>(low)) & ~chosen;
+            const int64_t surplus = __builtin_popcountll(equal) - left;
+            for (int64_t s = 0; s < surplus; ++s) equal &= ~(uint64_t{1} << (63 - __builtin_clzll(equal)));
+            left -= __builtin_popcountll(equal);
+            chosen |= equal;
+        }
+        if (chosen != 0) found += I::put_places(chosen, static_cast<int32_t>(i), ids + found);
+    }
+    return found;
+}
+
+// The places of the bits of `chosen`, from `base` on; returns how many.
+inline int64_t put_places_one_by_one(uint64_t chosen, int32_t base, int32_t *to) {
+    int64_t count = 0;
+    for (; chosen != 0; chosen &= chosen - 1) to[count++] = base + __builtin_ctzll(chosen);
+    return count;
+}
+
+constexpr int64_t kMostWeights = 64;   // of a key: 256 coordinates, four to a subspace
+constexpr int64_t kCandidatesAhead = 24;
+
+// Estimates of `H` heads' inner products with `R` candidates, H * R at most 4.
+template <class I, int H, int R>
+void estimate(const Rerank &work, int64_t first_head, int64_t place, const float *weights) {
+    using V = typename I::V;
+    const ParisCodes &codes = work.codes;
+    const int64_t dim = codes.dim, bytes = dim / 8;
+    const float *queries = work.queries + first_head * dim;
+    const uint8_t *sign[R], *magnitude[R];
+    for (int i = 0; i < R; ++i) {
+        const int64_t at = place + i < work.last ? place + i : work.last - 1;
+        sign[i] = codes.sign + work.ids[at] * bytes;
+        magnitude[i] = codes.magnitude + work.ids[at] * 3 * bytes;
+    }
+    V sums[4];
+    HFK_UNROLL for (int i = 0; i < 4; ++i) sums[i] = I::set1(0.0f);
+    int64_t d = 0;
+    constexpr int step = I::lanes < 8 ? 8 : I::lanes;
+    for (; d + step <= dim; d += step) {
+        HFK_UNROLL for (int i = 0; i < R; ++i) {
+            V values[step / I::lanes];
+            I::decode(magnitude[i] + 3 * d / 8, sign[i] + d / 8,
+                      weights + i * kMostWeights + d / codes.m, codes.m, work.levels, values);
+            HFK_UNROLL for (int v = 0; v < step / I::lanes; ++v) {
+                HFK_UNROLL for (int g = 0; g < H; ++g) {
+                    const V q = I::load(queries + g * dim + d + v * I::lanes);
+                    sums[i * H + g] = I::fma(values[v], q, sums[i * H + g]);
+                }
+            }
+        }
+    }
+    float results[4];
+    I::store_sums(results, sums[0], sums[1], sums[2], sums[3]);
+    for (int i = 0; i < R && place + i < work.last; ++i) {
+        for (int g = 0; g < H; ++g) {
+            float *to = work.out + (first_head + g) * work.stride + place + i;
+            *to = results[i * H + g];
+            // Rotated vectors of one sign byte are shorter than the widest vectors.
+            for (int64_t j = d; j < dim; ++j) {
+                const uint32_t word = magnitude[i][3 * (j / 8)] |
+                                      magnitude[i][3 * (j / 8) + 1] << 8 |
+                                      magnitude[i][3 * (j / 8) + 2] << 16;
+                const float level = work.levels[word >> 3 * (j % 8) & 7] *
+                                    weights[i * kMostWeights + j / codes.m];
+                *to += queries[g * dim + j] * (sign[i][j / 8] >> j % 8 & 1 ? level : -level);
+            }
+        }
+    }
+}
+
+template <class I, int R>
+void rerank_some(const Rerank &work, int64_t first_head, int64_t heads) {
+    const ParisCodes &codes = work.codes;
+    const int64_t bytes = codes.dim / 8, count = codes.dim / codes.m;
+    const int64_t weight_bytes = count * (codes.weight_dtype == HFK_FLOAT32 ? 4 : 2);
+    float weights[R * kMostWeights];
+    for (int64_t place = work.first; place < work.last; place += R) {
+        for (int i = 0; i < R; ++i) {
+            const int64_t at = std::min(place + i, work.last - 1);
+            const int64_t far = work.ids[std::min(at + kCandidatesAhead, work.last - 1)];
+            const char *lines[] = {
+                reinterpret_cast<const char *>(codes.sign) + far * bytes,
+                reinterpret_cast<const char *>(codes.magnitude) + far * 3 * bytes,
+                reinterpret_cast<const char *>(codes.magnitude) + (far + 1) * 3 * bytes - 1,
+                codes.weight + far * weight_bytes};
+            for (const char *line : lines) __builtin_prefetch(line);
+            const char *from = codes.weight + work.ids[at] * weight_bytes;
+            float *to = weights + i * kMostWeights;
+            int64_t s = 0;
+            if (codes.weight_dtype == HFK_BFLOAT16) {
+                const Bf16 *halves = reinterpret_cast<const Bf16 *>(from);
+                for (; s + I::lanes <= count; s += I::lanes) I::store(to + s, I::load(halves + s));
+            }
+            for (; s < count; ++s) to[s] = number_at(from, codes.weight_dtype, s);
+        }
+        switch (heads) {
+        case 1:
+            estimate<I, 1, R>(work, first_head, place, weights);
+            break;
+        case 2:
+            if constexpr (R <= 2) estimate<I, 2, R>(work, first_head, place, weights);
+            break;
+        case 3:
+            if constexpr (R == 1) estimate<I, 3, R>(work, first_head, place, weights);
+            break;
+        default:
+            if constexpr (R == 1) estimate<I, 4, R>(work, first_head, place, weights);
+        }
+    }
+}
+
+template <class I> void rerank(const Rerank &work) {
+    for (int64_t g = 0; g < work.heads; g += 4) {
+        const int64_t heads = std::min<int64_t>(4, work.heads - g);
+        auto *run = heads == 1 ? rerank_some<I, 4> : heads == 2 ? rerank_some<I, 2>
+                                                                : rerank_some<I, 1>;
+        run(work, g, heads);
+    }
+    for (int64_t g = 0; g < work.heads; ++g) {
+        float *scores = work.out + g * work.stride;
+        const float offset = work.offsets == nullptr ? 0.0f : work.offsets[g];
+        for (int64_t i = work.first; i < work.last; ++i) scores[i] += offset;
+        int64_t i = work.first;
+        float some[I::lanes];
+        for (; i < work.last; i += I::lanes) {
+            const int64_t count = std::min<int64_t>(I::lanes, work.last - i);
+            std::copy(scores + i, scores + i + count, some);
+            std::fill(some + count, some + I::lanes, 0.0f);
+            finish_scores<I>(some, I::lanes, work.scale, work.softcap);
+            std::copy(some, some + count, scores + i);
+        }
+    }
+}
+
+} // namespace
+
+#define HFK_PARIS_SCAN ByteScan::packed_bytes, ByteScan::pack, ByteScan::scan
+#define HFK_DEFINE_KERNEL(name, I)                                                                 \
+    const Kernel name = {Workspace::floats,       Entry<I>::attend_any,                            \
+                         Entry<I>::score_any,     SelectEntry<I>::dense_scores_any,                \
+                         Entry<I>::exp_all,       sign_points,                                     \
+                         HFK_PARIS_SCAN,          candidates<I>,                                   \
+                         rerank<I>,               relevance<I>,                                    \
+                         best<I>}

@@ -1,0 +1,38 @@
+// The searches of a step, as stages: what chooses the ids of each query.
+#pragma once
+
+#include <memory>
+
+#include "kernel.h"
+
+// A query of a selecting head.
+struct Selection {
+    int64_t batch;
+    int64_t head;
+    int64_t query;
+};
+
+// A search runs stage by stage; the pieces of a stage are independent of each other.
+class Search {
+  public:
+    virtual ~Search() = default;
+
+    virtual int stages() const = 0;
+
+    // Whether a stage does its share for each piece; one that doesn't is to be run as one piece.
+    virtual bool is_split(int stage) const = 0;
+
+    // Work space of a selection, kept from stage to stage; begins at a multiple of 64.
+    virtual int64_t bytes() const = 0;
+
+    // The last stage writes the ids of the selection. `scratch` are floats of the thread.
+    virtual void run(int stage, const Selection &selection, char *work, float *scratch,
+                     int64_t piece, int64_t pieces, int32_t *ids) const = 0;
+};
+
+// The search of a step; null where its kind or its sizes are not what they must be.
+std::unique_ptr<Search> make_search(const hfk_step &step, const Kernel &kernel);
+
+// Copies what the stages of ParisKV's search left in `work`.
+void trace_paris(const Search &search, const Selection &selection, const char *work,
+                 const hfk_paris_trace &trace);

@@ -1,0 +1,173 @@
+// Choosing tokens by their scores, for any instruction set. See rows.h on linkage.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "attend_kernel.h"
+
+namespace {
+
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+// log of the sum of exp of n scores; -inf without any, NaN where one is.
+template <class I> float log_sum(const float *scores, int64_t n) {
+    using V = typename I::V;
+    V top = I::set1(kNone);
+    int64_t i = 0;
+    for (; i + I::lanes <= n; i += I::lanes) top = I::max(top, I::load(scores + i));
+    float largest = I::largest(top);
+    for (int64_t j = i; j < n; ++j) largest = std::max(largest, scores[j]);
+    if (largest == kNone) return kNone;
+    const V base = I::set1(largest);
+    V sum = I::set1(0.0f);
+    for (i = 0; i + I::lanes <= n; i += I::lanes) {
+        sum = sum + exp_of_nonpositive<I>(I::load(scores + i) - base);
+    }
+    float lanes[I::lanes];
+    I::store(lanes, sum);
+    float total = 0.0f;
+    for (float part : lanes) total += part;
+    for (; i < n; ++i) total += std::exp(scores[i] - largest);
+    return largest + std::log(total);
+}
+
+template <class I>
+void relevance(const float *scores, int64_t heads, int64_t stride, int64_t n, float *out) {
+    using V = typename I::V;
+    if (heads == 1) {
+        std::copy(scores, scores + n, out);
+        return;
+    }
+    std::fill(out, out + n, kNone);
+    for (int64_t g = 0; g < heads; ++g) {
+        const float *row = scores + g * stride;
+        const float lse = log_sum<I>(row, n);
+        if (lse == kNone) continue;
+        const V shift = I::set1(lse);
+        int64_t i = 0;
+        for (; i + I::lanes <= n; i += I::lanes) {
+            I::store(out + i, I::max(I::load(out + i), I::load(row + i) - shift));
+        }
+        for (; i < n; ++i) out[i] = std::max(out[i], row[i] - lse);
+    }
+}
+
+// Numbers that compare as the floats do.
+inline int32_t ordinal(float x) {
+    int32_t bits;
+    __builtin_memcpy(&bits, &x, sizeof bits);
+    return bits >= 0 ? bits : bits ^ 0x7fffffff;
+}
+
+inline float of_ordinal(int32_t bits) {
+    bits = bits >= 0 ? bits : bits ^ 0x7fffffff;
+    float x;
+    __builtin_memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// How many of n numbers, a multiple of 16, are at least `limit`.
+template <class I> int64_t count_at_least(const float *numbers, int64_t n, float limit) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i += 16) count += __builtin_popcount(I::at_least16(numbers + i, limit));
+    return count;
+}
+
+// Bisects for the k-th largest number: first by value, which is quick where numbers are spread
+// evenly, then by the order of floats, which always ends.
+template <class I>
+void best(float *relevance, int64_t n, const int32_t *ids, int64_t k, int32_t *out) {
+    const int64_t end = padded(n);
+    std::fill(relevance + n, relevance + end, kNone);
+    float smallest = std::numeric_limits<float>::infinity(), largest = kNone;
+    int64_t known = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const float x = relevance[i];
+        if (!(x > kNone)) {
+            relevance[i] = kNone; // NaN, too
+            continue;
+        }
+        smallest = std::min(smallest, x);
+        largest = std::max(largest, x);
+        ++known;
+    }
+    // Chosen are all above `high`, and of those at `low`, the ordinal before it, the first ones.
+    int64_t low = ordinal(smallest), high = low, above = known, left = 0;
+    if (known > k) {
+        high = static_cast<int64_t>(ordinal(largest)) + 1, above = 0;
+        for (int round = 0; high - low > 1 && above != k; ++round) {
+            int64_t middle = (low + high) / 2;
+            if (round < 24 && round % 2 == 0) {
+                const float top = std::min(of_ordinal(static_cast<int32_t>(high - 1)), 3.4e38f);
+                const float bottom = std::max(of_ordinal(static_cast<int32_t>(low)), -3.4e38f);
+                const int64_t half = ordinal(bottom + 0.5f * (top - bottom));
+                if (half > low && half < high) middle = half;
+            }
+            const int64_t count =
+                count_at_least<I>(relevance, end, of_ordinal(static_cast<int32_t>(middle)));
+            if (count >= k) {
+                low = middle;
+                if (count == k) high = middle, above = k;
+            } else {
+                high = middle, above = count;
+            }
+        }
+        left = k - above;
+    }
+    int64_t found = 0;
+    const float floor = of_ordinal(static_cast<int32_t>(high));
+    const float level = of_ordinal(static_cast<int32_t>(low));
+    // Without a known number there is no floor to compare with.
+    for (int64_t i = 0; known > 0 && i < end && found < k; i += 16) {
+        uint32_t chosen = I::at_least16(relevance + i, floor);
+        if (left > 0) {
+            uint32_t equal = I::at_least16(relevance + i, level) & ~chosen;
+            while (__builtin_popcount(equal) > left) equal &= ~(0x80000000u >> __builtin_clz(equal));
+            left -= __builtin_popcount(equal);
+            chosen |= equal;
+        }
+        for (; chosen != 0; chosen &= chosen - 1) {
+            const int64_t place = i + __builtin_ctz(chosen);
+            out[found++] = ids == nullptr ? static_cast<int32_t>(place) : ids[place];
+        }
+    }
+    std::fill(out + found, out + k, -1);
+}
+
+template <class I, class T>
+void dense_scores(const hfk_request &request, const Span &span, const void *keys,
+                  const uint8_t *valid, float *scratch, float *out, int64_t out_stride) {
+    Workspace space(request, scratch);
+    load_query<I, T>(request, span, space);
+    const float scale = static_cast<float>(request.scale);
+    const float softcap = static_cast<float>(request.softcap);
+    const int64_t key_bytes = request.key_dim * static_cast<int64_t>(sizeof(T));
+    const char *from = static_cast<const char *>(keys) + span.first * key_bytes;
+    DenseStream stream(from, key_bytes, from, key_bytes, span.last - span.first, nullptr);
+    Block block;
+    for (stream.take(block); block.count > 0; stream.take(block)) {
+        for_head_tiles<I::heads>(space.heads, DotTiles<I, T>{block, request.key_dim, space});
+        const int64_t first = span.first + block.places[0];
+        for (int64_t g = 0; g < space.heads; ++g) {
+            float *scores = space.scores + g * kBlock;
+            finish_scores<I>(scores, padded(block.count), scale, softcap);
+            float *to = out + g * out_stride + first;
+            for (int r = 0; r < block.count; ++r) to[r] = valid[first + r] ? scores[r] : kNone;
+        }
+    }
+}
+
+template <class I> struct SelectEntry {
+    static void dense_scores_any(const hfk_request &request, const Span &span, const void *keys,
+                                 const uint8_t *valid, float *scratch, float *out,
+                                 int64_t out_stride) {
+        auto *run = request.dtype == HFK_BFLOAT16  ? dense_scores<I, Bf16>
+                    : request.dtype == HFK_FLOAT16 ? dense_scores<I, Half>
+                                                   : dense_scores<I, float>;
+        run(request, span, keys, valid, scratch, out, out_stride);
+    }
+};
+
+} // namespace

@@ -1,0 +1,213 @@
+// The C interface of whole decode steps.
+#include <cstdlib>
+#include <new>
+
+#include "job.h"
+#include "search.h"
+
+namespace {
+
+// Memory of a thread, kept from call to call: fresh pages cost more than what is done in them.
+class Arena {
+  public:
+    ~Arena() { std::free(data_); }
+
+    // At least `bytes`, from a multiple of 64 on; what was there before is lost. Throws bad_alloc.
+    char *take(int64_t bytes) {
+        if (bytes > size_) {
+            std::free(data_);
+            size_ = 0;
+            const int64_t rounded = (bytes + bytes / 4 + kAlign - 1) / kAlign * kAlign;
+            data_ = static_cast<char *>(std::aligned_alloc(kAlign, rounded));
+            if (data_ == nullptr) throw std::bad_alloc();
+            size_ = rounded;
+        }
+        return data_;
+    }
+
+  private:
+    static constexpr int64_t kAlign = 64;
+
+    char *data_ = nullptr;
+    int64_t size_ = 0;
+};
+
+thread_local Arena arena;
+
+class Step {
+  public:
+    Step(const hfk_step &step, const Kernel &kernel, const Search *search)
+        : step_(step), request_(step.attention), kernel_(kernel), search_(search),
+          spans_(request_.batch * request_.id_heads * request_.queries),
+          threads_(std::clamp(request_.threads, 1, kMostThreads)),
+          work_bytes_(search == nullptr ? 0 : search->bytes()),
+          scratch_bytes_((kernel.scratch_floats(request_) * 4 + 63) / 64 * 64) {}
+
+    int32_t run() {
+        if (spans_ == 0) return HFK_OK;
+        lse_.resize(request_.batch * request_.query_heads * request_.queries);
+        // Whole selections keep what they read in a processor's cache. Few of them are shared out.
+        if (threads_ == 1 || spans_ >= 2 * threads_) {
+            const int slots = static_cast<int>(std::min<int64_t>(threads_, spans_));
+            Pool::instance().run(spans_, slots, &Step::whole, this);
+        } else {
+            run_in_pieces();
+        }
+        if (no_memory_) return HFK_NO_MEMORY;
+        if (!all_found_) return HFK_BAD_ID;
+        finish();
+        return HFK_OK;
+    }
+
+    // The search alone.
+    void find(const hfk_paris_trace *trace) {
+        for (int64_t index = 0; index < spans_; ++index) {
+            char *work = arena.take(work_bytes_ + scratch_bytes_);
+            search_all(index, work);
+            if (trace != nullptr) trace_paris(*search_, selection(index), work, *trace);
+        }
+    }
+
+  private:
+    static void whole(void *step, int64_t index, int) {
+        Step &self = *static_cast<Step *>(step);
+        char *work;
+        try {
+            work = arena.take(self.work_bytes_ + self.scratch_bytes_);
+        } catch (const std::bad_alloc &) {
+            self.no_memory_.store(true, std::memory_order_relaxed);
+            return;
+        }
+        if (self.search_ != nullptr) self.search_all(index, work);
+        self.attend(index, reinterpret_cast<float *>(work + self.work_bytes_));
+    }
+
+    void search_all(int64_t index, char *work) const {
+        float *scratch = reinterpret_cast<float *>(work + work_bytes_);
+        for (int stage = 0; stage < search_->stages(); ++stage) {
+            search_->run(stage, selection(index), work, scratch, 0, 1, ids(index));
+        }
+    }
+
+    void attend(int64_t index, float *scratch) {
+        const Selection own = selection(index);
+        const Span span = {own.batch, own.head, own.query, 0, request_.count};
+        const int64_t heads = request_.query_heads / request_.id_heads;
+        const int64_t row =
+            (own.batch * request_.query_heads + own.head * heads) * request_.queries + own.query;
+        const bool found = kernel_.attend(
+            request_, window(), span, scratch, request_.out + row * request_.value_dim,
+            request_.queries * request_.value_dim, lse_.data() + row, request_.queries);
+        if (!found) all_found_.store(false, std::memory_order_relaxed);
+    }
+
+    // Stage by stage, each cut into pieces.
+    void run_in_pieces() {
+        if (search_ != nullptr) {
+            work_ = arena.take(spans_ * work_bytes_ + threads_ * scratch_bytes_);
+            for (stage_ = 0; stage_ < search_->stages(); ++stage_) {
+                pieces_ = search_->is_split(stage_)
+                              ? (kItemsPerThread * threads_ + spans_ - 1) / spans_ : 1;
+                const int64_t items = spans_ * pieces_;
+                const int slots = static_cast<int>(std::min<int64_t>(threads_, items));
+                Pool::instance().run(items, slots, &Step::piece, this);
+            }
+        }
+        hfk_request request = request_;
+        request.lse = lse_.data();
+        if (Job(request, kernel_, true, window()).run() == HFK_BAD_ID) all_found_ = false;
+    }
+
+    static void piece(void *step, int64_t item, int slot) {
+        const Step &self = *static_cast<const Step *>(step);
+        const int64_t index = item / self.pieces_;
+        char *scratch = self.work_ + self.spans_ * self.work_bytes_ + slot * self.scratch_bytes_;
+        self.search_->run(self.stage_, self.selection(index),
+                          self.work_ + index * self.work_bytes_,
+                          reinterpret_cast<float *>(scratch), item % self.pieces_, self.pieces_,
+                          self.ids(index));
+    }
+
+    // Learned sinks, and what is counted.
+    void finish() {
+        if (step_.sink_logits != nullptr) {
+            const int64_t rows = request_.batch * request_.query_heads * request_.queries;
+            for (int64_t row = 0; row < rows; ++row) {
+                const int64_t head = row / request_.queries % request_.query_heads;
+                // The share of the softmax that is left: 1 / (1 + exp(sink - lse)).
+                const float share = 1.0f / (1.0f + std::exp(step_.sink_logits[head] - lse_[row]));
+                float *out = request_.out + row * request_.value_dim;
+                for (int64_t d = 0; d < request_.value_dim; ++d) out[d] *= share;
+            }
+        }
+        if (step_.selected != nullptr) {
+            const int64_t places = spans_ * request_.count;
+            int64_t chosen = 0;
+            for (int64_t i = 0; i < places; ++i) chosen += request_.ids[i] >= 0;
+            *step_.selected += chosen;
+        }
+        if (request_.lse != nullptr) std::copy(lse_.begin(), lse_.end(), request_.lse);
+    }
+
+    Selection selection(int64_t index) const {
+        const int64_t rest = index / request_.queries;
+        return {rest / request_.id_heads, rest % request_.id_heads, index % request_.queries};
+    }
+
+    // The step says that a search may write them.
+    int32_t *ids(int64_t index) const {
+        return const_cast<int32_t *>(request_.ids) + index * request_.count;
+    }
+
+    const hfk_window *window() const { return step_.window.length > 0 ? &step_.window : nullptr; }
+
+    const hfk_step &step_;
+    const hfk_request &request_;
+    const Kernel &kernel_;
+    const Search *const search_;
+    const int64_t spans_;
+    const int32_t threads_;
+    const int64_t work_bytes_, scratch_bytes_;
+    std::vector<float> lse_;
+    // Of work in pieces.
+    char *work_ = nullptr;
+    int stage_ = 0;
+    int64_t pieces_ = 1;
+    std::atomic<bool> all_found_{true}, no_memory_{false};
+};
+
+bool is_good(const hfk_step &step) {
+    const hfk_window &window = step.window;
+    return is_good(step.attention) && step.tokens >= 0 && window.length <= window.capacity &&
+           (window.length == 0 || window.length >= step.attention.queries);
+}
+
+int32_t serve(const hfk_step &step, bool attends, const hfk_paris_trace *trace) {
+    if (!is_good(step)) return HFK_BAD_REQUEST;
+    const Kernel *kernel = find_kernel(step.attention.path);
+    if (kernel == nullptr) return HFK_NO_PATH;
+    try {
+        std::unique_ptr<Search> search;
+        if (step.search_kind != HFK_SEARCH_NONE) {
+            search = make_search(step, *kernel);
+            if (search == nullptr) return HFK_BAD_REQUEST;
+        }
+        Step job(step, *kernel, search.get());
+        if (attends) return job.run();
+        if (search == nullptr || (trace != nullptr && step.search_kind != HFK_SEARCH_PARIS)) {
+            return HFK_BAD_REQUEST;
+        }
+        job.find(trace);
+        return HFK_OK;
+    } catch (const std::bad_alloc &) {
+        return HFK_NO_MEMORY;
+    }
+}
+
+} // namespace
+
+int32_t hfk_run_step(const struct hfk_step *step) { return serve(*step, true, nullptr); }
+
+int32_t hfk_search_ids(const struct hfk_step *step, const struct hfk_paris_trace *trace) {
+    return serve(*step, false, trace);
+}
