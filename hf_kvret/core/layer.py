@@ -243,20 +243,19 @@ class RetrievalLayer(CacheLayerMixin):
         self, regions: Regions, query: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Sink, recent and selected cold tokens, merged."""
-        finish_cold: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
         cold = regions.cold(call.scoring)
-        if cold is not None:
-            index = regions.ready_index(cold)
-            if index is None:
-                finish_cold = partial(self._attend_all, query, cold)
-            else:
-                out = self._attend_on_host(regions.window, index, query, cold, call)
-                if out is not None:
-                    return out
-                ids = self._search(index, query, cold)
-                # First, so that a store elsewhere works while the device does all the rest.
-                finish_cold = cold.store.begin(query, ids, cold.scale, cold.softcap)
-                index.after_search()
+        index = None if cold is None else regions.ready_index(cold)
+        out = self._attend_on_host(regions.window, index, query, cold, call)
+        if out is not None:
+            return out
+        finish_cold: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+        if cold is not None and index is None:
+            finish_cold = partial(self._attend_all, query, cold)
+        elif cold is not None and index is not None:
+            ids = self._search(index, query, cold)
+            # First, so that a store elsewhere works while the device does all the rest.
+            finish_cold = cold.store.begin(query, ids, cold.scale, cold.softcap)
+            index.after_search()
         keys, values = regions.window.tokens()
         near = call.scoring.of(regions.window.validity(call.scoring.valid))
         # One query sees all that is held; there may be room behind it.
@@ -269,18 +268,20 @@ class RetrievalLayer(CacheLayerMixin):
     def _attend_on_host(
         self,
         window: Window,
-        index: Index,
+        index: Index | None,
         query: torch.Tensor,
-        cold: ColdTokens,
+        cold: ColdTokens | None,
         call: AttentionCall,
     ) -> torch.Tensor | None:
         """All of ``_attend_selected`` in one call; None where it has to be done step by step."""
-        step = attend_on_host(query, window, index, cold, call, self.counters.total(cold))
+        selected = None if cold is None else self.counters.total(cold)
+        step = attend_on_host(query, window, index, cold, call, selected)
         if step is None:
             return None
         out, ids = step
-        self._note_search(index, query, ids, cold)
-        index.after_search()
+        if cold is not None and index is not None:
+            self._note_search(index, query, ids, cold)
+            index.after_search()
         return out
 
     def _search(self, index: Index, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:

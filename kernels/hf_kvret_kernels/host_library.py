@@ -93,9 +93,9 @@ def run(
     # These must live until the call is over: the request has only their addresses.
     query, ids, threads = query.contiguous(), ids.contiguous(), thread_count(threads)
     table, pages = rows.table.contiguous(), rows.addresses().contiguous()
-    request = pack_request(
-        query, rows, table, pages, ids, out, lse, scale, softcap, threads, path
-    )
+    where = (table, pages, rows.page_len)
+    sizes = (rows.heads, rows.value_dim)
+    request = pack_request(query, ids, where, sizes, out, lse, scale, softcap, threads, path)
     if call(function, threads, request) == BAD_ID:
         rows.check_range(ids)
         raise AssertionError("the library refuses what check_range refuses")
@@ -103,10 +103,9 @@ def run(
 
 def pack_request(
     query: torch.Tensor,
-    rows: PagedRows,
-    table: torch.Tensor,
-    pages: torch.Tensor,
     ids: torch.Tensor,
+    pages: tuple[torch.Tensor, torch.Tensor, int] | None,
+    sizes: tuple[int, int],
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scale: float,
@@ -114,26 +113,31 @@ def pack_request(
     threads: int,
     path: str | None,
 ) -> bytes:
-    """``hfk_request`` of contiguous tensors, which must live until the call is over."""
+    """``hfk_request`` of contiguous tensors, which must live until the call is over.
+
+    ``pages``: table, addresses and page length, or None where there are no rows; ``sizes``: KV
+    heads and value dim.
+    """
+    table, addresses, page_len = pages or (None, None, 1)
     batch, query_heads, queries, key_dim = query.shape
     return _REQUEST.pack(
         query.data_ptr(),
         ids.data_ptr(),
-        table.data_ptr(),
-        pages.data_ptr(),
+        0 if table is None else table.data_ptr(),
+        0 if addresses is None else addresses.data_ptr(),
         out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
         batch,
         query_heads,
         ids.shape[1],
-        rows.heads,
+        sizes[0],
         queries,
         ids.shape[3],
         key_dim,
-        rows.value_dim,
-        table.shape[1],
-        rows.page_len,
-        len(pages),
+        sizes[1],
+        0 if table is None else table.shape[1],
+        page_len,
+        0 if addresses is None else len(addresses),
         scale,
         softcap or 0.0,
         DTYPES[query.dtype],

@@ -20,7 +20,17 @@ from hf_kvret_kernels.host_library import why_not
 from hf_kvret_kernels.host_step.searches import FlatSearch, HostSearch, ParisSearch
 from hf_kvret_kernels.paged import PagedRows
 
-__all__ = ["FlatSearch", "HostSearch", "HostWindow", "ParisSearch", "ParisTrace", "run_step", "trace_paris", "why_not"]
+__all__ = [
+    "FlatSearch",
+    "HostCold",
+    "HostSearch",
+    "HostWindow",
+    "ParisSearch",
+    "ParisTrace",
+    "run_step",
+    "trace_paris",
+    "why_not",
+]
 
 # What follows hfk_request in hfk_step: window; valid, its stride and the cold tokens; addresses of
 # search, sinks and the count of selected tokens; kind of the search, and a reserved number.
@@ -66,13 +76,27 @@ class ParisTrace(NamedTuple):
     ids: torch.Tensor
 
 
+@dataclass(eq=False)
+class HostCold:
+    """Cold tokens, some of which each query chooses.
+
+    Attributes:
+        rows: their keys and values, in host memory.
+        search: knows the same tokens, in the same batch rows and KV heads.
+        valid: ``[B, n]`` bool, False for tokens that are never chosen.
+        budget: how many of them a query chooses, at least 1.
+    """
+
+    rows: PagedRows
+    search: HostSearch
+    valid: torch.Tensor
+    budget: int
+
+
 def run_step(
     query: torch.Tensor,
-    rows: PagedRows,
-    search: HostSearch,
     window: HostWindow,
-    valid: torch.Tensor,
-    budget: int,
+    cold: HostCold | None = None,
     *,
     scale: float,
     softcap: float | None = None,
@@ -81,15 +105,12 @@ def run_step(
     threads: int | None = None,
     path: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each query to the window and to the cold tokens that the search finds for it.
+    """Attention of each query to the window and to the cold tokens that a search finds for it.
 
     Args:
         query: ``[B, Hq, Q, Dk]`` of the rows' dtype.
-        rows: the cold rows, in host memory.
-        search: knows the same tokens as ``valid`` covers, in the batch rows and KV heads of ``rows``.
-        window: beside the cold rows.
-        valid: ``[B, n]`` bool, False for cold tokens that are never chosen.
-        budget: how many of them a query chooses, at least 1.
+        window: rows that all queries see.
+        cold: others; None for none.
         scale: factor of the dot products.
         softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
         sink_logits: ``[Hq]`` learned attention sinks, or None.
@@ -106,28 +127,28 @@ def run_step(
         ValueError: a query of another dtype or another head dim than the rows.
         MemoryError: no room for the work space.
     """
-    if query.dtype != rows.dtype or query.shape[3] != rows.key_dim:
+    heads, capacity, key_dim = window.keys.shape[1:]
+    if query.dtype != window.keys.dtype or query.shape[3] != key_dim:
         raise ValueError(
-            f"query is {query.dtype} of {query.shape[3]} dims, rows are {rows.dtype} of "
-            f"{rows.key_dim}: convert the query"
+            f"query is {query.dtype} of {query.shape[3]} dims, rows are {window.keys.dtype} of "
+            f"{key_dim}: convert the query"
         )
     query, threads = query.contiguous(), host_library.thread_count(threads)
-    table, pages = rows.table.contiguous(), rows.addresses().contiguous()
     batch, query_heads, queries, _ = query.shape
-    ids = torch.empty(batch, rows.heads, queries, budget, dtype=torch.int32)
-    out = torch.empty(batch, query_heads, queries, rows.value_dim)
-    step, _keep = _pack_step(
-        host_library.pack_request(
-            query, rows, table, pages, ids, out, None, scale, softcap, threads, path
-        ),
-        search,
-        window,
-        valid,
-        sink_logits,
-        selected,
+    budget = 0 if cold is None else cold.budget
+    ids = torch.empty(batch, heads, queries, budget, dtype=torch.int32)
+    out = torch.empty(batch, query_heads, queries, window.values.shape[3])
+    pages = None
+    if cold is not None:
+        table, addresses = cold.rows.table.contiguous(), cold.rows.addresses()
+        pages = table, addresses, cold.rows.page_len
+    sizes = heads, window.values.shape[3]
+    request = host_library.pack_request(
+        query, ids, pages, sizes, out, None, scale, softcap, threads, path
     )
-    if host_library.call("hfk_run_step", threads, step) == host_library.BAD_ID:
-        rows.check_range(ids)
+    step, _keep = _pack_step(request, window, cold, sink_logits, selected)
+    if host_library.call("hfk_run_step", threads, step) == host_library.BAD_ID and cold is not None:
+        cold.rows.check_range(ids)
         raise AssertionError("the library refuses what check_range refuses")
     return out, ids
 
@@ -144,29 +165,28 @@ def trace_paris(
 ) -> ParisTrace:
     """What each stage of ParisKV's search does with ``query [B, Hq, Q, Dk]``; for tests.
 
-    Arguments as of ``run_step``.
+    Arguments as of ``HostCold`` and ``run_step``.
     """
     query = query.contiguous()
     batch, query_heads, queries, dim = query.shape
     heads, n = search.counts.shape[1], valid.shape[1]
     tables = 1 if search.mean_query else query_heads // heads
-    lead, padded = (batch, heads, queries), len(search.signs)
+    lead, rotated_dim = (batch, heads, queries), len(search.signs)
     trace = ParisTrace(
-        torch.empty(*lead, tables, padded),
-        torch.empty(*lead, tables, padded // 8, 256, dtype=torch.uint8),
+        torch.empty(*lead, tables, rotated_dim),
+        torch.empty(*lead, tables, rotated_dim // 8, 256, dtype=torch.uint8),
         torch.empty(*lead, n, dtype=torch.uint8),
         torch.empty(*lead, search.candidates, dtype=torch.int32),
         torch.full((*lead, tables, search.candidates), -math.inf),
         torch.empty(*lead, budget, dtype=torch.int32),
     )
-    # No rows are read: a page table of one page without any.
-    no_rows = PagedRows([query.new_empty(1, heads, 1, 2 * dim)], valid.new_zeros(batch, 1).int(), dim)
-    table, pages = no_rows.table, no_rows.addresses()
     request = host_library.pack_request(
-        query, no_rows, table, pages, trace.ids, trace.rotated, None, scale, softcap, 1, path
+        query, trace.ids, None, (heads, dim), trace.rotated, None, scale, softcap, 1, path
     )
     empty = query.new_empty(batch, heads, 0, dim)
-    step, _keep = _pack_step(request, search, HostWindow(empty, empty, 0), valid, None, None)
+    no_rows = PagedRows([query.new_empty(1, heads, 1, 2 * dim)], trace.ids[0, :1, 0], dim)
+    cold = HostCold(no_rows, search, valid, budget)
+    step, _keep = _pack_step(request, HostWindow(empty, empty, 0), cold, None, None)
     arrays = (trace.rotated, trace.points, trace.scores, trace.candidates, trace.estimates)
     host_library.call(
         "hfk_search_ids", 1, step, _TRACE.pack(*(array.data_ptr() for array in arrays))
@@ -176,21 +196,23 @@ def trace_paris(
 
 def _pack_step(
     request: bytes,
-    search: HostSearch,
     window: HostWindow,
-    valid: torch.Tensor,
+    cold: HostCold | None,
     sink_logits: torch.Tensor | None,
     selected: torch.Tensor | None,
 ) -> tuple[bytes, tuple[object, ...]]:
     """``hfk_step``, and what must live until the call is over."""
-    if valid.stride(1) != 1:
-        valid = valid.contiguous()
     near = window.valid
     if near is not None and near.stride(1) != 1:
         near = near.contiguous()
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
-    searched = ctypes.c_char_p(search.pack())
+    valid, searched, chosen = None, None, (0, 0, 0, 0)
+    if cold is not None:
+        valid = cold.valid if cold.valid.stride(1) == 1 else cold.valid.contiguous()
+        searched = ctypes.c_char_p(cold.search.pack())
+        address = ctypes.cast(searched, ctypes.c_void_p).value or 0
+        chosen = valid.data_ptr(), valid.stride(0), valid.shape[1], address
     step = request + _STEP.pack(
         window.keys.data_ptr(),
         window.values.data_ptr(),
@@ -198,13 +220,10 @@ def _pack_step(
         0 if near is None else near.stride(0),
         window.keys.shape[2],
         window.length,
-        valid.data_ptr(),
-        valid.stride(0),
-        valid.shape[1],
-        ctypes.cast(searched, ctypes.c_void_p).value or 0,
+        *chosen,
         0 if sink_logits is None else sink_logits.data_ptr(),
         0 if selected is None else selected.data_ptr(),
-        search.kind,
+        0 if cold is None else cold.search.kind,
         0,
     )
-    return step, (search, searched, valid, near, sink_logits, selected)
+    return step, (cold, searched, valid, near, sink_logits)
