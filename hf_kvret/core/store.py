@@ -12,6 +12,7 @@ from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.state import State, Tensors
 from hf_kvret_kernels.host_attention import host_rank
 from hf_kvret_kernels.relevance import group_relevance
+from hf_kvret_kernels.soft_cap import soft_cap_
 
 AttentionResult = tuple[torch.Tensor, torch.Tensor]
 
@@ -190,9 +191,7 @@ def scores_of_gathered(
         keys = store.gather(wanted.contiguous())[0].to(query.device)[:, :, 0]
         grouped = one.float().unflatten(1, (heads, -1)).squeeze(3)
         logits = grouped @ keys.float().transpose(-1, -2) * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits.masked_fill(wanted < 0, float("-inf"))
+        logits = soft_cap_(logits, softcap).masked_fill_(wanted < 0, float("-inf"))
         found.append(logits.flatten(1, 2).unsqueeze(2))
     return torch.cat(found, dim=2)
 

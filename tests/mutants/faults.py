@@ -215,7 +215,7 @@ FAULTS = (
     ),
     Fault(
         "soft-cap-not-scaled-back",
-        "kernels/hf_kvret_kernels/_naive.py",
+        "kernels/hf_kvret_kernels/soft_cap.py",
         "scores.div_(cap).tanh_().mul_(cap)",
         "scores.div_(cap).tanh_()",
     ),
