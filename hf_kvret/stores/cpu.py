@@ -140,7 +140,8 @@ class CpuStore(WrappedStore):
         """All: the page table lies with the rows here."""
         return self.nbytes()
 
-    def uncapturable(self) -> str | None:
+    @property
+    def capture_obstacle(self) -> str | None:
         return "store='cpu' attends on the CPU, whose work a CUDA graph can't replay"
 
 
