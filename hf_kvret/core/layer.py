@@ -17,12 +17,12 @@ from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.counters import LayerCounters
 from hf_kvret.core.exact_attention import attend_cold, attend_dense, attend_exactly
 from hf_kvret.core.index import ColdTokens, Index
-from hf_kvret.core.merge import Partial, merge
+from hf_kvret.core.merge import merge
 from hf_kvret.core.pieces import piece_len
 from hf_kvret.core.recall import Recall, measure_recall
 from hf_kvret.core.regions import MakeStore, Regions
 from hf_kvret.core.scoring import Scoring
-from hf_kvret.core.store import Store
+from hf_kvret.core.store import AttentionResult, Store
 from hf_kvret_kernels.relevance import count_ids
 
 HANDLE = "hf_kvret_layer"
@@ -241,7 +241,7 @@ class RetrievalLayer(CacheLayerMixin):
         self, regions: Regions, query: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Sink, recent and selected cold tokens, merged."""
-        finish_cold: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+        finish_cold: Callable[[], AttentionResult] | None = None
         cold = regions.cold(call.scoring)
         if cold is not None:
             index = regions.ready_index(cold)
@@ -258,8 +258,9 @@ class RetrievalLayer(CacheLayerMixin):
         offset = keys.shape[2] - query.shape[2] if query.shape[2] > 1 else None
         parts = [attend_dense(query, keys, values, near, causal_offset=offset)]
         if finish_cold is not None:
-            parts.append(Partial(*finish_cold()))
-        return merge(parts, call.sink_logits, query.dtype).out
+            parts.append(finish_cold())
+        out, _ = merge(parts, call.sink_logits, query.dtype)
+        return out
 
     def _search(self, index: Index, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         ids = index.search(query, cold)
@@ -272,7 +273,7 @@ class RetrievalLayer(CacheLayerMixin):
             counters.recalls.append(measure_recall(query, ids, cold))
         return ids
 
-    def _attend_all(self, query: torch.Tensor, cold: ColdTokens) -> Partial:
+    def _attend_all(self, query: torch.Tensor, cold: ColdTokens) -> AttentionResult:
         """All cold tokens, counted as selected."""
         assert self.regions is not None, "a cold region is part of the regions"
         window, count = self.regions.window, query.shape[2]

@@ -15,6 +15,7 @@ from hf_kvret_kernels.host_attention import host_rank
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.soft_cap import soft_cap_
 
+# ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32, the natural log of the denominator.
 AttentionResult = tuple[torch.Tensor, torch.Tensor]
 
 

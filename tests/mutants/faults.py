@@ -108,8 +108,8 @@ FAULTS = (
     Fault(
         "learned-sinks-lost-in-a-second-prompt",
         "hf_kvret/core/exact_attention.py",
-        "return merge([merged], call.sink_logits).out",
-        "return merged.out",
+        "        merged = merge([merged], call.sink_logits)\n",
+        "        pass\n",
     ),
     Fault(
         "soft-cap-lost",
