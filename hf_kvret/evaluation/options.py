@@ -59,7 +59,9 @@ def option(
         aliases: more names, as ``--new-tokens``.
         name: on the command line where it is not the field's; one without dashes is positional.
         old_name: what it was called before, as ``--probes``: works with a warning, unlisted.
+            For options that have a default and take a value.
     """
+    assert old_name is None or (default is not MISSING and default is not False), old_name
     declared = _Declared(help, kind, choices, metavar, tuple(aliases), name, old_name)
     return field(default=default, metadata={_KEY: declared})
 
@@ -98,8 +100,8 @@ def add_options(parser: argparse.ArgumentParser, kind: type[DataclassInstance]) 
         # Not both: argparse refuses that.
         either = parser.add_mutually_exclusive_group()
         either.add_argument(*names, **given)
-        hidden = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS, "action": _OldName}
-        either.add_argument(declared.old_name, **{**given, **hidden})
+        given |= {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        either.add_argument(declared.old_name, **given, action=_OldName, const=names[0])
 
 
 def read_options(kind: type[_Options], parsed: argparse.Namespace) -> _Options:
@@ -108,7 +110,7 @@ def read_options(kind: type[_Options], parsed: argparse.Namespace) -> _Options:
 
 
 class _OldName(argparse.Action):
-    """Stores like the option that it was renamed to, which has the same ``dest``."""
+    """Stores like the option that it was renamed to, ``const``, which has the same ``dest``."""
 
     def __call__(
         self,
@@ -117,9 +119,8 @@ class _OldName(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        new = f"--{self.dest.replace('_', '-')}"
         warnings.warn(
-            f"{option_string} is now called {new}; the old name will be removed",
+            f"{option_string} is now called {self.const}; the old name will be removed",
             FutureWarning,
             stacklevel=2,
         )
