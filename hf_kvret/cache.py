@@ -307,6 +307,7 @@ class RetrievalCache(Cache):
             RuntimeError: in the middle of a forward pass.
         """
         self._check_pass()
+        changes = self.config_class.current_names(changes)
         persistence.check_fork(changes)
         twin = object.__new__(type(self))
         twin.__dict__ = dict(vars(self))

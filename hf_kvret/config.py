@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Self
 
+from hf_kvret.core.renamed import RenamesOptions, rename
 from hf_kvret.core.sizes import byte_count
 
 
 @dataclass(frozen=True)
-class RetrievalConfig:
+class RetrievalConfig(metaclass=RenamesOptions):
     """Sizes of the regions, the budget, and where cold rows live. Lengths are in tokens.
 
     Attributes:
@@ -48,7 +51,12 @@ class RetrievalConfig:
         track_recall: compare every selection with the exact top-k. Reads all keys: for study.
         graph: ``"auto"``: ``generate`` replays decode steps from a CUDA graph where it can (see
             ``DecodeGraph``); False: it never does.
+
+    An option may also be given by an old name that a class has in ``RENAMED``, see
+    ``RenamesOptions``.
     """
+
+    RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     top_k: int | float | None = 1024
     sink: int = 4
@@ -86,6 +94,7 @@ class RetrievalConfig:
     @classmethod
     def from_options(cls, **options: Any) -> Self:
         """The configuration with ``options`` set; an unknown name raises with the nearest one."""
+        options = cls.current_names(options)
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
@@ -97,9 +106,15 @@ class RetrievalConfig:
                 )
         return cls(**options)
 
+    @classmethod
+    def from_saved(cls, options: Mapping[str, Any]) -> Self:
+        """The configuration that this or an earlier version saved: old names give no warning."""
+        return cls.from_options(**rename(options, cls.renames()))
+
     def replace(self, **options: Any) -> Self:
         """A copy with ``options`` changed, validated like a new one."""
-        return type(self).from_options(**{**dataclasses.asdict(self), **options})
+        changes = type(self).current_names(options)
+        return type(self).from_options(**{**dataclasses.asdict(self), **changes})
 
     @classmethod
     def takes_store(cls, store: str) -> bool:

@@ -278,6 +278,7 @@ def _check_options(
     cache: RetrievalCache, options: dict[str, Any], config: PreTrainedConfig
 ) -> None:
     """``cache_config`` beside a cache of ours must say what the cache was made with."""
+    options = cache.config_class.current_names(options)
     asked = cache.options_for(cache.options.replace(**options), config) if options else None
     for name in options:
         held = getattr(cache.options, name)

@@ -210,7 +210,12 @@ def check_needles(subject: Subject) -> None:
         )
 
 
-def values_option(usual: tuple[_Value, ...], of: str, kind: Callable[[str], _Value]) -> Any:
+def values_option(
+    usual: tuple[_Value, ...],
+    of: str,
+    kind: Callable[[str], _Value],
+    old_name: str | None = None,
+) -> Any:
     """Comma-separated values of one kind, no one twice."""
 
     def read(text: str) -> tuple[_Value, ...]:
@@ -219,7 +224,7 @@ def values_option(usual: tuple[_Value, ...], of: str, kind: Callable[[str], _Val
             raise argparse.ArgumentTypeError(f"the same value twice in {text!r}: name each once")
         return found
 
-    return option(usual, of, kind=read)
+    return option(usual, of, kind=read, old_name=old_name)
 
 
 def made(name: str, cache_class: type[RetrievalCache], options: RetrievalConfig) -> CacheChoice:

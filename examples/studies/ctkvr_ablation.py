@@ -65,6 +65,7 @@ FIXED: dict[str, dict[str, dict[str, Any]]] = {
     "update": UPDATES,
     "pending": UPKEEP,
 }
+# The part of ``nprobe`` keeps the name that stands in measured results.
 PARTS = ("choice", "centroids", "probes", "rerank", "budget", "questions", "update", "pending")
 _RERANKS = ("auto", "codes")
 # The rank in a list does not depend on its length, so without a rerank one length says all.
@@ -94,7 +95,7 @@ def changed(part: str, name: str, given: CTkvrConfig, length: int) -> CTkvrConfi
         usual = given.centroids_for(max(1, length - given.recent))
         changes = {"centroids": centroid_count(name, usual), "tokens_per_centroid": 1}
     elif part == "probes":
-        changes = {"probes": int(name)}
+        changes = {"nprobe": int(name)}
     elif part == "rerank" and name == _BY_RANK:
         changes = {"rerank": name}
     elif part == "rerank":
@@ -231,7 +232,9 @@ class CTkvrAblation(Ablation):
     centroids: tuple[str, ...] = values_option(
         ("1/8x", "1/4x", "1/2x", "1x", "2x"), "counts, or multiples of what is usual", _centroids
     )
-    probes: tuple[int, ...] = values_option((1, 2, 4, 8, 16), "centroids recalled", whole_number(1))
+    nprobe: tuple[int, ...] = values_option(
+        (1, 2, 4, 8, 16), "centroids recalled", whole_number(1), old_name="--probes"
+    )
     ratios: tuple[float, ...] = values_option(
         (1.0, 1.5, 2.5, 4.0), "keys of a list, as multiples of the budget", number(0)
     )
@@ -256,7 +259,7 @@ class CTkvrAblation(Ablation):
     def __post_init__(self) -> None:
         # Refuse steps that cross the end of a stretch, and values that CTkvr refuses.
         _ = self.long
-        known = {"probes": self.probes, "list_ratio": self.ratios, "top_k": self.budgets}
+        known = {"nprobe": self.nprobe, "list_ratio": self.ratios, "top_k": self.budgets}
         for name, values in known.items():
             for value in values:
                 CTkvrConfig().replace(**{name: value})
@@ -269,7 +272,7 @@ class CTkvrAblation(Ablation):
             return list(FIXED[part])
         if part == "rerank":
             return rerank_names(self.ratios)
-        values = {"centroids": self.centroids, "probes": self.probes, "budget": self.budgets}
+        values = {"centroids": self.centroids, "probes": self.nprobe, "budget": self.budgets}
         return list(map(str, values[part]))
 
     def following(self, part: str) -> int:

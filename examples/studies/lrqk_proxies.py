@@ -22,6 +22,7 @@ from hf_kvret.methods.lrqk.factors import Factors, alternating, closed_form
 from hf_kvret.methods.lrqk.grams import KeyGrams, QueryGrams
 from hf_kvret.methods.lrqk.proxies import Proxies
 from hf_kvret_kernels.relevance import group_relevance
+from hf_kvret_kernels.soft_cap import soft_cap_
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +130,7 @@ class LayerStudy(RecordedLayer):
 
     def _logits(self, dots: torch.Tensor) -> torch.Tensor:
         """Scaled, capped, and -inf from a query's own token on, ``[Hq, N, l]`` fp32."""
-        scores = dots * self.scale
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = soft_cap_(dots * self.scale, self.softcap)
         places = torch.arange(dots.shape[-1], device=dots.device)
         return scores.masked_fill(places >= places[-self.last :, None], float("-inf"))
 

@@ -184,16 +184,16 @@ class InvertedLists(FaissWay):
         return index
 
     def aim(self, index: Any, prompt: Prompt) -> None:
-        index.nprobe = self._probes(prompt)
+        index.nprobe = self._nprobe(prompt)
 
     def settings(self, prompt: Prompt) -> str:
-        return f"{self.lists(len(prompt)):,} lists, {self._probes(prompt)} probed"
+        return f"{self.lists(len(prompt)):,} lists, {self._nprobe(prompt)} probed"
 
-    def _probes(self, prompt: Prompt) -> int:
+    def _nprobe(self, prompt: Prompt) -> int:
         """Lists that hold as many keys as ctkvr's do, which repeat some."""
         length, lists = len(prompt), self.lists(len(prompt))
         options = CTkvrConfig()
-        recalled = options.probes * options.list_len(length, prompt.cold.budget)
+        recalled = options.nprobe * options.list_len(length, prompt.cold.budget)
         return min(lists, math.ceil(recalled * lists / length))
 
 

@@ -6,10 +6,11 @@ import torch
 
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.index import ColdTokens
-from hf_kvret.core.merge import Partial, merge
+from hf_kvret.core.merge import merge
 from hf_kvret.core.pieces import piece_len
 from hf_kvret.core.regions import Regions
 from hf_kvret.core.scoring import Scoring
+from hf_kvret.core.store import AttentionResult
 from hf_kvret_kernels.prompt_attention import prompt_attention
 
 
@@ -19,12 +20,12 @@ def attend_dense(
     values: torch.Tensor,
     scoring: Scoring,
     causal_offset: int | None = None,
-) -> Partial:
+) -> AttentionResult:
     """Attention over dense ``keys`` and ``values [B, Hkv, n, D]``, which ``scoring.valid`` covers.
 
     ``causal_offset`` as of ``prompt_attention``.
     """
-    out, lse = prompt_attention(
+    return prompt_attention(
         query,
         keys,
         values,
@@ -34,10 +35,9 @@ def attend_dense(
         softcap=scoring.softcap,
         out_dtype=torch.float32,
     )
-    return Partial(out, lse)
 
 
-def attend_cold(query: torch.Tensor, cold: ColdTokens, length: int) -> Partial:
+def attend_cold(query: torch.Tensor, cold: ColdTokens, length: int) -> AttentionResult:
     """Attention of ``query [B, Hq, Q, Dk]`` over all ``cold`` tokens, ``length`` at a time."""
     merged = None
     for start, keys, values in cold.store.chunks(length):
@@ -86,6 +86,6 @@ def attend_exactly(
             del keys, values, old
             merged = merge([merged, part])
             del part
-    if call.sink_logits is None:
-        return merged.out
-    return merge([merged], call.sink_logits).out
+    if call.sink_logits is not None:
+        merged = merge([merged], call.sink_logits)
+    return merged[0]

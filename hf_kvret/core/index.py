@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.contract import refuse_old_names
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.state import State
 
@@ -107,13 +108,7 @@ class Index(State):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        own = {name for base in cls.__mro__ if not issubclass(Index, base) for name in vars(base)}
-        old = [f"{name} is now {new}" for name, new in _REPLACED.items() if name in own]
-        if old:
-            raise TypeError(
-                f"{cls.__name__} has methods of an older contract: {'; '.join(old)}; see "
-                "docs/your-index.md and the changelog"
-            )
+        refuse_old_names(cls, Index, _REPLACED, "docs/your-index.md and the changelog")
 
     @abstractmethod
     def add(self, block: TokenBlock) -> None:
@@ -220,8 +215,8 @@ class CapturableIndex:
         """A captured step was replayed: what its run in Python would have noted on the host."""
 
 
-def why_uncapturable(index: Index | None) -> str | None:
-    """Why decode steps of an index can't be replayed from a CUDA graph; None: they can."""
+def capture_obstacle_of(index: Index | None) -> str | None:
+    """Why decode steps of an index can't be captured in a CUDA graph; None: they can."""
     if index is None:
         return "a cache without an index reads its store in pieces, more of them as it grows"
     if isinstance(index, CapturableIndex):

@@ -18,12 +18,12 @@ from hf_kvret.core.counters import LayerCounters
 from hf_kvret.core.exact_attention import attend_cold, attend_dense, attend_exactly
 from hf_kvret.core.host_step import attend_on_host
 from hf_kvret.core.index import ColdTokens, Index
-from hf_kvret.core.merge import Partial, merge
+from hf_kvret.core.merge import merge
 from hf_kvret.core.pieces import piece_len
 from hf_kvret.core.recall import Recall, measure_recall
 from hf_kvret.core.regions import MakeStore, Regions
 from hf_kvret.core.scoring import Scoring
-from hf_kvret.core.store import Store
+from hf_kvret.core.store import AttentionResult, Store
 from hf_kvret.core.window import Window
 from hf_kvret_kernels.relevance import count_ids
 
@@ -248,7 +248,7 @@ class RetrievalLayer(CacheLayerMixin):
         out = self._attend_on_host(regions.window, index, query, cold, call)
         if out is not None:
             return out
-        finish_cold: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+        finish_cold: Callable[[], AttentionResult] | None = None
         if cold is not None and index is None:
             finish_cold = partial(self._attend_all, query, cold)
         elif cold is not None and index is not None:
@@ -262,8 +262,9 @@ class RetrievalLayer(CacheLayerMixin):
         offset = keys.shape[2] - query.shape[2] if query.shape[2] > 1 else None
         parts = [attend_dense(query, keys, values, near, causal_offset=offset)]
         if finish_cold is not None:
-            parts.append(Partial(*finish_cold()))
-        return merge(parts, call.sink_logits, query.dtype).out
+            parts.append(finish_cold())
+        out, _ = merge(parts, call.sink_logits, query.dtype)
+        return out
 
     def _attend_on_host(
         self,
@@ -300,7 +301,7 @@ class RetrievalLayer(CacheLayerMixin):
         if self.config.track_recall:
             self.counters.recalls.append(measure_recall(query, ids, cold))
 
-    def _attend_all(self, query: torch.Tensor, cold: ColdTokens) -> Partial:
+    def _attend_all(self, query: torch.Tensor, cold: ColdTokens) -> AttentionResult:
         """All cold tokens, counted as selected."""
         assert self.regions is not None, "a cold region is part of the regions"
         window, count = self.regions.window, query.shape[2]

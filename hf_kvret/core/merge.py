@@ -1,42 +1,33 @@
-"""Partial attention results and their exact merge by log-sum-exp.
+"""Merges attention over disjoint sets of tokens into attention over all of them, exactly.
 
-Attention over a set of tokens is a pair: ``out``, the softmax-weighted mean of the values, and
-``lse``, the log of the softmax's denominator. Two pairs over disjoint sets merge into the pair
-over their union, exactly.
+Attention over a set is a pair ``(out, lse)``: the softmax-weighted mean of the values, and the
+natural logarithm of the softmax's denominator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
+from hf_kvret.core.store import AttentionResult
 from hf_kvret_kernels.merge import merge_partials
 
 
-class Partial(NamedTuple):
-    """Attention over some tokens: ``out [B, Hq, Q, Dv]``, ``lse [B, Hq, Q]`` fp32, natural log."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-
-
 def merge(
-    parts: Sequence[Partial],
+    parts: Sequence[AttentionResult],
     sink_logits: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Partial:
-    """Attention over the union of disjoint token sets.
+) -> AttentionResult:
+    """``out [B, Hq, Q, Dv]`` in ``dtype`` and ``lse [B, Hq, Q]`` fp32 over all tokens of ``parts``.
+
+    Sums are fp32. Where no part has a token, out is 0 and lse is -inf.
 
     Args:
-        parts: at least one ``Partial``; all of one shape. An empty set has ``lse = -inf``.
-        sink_logits: ``[Hq]`` learned attention sinks (GPT-OSS): a token without value whose
-            logit joins the softmax; None for models without.
-        dtype: of the result's ``out``; sums are fp32.
-
-    Returns:
-        ``Partial``. Where every part is empty, out is 0 and lse -inf.
+        parts: at least one pair; all have the same shapes. A set without tokens has lse -inf.
+        sink_logits: ``[Hq]`` learned attention sinks (GPT-OSS). Each is a token without a value
+            whose logit joins the softmax. None for models that have none.
+        dtype: of the merged ``out``.
     """
     outs, lses = zip(*parts, strict=True)
-    return Partial(*merge_partials(outs, lses, sink_logits=sink_logits, out_dtype=dtype))
+    return merge_partials(outs, lses, sink_logits=sink_logits, out_dtype=dtype)

@@ -8,6 +8,7 @@ import torch
 
 from hf_kvret.core.index import ColdTokens
 from hf_kvret_kernels.relevance import group_relevance
+from hf_kvret_kernels.soft_cap import soft_cap_
 
 
 def exact_scores(
@@ -18,9 +19,7 @@ def exact_scores(
     heads = keys.shape[1]
     folded = query.float().reshape(batch, heads, query_heads // heads * count, dim)
     scores = folded @ keys.float().transpose(-1, -2) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    return scores.view(batch, query_heads, count, -1)
+    return soft_cap_(scores, softcap).view(batch, query_heads, count, -1)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,21 @@ from typing import Any
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.contract import refuse_old_names
 from hf_kvret.core.state import State, Tensors
 from hf_kvret_kernels.host_attention import host_rank
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.relevance import group_relevance
+from hf_kvret_kernels.soft_cap import soft_cap_
 
+# ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32, the natural log of the denominator.
 AttentionResult = tuple[torch.Tensor, torch.Tensor]
+
+
+_REPLACED = {
+    "settle": "before_capture()",
+    "uncapturable": "the property or attribute capture_obstacle",
+}
 
 
 def _nothing_below() -> Store | None:
@@ -31,9 +40,16 @@ class Store(State):
             that one's; None where there is none, or where it is empty. In a forward pass it has
             taken in the same tokens just before, and it forgets tokens after this one. Set by the
             cache, also in a fork.
+
+    Raises:
+        TypeError: a subclass defines methods of the contract before this one.
     """
 
     below: Callable[[], Store | None] = staticmethod(_nothing_below)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        refuse_old_names(cls, Store, _REPLACED, "the docstrings of Store and the changelog")
 
     @property
     def bus_share(self) -> float:
@@ -144,15 +160,16 @@ class Store(State):
         """Bytes of what all caches of a process share, as predictors on the device."""
         return 0
 
-    def settle(self) -> None:
-        """Have the host wait until all rows held have arrived where they are read.
+    def before_capture(self) -> None:
+        """A step is about to be captured: the host waits until all rows have arrived.
 
         After it, and until the store changes, reading waits for no copy, and what reading makes
-        once for the rows held is made. Called before a decode step is captured.
+        once for the rows held is made.
         """
 
-    def uncapturable(self) -> str | None:
-        """Why a decode step here can't be captured in a CUDA graph now; None where it can.
+    @property
+    def capture_obstacle(self) -> str | None:
+        """Why decode steps can't be captured in a CUDA graph now, in words; None: they can.
 
         A captured step is replayed until the store changes: it waits for nothing outside of it,
         never asks the host, and leaves nothing behind but what it writes into tensors that were
@@ -195,9 +212,7 @@ def scores_of_gathered(
         keys = store.gather(wanted.contiguous())[0].to(query.device)[:, :, 0]
         grouped = one.float().unflatten(1, (heads, -1)).squeeze(3)
         logits = grouped @ keys.float().transpose(-1, -2) * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits.masked_fill(wanted < 0, float("-inf"))
+        logits = soft_cap_(logits, softcap).masked_fill_(wanted < 0, float("-inf"))
         found.append(logits.flatten(1, 2).unsqueeze(2))
     return torch.cat(found, dim=2)
 

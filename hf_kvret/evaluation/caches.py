@@ -89,7 +89,9 @@ def choose_cache(
     options = dict(_option(text, part) for part in given)
     if name in registered_methods():
         known = dict(defaults or {})
-        if not registered_methods()[name].config_class.takes_store(known.get("store", "auto")):
+        config_class = registered_methods()[name].config_class
+        options = config_class.current_names(options)
+        if not config_class.takes_store(known.get("store", "auto")):
             # What was asked for all caches is not for this one, which has its own.
             del known["store"]
         return _retrieval(text, name, known | options)

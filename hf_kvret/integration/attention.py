@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.layer import HANDLE, RetrievalLayer
-from hf_kvret.core.merge import Partial, merge
+from hf_kvret.core.merge import merge
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.integration.base_attention import attend_with_base, base_name
 from hf_kvret.integration.masks import base_mask, mask_info, slot_validity
@@ -93,7 +93,7 @@ def retrieval_attention(
                 query, key, value, scale=scale, causal_offset=0, valid=valid, softcap=softcap
             )
             if sink_logits is not None:
-                part = merge([Partial(*part)], sink_logits)
+                part = merge([part], sink_logits)
             return part[0].to(query.dtype)
         out, _ = attend_with_base(
             base,

@@ -78,6 +78,7 @@ def load(
             f"{directory} holds a {description['method']!r} cache, not {cls.name!r}: load it with "
             "the class of that method"
         )
+    changes = cls.config_class.current_names(changes)
     movable = _MOVABLE_OPTIONS if cls.needs_artifact else set()
     check_changes(changes, _FREE_OPTIONS | movable)
     if "artifact" in changes:
@@ -86,7 +87,7 @@ def load(
     if changes.get("store", "split") not in ("auto", "split"):
         # The budget that was saved is of the store that was saved.
         changes = {"device_budget": None, **changes}
-    options = cls.config_class.from_options(**description["options"]).replace(**changes)
+    options = cls.config_class.from_saved(description["options"]).replace(**changes)
     cache = cls(config, options)
     saved_types = [layer["type"] for layer in description["layers"]]
     _check_model(directory, cache, description["model"], saved_types)

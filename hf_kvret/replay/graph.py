@@ -168,11 +168,11 @@ class DecodeGraph:
 
         ``again``: once more where memory runs out.
         """
-        why = next(filter(None, (layer.uncapturable() for layer in self._all)), None)
+        why = next(filter(None, (layer.capture_obstacle for layer in self._all)), None)
         if why is not None:
             return why
         for layer in self._all:
-            layer.begin()
+            layer.before_capture()
         assert self._recorder is not None, "without a recorder there is a reason"
         try:
             frame.output, frame.replay = self._recorder.record(lambda: self._forward(frame))

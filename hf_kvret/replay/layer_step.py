@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import add
 
-from hf_kvret.core.index import CapturableIndex, Index, why_uncapturable
+from hf_kvret.core.index import CapturableIndex, Index, capture_obstacle_of
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.regions import Regions
 from hf_kvret.core.window import Place
@@ -41,7 +41,8 @@ class LayerStep:
         roomy = window.sink + window.length < window.capacity
         return roomy and (regions.built or not regions.cold_len)
 
-    def uncapturable(self) -> str | None:
+    @property
+    def capture_obstacle(self) -> str | None:
         """Why the layer's steps can't be captured; None: they can."""
         if self.layer.config.track_recall:
             return "track_recall=True reads all keys at every step, for study"
@@ -50,19 +51,19 @@ class LayerStep:
         if not regions.cold_len or regions.store is None:
             # Nothing is selected yet, but what sees each pass would not see those replayed.
             sees = index is not None and type(index).on_forward is not Index.on_forward
-            return why_uncapturable(index) if sees or regions.needs_positions else None
-        return why_uncapturable(index) or regions.store.uncapturable()
+            return capture_obstacle_of(index) if sees or regions.needs_positions else None
+        return capture_obstacle_of(index) or regions.store.capture_obstacle
 
     def set_place(self, place: Place | None) -> None:
         """Where the token of a step goes that is to be captured; None: behind the others."""
         self.regions.window.place = place
 
-    def begin(self) -> None:
-        """A step is about to be captured; copies that were begun must have ended."""
+    def before_capture(self) -> None:
+        """A step is about to be captured: index and store are told."""
         if isinstance(self.regions.index, CapturableIndex):
             self.regions.index.before_capture()
         if self.regions.store is not None:
-            self.regions.store.settle()
+            self.regions.store.before_capture()
         self._length, self._before = self.regions.window.length, self.layer.counters.numbers()
 
     def captured(self) -> None:
@@ -71,7 +72,7 @@ class LayerStep:
         self._counts = tuple(new - old for new, old in zip(now, self._before, strict=True))
 
     def capture_failed(self) -> None:
-        """It was not, and the device did nothing: the host is to be as before ``begin``."""
+        """It was not, and the device did nothing: the host is put back to before the capture."""
         self.layer.waiting = False
         if isinstance(self.regions.index, CapturableIndex):
             self.regions.index.capture_failed()

@@ -28,7 +28,8 @@ class SlidingStep:
             return False
         return int(layer.keys.shape[-2]) == layer.sliding_window - 1
 
-    def uncapturable(self) -> str | None:
+    @property
+    def capture_obstacle(self) -> str | None:
         """None: its steps can be captured."""
         return None
 
@@ -45,7 +46,7 @@ class SlidingStep:
             layer.keys, layer.values = keys, values
 
     @torch.inference_mode(False)
-    def begin(self) -> None:
+    def before_capture(self) -> None:
         """A step is about to be captured: it reads and writes tensors that stay."""
         layer = self.layer
         self._held = layer.keys.clone(), layer.values.clone()
@@ -56,8 +57,8 @@ class SlidingStep:
         """It was."""
 
     def capture_failed(self) -> None:
-        """It was not, and the device did nothing: the host is to be as before ``begin``."""
-        assert self._held is not None, "begin comes before"
+        """It was not, and the device did nothing: the host is put back to before the capture."""
+        assert self._held is not None, "before_capture comes first"
         self.layer.keys, self.layer.values = self._held
         self.layer.cumulative_length = self._length
         self._held = None

@@ -12,8 +12,8 @@ from hf_kvret.core.store import AttentionResult
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.stores.wrapped import WrappedStore
-from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.host_attention import host_attention, host_rank, host_scores
+from hf_kvret_kernels.paged import PagedRows
 
 CPU = torch.device("cpu")
 # (queries, ids) on the CPU -> results there.
@@ -144,7 +144,8 @@ class CpuStore(WrappedStore):
         """All: the page table lies with the rows here."""
         return self.nbytes()
 
-    def uncapturable(self) -> str | None:
+    @property
+    def capture_obstacle(self) -> str | None:
         return "store='cpu' attends on the CPU, whose work a CUDA graph can't replay"
 
 

@@ -50,7 +50,7 @@ class PageMemory(ABC):
     def wait(self) -> None:  # noqa: B027 - nothing to wait for is the common case
         """Make the device's current stream wait for all writes."""
 
-    def settle(self) -> None:  # noqa: B027 - nothing to wait for is the common case
+    def synchronize(self) -> None:  # noqa: B027 - nothing to wait for is the common case
         """Have the host wait for all writes; ``wait`` has nothing to wait for after it."""
 
 
@@ -121,7 +121,7 @@ class HostMemory(PageMemory):
         else:
             self._written.synchronize()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self._written is not None:
             self._written.synchronize()
             # A graph that is being captured can't wait for an event from outside of it.
@@ -173,8 +173,8 @@ class SplitMemory(PageMemory):
     def wait(self) -> None:
         self._far.wait()
 
-    def settle(self) -> None:
-        self._far.settle()
+    def synchronize(self) -> None:
+        self._far.synchronize()
 
 
 def _copy_runs(target: torch.Tensor, packed: torch.Tensor) -> None:

@@ -31,6 +31,8 @@ class PagedStore(Store):
     follows from its tensors.
     """
 
+    capture_obstacle = None
+
     def __init__(self, memory: PageMemory, page_len: int = 64) -> None:
         self.memory = memory
         self.page_len = page_len
@@ -175,14 +177,11 @@ class PagedStore(Store):
     def host_nbytes(self) -> int:
         return sum(chunk.nbytes for chunk in self._chunks if self.memory.on_host(chunk))
 
-    def settle(self) -> None:
-        self.memory.settle()
+    def before_capture(self) -> None:
+        self.memory.synchronize()
         if self._table is not None and self._table.is_cuda:
             # Made within a captured step, they would be there only after its first replay.
             self.paged_rows().addresses()
-
-    def uncapturable(self) -> str | None:
-        return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         if self.length == 0:

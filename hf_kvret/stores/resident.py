@@ -117,7 +117,8 @@ class ResidentStore(WrappedStore):
             "bytes_missed": misses * (0 if buffer is None else buffer.row_bytes),
         }
 
-    def uncapturable(self) -> str | None:
+    @property
+    def capture_obstacle(self) -> str | None:
         """The slots must have served a step since rows came, went or were reordered.
 
         Such a step makes room in the slots and in the table that leads to them. A captured one

@@ -41,8 +41,9 @@ class WrappedStore(Store):
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         return self.rows.chunks(piece_len, stop)
 
-    def settle(self) -> None:
-        self.rows.settle()
+    def before_capture(self) -> None:
+        self.rows.before_capture()
 
-    def uncapturable(self) -> str | None:
-        return self.rows.uncapturable()
+    @property
+    def capture_obstacle(self) -> str | None:
+        return self.rows.capture_obstacle

@@ -1,13 +1,8 @@
-"""Pieces that the torch versions share: soft caps, and shares of a softmax."""
+"""What the torch versions share: shares of a softmax."""
 
 from __future__ import annotations
 
 import torch
-
-
-def soft_cap_(scores: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """``cap * tanh(scores / cap)``, in place; as they are where ``cap`` is None."""
-    return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
 
 def log_shares(scores: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:

@@ -49,7 +49,7 @@ def test_all_lists_hold_the_exact_top_k_of_the_group(
     name: str, prompt: Prompt, faiss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = FAISS_WAYS[name]
-    monkeypatch.setattr(kind, "_probes", lambda self, prompt: self.lists(len(prompt)))
+    monkeypatch.setattr(kind, "_nprobe", lambda self, prompt: self.lists(len(prompt)))
     way = kind(faiss)
     found = judge(way, way.prepare(prompt)(), prompt)
     assert found["recall"] == 1.0 and found["compared"] == pytest.approx(1024, rel=0.1)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hf_kvret import Index
-from hf_kvret.core.index import CapturableIndex, why_uncapturable
+from hf_kvret.core.index import CapturableIndex, capture_obstacle_of
 from hf_kvret.core.state import State, number, part, tensor
+from hf_kvret.core.store import Store
 from hf_kvret.core.token_buffer import TokenBuffer, passed, tokens
 
 
@@ -206,6 +207,21 @@ def test_an_index_of_the_older_contract_is_told_the_new_methods() -> None:
         class Late(Mixed, Index): ...
 
 
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [("settle", r"before_capture\(\)"), ("uncapturable", "the property or attribute capture_obst")],
+)
+def test_a_store_of_the_older_contract_is_told_the_new_methods(name: str, now: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"Old has methods of an older contract: {name} is now {now}"
+    ):
+        type("Old", (Store,), {name: lambda self: None})
+    mixin = type("Mixin", (), {name: lambda self: None})
+    with pytest.raises(TypeError, match=f"Late has methods of an older contract: {name} is"):
+        type("Late", (mixin, Store), {})
+    assert issubclass(type("New", (Store,), {"capture_obstacle": "draws numbers"}), Store)
+
+
 def test_an_index_says_why_its_steps_are_not_captured() -> None:
     class Plain(Index):
         def add(self, block: Any) -> None: ...
@@ -219,8 +235,8 @@ def test_an_index_says_why_its_steps_are_not_captured() -> None:
     class Captured(CapturableIndex, Plain):
         """Its steps launch the same work each time."""
 
-    assert why_uncapturable(Plain()) == (
+    assert capture_obstacle_of(Plain()) == (
         "the index Plain does not say that its steps can be captured"
     )
-    assert why_uncapturable(Told()) == "told draws random numbers"
-    assert why_uncapturable(Captured()) is None
+    assert capture_obstacle_of(Told()) == "told draws random numbers"
+    assert capture_obstacle_of(Captured()) is None

@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 
-from hf_kvret.evaluation.lm_eval import add_lm_eval_parser, cache_options, run_lm_eval
+from hf_kvret.evaluation.lm_eval import (
+    _with_cache,
+    add_lm_eval_parser,
+    cache_options,
+    run_lm_eval,
+)
 
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"
@@ -184,6 +189,15 @@ def test_a_missing_lm_eval_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ModuleNotFoundError, match="pip install 'lm-eval"):
         run_lm_eval(["--tasks", "x"])
+
+
+def test_an_option_by_its_old_name_stands_in_one_place_only() -> None:
+    named = {"cache_implementation": "ctkvr", "cache_config": {"nprobe": 2}}
+    with pytest.warns(FutureWarning, match="'probes' is now called 'nprobe'"):
+        merged = _with_cache({"cache_implementation": "ctkvr"}, {"probes": 7})
+    assert merged["cache_config"] == {"nprobe": 7}
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="nprobe is both in"):
+        _with_cache(named, {"probes": 7})
 
 
 def test_the_command_line_splits_at_the_dashes(monkeypatch: pytest.MonkeyPatch) -> None:

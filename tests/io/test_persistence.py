@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,33 @@ def test_plain_rows_are_coded_by_a_store_for_coded_rows(
     whole.save_pretrained(tmp_path)
     plain = FlatKVCache.from_pretrained(tmp_path, llama.config, store="host")
     assert torch.equal(_continue(llama, plain), _continue(llama, whole))
+
+
+def test_options_are_saved_by_their_names_of_today_and_loaded_by_any(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    """Only who gives an old name is warned; the format of the file is the same."""
+    with pytest.warns(FutureWarning):
+        cache = CTkvrCache(llama.config, **SMALL, probes=2)
+    _prefill(llama, cache).save_pretrained(tmp_path)
+    description = json.loads((tmp_path / DESCRIPTION).read_text())
+    assert description["format_version"] == 1
+    assert description["options"]["nprobe"] == 2 and "probes" not in description["options"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert CTkvrCache.from_pretrained(tmp_path, llama.config).options == cache.options
+        options = description["options"]
+        options["probes"] = options.pop("nprobe")
+        (tmp_path / DESCRIPTION).write_text(json.dumps(description))
+        loaded = CTkvrCache.from_pretrained(tmp_path, llama.config)
+        loaded.save_pretrained(tmp_path / "again")
+    assert loaded.options == cache.options
+    again = json.loads((tmp_path / "again" / DESCRIPTION).read_text())
+    assert again["options"]["nprobe"] == 2 and "probes" not in again["options"]
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="nprobe: not an option that"):
+        loaded.fork(probes=3)
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="nprobe: not an option that"):
+        CTkvrCache.from_pretrained(tmp_path, llama.config, probes=3)
 
 
 def test_published_options_come_back(llama: PreTrainedModel, tmp_path: Path) -> None:

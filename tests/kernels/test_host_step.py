@@ -67,9 +67,7 @@ def paris_search(shape: Shape, valid: torch.Tensor) -> ParisSearch:
     keys = torch.randn(shape.batch, shape.heads, shape.n, shape.dim, generator=generator(2))
     signs = paris.random_signs(paris.rotated_dim(shape.dim), 0)
     levels = paris.magnitude_levels(shape.m)
-    out = paris.ParisCodes.empty(
-        *keys.shape, m=shape.m, weight_dtype=shape.weight_dtype
-    )
+    out = paris.ParisCodes.empty(*keys.shape, m=shape.m, weight_dtype=shape.weight_dtype)
     codes = paris.encode(keys, signs, levels, m=shape.m, out=out)
     counts = paris.count_centroids(codes.sign, m=shape.m, valid=valid)
     tiers = tuple((i + 1) / shape.tiers for i in range(shape.tiers))
@@ -112,9 +110,7 @@ def test_each_stage_of_paris_is_the_naive_one(name: str, path: str) -> None:
     torch.testing.assert_close(trace.rotated, rotated, rtol=1e-5, atol=1e-5)
 
     # From here on each stage is given what the stage before it left, to be compared bit by bit.
-    bonus = naive.bonus_table(
-        trace.rotated, search.counts, tuple(search.shares.tolist()), shape.m
-    )
+    bonus = naive.bonus_table(trace.rotated, search.counts, tuple(search.shares.tolist()), shape.m)
     scores, histogram = naive.collide(search.codes.sign, bonus, shape.m, valid)
     by_byte = bonus
     if shape.m == 4:
@@ -256,9 +252,7 @@ def test_a_window_alone_is_attended_to(shape: Shape, path: str) -> None:
     out, ids = run_step(query, window, scale=0.1, path=path)
     assert ids.shape == (shape.batch, shape.heads, shape.queries, 0)
     nothing = torch.zeros(shape.batch, shape.heads, 1, shape.dim)
-    expected = expected_attention(
-        query, nothing, nothing[..., :24], ids, window, 0.1, None, None
-    )
+    expected = expected_attention(query, nothing, nothing[..., :24], ids, window, 0.1, None, None)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=FP32_ERROR)
 
 
@@ -314,7 +308,9 @@ def test_of_equal_tokens_the_first_are_chosen(path: str) -> None:
     query = torch.zeros(1, 1, 1, 16)
     query[..., 0] = 1
     window = near_window(shape, 5)
-    _, ids = run_step(query, window, HostCold(rows, FlatSearch(same), shape.mask(), 80), scale=1.0, path=path)
+    _, ids = run_step(
+        query, window, HostCold(rows, FlatSearch(same), shape.mask(), 80), scale=1.0, path=path
+    )
     twos, ones = (torch.arange(200)[level == x] for x in (2, 1))
     assert ids.flatten().sort().values.tolist() == sorted([*twos, *ones[: 80 - len(twos)]])
 
@@ -347,7 +343,9 @@ def test_callers_on_several_threads_do_not_meet() -> None:
     expected = [answer(query) for query in queries]
     results: list[list[torch.Tensor]] = [[] for _ in queries]
     workers = [
-        threading.Thread(target=lambda i=i: results[i].extend(answer(queries[i]) for _ in range(10)))
+        threading.Thread(
+            target=lambda i=i: results[i].extend(answer(queries[i]) for _ in range(10))
+        )
         for i in range(len(queries))
     ]
     for worker in workers:

@@ -19,7 +19,7 @@ from hf_kvret.methods.ctkvr.sampler import CentroidSampler, make_sampler
     ("options", "error", "said"),
     [
         ({"centroids": 0}, ValueError, "centroids=0"),
-        ({"probes": 2.5}, TypeError, "probes must be an int"),
+        ({"nprobe": 2.5}, TypeError, "nprobe must be an int"),
         ({"update": -1}, ValueError, "update=-1"),
         ({"choice": "newest"}, ValueError, "'mixed' or 'last'"),
         ({"update_lists": "some"}, ValueError, "'all' or 'recalled'"),
@@ -43,7 +43,7 @@ def test_the_numbers_of_the_paper() -> None:
     paper = CTkvrConfig.paper()
     assert [paper.centroids_for(n) for n in (3, 800, 32_768, 131_072)] == [1, 50, 2048, 2048]
     assert [paper.list_len(131_072, b) for b in (512, 1024)] == [1280, 2560]
-    assert (paper.probes, paper.update, paper.choice, paper.rerank) == (4, 1, "last", "auto")
+    assert (paper.nprobe, paper.update, paper.choice, paper.rerank) == (4, 1, "last", "auto")
     assert (paper.pending, paper.coverage, paper.questions) == (0, 0.0, False)
     assert paper.update_lists == "recalled"
 

@@ -108,8 +108,8 @@ FAULTS = (
     Fault(
         "learned-sinks-lost-in-a-second-prompt",
         "hf_kvret/core/exact_attention.py",
-        "return merge([merged], call.sink_logits).out",
-        "return merged.out",
+        "        merged = merge([merged], call.sink_logits)\n",
+        "        pass\n",
     ),
     Fault(
         "soft-cap-lost",
@@ -215,7 +215,7 @@ FAULTS = (
     ),
     Fault(
         "soft-cap-not-scaled-back",
-        "kernels/hf_kvret_kernels/_naive.py",
+        "kernels/hf_kvret_kernels/soft_cap.py",
         "scores.div_(cap).tanh_().mul_(cap)",
         "scores.div_(cap).tanh_()",
     ),

@@ -272,7 +272,7 @@ def test_a_gpu_reads_both_parts(pages: float) -> None:
             store.append(TokenBlock(keys, values, len(store)))
     places = {chunk.device.type for chunk in stores[0].paged_rows().chunks}
     assert places == ({"cpu"} if pages < 1 else {"cuda"} if pages > 99 else {"cpu", "cuda"})
-    stores[0].settle()
+    stores[0].before_capture()
     query = torch.randn(2, 2 * HEADS, 1, KEY_DIM, device=device)
     ids = torch.rand(2, HEADS, 1, 32, device=device).argsort(-1)[..., :20].int()
     split, plain = (

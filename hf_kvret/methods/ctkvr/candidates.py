@@ -23,7 +23,7 @@ class Candidates:
         cls,
         queue: CentroidQueue,
         query: torch.Tensor,
-        probes: int,
+        nprobe: int,
         pending: int,
         valid: torch.Tensor,
         *,
@@ -34,7 +34,7 @@ class Candidates:
         List after list, the nearest centroid's first; ``in_turn``: round after round, one token of
         each list, from its best on.
         """
-        lists = queue.recall(query, probes)
+        lists = queue.recall(query, nprobe)
         held = valid.shape[1]
         newest = torch.arange(
             held - 1, held - 1 - pending, -1, dtype=torch.int32, device=query.device

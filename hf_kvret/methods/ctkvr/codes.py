@@ -12,6 +12,7 @@ from hf_kvret.core.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.ctkvr.candidates import Candidates
 from hf_kvret.methods.ctkvr.rerank import Rerank
 from hf_kvret_kernels import paris
+from hf_kvret_kernels.soft_cap import soft_cap_
 
 _SUBSPACE_DIM = 8
 
@@ -72,8 +73,7 @@ class KeyCodes(Rerank):
             return found
         # A cap bends the whole score, the mean key's part included.
         whole = found + scale * (query * self._mean[:, :, None, None]).sum(-1, keepdim=True)
-        capped = softcap * torch.tanh(whole / softcap)
-        return capped.masked_fill((ids < 0).unsqueeze(3), float("-inf"))
+        return soft_cap_(whole, softcap).masked_fill_((ids < 0).unsqueeze(3), float("-inf"))
 
     def token_nbytes(self) -> float:
         """Bytes of one token's code, all heads and rows of the batch."""

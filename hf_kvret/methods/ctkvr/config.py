@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 from hf_kvret.config import RetrievalConfig
@@ -26,7 +27,7 @@ class CTkvrConfig(RetrievalConfig):
         choice: which queries of the prompt: half of them the last and half spread over the rest
             (``"mixed"``), or all ``"last"``, ``"random"``, ``"first"`` or ``"even"`` (table 4).
         list_ratio: keys of a centroid's list, as a multiple of the budget.
-        probes: centroids whose lists a query recalls, C'.
+        nprobe: centroids whose lists a query recalls, C'.
         rerank: how the recalled tokens are compared: ``"auto"``, by their keys, where the store
             attends; ``"cpu"``, the same, for ``store="cpu"`` alone; ``"device"``, by their keys,
             fetched to the queries' device where they are elsewhere; ``"codes"``, by compact codes
@@ -46,11 +47,13 @@ class CTkvrConfig(RetrievalConfig):
         seed: of ``choice="random"`` and of the codes.
     """
 
+    RENAMED = MappingProxyType({"probes": "nprobe"})
+
     centroids: int = 2048
     tokens_per_centroid: int = 16
     choice: str = "mixed"
     list_ratio: float = 2.5
-    probes: int = 4
+    nprobe: int = 4
     rerank: str = "auto"
     causal: bool = False
     update: int = 8
@@ -62,7 +65,7 @@ class CTkvrConfig(RetrievalConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = {"centroids": 1, "tokens_per_centroid": 1, "probes": 1}
+        least = {"centroids": 1, "tokens_per_centroid": 1, "nprobe": 1}
         for name in (*least, "update", "pending", "seed"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):

@@ -159,7 +159,7 @@ class CTkvrIndex(Index):
         candidates = Candidates.of(
             queue,
             bundles,
-            self.options.probes,
+            self.options.nprobe,
             self._file.pending(length),
             cold.valid,
             in_turn=self._rerank.in_turn,
@@ -193,14 +193,14 @@ class CTkvrIndex(Index):
         return SearchCost(candidates, self._recall_nbytes(), keys_read)
 
     def _candidates(self, queue: CentroidQueue, n: int) -> int:
-        return min(n, self.options.probes * queue.width + self._file.pending(n))
+        return min(n, self.options.nprobe * queue.width + self._file.pending(n))
 
     def _recall_nbytes(self) -> int:
         queue = self._file.queue
         if queue is None:
             return 0
         compared = self._candidates(queue, self._held) * self._rerank.token_nbytes()
-        return queue.recall_nbytes(self.options.probes) + int(compared)
+        return queue.recall_nbytes(self.options.nprobe) + int(compared)
 
     def reorder(self, rows: torch.Tensor) -> None:
         """As every state's; what is between the hooks of a pass was of other rows."""

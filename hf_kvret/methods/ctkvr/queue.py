@@ -93,22 +93,22 @@ class CentroidQueue(State):
         found = self._take(places.expand(-1, self.heads, -1, -1).contiguous())[:, :, 0]
         return found.masked_fill_(missing[:, None, :, None], -1)
 
-    def recall(self, query: torch.Tensor, probes: int) -> torch.Tensor:
-        """``[B, H, Q, c, width]`` int32: lists of the ``probes`` centroids nearest to a query.
+    def recall(self, query: torch.Tensor, nprobe: int) -> torch.Tensor:
+        """``[B, H, Q, c, width]`` int32: lists of the ``nprobe`` centroids nearest to a query.
 
         The nearest first; -1 for lists that there are not. ``query [B, H, Q, G, D]``.
         """
         scores = self._base.similarity(query, self.dropped)
         if len(self._fresh):
             scores = torch.cat([scores, self._fresh.similarity(query)], dim=-1)
-        best = scores.topk(min(probes, scores.shape[-1]), dim=-1)
+        best = scores.topk(min(nprobe, scores.shape[-1]), dim=-1)
         found = self._take(best.indices)
         return found.masked_fill((best.values == float("-inf")).unsqueeze(-1), -1)
 
-    def recall_nbytes(self, probes: int) -> int:
+    def recall_nbytes(self, nprobe: int) -> int:
         """Bytes that one recall of one query reads: all centroids, and the lists of some."""
         rows = len(self._base.queries) * self.heads
-        lists = rows * min(probes, len(self)) * self._base.list_nbytes()
+        lists = rows * min(nprobe, len(self)) * self._base.list_nbytes()
         return self._base.queries[:, :, :1].nbytes * len(self) + lists
 
     def loaded(self) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_kvret_kernels.soft_cap import soft_cap_
+
 # Scores that are held at once, over batch and heads; on a CPU they pass through its cache.
 _SCORES = 1 << 24
 _SCORES_CPU = 1 << 20
@@ -44,8 +46,7 @@ class Piece:
         heads, held = self.keys.shape[1:3]
         folded = (asked.queries.float() * scale).reshape(batch, heads, -1, dim)
         scores = folded @ self.keys.float().transpose(-1, -2)
-        if softcap is not None:
-            scores.div_(softcap).tanh_().mul_(softcap)
+        soft_cap_(scores, softcap)
         hidden = ~self.seen[:, :, None, None]
         if self.first + held > asked.first + 1:
             device = self.keys.device

@@ -124,7 +124,7 @@ class QueryGrams(State):
     def _set_scale(self, queries: torch.Tensor, masked: bool) -> None:
         """One over the root mean square of the first queries, ``[B, Hq]``; 0 while a row has none.
 
-        Never looks at the data on the host: without padding the first pass settles it.
+        Never looks at the data on the host: without padding the first pass fixes it.
         """
         if self._is_scaled:
             return

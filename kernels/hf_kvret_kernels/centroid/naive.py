@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvret_kernels._naive import soft_cap_
+from hf_kvret_kernels.soft_cap import soft_cap_
 
 Pieces = Callable[[], Iterable[tuple[int, torch.Tensor]]]
 

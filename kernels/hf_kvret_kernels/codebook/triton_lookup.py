@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._triton_log_sums import best_share, finite_base, log_total
+from hf_kvret_kernels._triton_masks import mask_bytes, mask_strides
 
 # Tokens of a program that counts or looks up.
 _TOKENS = 1024
@@ -28,14 +29,14 @@ def code_counts(codes: torch.Tensor, codewords: int, valid: torch.Tensor | None)
     blocks = triton.cdiv(n, _TOKENS)
     _count_kernel[(B * H * blocks,)](
         codes,
-        _mask_bytes(codes, valid),
+        mask_bytes(valid, codes),
         counts,
         H,
         n,
         codewords,
         blocks,
         *codes.stride(),
-        *_mask_strides(valid),
+        *mask_strides(valid),
         HAS_VALID=valid is not None,
         BLOCK=_TOKENS,
     )
@@ -76,7 +77,7 @@ def lookup(table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None)
     _lookup_kernel[(B * H * blocks,)](
         table.contiguous(),
         codes,
-        _mask_bytes(codes, valid),
+        mask_bytes(valid, codes),
         scores,
         H,
         n,
@@ -84,20 +85,11 @@ def lookup(table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None)
         blocks,
         Hq // H * Q,
         *codes.stride(),
-        *_mask_strides(valid),
+        *mask_strides(valid),
         HAS_VALID=valid is not None,
         BLOCK=_TOKENS,
     )
     return scores
-
-
-def _mask_bytes(codes: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """A pointer; without a mask the kernel ignores it."""
-    return codes if valid is None else valid.view(torch.uint8)
-
-
-def _mask_strides(valid: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, 0) if valid is None else valid.stride()
 
 
 @triton.jit

@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from hf_kvret_kernels._naive import soft_cap_
 from hf_kvret_kernels.paris.codes import EXCLUDED, LEVELS, ParisCodes
+from hf_kvret_kernels.soft_cap import soft_cap_
 
 _ENCODE_TOKENS = 512
 SHARE_UNIT = 1_000_000

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._triton_masks import mask_bytes, mask_strides
 from hf_kvret_kernels.paris.codes import EXCLUDED
 from hf_kvret_kernels.paris.triton_bonus import PER_WORD, bonus_words
 
@@ -24,12 +25,12 @@ def count_centroids(sign: torch.Tensor, m: int, valid: torch.Tensor | None) -> t
     counts = torch.zeros(shape, dtype=torch.int32, device=sign.device)
     _count_kernel[(triton.cdiv(length, _TOKENS), batch * heads, width)](
         sign,
-        _mask_bytes(sign, valid),
+        mask_bytes(valid, sign),
         counts,
         length,
         heads,
         *sign.stride()[:2],
-        *_mask_strides(valid),
+        *mask_strides(valid),
         HAS_VALID=valid is not None,
         M=m,
         BYTES=width,
@@ -62,7 +63,7 @@ def collisions(
     _collide_kernel[(triton.cdiv(length, block), batch * heads * queries)](
         sign,
         words.view(torch.int32),
-        _mask_bytes(sign, valid),
+        mask_bytes(valid, sign),
         scores,
         histogram,
         length,
@@ -70,7 +71,7 @@ def collisions(
         heads,
         queries,
         *sign.stride()[:2],
-        *_mask_strides(valid),
+        *mask_strides(valid),
         HAS_VALID=valid is not None,
         WORDS=count,
         PER_WORD=PER_WORD,
@@ -81,15 +82,6 @@ def collisions(
         num_warps=8,
     )
     return scores[..., :length], histogram
-
-
-def _mask_bytes(sign: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """A pointer that the kernel may ignore where nothing is masked."""
-    return sign if valid is None else valid.view(torch.uint8)
-
-
-def _mask_strides(valid: torch.Tensor | None) -> tuple[int, int]:
-    return (0, 0) if valid is None else (valid.stride(0), valid.stride(1))
 
 
 @triton.jit(do_not_specialize=["length", "valid_stride_b"])

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hf_kvret_kernels._naive import soft_cap_
+from hf_kvret_kernels.soft_cap import soft_cap_
 
 # Scores of one kv head that are worked on at once: with exp they pass through the L2 cache.
 _SCORES = 1 << 17

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels import tuning
+from hf_kvret_kernels._triton_masks import mask_bytes, mask_strides
 from hf_kvret_kernels._triton_shared import (
     LOG2_E,
     TL_DTYPES,
@@ -247,20 +248,18 @@ def prompt_attention(
         splits=splits,
     )
     part_out, part_lse = partial_buffers(out, lse, splits)
-    # A kernel argument must be some pointer; without a mask it is never read.
-    flags = query if valid is None else valid.view(torch.uint8)
     inner, outer = score_factors(scale, softcap, LOG2_E)
     _attend_kernel[(row_blocks, batch * heads, splits)](
         query,
         key,
         value,
-        flags,
+        mask_bytes(valid, query),
         part_out,
         part_lse,
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
-        *flags.stride()[:2],
+        *mask_strides(valid),
         heads,
         queries,
         tokens,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._naive import soft_cap_
 from hf_kvret_kernels.relevance.naive import group_relevance
+from hf_kvret_kernels.soft_cap import soft_cap_
 
 
 def relevance(

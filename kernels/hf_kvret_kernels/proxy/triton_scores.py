@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._triton_log_sums import finite_base, log_total
+from hf_kvret_kernels._triton_masks import mask_bytes, mask_strides
 from hf_kvret_kernels._triton_shared import capped_scores, score_factors
 from hf_kvret_kernels.relevance.triton_shares import write_best_shares
 
@@ -57,7 +58,7 @@ def relevance(
     _scores_kernel[(batch * sets * blocks,)](
         query.contiguous(),
         rows,
-        rows if valid is None else valid.view(torch.uint8),
+        mask_bytes(valid, rows),
         query if offset is None else offset,
         scores,
         sums,
@@ -66,7 +67,7 @@ def relevance(
         readers,
         sets,
         *rows.stride()[:2],
-        *((0, 0) if valid is None else valid.stride()),
+        *mask_strides(valid),
         *score_factors(1.0, softcap),
         SOFTCAP=softcap is not None,
         HAS_VALID=valid is not None,

@@ -18,7 +18,7 @@ from hf_kvret.evaluation.subject import Subject, load_subject
 REGIONS: dict[str, Any] = {"dense_below": 0, "recent": 16, "flush": 16, "tokens_per_centroid": 8}
 CTKVR = ":".join(["ctkvr", *(f"{name}={value}" for name, value in REGIONS.items())])
 LENGTH, NEW, BUDGET, LAYERS = 240, 8, 12, 2
-VARIANTS = MEASUREMENT(centroids=("1/4x", "1x"), probes=(1, 4), ratios=(2.5,), budgets=(0.04,))
+VARIANTS = MEASUREMENT(centroids=("1/4x", "1x"), nprobe=(1, 4), ratios=(2.5,), budgets=(0.04,))
 
 # Of the parts with many variants, those that a command measures here.
 FEW = {
@@ -37,7 +37,7 @@ def _run(measured: Any, path: Path, *arguments: str) -> Found:
 def _arguments(model: Path, text: Path) -> list[str]:
     arguments = ["--model", str(model), "--text", str(text), "--caches", CTKVR]
     arguments += ["--lengths", str(LENGTH), "--top-k", str(BUDGET), "--new-tokens", str(NEW)]
-    arguments += ["--step", "4", "--centroids", "1/4x,1x", "--probes", "1,4"]
+    arguments += ["--step", "4", "--centroids", "1/4x,1x", "--nprobe", "1,4"]
     arguments += ["--ratios", "2.5", "--budgets", "0.04"]
     arguments += ["--questions", "2", "--question-tokens", "40", "--answer-tokens", "5"]
     arguments += ["--turns", "3", "--turn-tokens", "36", "--turn-measured", "6"]
@@ -230,7 +230,7 @@ def test_the_variants_are_what_they_are_called() -> None:
         # 1,600 cold tokens have 100 centroids.
         ("centroids", "1/4x", {"centroids": 25, "tokens_per_centroid": 1}),
         ("centroids", "20", {"centroids": 20, "tokens_per_centroid": 1}),
-        ("probes", "1", {"probes": 1}),
+        ("probes", "1", {"nprobe": 1}),
         ("rerank", "codes, ratio 1", {"rerank": "codes", "list_ratio": 1.0}),
         ("rerank", "lists", {"rerank": "lists"}),
         ("budget", "30", {"top_k": 30}),
@@ -267,7 +267,7 @@ def test_centroids_are_counts_or_multiples() -> None:
 
 def test_without_a_text_documents_of_needles_are_read(measured: Any, tmp_path: Path) -> None:
     arguments = ["--model", "needle", "--caches", CTKVR, "--lengths", "300", "--top-k", "16"]
-    arguments += ["--parts", "probes,questions", "--probes", "1,8", "--new-tokens", "12"]
+    arguments += ["--parts", "probes,questions", "--nprobe", "1,8", "--new-tokens", "12"]
     arguments += ["--questions", "1", "--answer-tokens", "4"]
     found = _run(measured, tmp_path / "n.json", *arguments)
     assert set(found) == {
@@ -317,7 +317,7 @@ def test_what_was_not_run_shows_as_a_dash(tmp_path: Path) -> None:
     [
         (("--caches", "flat,ctkvr"), "--caches flat: ctkvr-ablation is about ctkvr, so name"),
         (("--parts", "probe"), "--parts: unknown: probe; choose among choice, centroids"),
-        (("--probes", "4,4"), "--probes: the same value twice in '4,4'"),
+        (("--nprobe", "4,4"), "--nprobe: the same value twice in '4,4'"),
         (("--centroids", "1x,much"), "--centroids much: write a count as 512"),
         (("--ratios", "0.5"), "list_ratio=0.5: at least 1"),
         (("--every", "18"), "--every 18 is no multiple of --step 4"),

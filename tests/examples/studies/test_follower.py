@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {
     "recent": 8,
     "flush": 8,
     "tokens_per_centroid": 4,
-    "probes": 2,
+    "nprobe": 2,
     "track_recall": True,
 }
 

@@ -48,7 +48,7 @@ def _writing(memory: HostMemory) -> Write:
 
 
 @pytest.mark.parametrize("kind", ["host", "resident", "cpu", "coded", "split"])
-def test_settling_waits_for_writes_on_the_host_and_leaves_nothing_to_wait_for(kind: str) -> None:
+def test_a_capture_waits_for_writes_on_the_host_and_leaves_nothing_to_wait_for(kind: str) -> None:
     memory: PageMemory = HostMemory(CPU)
     store: Store = PagedStore(memory)
     if kind == "resident":
@@ -68,29 +68,29 @@ def test_settling_waits_for_writes_on_the_host_and_leaves_nothing_to_wait_for(ki
     _attend(store)
     assert write.waits, "a reader waits for what is being written"
     write.waits.clear()
-    store.settle()
+    store.before_capture()
     assert write.waits == ["host"]
     _attend(store)
-    store.settle()
+    store.before_capture()
     assert write.waits == ["host"], "what has arrived is forgotten"
 
 
-def test_settling_makes_the_addresses_that_a_kernel_would_make(
+def test_a_capture_makes_the_addresses_that_a_kernel_would_make(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Made while a step is captured, they would not be there before its first replay."""
     store = _filled(PagedStore(DeviceMemory(CPU)))
     assert isinstance(store, PagedStore) and store._table is not None
     store._table = _as_if_on_a_gpu(store._table)
-    store.settle()
+    store.before_capture()
     assert store.paged_rows().page_address is not None
     store.append(_block(70, 200))
     store._table = _as_if_on_a_gpu(store._table)
-    store.settle()
+    store.before_capture()
     known = store.paged_rows().page_address
     assert known is not None and len(known) == sum(map(len, store.paged_rows().chunks))
     # An empty store has nothing to make.
-    PagedStore(DeviceMemory(CPU)).settle()
+    PagedStore(DeviceMemory(CPU)).before_capture()
 
 
 def _as_if_on_a_gpu(table: torch.Tensor) -> torch.Tensor:
@@ -102,12 +102,12 @@ def _as_if_on_a_gpu(table: torch.Tensor) -> torch.Tensor:
 
 def test_stores_on_the_device_and_on_the_host_can_be_captured() -> None:
     for memory in (DeviceMemory(CPU), HostMemory(CPU), SplitMemory(CPU, 10_000)):
-        assert _filled(PagedStore(memory)).uncapturable() is None
-        assert _filled(QuantizedStore(memory, 4)).uncapturable() is None
+        assert _filled(PagedStore(memory)).capture_obstacle is None
+        assert _filled(QuantizedStore(memory, 4)).capture_obstacle is None
 
 
 def test_a_store_that_attends_on_the_cpu_can_not_be_captured() -> None:
-    reason = _filled(CpuStore(CPU)).uncapturable()
+    reason = _filled(CpuStore(CPU)).capture_obstacle
     assert reason is not None and "store='cpu' attends on the CPU" in reason
 
 
@@ -117,17 +117,17 @@ def test_slots_can_be_captured_once_they_served_the_rows_as_they_are() -> None:
     words = "store='resident' have served no step since its rows changed"
 
     def check_ready_after_a_step(batch: int = 2) -> None:
-        assert words in (store.uncapturable() or "")
+        assert words in (store.capture_obstacle or "")
         _attend(store, batch=batch)
-        assert store.uncapturable() is None
+        assert store.capture_obstacle is None
 
     check_ready_after_a_step()
     store.append(_block(70, 10))
     check_ready_after_a_step()
     store.crop(60)
     check_ready_after_a_step()
-    assert words in (store.fork().uncapturable() or "")
-    assert store.uncapturable() is None
+    assert words in (store.fork().capture_obstacle or "")
+    assert store.capture_obstacle is None
     store.reorder(torch.tensor([1, 0, 0]))
     check_ready_after_a_step(batch=3)
 
@@ -138,7 +138,7 @@ def test_a_step_of_ready_slots_makes_no_tensor_that_the_next_one_needs() -> None
     store.append(_block())
     _attend(store)
     buffer = store._buffer
-    assert buffer is not None and store.uncapturable() is None
+    assert buffer is not None and store.capture_obstacle is None
 
     def lasting() -> list[int]:
         slots = buffer.slot_map
@@ -176,8 +176,8 @@ class Silent(Store):
 
 def test_a_store_that_says_nothing_is_not_captured() -> None:
     store = Silent()
-    store.settle()
-    assert store.uncapturable() == "the store Silent does not say that its steps can be captured"
+    store.before_capture()
+    assert store.capture_obstacle == "the store Silent does not say that its steps can be captured"
     assert store.bus_share == 0.0
 
 
