@@ -332,7 +332,7 @@ def test_a_query_that_is_not_finite_spoils_its_own_answer_only(poison: float, pa
 
 def test_callers_on_several_threads_do_not_meet() -> None:
     shape = Shape(3000)
-    rows, keys, _ = cold_rows(shape)
+    rows, _, _ = cold_rows(shape)
     valid, window = shape.mask(), near_window(shape, 20)
     queries = [shape.query(seed) for seed in range(6)]
     cold = HostCold(rows, paris_search(shape, valid), valid, 64)

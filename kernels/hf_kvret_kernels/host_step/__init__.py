@@ -119,15 +119,15 @@ def run_step(
         path: as of ``host_attention``.
 
     Returns:
-        ``out [B, Hq, Q, Dv]`` fp32, and the chosen ids ``[B, Hkv, Q, budget]`` int32, -1 where fewer
-        tokens are valid.
+        ``out [B, Hq, Q, Dv]`` fp32, and the chosen ids ``[B, Hkv, Q, budget]`` int32, -1 where
+        fewer tokens are valid.
 
     Raises:
         ImportError: no library; see ``why_not()``.
         ValueError: a query of another dtype or another head dim than the rows.
         MemoryError: no room for the work space.
     """
-    heads, capacity, key_dim = window.keys.shape[1:]
+    heads, key_dim = window.keys.shape[1], window.keys.shape[3]
     if query.dtype != window.keys.dtype or query.shape[3] != key_dim:
         raise ValueError(
             f"query is {query.dtype} of {query.shape[3]} dims, rows are {window.keys.dtype} of "

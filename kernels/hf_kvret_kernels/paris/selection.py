@@ -55,8 +55,7 @@ def count_centroids(
 
 @functools.cache
 def tier_shares(rho: float, tiers: tuple[float, ...]) -> torch.Tensor:
-    """``[tiers]`` int64 on the CPU, to be read: each ``rho * t`` in millionths, as ``collisions``."""
-    # Written to and kept by nobody, but made under any mode.
+    """``[tiers]`` int64 on the CPU, not to be written to: each ``rho * t`` in millionths."""
     with torch.inference_mode(False):
         return torch.tensor([round(rho * tier * naive.SHARE_UNIT) for tier in tiers])
 

@@ -1,0 +1,154 @@
+"""A layer's step in one call of the CPU library does what it does step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
+from hf_kvret.core.call import AttentionCall
+from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret.core.scoring import Scoring
+from hf_kvret_kernels import host_step
+
+HEADS, GROUP, DIM = 2, 2, 32
+# Sums of some hundred products, in another order.
+ERROR = 2e-5
+SIZES = {"sink": 2, "recent": 8, "flush": 4, "max_draft": 4, "top_k": 12, "dense_below": 0}
+
+pytestmark = pytest.mark.skipif(bool(host_step.why_not()), reason="the library is not compiled")
+
+
+@contextmanager
+def step_by_step() -> Iterator[None]:
+    """Indexes, stores and windows do their parts one after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_step, "why_not", lambda: "switched off by a test")
+        yield
+
+
+def make_cache(kind: type[RetrievalCache], **options: object) -> RetrievalCache:
+    config = LlamaConfig(
+        hidden_size=HEADS * GROUP * DIM,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS * GROUP,
+        num_key_value_heads=HEADS,
+    )
+    return kind(config, **{**SIZES, **options})
+
+
+class Driver:
+    """Passes made-up tokens through the one layer of a cache."""
+
+    def __init__(self, cache: RetrievalCache, softcap: float | None, sinks: bool) -> None:
+        self.cache, self.softcap = cache, softcap
+        self.generator = torch.Generator().manual_seed(0)
+        self.sink_logits = torch.randn(HEADS * GROUP, generator=self.generator) if sinks else None
+        self.mask = torch.ones(2, 0, dtype=torch.bool)
+
+    @property
+    def layer(self) -> RetrievalLayer:
+        (layer,) = self.cache.layers
+        assert isinstance(layer, RetrievalLayer)
+        return layer
+
+    def forward(self, count: int, padded: int = 0) -> torch.Tensor:
+        """Attention of ``count`` new tokens, of which row 1 has ``padded`` of padding first."""
+        batch = len(self.mask)
+        new = torch.ones(batch, count, dtype=torch.bool)
+        new[-1, :padded] = False
+        self.mask = torch.cat([self.mask, new], dim=1)
+        draw = [
+            torch.randn(batch, heads, count, DIM, generator=self.generator)
+            for heads in (HEADS * GROUP, HEADS, HEADS)
+        ]
+        valid = None if self.mask.all() else self.mask
+        scoring = Scoring(valid, DIM**-0.5, self.softcap)
+        key, value = self.layer.update(draw[1], draw[2])
+        call = AttentionCall(scoring, lambda: torch.zeros_like(draw[0]), self.sink_logits)
+        return self.layer.attend(draw[0], key, value, call)
+
+    def crop(self, count: int) -> None:
+        self.cache.crop(-count)
+        self.mask = self.mask[:, :-count]
+
+    def reorder(self, rows: list[int]) -> None:
+        self.cache.reorder_cache(torch.tensor(rows))
+        self.mask = self.mask[rows]
+
+
+def everything(driver: Driver) -> list[torch.Tensor]:
+    """Results of all that may happen to a cache between steps."""
+    driver.forward(150, padded=11)
+    results = [driver.forward(1) for _ in range(15)]
+    results.append(driver.forward(4))
+    driver.crop(3)
+    results.append(driver.forward(2))
+    driver.reorder([1, 0])
+    results.append(driver.forward(1))
+    driver.reorder([0, 0])
+    results += [driver.forward(1) for _ in range(6)]
+    driver.crop(40)
+    results += [driver.forward(1) for _ in range(3)]
+    fork = driver.cache.fork()
+    driver.forward(30)
+    results += [driver.forward(1) for _ in range(2)]
+    # The fork goes on from where it was taken.
+    driver.cache, driver.mask = fork, driver.mask[:, : fork.get_seq_length()]
+    results += [driver.forward(1) for _ in range(8)]
+    return results
+
+
+@pytest.mark.factor("kind", [FlatKVCache, ParisKVCache])
+@pytest.mark.factor("store", ["device", "host", "cpu"])
+@pytest.mark.factor("softcap", [None, 4.0])
+@pytest.mark.factor("sinks", [False, True])
+def test_one_call_is_all_the_steps(
+    kind: type[RetrievalCache], store: str, softcap: float | None, sinks: bool
+) -> None:
+    caches = [make_cache(kind, store=store, track_recall=True) for _ in range(2)]
+    got = everything(Driver(caches[0], softcap, sinks))
+    with step_by_step():
+        expected = everything(Driver(caches[1], softcap, sinks))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=ERROR)
+    one, other = (cache.stats()["layers"][0] for cache in caches)
+    assert one["selected"] > 0
+    assert "recall_mass" in one
+    assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_a_step_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for fails in (False, True):
+        driver = Driver(make_cache(ParisKVCache), None, False)
+        driver.forward(100)
+        if fails:
+            before = driver.cache.stats()
+
+            def no_room(*args: object, **kwargs: object) -> None:
+                raise MemoryError("no room for the work space")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(host_step, "run_step", no_room)
+                state = driver.generator.get_state()
+                with pytest.raises(MemoryError, match="no room"):
+                    driver.forward(1)
+            assert driver.cache.stats() == before
+            driver.generator.set_state(state)
+            driver.crop(1)
+        runs.append([driver.forward(1) for _ in range(9)])
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_stores_and_indexes_that_give_no_descriptor_are_asked_step_by_step() -> None:
+    for options in ({"store": "resident"}, {"store": "higgs"}):
+        driver = Driver(make_cache(ParisKVCache, **options), None, False)
+        driver.forward(100)
+        driver.forward(1)
+        assert driver.cache.stats()["layers"][0]["selected"] > 0
