@@ -156,18 +156,21 @@ void absorb(const hfk_request &request, Workspace &space, Stream &stream) {
     }
 }
 
-// The window's rows that a query sees: its own token is the newest of them.
+// The span's rows of the window that its query sees: its own token is the newest of them.
 inline DenseStream window_stream(const hfk_request &request, const hfk_window &window,
                                  const Span &span, int64_t element_bytes) {
     const int64_t kv_head = span.id_head / (request.id_heads / request.kv_heads);
-    const int64_t first = (span.batch * request.kv_heads + kv_head) * window.capacity;
+    const int64_t first =
+        (span.batch * request.kv_heads + kv_head) * window.capacity + span.near_first;
+    const int64_t seen = window.length - (request.queries - 1 - span.query);
+    const int64_t last = span.near_last < seen ? span.near_last : seen;
     const int64_t key_bytes = request.key_dim * element_bytes;
     const int64_t value_bytes = request.value_dim * element_bytes;
     const uint8_t *valid = window.valid;
-    if (valid != nullptr) valid += span.batch * window.valid_stride;
+    if (valid != nullptr) valid += span.batch * window.valid_stride + span.near_first;
     return DenseStream(static_cast<const char *>(window.keys) + first * key_bytes, key_bytes,
                        static_cast<const char *>(window.values) + first * value_bytes, value_bytes,
-                       window.length - (request.queries - 1 - span.query), valid);
+                       last - span.near_first, valid);
 }
 
 template <class I, class T>

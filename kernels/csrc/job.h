@@ -35,7 +35,8 @@ class Job {
         threads_ = std::clamp(request.threads, 1, kMostThreads);
         if (threads_ > 1 && spans_ > 0 && spans_ < kItemsPerThread * threads_) {
             const int64_t wanted = (kItemsPerThread * threads_ + spans_ - 1) / spans_;
-            pieces_ = std::clamp<int64_t>(request.count / kLeastPiece, 1, wanted);
+            const int64_t rows = request.count + near_length();
+            pieces_ = std::clamp<int64_t>(rows / kLeastPiece, 1, wanted);
         }
     }
 
@@ -67,19 +68,17 @@ class Job {
         const Span span = locate(item);
         float *scratch = scratch_.data() + slot * scratch_floats_;
         const int64_t row = first_row(span);
-        // The first piece takes the window along.
-        const hfk_window *window = item % pieces_ == 0 ? window_ : nullptr;
         bool whole;
         if (!attends_) {
             whole = kernel_.score(request_, span, scratch, request_.out + row * request_.count,
                                   request_.queries * request_.count);
         } else if (pieces_ == 1) {
-            whole = kernel_.attend(request_, window, span, scratch, request_.out + row * request_.value_dim,
+            whole = kernel_.attend(request_, window_, span, scratch, request_.out + row * request_.value_dim,
                                    request_.queries * request_.value_dim, request_.lse + row,
                                    request_.queries);
         } else {
             const int64_t part = item * heads_;
-            whole = kernel_.attend(request_, window, span, scratch,
+            whole = kernel_.attend(request_, window_, span, scratch,
                                    part_out_.data() + part * request_.value_dim,
                                    request_.value_dim, part_lse_.data() + part, 1);
         }
@@ -89,19 +88,23 @@ class Job {
     Span locate(int64_t item) const {
         const int64_t piece = item % pieces_;
         int64_t rest = item / pieces_;
-        Span span;
+        Span span{};
         span.query = rest % request_.queries;
         rest /= request_.queries;
         span.id_head = rest % request_.id_heads;
         span.batch = rest / request_.id_heads;
-        span.first = boundary(piece);
-        span.last = boundary(piece + 1);
+        span.first = boundary(request_.count, piece);
+        span.last = boundary(request_.count, piece + 1);
+        span.near_first = boundary(near_length(), piece);
+        span.near_last = boundary(near_length(), piece + 1);
         return span;
     }
 
-    int64_t boundary(int64_t piece) const {
-        if (piece == pieces_) return request_.count;
-        return request_.count * piece / pieces_ / kPieceStep * kPieceStep;
+    int64_t near_length() const { return window_ == nullptr ? 0 : window_->length; }
+
+    int64_t boundary(int64_t count, int64_t piece) const {
+        if (piece == pieces_) return count;
+        return count * piece / pieces_ / kPieceStep * kPieceStep;
     }
 
     // The row of `out` and `lse` of the span's first query head; the next head's is `queries` on.

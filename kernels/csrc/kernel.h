@@ -3,13 +3,16 @@
 
 #include "hf_kvret_host.h"
 
-// One selection: the ids of a batch row, head and query, from `first` up to `last`.
+// One selection, or a piece of it: the ids of a batch row, head and query, from `first` up to `last`,
+// and the window's rows from `near_first` up to `near_last`, as far as the query sees them.
 struct Span {
     int64_t batch;
     int64_t id_head;
     int64_t query;
     int64_t first;
     int64_t last;
+    int64_t near_first;
+    int64_t near_last;
 };
 
 // The codes of one batch row's head, as hfk_paris has them.

@@ -65,7 +65,7 @@ class FlatSearch : public Search {
                                 selection.head * flat_.head_stride) * size;
             const Span span = {selection.batch, selection.head, selection.query,
                                boundary(step_.tokens, piece, pieces),
-                               boundary(step_.tokens, piece + 1, pieces)};
+                               boundary(step_.tokens, piece + 1, pieces), 0, 0};
             kernel_.dense_scores(request, span, keys,
                                  step_.valid + selection.batch * step_.valid_stride, scratch,
                                  scores, stride_);

@@ -91,7 +91,8 @@ class Step {
 
     void attend(int64_t index, float *scratch) {
         const Selection own = selection(index);
-        const Span span = {own.batch, own.head, own.query, 0, request_.count};
+        const Span span = {own.batch,     own.head, own.query, 0,
+                           request_.count, 0,        step_.window.length};
         const int64_t heads = request_.query_heads / request_.id_heads;
         const int64_t row =
             (own.batch * request_.query_heads + own.head * heads) * request_.queries + own.query;
