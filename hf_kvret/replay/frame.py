@@ -41,7 +41,7 @@ class Frame:
         slots = window.start + window.capacity - window.sink
         self.place = Place(
             column=torch.zeros(1, dtype=torch.long, device=device),
-            held=torch.zeros(batch, window.capacity, dtype=torch.bool, device=device),
+            mask=torch.zeros(batch, window.capacity, dtype=torch.bool, device=device),
             slots=torch.zeros(batch, slots, dtype=torch.bool, device=device) if padded else None,
         )
         # Tensors made in inference mode can't be written to outside.
@@ -90,9 +90,9 @@ class Frame:
             place.slots[:, : mask.shape[1]].copy_(mask)
         if place.slots is not None or column != self._next_column:
             before = window.validity(place.slots)
-            place.held[:, :column] = True if before is None else before
-            place.held[:, column:].fill_(False)
-        place.held[:, column] = True if place.slots is None else place.slots[:, window.end]
+            place.mask[:, :column] = True if before is None else before
+            place.mask[:, column:].fill_(False)
+        place.mask[:, column] = True if place.slots is None else place.slots[:, window.end]
         self._next_column = column + 1
 
 

@@ -139,14 +139,14 @@ class StoreChoice:
         return "host" if free is not None and cold_bytes > free // 4 else "device"
 
 
-def _check_fits(told: int | str, budget: int, device: torch.device) -> None:
+def _check_fits(size: int | str, budget: int, device: torch.device) -> None:
     """ValueError for a ``budget`` that is more than all memory of a GPU."""
     if device.type != "cuda":
         return
     _, total = torch.cuda.mem_get_info(device)
     if budget > total:
         raise ValueError(
-            f"device_budget={told!r} is more than all memory of {device}, {total / 1e9:.1f} GB: "
+            f"device_budget={size!r} is more than all memory of {device}, {total / 1e9:.1f} GB: "
             "take less than what the model leaves free, or leave device_budget out and ask for "
             "store='split', which takes half of that"
         )

@@ -102,16 +102,16 @@ class CpuStore(WrappedStore):
         if purpose not in self._staging:
             self._staging[purpose] = _Staging(query.device)
         staging = self._staging[purpose]
-        arrived = staging.send(query, ids)
+        arrival = staging.send(query, ids)
 
         def turn() -> None:
-            arrived.synchronize()
+            arrival.synchronize()
             staging.send_back(work(staging.query, staging.ids))
 
-        done = _worker.submit(turn)
+        future = _worker.submit(turn)
 
         def finish() -> tuple[torch.Tensor, ...]:
-            done.result()
+            future.result()
             return staging.receive()
 
         return finish
@@ -156,7 +156,7 @@ class _Staging:
         self._stream = torch.cuda.Stream(device)
         self._back: torch.cuda.Event | None = None
         self.query = self.ids = torch.empty(0)
-        self._found: tuple[torch.Tensor, ...] = ()
+        self._host_results: tuple[torch.Tensor, ...] = ()
         self._result: tuple[torch.Tensor, ...] = ()
 
     def send(self, query: torch.Tensor, ids: torch.Tensor) -> torch.cuda.Event:
@@ -169,14 +169,14 @@ class _Staging:
                 source.record_stream(self._stream)
             return self._stream.record_event()
 
-    def send_back(self, found: tuple[torch.Tensor, ...]) -> None:
+    def send_back(self, results: tuple[torch.Tensor, ...]) -> None:
         """Start copying results to the device; called by the worker."""
-        held = self._found or found
-        self._found = tuple(map(_pinned_like, held, found))
-        for target, source in zip(self._found, found, strict=True):
+        buffers = self._host_results or results
+        self._host_results = tuple(map(_pinned_like, buffers, results))
+        for target, source in zip(self._host_results, results, strict=True):
             target.copy_(source)
         with torch.cuda.stream(self._stream):
-            self._result = tuple(x.to(self._device, non_blocking=True) for x in self._found)
+            self._result = tuple(x.to(self._device, non_blocking=True) for x in self._host_results)
             self._back = self._stream.record_event()
 
     def receive(self) -> tuple[torch.Tensor, ...]:
@@ -191,8 +191,8 @@ class _Staging:
 
 # Not an inference tensor, which later steps could not write to outside inference mode.
 @torch.inference_mode(False)
-def _pinned_like(held: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Pinned memory with the shape and dtype of ``tensor``; ``held`` itself if it fits."""
-    if held.shape == tensor.shape and held.dtype == tensor.dtype and held.is_pinned():
-        return held
+def _pinned_like(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Pinned memory with the shape and dtype of ``tensor``; ``memory`` itself if it fits."""
+    if memory.shape == tensor.shape and memory.dtype == tensor.dtype and memory.is_pinned():
+        return memory
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -84,7 +84,7 @@ class HostMemory(PageMemory):
     def __init__(self, device: torch.device, reader: torch.device | None = None) -> None:
         super().__init__(reader or device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._written: torch.cuda.Event | None = None
+        self._last_write: torch.cuda.Event | None = None
 
     @property
     def over_bus(self) -> bool:
@@ -105,27 +105,27 @@ class HostMemory(PageMemory):
         if self._stream is None:
             target.copy_(rows)
             return
-        packed = rows.contiguous()
+        source = rows.contiguous()
         self._stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(self._stream):
-            _copy_runs(target, packed)
-        packed.record_stream(self._stream)
-        self._written = self._stream.record_event()
-        copies_from(rows.device).add(self._written, packed.nbytes)
+            _copy_runs(target, source)
+        source.record_stream(self._stream)
+        self._last_write = self._stream.record_event()
+        copies_from(rows.device).add(self._last_write, source.nbytes)
 
     def wait(self) -> None:
-        if self._written is None:
+        if self._last_write is None:
             return
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).wait_event(self._written)
+            torch.cuda.current_stream(self.device).wait_event(self._last_write)
         else:
-            self._written.synchronize()
+            self._last_write.synchronize()
 
     def settle(self) -> None:
-        if self._written is not None:
-            self._written.synchronize()
+        if self._last_write is not None:
+            self._last_write.synchronize()
             # A graph that is being captured can't wait for an event from outside of it.
-            self._written = None
+            self._last_write = None
 
 
 class SplitMemory(PageMemory):
@@ -145,7 +145,7 @@ class SplitMemory(PageMemory):
         self.budget = budget
         self._near, self._far = DeviceMemory(device), HostMemory(device)
         # Bytes of the device's chunks that are held, by address.
-        self._held: dict[int, int] = {}
+        self._chunk_bytes: dict[int, int] = {}
 
     @property
     def over_bus(self) -> bool:
@@ -153,17 +153,17 @@ class SplitMemory(PageMemory):
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         page_bytes = math.prod(shape[1:]) * dtype.itemsize
-        left = self.budget - sum(list(self._held.values()))
-        fitting = left // (page_bytes * least) * least
-        if fitting < least:
+        room = self.budget - sum(list(self._chunk_bytes.values()))
+        pages = room // (page_bytes * least) * least
+        if pages < least:
             return self._far.allocate(shape, dtype)
-        chunk = self._near.allocate((min(fitting, shape[0]), *shape[1:]), dtype)
-        self._held[chunk.data_ptr()] = chunk.nbytes
-        weakref.finalize(chunk, self._held.pop, chunk.data_ptr()).atexit = False
+        chunk = self._near.allocate((min(pages, shape[0]), *shape[1:]), dtype)
+        self._chunk_bytes[chunk.data_ptr()] = chunk.nbytes
+        weakref.finalize(chunk, self._chunk_bytes.pop, chunk.data_ptr()).atexit = False
         return chunk
 
     def on_host(self, chunk: torch.Tensor) -> bool:
-        return chunk.data_ptr() not in self._held
+        return chunk.data_ptr() not in self._chunk_bytes
 
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
         # Without a GPU both are host memory, and both write alike.
@@ -177,12 +177,12 @@ class SplitMemory(PageMemory):
         self._far.settle()
 
 
-def _copy_runs(target: torch.Tensor, packed: torch.Tensor) -> None:
+def _copy_runs(target: torch.Tensor, rows: torch.Tensor) -> None:
     """Asynchronous copies, one per contiguous run of ``target``: a strided one would block."""
     if target.is_contiguous():
-        target.copy_(packed, non_blocking=True)
+        target.copy_(rows, non_blocking=True)
         return
-    for part, source in zip(target, packed, strict=True):
+    for part, source in zip(target, rows, strict=True):
         _copy_runs(part, source)
 
 
@@ -193,9 +193,9 @@ def _pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Strea
     """
     runtime = torch.cuda.cudart()
     size = math.prod(shape) * dtype.itemsize
-    locked = -(-size // _MEMORY_PAGE) * _MEMORY_PAGE
-    raw = _mapped(locked)
-    status = runtime.cudaHostRegister(raw.data_ptr(), locked, 0)
+    pinned_bytes = -(-size // _MEMORY_PAGE) * _MEMORY_PAGE
+    raw = _mapped(pinned_bytes)
+    status = runtime.cudaHostRegister(raw.data_ptr(), pinned_bytes, 0)
     if int(status) != 0:
         raise MemoryError(
             f"cudaHostRegister could not pin {size / 2**30:.1f} GiB of host memory (error "

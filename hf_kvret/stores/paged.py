@@ -41,7 +41,7 @@ class PagedStore(Store):
         self._chunks: list[torch.Tensor] = []
         self._free_pages = 0
         self._own_pages = 0
-        self._expected = 0
+        self._expected_len = 0
         self._table: torch.Tensor | None = None
         self._tail: torch.Tensor | None = None
         self._key_dim = 0
@@ -61,7 +61,7 @@ class PagedStore(Store):
         return far[self._table[:, : self._page_count].cpu().long()].mean().item()
 
     def expect(self, tokens: int) -> None:
-        self._expected = tokens
+        self._expected_len = tokens
 
     def append(self, block: TokenBlock) -> None:
         if block.start != self.length:
@@ -72,13 +72,13 @@ class PagedStore(Store):
         self._key_dim = block.keys.shape[-1]
         offset = self.length % self.page_len
         if offset and self._tail is not None:
-            taken = min(self.page_len - offset, rows.shape[2])
-            self.memory.write(self._tail[:, :, offset : offset + taken], rows[:, :, :taken])
-            rows = rows[:, :, taken:]
+            count = min(self.page_len - offset, rows.shape[2])
+            self.memory.write(self._tail[:, :, offset : offset + count], rows[:, :, :count])
+            rows = rows[:, :, count:]
         elif offset:
             column = self.length // self.page_len
-            held = self._dense(column, column + 1)[:, :, :offset]
-            rows = torch.cat([held.to(rows.device), rows], dim=2)
+            partial = self._dense(column, column + 1)[:, :, :offset]
+            rows = torch.cat([partial.to(rows.device), rows], dim=2)
         if rows.shape[2]:
             self._add_pages(rows, column=-(-(block.end - rows.shape[2]) // self.page_len))
         self.length = block.end
@@ -126,8 +126,8 @@ class PagedStore(Store):
         if self.memory.over_bus and rows.table.is_cuda:
             stream, programs = reading_stream(rows.table.device), BUS_PROGRAMS
             # Both are made before reading begins on that stream, and outlive it.
-            for needed in (rows.table, rows.addresses()):
-                needed.record_stream(stream)
+            for table in (rows.table, rows.addresses()):
+                table.record_stream(stream)
 
         def read(first: int, last: int) -> torch.Tensor:
             self.memory.wait()
@@ -150,7 +150,7 @@ class PagedStore(Store):
         if self._table is not None:
             self._table = self._table.index_select(0, rows.to(self._table.device))
             # What was expected was expected of other rows.
-            self._tail, self._expected = None, 0
+            self._tail, self._expected_len = None, 0
             self._forget_rows()
 
     def crop(self, length: int) -> None:
@@ -229,15 +229,15 @@ class PagedStore(Store):
         self._forget_rows()
         table = [] if self._table is None else [self._table[:, :column]]
         while rows.shape[2]:
-            wanted = -(-rows.shape[2] // self.page_len)
+            page_count = -(-rows.shape[2] // self.page_len)
             first, pages = self._allocate(
-                batch, batch * wanted, (heads, self.page_len, width), rows.dtype
+                batch, batch * page_count, (heads, self.page_len, width), rows.dtype
             )
             columns = len(pages) // batch
             now, rows = rows.tensor_split([columns * self.page_len], dim=2)
-            padded = torch.nn.functional.pad(now, (0, 0, 0, columns * self.page_len - now.shape[2]))
-            paged = padded.view(batch, heads, columns, self.page_len, width).transpose(1, 2)
-            self.memory.write(pages, paged.reshape(pages.shape))
+            whole = torch.nn.functional.pad(now, (0, 0, 0, columns * self.page_len - now.shape[2]))
+            by_page = whole.view(batch, heads, columns, self.page_len, width).transpose(1, 2)
+            self.memory.write(pages, by_page.reshape(pages.shape))
             self._tail = pages.view(batch, columns, *pages.shape[1:])[:, -1]
             # Made there: a copy from the host would wait for the device.
             numbers = torch.arange(
@@ -263,13 +263,13 @@ class PagedStore(Store):
         starts from nothing.
         """
         if pages > self._free_pages:
-            wanted = least * -(-self._expected // self.page_len)
-            missing = wanted - self._own_pages
-            size = max(pages, missing if missing > 0 else self._own_pages // 8)
+            expected_pages = least * -(-self._expected_len // self.page_len)
+            shortfall = expected_pages - self._own_pages
+            size = max(pages, shortfall if shortfall > 0 else self._own_pages // 8)
             chunk = self.memory.allocate((size, *shape), dtype, least)
             self._own_pages += len(chunk)
-            if self._own_pages >= wanted:
-                self._expected = 0
+            if self._own_pages >= expected_pages:
+                self._expected_len = 0
             self._chunks = [*self._chunks, chunk]
             self._addresses = None
             self._free_pages = len(chunk)

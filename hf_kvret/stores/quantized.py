@@ -92,13 +92,13 @@ class QuantizedStore(WrappedStore):
 
     def state_dict(self) -> Tensors:
         """``codes`` and ``scales [B, Hkv, n, bytes]`` uint8, and an empty row of each half."""
-        held = self.rows.state_dict()
-        if not held:
+        rows = self.rows.state_dict()
+        if not rows:
             return {}
         key_like, value_like = (torch.empty(0, dim, dtype=self._dtype) for dim in self._dims)
         return {
-            "codes": held["keys"],
-            "scales": held["values"],
+            "codes": rows["keys"],
+            "scales": rows["values"],
             "bits": torch.tensor(self._bits),
             "key_like": key_like,
             "value_like": value_like,

@@ -62,9 +62,9 @@ class ResidentStore(WrappedStore):
         at_once = buffer.slots // (share * count)
         results = [
             gather_attention(
-                some, buffer.rows, buffer.bring(rows, wanted), scale=scale, softcap=softcap
+                part_query, buffer.rows, buffer.bring(rows, part_ids), scale=scale, softcap=softcap
             )
-            for some, wanted in zip(
+            for part_query, part_ids in zip(
                 query.split(at_once, dim=2), ids.split(at_once, dim=2), strict=True
             )
         ]
