@@ -26,9 +26,9 @@ from hf_kvret_kernels.paged import PagedRows
 class PagedStore(Store):
     """Full-precision rows in the pages of a ``PageMemory``.
 
-    Pages are written once and never freed before the store is: a row or fork that may share the
-    last, partial page takes a copy of it before writing on. So none of the operations of a state
-    follows from its tensors.
+    Pages are written once and freed with the store only. A batch row or fork that may share the
+    last, partial page copies it before writing. So the operations of ``State`` can't be derived
+    from its fields.
     """
 
     def __init__(self, memory: PageMemory, page_len: int = 64) -> None:
@@ -111,9 +111,9 @@ class PagedStore(Store):
         stop: int | None = None,
         device: torch.device | None = None,
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """As every store's; over a bus, the next piece is read while this one is used.
+        """As for every store; over a bus, the next piece is read while this one is in use.
 
-        ``device`` is where pieces are wanted, None for where the page table lies.
+        ``device``: where pieces go; None for the page table's device.
         """
         end = self.length if stop is None else min(stop, self.length)
         if not end:
@@ -125,7 +125,7 @@ class PagedStore(Store):
             rows = PagedRows(rows.chunks, rows.table.to(device), rows.key_dim)
         if self.memory.over_bus and rows.table.is_cuda:
             stream, programs = reading_stream(rows.table.device), BUS_PROGRAMS
-            # Both are made before reading begins on that stream, and outlive it.
+            # Allocated on the current stream, but read on the reading stream.
             for table in (rows.table, rows.addresses()):
                 table.record_stream(stream)
 
@@ -138,18 +138,18 @@ class PagedStore(Store):
     def _split(
         self, pieces: Iterator[tuple[int, torch.Tensor]], end: int
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Pieces of whole pages, from a table column each, as ``chunks`` gives them to ``end``."""
+        """``(start slot, keys, values)`` up to ``end``, of pieces ``(table column, rows)``."""
         for first, rows in pieces:
             start = first * self.page_len
             rows = rows[:, :, : end - start]
             yield start, rows[..., : self._key_dim], rows[..., self._key_dim :]
-            # Not held while the next one is made.
+            # Freed before the next one is made.
             del rows
 
     def reorder(self, rows: torch.Tensor) -> None:
         if self._table is not None:
             self._table = self._table.index_select(0, rows.to(self._table.device))
-            # What was expected was expected of other rows.
+            # The expected length was for other batch rows.
             self._tail, self._expected_len = None, 0
             self._forget_rows()
 
@@ -164,7 +164,7 @@ class PagedStore(Store):
         return twin
 
     def nbytes(self) -> int:
-        """Bytes of pages and table. Pages that are shared with a fork count in both."""
+        """Bytes of pages and table. Pages shared with a fork count in both."""
         table = 0 if self._table is None else self._table.nbytes
         return sum(chunk.nbytes for chunk in self._chunks) + table
 
@@ -174,7 +174,7 @@ class PagedStore(Store):
     def settle(self) -> None:
         self.memory.settle()
         if self._table is not None and self._table.is_cuda:
-            # Made within a captured step, they would be there only after its first replay.
+            # Made now: made within a captured step, they would exist only after its first replay.
             self.paged_rows().addresses()
 
     def uncapturable(self) -> str | None:
@@ -192,7 +192,7 @@ class PagedStore(Store):
         return -(-self.length // self.page_len)
 
     def paged_rows(self) -> PagedRows:
-        """The rows as kernels read them, once what was written before has arrived.
+        """The rows as kernels read them, after waiting for earlier writes.
 
         Valid until the next change of the store. RuntimeError for an empty one.
         """
@@ -200,7 +200,7 @@ class PagedStore(Store):
         return self._placed_rows()
 
     def _placed_rows(self) -> PagedRows:
-        """``paged_rows``, which may not all have arrived."""
+        """``paged_rows`` without waiting for earlier writes."""
         if self._table is None:
             raise RuntimeError("the store is empty: append first")
         if self._rows is None:
@@ -218,7 +218,7 @@ class PagedStore(Store):
         if self.memory.device.type == "cuda" and self.memory.over_bus:
             torch.cuda.current_stream(self.memory.device).synchronize()
         table = self._table[:, first:last]
-        # Each chunk is read where it lies.
+        # Chunks may be on different devices.
         pages = select(self._chunks, table.reshape(-1).long(), device or self.memory.device)
         pages = pages.view(*table.shape, *pages.shape[1:]).transpose(1, 2)
         return pages.flatten(2, 3)
@@ -239,7 +239,7 @@ class PagedStore(Store):
             by_page = whole.view(batch, heads, columns, self.page_len, width).transpose(1, 2)
             self.memory.write(pages, by_page.reshape(pages.shape))
             self._tail = pages.view(batch, columns, *pages.shape[1:])[:, -1]
-            # Made there: a copy from the host would wait for the device.
+            # Made on the device: a copy from the host would wait for it.
             numbers = torch.arange(
                 first, first + len(pages), dtype=torch.int32, device=self.memory.device
             )
@@ -247,7 +247,7 @@ class PagedStore(Store):
         self._table = torch.cat(table, dim=1)
 
     def _forget_rows(self) -> None:
-        """The table is about to change; the pages stay where they are."""
+        """Drop the cached ``PagedRows`` before the table changes; page addresses stay valid."""
         if self._rows is not None and self._rows.page_address is not None:
             self._addresses = self._rows.page_address
         self._rows = None
@@ -257,10 +257,9 @@ class PagedStore(Store):
     ) -> tuple[int, torch.Tensor]:
         """Number of the first of ``pages`` consecutive new pages, and the view of them.
 
-        They may be fewer where the memory has no room for all in one place: a multiple of
-        ``least``. The first chunk has exactly the size of the prompt, or of what was expected;
-        later ones at least an eighth of all that this store made, so that there are few. A fork
-        starts from nothing.
+        There may be fewer, a multiple of ``least``, if the memory has no room for all in one place.
+        The first chunk has exactly the size of the prompt, or the expected size; later ones have
+        at least an eighth of the pages made so far, so that there are few. A fork starts from 0.
         """
         if pages > self._free_pages:
             expected_pages = least * -(-self._expected_len // self.page_len)

@@ -1,4 +1,4 @@
-"""SlotBuffer: rows on the device for those tokens that are in use, and which token lies where."""
+"""SlotBuffer: a cache of rows on the device, and the map from tokens to its slots."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SlotBuffer(State):
 
     @classmethod
     def empty(cls, rows: PagedRows, slots: int) -> Self:
-        """A buffer of ``slots`` for what is fetched from ``rows``."""
+        """An empty buffer of ``slots`` for rows fetched from ``rows``."""
         lead, device = (rows.table.shape[0], rows.heads), rows.table.device
 
         def numbers(*shape: int) -> torch.Tensor:
@@ -78,9 +78,9 @@ class SlotBuffer(State):
         return self._rows
 
     def bring(self, rows: PagedRows, ids: torch.Tensor) -> torch.Tensor:
-        """Fetch what is missing of ``ids [B, H, Q, k]`` from ``rows``; returns everyone's slots.
+        """Fetch the rows of ``ids [B, H, Q, k]`` that are missing; returns the slots of all ids.
 
-        H is Hkv or a multiple. The slots, in the shape of ids, hold until the next call.
+        H is Hkv or a multiple. The slots, in the shape of ids, are valid until the next call.
         """
         tokens = ids.reshape(*self.memory.shape[:2], -1)
         places, fetch_slots = assign(self.slot_map, tokens)
@@ -90,13 +90,13 @@ class SlotBuffer(State):
         return places.view(ids.shape)
 
     def find(self, ids: torch.Tensor) -> torch.Tensor:
-        """The slots of ``ids [B, H, Q, k]``, -1 for tokens that are not here."""
+        """The slots of ``ids [B, H, Q, k]``, -1 for tokens without one."""
         tokens = ids.reshape(*self.memory.shape[:2], -1)
         places = self._table.gather(2, tokens.clamp(min=0).long())
         return places.masked_fill(tokens < 0, _EMPTY).view(ids.shape)
 
     def cover(self, tokens: int) -> None:
-        """Let the table reach over ``tokens``."""
+        """Grow the table to at least ``tokens``."""
         table = self._table
         shortfall = tokens - table.shape[2]
         if shortfall > 0:
@@ -104,7 +104,7 @@ class SlotBuffer(State):
             self._table = torch.nn.functional.pad(table, (0, step), value=_EMPTY)
 
     def widen(self, slots: int) -> None:
-        """Make it ``slots`` slots, at least as many as there are."""
+        """Grow to ``slots`` slots; never fewer than now."""
         more = slots - self.slots
         self.memory = torch.nn.functional.pad(self.memory, (0, 0, 0, more))
         self._token, self._stamp = (

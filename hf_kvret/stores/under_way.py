@@ -1,4 +1,4 @@
-"""Copies from a device to the host that have not ended, and a bound on what they hold."""
+"""Pending copies from a device to the host, and a bound on the memory that they keep alive."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class CopyEvent(Protocol):
 
 
 class CopiesUnderWay:
-    """What is being copied from one device, oldest first.
+    """Pending copies from one device, oldest first.
 
     The rows of a copy stay in device memory until it ends. The host launches layers far ahead of
-    the device, and rows of every layer that it launched would be held at once; so it waits for the
-    oldest copies when more than ``most_bytes`` are under way. The device doesn't wait: it has the
-    work of the layers in between. Threads share it; one that waits holds up no other.
+    the device, so the rows of all launched layers would be in memory at once. Therefore the host
+    waits for the oldest copies when more than ``most_bytes`` are pending. The device does not idle:
+    it has the work of the layers in between. Threads share it; a waiting one does not block others.
     """
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
@@ -72,5 +72,5 @@ class CopiesUnderWay:
 
 
 def copies_from(device: torch.device) -> CopiesUnderWay:
-    """Those of ``device``: of all stores and caches of the process."""
+    """The pending copies from ``device``, of all stores and caches of the process."""
     return _copies.setdefault(device, CopiesUnderWay())

@@ -50,8 +50,8 @@ def _inverted_file(cold: ColdTokens) -> InvertedFile:
 
 def _fall(one: InvertedFile) -> None:
     """One row's lists hold too little now."""
-    assert one._covered is not None
-    one._covered = one._covered * torch.tensor([1.0, 10.0])
+    assert one._coverage is not None
+    one._coverage = one._coverage * torch.tensor([1.0, 10.0])
 
 
 def _work(name: str, cold: ColdTokens) -> tuple[list[InvertedFile], Callable[[], object]]:
@@ -62,7 +62,7 @@ def _work(name: str, cold: ColdTokens) -> tuple[list[InvertedFile], Callable[[],
     one = _inverted_file(cold)
     joining: list[Bundle] = []
     if name == "anew":
-        one.listed = -(10**6)
+        one.listed_len = -(10**6)
     elif name == "coverage":
         _fall(one)
     else:

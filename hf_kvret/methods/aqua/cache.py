@@ -109,12 +109,12 @@ class AquaKVCache(RetrievalCache):
 
 def _check_backbone(options: AquaConfig, artifact: CalibrationArtifact) -> None:
     """ValueError for predictors that learned through another codec, unless they knew none."""
-    learned = artifact.options.get("backbone")
-    coded = NOT_CODED not in (options.bits, artifact.options.get("bits"))
-    if coded and options.backbone != learned:
+    backbone = artifact.options.get("backbone")
+    has_codes = NOT_CODED not in (options.bits, artifact.options.get("bits"))
+    if has_codes and options.backbone != backbone:
         raise ValueError(
             f"backbone={options.backbone!r}, and the aqua artifact of {artifact.model.name} was "
-            f"learned with {learned!r}: pass backbone={learned!r}, or calibrate with `--backbone "
+            f"learned with {backbone!r}: pass backbone={backbone!r}, or calibrate with `--backbone "
             f"{options.backbone}`"
         )
 

@@ -52,20 +52,20 @@ def make_codec(
     """The codec of rows; None for 16 bits."""
     if bits == NOT_CODED:
         return None
-    made = (
+    codec = (
         higgs.HiggsCodec(bits, group, seed=seed)
         if backbone == "higgs"
         else higgs.MinMaxCodec(bits, group)
     )
-    return made.to(device)
+    return codec.to(device)
 
 
 def recode(x: torch.Tensor, codec: higgs.Codec | None) -> torch.Tensor:
     """What is left of rows ``[n, W]`` after coding, fp32; ``x`` itself without a codec."""
     if codec is None:
         return x
-    coded = codec.encode(x)
-    return codec.decode(coded.codes, coded.scales, torch.float32)
+    pair = codec.encode(x)
+    return codec.decode(pair.codes, pair.scales, torch.float32)
 
 
 class Tally:
@@ -78,8 +78,8 @@ class Tally:
         """Take in rows ``[n, W]``."""
         x = x.double()
         count, total, squares = self._sums.get(name, (0, 0.0, 0.0))
-        found = total + x.sum(0), squares + x.square().sum(0)
-        self._sums[name] = (count + len(x), *found)
+        sums = total + x.sum(0), squares + x.square().sum(0)
+        self._sums[name] = (count + len(x), *sums)
 
     def variance_share(self, name: str, of: str) -> float | None:
         """The variance of ``name`` over that of ``of``, each about the means of its own numbers."""

@@ -89,10 +89,10 @@ class AquaConfig(RetrievalConfig):
             "predictor": _PREDICTORS,
             "keep": _KEEP,
         }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                shown = ", ".join(map(repr, allowed))
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {shown}")
+        for name, values in choices.items():
+            if getattr(self, name) not in values:
+                names = ", ".join(map(repr, values))
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {names}")
         if not self.takes_store(self.store):
             raise ValueError(
                 f"store={self.store!r}: AQUA-KV reads all cold tokens at each step and rebuilds "

@@ -31,8 +31,8 @@ class BytePages(PagedStore):
             return self.gathered(first, last)
         start = first // self.page_len
         dense = self._dense(start, -(-last // self.page_len))
-        skipped = start * self.page_len
-        dense = dense[:, :, first - skipped : last - skipped].to(self.memory.device)
+        offset = start * self.page_len
+        dense = dense[:, :, first - offset : last - offset].to(self.memory.device)
         return dense[..., : self._key_dim], dense[..., self._key_dim :]
 
     def gathered(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,8 +40,8 @@ class BytePages(PagedStore):
         in host memory before they cross the bus."""
         rows = self.paged_rows()
         ids = torch.arange(first, last, dtype=torch.int32, device=rows.table.device)
-        found = rows.gather(ids.expand(len(rows.table), rows.heads, 1, -1))
-        return found[0][:, :, 0], found[1][:, :, 0]
+        pair = rows.gather(ids.expand(len(rows.table), rows.heads, 1, -1))
+        return pair[0][:, :, 0], pair[1][:, :, 0]
 
 
 class DecodedStore(Store):
@@ -89,8 +89,8 @@ class DecodedStore(Store):
 
     def _dense(self, ids: torch.Tensor) -> tuple[PagedStore, torch.Tensor]:
         """A store with the tokens that ids name, and those between them; ids as it counts."""
-        named = ids[ids >= 0]
-        first, last = (int(named.min()), int(named.max()) + 1) if len(named) else (0, 1)
+        slots = ids[ids >= 0]
+        first, last = (int(slots.min()), int(slots.max()) + 1) if len(slots) else (0, 1)
         rows = PagedStore(DeviceMemory(self.memory.device))
         for start, keys, values in self.pieces(first, last):
             rows.append(TokenBlock(keys, values, start - first))

@@ -64,9 +64,9 @@ class KiviStore(DecodedStore):
             keys = torch.cat([self._newest, keys], dim=1)
         whole = keys.shape[1] // self.group * self.group
         if whole:
-            grouped = keys[:, :whole].unflatten(1, (-1, self.group)).transpose(2, 3)
-            coded = [x.flatten(2)[:, None] for x in self._key_codec.encode(grouped)]
-            self._key_groups.append(TokenBlock(coded[0], coded[1], len(self._key_groups)))
+            groups = keys[:, :whole].unflatten(1, (-1, self.group)).transpose(2, 3)
+            parts = [x.flatten(2)[:, None] for x in self._key_codec.encode(groups)]
+            self._key_groups.append(TokenBlock(parts[0], parts[1], len(self._key_groups)))
         self._newest = keys[:, whole:].clone()
         codes, scales = self._value_codec.encode(joined(block.values))
         self._values.append(TokenBlock(codes[:, None], scales[:, None], block.start))
@@ -143,16 +143,16 @@ class KiviStore(DecodedStore):
     def _keys(self, first: int, last: int) -> torch.Tensor:
         """``[B, last - first, H * Dk]`` of slots ``first .. last``."""
         assert self._newest is not None
-        coded = len(self._key_groups) * self.group
-        newest = self._newest[:, max(0, first - coded) : max(0, last - coded)]
-        if first >= min(last, coded):
+        group_end = len(self._key_groups) * self.group
+        newest = self._newest[:, max(0, first - group_end) : max(0, last - group_end)]
+        if first >= min(last, group_end):
             return newest
-        lowest, highest = first // self.group, -(-min(last, coded) // self.group)
+        lowest, highest = first // self.group, -(-min(last, group_end) // self.group)
         codec, width = self._key_codec, self._shape[0] * self._shape[1]
         codes, scales = (
             x[:, 0].unflatten(2, (width, -1)) for x in self._key_groups.read(lowest, highest)
         )
-        found = codec.decode(codes, scales, self._dtype).transpose(2, 3).flatten(1, 2)
-        skipped = lowest * self.group
-        found = found[:, first - skipped : min(last, coded) - skipped]
-        return torch.cat([found, newest], dim=1)
+        keys = codec.decode(codes, scales, self._dtype).transpose(2, 3).flatten(1, 2)
+        offset = lowest * self.group
+        keys = keys[:, first - offset : min(last, group_end) - offset]
+        return torch.cat([keys, newest], dim=1)

@@ -21,7 +21,7 @@ def fit_mlp(
     hidden: int,
     steps: int,
     seed: int,
-    progress: Callable[[int], object] = lambda done: None,
+    progress: Callable[[int], object] = lambda count: None,
 ) -> dict[str, torch.Tensor]:
     """``hidden.weight``, ``hidden.bias``, ``out.weight`` and ``bias``.
 
@@ -60,8 +60,8 @@ def fit_mlp(
         x, y = rows.at(torch.randint(len(rows), (BATCH,), generator=generator))
         x, y = (x - centre) / spread.float(), (y - aim) / scale.float()
         with torch.enable_grad():
-            found = F.linear(F.gelu(F.linear(x, *weights[:2])), *weights[2:])
-            loss = F.mse_loss(found, y)
+            outputs = F.linear(F.gelu(F.linear(x, *weights[:2])), *weights[2:])
+            loss = F.mse_loss(outputs, y)
             adam.zero_grad()
             loss.backward()
         adam.step()

@@ -42,7 +42,7 @@ class AquaStore(DecodedStore):
         self.plan = plan
         self._pages = BytePages(memory)
         self._coder: RowCoder | None = None
-        self._left: Rows | None = None
+        self._reconstruction: Rows | None = None
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -54,7 +54,7 @@ class AquaStore(DecodedStore):
     @property
     def reconstruction(self) -> Rows | None:
         """What is left for the layer above now."""
-        return self._left
+        return self._reconstruction
 
     def append(self, block: TokenBlock) -> None:
         if block.start != len(self):
@@ -85,13 +85,13 @@ class AquaStore(DecodedStore):
         self, piece_len: int = PIECE, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """As every store's; all tokens where they are decoded: the layer above needs them all."""
-        end, left = len(self), self._left
+        end, reconstruction = len(self), self._reconstruction
         if self._full:
             yield from self._pages.chunks(piece_len, stop)
             return
-        if left is not None and left.covers(0, end):
+        if reconstruction is not None and reconstruction.covers(0, end):
             for first, last in spans(0, end, piece_len):
-                keys, values = self._attended(left.part(first, last))
+                keys, values = self._attended(reconstruction.part(first, last))
                 # Copies: the layer above writes over what is left.
                 yield first, keys.clone(), values.clone()
             return
@@ -99,42 +99,44 @@ class AquaStore(DecodedStore):
         coder, source = self._coder.unpacked(), self._take_below(0, end)
         target: Rows | None = None
         for first, last in spans(0, end, piece_len):
-            given = self._lent(first, last) if source is None else source.part(first, last)
-            rows = self._decode(coder, first, last, given)
+            below = self._lend_below(first, last) if source is None else source.part(first, last)
+            rows = self._decode(coder, first, last, below)
             if self.plan.feeds:
                 target = target or _room(source, rows, 0, end)
                 target.put(rows)
             yield first, *self._attended(rows)
-        self._left = target
+        self._reconstruction = target
 
     def reset(self) -> None:
         super().reset()
-        self._coder = self._left = None
+        self._coder = self._reconstruction = None
 
     def reorder(self, rows: torch.Tensor) -> None:
         """As every state's; what is left for the layer above was of other rows."""
         super().reorder(rows)
-        self._left = None
+        self._reconstruction = None
 
     def crop(self, length: int) -> None:
         """As every state's; what is left for the layer above has more tokens."""
         super().crop(length)
-        self._left = None
+        self._reconstruction = None
 
     def fork(self) -> Self:
         """As every state's; what is left is for the layer above in the other cache."""
         twin = super().fork()
-        twin._left = None
+        twin._reconstruction = None
         return twin
 
     def nbytes(self) -> int:
         """As every state's, with a reconstruction that is left."""
-        return super().nbytes() + (0 if self._left is None else self._left.nbytes)
+        return super().nbytes() + (
+            0 if self._reconstruction is None else self._reconstruction.nbytes
+        )
 
     def shared_nbytes(self) -> int:
         """The layer's predictors."""
-        learned = None if self._coder is None else self._coder.learned
-        return 0 if learned is None else learned.nbytes
+        predictors = None if self._coder is None else self._coder.predictors
+        return 0 if predictors is None else predictors.nbytes
 
     def row_nbytes(self, plain: int) -> int:
         return plain if self._full or self._coder is None else self._coder.row_nbytes
@@ -154,8 +156,8 @@ class AquaStore(DecodedStore):
         state["dtype"] = torch.zeros(1, dtype=coder.dtype)
         if len(self._positions):
             state["positions"] = self._positions.rows.cpu().contiguous()
-        if coder.learned is not None:
-            state["learned"] = torch.tensor(coder.learned.fingerprint)
+        if coder.predictors is not None:
+            state["learned"] = torch.tensor(coder.predictors.fingerprint)
         return state
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
@@ -165,8 +167,8 @@ class AquaStore(DecodedStore):
         heads, key_dim, value_dim = map(int, state["shape"])
         dtype, lowest = state["dtype"].dtype, self.below() is None
         self._coder = RowCoder.of(self.plan, lowest, (heads, key_dim, value_dim), dtype, device)
-        learned = self._coder.learned
-        if learned is not None and learned.fingerprint != int(state["learned"]):
+        predictors = self._coder.predictors
+        if predictors is not None and predictors.fingerprint != int(state["learned"]):
             raise ValueError(
                 f"the cache was saved with another artifact than {self.plan.options.artifact} is "
                 "now: its codes are of what other predictors missed. Bring that artifact back, or "
@@ -179,8 +181,8 @@ class AquaStore(DecodedStore):
     @property
     def _full(self) -> bool:
         """Whether rows are here in full, as attention reads them."""
-        coded = self._coder is not None and self._coder.bits != NOT_CODED
-        return not coded or self.plan.options.keep == "rows"
+        has_codes = self._coder is not None and self._coder.bits != NOT_CODED
+        return not has_codes or self.plan.options.keep == "rows"
 
     def _encode(self, coder: RowCoder, block: TokenBlock) -> None:
         # Later blocks are left to ``chunks``, which comes in the same pass and leaves all tokens.
@@ -190,18 +192,18 @@ class AquaStore(DecodedStore):
         coder, parts = coder.unpacked(), []
         for first, last in spans(block.start, block.end, PIECE):
             where = slice(first - block.start, last - block.start)
-            given = self._lent(first, last) if source is None else source.part(first, last)
+            below = self._lend_below(first, last) if source is None else source.part(first, last)
             keys = coder.before(block.keys[:, :, where], self._positions_of(first, last))
             values = joined(block.values[:, :, where])
-            codes, scales, rows = coder.encode(first, keys, values, given)
+            codes, scales, rows = coder.encode(first, keys, values, below)
             if leaves:
                 target = target or _room(source, rows, block.start, block.end)
                 target.put(rows)
             parts.append(self._attended(rows) if self._full else (codes[:, None], scales[:, None]))
         # Together, so that the pages of a prompt have exactly its size.
-        kept = [torch.cat(side, dim=2) for side in zip(*parts, strict=True)]
-        self._pages.append(TokenBlock(kept[0], kept[1], block.start))
-        self._left = target
+        sides = [torch.cat(side, dim=2) for side in zip(*parts, strict=True)]
+        self._pages.append(TokenBlock(sides[0], sides[1], block.start))
+        self._reconstruction = target
 
     def _decode(self, coder: RowCoder, first: int, last: int, below: Rows | None) -> Rows:
         codes, scales = (x[:, 0] for x in self._pages.read(first, last))
@@ -213,16 +215,16 @@ class AquaStore(DecodedStore):
 
     def _lend(self, first: int, last: int) -> Rows:
         """Reconstruction of slots ``first .. last``: a view of what is left, or made now."""
-        if self._left is not None and self._left.covers(first, last):
-            return self._left.part(first, last)
+        if self._reconstruction is not None and self._reconstruction.covers(first, last):
+            return self._reconstruction.part(first, last)
         coder = self._coder
         assert coder is not None, "in a pass, the layer below comes first"
         if self._full:
             keys, values = self._pages.read(first, last)
             return coder.rows(first, keys, values, self._positions_of(first, last))
-        return self._decode(coder, first, last, self._lent(first, last))
+        return self._decode(coder, first, last, self._lend_below(first, last))
 
-    def _predicting(self) -> AquaStore | None:
+    def _source_store(self) -> AquaStore | None:
         """The store that this one is predicted from; None for an anchor."""
         if self.plan.previous is None:
             return None
@@ -230,18 +232,22 @@ class AquaStore(DecodedStore):
         assert isinstance(below, AquaStore) and below.plan.layer == self.plan.previous
         return below
 
-    def _lent(self, first: int, last: int) -> Rows | None:
-        below = self._predicting()
+    def _lend_below(self, first: int, last: int) -> Rows | None:
+        below = self._source_store()
         return None if below is None else below._lend(first, last)
 
     def _take_below(self, first: int, last: int) -> Rows | None:
         """What the layer below left, if it is just this; it has nothing left then."""
-        below = self._predicting()
-        left = None if below is None else below._left
-        if below is None or left is None or (left.start, left.end) != (first, last):
+        below = self._source_store()
+        reconstruction = None if below is None else below._reconstruction
+        if (
+            below is None
+            or reconstruction is None
+            or (reconstruction.start, reconstruction.end) != (first, last)
+        ):
             return None
-        below._left = None
-        return left
+        below._reconstruction = None
+        return reconstruction
 
     def _positions_of(self, first: int, last: int) -> torch.Tensor | None:
         if self._coder is None or not self._coder.turns:
@@ -254,15 +260,15 @@ class AquaStore(DecodedStore):
 
     def _keep_positions(self, block: TokenBlock) -> None:
         assert block.positions is not None, "the cache says that they are needed"
-        held, given = self._positions, block.positions[:, None]
-        behind = held.rows[:, :, block.end :].clone() if len(held) else given[:, :, :0]
-        if len(held) > block.start:
-            known = held.rows[:, :, block.start : block.end]
-            known = torch.nn.functional.pad(known, (0, len(block) - known.shape[2]))
-            given = torch.where(given == UNKNOWN_POSITION, known, given)
-        held.crop(block.start)
-        held.append(given)
-        held.append(behind)
+        buffer, new = self._positions, block.positions[:, None]
+        behind = buffer.rows[:, :, block.end :].clone() if len(buffer) else new[:, :, :0]
+        if len(buffer) > block.start:
+            old = buffer.rows[:, :, block.start : block.end]
+            old = torch.nn.functional.pad(old, (0, len(block) - old.shape[2]))
+            new = torch.where(new == UNKNOWN_POSITION, old, new)
+        buffer.crop(block.start)
+        buffer.append(new)
+        buffer.append(behind)
 
 
 def _room(source: Rows | None, rows: Rows, start: int, end: int) -> Rows:

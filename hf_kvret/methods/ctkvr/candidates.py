@@ -35,18 +35,18 @@ class Candidates:
         each list, from its best on.
         """
         lists = queue.recall(query, probes)
-        held = valid.shape[1]
+        length = valid.shape[1]
         newest = torch.arange(
-            held - 1, held - 1 - pending, -1, dtype=torch.int32, device=query.device
+            length - 1, length - 1 - pending, -1, dtype=torch.int32, device=query.device
         )
         if in_turn:
             width = max(lists.shape[-1], pending)
             lists = pad(lists, (0, width - lists.shape[-1]), value=-1)
             last = pad(newest, (0, width - pending), value=-1).expand(*lists.shape[:3], 1, width)
-            named = torch.cat([lists, last], dim=3).transpose(3, 4).flatten(3)
+            ids = torch.cat([lists, last], dim=3).transpose(3, 4).flatten(3)
         else:
-            named = torch.cat([lists.flatten(3), newest.expand(*lists.shape[:3], -1)], dim=3)
-        return cls(centroid.unite(named, valid))
+            ids = torch.cat([lists.flatten(3), newest.expand(*lists.shape[:3], -1)], dim=3)
+        return cls(centroid.unite(ids, valid))
 
     def top(self, relevance: torch.Tensor, count: int) -> torch.Tensor:
         """``[B, H, Q, count]`` int32 ids of the highest ``relevance [B, H, Q, M]``, then -1."""

@@ -27,17 +27,17 @@ class InvertedFile(State):
 
     Attributes:
         queue: the centroids; None before the first lists.
-        listed: tokens that the lists were made from; later ones are pending.
+        listed_len: tokens that the lists were made from; later ones are pending.
         list_builds: how often lists over all keys were made.
         keys_scored: keys that were read for it, over batch and KV heads.
     """
 
     queue: CentroidQueue | None = part(lambda: CentroidQueue(0, 0), key="", optional=True)
-    listed: int = number(0)
+    listed_len: int = number(0, key="listed")
     list_builds: int = number(0, saved=False, anew=True)
     keys_scored: int = number(0, saved=False, anew=True)
     # Share of the tokens that were in any list, [B] fp32, when it was last looked at.
-    _covered: torch.Tensor | None = tensor(optional=True, shared=True)
+    _coverage: torch.Tensor | None = tensor(key="covered", optional=True, shared=True)
 
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
@@ -47,7 +47,7 @@ class InvertedFile(State):
         self._list_all(cold, queries, slots, causal=self.options.causal)
 
     def keep_up(
-        self, cold: ColdTokens, joining: list[tuple[torch.Tensor, torch.Tensor]], flushed: bool
+        self, cold: ColdTokens, bundles: list[tuple[torch.Tensor, torch.Tensor]], flushed: bool
     ) -> None:
         """Add centroids; make all lists anew where too much is pending or they hold too little.
 
@@ -55,28 +55,28 @@ class InvertedFile(State):
         turned cold just before.
 
         Args:
-            joining: queries ``[B, H, m, G, D]`` with slots ``[B, m]``, for lists over all keys.
+            bundles: queries ``[B, H, m, G, D]`` with slots ``[B, m]``, for lists over all keys.
         """
         options, queue = self.options, self.queue
         assert queue is not None
         queue.room = max(queue.room, options.centroids_for(len(cold)))
-        late = options.pending and len(cold) - self.listed > options.pending
-        wanted = options.list_len(len(cold), cold.budget)
-        if late or queue.width < _SHORT * wanted:
-            self._list_all(cold, *joined([*queue.generations(), *joining]))
+        late = options.pending and len(cold) - self.listed_len > options.pending
+        list_len = options.list_len(len(cold), cold.budget)
+        if late or queue.width < _SHORT * list_len:
+            self._list_all(cold, *joined([*queue.generations(), *bundles]))
             return
-        for queries, slots in joining:
+        for queries, slots in bundles:
             self._join(cold, queries, slots, queue)
-        if flushed and self._covered is not None:
+        if flushed and self._coverage is not None:
             self._list_where_coverage_fell(cold, queue)
 
     def pending(self, cold_len: int) -> int:
         """Tokens that every query recalls beside the lists."""
-        return cold_len - min(cold_len, self.listed) if self.options.pending else 0
+        return cold_len - min(cold_len, self.listed_len) if self.options.pending else 0
 
     def crop(self, length: int) -> None:
         """Take all slots from ``length`` on off the lists."""
-        self.listed = min(self.listed, length)
+        self.listed_len = min(self.listed_len, length)
         super().crop(length)
 
     def stats(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class InvertedFile(State):
             "centroids": 0 if self.queue is None else len(self.queue),
             "list_builds": self.list_builds,
             "keys_scored": self.keys_scored,
-            "coverage": None if self._covered is None else float(self._covered.mean()),
+            "coverage": None if self._coverage is None else float(self._coverage.mean()),
         }
 
     def _list_all(
@@ -98,9 +98,9 @@ class InvertedFile(State):
         queue = CentroidQueue(self.options.centroids_for(len(cold)), width)
         queue.push(queries, slots, parts, len(cold))
         self.queue = queue
-        self.listed = len(cold)
+        self.listed_len = len(cold)
         if self.options.coverage > 0 and self.options.update_lists == "recalled":
-            self._covered = share_listed(self.queue, cold.valid, self.listed)
+            self._coverage = share_listed(self.queue, cold.valid, self.listed_len)
 
     def _join(
         self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor, queue: CentroidQueue
@@ -113,17 +113,17 @@ class InvertedFile(State):
         # Padding of one row must not push centroids of another out: row by row, it goes first.
         everyone, places = joined([*queue.generations(), (queries, slots)])
         order = _order(places)
-        ordered = CentroidQueue(queue.room, queue.width)
-        ordered.push(
+        replacement = CentroidQueue(queue.room, queue.width)
+        replacement.push(
             *_dead_first(everyone, places), _in_order(queue, parts, slots, order), len(cold)
         )
-        self.queue = ordered
+        self.queue = replacement
 
     def _list_where_coverage_fell(self, cold: ColdTokens, queue: CentroidQueue) -> None:
         """Make new lists for the batch rows whose lists hold too few of the tokens."""
-        assert self._covered is not None
-        found = share_listed(queue, cold.valid, self.listed)
-        low = found < self.options.coverage * self._covered
+        assert self._coverage is not None
+        coverage = share_listed(queue, cold.valid, self.listed_len)
+        low = coverage < self.options.coverage * self._coverage
         if not bool(low.any()):
             return
         queries, slots = queue.live()
@@ -131,12 +131,12 @@ class InvertedFile(State):
         # What is next to a row in a batch must not change it.
         order = torch.arange(len(queue), device=slots.device).expand(len(slots), -1)
         parts = _either(low[:, None].expand_as(slots), parts, queue, order)
-        renewed = CentroidQueue(queue.room, queue.width)
-        renewed.push(queries, slots, parts, len(cold))
-        self.queue = renewed
+        replacement = CentroidQueue(queue.room, queue.width)
+        replacement.push(queries, slots, parts, len(cold))
+        self.queue = replacement
         # Not to be asked about again before it is lower still.
-        found = share_listed(self.queue, cold.valid, self.listed)
-        self._covered = torch.where(low, found, self._covered)
+        coverage = share_listed(self.queue, cold.valid, self.listed_len)
+        self._coverage = torch.where(low, coverage, self._coverage)
 
     def _lists(
         self,
@@ -178,15 +178,15 @@ def _in_order(
 
 
 def _either(
-    chosen: torch.Tensor, parts: Iterable[torch.Tensor], queue: CentroidQueue, order: torch.Tensor
+    mask: torch.Tensor, parts: Iterable[torch.Tensor], queue: CentroidQueue, order: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """Lists of ``parts`` where ``chosen [B, m]``, else those of ``queue`` at ``order [B, m]``."""
-    done = 0
+    """Lists of ``parts`` where ``mask [B, m]``, else those of ``queue`` at ``order [B, m]``."""
+    start = 0
     for lists in parts:
-        for made in lists.split(queue.some, dim=2):
-            some = slice(done, done + made.shape[2])
-            yield torch.where(chosen[:, None, some, None], made, queue.lists_of(order[:, some]))
-            done = some.stop
+        for piece in lists.split(queue.some, dim=2):
+            some = slice(start, start + piece.shape[2])
+            yield torch.where(mask[:, None, some, None], piece, queue.lists_of(order[:, some]))
+            start = some.stop
 
 
 def best_keys(
@@ -210,7 +210,7 @@ def best_keys(
             # Not held while the next one is made.
             del keys
 
-    made = 0
+    start = 0
     for ids in centroid.key_lists(
         queries,
         pieces,
@@ -220,10 +220,10 @@ def best_keys(
         softcap=cold.softcap,
         positions=slots if causal else None,
     ):
-        dead = slots[:, made : made + ids.shape[2]] < 0
-        made += ids.shape[2]
+        dead = slots[:, start : start + ids.shape[2]] < 0
+        start += ids.shape[2]
         yield ids.masked_fill_(dead[:, None, :, None], -1)
-    assert made == count, "there is a list for each centroid"
+    assert start == count, "there is a list for each centroid"
 
 
 def share_listed(queue: CentroidQueue, valid: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -236,6 +236,6 @@ def share_listed(queue: CentroidQueue, valid: torch.Tensor, tokens: int) -> torc
     for ids in queue.pieces():
         flat = ids.flatten(2).long()
         marks.scatter_(2, flat.masked_fill((flat < 0) | (flat >= count), count), True)
-    counted = valid[:, None, :count]
-    found = (marks[..., :count] & counted).sum(-1).float().mean(1)
-    return found / counted.sum(-1)[:, 0].clamp(min=1)
+    token_mask = valid[:, None, :count]
+    share_sum = (marks[..., :count] & token_mask).sum(-1).float().mean(1)
+    return share_sum / token_mask.sum(-1)[:, 0].clamp(min=1)

@@ -106,13 +106,16 @@ class InvertedLists(State):
             zeros = torch.zeros_like(self._low.rows, dtype=torch.uint8)
             self._high.append(zeros)
 
-    def similarity(self, query: torch.Tensor, dropped: int = 0) -> torch.Tensor:
-        """``[B, H, Q, m]`` fp32 of ``query [B, H, Q, G, D]``; -inf for the ``dropped`` oldest."""
-        found = centroid.similarity(query, self.queries, self._inverse.rows)
-        gone = (self.slots < 0)[:, None, None]
-        if dropped:
-            gone = gone | (torch.arange(len(self), device=query.device) < dropped)
-        return found.masked_fill(gone, float("-inf"))
+    def similarity(self, query: torch.Tensor, drop_count: int = 0) -> torch.Tensor:
+        """``[B, H, Q, m]`` fp32 of ``query [B, H, Q, G, D]``.
+
+        -inf for the oldest ``drop_count``.
+        """
+        result = centroid.similarity(query, self.queries, self._inverse.rows)
+        mask = (self.slots < 0)[:, None, None]
+        if drop_count:
+            mask = mask | (torch.arange(len(self), device=query.device) < drop_count)
+        return result.masked_fill(mask, float("-inf"))
 
     def take(self, index: torch.Tensor) -> torch.Tensor:
         """``[B, H, Q, c, rho]`` int32 lists of the centroids ``index [B, H, Q, c]``."""
@@ -123,10 +126,10 @@ class InvertedLists(State):
         """Take all slots from ``length`` on off the lists; no centroid goes."""
         if not len(self):
             return
-        held = self.fork()
+        old = self.fork()
         self._low, self._high = _small(), _small()
-        left = (ids.masked_fill_(ids >= length, -1) for ids in held.pieces())
-        self._pack(left, self.queries, len(held._high) > 0)
+        lists = (ids.masked_fill_(ids >= length, -1) for ids in old.pieces())
+        self._pack(lists, self.queries, len(old._high) > 0)
 
     def list_nbytes(self) -> int:
         """Bytes of one list of one head and batch row."""
@@ -142,14 +145,14 @@ class InvertedLists(State):
         room = {"low": self._low.reserve(count, like)}
         if wide:
             room["high"] = self._high.reserve(count, like.byte())
-        done = 0
+        start = 0
         for ids in parts:
             for name, plane in room.items():
-                into = plane[:, :, done : done + ids.shape[2]]
+                into = plane[:, :, start : start + ids.shape[2]]
                 into[..., : ids.shape[3]] = _low(ids) if name == "low" else _high(ids)
                 into[..., ids.shape[3] :] = 0
-            done += ids.shape[2]
-        assert done == count, "there is a list for each centroid"
+            start += ids.shape[2]
+        assert start == count, "there is a list for each centroid"
 
 
 def _low(ids: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ class CentroidSampler(State):
     _queries: torch.Tensor | None = tensor(shared=True)
     _slots: torch.Tensor | None = tensor(shared=True)
     _ranks: torch.Tensor | None = tensor(shared=True)
-    _seen: int = number(0)
+    _count: int = number(0, key="seen")
 
     def __init__(self, choice: str, most: int, seed: int = 0) -> None:
         self.choice, self.most, self.seed = choice, most, seed
@@ -33,20 +33,20 @@ class CentroidSampler(State):
     def add(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
         """Take in ``queries [B, Hq, q, D]`` of slots ``start ..``; ``valid [B, q]``."""
         batch, _, count, _ = queries.shape
-        numbers = torch.arange(self._seen, self._seen + count, device=queries.device)
+        numbers = torch.arange(self._count, self._count + count, device=queries.device)
         ranks = self._rank(numbers).expand(batch, count)
-        slots = (numbers - self._seen + start).expand(batch, count)
-        self._seen += count
+        slots = (numbers - self._count + start).expand(batch, count)
+        self._count += count
         if valid is not None:
             ranks, slots = ranks.masked_fill(~valid, -1), slots.masked_fill(~valid, -1)
         # First among the new ones: a copy of all queries of a long prompt would be big.
         queries, slots, ranks = _best(queries, slots, ranks, self.most)
         if self._queries is not None and self._slots is not None and self._ranks is not None:
             # A pass that starts below what was seen follows a crop.
-            gone = self._slots >= start
+            mask = self._slots >= start
             queries = torch.cat([self._queries, queries], dim=2)
-            slots = torch.cat([self._slots.masked_fill(gone, -1), slots], dim=1)
-            ranks = torch.cat([self._ranks.masked_fill(gone, -1), ranks], dim=1)
+            slots = torch.cat([self._slots.masked_fill(mask, -1), slots], dim=1)
+            ranks = torch.cat([self._ranks.masked_fill(mask, -1), ranks], dim=1)
             queries, slots, ranks = _best(queries, slots, ranks, self.most)
         self._queries, self._slots, self._ranks = queries, slots, ranks
 
@@ -76,10 +76,10 @@ class CentroidSampler(State):
             return (1 << _BITS) - 1 - numbers
         if self.choice == "random":
             # Mixed bits of the number: the same choice however a prompt is cut into passes.
-            mixed = numbers + (self.seed * 7919 + 1 & 0xFFFFFFFF)
+            bits = numbers + (self.seed * 7919 + 1 & 0xFFFFFFFF)
             for factor in (0x45D9F3B, 0x119DE1F3):
-                mixed = ((mixed ^ (mixed >> 16)) * factor) & 0xFFFFFFFF
-            return mixed ^ (mixed >> 16)
+                bits = ((bits ^ (bits >> 16)) * factor) & 0xFFFFFFFF
+            return bits ^ (bits >> 16)
         # Numbers with their bits reversed halve all gaps one after the other.
         reverse = torch.zeros_like(numbers)
         for bit in range(_BITS):
@@ -93,11 +93,11 @@ def _best(
     """The ``count`` of the highest rank, in the order they came."""
     if queries.shape[2] <= count:
         # Packed, whatever view of the model's they are: as a file takes them.
-        packed = queries.clone(memory_format=torch.contiguous_format)
-        return packed, slots.clone(), ranks.clone()
-    chosen = ranks.topk(count, dim=1).indices.sort(dim=1).values
-    index = chosen[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
-    return queries.gather(2, index), slots.gather(1, chosen), ranks.gather(1, chosen)
+        dense = queries.clone(memory_format=torch.contiguous_format)
+        return dense, slots.clone(), ranks.clone()
+    places = ranks.topk(count, dim=1).indices.sort(dim=1).values
+    index = places[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
+    return queries.gather(2, index), slots.gather(1, places), ranks.gather(1, places)
 
 
 class MixedSampler(State):

@@ -47,8 +47,8 @@ class H2OIndex(Index):
     _chosen_len: int = number(0, key="counts")
     _chosen_budget: int = number(0, key="counts")
     # Slots [B, Hkv, k] int32, and with the sinks' before them [B, Hkv, s + k].
-    _kept: torch.Tensor | None = tensor(optional=True, shared=True)
-    _attended: torch.Tensor | None = tensor(optional=True, shared=True)
+    _selection: torch.Tensor | None = tensor(key="kept", optional=True, shared=True)
+    _attention_ids: torch.Tensor | None = tensor(key="attended", optional=True, shared=True)
 
     def __init__(self, options: H2OConfig) -> None:
         self.options = options
@@ -64,7 +64,7 @@ class H2OIndex(Index):
         options, count = self.options, queries.shape[2]
         if start > len(self._scores):
             raise RuntimeError(
-                f"tokens come from slot {start} on, but {len(self._scores)} were watched: call "
+                f"tokens start at slot {start}, but only {len(self._scores)} were seen: call "
                 "on_forward for every pass, in order, or load the index with its state"
             )
         # The first pass of all is a prompt, however short.
@@ -100,7 +100,7 @@ class H2OIndex(Index):
             )
         self._count(cold)
         self._keys.drop(len(cold))
-        if self._kept is None or self._chosen_for() != (len(cold), cold.budget):
+        if self._selection is None or self._chosen_for() != (len(cold), cold.budget):
             self._choose(cold)
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
@@ -109,14 +109,14 @@ class H2OIndex(Index):
         So a budget that covers all does not bring back what was evicted before. RuntimeError for
         other tokens or another budget than ``build`` or ``before_search`` was told of.
         """
-        kept = self._kept
-        if kept is None or self._chosen_for() != (len(cold), cold.budget):
+        selection = self._selection
+        if selection is None or self._chosen_for() != (len(cold), cold.budget):
             raise RuntimeError(
                 f"nothing is chosen for {len(cold)} tokens and a budget of {cold.budget}: call "
                 "on_forward, add and build, or before_search, first"
             )
-        allowed = cold.valid[:, None].expand(-1, kept.shape[1], -1)
-        ids = kept.masked_fill(~allowed.gather(2, kept.clamp(min=0).long()), -1)
+        valid = cold.valid[:, None].expand(-1, selection.shape[1], -1)
+        ids = selection.masked_fill(~valid.gather(2, selection.clamp(min=0).long()), -1)
         return ids[:, :, None].expand(-1, -1, query.shape[2], -1).contiguous()
 
     def cost(self, n: int, budget: int) -> SearchCost:
@@ -124,7 +124,7 @@ class H2OIndex(Index):
 
         Every query is compared with the kept keys once more, to be counted.
         """
-        nbytes = 0 if self._kept is None else self._kept.nbytes + self._keys.rows.nbytes
+        nbytes = 0 if self._selection is None else self._selection.nbytes + self._keys.rows.nbytes
         return SearchCost(min(budget, n), nbytes, min(budget + self.options.sink, n))
 
     def crop(self, length: int) -> None:
@@ -134,7 +134,7 @@ class H2OIndex(Index):
         the slot that the next pass starts at.
         """
         if length < self._chosen_len:
-            self._kept = self._attended = None
+            self._selection = self._attention_ids = None
             self._chosen_len = self._chosen_budget = 0
 
     def stats(self) -> dict[str, Any]:
@@ -146,9 +146,9 @@ class H2OIndex(Index):
     def loaded(self) -> None:
         """ValueError for chosen tokens that are none."""
         if not self._chosen_len:
-            self._kept = self._attended = None
+            self._selection = self._attention_ids = None
             return
-        for name, ids in (("kept", self._kept), ("attended", self._attended)):
+        for name, ids in (("kept", self._selection), ("attended", self._attention_ids)):
             if ids is None:
                 raise KeyError(name)
             _check_ids(ids, self._scores.rows, self._chosen_len)
@@ -159,7 +159,7 @@ class H2OIndex(Index):
 
     def _are_few(self, queries: int) -> bool:
         """Whether so many queries are compared with the kept tokens alone: of two short passes."""
-        return self._kept is not None and queries <= 2 * self.options.max_draft
+        return self._selection is not None and queries <= 2 * self.options.max_draft
 
     def _count(self, cold: ColdTokens) -> None:
         """Add what all queries but the tentative ones give, and forget them."""
@@ -170,27 +170,29 @@ class H2OIndex(Index):
         count = end - first
         if count <= 0:
             return
-        asked = Asked(self._queries.rows[:, :, :count], first, self._valid.rows[:, 0, first:end])
+        batch = Asked(self._queries.rows[:, :, :count], first, self._valid.rows[:, 0, first:end])
         # Tokens between those that were chosen from and the keys at hand must be read in the store.
         # A crop leaves a gap too, of tokens that are not cold: there is nothing to read.
         near = self._keys.first <= self._chosen_len or self._chosen_len == len(cold)
         if near and self._are_few(count):
-            self._count_few(asked, cold)
+            self._count_few(batch, cold)
         else:
-            found = received(
-                asked, lambda: self._pieces(cold), scale=cold.scale, softcap=cold.softcap
+            sums = received(
+                batch, lambda: self._pieces(cold), scale=cold.scale, softcap=cold.softcap
             )
-            for slot, weights in found:
+            for slot, weights in sums:
                 self._scores.add(slot, weights)
         self._queries.drop(end)
 
-    def _count_few(self, asked: Asked, cold: ColdTokens) -> None:
-        assert self._attended is not None
-        ids = self._attended[:, :, None].expand(-1, -1, asked.queries.shape[2], -1).contiguous()
-        far = cold.store.scores(asked.queries, ids, cold.scale, cold.softcap)
+    def _count_few(self, batch: Asked, cold: ColdTokens) -> None:
+        assert self._attention_ids is not None
+        ids = (
+            self._attention_ids[:, :, None].expand(-1, -1, batch.queries.shape[2], -1).contiguous()
+        )
+        far = cold.store.scores(batch.queries, ids, cold.scale, cold.softcap)
         near = self._piece(self._keys.rows, self._keys.first)
-        old, new = received_by_few(asked, far, near, scale=cold.scale, softcap=cold.softcap)
-        self._scores.add_at(self._attended, old)
+        old, new = received_by_few(batch, far, near, scale=cold.scale, softcap=cold.softcap)
+        self._scores.add_at(self._attention_ids, old)
         self._scores.add(near.first, new)
 
     def _pieces(self, cold: ColdTokens) -> Iterator[Piece]:
@@ -205,22 +207,22 @@ class H2OIndex(Index):
 
     def _piece(self, keys: torch.Tensor, start: int) -> Piece:
         part = slice(start, start + keys.shape[2])
-        left = self._scores.rows[:, :, part] > float("-inf")
-        return Piece(keys, start, self._valid.rows[:, :, part] & left)
+        alive = self._scores.rows[:, :, part] > float("-inf")
+        return Piece(keys, start, self._valid.rows[:, :, part] & alive)
 
     def _choose(self, cold: ColdTokens) -> None:
         """Keep the best of the cold tokens, evict the others."""
         scores = self._scores.rows[:, :, : len(cold)]
         retrievable = cold.valid[:, None]
         best = scores.masked_fill(~retrievable, float("-inf")).topk(cold.budget, dim=-1)
-        missing = best.values == float("-inf")
+        absent = best.values == float("-inf")
         marks = torch.zeros(
             *scores.shape[:2], len(cold) + 1, dtype=torch.bool, device=scores.device
         )
-        marks.scatter_(2, best.indices.masked_fill(missing, len(cold)), True)
+        marks.scatter_(2, best.indices.masked_fill(absent, len(cold)), True)
         self._scores.evict(retrievable & ~marks[..., : len(cold)])
-        self._kept = best.indices.int().masked_fill(missing, -1)
-        self._attended = torch.cat([self._sinks(len(cold)), self._kept], dim=2)
+        self._selection = best.indices.int().masked_fill(absent, -1)
+        self._attention_ids = torch.cat([self._sinks(len(cold)), self._selection], dim=2)
         self._chosen_len, self._chosen_budget = len(cold), cold.budget
 
     def _sinks(self, cold_len: int) -> torch.Tensor:
@@ -229,20 +231,20 @@ class H2OIndex(Index):
         first = valid & (valid.cumsum(-1) <= self.options.sink)
         slots = torch.arange(cold_len, dtype=torch.int32, device=valid.device)
         slots = slots.expand(valid.shape).masked_fill(~first, cold_len)
-        found = slots.topk(min(self.options.sink, cold_len), largest=False).values
-        found = found.masked_fill(found == cold_len, -1)
-        return found.expand(-1, self._scores.rows.shape[1], -1)
+        sinks = slots.topk(min(self.options.sink, cold_len), largest=False).values
+        sinks = sinks.masked_fill(sinks == cold_len, -1)
+        return sinks.expand(-1, self._scores.rows.shape[1], -1)
 
 
 def _check_ids(ids: torch.Tensor, scores: torch.Tensor, cold_len: int) -> None:
     """ValueError for ``ids`` of a file, which kernels read rows by, that name no token."""
-    batch, heads, held = scores.shape
+    batch, heads, length = scores.shape
     fits = ids.ndim == 3 and ids.shape[:2] == (batch, heads) and ids.dtype == torch.int32
-    if fits and cold_len <= held and bool(((ids >= -1) & (ids < cold_len)).all()):
+    if fits and cold_len <= length and bool(((ids >= -1) & (ids < cold_len)).all()):
         return
-    named = f", which name the tokens {int(ids.min())} to {int(ids.max())}" if ids.numel() else ""
+    span = f", which name the tokens {int(ids.min())} to {int(ids.max())}" if ids.numel() else ""
     raise ValueError(
-        f"the cache was saved with chosen tokens {ids.dtype} {list(ids.shape)}{named}; there are "
-        f"{batch} rows, {heads} KV heads and {held} tokens, {cold_len} of them to choose from: the "
-        "file is damaged or crafted, save the cache again"
+        f"the cache was saved with chosen tokens {ids.dtype} {list(ids.shape)}{span}; there are "
+        f"{batch} rows, {heads} KV heads and {length} tokens, {cold_len} of them to choose from: "
+        "the file is damaged or crafted, save the cache again"
     )

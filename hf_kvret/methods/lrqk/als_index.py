@@ -11,7 +11,7 @@ from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index, SearchCost
 from hf_kvret.core.state import part, tensor
 from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
-from hf_kvret.methods.lrqk.als_update import Bases, Seen
+from hf_kvret.methods.lrqk.als_update import Bases, OmegaProducts
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import alternating
 from hf_kvret.methods.lrqk.proxies import Proxies
@@ -46,7 +46,7 @@ class PaperLRQKIndex(Index):
     _query_basis: torch.Tensor | None = tensor(key="bases.query", optional=True, shared=True)
     _key_basis: torch.Tensor | None = tensor(key="bases.key", optional=True, shared=True)
     # Of the newest query, [B, Hq, 1, k] int32.
-    _selected: torch.Tensor | None = tensor(key="selected.ids", optional=True, shared=True)
+    _selection: torch.Tensor | None = tensor(key="selected.ids", optional=True, shared=True)
 
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
@@ -60,7 +60,7 @@ class PaperLRQKIndex(Index):
     def _forget_pass(self) -> None:
         """Forget what is between the hooks of one pass."""
         # Made by ``before_search`` for ``search``.
-        self._seen: Seen | None = None
+        self._omega: OmegaProducts | None = None
         self._valid: torch.Tensor | None = None
 
     def on_forward(
@@ -91,11 +91,11 @@ class PaperLRQKIndex(Index):
         starts = STARTS[options.init].sketches(queries, keys, rank)
         factors = alternating(queries.gram, keys.gram, *starts, options.iterations, options.penalty)
         self._query_basis, self._key_basis = factors.query_basis, factors.key_basis
-        self._seen = None
+        self._omega = None
         self._recent.start(factors.to_key)
         self._proxies.replace(_project(factors.to_key, cold.store))
-        for used in (queries, keys, self._chance):
-            used.reset()
+        for state in (queries, keys, self._chance):
+            state.reset()
 
     def add(self, block: TokenBlock) -> None:
         """Those of a prompt were seen by ``on_forward``, and ``build`` projects them."""
@@ -107,15 +107,15 @@ class PaperLRQKIndex(Index):
         if self._bases is None:
             self.build(cold)
             return
-        self._seen = self._recent.seen(self.options.lite)
-        if self._selected is not None:
-            ids = self._selected
+        self._omega = self._recent.omega(self.options.lite)
+        if self._selection is not None:
+            ids = self._selection
             keys, _ = cold.store.gather(ids)
             places = ids[:, :, 0].clamp(min=0).long().unsqueeze(-1)
             rows = self._proxies.rows
             proxies = rows.gather(2, places.expand(*places.shape[:3], rows.shape[-1]))
             proxies = self._proxies.values(proxies).masked_fill(ids[:, :, 0, :, None] < 0, 0.0)
-            self._seen = self._seen.plus(Seen.of(keys[:, :, 0], proxies))
+            self._omega = self._omega.plus(OmegaProducts.of(keys[:, :, 0], proxies))
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         if self._bases is None:
@@ -128,7 +128,9 @@ class PaperLRQKIndex(Index):
         of_queries, of_keys, bases = [], [], self._bases
         for number in range(count):
             pair = query[:, :, number].float(), keys[:, :, number]
-            q_hat, k_hat, bases = bases.step(*pair, self._seen, options.iterations, options.penalty)
+            q_hat, k_hat, bases = bases.step(
+                *pair, self._omega, options.iterations, options.penalty
+            )
             of_queries.append(q_hat)
             of_keys.append(k_hat)
         self._query_basis, self._key_basis = bases.query, bases.key
@@ -138,7 +140,7 @@ class PaperLRQKIndex(Index):
             proxies, self._proxies.rows, query.shape[1], valid=cold.valid, softcap=cold.softcap
         )
         ids = top_k(scores, cold.budget)
-        self._selected = ids[:, :, -1:]
+        self._selection = ids[:, :, -1:]
         return ids
 
     def reset(self) -> None:
@@ -156,7 +158,7 @@ class PaperLRQKIndex(Index):
         if length == 0:
             self.reset()
         super().crop(length)
-        self._selected = None
+        self._selection = None
 
     def set_options(self, options: Any) -> None:
         super().set_options(options)
@@ -168,11 +170,11 @@ class PaperLRQKIndex(Index):
         if bases is None:
             return SearchCost(0, 0)
         keys = self._recent.keys.rows
-        fitted = keys.nbytes + self._recent.proxies.rows.nbytes
-        if self._selected is not None:
-            fitted += self._selected.numel() * keys.shape[-1] * keys.element_size()
+        fit_bytes = keys.nbytes + self._recent.proxies.rows.nbytes
+        if self._selection is not None:
+            fit_bytes += self._selection.numel() * keys.shape[-1] * keys.element_size()
         both = 2 * (bases.query.nbytes + bases.key.nbytes)
-        return SearchCost(0, self._proxies.rows.nbytes + both + fitted)
+        return SearchCost(0, self._proxies.rows.nbytes + both + fit_bytes)
 
     def loaded(self) -> None:
         """KeyError where a part is missing, ValueError for selected tokens that are not there."""
@@ -183,12 +185,12 @@ class PaperLRQKIndex(Index):
             "proxies.rows": length or None,
             "waiting.proxies": self._recent.proxies.is_allocated or None,
         }
-        missing = [name for name, value in parts.items() if value is None]
-        if 0 < len(missing) < len(parts):
-            raise KeyError(missing[0])
+        absent = [name for name, value in parts.items() if value is None]
+        if 0 < len(absent) < len(parts):
+            raise KeyError(absent[0])
         if self._queries.cross is not None and not self._chance.is_drawn:
             raise KeyError("chance.state")
-        ids = self._selected
+        ids = self._selection
         if ids is None:
             return
         if ids.dtype != torch.int32 or not bool(((ids >= -1) & (ids < length)).all()):

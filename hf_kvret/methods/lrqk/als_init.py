@@ -128,8 +128,8 @@ class JointStart(Start):
     """``topcol``: the same columns of both, the largest by the sum of norms (eq. 25, 26)."""
 
     def sketches(self, queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
-        chosen = (_sizes(queries) + _sizes(keys)).topk(rank).indices
-        return queries.column_start(chosen), keys.column_start(chosen)
+        columns = (_sizes(queries) + _sizes(keys)).topk(rank).indices
+        return queries.column_start(columns), keys.column_start(columns)
 
 
 def _sizes(moments: Moments) -> torch.Tensor:

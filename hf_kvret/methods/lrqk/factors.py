@@ -34,10 +34,10 @@ class Factors:
         are no scores.
         """
         g_q, g_k = query_gram.double(), key_gram.double()
-        missed = -self.to_query.double() @ self.to_key.double().mT
-        missed.diagonal(dim1=-2, dim2=-1).add_(1.0)
-        lost = (g_q @ missed @ g_k * missed).sum((-2, -1)).clamp(min=0.0)
-        return lost / (g_q * g_k).sum((-2, -1)).clamp(min=torch.finfo(torch.float64).tiny)
+        difference = -self.to_query.double() @ self.to_key.double().mT
+        difference.diagonal(dim1=-2, dim2=-1).add_(1.0)
+        loss = (g_q @ difference @ g_k * difference).sum((-2, -1)).clamp(min=0.0)
+        return loss / (g_q * g_k).sum((-2, -1)).clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def closed_form(query_gram: torch.Tensor, key_gram: torch.Tensor, rank: int) -> Factors:
@@ -58,12 +58,12 @@ def closed_form(query_gram: torch.Tensor, key_gram: torch.Tensor, rank: int) -> 
     root = vectors * values.clamp(min=0.0).sqrt().unsqueeze(-2)
     squares, turns = torch.linalg.eigh(root.mT @ g_q @ root)
     squares, turns = squares[..., -rank:].flip(-1), turns[..., -rank:].flip(-1)
-    kept = squares > squares[..., :1].clamp(min=0.0) * _LEAST_SQUARE
-    singular = squares.masked_fill(~kept, 1.0).sqrt()
+    mask = squares > squares[..., :1].clamp(min=0.0) * _LEAST_SQUARE
+    singular = squares.masked_fill(~mask, 1.0).sqrt()
     to_query = root @ turns * singular.rsqrt().unsqueeze(-2)
     to_key = g_q @ root @ turns * singular.pow(-1.5).unsqueeze(-2)
     to_query, to_key = (
-        part.masked_fill(~kept.unsqueeze(-2), 0.0).float() for part in (to_query, to_key)
+        part.masked_fill(~mask.unsqueeze(-2), 0.0).float() for part in (to_query, to_key)
     )
     return Factors(to_query, to_key)
 
@@ -136,8 +136,8 @@ def alternating(
 
 def _update(other: Sketch, basis: torch.Tensor, penalty: float) -> torch.Tensor:
     """X ``[..., D, r]`` of eq. 6: (C^T + penalty B^T)(M + penalty B B^T)^-1."""
-    left = other.cross.mT + penalty * basis.mT
-    return solve(other.own + penalty * basis @ basis.mT, left.mT).mT
+    numerator = other.cross.mT + penalty * basis.mT
+    return solve(other.own + penalty * basis @ basis.mT, numerator.mT).mT
 
 
 def _finite(gram: torch.Tensor) -> torch.Tensor:

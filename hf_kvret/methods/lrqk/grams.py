@@ -7,7 +7,7 @@ import math
 import torch
 
 from hf_kvret.core.state import State, Tensors, number, part, tensor
-from hf_kvret.methods.lrqk.waiting_queries import WaitingQueries
+from hf_kvret.methods.lrqk.query_buffer import QueryBuffer
 
 # Queries older than this many half-lives weigh nothing in fp32.
 _MEMORY = 24
@@ -35,7 +35,7 @@ class QueryGrams(State):
     scale: torch.Tensor | None = tensor(shared=True)
     sets: int = number(0, saved=False)
     _is_scaled: bool = number(False, saved=False)
-    _waiting: WaitingQueries = part(lambda: WaitingQueries(_PENDING), saved=False)
+    _buffer: QueryBuffer = part(lambda: QueryBuffer(_PENDING), saved=False)
 
     def __init__(self, sets: int, half_life: float) -> None:
         self.sets, self.half_life = sets, half_life
@@ -43,35 +43,35 @@ class QueryGrams(State):
 
     def add(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
         """Take in ``queries [B, Hq, q, D]``, the newest; ``valid [B, q]`` bool or None."""
-        if self._waiting.count + queries.shape[2] > _PENDING:
+        if self._buffer.count + queries.shape[2] > _PENDING:
             self.fold()
         if queries.shape[2] > _PENDING:
             # A prompt is not copied.
             self._fold(queries, valid)
             return
-        self._waiting.put(queries, valid)
+        self._buffer.put(queries, valid)
 
     def before_capture(self) -> None:
         """A single token comes, in a step that is captured: make room for it now."""
-        if self._waiting.count == _PENDING:
+        if self._buffer.count == _PENDING:
             self.fold()
-        self._count_before = self._waiting.count
+        self._count_before = self._buffer.count
 
     def capture_failed(self) -> None:
         """That step did nothing."""
-        self._waiting.count = self._count_before
+        self._buffer.count = self._count_before
 
     def replayed(self) -> None:
         """A captured ``add`` of one token was replayed."""
-        self._waiting.replayed()
-        if self._waiting.count == _PENDING:
+        self._buffer.replayed()
+        if self._buffer.count == _PENDING:
             self.fold()
 
     def fold(self) -> None:
         """Bring what is pending into the matrices."""
-        waiting = self._waiting.take()
-        if waiting is not None:
-            self._fold(*waiting)
+        batch = self._buffer.take()
+        if batch is not None:
+            self._fold(*batch)
 
     def _fold(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
         for start in range(0, queries.shape[2], PIECE):
@@ -81,18 +81,18 @@ class QueryGrams(State):
                 piece = piece.masked_fill(~inside, 0.0)
             self._fold_piece(piece, valid is not None)
 
-    def _fold_piece(self, queries: torch.Tensor, masked: bool) -> None:
+    def _fold_piece(self, queries: torch.Tensor, padding: bool) -> None:
         """Add ``queries [B, Hq, q, D]`` fp32, zeros where there is padding."""
         batch, _, count, dim = queries.shape
-        self._set_scale(queries, masked)
+        self._set_scale(queries, padding)
         assert self.scale is not None
-        scaled = (queries * self.scale[:, :, None, None]).view(batch, self.sets, -1, count, dim)
-        flat = scaled.flatten(2, 3)
+        heads = (queries * self.scale[:, :, None, None]).view(batch, self.sets, -1, count, dim)
+        flat = heads.flatten(2, 3)
         steady = flat.mT @ flat
-        kept = min(count, math.ceil(_MEMORY * self.half_life))
-        age = torch.arange(kept - 1, -1, -1, device=queries.device, dtype=torch.float32)
+        newest_len = min(count, math.ceil(_MEMORY * self.half_life))
+        age = torch.arange(newest_len - 1, -1, -1, device=queries.device, dtype=torch.float32)
         weight = torch.exp2(-age / self.half_life)
-        newest = scaled[:, :, :, count - kept :]
+        newest = heads[:, :, :, count - newest_len :]
         recent = (newest * weight[:, None]).flatten(2, 3).mT @ newest.flatten(2, 3)
         if self.steady is None or self.recent is None:
             self.steady, self.recent = steady, recent
@@ -109,7 +109,7 @@ class QueryGrams(State):
     def reorder(self, rows: torch.Tensor) -> None:
         """As every state's, with nothing pending: rows may be more or fewer after it."""
         self.fold()
-        self._waiting.reset()
+        self._buffer.reset()
         super().reorder(rows)
 
     def state_dict(self) -> Tensors:
@@ -121,14 +121,14 @@ class QueryGrams(State):
         assert self.steady is not None, "it is loaded"
         self.sets = self.steady.shape[1]
 
-    def _set_scale(self, queries: torch.Tensor, masked: bool) -> None:
+    def _set_scale(self, queries: torch.Tensor, padding: bool) -> None:
         """One over the root mean square of the first queries, ``[B, Hq]``; 0 while a row has none.
 
         Never looks at the data on the host: without padding the first pass settles it.
         """
         if self._is_scaled:
             return
-        self._is_scaled = not masked
+        self._is_scaled = not padding
         length = queries.square().mean((2, 3)).sqrt()
         scale = torch.where(length > 0, 1.0 / length.clamp(min=1e-30), 0.0)
         self.scale = scale if self.scale is None else torch.where(self.scale > 0, self.scale, scale)
@@ -147,13 +147,13 @@ class KeyGrams(State):
             part = slice(start, start + PIECE)
             self._add_piece(keys[:, :, part].float(), None if valid is None else valid[:, part])
 
-    def _add_piece(self, held: torch.Tensor, valid: torch.Tensor | None) -> None:
+    def _add_piece(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
         if valid is None:
-            count = torch.full((len(held),), held.shape[2], device=held.device, dtype=torch.float32)
+            count = torch.full((len(keys),), keys.shape[2], device=keys.device, dtype=torch.float32)
         else:
-            held = held.masked_fill(~valid[:, None, :, None], 0.0)
+            keys = keys.masked_fill(~valid[:, None, :, None], 0.0)
             count = valid.sum(1).float()
-        gram, total = held.mT @ held, held.sum(2)
+        gram, total = keys.mT @ keys, keys.sum(2)
         if self.gram is None or self.total is None or self.count is None:
             self.gram, self.total, self.count = gram, total, count
         else:

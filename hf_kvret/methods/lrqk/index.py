@@ -42,7 +42,7 @@ class LRQKIndex(CapturableIndex, Index):
     _to_key: torch.Tensor | None = tensor(optional=True, shared=True)
     _mean: torch.Tensor | None = tensor(optional=True, shared=True)
     # The error for the newest queries when it was last looked at, [B, F].
-    _expected: torch.Tensor | None = tensor(optional=True, shared=True)
+    _reference_error: torch.Tensor | None = tensor(key="expected", optional=True, shared=True)
     _partial: bool = number(False, key="due")
     _check: bool = number(False, key="due")
     _flushed: bool = number(False, key="due")
@@ -99,17 +99,17 @@ class LRQKIndex(CapturableIndex, Index):
 
         Looks at the error on the host only after a flush or a pass of several tokens.
         """
-        asked = self._check and self._since >= 2 * self.options.half_life
-        due, self._check, self._flushed = asked or self._flushed, False, False
-        if not due or self._factors is None or self._expected is None:
+        is_question = self._check and self._since >= 2 * self.options.half_life
+        due, self._check, self._flushed = is_question or self._flushed, False, False
+        if not due or self._factors is None or self._reference_error is None:
             return
         drift, error = self.options.drift, self._error(self._factors)
-        worse = error > drift * self._expected.clamp(min=_NEGLIGIBLE)
+        worse = error > drift * self._reference_error.clamp(min=_NEGLIGIBLE)
         if bool(worse.any()):
             factors = self._fit()
             gains = worse & (error > drift * self._error(factors))
             # Not to be asked about again before they are worse still.
-            self._expected = torch.where(worse, error, self._expected)
+            self._reference_error = torch.where(worse, error, self._reference_error)
             if bool(gains.any()):
                 self._reproject(factors, cold.store, gains.any(dim=1))
 
@@ -118,8 +118,8 @@ class LRQKIndex(CapturableIndex, Index):
             raise RuntimeError("the index is empty: call on_forward and add first")
         batch, query_heads, count, dim = query.shape
         sets = self._factors.to_query.shape[1]
-        grouped = query.float().reshape(batch, sets, -1, dim) * cold.scale
-        proxies = self._proxies.weigh(grouped @ self._factors.to_query)
+        group_queries = query.float().reshape(batch, sets, -1, dim) * cold.scale
+        proxies = self._proxies.weigh(group_queries @ self._factors.to_query)
         offset = None
         if cold.softcap is not None:
             # A cap bends the whole score, the mean key's part included.
@@ -174,17 +174,17 @@ class LRQKIndex(CapturableIndex, Index):
 
     def loaded(self) -> None:
         """KeyError where only a part of what goes with the factors was saved."""
-        fitted = {
+        parts = {
             "to_query": self._to_query,
             "to_key": self._to_key,
             "mean": self._mean,
-            "expected": self._expected,
+            "expected": self._reference_error,
             "keys.gram": self._keys.gram,
             "proxies.rows": self._proxies.rows if len(self._proxies) else None,
         }
-        missing = [name for name, value in fitted.items() if value is None]
-        if 0 < len(missing) < len(fitted):
-            raise KeyError(missing[0])
+        absent = [name for name, value in parts.items() if value is None]
+        if 0 < len(absent) < len(parts):
+            raise KeyError(absent[0])
 
     @property
     def _factors(self) -> Factors | None:
@@ -215,33 +215,33 @@ class LRQKIndex(CapturableIndex, Index):
         The others keep theirs: what is next to a row in a batch must not change it.
         """
         assert self._to_query is not None and self._to_key is not None
-        chosen = rows[:, None, None, None]
-        mixed = Factors(
-            torch.where(chosen, factors.to_query, self._to_query),
-            torch.where(chosen, factors.to_key, self._to_key),
+        mask = rows[:, None, None, None]
+        row_factors = Factors(
+            torch.where(mask, factors.to_query, self._to_query),
+            torch.where(mask, factors.to_key, self._to_key),
         )
-        self._adopt(mixed, (keys for _, keys, _ in store.chunks()), ~rows)
+        self._adopt(row_factors, (keys for _, keys, _ in store.chunks()), ~rows)
         self._since = 0.0
         self._reprojections += 1
         self._reprojected_rows += len(store) * len(rows) * self._heads()
 
     def _adopt(
-        self, factors: Factors, keys: Iterable[torch.Tensor], kept: torch.Tensor | None = None
+        self, factors: Factors, keys: Iterable[torch.Tensor], keep: torch.Tensor | None = None
     ) -> None:
         """Use ``factors`` from now on, with proxies of ``keys``, which are all there are.
 
-        Batch rows where ``kept [B]`` is True have their old factors and keep all that goes with
+        Batch rows where ``keep [B]`` is True have their old factors and keep all that goes with
         them.
         """
         mean, error = self._keys.mean(), self._error(factors)
         mean = mean if self.options.center else torch.zeros_like(mean)
-        if kept is not None and self._mean is not None and self._expected is not None:
-            mean = torch.where(kept[:, None, None], self._mean, mean)
-            error = torch.where(kept[:, None], self._expected, error)
+        if keep is not None and self._mean is not None and self._reference_error is not None:
+            mean = torch.where(keep[:, None, None], self._mean, mean)
+            error = torch.where(keep[:, None], self._reference_error, error)
         spread = self._keys.spread(factors.to_key, self.options.center)
-        self._proxies.replace(self._project(factors, mean, keys), spread, kept)
+        self._proxies.replace(self._project(factors, mean, keys), spread, keep)
         self._to_query, self._to_key = factors.to_query, factors.to_key
-        self._mean, self._expected = mean, error
+        self._mean, self._reference_error = mean, error
 
     @staticmethod
     def _project(
@@ -252,8 +252,8 @@ class LRQKIndex(CapturableIndex, Index):
         maps = factors.to_key.view(batch, heads, -1, dim, factors.to_key.shape[-1])
         for block in keys:
             for piece in block.split(PIECE, dim=2):
-                centered = (piece.float() - mean.unsqueeze(2)).unsqueeze(2)
-                yield (centered @ maps).flatten(1, 2)
+                deviations = (piece.float() - mean.unsqueeze(2)).unsqueeze(2)
+                yield (deviations @ maps).flatten(1, 2)
 
     def _heads(self) -> int:
         assert self._mean is not None

@@ -42,15 +42,15 @@ class Proxies(State):
         self,
         pieces: Iterable[torch.Tensor],
         spread: torch.Tensor | None = None,
-        kept: torch.Tensor | None = None,
+        keep: torch.Tensor | None = None,
     ) -> None:
         """Start anew with ``pieces`` of fp32 rows, ``[B, F, *, r]`` each, at least one.
 
         ``spread [B, F, 1, r]``: root mean square of each column over the tokens that count. With
         it, int8 clamps what is far beyond, so that padding or a freak key doesn't coarsen all.
-        ``kept [B]`` bool: batch rows that stay as they are.
+        ``keep [B]`` bool: batch rows that stay as they are.
         """
-        old = None if kept is None else (self.rows, self.steps)
+        old = None if keep is None else (self.rows, self.steps)
         # In bf16 meanwhile: what int8 saves in the end it doesn't need to save while it is made.
         rows = torch.cat([piece.bfloat16() for piece in pieces], dim=2)
         self._rows = TokenBuffer()
@@ -60,11 +60,11 @@ class Proxies(State):
                 largest = torch.minimum(largest, _WIDEST * spread)
             self.steps = largest.clamp(min=1e-30) / _MOST
         self.append(rows)
-        if old is not None and kept is not None:
-            chosen, (old_rows, old_steps) = kept[:, None, None, None], old
-            self.rows.copy_(torch.where(chosen, old_rows, self.rows))
+        if old is not None and keep is not None:
+            mask, (old_rows, old_steps) = keep[:, None, None, None], old
+            self.rows.copy_(torch.where(mask, old_rows, self.rows))
             if self.steps is not None and old_steps is not None:
-                self.steps = torch.where(chosen, old_steps, self.steps)
+                self.steps = torch.where(mask, old_steps, self.steps)
 
     def append(self, rows: torch.Tensor) -> None:
         """Add ``rows [B, F, m, r]`` of any floating type."""

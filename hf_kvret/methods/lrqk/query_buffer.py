@@ -1,4 +1,4 @@
-"""WaitingQueries: queries of the newest tokens, in a buffer that a captured step writes to."""
+"""QueryBuffer: queries of the newest tokens, in a buffer that a captured step writes to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hf_kvret.core.state import State, number, tensor
 
 
-class WaitingQueries(State):
+class QueryBuffer(State):
     """At most ``most`` queries ``[B, Hq, q, D]`` in the order in which they came.
 
     Where the next one goes is noted on the device too, so that a decode step can be captured once
@@ -39,8 +39,8 @@ class WaitingQueries(State):
             shape = len(queries), self.most
             self._valid = torch.ones(shape, dtype=torch.bool, device=queries.device)
         if self._valid is not None:
-            covered = self._valid.new_ones(len(queries), more) if valid is None else valid
-            self._valid.index_copy_(1, places, covered)
+            mask = self._valid.new_ones(len(queries), more) if valid is None else valid
+            self._valid.index_copy_(1, places, mask)
         self._next.add_(more)
         self.count += more
 
