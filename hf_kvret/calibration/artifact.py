@@ -131,16 +131,16 @@ class CalibrationArtifact:
             local_files_only=local_files_only,
         )
         description = read_description(folder)
-        found = description["method"]
-        if method is not None and found != method:
+        name = description["method"]
+        if method is not None and name != method:
             raise ValueError(
-                f"{path_or_hub_id} holds an artifact of {found!r}, not of {method!r}: give one "
+                f"{path_or_hub_id} holds an artifact of {name!r}, not of {method!r}: give one "
                 f"that was made with `hf-kvret calibrate {method}`"
             )
         tensors = read_tensors(folder, description)
         try:
             return cls(
-                method=found,
+                method=name,
                 model=ModelIdentity.from_json(description["model"]),
                 tensors=tensors,
                 data=description["data"],

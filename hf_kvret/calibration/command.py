@@ -175,28 +175,31 @@ def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
         ValueError: a model without a tokenizer, too little text, or none left to hold out.
     """
     length, count = options.length, options.tokens
-    told: dict[str, Any] = {"length": length, "seed": options.seed, "tokens": count}
+    description: dict[str, Any] = {"length": length, "seed": options.seed, "tokens": count}
     uuids: list[torch.Tensor] = []
     if subject.name == "needle":
         sequences = list(needle_documents(count, length, options.seed))
-        told["documents"] = "needle language"
+        description["documents"] = "needle language"
     else:
         tokenizer = subject.need_tokenizer("calibrate")
         if options.text:
             ids = text_file(options.text, tokenizer)
-            told["text"] = describe_file("--text", options.text)
+            description["text"] = describe_file("--text", options.text)
         else:
             assert options.dataset is not None, "check_sources looked"
             ids = hub_text(options.dataset, count, tokenizer)
-            told |= {"datasets": [options.dataset.partition(":")[0]], "dataset": options.dataset}
+            description |= {
+                "datasets": [options.dataset.partition(":")[0]],
+                "dataset": options.dataset,
+            }
         sequences = cut(ids, length, count, "--tokens")
-        wanted = options.uuid_tokens
-        if wanted is None:
-            wanted = options.usual_uuid_tokens
-        if wanted:
-            drawn = random_uuids(wanted, tokenizer, options.seed)
-            uuids = cut(drawn, length, wanted, "--uuid-tokens")
-            told["uuid_tokens"] = wanted
+        uuid_count = options.uuid_tokens
+        if uuid_count is None:
+            uuid_count = options.usual_uuid_tokens
+        if uuid_count:
+            uuid_ids = random_uuids(uuid_count, tokenizer, options.seed)
+            uuids = cut(uuid_ids, length, uuid_count, "--uuid-tokens")
+            description["uuid_tokens"] = uuid_count
     held_out = 0
     if options.held_out:
         if len(sequences) < 2:
@@ -207,7 +210,7 @@ def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
         # At least one, but never all.
         held_out = min(max(1, round(options.held_out * len(sequences))), len(sequences) - 1)
     # UUIDs first: what is held out is the end of the text.
-    return Corpus([*uuids, *sequences], held_out, {**told, "held_out_sequences": held_out})
+    return Corpus([*uuids, *sequences], held_out, {**description, "held_out_sequences": held_out})
 
 
 def _check_outputs(options: CalibrateOptions, method: str) -> None:

@@ -104,7 +104,7 @@ def write_folder(
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".unfinished-") as name:
         folder = Path(name)
-        save_file(_owned(tensors), folder / TENSORS)
+        save_file(_contiguous(tensors), folder / TENSORS)
         full = {
             "format_version": FORMAT_VERSION,
             **description,
@@ -177,12 +177,12 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
             is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
         way_out = "it is a git-lfs pointer, run git lfs pull" if is_pointer else _AGAIN
         raise ValueError(f"{path} is corrupt or truncated ({error}): {way_out}") from error
-    found, listed = _list(tensors), description["tensors"]
-    for name in [*listed, *(name for name in found if name not in listed)]:
-        if found.get(name) != listed.get(name):
+    own_list, saved_list = _list(tensors), description["tensors"]
+    for name in [*saved_list, *(name for name in own_list if name not in saved_list)]:
+        if own_list.get(name) != saved_list.get(name):
             raise ValueError(
-                f"{path} does not hold what {DESCRIPTION} says: {name} is {_tell(found.get(name))} "
-                f"instead of {_tell(listed.get(name))}; {_AGAIN}"
+                f"{path} does not hold what {DESCRIPTION} says: {name} is "
+                f"{_tell(own_list.get(name))} instead of {_tell(saved_list.get(name))}; {_AGAIN}"
             )
     if _sha256(path) != description["tensors_sha256"]:
         raise ValueError(
@@ -192,9 +192,9 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
     return tensors
 
 
-def _owned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Contiguous, on the CPU, each with a storage of its own, as safetensors wants them."""
-    owned: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
@@ -202,8 +202,8 @@ def _owned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
             tensor = tensor.clone()
         storages.add(tensor.untyped_storage().data_ptr())
-        owned[name] = tensor
-    return owned
+        result[name] = tensor
+    return result
 
 
 def _list(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -67,9 +67,9 @@ class ModelIdentity:
 
     def difference(self, config: PreTrainedConfig) -> str:
         """The first fact in which the model with ``config`` differs, in words; empty if none."""
-        found = model_facts(config)
-        for name in [*self.facts, *(name for name in found if name not in self.facts)]:
-            theirs, ours = self.facts.get(name), found.get(name)
+        facts = model_facts(config)
+        for name in [*self.facts, *(name for name in facts if name not in self.facts)]:
+            theirs, ours = self.facts.get(name), facts.get(name)
             if theirs != ours:
                 return _in_words(name, theirs, ours)
         return ""

@@ -23,7 +23,7 @@ def check_kinds(options: DataclassInstance) -> None:
         value, hint = getattr(options, field.name), hints[field.name]
         kinds: tuple[Any, ...] = get_args(hint) or (hint,)
         if type(value) not in kinds and not (float in kinds and type(value) is int):
-            allowed = " or ".join("None" if x is type(None) else x.__name__ for x in kinds)
+            choices = " or ".join("None" if x is type(None) else x.__name__ for x in kinds)
             raise TypeError(
-                f"{field.name}={value!r} is of type {type(value).__name__}: pass {allowed}"
+                f"{field.name}={value!r} is of type {type(value).__name__}: pass {choices}"
             )

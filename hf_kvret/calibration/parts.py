@@ -85,13 +85,13 @@ class Parts:
     def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
         self._folder = folder
         mark = hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()
-        marked = folder / _SETUP
-        if not marked.is_file() or not any(folder.glob("layer_*.safetensors")):
+        mark_file = folder / _SETUP
+        if not mark_file.is_file() or not any(folder.glob("layer_*.safetensors")):
             folder.mkdir(parents=True, exist_ok=True)
-            unfinished = folder / f"{_SETUP}.unfinished"
-            unfinished.write_text(mark)
-            os.replace(unfinished, marked)
-        elif marked.read_text() != mark:
+            temporary = folder / f"{_SETUP}.unfinished"
+            temporary.write_text(mark)
+            os.replace(temporary, mark_file)
+        elif mark_file.read_text() != mark:
             raise ValueError(
                 f"{folder} holds finished layers of another calibration (model, data or options "
                 "differ): delete that folder, or give another --out"
@@ -103,18 +103,18 @@ class Parts:
         Where layers build on each other, and one in the midst can't be read or what it carried is
         lost, these are all layers: the chain starts anew.
         """
-        chained = {layer: self._told(layer).get("carried") for layer in layers}
-        waiting = [layer for layer in layers if chained[layer] is None]
-        if len(waiting) in (0, len(layers)) or not any(chained.values()):
-            return waiting, None
-        done = len(layers) - len(waiting)
-        if waiting == list(layers[done:]):
-            before = layers[done - 1]
-            if not chained[before]:
-                return waiting, None
-            tensors = _read(self._carried(before))
+        carries = {layer: self._record(layer).get("carried") for layer in layers}
+        todo = [layer for layer in layers if carries[layer] is None]
+        if len(todo) in (0, len(layers)) or not any(carries.values()):
+            return todo, None
+        count = len(layers) - len(todo)
+        if todo == list(layers[count:]):
+            before = layers[count - 1]
+            if not carries[before]:
+                return todo, None
+            tensors = _read(self._carry_file(before))
             if tensors is not None:
-                return waiting, tensors[0]
+                return todo, tensors[0]
         return list(layers), None
 
     def keep(self, layer: int, findings: LayerFindings, *, last: bool = False) -> None:
@@ -126,52 +126,52 @@ class Parts:
         newest = None
         if findings.carried is not None and not last:
             # Before the layer itself: a finished layer has what the next one needs.
-            newest = self._carried(layer)
+            newest = self._carry_file(layer)
             self._write(newest, findings.carried, {})
-        told = {
+        record = {
             "told": findings.told,
             "quality": findings.quality,
             "carried": findings.carried is not None,
         }
-        self._write(self._file(layer), findings.tensors, {"findings": json.dumps(told)})
+        self._write(self._file(layer), findings.tensors, {"findings": json.dumps(record)})
         for file in self._folder.glob("carried_*.safetensors"):
             if file != newest:
                 file.unlink()
 
     def find(self, layer: int) -> LayerFindings | None:
         """A finished layer, without what it carried; None for one that is not, or is damaged."""
-        found = _read(self._file(layer))
-        if found is None:
+        content = _read(self._file(layer))
+        if content is None:
             return None
-        told = json.loads(found[1]["findings"])
-        return LayerFindings(found[0], told["told"], told["quality"])
+        record = json.loads(content[1]["findings"])
+        return LayerFindings(content[0], record["told"], record["quality"])
 
     def remove(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self._folder)
 
-    def _told(self, layer: int) -> dict[str, Any]:
+    def _record(self, layer: int) -> dict[str, Any]:
         """What is written beside a layer's tensors; empty where it is not finished."""
-        found = _read(self._file(layer))
-        return {} if found is None else json.loads(found[1]["findings"])
+        content = _read(self._file(layer))
+        return {} if content is None else json.loads(content[1]["findings"])
 
     def _write(self, file: Path, tensors: Carried, metadata: dict[str, str]) -> None:
-        unfinished = self._folder / f"{file.stem}.unfinished"
-        save_file({name: x.contiguous() for name, x in tensors.items()}, unfinished, metadata)
-        os.replace(unfinished, file)
+        temporary = self._folder / f"{file.stem}.unfinished"
+        save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, metadata)
+        os.replace(temporary, file)
 
     def _file(self, layer: int) -> Path:
         return self._folder / f"layer_{layer}.safetensors"
 
-    def _carried(self, layer: int) -> Path:
+    def _carry_file(self, layer: int) -> Path:
         return self._folder / f"carried_{layer}.safetensors"
 
 
 def _read(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
     """Tensors and metadata of a file; None for one that is not there or is damaged."""
     try:
-        with safe_open(file, "pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-            return tensors, opened.metadata() or {}
+        with safe_open(file, "pt") as reader:
+            tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - no mapping
+            return tensors, reader.metadata() or {}
     except (FileNotFoundError, SafetensorError):
         return None

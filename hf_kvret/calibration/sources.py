@@ -95,8 +95,8 @@ def needle_documents(count: int, length: int, seed: int) -> Iterator[torch.Tenso
                 f"of at least {2 * _NEEDLE_EVERY}"
             )
         keys, values = language.pairs(rng, size // _NEEDLE_EVERY)
-        asked = language.questions(keys[: max(1, len(keys) // 4)])
-        tail = np.concatenate([asked, values[: len(asked)]], axis=1).ravel()
+        questions = language.questions(keys[: max(1, len(keys) // 4)])
+        tail = np.concatenate([questions, values[: len(questions)]], axis=1).ravel()
         document, _ = language.document(rng, size - len(tail), keys, values)
         yield torch.from_numpy(np.concatenate([document, tail]))
 

@@ -90,9 +90,9 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
         if not _unreadable(parameter) and parameter.numel() >= SAMPLED_NUMBERS
     }
     # By the hash of the name, not by the place: any 32 of some hundred cover all kinds of layers.
-    chosen = sorted(parameters, key=lambda name: hashlib.sha256(name.encode()).digest())
+    names = sorted(parameters, key=lambda name: hashlib.sha256(name.encode()).digest())
     samples = []
-    for name in sorted(chosen[:SAMPLED_PARAMETERS]):
+    for name in sorted(names[:SAMPLED_PARAMETERS]):
         numbers = _numbers(parameters[name])
         if not bool(numbers.isfinite().all()):
             raise ValueError(
@@ -107,27 +107,28 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
 def compare_weights(samples: tuple[WeightSample, ...], model: PreTrainedModel) -> WeightsReport:
     """Hold ``samples`` against ``model``, in fp32, tolerant to casts to bf16 and fp16."""
     parameters = dict(_decoder(model).named_parameters())
-    compared, differing, skipped, example = 0, [], {}, ""
+    count, differences, reasons, example = 0, [], {}, ""
     for sample in samples:
         parameter = parameters.get(sample.name)
         reason = "not in this model" if parameter is None else _unreadable(parameter)
         if not reason and parameter is not None and tuple(parameter.shape) != sample.shape:
             reason = f"of shape {list(parameter.shape)}, sampled with {list(sample.shape)}"
         if reason or parameter is None:
-            skipped[sample.name] = reason
+            reasons[sample.name] = reason
             continue
-        compared += 1
-        stored, found = torch.tensor(sample.values), _numbers(parameter)
-        scale = torch.maximum(stored.abs(), found.abs())
+        count += 1
+        expected_values, values = torch.tensor(sample.values), _numbers(parameter)
+        scale = torch.maximum(expected_values.abs(), values.abs())
         # Not `>`: a NaN in the model counts as a difference.
-        wrong = ~((stored - found).abs() <= _RELATIVE * scale + _ABSOLUTE)
+        wrong = ~((expected_values - values).abs() <= _RELATIVE * scale + _ABSOLUTE)
         if wrong.any():
-            differing.append(sample.name)
+            differences.append(sample.name)
             place = int(wrong.nonzero()[0])
             example = example or (
-                f"{sample.name} has {found[place]:.4g} where {stored[place]:.4g} was sampled"
+                f"{sample.name} has {values[place]:.4g} where {expected_values[place]:.4g} was "
+                "sampled"
             )
-    return WeightsReport(compared, tuple(differing), skipped, example)
+    return WeightsReport(count, tuple(differences), reasons, example)
 
 
 def _decoder(model: PreTrainedModel) -> torch.nn.Module:
