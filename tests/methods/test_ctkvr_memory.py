@@ -109,10 +109,10 @@ def test_temporaries_are_bounded(
 def test_pieces_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = _lists(name)
     whole: list[tuple[Any, str]] = [
-        (naive, "_MOST_LISTED"),
-        (naive, "_MOST_RANKED"),
+        (naive, "_MOST_IDS"),
+        (naive, "_MOST_ENTRIES"),
         (naive, "_MOST_SCORES"),
-        (naive, "_LEAST_JOINING"),
+        (naive, "_LEAST_NEW_KEYS"),
         (naive, "_KEYS"),
         (inverted_lists, "_NUMBERS"),
         (inverted_file, "_PIECE_NUMBERS"),

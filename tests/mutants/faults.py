@@ -210,8 +210,8 @@ FAULTS = (
     Fault(
         "causal-off-by-one",
         "kernels/hf_kvret_kernels/prompt_attention/naive.py",
-        "return torch.arange(start, stop, device=device) > last_seen[:, None]",
-        "return torch.arange(start, stop, device=device) > last_seen[:, None] + 1",
+        "return torch.arange(start, stop, device=device) > last_key[:, None]",
+        "return torch.arange(start, stop, device=device) > last_key[:, None] + 1",
     ),
     Fault(
         "soft-cap-not-scaled-back",
@@ -234,7 +234,7 @@ FAULTS = (
     Fault(
         "duplicates-kept",
         "kernels/hf_kvret_kernels/centroid/naive.py",
-        "seen &= marks.gather(3, tokens) == places",
+        "mask &= marks.gather(3, tokens) == places",
         "pass",
     ),
     Fault(

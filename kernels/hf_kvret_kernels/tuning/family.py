@@ -26,5 +26,5 @@ def gpu_family(device: torch.device) -> str:
 def family_of(name: str, major: int, minor: int) -> str:
     """The family of a GPU called ``name`` with compute capability ``major.minor``."""
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
-    kept = [word for word in words if word not in _VENDOR and not _MEMORY.fullmatch(word)]
-    return "-".join([f"sm{major}{minor}", *kept])
+    parts = [word for word in words if word not in _VENDOR and not _MEMORY.fullmatch(word)]
+    return "-".join([f"sm{major}{minor}", *parts])

@@ -25,7 +25,7 @@ except ImportError:  # not on Windows, where writers at the same time are not ke
 from hf_kvret_kernels.tuning.tunable import Tunable
 
 _FORMAT = 1
-_SHIPPED = Path(__file__).parent / "shipped"
+_PACKAGE_FOLDER = Path(__file__).parent / "shipped"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Entry:
 
 def shipped_file(family: str) -> Path:
     """Where the package would have choices for ``family``."""
-    return _SHIPPED / f"{family}.json"
+    return _PACKAGE_FOLDER / f"{family}.json"
 
 
 def user_file(family: str) -> Path:
@@ -57,9 +57,9 @@ def user_file(family: str) -> Path:
     ``hf_kvret/tuning`` below XDG_CACHE_HOME, else below ``~/.cache``. A relative folder counts from
     the working folder.
     """
-    given = os.environ.get("HF_KVRET_TUNING")
-    if given:
-        return Path(os.path.expanduser(given)) / f"{family}.json"
+    folder = os.environ.get("HF_KVRET_TUNING")
+    if folder:
+        return Path(os.path.expanduser(folder)) / f"{family}.json"
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
     return Path(os.path.expanduser(cache)) / "hf_kvret" / "tuning" / f"{family}.json"
 
@@ -89,9 +89,9 @@ def read_entries(
     if content.get("family") != family:
         return [], [f"it was made on {content.get('family')!r}, this is {family!r}"]
     entries, wrong = [], []
-    for number, told in enumerate(content["entries"]):
+    for number, item in enumerate(content["entries"]):
         try:
-            entries.append(_entry(told, operations))
+            entries.append(_entry(item, operations))
         except ValueError as error:
             wrong.append(f"entries[{number}]: {error}")
     return entries, wrong
@@ -115,14 +115,14 @@ def write_entries(
         if entry.choice is not None:
             entry.op.check(entry.choice)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path):
+    with _lock(path):
         check_replaceable(path)
         before, _ = read_entries(path, family, operations)
-        kept = {(entry.op.name, entry.size): entry for entry in (*before, *entries)}
+        table = {(entry.op.name, entry.size): entry for entry in (*before, *entries)}
         content = {
             "format": _FORMAT,
             "family": family,
-            "entries": [_told(entry) for entry in kept.values()],
+            "entries": [_as_json(entry) for entry in table.values()],
         }
         _replace(path, json.dumps(content, indent=1) + "\n")
 
@@ -145,12 +145,12 @@ def check_replaceable(path: Path) -> None:
 
 
 def _is_newer(content: object) -> bool:
-    told = content.get("format") if isinstance(content, dict) else None
-    return isinstance(told, int) and told > _FORMAT
+    format_number = content.get("format") if isinstance(content, dict) else None
+    return isinstance(format_number, int) and format_number > _FORMAT
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Iterator[None]:
     """Alone among those who write ``path``; waits for the others."""
     with open(path.with_name(f"{path.name}.lock"), "w", encoding="utf-8") as lock:
         if fcntl is not None:
@@ -172,33 +172,33 @@ def _replace(path: Path, text: str) -> None:
         Path(name).unlink(missing_ok=True)
 
 
-def _entry(told: object, operations: Mapping[str, Tunable[Any]]) -> Entry:
-    if not isinstance(told, dict):
+def _entry(item: object, operations: Mapping[str, Tunable[Any]]) -> Entry:
+    if not isinstance(item, dict):
         raise ValueError("it is no object")
-    op = operations.get(str(told.get("op")))
+    op = operations.get(str(item.get("op")))
     if op is None:
-        raise ValueError(f"unknown operation {told.get('op')!r}; known: {', '.join(operations)}")
-    if told.get("version") != op.version:
+        raise ValueError(f"unknown operation {item.get('op')!r}; known: {', '.join(operations)}")
+    if item.get("version") != op.version:
         raise ValueError(
-            f"made for version {told.get('version')!r} of {op.name}, this is {op.version}"
+            f"made for version {item.get('version')!r} of {op.name}, this is {op.version}"
         )
-    choice = told.get("choice")
-    measured = told.get("measured", {})
+    choice = item.get("choice")
+    measured = item.get("measured", {})
     if not isinstance(measured, dict):
         raise ValueError(f"measured {measured!r} is no object")
     return Entry(
         op,
-        op.size_from(told.get("size")),
+        op.size_from(item.get("size")),
         None if choice is None else op.choice_from(choice),
         measured,
     )
 
 
-def _told(entry: Entry) -> dict[str, Any]:
+def _as_json(entry: Entry) -> dict[str, Any]:
     return {
         "op": entry.op.name,
         "version": entry.op.version,
         "size": entry.size._asdict(),
-        "choice": None if entry.choice is None else entry.op.told(entry.choice),
+        "choice": None if entry.choice is None else entry.op.as_json(entry.choice),
         "measured": dict(entry.measured),
     }

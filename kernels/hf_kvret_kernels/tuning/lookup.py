@@ -31,8 +31,8 @@ def choice(op: Tunable[C], size: Any, default: C, device: torch.device) -> C:
     table = _tables.get(device)
     if table is None:
         table = _load(device)
-    found: C | None = table.get((op.name, size)) if table else None
-    return default if found is None else found
+    result: C | None = table.get((op.name, size)) if table else None
+    return default if result is None else result
 
 
 def operations() -> dict[str, Tunable[Any]]:
@@ -51,10 +51,10 @@ def _load(device: torch.device) -> dict[tuple[str, Any], Any]:
     with _lock:
         if device in _tables:
             return _tables[device]
-        family, known = gpu_family(device), operations()
+        family, known_operations = gpu_family(device), operations()
         table: dict[tuple[str, Any], Any] = {}
         for path in (shipped_file(family), user_file(family)):
-            entries, wrong = read_entries(path, family, known)
+            entries, wrong = read_entries(path, family, known_operations)
             if wrong:
                 more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
                 warnings.warn(
@@ -65,5 +65,5 @@ def _load(device: torch.device) -> dict[tuple[str, Any], Any]:
                 )
             table |= {(entry.op.name, entry.size): entry.choice for entry in entries}
         # One that takes the rule stood against a shipped one; now it says nothing any more.
-        _tables[device] = {key: found for key, found in table.items() if found is not None}
+        _tables[device] = {key: value for key, value in table.items() if value is not None}
         return _tables[device]

@@ -37,11 +37,11 @@ class Tunable(Generic[C]):
     only: Mapping[str, tuple[str, int | str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        wanted = {one.name for one in fields(self.kind)}  # type: ignore[arg-type]
-        if set(self.space) != wanted:
+        names = {one.name for one in fields(self.kind)}  # type: ignore[arg-type]
+        if set(self.space) != names:
             raise ValueError(
                 f"space of {self.name} names {sorted(self.space)}: it must name the fields of "
-                f"{self.kind.__name__}, {sorted(wanted)}"
+                f"{self.kind.__name__}, {sorted(names)}"
             )
 
     def counts(self, name: str, choice: C) -> bool:
@@ -51,34 +51,34 @@ class Tunable(Generic[C]):
 
     def check(self, choice: C) -> None:
         """ValueError for a choice that is outside of ``space``."""
-        for name, allowed in self.space.items():
+        for name, values in self.space.items():
             value = getattr(choice, name)
             # True is 1, but no launch number.
-            if type(value) not in {type(one) for one in allowed} or value not in allowed:
-                raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, allowed))}")
+            if type(value) not in {type(one) for one in values} or value not in values:
+                raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, values))}")
 
-    def choice_from(self, told: object) -> C:
+    def choice_from(self, item: object) -> C:
         """The choice that a file tells as a mapping; ValueError where it is none."""
-        self._check_names(told, set(self.space), "choice")
-        choice = self.kind(**told)  # type: ignore[arg-type]
+        self._check_names(item, set(self.space), "choice")
+        choice = self.kind(**item)  # type: ignore[arg-type]
         self.check(choice)
         return choice
 
-    def size_from(self, told: object) -> Any:
+    def size_from(self, item: object) -> Any:
         """The size class that a file tells as a mapping; ValueError where it is none."""
-        self._check_names(told, set(self.size._fields), "size")
-        assert isinstance(told, dict)
-        if not all(isinstance(value, str | int) for value in told.values()):
-            raise ValueError(f"size {told}: its values must be strings, integers or booleans")
-        return self.size(**told)
+        self._check_names(item, set(self.size._fields), "size")
+        assert isinstance(item, dict)
+        if not all(isinstance(value, str | int) for value in item.values()):
+            raise ValueError(f"size {item}: its values must be strings, integers or booleans")
+        return self.size(**item)
 
-    def told(self, choice: C) -> dict[str, Any]:
+    def as_json(self, choice: C) -> dict[str, Any]:
         """What ``choice_from`` reads."""
         return asdict(choice)  # type: ignore[call-overload]
 
-    def _check_names(self, told: object, wanted: set[str], what: str) -> None:
-        if not isinstance(told, dict) or set(told) != wanted:
-            raise ValueError(f"{what} {told!r}: pass an object with {', '.join(sorted(wanted))}")
+    def _check_names(self, item: object, names: set[str], what: str) -> None:
+        if not isinstance(item, dict) or set(item) != names:
+            raise ValueError(f"{what} {item!r}: pass an object with {', '.join(sorted(names))}")
 
 
 @cache
