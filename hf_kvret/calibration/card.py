@@ -96,7 +96,7 @@ model.generate(
 
 
 def _settings_text(artifact: CalibrationArtifact) -> str:
-    """What a cache takes from the artifact unless it is told otherwise; empty if nothing."""
+    """The options that a cache takes from the artifact by default; empty if none."""
     bits, sinks = artifact.options.get("bits"), artifact.options.get("sinks")
     if bits is None:
         return ""
@@ -108,7 +108,7 @@ def _settings_text(artifact: CalibrationArtifact) -> str:
 
 
 def _sizes(artifact: CalibrationArtifact) -> list[list[str]]:
-    """One row for tensors of the same name (but for numbers), shape and dtype, and one for all."""
+    """One row per name (with numbers as ``*``), shape and dtype, and a total."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for name, tensor in artifact.tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")

@@ -103,10 +103,10 @@ def run_calibrate(options: CalibrateOptions) -> int:
 
 
 def _push(artifact: CalibrationArtifact, options: CalibrateOptions) -> str:
-    """The URL of what was uploaded.
+    """Upload the artifact; returns the URL.
 
     Raises:
-        ConnectionError: the hub can't be reached; says where the artifact is.
+        ConnectionError: the hub can't be reached; the message says where the artifact is.
     """
     private = options.private or None
     assert options.push_to_hub is not None
@@ -123,7 +123,7 @@ def _push(artifact: CalibrationArtifact, options: CalibrateOptions) -> str:
 
 
 def check_sources(options: CalibrateOptions) -> None:
-    """Look at what to learn from before the model is loaded.
+    """Check the sources of text before the model is loaded.
 
     Raises:
         FileNotFoundError: no such ``--text``, or a ``--dataset`` that is no name of one.
@@ -154,7 +154,7 @@ def check_sources(options: CalibrateOptions) -> None:
 
 
 def _check_stream(dataset: str, repository: str) -> None:
-    """Errors of ``check_sources`` for a data set on the hub; the cache holds no stream of it."""
+    """Errors of ``check_sources`` for a data set streamed from the hub, which is never cached."""
     if not is_hub_id(repository):
         raise FileNotFoundError(
             f"--dataset {dataset}: no such folder, and no hub id either (owner/name); check the "
@@ -169,7 +169,7 @@ def _check_stream(dataset: str, repository: str) -> None:
 
 
 def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
-    """The sequences that the command line names, which ``check_sources`` has seen.
+    """The sequences of the command line, after ``check_sources``.
 
     Raises:
         ValueError: a model without a tokenizer, too little text, or none left to hold out.
@@ -214,7 +214,7 @@ def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
 
 
 def _check_outputs(options: CalibrateOptions, method: str) -> None:
-    """Look at where results go before the work, not after it."""
+    """Check the output places before the work starts."""
     outputs.check_folder("--out", options.out)
     check_no_foreign_artifact(options.out, method)
     if options.push_to_hub and not is_hub_id(options.push_to_hub):

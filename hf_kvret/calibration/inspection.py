@@ -1,4 +1,4 @@
-"""What an artifact is, for people: text, a table and a picture."""
+"""Descriptions of an artifact for people: text, a table and a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a method's calibration options are of the kinds that its dataclass declares."""
+"""Type checks of calibration options against their dataclass annotations."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def check_kinds(options: DataclassInstance) -> None:
-    """Refuse a field that is not of its annotation, a type or a union of types.
+    """Check that every field has the type, or one of the types, of its annotation.
 
-    An int will do for a float. A bool is no int, and numbers of numpy or torch are none, because
-    options are saved as JSON.
+    An int is accepted for a float. A bool is not accepted for an int, and numbers of numpy or torch
+    are not accepted, because options are saved as JSON.
 
     Raises:
         TypeError: the field, its value, and what it may be.

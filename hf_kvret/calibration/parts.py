@@ -1,4 +1,4 @@
-"""What was learned about finished layers, kept until all are finished; one writer at a time."""
+"""Finished layers on disk until all layers are finished; one writer at a time."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _LOCK = ".lock"
 def alone_in(folder: Path) -> Iterator[None]:
     """Keep other calibrations out of ``folder``, which is made if needed, with a file ``.lock``.
 
-    The file holds the process and its machine. That of a process that ended without deleting it is
-    taken over; of a process on another machine nobody can tell.
+    The file names the process and its machine. A stale one of an ended process on this machine is
+    replaced; a process on another machine counts as running.
 
     Raises:
         ValueError: another calibration is, or may be, at work there.
@@ -59,9 +59,9 @@ def _take(lock: Path) -> None:
 
 
 def _may_run(owner: str) -> bool:
-    """Whether the process that a lock names may be at work still."""
+    """Whether the process named in a lock may still be running."""
     number, _, machine = owner.partition(" ")
-    # On Windows a signal of 0 is no question but Ctrl-C.
+    # On Windows signal 0 is Ctrl-C and not a test.
     if not number.isdecimal() or machine != platform.node() or os.name == "nt":
         return True
     try:
@@ -74,9 +74,9 @@ def _may_run(owner: str) -> bool:
 
 
 class Parts:
-    """A folder of finished layers, and of what the newest of them carries to the next one.
+    """A folder of finished layers, and of the tensors that the newest carries to the next one.
 
-    A folder without any takes on another ``setup``.
+    A folder without finished layers is reused for another ``setup``.
 
     Raises:
         ValueError: the folder holds layers of another ``setup`` (plain JSON).
@@ -98,10 +98,10 @@ class Parts:
             )
 
     def left(self, layers: Sequence[int]) -> tuple[list[int], Carried | None]:
-        """The layers that are still to be learned, and what the one before the first of them left.
+        """The layers still to learn, and the tensors carried by the layer before the first of them.
 
-        Where layers build on each other, and one in the midst can't be read or what it carried is
-        lost, these are all layers: the chain starts anew.
+        If layers depend on each other, and one in the middle or its carried tensors can't be read,
+        all layers are returned: the chain starts again.
         """
         carries = {layer: self._record(layer).get("carried") for layer in layers}
         todo = [layer for layer in layers if carries[layer] is None]
@@ -118,9 +118,9 @@ class Parts:
         return list(layers), None
 
     def keep(self, layer: int, findings: LayerFindings, *, last: bool = False) -> None:
-        """Write one layer; an interruption leaves nothing half.
+        """Write one layer, atomically.
 
-        What it carries on is written too, unless it is the ``last``; what older layers carried is
+        Its carried tensors are written too, unless it is the ``last``; those of older layers are
         deleted.
         """
         newest = None
@@ -139,7 +139,7 @@ class Parts:
                 file.unlink()
 
     def find(self, layer: int) -> LayerFindings | None:
-        """A finished layer, without what it carried; None for one that is not, or is damaged."""
+        """A finished layer, without carried tensors; None if it is missing or damaged."""
         content = _read(self._file(layer))
         if content is None:
             return None
@@ -151,7 +151,7 @@ class Parts:
         shutil.rmtree(self._folder)
 
     def _record(self, layer: int) -> dict[str, Any]:
-        """What is written beside a layer's tensors; empty where it is not finished."""
+        """The metadata of a layer's file; empty if it is missing or damaged."""
         content = _read(self._file(layer))
         return {} if content is None else json.loads(content[1]["findings"])
 
@@ -168,7 +168,7 @@ class Parts:
 
 
 def _read(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
-    """Tensors and metadata of a file; None for one that is not there or is damaged."""
+    """Tensors and metadata of a file; None if it is missing or damaged."""
     try:
         with safe_open(file, "pt") as reader:
             tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - no mapping

@@ -1,4 +1,4 @@
-"""Runs a model over texts, layer after layer, and keeps what is finished."""
+"""Runs a model over texts, calibrates layer after layer, and keeps finished layers."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def calibrate(
 ) -> CalibrationArtifact:
     """Learn what a method needs to know about ``model``; write the artifact to ``out``.
 
-    First a trial shows that queries and keys before RoPE can be had of those after it. Then the
-    texts pass through the model once for every ``layers_at_once`` layers, whose tokens are held
-    meanwhile. Finished layers are kept in a folder inside ``out``: the same call goes on after an
-    interruption. Layers learn in ascending order, each with what the one before it carried on.
+    First a trial checks that RoPE can be undone on queries and keys. Then the texts pass through
+    the model once for every ``layers_at_once`` layers, whose tokens are kept in memory. Finished
+    layers are saved in a folder inside ``out``: the same call resumes after an interruption. Layers
+    learn in ascending order, each with the tensors carried by the one before.
 
     Args:
         model: in eval mode, on one device or several (``device_map``).
@@ -103,7 +103,7 @@ def calibrate(
             some = {n: ropes[n] for n in group}
             studies = _read(model, corpus, calibration, some, progress, forecast)
             for layer in group:
-                # Popped and named nowhere, so that its tokens are gone before the next one learns.
+                # Popped without a name, so that its tokens are freed before the next one learns.
                 findings = _learn(studies.pop(layer), layer, carried, progress, forecast)
                 parts.keep(layer, findings, last=layer == todo[-1])
                 carried = findings.carried
@@ -138,7 +138,7 @@ def _read(
                 if layer not in ropes:
                     return
                 if layer not in studies:
-                    # Weights may be elsewhere (offloading), the tokens are where it computes.
+                    # The device of the tokens: weights may be elsewhere (offloading).
                     device = tokens.key.device
                     studies[layer] = calibration.study(layer, ropes[layer], device)
                 studies[layer].add(tokens, held_out)
@@ -205,7 +205,7 @@ def _check_lengths(model: PreTrainedModel, corpus: Corpus) -> None:
 def _check_layers(
     model: PreTrainedModel, calibration: Calibration, ropes: Mapping[int, Rope]
 ) -> None:
-    """Show the calibration a token of every layer, before the model reads for minutes."""
+    """Let the calibration check one token of every layer, before the long reading."""
 
     def take(layer: int, tokens: LayerTokens) -> None:
         if layer in ropes:
@@ -217,7 +217,7 @@ def _check_layers(
 
 
 def _digest(corpus: Corpus) -> str:
-    """Of all token ids, and of what is held out."""
+    """Hash of all token ids and the number of held-out sequences."""
     digest = hashlib.sha256(str(corpus.held_out).encode())
     for ids in corpus.sequences:
         digest.update(f" {len(ids)} ".encode() + ids.cpu().numpy().tobytes())

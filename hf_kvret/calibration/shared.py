@@ -1,4 +1,4 @@
-"""Artifacts in use: read once for a process, and what is made of them made once."""
+"""Artifacts shared within a process: each is read once, and derived objects are made once."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from hf_kvret_model_patches.rope import Rope
 
 Value = TypeVar("Value")
 
-# Whoever uses an artifact holds it; the newest few are held here, for the next cache.
+# Artifacts live as long as their users; a few of the newest are kept alive for the next cache.
 _artifacts: WeakValueDictionary[tuple[Any, ...], CalibrationArtifact] = WeakValueDictionary()
 _newest: deque[CalibrationArtifact] = deque(maxlen=4)
 _values: WeakKeyDictionary[CalibrationArtifact, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def artifact_place(artifact: str | None, config: PreTrainedConfig, method: str) -> str:
-    """A hub id as it is, a folder's absolute path; for None the one beside the model.
+    """A hub id unchanged, or a folder's absolute path; for None the model's own artifact.
 
     That is the folder named ``method`` in the folder that the model was loaded from.
 
     Raises:
-        ValueError: the model came from elsewhere, or has none; says how to make one.
+        ValueError: there is no such folder; the message says how to make an artifact.
     """
     if artifact is not None:
         folder = Path(artifact).expanduser()
@@ -65,7 +65,7 @@ def shared_artifact(artifact: str, revision: str | None, method: str) -> Calibra
 
 
 def made_once(artifact: CalibrationArtifact, key: Hashable, make: Callable[[], Value]) -> Value:
-    """What ``make`` gives for ``key``, kept as long as the artifact is."""
+    """The result of ``make`` for ``key``, cached as long as the artifact lives."""
     values = _values.setdefault(artifact, {})
     if key not in values:
         values[key] = make()
@@ -73,7 +73,7 @@ def made_once(artifact: CalibrationArtifact, key: Hashable, make: Callable[[], V
 
 
 def check_revision(artifact: str | None, revision: str | None) -> None:
-    """ValueError for a revision of no artifact."""
+    """ValueError for a revision without an artifact."""
     if revision is not None and artifact is None:
         raise ValueError(
             f"revision={revision!r} without artifact: name the artifact's hub id too, or leave the "
@@ -87,7 +87,7 @@ def check_tensor(
     """The tensor ``name`` of an artifact, of finite numbers and of ``shape``; None: any size.
 
     Raises:
-        ValueError: it is missing or of another form; says how to make the artifact again.
+        ValueError: it is missing, not finite, or of another shape; the message names the remedy.
     """
     again = f"make it again with `hf-kvret calibrate {artifact.method}`"
     owner = f"the {artifact.method} artifact of {artifact.model.name}"
@@ -109,7 +109,7 @@ def check_tensor(
 def check_layer_settings(
     artifact: CalibrationArtifact, layer: int, fields: Mapping[str, type | tuple[type, ...]]
 ) -> dict[str, Any]:
-    """What an artifact tells of a layer, with ``fields`` of these types.
+    """An artifact's settings of a layer, of which ``fields`` must have these types.
 
     Raises:
         ValueError: a field is missing or of another type.
@@ -128,10 +128,10 @@ def check_layer_settings(
 
 
 def learned_rope(artifact: CalibrationArtifact, layer: int) -> Rope:
-    """How layer number ``layer`` rotates, as the artifact says; on the CPU.
+    """RoPE of layer number ``layer`` from the artifact, on the CPU.
 
     Raises:
-        ValueError: it doesn't say, or nothing that could be.
+        ValueError: missing or invalid settings.
     """
     fields = {"attention_factor": (int, float), "layout": (str,)}
     settings = check_layer_settings(artifact, layer, fields)

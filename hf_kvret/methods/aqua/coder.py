@@ -1,4 +1,4 @@
-"""RowCoder: rows of one layer as codes of what the layer below does not predict, and back."""
+"""RowCoder: encodes rows of one layer as residuals of a prediction from the layer below."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Rows:
 
     Attributes:
         start: slot of the first token.
-        keys: ``[B, n, Hkv * Dk]`` in the model's dtype, before RoPE where keys are turned back.
+        keys: ``[B, n, Hkv * Dk]`` in the model's dtype, before RoPE if keys are un-rotated.
         values: ``[B, n, Hkv * Dv]``.
     """
 
@@ -32,7 +32,7 @@ class Rows:
     @classmethod
     def empty_like(cls, other: Rows, start: int, end: int) -> Rows:
         """Room for slots ``start .. end``."""
-        # Also where a pass runs in inference mode: what is made there can't be written to outside.
+        # Inference tensors could not be written to later, outside inference mode.
         with torch.inference_mode(False):
             buffers = [
                 x.new_empty(len(x), end - start, x.shape[2]) for x in (other.keys, other.values)
@@ -55,11 +55,11 @@ class Rows:
         return Rows(first, self.keys[:, where], self.values[:, where])
 
     def covers(self, first: int, last: int) -> bool:
-        """Whether it has these slots."""
+        """Whether it contains slots ``first .. last``."""
         return self.start <= first and last <= self.end
 
     def like(self, other: Rows) -> bool:
-        """Whether rows are as wide and of the dtype of ``other``'s."""
+        """Whether batch, width and dtype equal those of ``other``."""
         return all(
             len(a) == len(b) and a.shape[2] == b.shape[2] and a.dtype == b.dtype
             for a, b in ((self.keys, other.keys), (self.values, other.values))
@@ -102,10 +102,10 @@ class RowCoder:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
-        """The coder that the plan asks for, of tokens of ``shape`` (heads, key dim, value dim).
+        """The coder of a plan, for tokens of ``shape`` (heads, key dim, value dim).
 
         Raises:
-            ValueError: a shape that predictors or groups don't fit.
+            ValueError: a shape that doesn't fit the predictors or groups.
         """
         predictors, seed = None, 0
         if plan.artifact is not None:
@@ -122,7 +122,7 @@ class RowCoder:
         return cls(heads, key_dim, value_dim, dtype, bits, codecs[0], codecs[1], predictors)
 
     def unpacked(self) -> RowCoder:
-        """The same with matrices of predictors unpacked: for a few pieces of tokens."""
+        """A copy with unpacked predictor matrices, for coding several pieces."""
         predictors = None if self.predictors is None else self.predictors.unpacked()
         return self if predictors is self.predictors else replace(self, predictors=predictors)
 
@@ -149,7 +149,7 @@ class RowCoder:
     def attended(
         self, rows: Rows, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys ``[B, H, n, Dk]`` as attention reads them, and values, views where they can be."""
+        """Keys ``[B, H, n, Dk]`` as attention reads them, and values; views where possible."""
         keys = split(rows.keys, self.heads)
         if self.predictors is not None and self.predictors.rope is not None:
             assert positions is not None, "the lowest store keeps positions where keys are turned"
@@ -186,7 +186,7 @@ class RowCoder:
     def decode(
         self, start: int, codes: torch.Tensor, scales: torch.Tensor, below: Rows | None
     ) -> Rows:
-        """What ``encode`` returned last, of its codes and scales; ``below`` as there."""
+        """The ``Rows`` that ``encode`` returned with these codes and scales; ``below`` as there."""
         key_codec, value_codec = self.key_codec, self.value_codec
         assert key_codec is not None and value_codec is not None
         width = self.heads * self.key_dim

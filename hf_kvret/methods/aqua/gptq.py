@@ -1,9 +1,9 @@
 """Matrices of predictors in 4 bits: GPTQ.
 
 Frantar et al., *GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers*
-(2022), section 3. Columns are rounded one after the other; what a column misses is made up for by
-those that are not rounded yet, as far as inputs go together. The Gram matrix is that of the ridge
-regression, so what is kept low is the very loss that was minimized.
+(2022), section 3. Columns are rounded one after the other; the error of a column is compensated by
+those not rounded yet, as far as inputs are correlated. The Gram matrix is that of the ridge
+regression, so rounding minimizes the same loss as the regression.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def unpack_matrix(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor) -
 
 
 def _spread(gram: torch.Tensor) -> torch.Tensor:
-    """How the miss of one input is made up for by later ones: U of ``gram^-1 = U^T U``."""
+    """How later inputs compensate the error of one: U of ``gram^-1 = U^T U``."""
     size = gram.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
     # GPTQ's damping is 1e-2; the Gram matrix of a ridge regression needs much less.
     ridge_gram = gram + (1e-6 * size) * torch.eye(len(gram)).to(gram)

@@ -22,15 +22,15 @@ class KiviStore(DecodedStore):
     """Post-RoPE keys in groups of tokens, channel by channel; values in groups of numbers.
 
     Liu et al., *KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache* (2024). The newest
-    keys, fewer than a group, are kept as they are. A crop into a group decodes what is left of it.
-    Padding is coded like any token, in the group of its neighbours.
+    keys, fewer than a group, stay uncoded. A crop into a group decodes the rest of it. Padding is
+    coded like any token, in the group of its neighbours.
 
     Args:
         options: of the cache.
         memory: where codes lie.
     """
 
-    # A row is a group of tokens here, and a token there.
+    # A row of key_groups is a group of tokens, a row of values is one token.
     _key_groups: BytePages = part()
     _values: BytePages = part()
     _newest: torch.Tensor | None = tensor(shared=True)
@@ -49,7 +49,7 @@ class KiviStore(DecodedStore):
 
     @property
     def bus_share(self) -> float:
-        """That of values; keys come with them."""
+        """Share of the values; keys are in the same memory."""
         return self._values.bus_share
 
     def append(self, block: TokenBlock) -> None:
@@ -87,11 +87,11 @@ class KiviStore(DecodedStore):
         yield from self.pieces(0, end, piece_len)
 
     def crop(self, length: int) -> None:
-        """As every state's, but that keys are cut by groups: what is left of one is decoded."""
+        """As for every state, but keys are cut by groups; the rest of a cut group is decoded."""
         if length >= len(self):
             return
         whole = length // self.group
-        # Before anything is forgotten: it may be a part of a group.
+        # Read before cropping: these keys may be part of a group.
         self._newest = self._keys(whole * self.group, length).clone()
         self._key_groups.crop(whole)
         self._values.crop(length)

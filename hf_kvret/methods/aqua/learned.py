@@ -1,4 +1,4 @@
-"""What an artifact says about one layer: predictors and rotation, on the device that asks."""
+"""Predictors and rotation of one layer, from the artifact, on a device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ METHOD = "aqua"
 class Predictor:
     """A linear, reduced-rank or one-hidden-layer map of rows.
 
-    Products are made in ``dtype``, the model's; biases are added in fp32, because keys may have
+    Products are computed in ``dtype``, the model's; biases are added in fp32, because keys may have
     offsets far beyond their spread.
 
     Attributes:
@@ -62,7 +62,7 @@ class Predictor:
         return result.float() + tensors["bias"]
 
     def unpacked(self) -> Predictor:
-        """The same, with 4-bit matrices as matrices in ``dtype``: to be used a few times."""
+        """A copy with 4-bit matrices unpacked to ``dtype``, for repeated use."""
         if not any(name.endswith(".codes") for name in self.tensors):
             return self
         matrices = unpacked(self.tensors)
@@ -72,13 +72,13 @@ class Predictor:
 
 @dataclass(frozen=True, eq=False)
 class LearnedLayer:
-    """What predicts one layer, shared by all caches.
+    """Predictors and rotation of one layer, shared by all caches.
 
     Attributes:
         key: predicts keys from those of the layer below; None: nothing is predicted.
         value: predicts values, of what ``value_inputs`` names; None: the same.
         value_inputs: ``"keys"`` of this layer, ``"values"`` of the one below, in this order.
-        rope: how keys are turned back before they are coded, None: they are not.
+        rope: un-rotates keys before they are coded; None: keys are coded after RoPE.
         shape: KV heads, key dim and value dim that it was learned from.
         source: all tensors of the layer, on the CPU.
     """
@@ -92,14 +92,14 @@ class LearnedLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors, as they are held on the device."""
+        """Bytes of the tensors on the device."""
         parts = [p.tensors for p in (self.key, self.value) if p is not None]
         frequencies = 0 if self.rope is None else self.rope.inv_freq.nbytes
         return frequencies + sum(x.nbytes for tensors in parts for x in tensors.values())
 
     @cached_property
     def fingerprint(self) -> int:
-        """Of the artifact's tensors, 63 bits: codes mean nothing with others."""
+        """63-bit hash of the artifact's tensors: codes are valid with these only."""
         digest = hashlib.sha256()
         for name, x in sorted(self.source.items()):
             digest.update(name.encode())
@@ -107,14 +107,14 @@ class LearnedLayer:
         return int.from_bytes(digest.digest()[:8]) >> 1
 
     def unpacked(self) -> LearnedLayer:
-        """The same with ``Predictor.unpacked`` ones."""
+        """A copy with unpacked predictors."""
         key, value = (None if p is None else p.unpacked() for p in (self.key, self.value))
         return (
             self if (key, value) == (self.key, self.value) else replace(self, key=key, value=value)
         )
 
     def check_shape(self, heads: int, key_dim: int, value_dim: int) -> None:
-        """ValueError unless tokens are as those that it was learned from."""
+        """ValueError unless tokens have the shape that it was learned from."""
         if (heads, key_dim, value_dim) != self.shape:
             names = "{} KV heads, key dim {}, value dim {}"
             raise ValueError(
@@ -131,10 +131,10 @@ def load(artifact: str, revision: str | None) -> CalibrationArtifact:
 
 
 def learned_options(artifact: CalibrationArtifact) -> tuple[int, str]:
-    """Bits and backbone that predictors were learned with, which serve unless others are asked for.
+    """Bits and backbone of the calibration: the defaults of a cache with this artifact.
 
     Raises:
-        ValueError: the artifact doesn't say, or names what we don't know.
+        ValueError: they are missing or unknown.
     """
     bits, backbone = artifact.options.get("bits"), artifact.options.get("backbone")
     if not isinstance(bits, int) or bits not in BITS:
@@ -145,10 +145,10 @@ def learned_options(artifact: CalibrationArtifact) -> tuple[int, str]:
 
 
 def check_learned(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
-    """Refuse an artifact that is not whole, before a token is taken in. Looks once.
+    """Check an artifact for completeness, before any token is cached. Checks each layer once.
 
     Raises:
-        ValueError: a layer or field is missing, of another form, or not of finite numbers.
+        ValueError: a layer or field is missing, has a wrong shape, or is not finite.
     """
     for layer in layers:
         made_once(artifact, ("checked", layer), partial(_check_layer, artifact, layer))
@@ -179,11 +179,7 @@ def _check_layer(artifact: CalibrationArtifact, layer: int) -> bool:
 
 
 def check_space(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
-    """Refuse a model whose keys can't be turned back.
-
-    Raises:
-        ValueError: it is one, or the artifact names options that we don't know.
-    """
+    """ValueError if the model's keys can't be un-rotated, or the artifact has unknown options."""
     for name, choices in (
         ("space", SPACES),
         ("key_inputs", KEY_INPUTS),
@@ -213,7 +209,7 @@ def _unknown(
 
 
 def needs_positions(artifact: CalibrationArtifact) -> bool:
-    """Whether keys of some layer are turned back."""
+    """Whether keys of any layer are un-rotated."""
     layers = artifact.options["layers"].values()
     return artifact.options["space"] == "before" and any(one["layout"] != "none" for one in layers)
 
@@ -278,7 +274,7 @@ def _predictor(
     }
     if not tensors or (set(tensors) != {"bias"} and not with_inputs):
         return None
-    # Scales and offsets of 4-bit matrices are fp16 and stay so; bf16 is what matrices are saved in.
+    # Scales and offsets of 4-bit matrices are fp16 and stay so; matrices are saved in bf16.
     placed = {
         name: x.to(device, dtype if x.dtype == torch.bfloat16 else x.dtype)
         for name, x in tensors.items()

@@ -1,4 +1,4 @@
-"""Which layers are anchors, which predict, and in how many bits: decided before any token."""
+"""LayerPlan: which layers are anchors, which are predicted, and in how many bits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hf_kvret.methods.aqua.learned import learned_options, load, needs_positions
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """What is done with one layer.
+    """How one layer is stored.
 
     Attributes:
         options: of the cache.
         layer: number of the layer in the model.
-        bits: 2, 3, 4, or 16 for rows that are kept as they are.
-        lowest_bits: the same, should there be no retrieval layer below.
-        previous: the layer whose reconstruction predicts this one; None for an anchor, and for
-            one that is kept as it is.
+        bits: 2, 3, 4, or 16 for uncoded rows.
+        lowest_bits: the same, if there is no retrieval layer below.
+        previous: the layer whose reconstruction predicts this one; None for an anchor, and for an
+            uncoded layer.
         feeds: whether the layer above is predicted from this one.
         artifact: the artifact; None where nothing is predicted.
         lowest: whether it is the artifact's first layer, which keeps the positions for all.
@@ -36,7 +36,7 @@ class LayerPlan:
 
     @property
     def learned_groups(self) -> tuple[int | None, int | None]:
-        """The groups that calibration coded keys and values with; None where it did not."""
+        """Group sizes of keys and values in the calibration; None if not coded."""
         if self.artifact is None:
             return None, None
         settings = self.artifact.options["layers"][str(self.layer)]
@@ -44,15 +44,15 @@ class LayerPlan:
 
     @property
     def keeps_positions(self) -> bool:
-        """Whether positions are to be kept here, for all layers."""
+        """Whether this layer keeps the positions, for all layers."""
         return self.artifact is not None and self.lowest and needs_positions(self.artifact)
 
 
 def filled_in(options: AquaConfig) -> AquaConfig:
-    """``options`` with bits and backbone: those asked for, else the artifact's, else the usual.
+    """``options`` with bits and backbone: as set, else from the artifact, else the defaults.
 
     Raises:
-        ValueError: no artifact is named, or it doesn't tell them.
+        ValueError: no artifact is named, or it lacks them.
         OSError: the artifact can't be read.
     """
     if options.bits is not None and options.backbone is not None:
@@ -70,7 +70,7 @@ def layer_plan(options: AquaConfig, layer: int) -> LayerPlan:
     """The plan of model layer number ``layer``.
 
     Raises:
-        ValueError: no artifact is named, or it doesn't know the layer.
+        ValueError: no artifact is named, or it lacks the layer.
         OSError: the artifact can't be read.
     """
     options = filled_in(options)
@@ -108,12 +108,12 @@ def _role(
     assert options.bits is not None
     is_anchor = options.anchor_every is not None and number % options.anchor_every == 0
     if options.bits == NOT_CODED:
-        # Nothing is coded, but anchors where the options say so.
+        # Nothing is coded, except anchors if the options say so.
         first = options.first_bits if settings["previous"] is None or is_anchor else None
         return first or NOT_CODED, None
     if settings["previous"] is None:
         return options.first_bits or settings["bits"], None
     if is_anchor:
-        # The artifact coded it as a predicted layer; an anchor is as its first one.
+        # A predicted layer in the artifact; as an anchor it gets the bits of the first layer.
         return options.first_bits or all_settings[str(layers[0])]["bits"], None
     return options.bits, settings["previous"]

@@ -2,7 +2,7 @@
 
 Shutova et al. (2025), section 3.2 and table 1, "Predictor Architecture". Linear ones solve a ridge
 regression in closed form; the others start from it. All matrices are fitted in fp64 and rounded;
-then the bias is set anew so that the rounded predictor has no mean error, because keys can have
+then the bias is recomputed so that the rounded predictor has zero mean error, because keys can have
 offsets far beyond their spread.
 """
 
@@ -20,7 +20,7 @@ PREDICTORS = ("linear", "low_rank", "mlp")
 Tensors = Mapping[str, torch.Tensor]
 
 BLOCK = 8192
-"""Rows that are on the device at a time."""
+"""Rows on the device at a time."""
 
 # Of a matrix in 4 bits, as pack_matrix returns them.
 _PARTS = ("codes", "scale", "low")
@@ -130,7 +130,7 @@ def unpacked(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def predict(tensors: Tensors, x: torch.Tensor) -> torch.Tensor:
-    """What a predictor makes of inputs: ``[..., out]`` fp32.
+    """The prediction for inputs: ``[..., out]`` fp32.
 
     Args:
         tensors: of one predictor, without ``key.`` or ``value.`` before their names, matrices as
@@ -173,7 +173,7 @@ def _solution(moments: Moments, gram: torch.Tensor) -> torch.Tensor:
 def _reduce(
     weight: torch.Tensor, gram: torch.Tensor, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product of rank ``rank`` nearest to ``weight`` where the inputs are."""
+    """``(down, up)``: the best rank-``rank`` approximation of ``weight`` on the inputs."""
     _, vectors = torch.linalg.eigh(weight @ gram @ weight.mT)
     up = vectors[:, -rank:].flip(1)
     return up.mT @ weight, up

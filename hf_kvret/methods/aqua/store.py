@@ -18,15 +18,15 @@ from hf_kvret.stores.memory import PageMemory
 
 
 class AquaStore(DecodedStore):
-    """Codes of what the layer below does not predict, or of keys and values as they are.
+    """Codes of prediction residuals, or of the keys and values themselves in an anchor.
 
-    A token is one row: codes of keys and values of all heads, then their scales. Where rows are
-    kept as they are (16 bits), or reconstructed once (``keep="rows"``), they lie here in full.
+    A token is one row: codes of keys and values of all heads, then their scales. Uncoded rows (16
+    bits) and rows reconstructed once (``keep="rows"``) are stored in full.
 
-    Reading needs the same tokens of the layer below, which are made of those below it. Layers are
-    read in order, so each one leaves its reconstruction to the next, which takes it and writes its
-    own over it: one layer is reconstructed at a time. Where nothing was left, the chain is
-    followed down. The first store keeps the positions of all tokens, the others ask it.
+    Reading a layer needs the same tokens of the layer below, which need those below it. Layers are
+    read in order, so each one passes its reconstruction on to the next, which overwrites it with
+    its own: only one layer is reconstructed at a time. If there is no such reconstruction, the
+    layers below are decoded recursively. The first store keeps the positions for all others.
 
     Args:
         plan: of the layer.
@@ -34,7 +34,7 @@ class AquaStore(DecodedStore):
     """
 
     _pages: BytePages = part(key="")
-    # Of tokens that a crop brought back too, until others come in their place.
+    # Also of tokens that a crop moved back to the window, until others replace them.
     _positions: TokenBuffer = passed(may_be_empty=True)
 
     def __init__(self, plan: LayerPlan, memory: PageMemory) -> None:
@@ -53,7 +53,7 @@ class AquaStore(DecodedStore):
 
     @property
     def reconstruction(self) -> Rows | None:
-        """What is left for the layer above now."""
+        """The reconstruction for the layer above, if any."""
         return self._reconstruction
 
     def append(self, block: TokenBlock) -> None:
@@ -84,7 +84,7 @@ class AquaStore(DecodedStore):
     def chunks(
         self, piece_len: int = PIECE, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """As every store's; all tokens where they are decoded: the layer above needs them all."""
+        """As for every store; decodes all tokens, because the layer above needs them all."""
         end, reconstruction = len(self), self._reconstruction
         if self._full:
             yield from self._pages.chunks(piece_len, stop)
@@ -92,7 +92,7 @@ class AquaStore(DecodedStore):
         if reconstruction is not None and reconstruction.covers(0, end):
             for first, last in spans(0, end, piece_len):
                 keys, values = self._attended(reconstruction.part(first, last))
-                # Copies: the layer above writes over what is left.
+                # Copies: the layer above overwrites the reconstruction.
                 yield first, keys.clone(), values.clone()
             return
         assert self._coder is not None
@@ -112,23 +112,23 @@ class AquaStore(DecodedStore):
         self._coder = self._reconstruction = None
 
     def reorder(self, rows: torch.Tensor) -> None:
-        """As every state's; what is left for the layer above was of other rows."""
+        """As for every state; drops the reconstruction, which is of other rows."""
         super().reorder(rows)
         self._reconstruction = None
 
     def crop(self, length: int) -> None:
-        """As every state's; what is left for the layer above has more tokens."""
+        """As for every state; drops the reconstruction, which has more tokens."""
         super().crop(length)
         self._reconstruction = None
 
     def fork(self) -> Self:
-        """As every state's; what is left is for the layer above in the other cache."""
+        """As for every state, without the reconstruction, which is for the original's layers."""
         twin = super().fork()
         twin._reconstruction = None
         return twin
 
     def nbytes(self) -> int:
-        """As every state's, with a reconstruction that is left."""
+        """As for every state, plus the reconstruction."""
         return super().nbytes() + (
             0 if self._reconstruction is None else self._reconstruction.nbytes
         )
@@ -180,12 +180,12 @@ class AquaStore(DecodedStore):
 
     @property
     def _full(self) -> bool:
-        """Whether rows are here in full, as attention reads them."""
+        """Whether rows are stored in full, as attention reads them."""
         has_codes = self._coder is not None and self._coder.bits != NOT_CODED
         return not has_codes or self.plan.options.keep == "rows"
 
     def _encode(self, coder: RowCoder, block: TokenBlock) -> None:
-        # Later blocks are left to ``chunks``, which comes in the same pass and leaves all tokens.
+        # For later blocks ``chunks`` does it, later in the same pass, for all tokens.
         leaves = self.plan.feeds and (block.start == 0 or self._full)
         source = self._take_below(block.start, block.end)
         target: Rows | None = None
@@ -200,7 +200,7 @@ class AquaStore(DecodedStore):
                 target = target or _room(source, rows, block.start, block.end)
                 target.put(rows)
             parts.append(self._attended(rows) if self._full else (codes[:, None], scales[:, None]))
-        # Together, so that the pages of a prompt have exactly its size.
+        # Appended at once, so that the pages of a prompt have exactly its size.
         sides = [torch.cat(side, dim=2) for side in zip(*parts, strict=True)]
         self._pages.append(TokenBlock(sides[0], sides[1], block.start))
         self._reconstruction = target
@@ -214,7 +214,7 @@ class AquaStore(DecodedStore):
         return self._coder.attended(rows, self._positions_of(rows.start, rows.end))
 
     def _lend(self, first: int, last: int) -> Rows:
-        """Reconstruction of slots ``first .. last``: a view of what is left, or made now."""
+        """Reconstruction of slots ``first .. last``: a view of the current one, or computed now."""
         if self._reconstruction is not None and self._reconstruction.covers(first, last):
             return self._reconstruction.part(first, last)
         coder = self._coder
@@ -237,7 +237,7 @@ class AquaStore(DecodedStore):
         return None if below is None else below._lend(first, last)
 
     def _take_below(self, first: int, last: int) -> Rows | None:
-        """What the layer below left, if it is just this; it has nothing left then."""
+        """Take over the reconstruction of the layer below, if it has exactly these slots."""
         below = self._source_store()
         reconstruction = None if below is None else below._reconstruction
         if (
@@ -272,7 +272,7 @@ class AquaStore(DecodedStore):
 
 
 def _room(source: Rows | None, rows: Rows, start: int, end: int) -> Rows:
-    """Where slots ``start .. end`` are written: over those of the layer below, if they fit."""
+    """Memory for slots ``start .. end``: that of the layer below, if it fits, else new."""
     if source is not None and source.like(rows):
         return source
     return Rows.empty_like(rows, start, end)

@@ -42,7 +42,7 @@ class _Side:
 
     Attributes:
         name: ``"key"`` or ``"value"``.
-        exact: ``[N, W]`` as the model made them, on the CPU, what is learned from first.
+        exact: ``[N, W]`` as computed by the model, on the CPU, training rows first.
         train_len: how many rows are learned from.
         group: of the codec.
     """
@@ -54,11 +54,11 @@ class _Side:
 
 
 class AquaStudy(LayerStudy):
-    """Gathers keys and values; learns from them and from the reconstructions of the layer below.
+    """Collects keys and values; learns from them and from the reconstructions of the layer below.
 
-    What is found stands at the top of ``aqua``. Carried on are ``key`` and ``value`` ``[N, W]``,
-    the reconstructions in the model's dtype, ``layer``, its number, and ``depth``, layers since
-    the anchor.
+    The module ``calibrator`` describes the findings. Carried to the next layer are ``key`` and
+    ``value`` ``[N, W]``, the reconstructions in the model's dtype, ``layer``, its number, and
+    ``depth``, layers since the anchor.
     """
 
     def __init__(
@@ -170,8 +170,8 @@ class AquaStudy(LayerStudy):
         tally: Tally,
         progress: Progress,
     ) -> torch.Tensor:
-        """Reconstructions of all rows; the held-out ones go to the tally, also as they would be
-        without a predictor, and in the bits that are ``trial_bits``."""
+        """Reconstructions of all rows. Held-out rows are added to the tally, also without a
+        predictor, and in ``trial_bits``."""
         codec = self._codec(bits, side.group)
         predictor = {name: x.to(self.device) for name, x in unpacked(tensors).items()}
         result = torch.empty_like(side.exact)
@@ -197,7 +197,7 @@ class AquaStudy(LayerStudy):
     def _blocks(
         self, side: _Side, inputs: list[torch.Tensor]
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """``(where, inputs, exact)`` of all rows; a block is all learned from, or all held out."""
+        """``(slice, inputs, exact)`` of all rows; a block is either training or held-out rows."""
         rows = Rows(inputs, side.exact, self.device)
         for first, last in ((0, side.train_len), (side.train_len, len(side.exact))):
             for start in range(first, last, BLOCK):
@@ -205,7 +205,7 @@ class AquaStudy(LayerStudy):
                 yield part, *rows.at(part)
 
     def _mean(self, side: _Side) -> dict[str, torch.Tensor]:
-        """What an anchor predicts: its mean, where the options say so, else nothing."""
+        """The prediction of an anchor: its mean if the options say so, else nothing."""
         if not self.options.anchor_mean:
             return {}
         total = side.exact.new_zeros(side.exact.shape[1], dtype=torch.float64)
@@ -215,7 +215,7 @@ class AquaStudy(LayerStudy):
         return {"bias": (total / side.train_len).float()}
 
     def _anchor_bits(self, sides: list[_Side], means: dict[str, dict[str, torch.Tensor]]) -> int:
-        """As the options say, or by the errors that 4 bits leave of what is learned from."""
+        """From the options, or chosen by the error of 4 bits on the training rows."""
         first = self.options.first_bits
         if isinstance(first, int):
             return first
@@ -232,7 +232,7 @@ class AquaStudy(LayerStudy):
 
 
 def _figures(tallies: dict[str, Tally], anchor: bool) -> dict[str, float | None]:
-    """Shares of the variance of held-out keys and values; the names are those of a table."""
+    """Shares of the variance of held-out keys and values, by column name of the quality table."""
     figures: dict[str, float | None] = {}
     for name, tally in tallies.items():
         share = None if anchor else tally.variance_share("unpredicted", "exact")

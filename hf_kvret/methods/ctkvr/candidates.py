@@ -1,4 +1,4 @@
-"""Candidates: the tokens that a query's centroids name."""
+"""Candidates: the tokens in the lists of a query's nearest centroids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_kvret_kernels import centroid
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Ids ``[B, H, Q, M]`` int32, each where it was named first and valid, else -1."""
+    """Ids ``[B, H, Q, M]`` int32, each valid id once, at its first occurrence; else -1."""
 
     ids: torch.Tensor
 
@@ -31,8 +31,8 @@ class Candidates:
     ) -> Self:
         """For ``query [B, H, Q, G, D]``, with the ``pending`` newest tokens as one more list.
 
-        List after list, the nearest centroid's first; ``in_turn``: round after round, one token of
-        each list, from its best on.
+        List after list, the nearest centroid's first; with ``in_turn`` round-robin, the best token
+        of each list first.
         """
         lists = queue.recall(query, probes)
         length = valid.shape[1]

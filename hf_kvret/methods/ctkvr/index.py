@@ -20,13 +20,13 @@ from hf_kvret.methods.ctkvr.queue import CentroidQueue
 from hf_kvret.methods.ctkvr.rerank import FetchedKeys, ListPlaces, Rerank, StoredKeys
 from hf_kvret.methods.ctkvr.sampler import CentroidSampler, Sampler, make_sampler
 
-# Queries between two questions that are short enough to be drafts: each reads all keys.
+# Least number of queries between two questions short enough to be drafts: each reads all keys.
 _PAUSE = 32
 
 
 @dataclass(frozen=True, eq=False)
 class _Selection:
-    """Queries ``[B, H, Q, G, D]`` and the best ``[B, H, Q, width]`` of what they recalled."""
+    """Queries ``[B, H, Q, G, D]`` and the best ``[B, H, Q, width]`` of their recalled tokens."""
 
     queries: torch.Tensor
     ids: torch.Tensor
@@ -36,12 +36,12 @@ class _Selection:
 class CTkvrIndex(Index):
     """Past queries as centroids, each with a list of the keys that were best for it.
 
-    A query recalls the lists of the centroids nearest to it, all recalled tokens are compared, and
+    A query recalls the lists of the centroids nearest to it, all recalled tokens are scored, and
     the best are selected. Some queries become centroids themselves: at the next flush, with lists
-    over all keys, or, as published, at once, with the best of what they recalled.
+    over all keys, or, as published, at once, with the best of their recalled tokens.
     """
 
-    capture_obstacle = "ctkvr notes queries and their lists on the host at every step"
+    capture_obstacle = "ctkvr adds queries and their lists on the host at every step"
 
     _sampler: Sampler = part(key="pool", may_be_empty=True)
     # Queries that have no lists yet: of a question, and of steps since the last flush.
@@ -67,7 +67,7 @@ class CTkvrIndex(Index):
         self._forget_pass()
 
     def _forget_pass(self) -> None:
-        """Forget what is between the hooks of one pass."""
+        """Drop state that lives between the hooks of one pass."""
         # Which queries become centroids at once, and their slots [B, q].
         self._columns: list[int] = []
         self._slots: torch.Tensor | None = None
@@ -87,7 +87,7 @@ class CTkvrIndex(Index):
         self._columns, self._slots = [], None
         if self._file.queue is None:
             if options.choice in ("last", "mixed"):
-                # So that a short cache copies few at every step.
+                # Keeps the copies small while the cache is short.
                 self._sampler.most = options.centroids_for(start + count)
             self._sampler.add(queries, start, valid)
         elif options.questions and count > 1 and (count > options.max_draft or after_pause):
@@ -111,9 +111,9 @@ class CTkvrIndex(Index):
         self.before_search(cold)
 
     def before_search(self, cold: ColdTokens) -> None:
-        """Make the lists that are due, reading all keys for it.
+        """Make the lists that are due, which reads all keys.
 
-        The first lists are made when a selection would leave tokens out, here at the latest.
+        The first lists are made when the budget no longer covers all tokens.
         """
         file, options = self._file, self.options
         if file.queue is None:
@@ -122,7 +122,7 @@ class CTkvrIndex(Index):
             file.start(cold, *self._bundle(self._sampler.best(options.centroids_for(len(cold)))))
             self._sampler.reset()
             self._flushed = False
-        # No question is so long that nothing else stays.
+        # Even a long question replaces at most half of the centroids.
         most = max(1, options.centroids_for(len(cold)) // 2)
         bundles = []
         if self._flushed and len(self._step_queries):
@@ -135,10 +135,10 @@ class CTkvrIndex(Index):
         self._flushed = False
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        """As the contract says; fewer than the budget where the recalled lists hold fewer.
+        """See ``Index.search``; fewer tokens than the budget if the recalled lists have fewer.
 
-        RuntimeError before ``on_forward`` and ``build``, and for a smaller budget than ``build``
-        knew where that one covered everything.
+        RuntimeError before ``on_forward`` and ``build``, and for a budget below the length if
+        ``build`` was called with one that covers everything.
         """
         length, budget = len(cold), cold.budget
         if not self._heads:
@@ -168,10 +168,10 @@ class CTkvrIndex(Index):
         self._selection = _Selection(bundles, best[..., : queue.width], length)
         return best[..., :budget].contiguous()
 
-    # What is kept must be writable later: see Regions.
+    # Tensors kept here must be writable outside inference mode: see Regions.
     @torch.inference_mode(False)
     def after_search(self) -> None:
-        """Let queries of this pass be centroids, with the best of what they recalled."""
+        """Make queries of this pass centroids, with the best of their recalled tokens."""
         selection, columns, slots = self._selection, self._columns, self._slots
         self._selection, self._columns, self._slots = None, [], None
         queue = self._file.queue
@@ -182,7 +182,7 @@ class CTkvrIndex(Index):
             queue.push(queries, slots, (ids,), selection.length)
 
     def cost(self, n: int, budget: int) -> SearchCost:
-        """All centroids, some lists, and what comparing their tokens reads."""
+        """All centroids, the recalled lists, and the bytes that scoring their tokens reads."""
         queue = self._file.queue
         if budget >= n or queue is None:
             return SearchCost(n, self._recall_nbytes())
@@ -201,12 +201,12 @@ class CTkvrIndex(Index):
         return queue.recall_nbytes(self.options.probes) + int(rerank_bytes)
 
     def reorder(self, rows: torch.Tensor) -> None:
-        """As every state's; what is between the hooks of a pass was of other rows."""
+        """As for every state; drops state between hooks, which is of other rows."""
         super().reorder(rows)
         self._forget_pass()
 
     def crop(self, length: int) -> None:
-        """As every state's; without tokens, what was seen of queries goes, too."""
+        """As for every state; a crop to 0 also forgets the queries."""
         if length == 0:
             self.reset()
         if length >= self._length:
@@ -219,7 +219,7 @@ class CTkvrIndex(Index):
         self._forget_pass()
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
-        """As every state's, but that no part of it tells alone that it is missing."""
+        """As for every state; KeyError for an empty ``state``, which no field would report."""
         if not state:
             raise KeyError("counts")
         super().load_state_dict(state, device)
@@ -230,7 +230,7 @@ class CTkvrIndex(Index):
             raise KeyError("rerank.mean")
 
     def fork(self) -> Self:
-        """As every state's; what is between the hooks of a pass is of the other cache."""
+        """As for every state, without state between hooks, which is of the original."""
         twin = super().fork()
         twin._forget_pass()
         return twin
@@ -240,17 +240,17 @@ class CTkvrIndex(Index):
         self._file.options = options
 
     def stats(self) -> dict[str, Any]:
-        """What became of the lists since the index was made or forked.
+        """Statistics of the lists; counts since the index was made or forked.
 
-        ``centroids``: that count now. ``list_builds``: how often lists over all keys were made,
-        and ``keys_scored``: keys read from the store for it, over batch and KV heads.
-        ``pending_tokens``: in no list yet. ``coverage``: share of the cold tokens that was in any
-        list when it was last looked at.
+        ``centroids``: current number. ``list_builds``: how often lists over all keys were made, and
+        ``keys_scored``: keys read from the store for them, over batch and KV heads.
+        ``pending_tokens``: tokens in no list yet. ``coverage``: share of the cold tokens in any
+        list at the last check.
         """
         return {**self._file.stats(), "pending_tokens": self._length - self._file.listed_len}
 
     def _let_join(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
-        """Note queries that become centroids: at the next flush, or when they have selected."""
+        """Note queries that become centroids, at the next flush or after this search."""
         options, count = self.options, queries.shape[2]
         before, self._steps = self._steps, self._steps + count
         columns = [i for i in range(count) if (before + i + 1) % options.update == 0]

@@ -1,4 +1,4 @@
-"""InvertedFile: the centroids of a layer with their lists, and when lists are made anew."""
+"""InvertedFile: the centroids of a layer with their lists, and when lists are rebuilt."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.queue import CentroidQueue, joined
 from hf_kvret_kernels import centroid
 
-# Keys that meet centroids at once: each piece is sorted together with what the lists hold. On a CPU
-# they pass through its cache, some numbers at a time.
+# Keys scored against centroids at once: each piece is sorted together with the lists. On a CPU
+# pieces are smaller, to fit into its cache.
 _PIECE_LEN = 1 << 14
 _PIECE_NUMBERS = 1 << 18
 
-# Lists that are shorter than this share of what they should be are made anew.
+# Lists shorter than this share of their target length are rebuilt.
 _SHORT = 0.8
 
 
 class InvertedFile(State):
-    """Makes the lists of centroids, and keeps an eye on what they hold.
+    """Makes the lists of centroids, and monitors their coverage.
 
     Attributes:
         queue: the centroids; None before the first lists.
@@ -36,7 +36,7 @@ class InvertedFile(State):
     listed_len: int = number(0, key="listed")
     list_builds: int = number(0, saved=False, anew=True)
     keys_scored: int = number(0, saved=False, anew=True)
-    # Share of the tokens that were in any list, [B] fp32, when it was last looked at.
+    # Share of the tokens in any list, [B] fp32, at the last check.
     _coverage: torch.Tensor | None = tensor(key="covered", optional=True, shared=True)
 
     def __init__(self, options: CTkvrConfig) -> None:
@@ -49,10 +49,10 @@ class InvertedFile(State):
     def keep_up(
         self, cold: ColdTokens, bundles: list[tuple[torch.Tensor, torch.Tensor]], flushed: bool
     ) -> None:
-        """Add centroids; make all lists anew where too much is pending or they hold too little.
+        """Add centroids; rebuild all lists if too much is pending or they are too short.
 
-        Waits for the device only where something joins, or where ``flushed`` says that tokens
-        turned cold just before.
+        Synchronizes with the device only if there are new centroids, or if tokens became cold just
+        before (``flushed``).
 
         Args:
             bundles: queries ``[B, H, m, G, D]`` with slots ``[B, m]``, for lists over all keys.
@@ -71,16 +71,16 @@ class InvertedFile(State):
             self._list_where_coverage_fell(cold, queue)
 
     def pending(self, cold_len: int) -> int:
-        """Tokens that every query recalls beside the lists."""
+        """Number of tokens that every query recalls in addition to the lists."""
         return cold_len - min(cold_len, self.listed_len) if self.options.pending else 0
 
     def crop(self, length: int) -> None:
-        """Take all slots from ``length`` on off the lists."""
+        """Remove all slots from ``length`` on from the lists."""
         self.listed_len = min(self.listed_len, length)
         super().crop(length)
 
     def stats(self) -> dict[str, Any]:
-        """Counts, and the coverage as it was last looked at; None where it is not."""
+        """Counts, and the coverage at the last check; None if it is not checked."""
         return {
             "centroids": 0 if self.queue is None else len(self.queue),
             "list_builds": self.list_builds,
@@ -91,7 +91,7 @@ class InvertedFile(State):
     def _list_all(
         self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor, causal: bool = False
     ) -> None:
-        """Start the queue anew with these centroids; no token is pending then."""
+        """Rebuild the queue with these centroids; then no token is pending."""
         queries, slots = _dead_first(queries, slots)
         width = self.options.list_len(len(cold), cold.budget)
         parts = self._lists(cold, queries, slots, width, causal)
@@ -110,7 +110,7 @@ class InvertedFile(State):
         if not bool((slots < 0).any()):
             queue.push(queries, slots, parts, len(cold))
             return
-        # Padding of one row must not push centroids of another out: row by row, it goes first.
+        # Padding of one row must not evict centroids of another: it is evicted first, row by row.
         everyone, places = joined([*queue.generations(), (queries, slots)])
         order = _order(places)
         replacement = CentroidQueue(queue.room, queue.width)
@@ -120,7 +120,7 @@ class InvertedFile(State):
         self.queue = replacement
 
     def _list_where_coverage_fell(self, cold: ColdTokens, queue: CentroidQueue) -> None:
-        """Make new lists for the batch rows whose lists hold too few of the tokens."""
+        """Rebuild the lists of batch rows whose coverage is too low."""
         assert self._coverage is not None
         coverage = share_listed(queue, cold.valid, self.listed_len)
         low = coverage < self.options.coverage * self._coverage
@@ -128,13 +128,13 @@ class InvertedFile(State):
             return
         queries, slots = queue.live()
         parts = self._lists(cold, queries, slots, queue.width)
-        # What is next to a row in a batch must not change it.
+        # The other rows of a batch must not change.
         order = torch.arange(len(queue), device=slots.device).expand(len(slots), -1)
         parts = _either(low[:, None].expand_as(slots), parts, queue, order)
         replacement = CentroidQueue(queue.room, queue.width)
         replacement.push(queries, slots, parts, len(cold))
         self.queue = replacement
-        # Not to be asked about again before it is lower still.
+        # So that the next rebuild needs an even lower coverage.
         coverage = share_listed(self.queue, cold.valid, self.listed_len)
         self._coverage = torch.where(low, coverage, self._coverage)
 
@@ -194,9 +194,9 @@ def best_keys(
 ) -> Iterator[torch.Tensor]:
     """Lists ``[B, H, *, width]`` int32, of some centroids after the others: their best keys.
 
-    Best first, then -1. ``queries [B, H, m, G, D]``; ``slots [B, m]``, -1 for what is no centroid:
-    its list is empty. ``causal`` leaves out keys after the centroid. Reads all keys, on a CPU for
-    as many lists as take some MiB (see ``centroid.key_lists``).
+    Best first, then -1. ``queries [B, H, m, G, D]``; ``slots [B, m]``, -1 for padding, whose list
+    is empty. ``causal`` leaves out keys after the centroid. Reads all keys; on a CPU once per group
+    of lists of some MiB (see ``centroid.key_lists``).
     """
     batch, heads, count, _, dim = queries.shape
     piece_len = _PIECE_LEN
@@ -207,7 +207,7 @@ def best_keys(
         for start, keys, values in cold.store.chunks(piece_len):
             del values
             yield start, keys.to(queries.device)
-            # Not held while the next one is made.
+            # Freed before the next one is made.
             del keys
 
     start = 0

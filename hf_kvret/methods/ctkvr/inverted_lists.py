@@ -13,8 +13,8 @@ from hf_kvret_kernels import centroid
 
 _NARROW = (1 << 16) - 1
 MOST_TOKENS = (1 << 24) - 1
-"""Slots of more tokens have no room in three bytes."""
-# Ids, or numbers of queries, that are unpacked or turned into fp32 at once.
+"""Most tokens whose slots fit into three bytes."""
+# Ids unpacked, or numbers of queries converted to fp32, at once.
 _NUMBERS = 1 << 18
 
 _small = partial(TokenBuffer, 64)
@@ -23,8 +23,8 @@ _small = partial(TokenBuffer, 64)
 class InvertedLists(State):
     """Bundles of queries ``[B, H, m, G, D]`` with slots ``[B, H, m, rho]``.
 
-    A slot is kept as the low 16 bits of itself plus 1, so that 0 is none, and as 8 bits more once
-    there are slots that need them: 2 bytes up to 65,535 tokens, 3 above.
+    A slot is stored plus 1, so that 0 is none: the low 16 bits, and 8 more bits once slots need
+    them. So a slot takes 2 bytes up to 65,535 tokens, 3 above.
 
     Attributes:
         width: slots of a list, rho.
@@ -50,12 +50,12 @@ class InvertedLists(State):
 
     @property
     def slots(self) -> torch.Tensor:
-        """View ``[B, m]`` int64: where the queries were, -1 for what is no centroid in a row."""
+        """View ``[B, m]`` int64: slots of the queries, -1 for padding."""
         return self._slots.rows[:, 0]
 
     @property
     def ids(self) -> torch.Tensor:
-        """``[B, H, m, rho]`` int32, -1 for none, unpacked: as big as it sounds."""
+        """``[B, H, m, rho]`` int32, -1 for none; unpacks all lists, which takes much memory."""
         return self.some_ids(slice(None))
 
     def some_ids(self, part: slice) -> torch.Tensor:
@@ -70,7 +70,7 @@ class InvertedLists(State):
             yield self.some_ids(slice(start, start + step))
 
     def some(self, numbers: int) -> int:
-        """How many centroids, at least 1, are worked on at once: each head's have ``numbers``."""
+        """Centroids to process at once, at least 1, if each has ``numbers`` numbers per head."""
         batch, heads = self.queries.shape[:2]
         return max(1, _NUMBERS // max(1, batch * heads * numbers))
 
@@ -123,7 +123,7 @@ class InvertedLists(State):
         return centroid.take_lists(self._low.rows, high, index)
 
     def crop(self, length: int) -> None:
-        """Take all slots from ``length`` on off the lists; no centroid goes."""
+        """Remove all slots from ``length`` on from the lists; centroids stay."""
         if not len(self):
             return
         old = self.fork()
@@ -156,7 +156,7 @@ class InvertedLists(State):
 
 
 def _low(ids: torch.Tensor) -> torch.Tensor:
-    # Not by a cast alone: what a cast does to numbers out of range depends on the device.
+    # Not by a cast alone: the result of an out-of-range cast depends on the device.
     return (ids + 0x8001).bitwise_and_(0xFFFF).sub_(0x8000)
 
 

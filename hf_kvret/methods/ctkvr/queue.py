@@ -1,4 +1,4 @@
-"""CentroidQueue: the centroids that count, first in, first out."""
+"""CentroidQueue: the live centroids, first in, first out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from hf_kvret.methods.ctkvr.inverted_lists import InvertedLists
 class CentroidQueue(State):
     """At most ``room`` centroids in two generations.
 
-    The base is never written to, so that forks share it; new centroids join the fresh ones. The
-    oldest are dropped by counting them. When all of the base is dropped, the fresh become it.
+    The base is never written to, so that forks share it; new centroids are added to the fresh
+    generation. The oldest are dropped by a counter. When all of the base is dropped, the fresh
+    generation becomes the base.
 
     Attributes:
-        room: centroids that count; beyond it each new one drops the oldest.
-        drop_count: centroids of the base that no longer count.
+        room: most live centroids; beyond it each new one drops the oldest.
+        drop_count: number of dropped centroids of the base.
     """
 
     room: int = number(0, key="counts")

@@ -20,19 +20,19 @@ _PIECE_LEN = 4096
 
 
 class H2OIndex(Index):
-    """Keeps for each KV head the tokens that gathered most attention; the others never come back.
+    """Keeps for each KV head the tokens with most accumulated attention; the others are evicted.
 
-    The softmax weights that queries give a token are summed, over queries and the heads of a
-    group. A query counts when the next pass shows that it stayed: drafts that are rejected leave
-    no trace. When tokens leave the window, they and those kept so far compete for the budget.
+    Softmax weights of a token are summed over queries and the heads of a group. A query is counted
+    once the next pass shows that it was not a rejected draft. When tokens leave the window, they
+    compete with the kept tokens for the budget.
 
-    A crop forgets what dropped tokens gathered, not what their queries gave to others. Tokens that
-    it pulls back into the window keep what they gathered; evicted ones are attended there again,
-    and are evicted still when they leave it.
+    A crop drops the sums of cropped tokens, but not the weights that their queries gave to others.
+    Tokens that it moves back to the window keep their sums; evicted ones are attended to there
+    again, and are evicted again when they leave it.
     """
 
     capture_obstacle = (
-        "h2o notes queries on the host at every step, and counts them before the next"
+        "h2o keeps queries on the host at every step, and counts them before the next"
     )
 
     # Queries that do not count yet, and keys of tokens that are not cold.
@@ -43,7 +43,7 @@ class H2OIndex(Index):
     _scores: AccumulatedAttention = passed(AccumulatedAttention)
     # The newest of the queries, which may be rejected drafts.
     _tentative: int = number(0, key="counts")
-    # How many cold tokens were chosen from, and for which budget.
+    # Cold tokens and budget of the current selection.
     _chosen_len: int = number(0, key="counts")
     _chosen_budget: int = number(0, key="counts")
     # Slots [B, Hkv, k] int32, and with the sinks' before them [B, Hkv, s + k].
@@ -79,7 +79,7 @@ class H2OIndex(Index):
             self._queries.drop(start + count - options.observed - options.max_draft)
 
     def add(self, block: TokenBlock) -> None:
-        """Tokens are cold now. Where few queries wait, the keys do too: they were seen together."""
+        """Drop keys of cold tokens; not while few queries are uncounted, which need these keys."""
         if not self._are_few(len(self._queries)):
             self._keys.drop(block.end)
 
@@ -87,13 +87,13 @@ class H2OIndex(Index):
         self.before_search(cold)
 
     def before_search(self, cold: ColdTokens) -> None:
-        """Count the queries before the newest pass; then choose, if tokens came or went.
+        """Count the queries before the newest pass; then select, if the tokens changed.
 
-        Not in ``after_search``, which comes before it is known whether drafts are accepted,
-        and while the store may be at work.
+        Not in ``after_search``, where it is unknown whether drafts are accepted, and the store may
+        be busy.
         """
         if self._chosen_len > len(cold):
-            # A crop forgets what was chosen, so that only a file can say so.
+            # A crop drops the selection, so only a bad file can lead here.
             raise ValueError(
                 f"the cache was saved as if {self._chosen_len} tokens were cold, and "
                 f"{len(cold)} are: the file is damaged or crafted, save the cache again"
@@ -104,10 +104,10 @@ class H2OIndex(Index):
             self._choose(cold)
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        """The kept tokens, the same for every query; -1 where fewer than the budget are left.
+        """The kept tokens, the same for every query; -1 if fewer than the budget are left.
 
-        So a budget that covers all does not bring back what was evicted before. RuntimeError for
-        other tokens or another budget than ``build`` or ``before_search`` was told of.
+        A budget that covers all does not restore evicted tokens. RuntimeError for other tokens or
+        another budget than in the last ``build`` or ``before_search``.
         """
         selection = self._selection
         if selection is None or self._chosen_for() != (len(cold), cold.budget):
@@ -128,10 +128,9 @@ class H2OIndex(Index):
         return SearchCost(min(budget, n), nbytes, min(budget + self.options.sink, n))
 
     def crop(self, length: int) -> None:
-        """Choose anew among the first ``length`` tokens, before the next selection.
+        """Drop the selection; the next one is among the first ``length`` tokens.
 
-        Which of the later ones are pulled back into the window and which are dropped is seen by
-        the slot that the next pass starts at.
+        The start of the next pass shows which later tokens are in the window and which are gone.
         """
         if length < self._chosen_len:
             self._selection = self._attention_ids = None
@@ -144,7 +143,7 @@ class H2OIndex(Index):
         return {"evicted": int((self._scores.rows == float("-inf")).sum())}
 
     def loaded(self) -> None:
-        """ValueError for chosen tokens that are none."""
+        """ValueError for selected ids that are out of range."""
         if not self._chosen_len:
             self._selection = self._attention_ids = None
             return
@@ -158,11 +157,11 @@ class H2OIndex(Index):
         return self._chosen_len, self._chosen_budget
 
     def _are_few(self, queries: int) -> bool:
-        """Whether so many queries are compared with the kept tokens alone: of two short passes."""
+        """Whether ``queries`` are few (two short passes), so scored against kept tokens only."""
         return self._selection is not None and queries <= 2 * self.options.max_draft
 
     def _count(self, cold: ColdTokens) -> None:
-        """Add what all queries but the tentative ones give, and forget them."""
+        """Add the weights of all queries except the tentative ones, and drop these queries."""
         end = self._queries.end - self._tentative
         if self.options.observed is not None:
             self._queries.drop(end - self.options.observed)
@@ -171,8 +170,8 @@ class H2OIndex(Index):
         if count <= 0:
             return
         batch = Asked(self._queries.rows[:, :, :count], first, self._valid.rows[:, 0, first:end])
-        # Tokens between those that were chosen from and the keys at hand must be read in the store.
-        # A crop leaves a gap too, of tokens that are not cold: there is nothing to read.
+        # Tokens between the last selection and the keys at hand must be read from the store. After
+        # a crop there is a gap, too, but of tokens that are not cold: nothing to read.
         near = self._keys.first <= self._chosen_len or self._chosen_len == len(cold)
         if near and self._are_few(count):
             self._count_few(batch, cold)
@@ -211,7 +210,7 @@ class H2OIndex(Index):
         return Piece(keys, start, self._valid.rows[:, :, part] & alive)
 
     def _choose(self, cold: ColdTokens) -> None:
-        """Keep the best of the cold tokens, evict the others."""
+        """Select the best of the cold tokens, evict the others."""
         scores = self._scores.rows[:, :, : len(cold)]
         retrievable = cold.valid[:, None]
         best = scores.masked_fill(~retrievable, float("-inf")).topk(cold.budget, dim=-1)
@@ -237,7 +236,7 @@ class H2OIndex(Index):
 
 
 def _check_ids(ids: torch.Tensor, scores: torch.Tensor, cold_len: int) -> None:
-    """ValueError for ``ids`` of a file, which kernels read rows by, that name no token."""
+    """ValueError for saved ``ids`` that are out of range: kernels use them as row addresses."""
     batch, heads, length = scores.shape
     fits = ids.ndim == 3 and ids.shape[:2] == (batch, heads) and ids.dtype == torch.int32
     if fits and cold_len <= length and bool(((ids >= -1) & (ids < cold_len)).all()):

@@ -24,9 +24,10 @@ from hf_kvret_kernels.top_k import top_k
 class PaperLRQKIndex(Index):
     """Algorithms 1 and 2: ALS factors for each query head, and solves at every step.
 
-    Each query head selects for itself. A step solves for the proxies of its query and key,
-    fitted to the keys on the device in the step before (the selected ones and the ``lite``
-    newest), and moves B_Q and B_K a little. Tokens in the window have proxies that wait.
+    Each query head selects for itself. A step solves for the proxies of its query and key, fitted
+    to the keys that were on the device in the step before (the selected ones and the ``lite``
+    newest), and updates B_Q and B_K. Proxies of tokens in the window are kept apart until they
+    become cold.
 
     Departures: the factors come from Gram matrices, with the same result (see ``alternating``); a
     prompt is factorized when the first token after it is decoded, so that it may come in
@@ -35,7 +36,7 @@ class PaperLRQKIndex(Index):
     algorithm 2's first guess, when they leave it.
     """
 
-    capture_obstacle = "the published lrqk keeps the tokens of the window on the host"
+    capture_obstacle = "the published lrqk tracks the tokens of the window on the host"
 
     _queries: Moments = part(may_be_empty=True)
     _keys: Moments = part(may_be_empty=True)
@@ -58,8 +59,8 @@ class PaperLRQKIndex(Index):
         self._forget_pass()
 
     def _forget_pass(self) -> None:
-        """Forget what is between the hooks of one pass."""
-        # Made by ``before_search`` for ``search``.
+        """Drop state that lives between the hooks of one pass."""
+        # Set by ``before_search`` for ``search``.
         self._omega: OmegaProducts | None = None
         self._valid: torch.Tensor | None = None
 
@@ -74,7 +75,7 @@ class PaperLRQKIndex(Index):
         rank = self.options.rank_of(keys.shape[-1])
         self._valid = valid
         if valid is not None:
-            # Rows of zeros add nothing to any product below, so padding takes no part.
+            # Padding becomes rows of zeros, which add nothing to the products below.
             queries, keys = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (queries, keys))
         if self._bases is None:
             group = queries.shape[1] // keys.shape[1]
@@ -98,12 +99,12 @@ class PaperLRQKIndex(Index):
             state.reset()
 
     def add(self, block: TokenBlock) -> None:
-        """Those of a prompt were seen by ``on_forward``, and ``build`` projects them."""
+        """After ``build``, add proxies of the block; those of the prompt are made by ``build``."""
         if self._bases is not None:
             self._proxies.append(self._recent.leave(block, self._bases))
 
     def before_search(self, cold: ColdTokens) -> None:
-        """Read the keys of the step before, which the next query is fitted to."""
+        """Read the keys selected in the step before, to which the next query is fitted."""
         if self._bases is None:
             self.build(cold)
             return
@@ -122,7 +123,7 @@ class PaperLRQKIndex(Index):
             raise RuntimeError("the index is empty: call on_forward, add and build first")
         options, count = self.options, query.shape[2]
         if self._valid is not None:
-            # Neither query nor key of padding moves the bases.
+            # Padding must not change the bases.
             query = query.masked_fill(~self._valid[:, None, :, None], 0.0)
         keys = self._recent.newest(count, query.shape[1])
         of_queries, of_keys, bases = [], [], self._bases
@@ -148,13 +149,13 @@ class PaperLRQKIndex(Index):
         self._forget_pass()
 
     def fork(self) -> Self:
-        """As every state's; what is between the hooks of a pass is of the other cache."""
+        """As for every state, without state between hooks, which is of the original."""
         twin = super().fork()
         twin._forget_pass()
         return twin
 
     def crop(self, length: int) -> None:
-        """As every state's; the next query is not fitted to tokens that may be gone."""
+        """As for every state; drops the selection, which may contain cropped tokens."""
         if length == 0:
             self.reset()
         super().crop(length)
@@ -165,7 +166,7 @@ class PaperLRQKIndex(Index):
         self._recent.room = self._room(options)
 
     def cost(self, n: int, budget: int) -> SearchCost:
-        """All proxies, the bases twice (also written), and the keys that a query is fitted to."""
+        """All proxies, the bases twice (read and written), and the keys of the query's fit."""
         bases = self._bases
         if bases is None:
             return SearchCost(0, 0)
@@ -177,7 +178,7 @@ class PaperLRQKIndex(Index):
         return SearchCost(0, self._proxies.rows.nbytes + both + fit_bytes)
 
     def loaded(self) -> None:
-        """KeyError where a part is missing, ValueError for selected tokens that are not there."""
+        """KeyError for a missing part, ValueError for selected ids that are out of range."""
         length = len(self._proxies)
         parts = {
             "bases.query": self._query_basis,
@@ -208,7 +209,7 @@ class PaperLRQKIndex(Index):
 
     @staticmethod
     def _room(options: LRQKConfig) -> int:
-        """Tokens that a step may fit its query to, or be about."""
+        """Number of recent tokens to keep: those of a step, or those it fits its query to."""
         return max(options.lite, options.max_draft)
 
 

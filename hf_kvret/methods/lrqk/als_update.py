@@ -33,7 +33,7 @@ class OmegaProducts:
 
 @dataclass(frozen=True, eq=False)
 class Bases:
-    """B_Q and B_K, ``[B, Hq, r, D]`` fp32: what gives queries and keys back from their proxies."""
+    """B_Q and B_K, ``[B, Hq, r, D]`` fp32: they map proxies back to queries and keys."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -90,6 +90,6 @@ def _solve_proxy(
 
 
 def _correct(basis: torch.Tensor, proxy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """One gradient step of the best size (eq. 10): with it, eq. 11 is 1 / |proxy|^2."""
+    """One gradient step (eq. 10) of the optimal size, for which eq. 11 is 1 / |proxy|^2."""
     error = proxy @ basis - target
     return basis - proxy.mT @ error / proxy.square().sum(-1, keepdim=True).clamp(min=1e-30)

@@ -18,7 +18,7 @@ _LEAST_SQUARE = 1e-13
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """What turns a query into its proxy, ``q @ to_query``, and a key, ``k @ to_key``.
+    """Maps of queries and keys to their proxies, ``q @ to_query`` and ``k @ to_key``.
 
     Both ``[..., D, r]`` fp32; the inner product of two proxies stands for that of query and key.
     """
@@ -87,13 +87,13 @@ class Sketch:
         return cls(cross, cross @ factor_map)
 
     def basis(self) -> torch.Tensor:
-        """``B = (A^T A)^-1 A^T Q``, ``[..., r, D]``: what gives Q back from A (eq. 6)."""
+        """``B = (A^T A)^-1 A^T Q``, ``[..., r, D]``: least squares of ``Q = A B`` (eq. 6)."""
         return solve(self.own, self.cross)
 
 
 @dataclass(frozen=True, eq=False)
 class AlternatingFactors:
-    """What algorithm 1 leaves: A_Q = Q X_Q, A_K = K X_K, and B_Q, B_K fitted to them.
+    """Result of algorithm 1: A_Q = Q X_Q, A_K = K X_K, and B_Q, B_K fitted to them.
 
     ``to_query``, ``to_key`` ``[..., D, r]`` are X_Q, X_K; ``query_basis``, ``key_basis``
     ``[..., r, D]`` are B_Q, B_K; all fp32.
@@ -153,8 +153,7 @@ def _finite(gram: torch.Tensor) -> torch.Tensor:
 def solve(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """``matrix^-1 @ right`` for symmetric, positive ``[..., r, r]``; never waits for the device.
 
-    A trace's millionth of a millionth on the diagonal (a millionth in fp32) keeps singular
-    matrices solvable.
+    A ridge of 1e-12 of the mean diagonal entry (1e-6 in fp32) makes singular matrices solvable.
     """
     r = matrix.shape[-1]
     share = 1e-12 if matrix.dtype == torch.float64 else 1e-6

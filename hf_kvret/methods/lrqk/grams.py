@@ -9,21 +9,21 @@ import torch
 from hf_kvret.core.state import State, Tensors, number, part, tensor
 from hf_kvret.methods.lrqk.query_buffer import QueryBuffer
 
-# Queries older than this many half-lives weigh nothing in fp32.
+# Queries older than this many half-lives have a negligible weight in fp32.
 _MEMORY = 24
 _PENDING = 64
-# Tokens that are turned into fp32 at a time.
+# Tokens converted to fp32 at a time.
 PIECE = 4096
 
 
 class QueryGrams(State):
-    """Gram matrices of all queries seen, ``[B, F, D, D]`` fp32: of all alike, and of the newest.
+    """Gram matrices of all queries, ``[B, F, D, D]`` fp32: one steady, one of recent queries.
 
-    The second one halves every ``half_life`` tokens; in it a question of a few tokens after a long
-    document is not lost. The heads of a set are made comparable first: each is scaled by
-    the length of its first queries. How the tokens are cut into passes makes no other difference.
+    Weights in the second one halve every ``half_life`` tokens, so that a short question after a
+    long document counts. To make the heads of a set comparable, each is divided by the length of
+    its first queries; apart from that, how tokens are split into passes makes no difference.
 
-    Single tokens are gathered and folded in together.
+    Single tokens are buffered and added together.
 
     Attributes:
         sets: F, the number of KV heads, or of query heads; 0 where it is set later, before the
@@ -42,7 +42,7 @@ class QueryGrams(State):
         self._count_before = 0
 
     def add(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Take in ``queries [B, Hq, q, D]``, the newest; ``valid [B, q]`` bool or None."""
+        """Add the newest ``queries [B, Hq, q, D]``; ``valid [B, q]`` bool or None."""
         if self._buffer.count + queries.shape[2] > _PENDING:
             self.fold()
         if queries.shape[2] > _PENDING:
@@ -52,13 +52,13 @@ class QueryGrams(State):
         self._buffer.put(queries, valid)
 
     def before_capture(self) -> None:
-        """A single token comes, in a step that is captured: make room for it now."""
+        """Make room for the token of a step that will be captured."""
         if self._buffer.count == _PENDING:
             self.fold()
         self._count_before = self._buffer.count
 
     def capture_failed(self) -> None:
-        """That step did nothing."""
+        """The captured step did nothing: restore the count."""
         self._buffer.count = self._count_before
 
     def replayed(self) -> None:
@@ -68,7 +68,7 @@ class QueryGrams(State):
             self.fold()
 
     def fold(self) -> None:
-        """Bring what is pending into the matrices."""
+        """Add buffered queries to the matrices."""
         batch = self._buffer.take()
         if batch is not None:
             self._fold(*batch)
@@ -82,7 +82,7 @@ class QueryGrams(State):
             self._fold_piece(piece, valid is not None)
 
     def _fold_piece(self, queries: torch.Tensor, padding: bool) -> None:
-        """Add ``queries [B, Hq, q, D]`` fp32, zeros where there is padding."""
+        """Add ``queries [B, Hq, q, D]`` fp32, zeros for padding."""
         batch, _, count, dim = queries.shape
         self._set_scale(queries, padding)
         assert self.scale is not None
@@ -101,19 +101,19 @@ class QueryGrams(State):
             self.recent = self.recent * 2.0 ** (-count / self.half_life) + recent
 
     def weighted(self, recency: float) -> torch.Tensor:
-        """``[B, F, D, D]``: both, each with trace 1, the newest with weight ``recency``."""
+        """``[B, F, D, D]``: both, each with trace 1, mixed; ``recency`` weighs the recent one."""
         self.fold()
         assert self.steady is not None and self.recent is not None
         return (1.0 - recency) * _normal(self.steady) + recency * _normal(self.recent)
 
     def reorder(self, rows: torch.Tensor) -> None:
-        """As every state's, with nothing pending: rows may be more or fewer after it."""
+        """As for every state, after a fold, because the batch size may change."""
         self.fold()
         self._buffer.reset()
         super().reorder(rows)
 
     def state_dict(self) -> Tensors:
-        """As every state's, with nothing pending."""
+        """As for every state, after a fold."""
         self.fold()
         return super().state_dict()
 
@@ -124,7 +124,7 @@ class QueryGrams(State):
     def _set_scale(self, queries: torch.Tensor, padding: bool) -> None:
         """One over the root mean square of the first queries, ``[B, Hq]``; 0 while a row has none.
 
-        Never looks at the data on the host: without padding the first pass settles it.
+        Never synchronizes with the device: without padding, the first pass is final.
         """
         if self._is_scaled:
             return
@@ -142,7 +142,7 @@ class KeyGrams(State):
     count: torch.Tensor | None = tensor(shared=True)
 
     def add(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Take in ``keys [B, Hkv, n, D]``; ``valid [B, n]`` bool or None."""
+        """Add ``keys [B, Hkv, n, D]``; ``valid [B, n]`` bool or None."""
         for start in range(0, keys.shape[2], PIECE):
             part = slice(start, start + PIECE)
             self._add_piece(keys[:, :, part].float(), None if valid is None else valid[:, part])
@@ -165,14 +165,14 @@ class KeyGrams(State):
         assert self.gram is not None and self.total is not None and self.count is not None
         if not center:
             return self.gram
-        # The difference of two large matrices. The sums are fp32, which does for a mean of some
+        # A difference of two large matrices. fp32 sums are precise enough for a mean of about a
         # hundred times the spread.
         total = self.total.double()
         outer = total.unsqueeze(-1) * total.unsqueeze(-2)
         return self.gram.double() - outer / self.count.clamp(min=1.0)[:, None, None, None]
 
     def spread(self, to_key: torch.Tensor, center: bool) -> torch.Tensor:
-        """``[B, F, 1, r]`` fp32 root mean square of the proxies that ``to_key`` makes of keys."""
+        """``[B, F, 1, r]`` fp32 root mean square of the keys' proxies by ``to_key``."""
         assert self.count is not None
         gram = self.matrix(center).double()
         gram = gram.repeat_interleave(to_key.shape[1] // gram.shape[1], dim=1)

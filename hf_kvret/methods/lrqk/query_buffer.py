@@ -10,11 +10,11 @@ from hf_kvret.core.state import State, number, tensor
 class QueryBuffer(State):
     """At most ``most`` queries ``[B, Hq, q, D]`` in the order in which they came.
 
-    Where the next one goes is noted on the device too, so that a decode step can be captured once
-    and replayed (``replayed`` then counts on the host).
+    The next position is on the device, too, so that a decode step can be captured once and replayed
+    (``replayed`` then counts on the host).
 
     Attributes:
-        count: queries that wait.
+        count: queries in the buffer.
     """
 
     count: int = number(0, saved=False)
@@ -49,9 +49,9 @@ class QueryBuffer(State):
         self.count += 1
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """All that wait and their validity, None where none had padding; then none waits.
+        """Empty the buffer; returns its queries and their validity (None: all valid).
 
-        Views that the next ``put`` overwrites; None where nothing waits.
+        Both are views that the next ``put`` overwrites. None if the buffer was empty.
         """
         if self._rows is None or self._next is None or not self.count:
             return None

@@ -1,4 +1,4 @@
-"""RecentProxies: keys in the window with their proxies, as algorithm 2 leaves them."""
+"""RecentProxies: keys in the window with their proxies from algorithm 2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _small = partial(TokenBuffer, 64)
 
 
 class RecentProxies(State):
-    """The newest tokens, until they are cold: before the factors are made only the last ``room``.
+    """The tokens that are not cold; before the factors are made only the last ``room``.
 
     Attributes:
         keys: ``[B, Hkv, m, D]``, of slots ``end - m .. end``; rows of zeros for padding.
@@ -32,7 +32,7 @@ class RecentProxies(State):
         self.room = room
 
     def add(self, keys: torch.Tensor, start: int, bases: Bases | None) -> None:
-        """Take in ``keys [B, Hkv, q, D]`` from slot ``start`` on; what was there is forgotten."""
+        """Put ``keys [B, Hkv, q, D]`` at slot ``start``, in place of all from there on."""
         self.end, self._pass_len = start + keys.shape[2], keys.shape[2]
         if bases is None:
             first = max(start, self.end - self.room)
@@ -43,7 +43,7 @@ class RecentProxies(State):
         self.proxies.put(bases.guess(_repeat(keys, bases)), start)
 
     def start(self, to_key: torch.Tensor) -> None:
-        """Give all tokens the proxies that ``to_key [B, Hq, D, r]`` makes."""
+        """Make the proxies of all tokens with ``to_key [B, Hq, D, r]``."""
         keys = self.keys.rows
         heads = to_key.shape[1] // keys.shape[1]
         proxies = keys.float().repeat_interleave(heads, dim=1) @ to_key
@@ -59,7 +59,7 @@ class RecentProxies(State):
         self.proxies.put(proxies, self.end - proxies.shape[2])
 
     def omega(self, lite: int) -> OmegaProducts:
-        """Of the ``lite`` newest tokens before the last pass."""
+        """Products of the ``lite`` newest tokens before the last pass."""
         keys, proxies = self.keys.rows, self.proxies.rows
         last = keys.shape[2] - min(self._pass_len, keys.shape[2])
         part = slice(max(0, last - lite), last)
@@ -69,9 +69,9 @@ class RecentProxies(State):
         )
 
     def leave(self, block: TokenBlock, bases: Bases) -> torch.Tensor:
-        """Proxies ``[B, Hq, n, r]`` of a block that is cold now; older tokens are forgotten.
+        """Remove a block that became cold; returns its proxies ``[B, Hq, n, r]``.
 
-        Those that were already in the window when the factors were made are guessed.
+        Tokens dropped before the factors were made get a guess (``Bases.guess``).
         """
         first = self.proxies.first
         unknown = min(max(0, first - block.start), len(block))

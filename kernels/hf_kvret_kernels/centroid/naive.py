@@ -11,18 +11,18 @@ from hf_kvret_kernels._naive import soft_cap_
 
 Pieces = Callable[[], Iterable[tuple[int, torch.Tensor]]]
 
-# fp32 scores held at once where the caller does not say: 2 MiB.
+# Default number of fp32 scores in memory at once: 2 MiB.
 _MOST_SCORES = 1 << 19
-# Ids of lists that are made together, and numbers beside them: 4 MiB. Fewer lists would have the
-# keys read more often, so that there are at least those of so many queries of a head.
+# Ids of lists made together, with as many scores: 4 MiB. Keys are read once per group of lists, so
+# a group has at least the lists of _LEAST_QUERIES queries per head.
 _MOST_IDS = 1 << 20
 _LEAST_QUERIES = 64
-# Keys whose scores are made together, and the fewest of which the best join the lists together.
+# Keys scored together, and the least number of new keys that are merged into the lists together.
 _KEYS = 512
 _LEAST_NEW_KEYS = 2048
-# Entries of lists and joining keys that are ranked at once: about 2 MiB with their places.
+# Entries of lists and new keys ranked at once: about 2 MiB with their places.
 _MOST_ENTRIES = 1 << 17
-# Entries, about, of the tables in which ``unite`` marks tokens; 64 MiB.
+# Approximate entries of the tables in which ``unite`` marks tokens; 64 MiB.
 MOST_MARKS = 1 << 24
 
 
@@ -48,7 +48,7 @@ def key_lists(
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """Scores of centroids and keys, ``most`` of them held at once; the rest as of ``key_lists``."""
+    """Scores of centroids and keys, at most ``most`` at once; the rest as for ``key_lists``."""
 
     queries: torch.Tensor
     valid: torch.Tensor
@@ -60,7 +60,7 @@ class _Scores:
     def of(
         self, start: int, keys: torch.Tensor, part: slice
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Some centroids of ``part`` after the others, and their new logits ``[B, H, c, G, P]``.
+        """Yields slices of the centroids ``part``, with their logits ``[B, H, c, G, P]``.
 
         ``keys [B, H, P, D]`` of the slots from ``start`` on; -inf where a key is masked.
         """
@@ -73,7 +73,7 @@ class _Scores:
         for first in range(part.start, part.stop, step):
             some = slice(first, min(first + step, part.stop))
             rows = self.queries[:, :, some].float() * self.scale
-            # One matrix of queries a head: torch would copy the keys for each centroid.
+            # One matrix of queries per head: otherwise torch copies the keys for each centroid.
             a = torch.matmul(rows.flatten(2, 3), k).unflatten(2, (-1, G))
             soft_cap_(a, self.softcap)
             score_mask = key_mask
@@ -103,7 +103,7 @@ def _some_lists(
 ) -> torch.Tensor:
     """``[B, H, c, count]`` int32: the lists of the centroids ``part``.
 
-    The relevance of keys gathers behind that of the lists, until ``width`` numbers are there.
+    The relevance of new keys is collected behind that of the lists, up to ``width`` numbers.
     """
     device, lead = scores.queries.device, scores.queries.shape[:2]
     shape = (*lead, part.stop - part.start)
@@ -131,7 +131,7 @@ def _some_lists(
 def _join(
     relevance: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, *, in_order: bool
 ) -> None:
-    """Put the best of the lists and the joining keys into the lists; both in place."""
+    """Merge the new keys ``slots`` into the lists; ``relevance`` and ``ids`` change in place."""
     count = ids.shape[-1]
     width = count + len(slots)
     step = max(1, _MOST_ENTRIES // max(1, width * ids.shape[0] * ids.shape[1]))
@@ -151,7 +151,7 @@ def _short(pieces: Pieces) -> Iterator[tuple[int, torch.Tensor]]:
     for start, keys in pieces():
         for first in range(0, keys.shape[2], _KEYS):
             yield start + first, keys[:, :, first : first + _KEYS]
-        # Not held while the next one is made.
+        # Freed before the next one is made.
         del keys
 
 
@@ -180,14 +180,14 @@ def unite(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     n = valid.shape[1]
     places = torch.arange(M, dtype=torch.int32, device=ids.device)
     result = torch.empty_like(ids)
-    # Queries that share a table of all tokens' first places; one row for each head at least.
+    # Queries per table of all tokens' first places; at least one row for each head.
     step = max(1, MOST_MARKS // max(1, B * H * n))
     for first in range(0, Q, step):
         some = ids[:, :, first : first + step]
         outside = (some < 0) | (some >= n)
         tokens = some.long().masked_fill(outside, 0)
         mask = valid.gather(1, tokens.flatten(1)).view(some.shape) & ~outside
-        # Column n takes what names nothing.
+        # Invalid ids go to column n.
         tokens = tokens.masked_fill(~mask, n)
         marks = torch.full((*some.shape[:3], n + 1), M, dtype=torch.int32, device=ids.device)
         marks.scatter_reduce_(3, tokens, places.expand(some.shape), "amin")

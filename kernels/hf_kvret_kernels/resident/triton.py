@@ -1,8 +1,8 @@
 """The hit/miss bookkeeping and the copies in Triton.
 
-``assign`` is one launch, a program for each row of slots, in steps that a barrier parts: within a
-program, and only there, what one thread wrote before a barrier another may read behind it. Rows
-of slots share nothing, so no program waits for another and no atomics are needed.
+``assign`` is one launch, a program for each row of slots, in steps separated by barriers: within a
+program, and only there, a thread may read after a barrier what another wrote before it. Rows of
+slots share nothing, so programs are independent and no atomics are needed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from hf_kvret_kernels.resident import SlotMap
 
 _WARPS = 8
-# Requests or slots that a program looks at together: one to eight for each thread.
+# Requests or slots that a program processes together: one to eight per thread.
 _LEAST_BLOCK, _MOST_BLOCK = 32 * _WARPS, 2048
-# Elements that a program of the copy holds: some 16-byte loads under way in each thread.
+# Elements per program of the copy: several 16-byte loads in flight per thread.
 _TILE = 4096
 _MOST_ROWS = 64
 _NEVER = tl.constexpr(2**31 - 1)
@@ -127,8 +127,8 @@ def _assign_kernel(
     fetched_ptr += row * count
     clock = tl.load(clock_ptr)
 
-    # Hits are stamped. Misses claim their token, below the -1 of a token that has no slot; of
-    # several for one token, any claim may stand.
+    # Hits are stamped. Misses claim their token with values below -1, which means no slot; of
+    # several requests for one token, any claim may win.
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
         ids = load_ids(ids_ptr, request, request < count, stride_ids_r)
@@ -137,7 +137,7 @@ def _assign_kernel(
         tl.store(table_ptr + ids, -2 - request, mask=(ids >= 0) & (slot < 0))
     tl.debug_barrier()
 
-    # Requests whose claim stands are numbered; until it has a slot, the number is in ``fetched``.
+    # Winning claims are numbered; ``fetched`` has the number until there is a slot.
     miss_count = tl.zeros((), dtype=tl.int32)
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
@@ -152,7 +152,7 @@ def _assign_kernel(
         _write_victims(stamp_ptr, victims_ptr, clock, slots, miss_count, BLOCK_S)
     tl.debug_barrier()
 
-    # No token that goes is asked for in this call, so its entry is no one's claim.
+    # Evicted tokens are not requested in this call, so their entries are not claims.
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
         number = tl.load(fetched_ptr + request, mask=request < count, other=-1)
@@ -160,7 +160,7 @@ def _assign_kernel(
         ids = load_ids(ids_ptr, request, winner, stride_ids_r)
         slot = tl.load(victims_ptr + number, mask=winner, other=-1)
         old = tl.load(token_ptr + slot, mask=winner, other=-1)
-        # Should threads hold copies of a request, all read it before one overwrites it.
+        # If threads have copies of a request, all must read it before one overwrites it.
         tl.debug_barrier()
         tl.store(table_ptr + old, -1, mask=old >= 0)
         tl.store(table_ptr + ids, slot, mask=winner)
@@ -181,8 +181,8 @@ def _assign_kernel(
 def _write_victims(stamp_ptr, victims_ptr, clock, slots, miss_count, BLOCK: tl.constexpr):
     """The ``miss_count`` slots with the lowest stamps, in the order of slots; of equals, the first.
 
-    Slots of this call's hits have the stamp ``clock``, and there are enough others: requests are
-    no more than slots.
+    Slots of this call's hits have the stamp ``clock``. There are enough other slots, because there
+    are at most as many requests as slots.
     """
     # The lowest stamp up to which there are enough slots, by halving -1 .. clock - 1.
     low = tl.full((), -1, tl.int32)
@@ -203,7 +203,7 @@ def _write_victims(stamp_ptr, victims_ptr, clock, slots, miss_count, BLOCK: tl.c
         equal_ahead = equal_before + tl.cumsum(equal, axis=0) - equal
         victim = (stamp < high) | ((equal > 0) & (equal_ahead < of_equal))
         number = taken_before + tl.cumsum(victim.to(tl.int32), axis=0) - victim.to(tl.int32)
-        # Stamps that no call of ours wrote must not lead outside the row.
+        # Invalid stamps must not cause writes outside of the row.
         tl.store(victims_ptr + number, slot, mask=victim & (number < miss_count))
         equal_before += tl.sum(equal)
         taken_before += tl.sum(victim.to(tl.int32))

@@ -1,4 +1,4 @@
-"""What an operation has to choose, for which sizes."""
+"""Tunable: the launch parameters of an operation, by size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tunable(Generic[C]):
 
     Attributes:
         name: of the operation.
-        version: one more whenever a kernel changes so that old measurements mean nothing.
+        version: incremented when a kernel change makes old measurements invalid.
         size: NamedTuple of strings, integers and booleans; equal ones share a choice. Lengths in it
             are rounded by ``power_of_two``.
         kind: frozen dataclass of launch numbers, integers and strings.
@@ -45,7 +45,7 @@ class Tunable(Generic[C]):
             )
 
     def counts(self, name: str, choice: C) -> bool:
-        """Whether the field ``name`` changes anything beside the other fields of ``choice``."""
+        """Whether the field ``name`` has an effect, given the other fields of ``choice``."""
         other, value = self.only.get(name, (name, getattr(choice, name)))
         return bool(getattr(choice, other) == value)
 
@@ -53,19 +53,19 @@ class Tunable(Generic[C]):
         """ValueError for a choice that is outside of ``space``."""
         for name, values in self.space.items():
             value = getattr(choice, name)
-            # True is 1, but no launch number.
+            # True equals 1, but is not a launch number.
             if type(value) not in {type(one) for one in values} or value not in values:
                 raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, values))}")
 
     def choice_from(self, item: object) -> C:
-        """The choice that a file tells as a mapping; ValueError where it is none."""
+        """The choice from a file's JSON object; ValueError if it is invalid."""
         self._check_names(item, set(self.space), "choice")
         choice = self.kind(**item)  # type: ignore[arg-type]
         self.check(choice)
         return choice
 
     def size_from(self, item: object) -> Any:
-        """The size class that a file tells as a mapping; ValueError where it is none."""
+        """The size class from a file's JSON object; ValueError if it is invalid."""
         self._check_names(item, set(self.size._fields), "size")
         assert isinstance(item, dict)
         if not all(isinstance(value, str | int) for value in item.values()):
@@ -73,7 +73,7 @@ class Tunable(Generic[C]):
         return self.size(**item)
 
     def as_json(self, choice: C) -> dict[str, Any]:
-        """What ``choice_from`` reads."""
+        """The JSON object that ``choice_from`` reads."""
         return asdict(choice)  # type: ignore[call-overload]
 
     def _check_names(self, item: object, names: set[str], what: str) -> None:
