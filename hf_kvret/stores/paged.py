@@ -120,18 +120,18 @@ class PagedStore(Store):
             return iter(())
         step, count = max(1, piece_len // self.page_len), -(-end // self.page_len)
         spans = [(first, min(first + step, count)) for first in range(0, count, step)]
-        rows, stream, programs = self._placed_rows(), None, None
-        if device is not None and device != rows.table.device:
-            rows = PagedRows(rows.chunks, rows.table.to(device), rows.key_dim)
-        if self.memory.over_bus and rows.table.is_cuda:
-            stream, programs = reading_stream(rows.table.device), BUS_PROGRAMS
+        paged, stream, programs = self._placed_rows(), None, None
+        if device is not None and device != paged.table.device:
+            paged = PagedRows(paged.chunks, paged.table.to(device), paged.key_dim)
+        if self.memory.over_bus and paged.table.is_cuda:
+            stream, programs = reading_stream(paged.table.device), BUS_PROGRAMS
             # Allocated on the current stream, but read on the reading stream.
-            for table in (rows.table, rows.addresses()):
+            for table in (paged.table, paged.addresses()):
                 table.record_stream(stream)
 
         def read(first: int, last: int) -> torch.Tensor:
             self.memory.wait()
-            return copy_pages(rows, first, last, programs=programs)
+            return copy_pages(paged, first, last, programs=programs)
 
         return self._split(read_ahead(read, spans, stream), end)
 
@@ -139,12 +139,12 @@ class PagedStore(Store):
         self, pieces: Iterator[tuple[int, torch.Tensor]], end: int
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """``(start slot, keys, values)`` up to ``end``, of pieces ``(table column, rows)``."""
-        for first, rows in pieces:
+        for first, piece in pieces:
             start = first * self.page_len
-            rows = rows[:, :, : end - start]
-            yield start, rows[..., : self._key_dim], rows[..., self._key_dim :]
+            piece = piece[:, :, : end - start]
+            yield start, piece[..., : self._key_dim], piece[..., self._key_dim :]
             # Freed before the next one is made.
-            del rows
+            del piece
 
     def reorder(self, rows: torch.Tensor) -> None:
         if self._table is not None:
