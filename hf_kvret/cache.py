@@ -26,7 +26,7 @@ from hf_kvret.stores import Store, StoreChoice
 class RetrievalCache(Cache):
     """One layer per model layer: ours where attention is full, the model's own elsewhere.
 
-    Subclasses say which index they use; everything else is here.
+    Subclasses choose the index; everything else is here.
 
         cache = ParisKVCache(config=model.config, top_k=256, store="host")
         model.generate(**inputs, past_key_values=cache)
@@ -42,7 +42,7 @@ class RetrievalCache(Cache):
 
     name: ClassVar[str]
     config_class: ClassVar[type[RetrievalConfig]]
-    # Whether the options must name what `hf-kvret calibrate` learned about the model.
+    # Whether the options must name an artifact made by `hf-kvret calibrate`.
     needs_artifact: ClassVar[bool] = False
     options: RetrievalConfig
 
@@ -78,17 +78,17 @@ class RetrievalCache(Cache):
             )
         self._newest: RetrievalLayer | None = None
         self._thread = threading.get_ident()
-        # The newest layer below the lowest that attends whose state took in tokens of a pass.
+        # The newest recurrent layer, below the lowest attention layer, that got tokens this pass.
         self._state_layer: int | None = None
         super().__init__(layers=layers)
         self._stack_layers()
 
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> Any:
-        """``options``, with what depends on the model filled in.
+        """``options``, with values that depend on the model filled in.
 
         Raises:
-            ValueError: options that this model can't have.
+            ValueError: options that don't fit this model.
         """
         options.check_model(head_dim(config))
         return options
@@ -97,15 +97,15 @@ class RetrievalCache(Cache):
     def make_index(cls, options: Any, layer: int) -> Index | None:
         """A new, empty index for the model layer number ``layer``.
 
-        None where nothing is selected: then all cold tokens are attended to, always.
+        None for a method without selection: all cold tokens are attended to.
         """
         raise NotImplementedError
 
     @classmethod
     def needs_positions(cls, options: Any, layer: int) -> str:
-        """Whether the store of a layer needs positions in its blocks; ``""``: it does not.
+        """Whether the store of a layer needs positions in its blocks; ``""`` if not.
 
-        Else what to say where the model does not tell its attention where tokens are.
+        Otherwise the error message for models that don't pass positions to their attention.
         """
         return ""
 
@@ -117,14 +117,14 @@ class RetrievalCache(Cache):
         return stores.make(device, cold_bytes)
 
     def check_model(self, model: PreTrainedModel) -> None:
-        """Called by ``generate`` with the model: refuse one that the options are not made for."""
+        """Called by ``generate``: raise for a model that the options don't fit."""
 
     @property
     def retrieval_layers(self) -> list[RetrievalLayer]:
         """The layers that retrieve, in the order of the model's."""
         return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
 
-    # As ``RetrievalLayer.attend``: a compiled model runs what is ours as it is.
+    # As ``RetrievalLayer.attend``: in a compiled model our code is not compiled.
     @torch.compiler.disable
     def update(
         self,
@@ -137,8 +137,8 @@ class RetrievalCache(Cache):
         """Note new tokens ``[B, Hkv, n, D]`` of one layer; see ``RetrievalLayer.update``.
 
         Raises:
-            RuntimeError: a layer was updated and its attention never came, so the model does not
-                use the registered attention function.
+            RuntimeError: a layer was updated but its attention was never called, so the model does
+                not use the registered attention function.
         """
         newest = self._newest
         if newest is not None and newest.waiting:
@@ -165,15 +165,15 @@ class RetrievalCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def expect(self, tokens: int, chunk: int) -> None:
-        """Note that the prompt to come has so many ``tokens``, of which a pass has ``chunk``.
+        """Announce a prompt of ``tokens`` tokens, ``chunk`` of them in a pass.
 
-        Where rows live is decided by the first of them that go cold: then all tokens count, and a
-        store that is made then has room for all. A pass of a single token ends the prompt.
+        The store is chosen and sized when the first rows become cold; with this, for the whole
+        prompt. A pass of a single token ends the prompt.
         """
         self._stores.expect(tokens, chunk)
 
     def reset(self) -> None:
-        """Forget all tokens and counts of every layer, and what was expected."""
+        """Forget all tokens and counts of every layer, and an announced prompt."""
         super().reset()
         self._newest = self._state_layer = None
         self._stores.expect(0, 0)
@@ -193,7 +193,7 @@ class RetrievalCache(Cache):
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def _note_state(self, layer_idx: int) -> None:
-        """Note a layer whose state is ahead until the lowest attention layer has its tokens."""
+        """Note a layer whose state is ahead until the lowest attention layer gets the tokens."""
         if self._state_layer is not None and layer_idx < self._state_layer:
             self._check_pass()
         if layer_idx < self.layers.index(self._lowest):
@@ -225,7 +225,7 @@ class RetrievalCache(Cache):
             )
 
     def _pass_fault(self) -> str | None:
-        """What shows that a forward pass did not reach all layers; None: nothing does."""
+        """The sign that a forward pass did not reach all layers; None if there is none."""
         for number, layer in enumerate(self.layers):
             if isinstance(layer, RetrievalLayer) and layer.waiting:
                 return f"layer {number} was given tokens and has not attended yet"
@@ -239,23 +239,23 @@ class RetrievalCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens of every layer; pass their count as a negative number.
 
-        transformers 5.17 passes a tensor while it drafts. It becomes a number here, before lengths
-        are made of it that change with the tensor.
+        transformers 5.17 passes a tensor while it drafts. It is converted to an int, because
+        lengths computed from the tensor would change with it.
 
         Raises:
             RuntimeError: in the middle of a forward pass.
         """
         self._check_pass()
-        # From the top: rows that come back from a store may be made of those of the layer below.
+        # From the top: a store may compute rows from those of the layer below.
         for layer in reversed(self.layers):
             layer.crop(int(tokens_to_remove))
 
     def memory(self) -> MemoryReport:
-        """Bytes on device and host by part, and what full attention would need."""
+        """Bytes on device and host by part, and those of full attention."""
         return memory_report(self.layers, self.retrieval_layers)
 
     def why_dense(self) -> str | None:
-        """Why nothing was ever retrieved, where the tokens held are too few for that; else None."""
+        """Why nothing was ever retrieved, if the cache is too short for that; else None."""
         layers = self.retrieval_layers
         length = max(layer.get_seq_length() for layer in layers)
         retrieved = any(layer.counters.steps for layer in layers)
@@ -299,7 +299,7 @@ class RetrievalCache(Cache):
     def fork(self, **changes: Any) -> Self:
         """An independent copy whose cold part is shared: cheap at any length. Counts start anew.
 
-        ``changes`` are options that leave the held tokens as they are, for instance
+        ``changes`` are options that don't affect stored tokens, for instance
         ``fork(top_k=64, track_recall=True)``.
 
         Raises:
@@ -330,7 +330,7 @@ class RetrievalCache(Cache):
             yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
 
     def _stack_layers(self) -> None:
-        """Tell each retrieval layer which ones are below and above it."""
+        """Link each retrieval layer with the ones below and above it."""
         ours = self.retrieval_layers
         kinds = (RetrievalLayer, DynamicLayer)
         self._attention_layers = [layer for layer in self.layers if isinstance(layer, kinds)]

@@ -24,7 +24,7 @@ from hf_kvret.evaluation.tasks import TASKS
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status. See ``run_program`` about mistakes and Ctrl-C."""
-    return run_program(make_parser(), arguments, _what_is_kept)
+    return run_program(make_parser(), arguments, _resume_hint)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -53,8 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _what_is_kept(options: argparse.Namespace) -> str:
-    """What an interrupted command leaves to go on from, as the end of a sentence."""
+def _resume_hint(options: argparse.Namespace) -> str:
+    """How to resume an interrupted command, as the end of a sentence; empty if it can't be."""
     if options.command in ("demo", "eval", "bench"):
         return kept_results(options)
     learns = options.command == "calibrate" and (options.out / ".parts").is_dir()

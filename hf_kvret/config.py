@@ -24,7 +24,7 @@ class RetrievalConfig(metaclass=RenamesOptions):
             16K, 1024 below 32K, 2048 from there on (LRQK, appendix D).
         sink: first valid tokens of each row, always attended, kept on the device.
         recent: newest tokens, always attended; what a flush leaves in the window.
-        flush: tokens that gather on top of ``recent`` before a flush moves them to the store.
+        flush: tokens that accumulate beyond ``recent`` before a flush moves them to the store.
         dense_below: caches shorter than this retrieve nothing and attend to everything. None
             means ``max(2000, sink + recent + 2 * top_k)``.
         max_draft: up to this many queries at once (drafted tokens) each retrieve; more of them
@@ -75,7 +75,7 @@ class RetrievalConfig(metaclass=RenamesOptions):
     def __post_init__(self) -> None:
         _check_budget(self.top_k)
         _check_slots(self.slots, self.top_k)
-        # A method whose artifact tells the bits has a default of its own, None.
+        # A method that reads the bits from its artifact has the default None.
         if self.bits is not type(self).bits:
             _check_bits(self.bits)
         if not isinstance(self.store, str):
@@ -95,14 +95,14 @@ class RetrievalConfig(metaclass=RenamesOptions):
     def from_options(cls, **options: Any) -> Self:
         """The configuration with ``options`` set; an unknown name raises with the nearest one."""
         options = cls.current_names(options)
-        known = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in dataclasses.fields(cls)]
         for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 raise ValueError(
                     f"{cls.__name__} has no option {name!r}: {hint}The options are "
-                    f"{', '.join(known)}"
+                    f"{', '.join(names)}"
                 )
         return cls(**options)
 
@@ -128,20 +128,20 @@ class RetrievalConfig(metaclass=RenamesOptions):
 
     @property
     def row_bits(self) -> int:
-        """Bits of a number in the store; 16: as the model has it."""
+        """Bits of a number in the store; 16: the model's own dtype."""
         return self.bits if self.store.startswith("higgs") else 16
 
     @property
     def lacks_artifact(self) -> bool:
-        """Whether calibration must have taught the method, and the options don't say where."""
+        """Whether the method needs a calibration artifact and the options name none."""
         return False
 
     def exact(self) -> Self:
-        """The same with a budget that covers everything, and rows that are kept as they are."""
+        """These options with a budget that covers everything, and rows stored uncoded."""
         return self.replace(top_k=1.0, slots=1.0, bits=16)
 
     def check_model(self, head_dim: int) -> None:
-        """ValueError for options that heads of this dim can't have."""
+        """ValueError for options that don't work with this head dim."""
         if self.store.startswith("higgs") and self.bits != 16 and head_dim % 8:
             raise ValueError(
                 f"store={self.store!r} with heads of {head_dim} numbers: coded rows need dims that "
@@ -163,8 +163,8 @@ class RetrievalConfig(metaclass=RenamesOptions):
         if self.dense_below is not None:
             return self.dense_below
         top_k = _BUDGETS[0][1] if self.top_k is None else self.top_k
-        selected = 2 * top_k if isinstance(top_k, int) else 0
-        return max(2000, self.sink + self.recent + selected)
+        selected_len = 2 * top_k if isinstance(top_k, int) else 0
+        return max(2000, self.sink + self.recent + selected_len)
 
 
 _BUDGETS: tuple[tuple[float, int], ...] = (

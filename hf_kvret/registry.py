@@ -1,4 +1,4 @@
-"""Names: what transformers knows us by, and which model was switched to us."""
+"""Registration with transformers: method names, attention functions, and attached models."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret.replay import DecodeGraph
 from hf_kvret_model_patches import decode_graph, generation
 
-# The attention name that `generate` switches a model to; a method's own name also makes it the
-# default cache of a model that was loaded with it.
+# The attention implementation that `generate` switches a model to. A model loaded with a method's
+# name as its attention implementation uses that method's cache by default.
 ATTENTION_NAME = "hf_kvret"
 
 BUILT_IN: tuple[type[RetrievalCache], ...] = (
@@ -53,9 +53,9 @@ BUILT_IN: tuple[type[RetrievalCache], ...] = (
 )
 
 _methods: dict[str, type[RetrievalCache]] = {}
-_switched: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-# Held while a call looks at a model's attention and switches it, or puts it back.
-_switching = threading.RLock()
+_attached: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+# Held while a call checks a model's attention and switches or restores it.
+_attention_lock = threading.RLock()
 
 
 def register(*cache_classes: type[RetrievalCache]) -> None:
@@ -69,10 +69,10 @@ def register(*cache_classes: type[RetrievalCache]) -> None:
     """
     classes = cache_classes or BUILT_IN
     for cls in classes:
-        known = _methods.get(cls.name)
+        owner = _methods.get(cls.name)
         theirs = (*generation.known_names(), *ALL_ATTENTION_FUNCTIONS.valid_keys(), "eager")
-        taken = cls.name == ATTENTION_NAME or (cls.name in theirs and known is None)
-        if taken or known not in (None, cls):
+        is_taken = cls.name == ATTENTION_NAME or (cls.name in theirs and owner is None)
+        if is_taken or owner not in (None, cls):
             raise ValueError(f"the name {cls.name!r} is taken: choose another for {cls.__name__}")
     _methods.update({cls.name: cls for cls in classes})
     for name in (ATTENTION_NAME, *_methods):
@@ -85,7 +85,7 @@ def register(*cache_classes: type[RetrievalCache]) -> None:
 
 def unregister() -> None:
     """Undo ``register`` and put every switched model back. Doing it twice is harmless."""
-    for model in list(_switched):
+    for model in list(_attached):
         restore(model)
     generation.restore()
     decode_graph.restore()
@@ -111,7 +111,7 @@ def attach(model: PreTrainedModel) -> None:
     """
     check_model(model)
     text = model.config.get_text_config(decoder=True)
-    _switched.add(model)
+    _attached.add(model)
     if text._attn_implementation in OUR_NAMES:
         return
     record_base(text, text._attn_implementation)
@@ -137,12 +137,12 @@ def restore(model: PreTrainedModel) -> None:
             base = recorded_base(config) or ("sdpa" if supports else "eager")
             config._attn_implementation = {"": base}
         forget_base(config)
-    _switched.discard(model)
+    _attached.discard(model)
 
 
 @contextmanager
 def _around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[None]:
-    """All of a call of ``generate``: where it fails, what it switched is put back."""
+    """Context of a call of ``generate``; if it fails, the attention it switched is restored."""
     failed = True
     with request(model, arguments) as call:
         try:
@@ -150,8 +150,8 @@ def _around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Itera
             failed = False
         finally:
             cache, call.cache = call.cache, None
-            # A call in another thread may go on with what this one switched.
-            with _switching:
+            # A call in another thread may still use the attention that this one switched.
+            with _attention_lock:
                 if failed and call.switched and not is_served(model):
                     restore(model)
     if cache is not None:
@@ -161,41 +161,41 @@ def _around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Itera
 def _prepare_cache(
     model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any]
 ) -> bool:
-    """What ``generate`` asks before it makes a cache; True when the cache is ready.
+    """Hook of ``generate`` before it makes a cache; True if it made the cache.
 
-    Fills ``model_kwargs["past_key_values"]`` where a retrieval cache is asked for by name, and
-    switches the model's attention wherever one is used.
+    Sets ``model_kwargs["past_key_values"]`` if a retrieval cache is selected by name, and switches
+    the model's attention if a retrieval cache is used.
     """
     name = generation_config.cache_implementation
-    given = model_kwargs.get("past_key_values")
+    caller_cache = model_kwargs.get("past_key_values")
     if generation_config.is_assistant:
-        # `generate` hands the main model's name down to a draft model, which keeps its own cache.
+        # `generate` passes the main model's options on to a draft model, which has its own cache.
         if name in _methods:
             generation_config.cache_implementation = generation_config.cache_config = None
         forget_chunk(generation_config)
         return False
     call = current_request(model)
-    if isinstance(given, RetrievalCache):
-        _check_layers(model, given)
-        if name is not None and name != given.name:
+    if isinstance(caller_cache, RetrievalCache):
+        _check_layers(model, caller_cache)
+        if name is not None and name != caller_cache.name:
             raise ValueError(
-                f"past_key_values is a {type(given).__name__}, cache_implementation={name!r} asks "
-                "for another cache: pass one of the two"
+                f"past_key_values is a {type(caller_cache).__name__}, "
+                f"cache_implementation={name!r} asks for another cache: pass one of the two"
             )
-        _check_options(given, generation_config.cache_config or {}, model.config)
+        _check_options(caller_cache, generation_config.cache_config or {}, model.config)
         generation_config.cache_implementation = None
-        check_length(call, given)
-        _serve(call, given, generation_config, model_kwargs)
+        check_length(call, caller_cache)
+        _serve(call, caller_cache, generation_config, model_kwargs)
         return False
-    if given is not None and name in _methods:
+    if caller_cache is not None and name in _methods:
         raise ValueError(
-            f"past_key_values is a {type(given).__name__}, cache_implementation={name!r} asks "
-            f"for a {_methods[name].__name__}: pass one of the two"
+            f"past_key_values is a {type(caller_cache).__name__}, cache_implementation={name!r} "
+            f"asks for a {_methods[name].__name__}: pass one of the two"
         )
-    if given is None and name is None and generation_config.use_cache is not False:
+    if caller_cache is None and name is None and generation_config.use_cache is not False:
         name = model.config.get_text_config(decoder=True)._attn_implementation
-    if given is not None or name not in _methods:
-        _refuse_unread(call, generation_config, given)
+    if caller_cache is not None or name not in _methods:
+        _refuse_unread(call, generation_config, caller_cache)
         return False
     check_model(model)
     if generation_config.use_cache is False:
@@ -222,30 +222,34 @@ def _serve(
     generation_config: Any,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Make ``call`` ready to use ``cache``."""
+    """Prepare ``call`` to use ``cache``: checks, attention, and chunks of the prompt."""
     model = call.model
     _check_request(generation_config, model_kwargs)
     cache.check_model(model)
     warn_of_top_k(call, cache.name, generation_config.do_sample is True)
     text = model.config.get_text_config(decoder=True)
-    with _switching:
+    with _attention_lock:
         call.switched = text._attn_implementation not in OUR_NAMES
         call.cache = cache
         attach(model)
     chunk_prompt(model, cache, generation_config, model_kwargs)
 
 
-def _refuse_unread(call: Request, generation_config: Any, given: Any) -> None:
-    """ValueError for a ``cache_config`` of this very call that no cache would read."""
+def _refuse_unread(call: Request, generation_config: Any, caller_cache: Any) -> None:
+    """ValueError for a ``cache_config`` of this call that no cache would read."""
     options = generation_config.cache_config
     if not options or generation_config.cache_implementation is not None:
         return
     if not call.gives("cache_config"):
-        # The model's own default, which belongs to a name that another call may give.
+        # The model's default, for calls that name a cache_implementation.
         return
-    asked = "no cache was asked for" if given is None else f"the cache is a {type(given).__name__}"
+    reason = (
+        "no cache was asked for"
+        if caller_cache is None
+        else f"the cache is a {type(caller_cache).__name__}"
+    )
     raise ValueError(
-        f"cache_config={options!r}, but {asked}, so nothing would read it: name the cache that it "
+        f"cache_config={options!r}, but {reason}, so nothing would read it: name the cache that it "
         f"is for with cache_implementation, one of {', '.join(_methods)}"
     )
 
@@ -253,47 +257,47 @@ def _refuse_unread(call: Request, generation_config: Any, given: Any) -> None:
 def _decode_call(
     model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any]
 ) -> DecodeGraph | None:
-    """What ``generate`` calls in its loop: replayed steps, or None for the model itself."""
+    """The function that ``generate`` calls in its loop: a ``DecodeGraph``; None for the model."""
     cache = model_kwargs.get("past_key_values")
     if not isinstance(cache, RetrievalCache):
         return None
     if generation_config.disable_compile or generation_config.compile_config is not None:
-        # Of a compile that was asked for, transformers says itself that it can't be.
+        # transformers itself reports that a requested compile is not possible.
         return None
     step = DecodeGraph(model, cache)
     return None if step.reason else step
 
 
 def _check_layers(model: PreTrainedModel, cache: RetrievalCache) -> None:
-    """A cache must have been made for a model like this one."""
-    held, needed = len(cache.layers), len(model_layers(model.config))
-    if held != needed:
+    """ValueError for a cache made for a model with another number of layers."""
+    count, model_count = len(cache.layers), len(model_layers(model.config))
+    if count != model_count:
         raise ValueError(
-            f"past_key_values was made for a model of {held} layers, {type(model).__name__} has "
-            f"{needed}: make it with config=model.config"
+            f"past_key_values was made for a model of {count} layers, {type(model).__name__} has "
+            f"{model_count}: make it with config=model.config"
         )
 
 
 def _check_options(
     cache: RetrievalCache, options: dict[str, Any], config: PreTrainedConfig
 ) -> None:
-    """``cache_config`` beside a cache of ours must say what the cache was made with."""
+    """ValueError if ``cache_config`` contradicts the options of the cache passed with it."""
     options = cache.config_class.current_names(options)
-    asked = cache.options_for(cache.options.replace(**options), config) if options else None
+    target = cache.options_for(cache.options.replace(**options), config) if options else None
     for name in options:
-        held = getattr(cache.options, name)
-        if held != getattr(asked, name):
+        current = getattr(cache.options, name)
+        if current != getattr(target, name):
             raise ValueError(
-                f"cache_config asks for {name}={options[name]!r}, past_key_values has {held!r}: "
+                f"cache_config asks for {name}={options[name]!r}, past_key_values has {current!r}: "
                 f"pass {name} to the cache, or drop it from cache_config"
             )
 
 
 def _refuse_batch(model: PreTrainedModel, generation_config: Any) -> None:
-    """``generate_batch`` has a paged cache of its own: it ignores ours or breaks on our name."""
-    asked = getattr(generation_config or model.generation_config, "cache_implementation", None)
+    """ValueError for ``generate_batch``, which has its own paged cache and can't use ours."""
+    name = getattr(generation_config or model.generation_config, "cache_implementation", None)
     text = model.config.get_text_config(decoder=True)
-    if asked in _methods or text._attn_implementation in OUR_NAMES:
+    if name in _methods or text._attn_implementation in OUR_NAMES:
         raise ValueError(
             "generate_batch keeps a paged cache of its own, which retrieval does not serve: call "
             "hf_kvret.restore(model) first and leave cache_implementation out, or use generate"

@@ -18,7 +18,7 @@ from hf_kvret.testing.tape import taped
 @pytest.fixture(autouse=True)
 def untold(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing was told in this process yet, and all that is told is seen."""
-    monkeypatch.setattr(graph, "_told", set())
+    monkeypatch.setattr(graph, "_logged_reasons", set())
     caplog.set_level(logging.DEBUG, logger="hf_kvret.replay")
 
 

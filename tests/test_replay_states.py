@@ -48,7 +48,7 @@ class Waiting(torch.nn.Module):
 def test_a_model_that_waits_for_the_device_runs_as_usual_and_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph, "_told", set())
+    monkeypatch.setattr(graph, "_logged_reasons", set())
     model = small_llama(layers=1)
     usual = DecodeLoop(model, _cache(model)).run(6)
     model.model.norm = Waiting(model.model.norm)
@@ -206,7 +206,7 @@ def test_a_failed_capture_leaves_what_an_index_notes_as_it_was() -> None:
             model.model.norm = Waiting(model.model.norm)
             given.append(loop.run(4))
             index = cache.retrieval_layers[0].regions.index
-            waiting = index._queries._waiting
+            waiting = index._queries._buffer
             assert waiting.count == int(waiting._next)
     assert torch.equal(*given)
     assert "_local_scalar_dense" in str(step.reason)

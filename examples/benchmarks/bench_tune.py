@@ -160,8 +160,8 @@ class Tune(Measurement):
                 "operation": case.op.name,
                 "version": case.op.version,
                 "size": case.size._asdict(),
-                "rule": case.op.told(case.rule),
-                "best": case.op.told(found.best),
+                "rule": case.op.as_json(case.rule),
+                "best": case.op.as_json(found.best),
                 **{name: getattr(found, name) for name in _FOUND},
             }
         ]

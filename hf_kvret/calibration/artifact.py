@@ -1,4 +1,4 @@
-"""``CalibrationArtifact``: what a method learned about one model, and which model that is."""
+"""``CalibrationArtifact``: a method's calibration results for one model, and its identity."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CalibrationArtifact:
                 f"format_version={self.format_version!r}: this hf-kvret knows {FORMAT_VERSION}; "
                 "leave it out"
             )
-        # Frozen, but what it holds is a copy that no caller shares.
+        # Copies, so that callers can't change a frozen artifact.
         object.__setattr__(self, "tensors", tensor_dict(self.tensors))
         object.__setattr__(self, "data", plain_json("data", self.data))
         object.__setattr__(self, "options", plain_json("options", self.options))
@@ -103,9 +103,9 @@ class CalibrationArtifact:
     ) -> Self:
         """The artifact in a folder or on the hub, with its tensors on the CPU.
 
-        It is checked to be whole; ``check`` and ``check_weights`` tell whether it is the right one
-        for a model. Nothing is executed. The settings of huggingface_hub hold (``HF_ENDPOINT``,
-        ``HF_TOKEN``, ``HF_HUB_OFFLINE``, ``HF_HOME``).
+        Completeness is checked; ``check`` and ``check_weights`` check that it fits a model. No code
+        is executed. The settings of huggingface_hub apply (``HF_ENDPOINT``, ``HF_TOKEN``,
+        ``HF_HUB_OFFLINE``, ``HF_HOME``).
 
         Args:
             path_or_hub_id: a folder that exists wins over a hub id of the same name.
@@ -113,7 +113,7 @@ class CalibrationArtifact:
             revision: branch, tag or commit on the hub; None for ``main``.
             cache_dir: where downloads are kept; None for the cache of huggingface_hub.
             token: of the hub; None for the one that is logged in.
-            local_files_only: take what is in the cache, ask nobody.
+            local_files_only: use the local cache only, no network.
 
         Raises:
             FileNotFoundError: no such folder and no such repository or revision; no artifact there;
@@ -131,16 +131,16 @@ class CalibrationArtifact:
             local_files_only=local_files_only,
         )
         description = read_description(folder)
-        found = description["method"]
-        if method is not None and found != method:
+        name = description["method"]
+        if method is not None and name != method:
             raise ValueError(
-                f"{path_or_hub_id} holds an artifact of {found!r}, not of {method!r}: give one "
+                f"{path_or_hub_id} holds an artifact of {name!r}, not of {method!r}: give one "
                 f"that was made with `hf-kvret calibrate {method}`"
             )
         tensors = read_tensors(folder, description)
         try:
             return cls(
-                method=found,
+                method=name,
                 model=ModelIdentity.from_json(description["model"]),
                 tensors=tensors,
                 data=description["data"],

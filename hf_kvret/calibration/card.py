@@ -14,7 +14,7 @@ from hf_kvret.calibration.hub import is_hub_id
 if TYPE_CHECKING:
     from hf_kvret.calibration.artifact import CalibrationArtifact
 
-_SHOWN = 8
+_MOST_ITEMS = 8
 
 
 def model_card(artifact: CalibrationArtifact, source: str) -> str:
@@ -27,16 +27,16 @@ def model_card(artifact: CalibrationArtifact, source: str) -> str:
     model = artifact.model
     # A name of several lines would end the heading and the link.
     name = " ".join(model.name.split())
-    shown = f"[{name}](https://huggingface.co/{name})" if _is_full_id(name) else f"`{name}`"
+    link = f"[{name}](https://huggingface.co/{name})" if _is_full_id(name) else f"`{name}`"
     parts = [
         f"---\n{_metadata(artifact)}\n---",
         f"# {artifact.method} artifact for {name}",
         f"What the method `{artifact.method}` of hf-kvret, KV-cache retrieval inside Hugging Face "
-        f"transformers, learned about the keys of {shown}. It holds no weights of that model and "
+        f"transformers, learned about the keys of {link}. It holds no weights of that model and "
         "is of no use for another one, not for another tune of the same base either.",
         "## How to load it",
         _code(artifact.method, source),
-        _served(artifact),
+        _settings_text(artifact),
         "## What is in it",
         _table(["tensors", "count", "shape", "dtype", "size"], _sizes(artifact)),
     ]
@@ -95,20 +95,20 @@ model.generate(
 ```"""
 
 
-def _served(artifact: CalibrationArtifact) -> str:
-    """What a cache takes from the artifact unless it is told otherwise; empty if nothing."""
+def _settings_text(artifact: CalibrationArtifact) -> str:
+    """The options that a cache takes from the artifact by default; empty if none."""
     bits, sinks = artifact.options.get("bits"), artifact.options.get("sinks")
     if bits is None:
         return ""
-    kept = "rows are kept as they are" if bits == 16 else f"codes have {bits} bits a number"
-    told = f"Unless the options name other `bits`, {kept}: that is what it was calibrated with."
+    codes = "rows are kept as they are" if bits == 16 else f"codes have {bits} bits a number"
+    text = f"Unless the options name other `bits`, {codes}: that is what it was calibrated with."
     if sinks:
-        told += f" Keep the first {sinks} tokens out of the codes (`sink={sinks}` or more)."
-    return told
+        text += f" Keep the first {sinks} tokens out of the codes (`sink={sinks}` or more)."
+    return text
 
 
 def _sizes(artifact: CalibrationArtifact) -> list[list[str]]:
-    """One row for tensors of the same name (but for numbers), shape and dtype, and one for all."""
+    """One row per name (with numbers as ``*``), shape and dtype, and a total."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for name, tensor in artifact.tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -141,8 +141,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    if isinstance(value, list) and len(value) > _SHOWN:
-        value = f"{', '.join(map(str, value[:_SHOWN]))}, ... ({len(value)})"
+    if isinstance(value, list) and len(value) > _MOST_ITEMS:
+        value = f"{', '.join(map(str, value[:_MOST_ITEMS]))}, ... ({len(value)})"
     if isinstance(value, float):
         value = int(value) if value.is_integer() else f"{value:.4g}"
     return str(value).replace("|", r"\|").replace("\n", " ")

@@ -103,10 +103,10 @@ def run_calibrate(options: CalibrateOptions) -> int:
 
 
 def _push(artifact: CalibrationArtifact, options: CalibrateOptions) -> str:
-    """The URL of what was uploaded.
+    """Upload the artifact; returns the URL.
 
     Raises:
-        ConnectionError: the hub can't be reached; says where the artifact is.
+        ConnectionError: the hub can't be reached; the message says where the artifact is.
     """
     private = options.private or None
     assert options.push_to_hub is not None
@@ -123,7 +123,7 @@ def _push(artifact: CalibrationArtifact, options: CalibrateOptions) -> str:
 
 
 def check_sources(options: CalibrateOptions) -> None:
-    """Look at what to learn from before the model is loaded.
+    """Check the sources of text before the model is loaded.
 
     Raises:
         FileNotFoundError: no such ``--text``, or a ``--dataset`` that is no name of one.
@@ -154,7 +154,7 @@ def check_sources(options: CalibrateOptions) -> None:
 
 
 def _check_stream(dataset: str, repository: str) -> None:
-    """Errors of ``check_sources`` for a data set on the hub; the cache holds no stream of it."""
+    """Errors of ``check_sources`` for a data set streamed from the hub, which is never cached."""
     if not is_hub_id(repository):
         raise FileNotFoundError(
             f"--dataset {dataset}: no such folder, and no hub id either (owner/name); check the "
@@ -169,34 +169,37 @@ def _check_stream(dataset: str, repository: str) -> None:
 
 
 def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
-    """The sequences that the command line names, which ``check_sources`` has seen.
+    """The sequences of the command line, after ``check_sources``.
 
     Raises:
         ValueError: a model without a tokenizer, too little text, or none left to hold out.
     """
     length, count = options.length, options.tokens
-    told: dict[str, Any] = {"length": length, "seed": options.seed, "tokens": count}
+    description: dict[str, Any] = {"length": length, "seed": options.seed, "tokens": count}
     uuids: list[torch.Tensor] = []
     if subject.name == "needle":
         sequences = list(needle_documents(count, length, options.seed))
-        told["documents"] = "needle language"
+        description["documents"] = "needle language"
     else:
         tokenizer = subject.need_tokenizer("calibrate")
         if options.text:
             ids = text_file(options.text, tokenizer)
-            told["text"] = describe_file("--text", options.text)
+            description["text"] = describe_file("--text", options.text)
         else:
             assert options.dataset is not None, "check_sources looked"
             ids = hub_text(options.dataset, count, tokenizer)
-            told |= {"datasets": [options.dataset.partition(":")[0]], "dataset": options.dataset}
+            description |= {
+                "datasets": [options.dataset.partition(":")[0]],
+                "dataset": options.dataset,
+            }
         sequences = cut(ids, length, count, "--tokens")
-        wanted = options.uuid_tokens
-        if wanted is None:
-            wanted = options.usual_uuid_tokens
-        if wanted:
-            drawn = random_uuids(wanted, tokenizer, options.seed)
-            uuids = cut(drawn, length, wanted, "--uuid-tokens")
-            told["uuid_tokens"] = wanted
+        uuid_count = options.uuid_tokens
+        if uuid_count is None:
+            uuid_count = options.usual_uuid_tokens
+        if uuid_count:
+            uuid_ids = random_uuids(uuid_count, tokenizer, options.seed)
+            uuids = cut(uuid_ids, length, uuid_count, "--uuid-tokens")
+            description["uuid_tokens"] = uuid_count
     held_out = 0
     if options.held_out:
         if len(sequences) < 2:
@@ -207,11 +210,11 @@ def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
         # At least one, but never all.
         held_out = min(max(1, round(options.held_out * len(sequences))), len(sequences) - 1)
     # UUIDs first: what is held out is the end of the text.
-    return Corpus([*uuids, *sequences], held_out, {**told, "held_out_sequences": held_out})
+    return Corpus([*uuids, *sequences], held_out, {**description, "held_out_sequences": held_out})
 
 
 def _check_outputs(options: CalibrateOptions, method: str) -> None:
-    """Look at where results go before the work, not after it."""
+    """Check the output places before the work starts."""
     outputs.check_folder("--out", options.out)
     check_no_foreign_artifact(options.out, method)
     if options.push_to_hub and not is_hub_id(options.push_to_hub):

@@ -119,8 +119,8 @@ class A2ATSOptions(CalibrateOptions):
 def anchor_bits(text: str) -> int | str:
     """A number of bits, or ``auto``; the parser compares it with its choices."""
     if text != "auto" and not text.isdecimal():
-        allowed = ", ".join(map(str, BITS))
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {allowed} bits, and not auto")
+        choices = ", ".join(map(str, BITS))
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {choices} bits, and not auto")
     return text if text == "auto" else int(text)
 
 

@@ -49,10 +49,10 @@ def plain_quality(quality: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for number, row in enumerate(rows):
         if not isinstance(row, dict) or not isinstance(row.get("layer"), int):
             raise ValueError(f"quality[{number}]={row!r}: pass a dict with 'layer', its number")
-        nested = [name for name, value in row.items() if isinstance(value, dict | list)]
-        if nested:
+        names = [name for name, value in row.items() if isinstance(value, dict | list)]
+        if names:
             raise ValueError(
-                f"quality[{number}]: {', '.join(nested)} is no number, string or None; give each "
+                f"quality[{number}]: {', '.join(names)} is no number, string or None; give each "
                 "figure a name of its own"
             )
     return rows

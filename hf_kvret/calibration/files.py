@@ -37,10 +37,10 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def check_no_foreign_artifact(directory: Path, method: str) -> None:
-    """Refuse a folder where an artifact of ``method`` would replace what is something else's.
+    """Refuse a folder where an artifact of ``method`` would overwrite foreign files.
 
-    A new folder is fine, and so is one with an older artifact of the same method. Files of an
-    artifact's names without its ``config.json`` are somebody else's.
+    A new folder is fine, and so is one with an older artifact of the same method. Files with the
+    names of an artifact's but without its ``config.json`` are foreign.
 
     Raises:
         FileExistsError: ``directory`` is a file.
@@ -62,7 +62,7 @@ def check_no_foreign_artifact(directory: Path, method: str) -> None:
 
 
 def check_description(content: bytes, method: str, place: str, way_out: str) -> None:
-    """Refuse ``content`` of a ``config.json`` at ``place`` that is no artifact's of ``method``.
+    """Refuse a ``config.json`` at ``place`` whose ``content`` is not of a ``method`` artifact.
 
     Raises:
         ValueError: it is of a model, or of anything else than an artifact; of another method.
@@ -85,9 +85,9 @@ def write_folder(
 ) -> None:
     """Write the three files to ``directory``, which is made if needed.
 
-    They are written to a folder inside it first and then moved, so an interruption leaves what was
-    there before. One between two moves leaves files that don't belong together, which
-    ``read_tensors`` refuses. Other files of the directory stay.
+    They are written to a temporary folder inside it and then moved, so an interruption leaves the
+    old files. An interruption between two moves leaves a mixture, which ``read_tensors`` refuses.
+    Other files of the directory stay.
 
     Args:
         directory: where to.
@@ -104,7 +104,7 @@ def write_folder(
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".unfinished-") as name:
         folder = Path(name)
-        save_file(_owned(tensors), folder / TENSORS)
+        save_file(_contiguous(tensors), folder / TENSORS)
         full = {
             "format_version": FORMAT_VERSION,
             **description,
@@ -114,7 +114,7 @@ def write_folder(
         text = json.dumps(full, indent=1, allow_nan=False) + "\n"
         (folder / DESCRIPTION).write_text(text, encoding="utf-8")
         (folder / CARD).write_text(card, encoding="utf-8")
-        # safetensors makes files that nobody else may read.
+        # safetensors makes files that only their owner can read.
         shutil.copymode(folder / CARD, folder / TENSORS)
         for file in FILES:
             os.replace(folder / file, directory / file)
@@ -177,12 +177,12 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
             is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
         way_out = "it is a git-lfs pointer, run git lfs pull" if is_pointer else _AGAIN
         raise ValueError(f"{path} is corrupt or truncated ({error}): {way_out}") from error
-    found, listed = _list(tensors), description["tensors"]
-    for name in [*listed, *(name for name in found if name not in listed)]:
-        if found.get(name) != listed.get(name):
+    own_list, saved_list = _list(tensors), description["tensors"]
+    for name in [*saved_list, *(name for name in own_list if name not in saved_list)]:
+        if own_list.get(name) != saved_list.get(name):
             raise ValueError(
-                f"{path} does not hold what {DESCRIPTION} says: {name} is {_tell(found.get(name))} "
-                f"instead of {_tell(listed.get(name))}; {_AGAIN}"
+                f"{path} does not hold what {DESCRIPTION} says: {name} is "
+                f"{_tell(own_list.get(name))} instead of {_tell(saved_list.get(name))}; {_AGAIN}"
             )
     if _sha256(path) != description["tensors_sha256"]:
         raise ValueError(
@@ -192,9 +192,9 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
     return tensors
 
 
-def _owned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous, on the CPU, each with a storage of its own, as safetensors wants them."""
-    owned: dict[str, torch.Tensor] = {}
+def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous CPU tensors, each with its own storage, as safetensors requires."""
+    result: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
@@ -202,8 +202,8 @@ def _owned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
             tensor = tensor.clone()
         storages.add(tensor.untyped_storage().data_ptr())
-        owned[name] = tensor
-    return owned
+        result[name] = tensor
+    return result
 
 
 def _list(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How long a calibration will take, told as soon as a first piece of it was measured."""
+"""Estimates of a calibration's duration, printed once a first part was measured."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 
 from tqdm import tqdm
 
-# Work that was done for a shorter time says little about the rest.
+# A shorter measurement is too unreliable for an estimate.
 _LEAST_SECONDS = 1.0
 
 
 class Forecast:
-    """Writes one line about reading and one about learning to stderr, each before the bulk of it.
+    """Writes one estimate for reading and one for learning to stderr, early in each.
 
     Args:
-        layers: that are to be learned.
+        layers: number of layers to learn.
         passes: over the texts, each for some of the layers.
         tokens: of all texts.
         show: False writes nothing.
@@ -28,11 +28,11 @@ class Forecast:
         self._units = 0
 
     def begin(self) -> None:
-        """The clock starts: for a pass over the texts, or for a layer."""
+        """Start the clock, for a pass over the texts or for a layer."""
         self._started, self._units = time.perf_counter(), 0
 
     def read(self, tokens: int) -> None:
-        """So many tokens were read since the clock started."""
+        """Report ``tokens`` read since the clock started."""
         if self._show_reading:
             self._show_reading = False
             seconds = self._elapsed() / tokens * self._tokens * self._passes
@@ -41,13 +41,13 @@ class Forecast:
             tqdm.write(text, file=sys.stderr)
 
     def work(self, units: int, total: int) -> None:
-        """So many more units of a layer's ``total`` were done."""
+        """Report ``units`` more of a layer's ``total`` as done."""
         self._units += units
         if self._show_learning and self._elapsed() >= _LEAST_SECONDS and self._units:
             self._tell_learning(self._elapsed() / self._units * max(total, self._units))
 
     def finish(self) -> None:
-        """A layer is learned."""
+        """Report that a layer is finished."""
         if self._show_learning:
             self._tell_learning(self._elapsed())
 
@@ -62,7 +62,7 @@ class Forecast:
 
 
 def span(seconds: float) -> str:
-    """A time as one would say it: ``a minute``, ``12 minutes``, ``1.5 hours``."""
+    """A duration in words: ``a minute``, ``12 minutes``, ``1.5 hours``."""
     if seconds < 60:
         return "a minute" if seconds > 30 else "half a minute" if seconds > 10 else "10 seconds"
     minutes = round(seconds / 60)

@@ -1,6 +1,6 @@
 """Artifacts on the hub: found, downloaded and uploaded by huggingface_hub alone.
 
-So its settings hold: ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME``, ``HF_HUB_OFFLINE`` and the rest.
+So its settings apply: ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME``, ``HF_HUB_OFFLINE`` and the rest.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from huggingface_hub.utils import validate_repo_id
 from hf_kvret.calibration.files import DESCRIPTION, FILES, check_description
 from hf_kvret.version import __version__
 
-# The base of what the hub's client raises where there is no answer; its package has other names in
-# other versions.
+# Base class of the HTTP client's errors when there is no response; which client differs by version.
 CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 _LOG_IN = (
     "log in with huggingface_hub.login() or `hf auth login`, set HF_TOKEN, or pass token= "
@@ -58,7 +57,7 @@ def find_folder(
         revision: branch, tag or commit on the hub; None for ``main``.
         cache_dir: None for the cache of huggingface_hub.
         token: None for the one that is logged in.
-        local_files_only: ask nobody, take what is in the cache.
+        local_files_only: use the local cache only, no network.
 
     Raises:
         FileNotFoundError: no such folder and no such repository or revision; offline, or the hub
@@ -135,10 +134,10 @@ def check_repository(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> None:
-    """Refuse a repository where an artifact of ``method`` would replace what is something else's.
+    """Refuse a repository where an artifact of ``method`` would overwrite foreign files.
 
-    Its ``config.json`` is looked at, of ``main`` where there is no branch ``revision`` yet. One
-    that is not there, or can't be seen with this token, is fine: the upload makes or refuses it.
+    Reads its ``config.json``, from ``main`` if there is no branch ``revision`` yet. A repository
+    that does not exist, or is hidden from this token, passes: the upload creates or refuses it.
 
     Raises:
         ConnectionError: the hub can't be reached, or ``HF_HUB_OFFLINE`` is set.
@@ -146,7 +145,7 @@ def check_repository(
         ValueError: as ``check_description``.
     """
     api = HfApi(token=token, library_name="hf-kvret", library_version=__version__)
-    # Into a folder of its own: a copy in the cache may be older than what would be replaced.
+    # To a temporary folder: a cached copy may be older than the file that would be replaced.
     with tempfile.TemporaryDirectory() as folder:
         try:
             path = api.hf_hub_download(repo_id, DESCRIPTION, revision=revision, local_dir=folder)

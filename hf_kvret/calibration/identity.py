@@ -1,4 +1,4 @@
-"""Which model an artifact belongs to: the facts that must agree, and a sample of the weights."""
+"""Identity of an artifact's model: facts that must agree, and a sample of the weights."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ModelIdentity:
     """The model that something was learned from.
 
     Attributes:
-        name: hub id or name of the model, for people; decides nothing.
-        facts: what a model must have to be served, by name: ``model_type``, counts and widths,
+        name: hub id or name of the model, for display only.
+        facts: facts that must agree, by name: ``model_type``, counts and widths,
             kinds of layers, and RoPE under ``rope.<parameter>``, or
             ``rope.<kind of layer>.<parameter>``. Plain JSON.
         weights: sampled numbers.
@@ -60,16 +60,16 @@ class ModelIdentity:
 
     @property
     def sha256(self) -> str:
-        """Hex digest of the facts. Models of the same architecture share it; weights don't count,
-        because they may be the same in another dtype."""
+        """Hex digest of the facts, equal for all models of an architecture. Weights are left out,
+        because the same weights may be in another dtype."""
         plain = json.dumps(self.facts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(plain.encode()).hexdigest()
 
     def difference(self, config: PreTrainedConfig) -> str:
         """The first fact in which the model with ``config`` differs, in words; empty if none."""
-        found = model_facts(config)
-        for name in [*self.facts, *(name for name in found if name not in self.facts)]:
-            theirs, ours = self.facts.get(name), found.get(name)
+        facts = model_facts(config)
+        for name in [*self.facts, *(name for name in facts if name not in self.facts)]:
+            theirs, ours = self.facts.get(name), facts.get(name)
             if theirs != ours:
                 return _in_words(name, theirs, ours)
         return ""
@@ -99,7 +99,7 @@ class ModelIdentity:
 
 
 def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
-    """What must agree between two models for one to use what was learned from the other.
+    """Facts that must agree between two models for one to use the other's artifact.
 
     Plain JSON, the same in all supported versions of transformers, and the same for a text model
     alone and inside a multimodal one. Parameters that are None count as absent.

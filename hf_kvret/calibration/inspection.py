@@ -1,4 +1,4 @@
-"""What an artifact is, for people: text, a table and a picture."""
+"""Descriptions of an artifact for people: text, a table and a picture."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def describe(artifact: CalibrationArtifact, *, as_json: bool = False) -> str:
         [
             f"method   {artifact.method}{layers}",
             f"model    {model.name} ({model.facts.get('model_type')}, {model.sha256[:12]})",
-            f"data     {_listed(artifact.data)}",
-            f"options  {_listed(options)}",
+            f"data     {_list(artifact.data)}",
+            f"options  {_list(options)}",
             f"tensors  {len(sizes)}, {artifact.nbytes / 2**20:.2f} MiB",
         ]
     )
@@ -71,7 +71,7 @@ def plot_quality(path: Path, artifact: CalibrationArtifact) -> None:
     plot_lines(path, lines, title=title, x="layer", y="share", whole_x=True, low=0.0)
 
 
-def _listed(values: Mapping[str, Any]) -> str:
+def _list(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 

@@ -1,4 +1,4 @@
-"""Whether a method's calibration options are of the kinds that its dataclass declares."""
+"""Type checks of calibration options against their dataclass annotations."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def check_kinds(options: DataclassInstance) -> None:
-    """Refuse a field that is not of its annotation, a type or a union of types.
+    """Check that every field has the type, or one of the types, of its annotation.
 
-    An int will do for a float. A bool is no int, and numbers of numpy or torch are none, because
-    options are saved as JSON.
+    An int is accepted for a float. A bool is not accepted for an int, and numbers of numpy or torch
+    are not accepted, because options are saved as JSON.
 
     Raises:
         TypeError: the field, its value, and what it may be.
@@ -23,7 +23,7 @@ def check_kinds(options: DataclassInstance) -> None:
         value, hint = getattr(options, field.name), hints[field.name]
         kinds: tuple[Any, ...] = get_args(hint) or (hint,)
         if type(value) not in kinds and not (float in kinds and type(value) is int):
-            allowed = " or ".join("None" if x is type(None) else x.__name__ for x in kinds)
+            choices = " or ".join("None" if x is type(None) else x.__name__ for x in kinds)
             raise TypeError(
-                f"{field.name}={value!r} is of type {type(value).__name__}: pass {allowed}"
+                f"{field.name}={value!r} is of type {type(value).__name__}: pass {choices}"
             )

@@ -1,4 +1,4 @@
-"""What was learned about finished layers, kept until all are finished; one writer at a time."""
+"""Finished layers on disk until all layers are finished; one writer at a time."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _LOCK = ".lock"
 def alone_in(folder: Path) -> Iterator[None]:
     """Keep other calibrations out of ``folder``, which is made if needed, with a file ``.lock``.
 
-    The file holds the process and its machine. That of a process that ended without deleting it is
-    taken over; of a process on another machine nobody can tell.
+    The file names the process and its machine. A stale one of an ended process on this machine is
+    replaced; a process on another machine counts as running.
 
     Raises:
         ValueError: another calibration is, or may be, at work there.
@@ -59,9 +59,9 @@ def _take(lock: Path) -> None:
 
 
 def _may_run(owner: str) -> bool:
-    """Whether the process that a lock names may be at work still."""
+    """Whether the process named in a lock may still be running."""
     number, _, machine = owner.partition(" ")
-    # On Windows a signal of 0 is no question but Ctrl-C.
+    # On Windows signal 0 is Ctrl-C and not a test.
     if not number.isdecimal() or machine != platform.node() or os.name == "nt":
         return True
     try:
@@ -74,9 +74,9 @@ def _may_run(owner: str) -> bool:
 
 
 class Parts:
-    """A folder of finished layers, and of what the newest of them carries to the next one.
+    """A folder of finished layers, and of the tensors that the newest carries to the next one.
 
-    A folder without any takes on another ``setup``.
+    A folder without finished layers is reused for another ``setup``.
 
     Raises:
         ValueError: the folder holds layers of another ``setup`` (plain JSON).
@@ -85,93 +85,93 @@ class Parts:
     def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
         self._folder = folder
         mark = hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()
-        marked = folder / _SETUP
-        if not marked.is_file() or not any(folder.glob("layer_*.safetensors")):
+        mark_file = folder / _SETUP
+        if not mark_file.is_file() or not any(folder.glob("layer_*.safetensors")):
             folder.mkdir(parents=True, exist_ok=True)
-            unfinished = folder / f"{_SETUP}.unfinished"
-            unfinished.write_text(mark)
-            os.replace(unfinished, marked)
-        elif marked.read_text() != mark:
+            temporary = folder / f"{_SETUP}.unfinished"
+            temporary.write_text(mark)
+            os.replace(temporary, mark_file)
+        elif mark_file.read_text() != mark:
             raise ValueError(
                 f"{folder} holds finished layers of another calibration (model, data or options "
                 "differ): delete that folder, or give another --out"
             )
 
     def left(self, layers: Sequence[int]) -> tuple[list[int], Carried | None]:
-        """The layers that are still to be learned, and what the one before the first of them left.
+        """The layers still to learn, and the tensors carried by the layer before the first of them.
 
-        Where layers build on each other, and one in the midst can't be read or what it carried is
-        lost, these are all layers: the chain starts anew.
+        If layers depend on each other, and one in the middle or its carried tensors can't be read,
+        all layers are returned: the chain starts again.
         """
-        chained = {layer: self._told(layer).get("carried") for layer in layers}
-        waiting = [layer for layer in layers if chained[layer] is None]
-        if len(waiting) in (0, len(layers)) or not any(chained.values()):
-            return waiting, None
-        done = len(layers) - len(waiting)
-        if waiting == list(layers[done:]):
-            before = layers[done - 1]
-            if not chained[before]:
-                return waiting, None
-            tensors = _read(self._carried(before))
+        carries = {layer: self._record(layer).get("carried") for layer in layers}
+        todo = [layer for layer in layers if carries[layer] is None]
+        if len(todo) in (0, len(layers)) or not any(carries.values()):
+            return todo, None
+        count = len(layers) - len(todo)
+        if todo == list(layers[count:]):
+            before = layers[count - 1]
+            if not carries[before]:
+                return todo, None
+            tensors = _read(self._carry_file(before))
             if tensors is not None:
-                return waiting, tensors[0]
+                return todo, tensors[0]
         return list(layers), None
 
     def keep(self, layer: int, findings: LayerFindings, *, last: bool = False) -> None:
-        """Write one layer; an interruption leaves nothing half.
+        """Write one layer, atomically.
 
-        What it carries on is written too, unless it is the ``last``; what older layers carried is
+        Its carried tensors are written too, unless it is the ``last``; those of older layers are
         deleted.
         """
         newest = None
         if findings.carried is not None and not last:
             # Before the layer itself: a finished layer has what the next one needs.
-            newest = self._carried(layer)
+            newest = self._carry_file(layer)
             self._write(newest, findings.carried, {})
-        told = {
+        record = {
             "told": findings.told,
             "quality": findings.quality,
             "carried": findings.carried is not None,
         }
-        self._write(self._file(layer), findings.tensors, {"findings": json.dumps(told)})
+        self._write(self._file(layer), findings.tensors, {"findings": json.dumps(record)})
         for file in self._folder.glob("carried_*.safetensors"):
             if file != newest:
                 file.unlink()
 
     def find(self, layer: int) -> LayerFindings | None:
-        """A finished layer, without what it carried; None for one that is not, or is damaged."""
-        found = _read(self._file(layer))
-        if found is None:
+        """A finished layer, without carried tensors; None if it is missing or damaged."""
+        content = _read(self._file(layer))
+        if content is None:
             return None
-        told = json.loads(found[1]["findings"])
-        return LayerFindings(found[0], told["told"], told["quality"])
+        record = json.loads(content[1]["findings"])
+        return LayerFindings(content[0], record["told"], record["quality"])
 
     def remove(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self._folder)
 
-    def _told(self, layer: int) -> dict[str, Any]:
-        """What is written beside a layer's tensors; empty where it is not finished."""
-        found = _read(self._file(layer))
-        return {} if found is None else json.loads(found[1]["findings"])
+    def _record(self, layer: int) -> dict[str, Any]:
+        """The metadata of a layer's file; empty if it is missing or damaged."""
+        content = _read(self._file(layer))
+        return {} if content is None else json.loads(content[1]["findings"])
 
     def _write(self, file: Path, tensors: Carried, metadata: dict[str, str]) -> None:
-        unfinished = self._folder / f"{file.stem}.unfinished"
-        save_file({name: x.contiguous() for name, x in tensors.items()}, unfinished, metadata)
-        os.replace(unfinished, file)
+        temporary = self._folder / f"{file.stem}.unfinished"
+        save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, metadata)
+        os.replace(temporary, file)
 
     def _file(self, layer: int) -> Path:
         return self._folder / f"layer_{layer}.safetensors"
 
-    def _carried(self, layer: int) -> Path:
+    def _carry_file(self, layer: int) -> Path:
         return self._folder / f"carried_{layer}.safetensors"
 
 
 def _read(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
-    """Tensors and metadata of a file; None for one that is not there or is damaged."""
+    """Tensors and metadata of a file; None if it is missing or damaged."""
     try:
-        with safe_open(file, "pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-            return tensors, opened.metadata() or {}
+        with safe_open(file, "pt") as reader:
+            tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - no mapping
+            return tensors, reader.metadata() or {}
     except (FileNotFoundError, SafetensorError):
         return None

@@ -1,4 +1,4 @@
-"""Runs a model over texts, layer after layer, and keeps what is finished."""
+"""Runs a model over texts, calibrates layer after layer, and keeps finished layers."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def calibrate(
 ) -> CalibrationArtifact:
     """Learn what a method needs to know about ``model``; write the artifact to ``out``.
 
-    First a trial shows that queries and keys before RoPE can be had of those after it. Then the
-    texts pass through the model once for every ``layers_at_once`` layers, whose tokens are held
-    meanwhile. Finished layers are kept in a folder inside ``out``: the same call goes on after an
-    interruption. Layers learn in ascending order, each with what the one before it carried on.
+    First a trial checks that RoPE can be undone on queries and keys. Then the texts pass through
+    the model once for every ``layers_at_once`` layers, whose tokens are kept in memory. Finished
+    layers are saved in a folder inside ``out``: the same call resumes after an interruption. Layers
+    learn in ascending order, each with the tensors carried by the one before.
 
     Args:
         model: in eval mode, on one device or several (``device_map``).
@@ -78,8 +78,8 @@ def calibrate(
         raise ValueError("the model is in training mode, where dropout acts: call model.eval()")
     check_model(model)
     _check_lengths(model, corpus)
-    learned = len(corpus.sequences) - corpus.held_out
-    calibration.check([len(ids) for ids in corpus.sequences[:learned]])
+    train_count = len(corpus.sequences) - corpus.held_out
+    calibration.check([len(ids) for ids in corpus.sequences[:train_count]])
     ropes = check_rope(model)
     kinds = model_layers(model.config)
     ropes = {layer: rope for layer, rope in ropes.items() if type(kinds[layer]) is DynamicLayer}
@@ -95,17 +95,17 @@ def calibrate(
     }
     with alone_in(folder):
         parts = Parts(folder / _PARTS, setup)
-        waiting, carried = parts.left(list(ropes))
-        passes = -(-len(waiting) // layers_at_once)
-        forecast = Forecast(len(waiting), passes, corpus.tokens, show=progress)
-        for first in range(0, len(waiting), layers_at_once):
-            group = waiting[first : first + layers_at_once]
+        todo, carried = parts.left(list(ropes))
+        passes = -(-len(todo) // layers_at_once)
+        forecast = Forecast(len(todo), passes, corpus.tokens, show=progress)
+        for first in range(0, len(todo), layers_at_once):
+            group = todo[first : first + layers_at_once]
             some = {n: ropes[n] for n in group}
             studies = _read(model, corpus, calibration, some, progress, forecast)
             for layer in group:
-                # Popped and named nowhere, so that its tokens are gone before the next one learns.
+                # Popped without a name, so that its tokens are freed before the next one learns.
                 findings = _learn(studies.pop(layer), layer, carried, progress, forecast)
-                parts.keep(layer, findings, last=layer == waiting[-1])
+                parts.keep(layer, findings, last=layer == todo[-1])
                 carried = findings.carried
         artifact = _put_together(calibration, identity, corpus, parts, list(ropes))
         artifact.save_pretrained(folder)
@@ -123,7 +123,7 @@ def _read(
 ) -> dict[int, LayerStudy]:
     """One pass over all sequences; studies of the layers in ``ropes``, on the layers' devices."""
     studies: dict[int, LayerStudy] = {}
-    learned = len(corpus.sequences) - corpus.held_out
+    train_count = len(corpus.sequences) - corpus.held_out
     decoder = model.get_decoder()
     numbers = ", ".join(map(str, ropes))
     with tqdm(
@@ -132,11 +132,13 @@ def _read(
         forecast.begin()
         for index, ids in enumerate(corpus.sequences):
 
-            def take(layer: int, tokens: LayerTokens, held_out: bool = index >= learned) -> None:
+            def take(
+                layer: int, tokens: LayerTokens, held_out: bool = index >= train_count
+            ) -> None:
                 if layer not in ropes:
                     return
                 if layer not in studies:
-                    # Weights may be elsewhere (offloading), the tokens are where it computes.
+                    # The device of the tokens: weights may be elsewhere (offloading).
                     device = tokens.key.device
                     studies[layer] = calibration.study(layer, ropes[layer], device)
                 studies[layer].add(tokens, held_out)
@@ -172,20 +174,20 @@ def _put_together(
     layers: Sequence[int],
 ) -> CalibrationArtifact:
     tensors: dict[str, torch.Tensor] = {}
-    told: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     quality = []
     for layer in layers:
         findings = parts.find(layer)
         assert findings is not None
         tensors |= {f"layers.{layer}.{name}": x for name, x in findings.tensors.items()}
-        told[str(layer)] = findings.told
+        settings[str(layer)] = findings.told
         quality.append({"layer": layer, **findings.quality})
     return CalibrationArtifact(
         method=calibration.method,
         model=identity,
         tensors=tensors,
         data=corpus.description,
-        options={**calibration.options(), "layers": told},
+        options={**calibration.options(), "layers": settings},
         quality=quality,
     )
 
@@ -203,7 +205,7 @@ def _check_lengths(model: PreTrainedModel, corpus: Corpus) -> None:
 def _check_layers(
     model: PreTrainedModel, calibration: Calibration, ropes: Mapping[int, Rope]
 ) -> None:
-    """Show the calibration a token of every layer, before the model reads for minutes."""
+    """Let the calibration check one token of every layer, before the long reading."""
 
     def take(layer: int, tokens: LayerTokens) -> None:
         if layer in ropes:
@@ -215,8 +217,8 @@ def _check_layers(
 
 
 def _digest(corpus: Corpus) -> str:
-    """Of all token ids, and of what is held out."""
-    seen = hashlib.sha256(str(corpus.held_out).encode())
+    """Hash of all token ids and the number of held-out sequences."""
+    digest = hashlib.sha256(str(corpus.held_out).encode())
     for ids in corpus.sequences:
-        seen.update(f" {len(ids)} ".encode() + ids.cpu().numpy().tobytes())
-    return seen.hexdigest()
+        digest.update(f" {len(ids)} ".encode() + ids.cpu().numpy().tobytes())
+    return digest.hexdigest()

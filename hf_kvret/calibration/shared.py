@@ -1,4 +1,4 @@
-"""Artifacts in use: read once for a process, and what is made of them made once."""
+"""Artifacts shared within a process: each is read once, and derived objects are made once."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hf_kvret.calibration.files import DESCRIPTION
 from hf_kvret.integration.compatibility import retrieval_layers
 from hf_kvret_model_patches.rope import Rope
 
-Made = TypeVar("Made")
+Value = TypeVar("Value")
 
-# Whoever uses an artifact holds it; the newest few are held here, for the next cache.
-_known: WeakValueDictionary[tuple[Any, ...], CalibrationArtifact] = WeakValueDictionary()
+# Artifacts live as long as their users; a few of the newest are kept alive for the next cache.
+_artifacts: WeakValueDictionary[tuple[Any, ...], CalibrationArtifact] = WeakValueDictionary()
 _newest: deque[CalibrationArtifact] = deque(maxlen=4)
-_made: WeakKeyDictionary[CalibrationArtifact, dict[Hashable, Any]] = WeakKeyDictionary()
+_values: WeakKeyDictionary[CalibrationArtifact, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def artifact_place(artifact: str | None, config: PreTrainedConfig, method: str) -> str:
-    """A hub id as it is, a folder's absolute path; for None the one beside the model.
+    """A hub id unchanged, or a folder's absolute path; for None the model's own artifact.
 
     That is the folder named ``method`` in the folder that the model was loaded from.
 
     Raises:
-        ValueError: the model came from elsewhere, or has none; says how to make one.
+        ValueError: there is no such folder; the message says how to make an artifact.
     """
     if artifact is not None:
         folder = Path(artifact).expanduser()
@@ -52,28 +52,28 @@ def shared_artifact(artifact: str, revision: str | None, method: str) -> Calibra
     Raises:
         OSError, ValueError: as ``CalibrationArtifact.from_pretrained``.
     """
-    described = (Path(artifact).expanduser() / DESCRIPTION).absolute()
-    stamp = (str(described), described.stat().st_mtime_ns) if described.is_file() else None
+    file = (Path(artifact).expanduser() / DESCRIPTION).absolute()
+    stamp = (str(file), file.stat().st_mtime_ns) if file.is_file() else None
     key = method, artifact, revision, stamp
-    found = _known.get(key)
-    if found is None:
-        found = CalibrationArtifact.from_pretrained(artifact, method=method, revision=revision)
-        _known[key] = found
-    if not _newest or _newest[-1] is not found:
-        _newest.append(found)
-    return found
+    result = _artifacts.get(key)
+    if result is None:
+        result = CalibrationArtifact.from_pretrained(artifact, method=method, revision=revision)
+        _artifacts[key] = result
+    if not _newest or _newest[-1] is not result:
+        _newest.append(result)
+    return result
 
 
-def made_once(found: CalibrationArtifact, key: Hashable, make: Callable[[], Made]) -> Made:
-    """What ``make`` gives for ``key``, kept as long as the artifact is."""
-    known = _made.setdefault(found, {})
-    if key not in known:
-        known[key] = make()
-    return known[key]
+def made_once(artifact: CalibrationArtifact, key: Hashable, make: Callable[[], Value]) -> Value:
+    """The result of ``make`` for ``key``, cached as long as the artifact lives."""
+    values = _values.setdefault(artifact, {})
+    if key not in values:
+        values[key] = make()
+    return values[key]
 
 
 def check_revision(artifact: str | None, revision: str | None) -> None:
-    """ValueError for a revision of no artifact."""
+    """ValueError for a revision without an artifact."""
     if revision is not None and artifact is None:
         raise ValueError(
             f"revision={revision!r} without artifact: name the artifact's hub id too, or leave the "
@@ -82,75 +82,77 @@ def check_revision(artifact: str | None, revision: str | None) -> None:
 
 
 def check_tensor(
-    found: CalibrationArtifact, name: str, shape: tuple[int | None, ...]
+    artifact: CalibrationArtifact, name: str, shape: tuple[int | None, ...]
 ) -> torch.Tensor:
     """The tensor ``name`` of an artifact, of finite numbers and of ``shape``; None: any size.
 
     Raises:
-        ValueError: it is missing or of another form; says how to make the artifact again.
+        ValueError: it is missing, not finite, or of another shape; the message names the remedy.
     """
-    again = f"make it again with `hf-kvret calibrate {found.method}`"
-    told = f"the {found.method} artifact of {found.model.name}"
-    tensor = found.tensors.get(name)
+    again = f"make it again with `hf-kvret calibrate {artifact.method}`"
+    owner = f"the {artifact.method} artifact of {artifact.model.name}"
+    tensor = artifact.tensors.get(name)
     if tensor is None:
-        raise ValueError(f"{told} has no {name}: {again}")
+        raise ValueError(f"{owner} has no {name}: {again}")
     fits = len(shape) == tensor.ndim and all(
-        wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)
+        expected_size in (None, size)
+        for expected_size, size in zip(shape, tensor.shape, strict=True)
     )
     if not fits:
         sizes = ", ".join("*" if size is None else str(size) for size in shape)
-        raise ValueError(f"{told} has {name} {tuple(tensor.shape)}, not [{sizes}]: {again}")
+        raise ValueError(f"{owner} has {name} {tuple(tensor.shape)}, not [{sizes}]: {again}")
     if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-        raise ValueError(f"{told} has {name} with NaN or infinity: {again}")
+        raise ValueError(f"{owner} has {name} with NaN or infinity: {again}")
     return tensor
 
 
-def check_told(
-    found: CalibrationArtifact, layer: int, fields: Mapping[str, type | tuple[type, ...]]
+def check_layer_settings(
+    artifact: CalibrationArtifact, layer: int, fields: Mapping[str, type | tuple[type, ...]]
 ) -> dict[str, Any]:
-    """What an artifact tells of a layer, with ``fields`` of these types.
+    """An artifact's settings of a layer, of which ``fields`` must have these types.
 
     Raises:
         ValueError: a field is missing or of another type.
     """
-    layers = found.options.get("layers")
-    told = layers.get(str(layer)) if isinstance(layers, dict) else None
-    known = told if isinstance(told, dict) else {}
-    wrong = [name for name, kind in fields.items() if not isinstance(known.get(name), kind)]
+    layers = artifact.options.get("layers")
+    entry = layers.get(str(layer)) if isinstance(layers, dict) else None
+    settings = entry if isinstance(entry, dict) else {}
+    wrong = [name for name, kind in fields.items() if not isinstance(settings.get(name), kind)]
     if wrong:
         raise ValueError(
-            f"the {found.method} artifact of {found.model.name} doesn't tell {', '.join(wrong)} of "
-            f"layer {layer} as it should: make it again with `hf-kvret calibrate {found.method}`"
+            f"the {artifact.method} artifact of {artifact.model.name} doesn't tell "
+            f"{', '.join(wrong)} of layer {layer} as it should: make it again with `hf-kvret "
+            f"calibrate {artifact.method}`"
         )
-    return known
+    return settings
 
 
-def learned_rope(found: CalibrationArtifact, layer: int) -> Rope:
-    """How layer number ``layer`` rotates, as the artifact says; on the CPU.
+def learned_rope(artifact: CalibrationArtifact, layer: int) -> Rope:
+    """RoPE of layer number ``layer`` from the artifact, on the CPU.
 
     Raises:
-        ValueError: it doesn't say, or nothing that could be.
+        ValueError: missing or invalid settings.
     """
     fields = {"attention_factor": (int, float), "layout": (str,)}
-    told = check_told(found, layer, fields)
-    frequencies = check_tensor(found, f"layers.{layer}.inv_freq", (None,))
+    settings = check_layer_settings(artifact, layer, fields)
+    frequencies = check_tensor(artifact, f"layers.{layer}.inv_freq", (None,))
     try:
-        return Rope(frequencies, float(told["attention_factor"]), told["layout"])
+        return Rope(frequencies, float(settings["attention_factor"]), settings["layout"])
     except ValueError as error:
         raise ValueError(
-            f"the {found.method} artifact of {found.model.name} is damaged at layer {layer} "
-            f"({error}): make it again with `hf-kvret calibrate {found.method}`"
+            f"the {artifact.method} artifact of {artifact.model.name} is damaged at layer {layer} "
+            f"({error}): make it again with `hf-kvret calibrate {artifact.method}`"
         ) from error
 
 
-def check_rotations(found: CalibrationArtifact, config: PreTrainedConfig) -> None:
+def check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
     """ValueError unless the artifact has all layers that retrieve, rotated as in the model."""
     for layer in retrieval_layers(config):
-        rope = learned_rope(found, layer)
-        wanted = Rope.of(config, layer, rope.layout).inv_freq
-        if len(wanted) != len(rope.inv_freq):
+        rope = learned_rope(artifact, layer)
+        frequencies = Rope.of(config, layer, rope.layout).inv_freq
+        if len(frequencies) != len(rope.inv_freq):
             raise ValueError(
-                f"the {found.method} artifact of {found.model.name} has {len(rope.inv_freq)} "
-                f"frequencies for layer {layer}, the model {len(wanted)}: make it again with "
-                f"`hf-kvret calibrate {found.method}`"
+                f"the {artifact.method} artifact of {artifact.model.name} has {len(rope.inv_freq)} "
+                f"frequencies for layer {layer}, the model {len(frequencies)}: make it again with "
+                f"`hf-kvret calibrate {artifact.method}`"
             )

@@ -71,9 +71,9 @@ def hub_text(name: str, count: int, tokenizer: PreTrainedTokenizerBase) -> torch
 
 
 def random_uuids(count: int, tokenizer: PreTrainedTokenizerBase, seed: int) -> torch.Tensor:
-    """At least ``count`` token ids of random UUIDs, a line each: text that nothing predicts."""
+    """At least ``count`` token ids of random UUIDs, one per line: unpredictable text."""
     draw = random.Random(seed)
-    # Some tokenizers know pairs and triples of digits; none makes fewer than eight of 36.
+    # Some tokenizers merge two or three digits; none makes fewer than eight tokens of a UUID.
     lines = (str(uuid.UUID(int=draw.getrandbits(128), version=4)) for _ in range(count // 8 + 1))
     return token_ids(tokenizer, "\n".join(lines))
 
@@ -81,7 +81,7 @@ def random_uuids(count: int, tokenizer: PreTrainedTokenizerBase, seed: int) -> t
 def needle_documents(count: int, length: int, seed: int) -> Iterator[torch.Tensor]:
     """Documents of the bundled model's language, with questions and answers at their end.
 
-    ``count`` tokens in all, at most ``length`` in each, alike in size.
+    ``count`` tokens in all, at most ``length`` in each, in almost equal parts.
 
     Raises:
         ValueError: documents too short for a needle.
@@ -95,14 +95,14 @@ def needle_documents(count: int, length: int, seed: int) -> Iterator[torch.Tenso
                 f"of at least {2 * _NEEDLE_EVERY}"
             )
         keys, values = language.pairs(rng, size // _NEEDLE_EVERY)
-        asked = language.questions(keys[: max(1, len(keys) // 4)])
-        tail = np.concatenate([asked, values[: len(asked)]], axis=1).ravel()
+        questions = language.questions(keys[: max(1, len(keys) // 4)])
+        tail = np.concatenate([questions, values[: len(questions)]], axis=1).ravel()
         document, _ = language.document(rng, size - len(tail), keys, values)
         yield torch.from_numpy(np.concatenate([document, tail]))
 
 
 def cut(ids: torch.Tensor, length: int, count: int, option: str) -> list[torch.Tensor]:
-    """The first ``count`` tokens in sequences of at most ``length``, alike in size.
+    """The first ``count`` tokens in sequences of at most ``length``, almost equal in size.
 
     Raises:
         ValueError: there are fewer; the message names the ``option`` that asked for them.

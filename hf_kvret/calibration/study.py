@@ -1,4 +1,4 @@
-"""What a method does with the tokens of one layer: the seam between runner and methods."""
+"""Interfaces between the calibration runner and the methods."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hf_kvret_model_patches.taps import LayerTokens
 
 Progress = Callable[[int], object]
 Carried = Mapping[str, torch.Tensor]
-"""What a layer hands to the next one, by name."""
+"""Tensors that a layer passes to the next one, by name."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerFindings:
-    """What was learned about one layer.
+    """Results for one layer.
 
     Attributes:
-        tensors: by name, without the layer's; on the CPU.
-        told: what the method must know about the layer, plain JSON.
+        tensors: by name, without the layer prefix; on the CPU.
+        told: settings of the layer that the method needs, plain JSON.
         quality: figures of the layer by name, for people.
-        carried: tensors for the next layer that is studied, on the CPU; no part of the artifact.
-            None where layers don't build on each other.
+        carried: tensors for the next layer, on the CPU; not part of the artifact. None if layers
+            don't depend on each other.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -36,28 +36,28 @@ class LayerFindings:
 
 
 class LayerStudy(ABC):
-    """Takes in the tokens of one layer, sequence by sequence, and learns from them."""
+    """Collects the tokens of one layer, sequence by sequence, and learns from them."""
 
     @abstractmethod
     def add(self, tokens: LayerTokens, held_out: bool) -> None:
-        """Take in a sequence of one row, from position 0 on, without padding.
+        """Add a sequence of one row, from position 0 on, without padding.
 
-        What is ``held_out`` is for figures of quality alone, and comes last. Every layer is shown
-        the same sequences in the same order. Tensors must be copied.
+        Sequences that are ``held_out`` are for figures of quality only, and come last. Every layer
+        gets the same sequences in the same order. Tensors must be copied.
         """
 
     @abstractmethod
     def finish(self, progress: Progress, carried: Carried | None = None) -> LayerFindings:
-        """Learn. Calls ``progress`` with units of work that were done, ``work`` in all.
+        """Learn. Calls ``progress`` with finished units of work, ``work`` in all.
 
-        Layers finish in ascending order. ``carried`` is what the layer that finished before left in
-        its findings, not to be written to; None for the first one.
+        Layers finish in ascending order. ``carried`` is that of the findings of the layer before,
+        read-only; None for the first layer.
         """
 
     @property
     @abstractmethod
     def work(self) -> int:
-        """Units of work of ``finish``, about."""
+        """Approximate units of work of ``finish``."""
 
 
 class Calibration(ABC):
@@ -70,21 +70,21 @@ class Calibration(ABC):
     method: ClassVar[str]
 
     def check(self, lengths: Sequence[int]) -> None:
-        """ValueError where sequences to learn from, of these lengths, are too little.
+        """ValueError if training sequences of these lengths are too little.
 
-        Asked before the reading, as ``check_layer``.
+        Called before the reading, as ``check_layer``.
         """
         if not sum(lengths):
             raise ValueError("no tokens to learn from: add sequences that are not held out first")
 
     def check_layer(self, layer: int, tokens: LayerTokens) -> None:
-        """ValueError where the options don't fit a layer, of which a token is shown."""
+        """ValueError if the options don't fit a layer; ``tokens`` is one token of it."""
         return None
 
     @abstractmethod
     def study(self, layer: int, rope: Rope, device: torch.device) -> LayerStudy:
-        """A new study of layer number ``layer``, which rotates as ``rope``; works on ``device``."""
+        """A new study of layer number ``layer`` with RoPE ``rope``, on ``device``."""
 
     @abstractmethod
     def options(self) -> dict[str, Any]:
-        """All that decides what is learned, plain JSON; kept in the artifact."""
+        """All options that affect the result, plain JSON; saved in the artifact."""

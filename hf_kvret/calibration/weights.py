@@ -26,7 +26,7 @@ SAMPLED_NUMBERS = 16
 _RELATIVE, _ABSOLUTE = 2.0**-7, 2.0**-24
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# Of Knuth's multiplicative hash: multiples of this prime, modulo the size, are spread evenly.
+# Prime of Knuth's multiplicative hash: its multiples modulo the size are spread evenly.
 _STRIDE = 2_654_435_761
 
 
@@ -60,7 +60,7 @@ class WeightSample:
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What a comparison of weights found.
+    """Result of a comparison of weights.
 
     Attributes:
         compared: how many sampled parameters could be compared.
@@ -78,8 +78,8 @@ class WeightsReport:
 def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
     """Numbers of up to 32 parameters of ``model``'s decoder, the same at every call.
 
-    Left out are parameters of less than 16 numbers and those that are quantized, sharded or
-    offloaded. Reads a few hundred numbers from wherever the model is.
+    Parameters with fewer than 16 numbers and those that are quantized, sharded or offloaded are
+    left out. Reads a few hundred numbers from the model's devices.
 
     Raises:
         ValueError: the weights hold NaN or infinity.
@@ -89,10 +89,10 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
         for name, parameter in _decoder(model).named_parameters()
         if not _unreadable(parameter) and parameter.numel() >= SAMPLED_NUMBERS
     }
-    # By the hash of the name, not by the place: any 32 of some hundred cover all kinds of layers.
-    chosen = sorted(parameters, key=lambda name: hashlib.sha256(name.encode()).digest())
+    # Ordered by the hash of the name: 32 of some hundred then cover all kinds of layers.
+    names = sorted(parameters, key=lambda name: hashlib.sha256(name.encode()).digest())
     samples = []
-    for name in sorted(chosen[:SAMPLED_PARAMETERS]):
+    for name in sorted(names[:SAMPLED_PARAMETERS]):
         numbers = _numbers(parameters[name])
         if not bool(numbers.isfinite().all()):
             raise ValueError(
@@ -105,29 +105,30 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
 
 
 def compare_weights(samples: tuple[WeightSample, ...], model: PreTrainedModel) -> WeightsReport:
-    """Hold ``samples`` against ``model``, in fp32, tolerant to casts to bf16 and fp16."""
+    """Compare ``samples`` with ``model``, in fp32, tolerating casts to bf16 and fp16."""
     parameters = dict(_decoder(model).named_parameters())
-    compared, differing, skipped, example = 0, [], {}, ""
+    count, differences, reasons, example = 0, [], {}, ""
     for sample in samples:
         parameter = parameters.get(sample.name)
         reason = "not in this model" if parameter is None else _unreadable(parameter)
         if not reason and parameter is not None and tuple(parameter.shape) != sample.shape:
             reason = f"of shape {list(parameter.shape)}, sampled with {list(sample.shape)}"
         if reason or parameter is None:
-            skipped[sample.name] = reason
+            reasons[sample.name] = reason
             continue
-        compared += 1
-        stored, found = torch.tensor(sample.values), _numbers(parameter)
-        scale = torch.maximum(stored.abs(), found.abs())
+        count += 1
+        expected_values, values = torch.tensor(sample.values), _numbers(parameter)
+        scale = torch.maximum(expected_values.abs(), values.abs())
         # Not `>`: a NaN in the model counts as a difference.
-        wrong = ~((stored - found).abs() <= _RELATIVE * scale + _ABSOLUTE)
+        wrong = ~((expected_values - values).abs() <= _RELATIVE * scale + _ABSOLUTE)
         if wrong.any():
-            differing.append(sample.name)
+            differences.append(sample.name)
             place = int(wrong.nonzero()[0])
             example = example or (
-                f"{sample.name} has {found[place]:.4g} where {stored[place]:.4g} was sampled"
+                f"{sample.name} has {values[place]:.4g} where {expected_values[place]:.4g} was "
+                "sampled"
             )
-    return WeightsReport(compared, tuple(differing), skipped, example)
+    return WeightsReport(count, tuple(differences), reasons, example)
 
 
 def _decoder(model: PreTrainedModel) -> torch.nn.Module:
@@ -135,7 +136,7 @@ def _decoder(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def _unreadable(parameter: torch.Tensor) -> str:
-    """Why single numbers of a parameter can't be read as they are; empty if they can."""
+    """Why single numbers of a parameter can't be read; empty if they can."""
     if type(parameter) not in (torch.nn.Parameter, torch.Tensor):
         return f"kept as {type(parameter).__name__}"
     if parameter.dtype not in _FLOATS:

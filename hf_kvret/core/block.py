@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-# Of keys that are turned into fp32 at once: 4 MiB.
+# Numbers converted to fp32 at once: 4 MiB.
 _NUMBERS = 1 << 20
 
 
 UNKNOWN_POSITION = -(2**31)
-"""In place of a position that the store knows: of a token that a crop brought back."""
+"""Stands for the position of a token that a crop moved back to the window: the store has it."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class TokenBlock:
         values: ``[B, Hkv, n, Dv]``.
         start: cache slot of the first token.
         valid: ``[B, n]`` bool, False for padding and holes; None when all are valid.
-        positions: ``[B, n]`` int32, where the model's RoPE put the tokens, ``UNKNOWN_POSITION`` for
-            those that the store held before; None unless it needs them.
+        positions: ``[B, n]`` int32 RoPE positions of the tokens, ``UNKNOWN_POSITION`` for those
+            that were in the store before; None unless the store needs positions.
     """
 
     keys: torch.Tensor

@@ -1,4 +1,4 @@
-"""AttentionCall: what an attention call says beside its tensors."""
+"""AttentionCall: the arguments of an attention call other than query, key and value."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hf_kvret.core.scoring import Scoring
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """What one attention call says beside its tensors.
+    """Arguments of one attention call other than query, key and value.
 
     Attributes:
         scoring: ``valid [B, T]`` over all slots, the new tokens' included.
         prompt: the base's full causal attention over the new tokens alone,
             ``() -> [B, Hq, Q, Dv]``.
         sink_logits: ``[Hq]`` learned attention sinks, or None.
-        positions: ``[B, Q]`` integers, where RoPE puts the new tokens; None if it isn't told.
+        positions: ``[B, Q]`` integers, RoPE positions of the new tokens; None if not passed.
     """
 
     scoring: Scoring

@@ -1,4 +1,4 @@
-"""What a layer counts, for ``cache.stats()``."""
+"""Counters of a layer, for ``cache.stats()``."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ class LayerCounters:
         return self.steps, self.queries, self.candidates, self.cold_rows
 
     def set(self, numbers: tuple[int, ...]) -> None:
-        """Make the counts on the host those that ``numbers()`` gave."""
+        """Restore the counts on the host from ``numbers()``."""
         self.steps, self.queries, self.candidates, self.cold_rows = numbers

@@ -39,15 +39,15 @@ def attend_dense(
 
 def attend_cold(query: torch.Tensor, cold: ColdTokens, length: int) -> AttentionResult:
     """Attention of ``query [B, Hq, Q, Dk]`` over all ``cold`` tokens, ``length`` at a time."""
-    merged = None
+    total = None
     for start, keys, values in cold.store.chunks(length):
         valid = cold.valid[:, start : start + keys.shape[2]]
         part = attend_dense(query, keys, values, cold.scoring.of(valid))
         # Not held while the next piece is made.
         del keys, values
-        merged = part if merged is None else merge([merged, part])
-    assert merged is not None, "a cold region holds tokens"
-    return merged
+        total = part if total is None else merge([total, part])
+    assert total is not None, "a cold region holds tokens"
+    return total
 
 
 def attend_exactly(
@@ -67,16 +67,16 @@ def attend_exactly(
     valid = scoring.valid
     # Sinks are in the window, and exact there whatever the store does to its rows.
     cold_valid = None if store is None else regions.retrievable(valid)
-    # Asked for first: where reading takes time, it begins here.
+    # Requested first: a store that reads over the bus starts now, behind the work below.
     length = piece_len(query.shape[2], key, value)
     pieces = () if store is None else store.chunks(length, past)
     new_valid = None if valid is None else valid[:, past:]
-    merged = attend_dense(query, key, value, scoring.of(new_valid), causal_offset=0)
+    total = attend_dense(query, key, value, scoring.of(new_valid), causal_offset=0)
     near = window.tokens()
     near_valid = window.validity(valid, past)
-    merged = merge([merged, attend_dense(query, *near, scoring.of(near_valid))])
+    total = merge([total, attend_dense(query, *near, scoring.of(near_valid))])
     for start, keys, values in pieces:
-        # Some stores give what the new tokens have become, too.
+        # Some stores also yield the new tokens, in the form in which they are stored.
         count = min(keys.shape[2], past - start)
         if count > 0:
             old_valid = None if cold_valid is None else cold_valid[:, start : start + count]
@@ -84,8 +84,8 @@ def attend_exactly(
             part = attend_dense(query, *old, scoring.of(old_valid))
             # Not held while the next piece is made.
             del keys, values, old
-            merged = merge([merged, part])
+            total = merge([total, part])
             del part
     if call.sink_logits is not None:
-        merged = merge([merged], call.sink_logits)
-    return merged[0]
+        total = merge([total], call.sink_logits)
+    return total[0]

@@ -25,7 +25,7 @@ class ColdTokens:
     Attributes:
         store: holds them; an index may read keys in it.
         scoring: ``valid [B, n]`` is False for padding, holes and sinks: never to be selected.
-        budget: how many of them a query selects now, at least 1 and at most n.
+        budget: how many tokens a query selects, from 1 to n.
     """
 
     store: Store
@@ -53,7 +53,7 @@ class ColdTokens:
 
 
 class SearchCost(NamedTuple):
-    """What one search takes, for reports.
+    """Cost of one search, for reports.
 
     Attributes:
         candidates: tokens that are scored in full precision or reranked, for each query and head.
@@ -66,7 +66,7 @@ class SearchCost(NamedTuple):
     keys_read: int = 0
 
 
-_REPLACED = {
+_NEW_NAMES = {
     "observe": "add(block)",
     "extend": "add(block)",
     "select": "search(query, cold)",
@@ -87,32 +87,32 @@ _REPLACED = {
 class Index(State):
     """Finds the few cold tokens that a query attends to. One per retrieval layer.
 
-    ``add`` and ``search`` must be there. What the index holds it declares, see ``State``: then it
-    is reordered, cropped, forked, saved and loaded with the cache.
+    A subclass must define ``add`` and ``search``. It declares its state as fields, see ``State``,
+    which are then reordered, cropped, forked, saved and loaded with the cache.
 
-    Tokens arrive in order and keep their slot number, the number that ``search`` answers with.
-    There are hooks that do nothing by default: ``on_forward`` at each forward pass, ``build`` at
-    the end of a prompt, ``before_search`` and ``after_search``. An index keeps its
-    state in preallocated tensors on the device and never synchronizes the host when one token is
-    decoded, unless a block left the window just before.
+    Tokens arrive in order and keep their slot number, which is what ``search`` returns.
+    Hooks do nothing by default: ``on_forward`` at each forward pass, ``build`` at the end of a
+    prompt, ``before_search`` and ``after_search``. An index keeps its state in preallocated
+    tensors on the device, and decoding one token never synchronizes the host, unless a block left
+    the window just before.
 
     Attributes:
-        capture_obstacle: why its decode steps can't be captured in a CUDA graph, in words; of an
-            index that is no ``CapturableIndex``.
+        capture_obstacle: for an index that is not a ``CapturableIndex``, why its decode steps
+            can't be captured in a CUDA graph, as the message says it.
 
     Raises:
-        TypeError: a subclass defines methods of the contract before this one.
+        TypeError: a subclass defines methods of an older version of this contract.
     """
 
     capture_obstacle: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        refuse_old_names(cls, Index, _REPLACED, "docs/your-index.md and the changelog")
+        refuse_old_names(cls, Index, _NEW_NAMES, "docs/your-index.md and the changelog")
 
     @abstractmethod
     def add(self, block: TokenBlock) -> None:
-        """Take in tokens that left the window. ``block.start`` is the number of tokens held."""
+        """Add tokens that left the window. ``block.start`` is the number of tokens added before."""
 
     @abstractmethod
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
@@ -124,9 +124,9 @@ class Index(State):
 
         Returns:
             ``[B, Hkv, Q, budget]`` or ``[B, Hq, Q, budget]`` int32 slots, each at most once a
-            row, -1 where fewer than ``budget`` tokens are valid, or where an index that prunes
-            knows fewer. With ``budget == n`` every valid token is selected: stages that prune
-            must let all pass.
+            row, -1 where fewer than ``budget`` tokens are valid or survive the index's own
+            pruning. With ``budget == n`` every valid token is selected: pruning stages must then
+            keep all.
         """
 
     def host_search(self, cold: ColdTokens) -> HostSearch | None:
@@ -138,7 +138,7 @@ class Index(State):
         return None
 
     def cost(self, n: int, budget: int) -> SearchCost:
-        """What a search for ``budget`` of ``n`` tokens takes; by default, all that is held."""
+        """Cost of a search for ``budget`` of ``n`` tokens; by default the whole index is read."""
         return SearchCost(n, self.nbytes())
 
     def on_forward(
@@ -149,70 +149,71 @@ class Index(State):
         valid: torch.Tensor | None,
         positions: torch.Tensor | None = None,
     ) -> None:
-        """See the tokens of a forward pass before anything else is done with them.
+        """Called with the tokens of a forward pass, before they are added to the window.
 
-        They are recent from then on and come as a block when they leave the window. A pass that
-        starts below the end of the last one follows a crop.
+        ``add`` gets them later, as a block, when they leave the window. A pass that starts before
+        the end of the last one follows a crop.
 
         Args:
             queries: ``[B, Hq, q, Dk]``, post-RoPE; may be kept, must not be changed.
             keys: ``[B, Hkv, q, Dk]``, post-RoPE; the same.
             start: slot of the first of the q tokens.
             valid: ``[B, q]`` bool, False for padding; None when all are valid.
-            positions: ``[B, q]`` integers, where the model's RoPE puts the tokens; None where the
-                model does not tell.
+            positions: ``[B, q]`` integers, RoPE positions of the tokens; None where the model does
+                not pass any.
         """
 
     def build(self, cold: ColdTokens) -> None:
-        """Finish what needs the whole prompt. Called once, with at least one token held.
+        """Do the work that needs the whole prompt. Called once, with at least one cold token.
 
-        That is before the first search, or earlier, when the cache is forked or saved, so that no
-        copy has to do it again.
+        Runs before the first search, or earlier if the cache is forked or saved, so that no copy
+        has to repeat it.
         """
 
     def before_search(self, cold: ColdTokens) -> None:
         """Called instead of ``build`` before each later search: rare upkeep, if any is due."""
 
     def after_search(self) -> None:
-        """Called while the selected rows are being read: what a search leaves to be noted."""
+        """Called while the selected rows are being read, for bookkeeping that can wait."""
 
     def set_options(self, options: Any) -> None:
-        """Go on with other options, of those that a fork may change.
+        """Use other options from now on: those that a fork may change.
 
-        Replaces the attribute ``options``, where an index has one.
+        By default replaces the attribute ``options``, if the index has one.
         """
         if hasattr(self, "options"):
             self.options = options
 
     def shared_nbytes(self) -> int:
-        """Bytes of what all caches of a process share, as calibrated tensors on the device."""
+        """Bytes shared by all caches of a process, such as calibrated tensors on the device."""
         return 0
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers of the method's own, for ``cache.stats()``; may wait for the device."""
+        """The method's own entries in ``cache.stats()``, plain numbers; may wait for the device."""
         return {}
 
 
 class CapturableIndex:
     """Mixin of an index whose decode steps can be captured in a CUDA graph and replayed.
 
-    They can where ``on_forward``, ``before_search``, ``search`` and ``after_search``, for one token
-    between two flushes, launch the same work on the same memory each time: no host synchronization,
-    no number of the host that changes from step to step (``start`` of ``on_forward`` does), state
-    changed in place. They run once, to be captured; ``replayed`` stands for their other runs.
+    For one token between two flushes, ``on_forward``, ``before_search``, ``search`` and
+    ``after_search`` must launch the same work on the same memory each time: no host
+    synchronization, no dependence on host numbers that change from step to step (such as ``start``
+    of ``on_forward``), state changed in place. They run once, during capture; for every later step
+    ``replayed`` is called instead.
     """
 
     def before_capture(self) -> None:
-        """A step is about to be captured: do now what would otherwise come due in one."""
+        """A step is about to be captured: do pending work now, so that none falls into it."""
 
     def capture_failed(self) -> None:
         """The capture after ``before_capture`` failed, and the device did nothing.
 
-        What was noted on the host since then is to be undone.
+        Undo the changes of host state made since then.
         """
 
     def replayed(self) -> None:
-        """A captured step was replayed: what its run in Python would have noted on the host."""
+        """A captured step was replayed: update host state as its Python code would have."""
 
 
 def capture_obstacle_of(index: Index | None) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-# To merge the result of a piece costs the same however long it is, so pieces are long.
+# Merging the result of a piece costs the same whatever its length, so pieces are long.
 _LEAST_LEN = 4096
 _MOST_LEN = 32_768
 _MOST_BYTES = 256 << 20
@@ -22,8 +22,8 @@ _streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 def piece_len(queries: int, keys: torch.Tensor, values: torch.Tensor) -> int:
     """Tokens of a piece that ``queries`` new tokens attend to at once.
 
-    Twice as many as there are queries, but 4096 to 32768, and never more than 256 MiB of rows
-    (one token at least). So a chunk of a prompt holds little beside itself, and merges seldom.
+    Twice the number of queries, within 4096 to 32768, and at most 256 MiB of rows (but at least
+    one token). So a chunk of a prompt needs little extra memory and few merges.
 
     Args:
         queries: for each row of the batch.
@@ -31,8 +31,8 @@ def piece_len(queries: int, keys: torch.Tensor, values: torch.Tensor) -> int:
     """
     batch, heads, _, key_dim = keys.shape
     row_bytes = batch * heads * (key_dim + values.shape[3]) * keys.element_size()
-    wanted = min(max(2 * queries, _LEAST_LEN), _MOST_LEN)
-    return max(1, min(wanted, _MOST_BYTES // row_bytes))
+    tokens = min(max(2 * queries, _LEAST_LEN), _MOST_LEN)
+    return max(1, min(tokens, _MOST_BYTES // row_bytes))
 
 
 def reading_stream(device: torch.device) -> torch.cuda.Stream:
@@ -61,10 +61,10 @@ def read_ahead(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """``(first, read(first, last))`` for each span, in order.
 
-    With a stream, spans are read on it: the first one at once, each other one while the piece
-    before it is used, so two pieces are held at a time by this. The current stream waits for a
-    piece when it is handed out, the host never. Without a stream, a span is read when it is asked
-    for. Drop a piece before the next one is asked for, or three are held.
+    With a stream, spans are read on it: the first at once, each later one while the piece before it
+    is in use, so two pieces are in memory at a time. The current stream waits for a piece when it
+    is handed out, the host never does. Without a stream, each span is read on demand. Drop a piece
+    before requesting the next one, or three are in memory.
 
     Args:
         read: makes a new tensor on the current stream, from what was there before.
@@ -81,9 +81,9 @@ def read_ahead(
 class _Reader:
     """``read_ahead`` with a stream.
 
-    Pieces are allocated on that stream, and it waits for the current one before each piece. So
-    memory of a piece that was dropped is written again only when what used it is done. A stream
-    other than the one that reading began for is noted with the piece.
+    Pieces are allocated on that stream, which waits for the current one before each piece. So the
+    memory of a dropped piece is overwritten only when its users are done. If the current stream is
+    no longer the one that reading began for, it is recorded with the piece.
     """
 
     def __init__(
@@ -96,18 +96,18 @@ class _Reader:
         self._spans = spans
         self._stream = stream
         self._user = torch.cuda.current_stream(stream.device)
-        self._coming: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
+        self._next_piece: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
 
     def __iter__(self) -> _Reader:
         return self
 
     def __next__(self) -> tuple[int, torch.Tensor]:
-        if self._coming is None:
+        if self._next_piece is None:
             raise StopIteration
-        first, rows, arrived = self._coming
+        first, rows, event = self._next_piece
         self.start()
         current = torch.cuda.current_stream(self._stream.device)
-        current.wait_event(arrived)
+        current.wait_event(event)
         if current != self._user:
             rows.record_stream(current)
         return first, rows
@@ -116,9 +116,9 @@ class _Reader:
         """Begin to read the next span, if there is one."""
         span = next(self._spans, None)
         if span is None:
-            self._coming = None
+            self._next_piece = None
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             rows = self._read(*span)
-            self._coming = span[0], rows, self._stream.record_event()
+            self._next_piece = span[0], rows, self._stream.record_event()

@@ -19,8 +19,8 @@ from hf_kvret.core.window import Window
 
 MakeStore = Callable[[torch.device, int], Store]
 
-# What a cache keeps must be writable later, also when it is filled under torch.inference_mode():
-# tensors that are made there can't be written to outside.
+# A cache filled under torch.inference_mode() must stay writable outside of it, where inference
+# tensors are not.
 _keeps_tensors = torch.inference_mode(False)
 
 
@@ -34,7 +34,7 @@ class Regions:
         config: sizes of the regions.
         index: an empty index, or None: all cold tokens are attended to.
         make_store: ``(device, bytes of the first block) -> store``; called at the first flush.
-        keys: any ``[B, Hkv, *, Dk]`` with the dtype and device of the tokens to come.
+        keys: any ``[B, Hkv, *, Dk]`` with the dtype and device of the tokens.
         values: the same for values, ``[B, Hkv, *, Dv]``.
         needs_positions: see ``RetrievalCache.needs_positions``.
     """
@@ -72,7 +72,7 @@ class Regions:
 
     @property
     def built(self) -> bool:
-        """Whether the index has finished what the prompt left to do."""
+        """Whether the index was built, see ``Index.build``."""
         return self._built
 
     @property
@@ -88,13 +88,13 @@ class Regions:
                 f"this cache holds a batch of {len(keys)}, the new tokens are a batch of "
                 f"{len(key)}: use a new cache or reset(), or cache.batch_repeat_interleave(n)"
             )
-        held = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
-        given = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
-        if held != given:
+        old_form = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+        new_form = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        if old_form != new_form:
             names = "KV heads {}, key dim {}, value dim {}, {}, {}"
             raise ValueError(
-                f"this cache was filled by another model ({names.format(*held)}); the new tokens "
-                f"have {names.format(*given)}: use a new cache or reset()"
+                f"this cache was filled by another model ({names.format(*old_form)}); the new "
+                f"tokens have {names.format(*new_form)}: use a new cache or reset()"
             )
 
     @_keeps_tensors
@@ -105,7 +105,7 @@ class Regions:
         valid: torch.Tensor | None,
         positions: torch.Tensor | None = None,
     ) -> None:
-        """Show the index the ``queries [B, Hq, n, Dk]`` and keys of tokens about to be taken in.
+        """Pass ``queries [B, Hq, n, Dk]`` and keys of tokens about to be added to the index.
 
         Raises:
             ValueError: no ``positions [B, n]``, and the store needs them.
@@ -114,15 +114,15 @@ class Regions:
         new_valid = None if valid is None else valid[:, start:end]
         place = self.window.place
         if place is not None and new_valid is not None:
-            # The slot of the step that is captured is not that of the others.
-            new_valid = place.held.index_select(1, place.column)
+            # Replays are for other slots than the captured step, so read the validity by column.
+            new_valid = place.mask.index_select(1, place.column)
         if self.needs_positions:
             if positions is None:
                 raise ValueError(self.needs_positions)
             if len(self.positions) and start > self.positions.end:
                 raise RuntimeError(
-                    f"tokens come from slot {start} on, but positions are known up to "
-                    f"{self.positions.end}: a pass was not announced"
+                    f"tokens start at slot {start}, but positions are known up to "
+                    f"{self.positions.end} only: on_forward was not called for a pass"
                 )
             self.positions.put(positions.to(torch.int32)[:, None], start)
         if self.index is not None:
@@ -138,7 +138,7 @@ class Regions:
     def take_step(
         self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
     ) -> None:
-        """Flush what is due, then append ``[B, Hkv, n, D]``.
+        """Flush if one is due, then append ``[B, Hkv, n, D]``.
 
         Dropping tokens of this step never has to undo a flush. ``valid [B, T]`` covers all slots,
         those of the new tokens included; None: all valid.
@@ -153,7 +153,7 @@ class Regions:
     def take_prompt(
         self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None
     ) -> None:
-        """Take in many tokens at once; where they overflow the window, all but ``recent`` go cold.
+        """Add many tokens at once; if they overflow the window, all but ``recent`` become cold.
 
         A cache that stays shorter than ``dense_below`` keeps everything in the window, and a
         question that fits beside the recent tokens flushes nothing. Arguments as in ``take_step``.
@@ -164,21 +164,21 @@ class Regions:
             window.append(keys, values)
             return
         surplus = recent - config.recent
-        popped = min(window.length, surplus)
-        if popped:
-            self._cool(window.pop(popped, valid))
-        passed = surplus - popped
-        if passed:
+        pop_len = min(window.length, surplus)
+        if pop_len:
+            self._cool(window.pop(pop_len, valid))
+        skip_len = surplus - pop_len
+        if skip_len:
             start = window.start
-            covered = None if valid is None else valid[:, start : start + passed]
-            through = keys[:, :, :passed], values[:, :, :passed]
-            self._cool(TokenBlock(*through, start, covered))
-            window.skip(passed)
+            skip_valid = None if valid is None else valid[:, start : start + skip_len]
+            skip_rows = keys[:, :, :skip_len], values[:, :, :skip_len]
+            self._cool(TokenBlock(*skip_rows, start, skip_valid))
+            window.skip(skip_len)
         window.fit(config.recent + config.flush + config.max_draft)
-        window.append(keys[:, :, passed:], values[:, :, passed:])
+        window.append(keys[:, :, skip_len:], values[:, :, skip_len:])
 
     def cold(self, scoring: Scoring) -> ColdTokens | None:
-        """What has left the window; None for nothing. ``scoring.valid`` as in ``take_step``."""
+        """The cold tokens; None if there are none. ``scoring.valid`` as in ``take_step``."""
         if self.store is None or not self.cold_len:
             return None
         budget = self.config.budget(self.cold_len)
@@ -186,7 +186,7 @@ class Regions:
 
     @_keeps_tensors
     def ready_index(self, cold: ColdTokens) -> Index | None:
-        """The index, ready to search among ``cold``; None: all are attended to."""
+        """The index, built and ready to search ``cold``; None: all cold tokens are attended to."""
         if not self._built:
             self.build_index(cold)
         elif self.index is not None:
@@ -195,13 +195,13 @@ class Regions:
 
     @_keeps_tensors
     def build_index(self, cold: ColdTokens) -> None:
-        """Have the index finish what the prompt left to do; once only."""
+        """Call ``Index.build``, unless it was called before."""
         if not self._built and self.index is not None:
             self.index.build(cold)
         self._built = True
 
     def search_cost(self) -> SearchCost:
-        """What one search takes; without an index, what reading the store takes beside its rows."""
+        """Cost of one search; without an index, of reading the store, its rows not counted."""
         if self.index is None:
             return SearchCost(0, 0 if self.store is None else self.store.shared_nbytes())
         return self.index.cost(self.cold_len, self.config.budget(self.cold_len))
@@ -234,17 +234,17 @@ class Regions:
         deeper = self.window.drop_newest(count)
         if not deeper or self.store is None:
             return
-        left = len(self.store) - deeper
-        cold = left - min(left, self.config.recent)
+        length = len(self.store) - deeper
+        cold = length - min(length, self.config.recent)
         device, heads = self.window.keys.device, self.window.keys.shape[1]
-        ids = torch.arange(cold, left, dtype=torch.int32, device=device)
+        ids = torch.arange(cold, length, dtype=torch.int32, device=device)
         ids = ids.expand(self.batch_size, heads, 1, -1).contiguous()
         keys, values = self.store.gather(ids)
-        self.window.unpop(keys[:, :, 0].to(device), values[:, :, 0].to(device), left)
+        self.window.unpop(keys[:, :, 0].to(device), values[:, :, 0].to(device), length)
         self.store.crop(cold)
         if self.index is not None:
             self.index.crop(cold)
-        # Without tokens an index is as new, and the next prompt builds it.
+        # An index without tokens is like a new one: the next prompt builds it.
         self._built = self._built and cold > 0
         self._retrievable = None
 
@@ -272,11 +272,11 @@ class Regions:
 
     def state_dict(self) -> Tensors:
         """Tensors on the CPU, named ``window.*``, ``index.*``, ``store.*``, and ``built``."""
-        # An index may have learnt from what it saw before anything was cold.
+        # An index may have state from forward passes before any token was cold.
         index = {} if self.index is None else self.index.state_dict()
         parts = {"window": self.window.state_dict(), "index": index}
         if self.positions.is_allocated:
-            # Where an index kept them once.
+            # Under index.*, where format version 1 has them.
             first = torch.tensor(self.positions.first)
             parts["index"] = {"positions": self.positions.rows[:, 0].contiguous(), "start": first}
         if self.store is not None and self.cold_len:
@@ -309,12 +309,12 @@ class Regions:
             self.store = self._make_store(block.keys.device, size)
         self.window.take_sinks(block)
         if self.positions.is_allocated:
-            # Those of tokens that a crop brought back are in the store.
+            # The store has the positions of tokens that a crop moved back to the window.
             first, last = (max(0, slot - self.positions.first) for slot in (block.start, block.end))
-            known = self.positions.rows[:, 0, first:last]
-            missing = len(block) - known.shape[1]
-            known = torch.nn.functional.pad(known, (missing, 0), value=UNKNOWN_POSITION)
-            block = replace(block, positions=known)
+            positions = self.positions.rows[:, 0, first:last]
+            pad_len = len(block) - positions.shape[1]
+            positions = torch.nn.functional.pad(positions, (pad_len, 0), value=UNKNOWN_POSITION)
+            block = replace(block, positions=positions)
         self.store.append(block)
         self.positions.drop(block.end)
         if self.index is not None:

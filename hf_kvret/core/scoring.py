@@ -15,8 +15,8 @@ class Scoring:
     Attributes:
         valid: ``[B, n]`` bool, False for tokens that no query attends to; None: all are valid.
         scale: factor of the dot products before the softmax.
-        softcap: or None. It keeps the order of a head's tokens, but not how the heads of a group
-            compare.
+        softcap: or None. It keeps the order of tokens within a head, but changes comparisons
+            between the heads of a group.
     """
 
     valid: torch.Tensor | None
@@ -24,9 +24,9 @@ class Scoring:
     softcap: float | None = None
 
     def of(self, valid: torch.Tensor | None) -> Self:
-        """The same for other tokens."""
+        """The same scoring with another ``valid``."""
         return replace(self, valid=valid)
 
     def reordered(self, rows: torch.Tensor) -> Self:
-        """The same for the batch that the old ``rows`` make."""
+        """The same scoring for the batch whose row b is the old row ``rows[b]``."""
         return self if self.valid is None else self.of(self.valid.index_select(0, rows))

@@ -1,4 +1,4 @@
-"""Sizes of memory: as people write them, and what a device has free."""
+"""Memory sizes: parsing texts such as 80GB, and the free memory of a device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def byte_count(size: int | str) -> int:
         size: units are KB, MB, GB (powers of 1000) and KiB, MiB, GiB (of 1024), in any case.
 
     Raises:
-        TypeError: neither an int nor a text.
-        ValueError: a text that is no size, or less than a byte.
+        TypeError: neither an int nor a str.
+        ValueError: a text that can't be parsed, or less than one byte.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(f"{size!r} is no size: write 80GB, 75GiB, or bytes as an int")
+        raise TypeError(f"{size!r} is not a memory size: write 80GB, 75GiB, or bytes as an int")
     digits, unit = str(size).strip(), 1.0
     for name, factor in sorted(_UNITS.items(), key=lambda item: -len(item[0])):
         if digits.upper().endswith(name):
@@ -29,7 +29,7 @@ def byte_count(size: int | str) -> int:
     except (ValueError, OverflowError):
         count = 0
     if count < 1:
-        raise ValueError(f"{size!r} is no size: write 80GB, 75GiB, or bytes")
+        raise ValueError(f"{size!r} is not a memory size: write 80GB, 75GiB, or bytes")
     return count
 
 

@@ -1,4 +1,4 @@
-"""State: what a part of a cache holds, declared once."""
+"""State: a part of a cache whose fields are declared once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class State(ABC):  # noqa: B024 - contracts that derive from it have abstract methods
-    """A part of a cache that declares what it holds; what a cache does with it follows from that.
+    """A part of a cache that declares its fields, from which the operations below are derived.
 
     Fields are declared in the body of the class, with the functions of this module::
 
@@ -24,18 +24,18 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
 
     ``reorder``, ``crop``, ``fork``, ``nbytes``, ``state_dict``, ``load_state_dict`` and ``reset``
     then go through the fields. A class overrides one only where it really differs, and says why.
-    What is not declared (options, tables of constants) is shared by forks and not saved.
+    Undeclared attributes (options, tables of constants) are shared by forks and not saved.
     """
 
     fields: ClassVar[dict[str, Field]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        declared = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
-        inherited = [vars(base).get("fields", {}) for base in reversed(cls.__mro__[1:])]
-        cls.fields = {name: field for fields in inherited for name, field in fields.items()}
-        cls.fields |= declared
-        for name, field in declared.items():
+        own_fields = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
+        base_fields = [vars(base).get("fields", {}) for base in reversed(cls.__mro__[1:])]
+        cls.fields = {name: field for fields in base_fields for name, field in fields.items()}
+        cls.fields |= own_fields
+        for name, field in own_fields.items():
             field.name = name
             # An instance always has its own value.
             delattr(cls, name)
@@ -64,7 +64,7 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
         return twin
 
     def reset(self) -> None:
-        """Hold nothing, as when it was made."""
+        """Return to the empty state of a new object."""
         for name, field in self.fields.items():
             setattr(self, name, field.emptied(getattr(self, name)))
 
@@ -73,10 +73,10 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
         return sum(field.nbytes(getattr(self, name)) for name, field in self.fields.items())
 
     def state_dict(self) -> Tensors:
-        """Tensors that restore it, without spare capacity; empty if it holds none.
+        """Tensors that restore it, without spare capacity; empty if it has none.
 
-        Numbers are saved beside tensors, as tensors; those with one key as one. Of a state without
-        tensors nothing is saved, numbers neither.
+        Numbers are saved as tensors, those that share a key in one tensor. A state without tensors
+        saves no numbers either.
         """
         tensors: Tensors = {}
         for name, field in self.fields.items():
@@ -85,18 +85,18 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
             return {}
         for key, names in self._numbers():
             values = [getattr(self, name) for name in names]
-            packed = values if len(values) > 1 else values[0]
+            content = values if len(values) > 1 else values[0]
             kinds = {self.fields[name].kind for name in names}
             dtype = torch.float64 if float in kinds else torch.int64
-            tensors[key] = torch.tensor(packed, dtype=dtype)
+            tensors[key] = torch.tensor(content, dtype=dtype)
         return tensors
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
-        """Become what was saved, on ``device`` (None: where the tensors are).
+        """Restore a saved state, on ``device`` (None: where the tensors are).
 
         Raises:
             KeyError: a missing tensor, by name.
-            ValueError: what ``loaded`` finds wrong.
+            ValueError: an invalid state, from ``loaded``.
         """
         self.reset()
         for name, field in self.fields.items():
@@ -109,7 +109,7 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
         self.loaded()
 
     def loaded(self) -> None:  # noqa: B027 - most states need nothing else
-        """Make what follows from the tensors that were just loaded; ValueError for nonsense."""
+        """Hook: derive attributes from tensors just loaded. ValueError where they are invalid."""
 
     def _numbers(self) -> Iterator[tuple[str, list[str]]]:
         """Keys of saved numbers, with the fields that are saved under each."""
@@ -121,11 +121,11 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
 
 
 class Field:
-    """What a ``State`` does with one of its attributes; here nothing. See the functions below.
+    """How a ``State`` treats one of its attributes; the base does nothing. See ``tensor`` etc.
 
     Attributes:
         name: of the attribute.
-        kind: makes the value of a saved number.
+        kind: type of a saved number.
         is_saved: whether ``state_dict`` has it.
     """
 
@@ -138,7 +138,7 @@ class Field:
 
     @property
     def key(self) -> str:
-        """Its name among saved tensors."""
+        """Its name in ``state_dict``."""
         return self.name.lstrip("_") if self._key is None else self._key
 
     def initial(self) -> Any:
@@ -164,7 +164,7 @@ class Field:
         return 0
 
     def is_in(self, state: Tensors) -> bool:
-        """Whether something of it was saved in ``state``."""
+        """Whether ``state`` contains it, or a part of it."""
         return self.is_saved and self.key in state
 
     def saved(self, value: Any) -> Tensors:
@@ -172,7 +172,7 @@ class Field:
         return {}
 
     def loaded(self, value: Any, state: Tensors, device: torch.device | None) -> Any:
-        """The value as it was saved in ``state``; ``value`` is that of an empty state."""
+        """The value saved in ``state``; ``value`` is that of an empty state."""
         return value
 
 
@@ -204,8 +204,8 @@ class TensorField(Field):
     ) -> torch.Tensor | None:
         if not self.is_saved or (self.optional and self.key not in state):
             return None
-        loaded = state[self.key].to(device)
-        return loaded if self.shared else loaded.clone()
+        source = state[self.key].to(device)
+        return source if self.shared else source.clone()
 
 
 class NumberField(Field):
@@ -238,7 +238,7 @@ class PartField(Field):
 
     @property
     def prefix(self) -> str:
-        """Of the names of its tensors."""
+        """Prefix of its tensors' names in ``state_dict``."""
         return f"{self.key}." if self.key else ""
 
     def initial(self) -> State | None:
@@ -321,7 +321,7 @@ def number(
         default: in a new state.
         key: as of ``tensor``; numbers with the same key are saved in one tensor, in this order.
         saved: whether it is saved.
-        anew: a fork starts with the default, as for counts that reports are made of.
+        anew: a fork starts with the default, for example counters of a report.
     """
     return NumberField(default, key, saved, anew)
 

@@ -32,9 +32,9 @@ class TokenBuffer(State):
     def reset(self) -> None:
         self.first = 0
         # Rows of the memory: first and last in use, and up to where forks may read.
-        self._begin = self._end = self._promised = 0
+        self._begin = self._end = self._fork_end = 0
         self._memory: torch.Tensor | None = None
-        self._owned = True
+        self._owns_memory = True
 
     def __len__(self) -> int:
         return self._end - self._begin
@@ -62,7 +62,7 @@ class TokenBuffer(State):
 
     def writable(self) -> torch.Tensor:
         """``rows``, to be written to: in memory that no fork reads."""
-        if not self._owned or self._promised:
+        if not self._owns_memory or self._fork_end:
             self._adopt(self.rows.clone())
         return self.rows
 
@@ -72,16 +72,16 @@ class TokenBuffer(State):
         ``like`` is any tensor ``[B, H, *, *width]`` with the dtype, device and shape of rows.
         """
         memory = self._memory
-        in_place = self._owned and self._end >= self._promised
+        in_place = self._owns_memory and self._end >= self._fork_end
         if memory is None or not in_place or self._end + count > memory.shape[2]:
-            needed = len(self) + count
+            length = len(self) + count
             # A multiple of 16, so that every head's rows begin where wide loads may.
-            capacity = -(-(needed + max(self.least_step, needed // 16)) // 16) * 16
-            grown = like.new_empty(*like.shape[:2], capacity, *like.shape[3:])
+            capacity = -(-(length + max(self.least_step, length // 16)) // 16) * 16
+            larger = like.new_empty(*like.shape[:2], capacity, *like.shape[3:])
             if memory is not None:
-                grown[:, :, : len(self)] = self.rows
-            self._adopt(grown)
-            memory = grown
+                larger[:, :, : len(self)] = self.rows
+            self._adopt(larger)
+            memory = larger
         start, self._end = self._end, self._end + count
         return memory[:, :, start : self._end]
 
@@ -123,8 +123,8 @@ class TokenBuffer(State):
     def fork(self) -> Self:
         """A copy that shares the memory until it appends."""
         twin = copy.copy(self)
-        twin._owned, twin._promised = False, 0
-        self._promised = max(self._promised, self._end)
+        twin._owns_memory, twin._fork_end = False, 0
+        self._fork_end = max(self._fork_end, self._end)
         return twin
 
     def nbytes(self) -> int:
@@ -144,7 +144,7 @@ class TokenBuffer(State):
     def _adopt(self, memory: torch.Tensor) -> None:
         """Have ``memory``, of which the first ``len(self)`` rows are in use."""
         self._begin, self._end = 0, len(self)
-        self._memory, self._owned, self._promised = memory, True, 0
+        self._memory, self._owns_memory, self._fork_end = memory, True, 0
 
 
 class TokensField(PartField):

@@ -14,17 +14,17 @@ _STEP = 64
 
 @dataclass(frozen=True)
 class Place:
-    """Where the token of a captured step goes, in tensors that are filled anew for each replay.
+    """Where the token of a captured step goes, in tensors that are refilled before each replay.
 
     Attributes:
         column: ``[1]`` int64, the column of the window that the token is written to.
-        held: ``[B, capacity]`` bool, the columns that the step attends to, the new one included.
-        slots: ``[B, n]`` bool, the validity of all slots, as in ``Window.validity``, and of more
-            behind them; None: nothing is padded.
+        mask: ``[B, capacity]`` bool, the columns that the step attends to, the new one included.
+        slots: ``[B, n]`` bool, the validity of all slots, as in ``Window.validity``, with room for
+            later ones; None: nothing is padded.
     """
 
     column: torch.Tensor
-    held: torch.Tensor
+    mask: torch.Tensor
     slots: torch.Tensor | None
 
 
@@ -36,8 +36,8 @@ class Window(State):
     the left). ``sink_slots [B, sink]`` says which slots they came from, -1 for none yet.
 
     Attributes:
-        place: set while a decode step is captured: tensors then say where the token goes and what
-            is held, whole buffers are read, and nothing that is captured depends on the length.
+        place: set while a decode step is captured. Its tensors then say where the token goes and
+            which columns count; whole buffers are read, so nothing captured depends on the length.
     """
 
     keys: torch.Tensor = tensor()
@@ -91,18 +91,18 @@ class Window(State):
             self.start,
             None if valid is None else valid[:, self.start : self.start + count],
         )
-        kept = slice(last, self.sink + self.length)
-        moved_keys, moved_values = self.keys[:, :, kept].clone(), self.values[:, :, kept].clone()
+        rest = slice(last, self.sink + self.length)
+        rest_keys, rest_values = self.keys[:, :, rest].clone(), self.values[:, :, rest].clone()
         self.length -= count
-        self.keys[:, :, first : first + self.length] = moved_keys
-        self.values[:, :, first : first + self.length] = moved_values
+        self.keys[:, :, first : first + self.length] = rest_keys
+        self.values[:, :, first : first + self.length] = rest_values
         self.start += count
         return block
 
     def skip(self, count: int) -> None:
-        """Note that ``count`` tokens went past an empty recent part, straight into the store."""
+        """Advance ``start`` by ``count`` tokens that went straight into the store."""
         if self.length:
-            raise RuntimeError(f"{self.length} recent tokens come before the skipped ones")
+            raise RuntimeError(f"cannot skip: {self.length} recent tokens precede the skipped ones")
         self.start += count
 
     def unpop(self, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
@@ -111,14 +111,14 @@ class Window(State):
         The recent part must be empty. Sinks that were copied from these or later slots are freed.
         """
         if self.length:
-            raise RuntimeError(f"{self.length} recent tokens are in the way")
+            raise RuntimeError(f"cannot unpop: the window still holds {self.length} recent tokens")
         self.start = end - keys.shape[2]
         self.append(keys, values)
         self.sink_slots = self.sink_slots.masked_fill(self.sink_slots >= self.start, -1)
         self._sinks_full = self.sink == 0
 
     def fit(self, recent: int) -> None:
-        """Make the capacity that of ``sink + recent`` tokens: what it takes between two flushes."""
+        """Resize to ``sink + recent`` tokens, the most there are between two flushes."""
         capacity = self.sink + max(recent, self.length)
         if self.keys.shape[2] != capacity:
             self._rehouse(capacity)
@@ -131,24 +131,24 @@ class Window(State):
         if valid is None:
             valid = torch.ones((), dtype=torch.bool, device=block.keys.device)
             valid = valid.expand(len(self.sink_slots), len(block))
-        filled = (self.sink_slots >= 0).sum(dim=1, keepdim=True)
-        rank = valid.long().cumsum(dim=1) - 1 + filled
+        sink_counts = (self.sink_slots >= 0).sum(dim=1, keepdim=True)
+        rank = valid.long().cumsum(dim=1) - 1 + sink_counts
         for sink in range(self.sink):
             hit = valid & (rank == sink)
-            found = hit.any(dim=1) & (self.sink_slots[:, sink] < 0)
+            row_mask = hit.any(dim=1) & (self.sink_slots[:, sink] < 0)
             column = hit.long().argmax(dim=1)
             row = torch.arange(len(hit), device=hit.device)
-            chosen = found[:, None, None]
+            mask = row_mask[:, None, None]
             self.keys[:, :, sink] = torch.where(
-                chosen, block.keys[row, :, column], self.keys[:, :, sink]
+                mask, block.keys[row, :, column], self.keys[:, :, sink]
             )
             self.values[:, :, sink] = torch.where(
-                chosen, block.values[row, :, column], self.values[:, :, sink]
+                mask, block.values[row, :, column], self.values[:, :, sink]
             )
             self.sink_slots[:, sink] = torch.where(
-                found, column + block.start, self.sink_slots[:, sink]
+                row_mask, column + block.start, self.sink_slots[:, sink]
             )
-        # A block without padding that is as long fills them: nothing to ask the device for.
+        # A block without padding and at least that long fills all sinks: no need to synchronize.
         whole = block.valid is None and len(block) >= self.sink
         self._sinks_full = whole or bool((self.sink_slots >= 0).all())
 
@@ -160,7 +160,7 @@ class Window(State):
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of sink + recent keys ``[B, Hkv, sink + n, Dk]`` and values.
 
-        While a step is captured, all of the buffers, where ``validity`` says what is held.
+        While a step is captured, the whole buffers; ``validity`` masks unused columns.
         """
         if self.place is not None:
             return self.keys, self.values
@@ -174,7 +174,7 @@ class Window(State):
         ``past``, tokens from that slot on count as not valid.
         """
         if self.place is not None:
-            return self.place.held
+            return self.place.mask
         if valid is None and self._sinks_full and (past is None or past >= self.end):
             return None
         if past is not None:
@@ -190,12 +190,12 @@ class Window(State):
 
     def drop_newest(self, count: int) -> int:
         """Drop the newest ``count`` tokens; returns how many of them lie in the store instead."""
-        dropped = min(count, self.length)
-        self.length -= dropped
-        return count - dropped
+        window_count = min(count, self.length)
+        self.length -= window_count
+        return count - window_count
 
     def state_dict(self) -> Tensors:
-        """As every state's, without the room behind the tokens."""
+        """As for every state, without spare capacity."""
         keys, values = self.tokens()
         return super().state_dict() | {"keys": keys.contiguous(), "values": values.contiguous()}
 
@@ -210,9 +210,9 @@ class Window(State):
         self._rehouse(capacity + max(_STEP, capacity // 8))
 
     def _rehouse(self, capacity: int) -> None:
-        used = self.sink + self.length
+        length = self.sink + self.length
         for name in ("keys", "values"):
             old: torch.Tensor = getattr(self, name)
-            grown = old.new_empty(*old.shape[:2], capacity, old.shape[3])
-            grown[:, :, :used] = old[:, :, :used]
-            setattr(self, name, grown)
+            larger = old.new_empty(*old.shape[:2], capacity, old.shape[3])
+            larger[:, :, :length] = old[:, :, :length]
+            setattr(self, name, larger)

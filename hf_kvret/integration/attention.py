@@ -15,9 +15,9 @@ from hf_kvret.integration.base_attention import attend_with_base, base_name
 from hf_kvret.integration.masks import base_mask, mask_info, slot_validity
 from hf_kvret_kernels.prompt_attention import prompt_attention
 
-# What models pass beside the tensors. Those in the second set do not change attention here.
-_UNDERSTOOD = {"softcap", "s_aux", "is_causal", "sliding_window", "output_attentions"}
-_HARMLESS = {
+# Keywords that models pass beside the tensors. Those in the second set do not change attention.
+_ATTENTION_KEYWORDS = {"softcap", "s_aux", "is_causal", "sliding_window", "output_attentions"}
+_OTHER_KEYWORDS = {
     "position_ids",
     "cache_position",
     "use_cache",
@@ -30,7 +30,7 @@ _HARMLESS = {
     "deterministic",
     "num_logits_to_keep",
     "token_type_ids",
-    # `generate` hands its own on to the model, and many models hand them on to here.
+    # Arguments of `generate`, which many models pass on to their attention.
     "tokenizer",
     "assistant_tokenizer",
     "assistant_model",
@@ -40,7 +40,7 @@ _HARMLESS = {
     "input_ids",
 }
 
-# Above this many elements the base is not asked to build a [q, kv] mask or score matrix.
+# Above this many elements the base implementation must not build a [q, kv] mask or score matrix.
 _DENSE_ELEMENTS = 1 << 24
 
 
@@ -67,7 +67,7 @@ def retrieval_attention(
         ``[B, Q, Hq, Dv]`` and None for the weights, as transformers expects.
 
     Raises:
-        ValueError: a keyword that would change attention and that we do not know.
+        ValueError: an unknown keyword, which may change attention.
     """
     layer: RetrievalLayer | None = getattr(key, HANDLE, None)
     base = base_name(module, kwargs)
@@ -81,7 +81,7 @@ def retrieval_attention(
         _check_keywords(kwargs, dropout)
         valid = slot_validity(attention_mask, query.shape[2], total, query.device)
     except ValueError:
-        # Nothing was taken in yet: the cache stays as it was, for a call without the mistake.
+        # Nothing was stored yet, so the cache can be used again once the mistake is corrected.
         layer.waiting = False
         raise
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -117,7 +117,7 @@ def retrieval_attention(
 def _base_builds_matrix(
     base: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
 ) -> bool:
-    """Whether ``base`` would build a mask or scores of ``[q, kv]`` that are large."""
+    """Whether ``base`` would build a large ``[q, kv]`` mask or score matrix."""
     info = mask_info(mask)
     if info is None or not info.causal or base.startswith("flash"):
         return False
@@ -128,7 +128,7 @@ def _base_builds_matrix(
 
 
 def _positions(position_ids: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """``[B, Q]`` of the new tokens; None where the model doesn't tell, or tells several parts."""
+    """``[B, Q]`` of the new tokens; None if not passed, or with several parts (mrope)."""
     if position_ids is None or position_ids.ndim != 2:
         return None
     return position_ids.to(query.device).expand(query.shape[0], query.shape[2])
@@ -136,10 +136,10 @@ def _positions(position_ids: torch.Tensor | None, query: torch.Tensor) -> torch.
 
 def _check_keywords(kwargs: dict[str, Any], dropout: float) -> None:
     for name, value in kwargs.items():
-        if value is not None and name not in _UNDERSTOOD and name not in _HARMLESS:
+        if value is not None and name not in _ATTENTION_KEYWORDS and name not in _OTHER_KEYWORDS:
             raise ValueError(
                 f"attention was called with {name}={type(value).__name__}, which a retrieval cache "
-                "does not know how to honour: use this model with its own cache "
+                "does not support: use this model with its own cache "
                 "(hf_kvret.restore(model)), or report the model"
             )
     if kwargs.get("is_causal") is False:

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-# Names that are or were ours: `restore` also knows a model by them after `unregister`.
+# Attention names registered by us, now or before: `restore` recognizes models by them, also after
+# `unregister`.
 OUR_NAMES: set[str] = set()
 
 # Outside the configs, because a field on a config ends up in config.json. Configs are not
@@ -27,7 +28,7 @@ def record_base(config: PreTrainedConfig, name: str) -> None:
 
 
 def recorded_base(config: PreTrainedConfig) -> str | None:
-    """What ``record_base`` noted for ``config``, or None."""
+    """The implementation that ``record_base`` noted for ``config``, or None."""
     return _bases.get(id(config))
 
 
@@ -37,14 +38,14 @@ def forget_base(config: PreTrainedConfig) -> None:
 
 
 def base_name(module: nn.Module, keywords: dict[str, Any]) -> str:
-    """The implementation to use for ``module`` wherever ours has nothing to add.
+    """The implementation for ``module`` in calls without a retrieval layer.
 
     Without a record (a model loaded with our name): sdpa where the model supports it and the call
     has neither soft cap nor learned sinks, else eager.
     """
-    recorded = recorded_base(module.config)
-    if recorded is not None:
-        return recorded
+    base = recorded_base(module.config)
+    if base is not None:
+        return base
     plain = keywords.get("softcap") is None and keywords.get("s_aux") is None
     return "sdpa" if plain and _supports_sdpa(module) else "eager"
 
@@ -76,7 +77,7 @@ def attend_with_base(
 class _NamedProxy:
     """``module``, but with a config that names ``name`` as its attention implementation.
 
-    Flash attention looks its kernel up by the name in ``module.config``, where ours stands.
+    Flash attention looks up its kernel by the name in ``module.config``, which is ours.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:

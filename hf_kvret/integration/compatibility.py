@@ -7,7 +7,7 @@ from typing import Any
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-# By model type, what stands between a model and a cache of ours that nothing else shows.
+# By model type, why a retrieval cache can't serve it where configuration and classes do not tell.
 _OBSTACLES = {
     "blt": "splits its text into patches and keeps several caches",
     "deepseek_v4": "merges the keys and values of several tokens into entries of its own",
@@ -30,7 +30,7 @@ _OBSTACLES = {
 # What all attention layers must agree on.
 _SHAPE = ("head_dim", "num_attention_heads", "num_key_value_heads")
 
-# Decoders whose configuration says is_decoder=False all the same.
+# Decoders although their configuration says is_decoder=False.
 _ALWAYS_DECODE = {"evolla"}
 
 _OWN_CACHE = "use cache_implementation='dynamic' or leave it out"
@@ -87,11 +87,11 @@ def _check_layers(config: PreTrainedConfig) -> None:
     if DynamicLayer in kinds:
         return
     name = config.model_type
-    mixed = [kind for kind in kinds if issubclass(kind, DynamicLayer) and _whole(kind)]
-    if mixed:
+    hybrids = [kind for kind in kinds if issubclass(kind, DynamicLayer) and _whole(kind)]
+    if hybrids:
         raise ValueError(
             f"{name} keeps full attention and something else in one cache layer "
-            f"({mixed[0].__name__}, {len(mixed)} of {len(kinds)} layers): not supported yet; "
+            f"({hybrids[0].__name__}, {len(hybrids)} of {len(kinds)} layers): not supported yet; "
             f"{_OWN_CACHE}"
         )
     raise ValueError(
@@ -101,7 +101,7 @@ def _check_layers(config: PreTrainedConfig) -> None:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """``check_config``, and that the model's attention can be switched at all.
+    """``check_config``, and check that the model's attention can be switched.
 
     Raises:
         ValueError: as ``check_config``, ``text_key`` and ``check_class``.
@@ -128,15 +128,15 @@ def check_class(model_class: type, decoder_class: type | None = None) -> None:
         if issubclass(part, PreTrainedModel) and not _switches(part):
             raise ValueError(
                 f"{name} computes attention by itself and ignores transformers' attention "
-                f"functions, so a retrieval cache would never be asked: {_OWN_CACHE}"
+                f"functions, so a retrieval cache would never be called: {_OWN_CACHE}"
             )
 
 
 def text_key(config: PreTrainedConfig) -> str:
-    """Under which key a composite ``config`` holds its text model's configuration.
+    """The key under which a composite ``config`` has its text model's configuration.
 
     Raises:
-        ValueError: it is nested deeper.
+        ValueError: it is nested deeper than one level.
     """
     text = config.get_text_config(decoder=True)
     for key in config.sub_configs:
@@ -149,14 +149,14 @@ def text_key(config: PreTrainedConfig) -> str:
 
 
 def model_shape(config: PreTrainedConfig) -> dict[str, Any]:
-    """What must be equal for one model to go on with another's cache: kind, heads and widths."""
+    """Type, heads and widths: equal in models that can use each other's saved caches."""
     text = config.get_text_config(decoder=True)
     names = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return {name: _layer_values(text, name)[0] for name in names}
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Numbers of a key in one head, of a ``config`` that ``check_config`` lets pass."""
+    """Head dim of the keys, for a ``config`` that passes ``check_config``."""
     text = config.get_text_config(decoder=True)
     return _layer_values(text, "head_dim")[0] or text.hidden_size // text.num_attention_heads
 
@@ -184,7 +184,7 @@ def retrieval_layers(config: PreTrainedConfig) -> list[int]:
 
 
 def _encodes(text: PreTrainedConfig) -> bool:
-    """Whether this is an encoder of the kind that can be told to decode, and wasn't (BERT)."""
+    """Whether this is an encoder that could decode, with is_decoder=False (BERT)."""
     tells = hasattr(text, "add_cross_attention") and text.model_type not in _ALWAYS_DECODE
     return tells and getattr(text, "is_decoder", True) is False
 
@@ -200,9 +200,9 @@ def _whole(kind: type) -> bool:
 
 
 def _layer_values(config: PreTrainedConfig, name: str) -> list:
-    """What ``name`` is in the layers of ``config``, each value once: of most models one.
+    """The distinct values of ``name`` in the layers of ``config``: one for most models.
 
-    In some configurations (Gemma-4) layers differ, and transformers refuses to say one for all.
+    In some configurations (Gemma-4) layers differ, and transformers has no value for all of them.
     """
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     values: list[Any] = []

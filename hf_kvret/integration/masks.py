@@ -1,9 +1,9 @@
-"""One internal form of attention mask: a ``[B, T]`` view that remembers how to become the base's.
+"""One internal form of attention mask: a ``[B, T]`` view that can build the base's mask on demand.
 
-The mask function runs once per forward pass and kind of layer, before anyone knows which cache
-a layer will be given. So it returns padding as ``[B, T]`` bool (all True where there is none)
-with a ``MaskInfo`` attached, and the attention function asks for what it needs: padding for a
-retrieval layer, the base implementation's own mask for everything else.
+The mask function runs once per forward pass and kind of layer, before it is known which cache a
+layer gets. So it returns padding as ``[B, T]`` bool (all True where there is none) with a
+``MaskInfo`` attached, and the attention function takes what it needs: padding for a retrieval
+layer, the base implementation's own mask for everything else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _trues: dict[torch.device, torch.Tensor] = {}
 
 @dataclass
 class MaskInfo:
-    """What a carrier tensor remembers.
+    """Data attached to a carrier tensor.
 
     Attributes:
         padding: ``[B, T]`` bool as the caller gave it, or None when nothing is padded.
@@ -32,16 +32,16 @@ class MaskInfo:
     padding: torch.Tensor | None
     causal: bool
     arguments: dict[str, Any]
-    _made: dict[tuple[str, torch.device], torch.Tensor | None] = field(default_factory=dict)
+    _base_masks: dict[tuple[str, torch.device], torch.Tensor | None] = field(default_factory=dict)
 
     def for_base(self, base: str, device: torch.device) -> torch.Tensor | None:
         """The mask that ``base`` expects, on ``device``; made once per forward pass."""
-        if (base, device) not in self._made:
+        if (base, device) not in self._base_masks:
             make = ALL_MASK_ATTENTION_FUNCTIONS.get(base)
             mask = None if make is None else make(**self.arguments)
             moved = mask.to(device) if isinstance(mask, torch.Tensor) else mask
-            self._made[base, device] = moved
-        return self._made[base, device]
+            self._base_masks[base, device] = moved
+        return self._base_masks[base, device]
 
     def newest_row(self) -> torch.Tensor:
         """``[B, T]`` bool: what the newest query sees under this mask, whatever its kind."""
@@ -65,16 +65,16 @@ def retrieval_mask(
 
     Arguments are those of transformers' own mask functions; ``attention_mask`` is ``[B, T]`` bool
     or None. Returns ``[B, kv_length]`` bool, a view, with its ``MaskInfo`` attached. It is
-    contiguous, and padding in itself: for a static cache ``generate`` calls ``contiguous()`` on it,
-    which would lose the attribute, and some models then make a mask of it a second time.
+    contiguous, because for a static cache ``generate`` calls ``contiguous()`` on it, which would
+    otherwise lose the attribute. Its values are the padding, because some models pass it to the
+    mask function a second time.
     """
     attention_mask = _plain(attention_mask)
     arguments = dict(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
-        # A static cache hands out the counter itself, which its update has moved on by the time the
-        # base's mask is made.
+        # A static cache passes its own counter, and advances it before the base's mask is made.
         q_offset=q_offset.clone() if isinstance(q_offset, torch.Tensor) else q_offset,
         kv_offset=kv_offset,
         mask_function=mask_function,
@@ -87,10 +87,10 @@ def retrieval_mask(
     if padding is None:
         carrier = _all_true(batch_size, kv_length, torch.device(device))
     else:
-        missing = kv_offset + kv_length - padding.shape[1]
-        padded = torch.nn.functional.pad(padding, (0, missing)) if missing > 0 else padding
-        carrier = padded[:, kv_offset : kv_offset + kv_length].contiguous()
-        # A fresh view: the same padding tensor may carry the masks of several kinds of layer.
+        pad_len = kv_offset + kv_length - padding.shape[1]
+        slots = torch.nn.functional.pad(padding, (0, pad_len)) if pad_len > 0 else padding
+        carrier = slots[:, kv_offset : kv_offset + kv_length].contiguous()
+        # A new view: several kinds of layer may share the padding tensor, each with its own info.
         carrier = carrier.view(carrier.shape)
     causal = mask_function is causal_mask_function and local_size is None
     carrier = carrier.as_subclass(MaskCarrier)
@@ -99,10 +99,10 @@ def retrieval_mask(
 
 
 class MaskCarrier(torch.Tensor):
-    """A ``[B, T]`` mask whose copies remember too: device maps move it from layer to layer.
+    """A ``[B, T]`` mask whose copies keep the ``MaskInfo``: device maps copy it between devices.
 
-    It stands for a mask that depends on the base, so no computation with it can be right: all but
-    copies and questions about its form raise ValueError.
+    It stands for a mask that depends on the base, so computing with it can't be right: every
+    operation other than copying it or reading its shape and the like raises ValueError.
     """
 
     @classmethod
@@ -113,7 +113,7 @@ class MaskCarrier(torch.Tensor):
         if name not in _COPIES and name not in _FORM:
             raise ValueError(
                 f"this model computes with its attention mask ({name}), which a retrieval cache "
-                "replaces by a form of its own: use cache_implementation='dynamic', after "
+                "replaces by its own format: use cache_implementation='dynamic', after "
                 "hf_kvret.restore(model) where the model was attached, and report the model"
             )
         result = super().__torch_function__(func, types, args, kwargs or {})
@@ -123,9 +123,9 @@ class MaskCarrier(torch.Tensor):
         return result
 
 
-# Operations of a mask carrier that give the same mask once more.
+# Operations that return the same mask.
 _COPIES = frozenset({"to", "cpu", "cuda", "clone", "detach", "contiguous", "data", "pin_memory"})
-# Those that ask for its form and never for what is in it.
+# Operations that read metadata and never the values.
 _FORM = frozenset(
     {
         *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "is_contiguous"),
@@ -141,13 +141,13 @@ _FORM = frozenset(
 
 
 def _operation(func: Callable) -> str:
-    """Name of what is done to a tensor, for an attribute the attribute's."""
+    """Name of a tensor operation; of an attribute access, the attribute's name."""
     name = getattr(func, "__name__", repr(func))
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
 
 
 def _plain(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """``mask``, a carrier as the padding that it is: some models make a mask of it once more."""
+    """``mask``; a carrier as a plain tensor, the padding: some models pass it in a second time."""
     if not isinstance(mask, MaskCarrier):
         return mask
     with torch._C.DisableTorchFunctionSubclass():
@@ -155,24 +155,24 @@ def _plain(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _all_true(batch: int, length: int, device: torch.device) -> torch.Tensor:
-    """``[batch, length]`` True: a contiguous view of memory that is kept and grows in big steps."""
-    held = _trues.get(device)
-    if held is None or held.numel() < batch * length:
+    """``[batch, length]`` True: a contiguous view of a cached tensor that grows in big steps."""
+    memory = _trues.get(device)
+    if memory is None or memory.numel() < batch * length:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # What is made now belongs to the graph that is captured.
+            # Memory allocated now belongs to the graph that is being captured.
             return torch.ones(batch, length, dtype=torch.bool, device=device)
-        held = torch.ones(
+        memory = torch.ones(
             batch * (length + max(4096, length // 8)), dtype=torch.bool, device=device
         )
-        if type(held) is not torch.Tensor:
-            # Made while a model is traced, it is no tensor for anybody else.
-            return held[: batch * length].view(batch, length)
-        _trues[device] = held
-    return held[: batch * length].view(batch, length)
+        if type(memory) is not torch.Tensor:
+            # A tracing tensor is not valid outside of the trace.
+            return memory[: batch * length].view(batch, length)
+        _trues[device] = memory
+    return memory[: batch * length].view(batch, length)
 
 
 def mask_info(mask: torch.Tensor | None) -> MaskInfo | None:
-    """What ``retrieval_mask`` attached to ``mask``; None for anybody else's mask."""
+    """The ``MaskInfo`` that ``retrieval_mask`` attached to ``mask``; None for other masks."""
     return getattr(mask, _INFO, None)
 
 
@@ -180,7 +180,7 @@ def base_mask(mask: torch.Tensor | None, base: str, device: torch.device) -> tor
     """``mask`` as the implementation ``base`` expects it; a foreign mask is passed on.
 
     Raises:
-        ValueError: a bare ``[B, T]`` mask, which ``base`` would take for something else.
+        ValueError: a plain ``[B, T]`` mask, which ``base`` would misread.
     """
     info = mask_info(mask)
     if info is not None:
@@ -196,16 +196,16 @@ def base_mask(mask: torch.Tensor | None, base: str, device: torch.device) -> tor
 def slot_validity(
     mask: torch.Tensor | None, new: int, total: int, device: torch.device
 ) -> torch.Tensor | None:
-    """``[B, total]`` bool validity of all slots, from what a retrieval layer was given.
+    """``[B, total]`` bool validity of all slots, from the mask passed to a retrieval layer.
 
     Args:
         mask: our carrier, or None (no mask function ran: nothing is padded).
         new: number of new queries.
-        total: slots held, the new ones included.
+        total: number of slots, the new ones included.
         device: where the layer's tokens are.
 
     Raises:
-        ValueError: a mask of other form or length, with what to pass instead.
+        ValueError: a mask of another shape or length; the message says what to pass.
     """
     if mask is None:
         return None

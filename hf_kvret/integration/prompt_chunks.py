@@ -1,8 +1,8 @@
 """Long prompts in chunks: when, and of what size.
 
-A forward pass holds some ten times the hidden states of all its tokens, beside the rows that the
-cache keeps. In chunks it holds those of one chunk. ``generate`` splits a prompt by itself where its
-generation config has ``prefill_chunk_size``; here is what sets it.
+At its peak a forward pass takes about ten times the memory of its tokens' hidden states, beside the
+rows that the cache keeps. In chunks it takes that for one chunk only. ``generate`` splits a prompt
+if its generation config has ``prefill_chunk_size``; this module sets it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from hf_kvret.core.sizes import free_bytes
 
 _log = logging.getLogger(__name__)
 
-# What a chunk may take beside its rows, and a whole prompt where free memory is not known.
+# Peak memory of a chunk beside its rows, and of a whole prompt where free memory is unknown.
 CHUNK_BYTES = 2 << 30
 WHOLE_BYTES = 8 << 30
-# Of the free device memory, for one pass: the rows of the prompt need room, too.
+# A pass may take this fraction (1/4) of free device memory: the prompt's rows need room, too.
 _FREE_SHARE = 4
-# Shrinking a chunk in whole pages keeps what follows aligned to them.
+# Chunks shrink by whole pages, so that later tokens stay aligned to pages.
 _STEP = 64
 
-# What a chunk is given of, cut to its tokens. With anything else, a call goes in one pass.
+# Arguments that can be cut to the tokens of a chunk. With any other, a call goes in one pass.
 _PLAIN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-# From here on transformers counts what a cache holds already, and cuts positions of any form.
+# From this version on, transformers counts tokens already cached, and cuts positions of any shape.
 _COUNTS_PAST = (5, 21)
 _MARK = "_hf_kvret_chunk"
 
-# What has this call draft tokens.
+# Options that make a call draft tokens.
 _DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-# Sizes given by a caller, with max_draft, that were warned of.
+# (prefill_chunk_size, max_draft) of callers, warned about once.
 _warned: set[tuple[int, int]] = set()
 
-# How configurations call the experts that a token is sent to, and the width of an MLP.
+# Names in configurations of the number of experts per token, and of the width of an MLP.
 _EXPERTS_OF_A_TOKEN = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -51,37 +51,41 @@ _EXPERTS_OF_A_TOKEN = (
     "moe_k",
 )
 _OTHER_INNER_SIZES = ("ffn_hidden_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_inner")
-# Of a model that doesn't say.
-_HIDDEN, _HEAD_DIM = 4096, 128
+# Defaults where the configuration has none.
+_HIDDEN_SIZE, _HEAD_DIM = 4096, 128
 
 
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """About how many bytes a pass holds at its peak for each of its tokens, rows not counted.
+    """Estimated peak memory of a forward pass in bytes per token, rows not counted.
 
-    Four hidden states (the residual, its norm, and in and out of a layer's part); gate, up and
-    their product in the widest MLP that a token goes through, with experts all that it is sent to;
-    queries, keys and values before and after RoPE; and three outputs of attention in fp32, which
-    is what merging two parts takes. Logits are of the last token alone.
+    Four hidden states (residual, its norm, input and output of a sublayer); gate, up and their
+    product in the widest MLP, for all experts of a token; queries, keys and values before and
+    after RoPE; and three attention outputs in fp32, for merging two parts. Logits are computed for
+    the last token alone.
     """
     text = config.get_text_config(decoder=True)
-    hidden = _most(text, "hidden_size", "n_embd", "d_model") or _HIDDEN
-    heads = _most(text, "num_attention_heads", "n_head") or max(1, hidden // _HEAD_DIM)
+    hidden_size = _most(text, "hidden_size", "n_embd", "d_model") or _HIDDEN_SIZE
+    heads = _most(text, "num_attention_heads", "n_head") or max(1, hidden_size // _HEAD_DIM)
     kv_heads = _most(text, "num_key_value_heads") or heads
     experts = _most(text, *_EXPERTS_OF_A_TOKEN) or 1
     inner = _most(text, "intermediate_size", *_OTHER_INNER_SIZES)
     expert = _most(text, "moe_intermediate_size")
     shared = _most(text, "shared_expert_intermediate_size")
-    inner = max(inner, expert * experts + shared) if expert else (inner or 4 * hidden) * experts
-    dim = _most(text, "head_dim") or -(-hidden // heads)
-    numbers = (3 + experts) * hidden + 3 * inner + 2 * (heads + 2 * kv_heads) * dim
+    inner = (
+        max(inner, expert * experts + shared) if expert else (inner or 4 * hidden_size) * experts
+    )
+    dim = _most(text, "head_dim") or -(-hidden_size // heads)
+    numbers = (3 + experts) * hidden_size + 3 * inner + 2 * (heads + 2 * kv_heads) * dim
     return numbers * dtype.itemsize + 3 * heads * dim * 4
 
 
 def _most(config: PreTrainedConfig, *names: str) -> int:
-    """The largest count that any of ``names`` says, of all layers where it lists them; else 0."""
-    found = [getattr(config, name, None) for name in names]
-    told = [one for some in found for one in (some if isinstance(some, list | tuple) else [some])]
-    return max((one for one in told if isinstance(one, int) and one > 0), default=0)
+    """The largest count under any of ``names``, over all layers if it is a list; 0 if none."""
+    settings = [getattr(config, name, None) for name in names]
+    sizes = [
+        one for some in settings for one in (some if isinstance(some, list | tuple) else [some])
+    ]
+    return max((one for one in sizes if isinstance(one, int) and one > 0), default=0)
 
 
 def auto_chunk(token_bytes: int, batch: int, length: int, free_bytes: int | None) -> int | None:
@@ -92,7 +96,7 @@ def auto_chunk(token_bytes: int, batch: int, length: int, free_bytes: int | None
     power of two whose tokens take at most 2 GiB, but 256 at least.
 
     Args:
-        token_bytes: of a token, as the function ``token_bytes`` says.
+        token_bytes: peak bytes per token, from the function ``token_bytes``.
         batch: rows of the batch.
         length: new tokens of each row.
         free_bytes: of the device, or None.
@@ -100,26 +104,26 @@ def auto_chunk(token_bytes: int, batch: int, length: int, free_bytes: int | None
     affordable = WHOLE_BYTES if free_bytes is None else free_bytes // _FREE_SHARE
     if token_bytes * batch * length <= max(affordable, CHUNK_BYTES):
         return None
-    fitting = max(1, CHUNK_BYTES // (token_bytes * batch))
-    return max(256, 1 << (fitting.bit_length() - 1))
+    tokens = max(1, CHUNK_BYTES // (token_bytes * batch))
+    return max(256, 1 << (tokens.bit_length() - 1))
 
 
 def fit_chunk(length: int, chunk: int, max_draft: int) -> int | None:
     """The size near ``chunk`` that cuts ``length`` tokens into pieces of more than ``max_draft``.
 
-    Pieces of up to ``max_draft`` tokens would retrieve instead of attending to everything, and a
-    prompt is cut into pieces of one size and what is left over. So the size is made smaller, by
-    64 tokens at a time if that is enough, until the rest is long enough or nothing; where no
-    smaller one will do, larger, and always above ``max_draft``. None: in one pass.
+    Pieces of up to ``max_draft`` tokens would retrieve instead of attending to everything, and the
+    last piece of a prompt is shorter than the others. So the size is reduced, in steps of 64
+    tokens if one of these works, until the last piece is long enough or empty. If no smaller size
+    works it is increased. It is always above ``max_draft``. None: in one pass.
     """
     if length <= chunk:
         return None
-    tried = (
+    sizes = (
         *range(chunk, max_draft, -_STEP),
         *range(chunk, max_draft, -1),
         *range(max(chunk, max_draft) + 1, length),
     )
-    for size in tried:
+    for size in sizes:
         if length % size == 0 or length % size > max_draft:
             return size
     return None
@@ -128,15 +132,15 @@ def fit_chunk(length: int, chunk: int, max_draft: int) -> int | None:
 def prompt_chunk(
     options: RetrievalConfig, model: PreTrainedModel, batch: int, length: int
 ) -> int | None:
-    """Tokens of a pass for ``length`` new tokens of ``batch`` rows, as ``options`` ask.
+    """Chunk size by ``options`` for ``length`` new tokens of ``batch`` rows; None: in one pass.
 
-    None: in one pass. ``"auto"`` looks at the memory that is free now.
+    ``"auto"`` depends on the memory that is free now.
     """
-    chosen = options.prefill_chunk
-    if chosen == "auto":
-        needed = token_bytes(model.config, model.dtype)
-        chosen = auto_chunk(needed, batch, length, free_bytes(model.device))
-    return None if chosen is None else fit_chunk(length, chosen, options.max_draft)
+    chunk = options.prefill_chunk
+    if chunk == "auto":
+        peak_bytes = token_bytes(model.config, model.dtype)
+        chunk = auto_chunk(peak_bytes, batch, length, free_bytes(model.device))
+    return None if chunk is None else fit_chunk(length, chunk, options.max_draft)
 
 
 def chunk_prompt(
@@ -145,37 +149,37 @@ def chunk_prompt(
     generation_config: Any,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Have this call of ``generate`` read its prompt in chunks, where ``cache`` asks for them.
+    """Make this call of ``generate`` read its prompt in chunks, if the options of ``cache`` ask so.
 
-    Sets ``prefill_chunk_size`` of ``generation_config``, which is the call's own copy, unless the
-    caller set it, and tells the cache how long chunks will be. A prompt goes in one pass as ever
-    where transformers can't cut it: embeddings, images and other inputs beside token ids, positions
-    of new tokens alone, hidden states as a result, assisted decoding, and, with transformers before
-    5.21, behind tokens that the cache holds already. ``"auto"`` cuts nothing for models with
-    recurrent or convolutional layers, not all of which go on from their state. A size of the
-    caller's whose chunks would retrieve is used, with a warning.
+    Sets ``prefill_chunk_size`` of ``generation_config``, the call's own copy, unless the caller set
+    it, and tells the cache how long chunks will be. A prompt goes in one pass where transformers
+    can't cut it: embeddings, images and other inputs beside token ids, positions of new tokens
+    alone, hidden states as a result, assisted decoding, and, with transformers before 5.21, after
+    tokens that are already cached. ``"auto"`` never cuts for models with recurrent or
+    convolutional layers, as some of them don't continue from their state. A caller's size is used
+    even if its chunks would retrieve, with a warning.
     """
-    size, given = None, generation_config.prefill_chunk_size
+    size, caller_chunk = None, generation_config.prefill_chunk_size
     length, batch = _new_tokens(cache, generation_config, model_kwargs)
     if _drafts(generation_config):
-        given = None
-    elif given is not None:
-        _check_given(given, length, cache.options.max_draft)
+        caller_chunk = None
+    elif caller_chunk is not None:
+        _check_chunk(caller_chunk, length, cache.options.max_draft)
     elif length and _cuttable(cache, generation_config, model_kwargs, length):
         size = prompt_chunk(cache.options, model, batch, length)
         generation_config.prefill_chunk_size = size
         setattr(generation_config, _MARK, size)
-    cache.expect(length, size or given or length)
+    cache.expect(length, size or caller_chunk or length)
 
 
 def _drafts(generation_config: Any) -> bool:
-    """Whether this call decodes with drafts of its own, which reads a prompt in one pass."""
-    told = (getattr(generation_config, name, None) for name in _DRAFTS)
-    return any(one is not None and one is not False for one in told)
+    """Whether this call uses assisted decoding, which reads a prompt in one pass."""
+    settings = (getattr(generation_config, name, None) for name in _DRAFTS)
+    return any(one is not None and one is not False for one in settings)
 
 
-def _check_given(chunk: int, length: int, max_draft: int) -> None:
-    """Warn, once, of a ``chunk`` that leaves pieces of a prompt so short that they retrieve."""
+def _check_chunk(chunk: int, length: int, max_draft: int) -> None:
+    """Warn, once, if ``chunk`` cuts a prompt into pieces so short that they retrieve."""
     retrieve = length > chunk and (chunk <= max_draft or 0 < length % chunk <= max_draft)
     if not retrieve or (chunk, max_draft) in _warned:
         return
@@ -195,28 +199,28 @@ def _check_given(chunk: int, length: int, max_draft: int) -> None:
 def _new_tokens(
     cache: RetrievalCache, generation_config: Any, model_kwargs: dict[str, Any]
 ) -> tuple[int, int]:
-    """How many of them each row has, and how many rows there are; 0 tokens where nothing tells."""
+    """``(new tokens of each row, rows)``; 0 tokens where the arguments don't say."""
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     like = positions if mask is None else mask
     if like is None:
         return 0, 0
-    # Where nothing is padded transformers drops the mask, and notes how long it was.
-    noted = None if mask is not None else getattr(generation_config, "_mask_length", None)
-    return max(0, (noted or like.shape[-1]) - cache.get_seq_length()), like.shape[-2]
+    # Without padding transformers drops the mask, and keeps its length.
+    mask_len = None if mask is not None else getattr(generation_config, "_mask_length", None)
+    return max(0, (mask_len or like.shape[-1]) - cache.get_seq_length()), like.shape[-2]
 
 
 def _cuttable(
     cache: RetrievalCache, generation_config: Any, model_kwargs: dict[str, Any], length: int
 ) -> bool:
-    """Whether transformers can cut the prompt of this call, of ``length`` tokens, and should."""
-    chosen, positions = cache.options.prefill_chunk, model_kwargs.get("position_ids")
-    if chosen is None or (chosen == "auto" and _recurs(cache)):
+    """Whether the prompt of this call, ``length`` tokens, can and should be cut."""
+    chunk, positions = cache.options.prefill_chunk, model_kwargs.get("position_ids")
+    if chunk is None or (chunk == "auto" and _recurs(cache)):
         return False
     if generation_config.output_hidden_states or _more_than_tokens(model_kwargs):
         return False
     past = cache.get_seq_length()
     if positions is not None and positions.shape[-1] != past + length:
-        # Chunks are given positions counted from the first token held.
+        # transformers cuts positions that count from the first cached token.
         return False
     release = tuple(map(int, transformers.__version__.split(".")[:2]))
     if release >= _COUNTS_PAST:
@@ -225,19 +229,21 @@ def _cuttable(
 
 
 def forget_chunk(generation_config: Any) -> None:
-    """Take back what ``chunk_prompt`` set, from the copy of it that a draft model is handed."""
+    """Undo ``chunk_prompt`` in the copy of the generation config that a draft model gets."""
     if getattr(generation_config, _MARK, None) is not None:
         generation_config.prefill_chunk_size = None
 
 
 def _recurs(cache: RetrievalCache) -> bool:
-    """Whether any layer holds something else than keys and values."""
-    held = (RetrievalLayer, DynamicLayer)
-    return any(isinstance(x, LinearAttentionLayer) or not isinstance(x, held) for x in cache.layers)
+    """Whether any layer has state other than keys and values."""
+    kinds = (RetrievalLayer, DynamicLayer)
+    return any(
+        isinstance(x, LinearAttentionLayer) or not isinstance(x, kinds) for x in cache.layers
+    )
 
 
 def _more_than_tokens(model_kwargs: dict[str, Any]) -> bool:
-    """Whether the model is given anything that a chunk can't be given its part of."""
+    """Whether the call has an argument that can't be cut into chunks."""
     for name, value in model_kwargs.items():
         if name not in _PLAIN and (isinstance(value, torch.Tensor) or value):
             return True

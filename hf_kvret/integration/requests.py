@@ -1,4 +1,4 @@
-"""A call of ``generate``: what it was given, and what is to be undone where it fails."""
+"""A call of ``generate``: its arguments, and what to undo if it fails."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Request:
         return name in self.arguments or self.configured(name) is not None
 
     def configured(self, name: str) -> Any:
-        """``name`` in the generation config that the caller passed; None where it is not there."""
+        """``name`` in the generation config that the caller passed; None if it is not set there."""
         config = self.arguments.get("generation_config")
         own = getattr(self.model, "generation_config", None)
         return None if config is None or config is own else getattr(config, name, None)
 
 
-# All calls under way, in any thread; the newest last.
+# All running calls, in any thread; the newest last.
 _under_way: list[tuple[int, Request]] = []
 _lock = threading.Lock()
 
@@ -67,9 +67,9 @@ def request(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[Reque
 
 
 def current_request(model: PreTrainedModel) -> Request:
-    """What ``generate`` of ``model`` was called with last in this thread.
+    """The newest running call of ``model``'s ``generate`` in this thread.
 
-    Empty where transformers' own functions are called without ``generate``.
+    A request without arguments where transformers' functions are called without ``generate``.
     """
     thread = threading.get_ident()
     with _lock:
@@ -80,17 +80,17 @@ def current_request(model: PreTrainedModel) -> Request:
 
 
 def is_served(model: PreTrainedModel) -> bool:
-    """Whether a call of ``generate`` under way, in any thread, uses a retrieval cache."""
+    """Whether a running call of ``generate``, in any thread, uses a retrieval cache."""
     with _lock:
         return any(one.model is model and one.cache is not None for _, one in _under_way)
 
 
 def check_length(call: Request, cache: RetrievalCache) -> None:
-    """ValueError unless the prompt of ``call`` goes on from what ``cache`` holds.
+    """ValueError unless the prompt of ``call`` continues the tokens in ``cache``.
 
-    New tokens alone are a prompt where they come with positions, and a mask of all tokens.
+    A prompt of the new tokens alone is accepted if it has positions, and a mask of all tokens.
     """
-    cached = cache.get_seq_length()
+    cache_len = cache.get_seq_length()
     own = getattr(call.model, "main_input_name", "input_ids")
     for name in ("inputs_embeds", "input_ids", "inputs", own):
         prompt = call.arguments.get(name)
@@ -100,17 +100,17 @@ def check_length(call: Request, cache: RetrievalCache) -> None:
     else:
         name, length = "input_ids", 0
     mask, positions = (call.arguments.get(x) for x in ("attention_mask", "position_ids"))
-    placed = _width(mask) == cached + length and _width(positions) == length
-    if cached and length <= cached and not placed:
+    has_positions = _width(mask) == cache_len + length and _width(positions) == length
+    if cache_len and length <= cache_len and not has_positions:
         raise ValueError(
-            f"{name} has {length} tokens, past_key_values holds {cached}: pass the whole "
+            f"{name} has {length} tokens, past_key_values holds {cache_len}: pass the whole "
             "conversation, the tokens that the cache holds and the new ones behind them (or "
             "cache.crop to forget the newest, cache.reset() to begin anew)"
         )
 
 
 def _width(tensor: object) -> int | None:
-    """Size of the last dimension, None for what is no tensor."""
+    """Size of the last dimension; None if it is not a tensor with dimensions."""
     return tensor.shape[-1] if isinstance(tensor, torch.Tensor) and tensor.ndim else None
 
 

@@ -1,1 +1,1 @@
-"""What goes in and out of a cache: saved caches and reports."""
+"""Saved caches and reports."""

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 _TENSORS, _DESCRIPTION = "cache.safetensors", "cache.json"
 
-# Options that decide nothing about what is stored, so that a load may change them.
+# Options that do not affect what is stored, so a load may change them.
 _STORE_OPTIONS = {"store", "slots", "device_budget"}
 _CALL_OPTIONS = {"max_draft", "flush", "track_recall", "prefill_chunk", "graph"}
 _FREE_OPTIONS = {"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS}
-# These too where a cache is loaded: what calibration taught may lie elsewhere there. The index
-# itself refuses another artifact than it was saved with.
+# A load may change these too: the artifact may be in another place. The index itself refuses an
+# artifact other than the one that it was saved with.
 _MOVABLE_OPTIONS = {"artifact", "revision"}
 
 
@@ -82,10 +82,10 @@ def load(
     movable = _MOVABLE_OPTIONS if cls.needs_artifact else set()
     check_changes(changes, _FREE_OPTIONS | movable)
     if "artifact" in changes:
-        # The revision that was saved is of the artifact that was saved.
+        # The saved revision belongs to the saved artifact.
         changes = {"revision": None, **changes}
     if changes.get("store", "split") not in ("auto", "split"):
-        # The budget that was saved is of the store that was saved.
+        # The saved budget belongs to the saved store.
         changes = {"device_budget": None, **changes}
     options = cls.config_class.from_saved(description["options"]).replace(**changes)
     cache = cls(config, options)
@@ -119,17 +119,17 @@ def load(
 
 
 def check_fork(changes: dict[str, Any]) -> None:
-    """ValueError unless all ``changes`` are options that a fork can have of its own."""
+    """ValueError unless all ``changes`` are options that may differ in a fork."""
     check_changes(changes, _FREE_OPTIONS - _STORE_OPTIONS)
 
 
 def check_changes(changes: dict[str, Any], free: set[str]) -> None:
     """ValueError unless all ``changes`` are among the options that are ``free`` to change."""
-    bound = sorted(set(changes) - free)
-    if bound:
+    unchangeable = sorted(set(changes) - free)
+    if unchangeable:
         raise ValueError(
-            f"{', '.join(bound)}: not an option that a filled cache can change; free to change are "
-            f"{', '.join(sorted(free))}"
+            f"{', '.join(unchangeable)}: not an option that a filled cache can change; free to "
+            f"change are {', '.join(sorted(free))}"
         )
 
 
@@ -174,14 +174,14 @@ def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_model(
-    directory: Path, cache: RetrievalCache, saved: dict[str, Any], saved_types: list[str]
+    directory: Path, cache: RetrievalCache, saved_shape: dict[str, Any], saved_types: list[str]
 ) -> None:
-    """Refuse what was saved from a model of another shape or with other kinds of layers."""
+    """ValueError for a cache saved from a model of another shape or with other layer types."""
     shape = cache.model_shape
-    differing = [name for name in shape if shape[name] != saved.get(name)]
-    if differing:
-        theirs = ", ".join(f"{name} {saved.get(name)}" for name in differing)
-        ours = ", ".join(f"{name} {shape[name]}" for name in differing)
+    differences = [name for name in shape if shape[name] != saved_shape.get(name)]
+    if differences:
+        theirs = ", ".join(f"{name} {saved_shape.get(name)}" for name in differences)
+        ours = ", ".join(f"{name} {shape[name]}" for name in differences)
         raise ValueError(
             f"{directory} was saved from another model: it has {theirs}, this model {ours}"
         )
@@ -201,13 +201,13 @@ def _split(value: Any, prefix: str = "") -> tuple[dict[str, torch.Tensor], Any]:
         tensors: dict[str, torch.Tensor] = {}
         items = []
         for key, item in value.items():
-            found, plain = _split(item, f"{prefix}.{key}" if prefix else str(key))
-            tensors |= found
+            parts, plain = _split(item, f"{prefix}.{key}" if prefix else str(key))
+            tensors |= parts
             items.append([key, plain])
         return tensors, {"dict": items}
     if isinstance(value, list | tuple):
-        found, plain = _split(dict(enumerate(value)), prefix)
-        return found, {"list": [item for _, item in plain["dict"]]}
+        parts, plain = _split(dict(enumerate(value)), prefix)
+        return parts, {"list": [item for _, item in plain["dict"]]}
     if isinstance(value, torch.dtype | torch.device):
         return {}, {type(value).__name__: str(value).removeprefix("torch.")}
     if value is None or isinstance(value, bool | int | float | str):

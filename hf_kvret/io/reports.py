@@ -1,4 +1,4 @@
-"""What a cache says about itself: bytes by part, and counts by layer."""
+"""Reports on a cache: bytes by part, and counts by layer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ class MemoryReport:
 
     Attributes:
         window: sink and recent tokens, on the device.
-        index: what finds cold tokens, on the device.
-        shared: what indexes were taught by calibration, on the device, one copy for all caches of
-            the process.
+        index: the indexes, on the device.
+        shared: calibrated tensors on the device, one copy for all caches of the process.
         store_device: cold rows and page tables on the device.
         store_host: cold rows in host memory.
         other_layers: sliding, linear and other layers that keep their own cache.
-        full_attention: what keys and values of the same tokens take without retrieval, in the
-            retrieval layers and the others together.
+        full_attention: keys and values of the same tokens without retrieval, in all layers.
     """
 
     window: int
@@ -115,7 +113,7 @@ def _row_bytes(layer: RetrievalLayer) -> int:
 
 
 def _stored_row_bytes(layer: RetrievalLayer) -> int:
-    """The same as the store keeps it."""
+    """The same in the format of the store."""
     plain, regions = _row_bytes(layer), layer.regions
     return plain if regions is None or regions.store is None else regions.store.row_nbytes(plain)
 

@@ -1,4 +1,4 @@
-"""Decode steps that are captured once and replayed."""
+"""Decode steps captured once as CUDA graphs and replayed."""
 
 from hf_kvret.replay.graph import DecodeGraph, why_not
 from hf_kvret.replay.replayable import REPLAYABLE

@@ -9,25 +9,25 @@ import torch
 
 from hf_kvret.core.window import Place, Window
 
-# What generate passes for a decode step that differs from step to step.
+# Arguments of a decode step whose values differ from step to step.
 _PER_STEP = ("input_ids", "position_ids", "cache_position")
 _MASK = "attention_mask"
 
 
 class Frame:
-    """Inputs of one captured step, filled anew before each replay, and what it returned.
+    """Inputs of one captured step, refilled before each replay, and its output.
 
     Args:
         inputs: keywords of the model's forward pass for a step of one token.
         window: of the lowest layer.
 
     Attributes:
-        inputs: the same with tensors of the frame's own, and without the mask: the place has it.
+        inputs: the same with the frame's own tensors, and without the mask, which ``place`` has.
         place: where the layers put the token.
-        shape: what the work on the window depends on.
-        edits: of the layers when the step was captured, in sum.
-        output: what the model returned when it was captured.
-        replay: does the captured work again; None before.
+        shape: sizes and flags that the captured work depends on.
+        edits: sum of the layers' edit counts at the time of capture.
+        output: the model's output from the capture.
+        replay: runs the captured work again; None before the capture.
     """
 
     def __init__(self, inputs: dict[str, Any], window: Window) -> None:
@@ -37,11 +37,11 @@ class Frame:
         self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         self.inputs = {**self._rest, **self._tensors}
         padded = inputs.get(_MASK) is not None
-        # A column for every slot that there will be before the window is full.
+        # One column for every slot until the window is full.
         slots = window.start + window.capacity - window.sink
         self.place = Place(
             column=torch.zeros(1, dtype=torch.long, device=device),
-            held=torch.zeros(batch, window.capacity, dtype=torch.bool, device=device),
+            mask=torch.zeros(batch, window.capacity, dtype=torch.bool, device=device),
             slots=torch.zeros(batch, slots, dtype=torch.bool, device=device) if padded else None,
         )
         # Tensors made in inference mode can't be written to outside.
@@ -54,7 +54,7 @@ class Frame:
 
     @staticmethod
     def refusal(inputs: dict[str, Any]) -> str | None:
-        """Why steps with such inputs can't be captured; None: they can."""
+        """Why steps with these inputs can't be captured; None if they can."""
         if inputs.get("position_ids") is None:
             return "the model is not told position_ids, so it counts tokens on the host"
         for name, value in _parts(inputs)[1].items():
@@ -67,22 +67,22 @@ class Frame:
         return None
 
     def fits(self, inputs: dict[str, Any]) -> bool:
-        """Whether ``inputs`` differ from the frame's in the values of tensors alone."""
+        """Whether ``inputs`` differ from the frame's only in the values of tensors."""
         tensors, rest = _parts(inputs)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        held = {name: tensor.shape for name, tensor in self._tensors.items()}
+        own_shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         padded = inputs.get(_MASK) is not None
         alike = padded == (self.place.slots is not None)
         alike = alike and self._inference == torch.is_inference_mode_enabled()
-        return alike and shapes == held and rest == self._rest
+        return alike and shapes == own_shapes and rest == self._rest
 
     def fill(self, inputs: dict[str, Any], window: Window) -> None:
         """Copy the values of ``inputs`` and the state of ``window`` before the step to the device.
 
-        Without padding these are a few numbers: what was held before is still.
+        Without padding these are a few numbers, because the rest has not changed.
         """
-        for name, held in self._tensors.items():
-            held.copy_(inputs[name])
+        for name, target in self._tensors.items():
+            target.copy_(inputs[name])
         place, column = self.place, window.sink + window.length
         place.column.fill_(column)
         if place.slots is not None:
@@ -90,14 +90,14 @@ class Frame:
             place.slots[:, : mask.shape[1]].copy_(mask)
         if place.slots is not None or column != self._next_column:
             before = window.validity(place.slots)
-            place.held[:, :column] = True if before is None else before
-            place.held[:, column:].fill_(False)
-        place.held[:, column] = True if place.slots is None else place.slots[:, window.end]
+            place.mask[:, :column] = True if before is None else before
+            place.mask[:, column:].fill_(False)
+        place.mask[:, column] = True if place.slots is None else place.slots[:, window.end]
         self._next_column = column + 1
 
 
 def _parts(inputs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What changes from step to step, the mask left out; and the rest."""
+    """Tensors that change from step to step, without the mask; and the other arguments."""
     tensors = {name: inputs[name] for name in _PER_STEP if inputs.get(name) is not None}
     rest = {name: x for name, x in inputs.items() if name not in (*_PER_STEP, _MASK)}
     return tensors, rest

@@ -23,33 +23,33 @@ from hf_kvret.replay.replayable import untested
 from hf_kvret.replay.sliding_step import SlidingStep
 
 _log = logging.getLogger("hf_kvret.replay")
-_told: set[str] = set()
-# What captures failed of, by model and kind of cache: generate does not try again each time.
-_failed: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()
+_logged_reasons: set[str] = set()
+# Why captures failed, by model and kind of cache, so that generate does not try again each time.
+_failures: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()
 
 
 class DecodeGraph:
     """Calls a model as ``model(...)`` does, and replays steps of one token without its Python code.
 
-    ``generate`` uses it by itself, see the option ``graph``. In a loop of one's own:
+    ``generate`` uses it by itself, see the option ``graph``. In your own loop:
 
         step = DecodeGraph(model, cache)
         logits = step(input_ids=token, position_ids=position, past_key_values=cache).logits
 
-    Between two flushes of the window all that changes from step to step is one token, its position
-    and its column in the window. So the first such step runs as usual, the next is captured as a
-    CUDA graph, and the others replay it. A flush, a prompt or drafted tokens run as usual, and
-    after them a step is captured anew; the tokens are those of usual calls. Edits of the cache
-    (``crop``, ``reorder_cache``) are noticed; after a change of the model (hooks, adapters, other
-    weights) make a new one. The graph and its memory go with this object.
+    Between two flushes of the window, steps differ only in one token, its position and its column
+    in the window. So the first such step runs as usual, the next is captured as a CUDA graph, and
+    the others replay it. A flush, a prompt or drafted tokens run as usual, and after them a step is
+    captured again; the generated tokens are the same. Edits of the cache (``crop``,
+    ``reorder_cache``) are detected; after a change of the model (hooks, adapters, other weights)
+    make a new object. The graph and its memory are freed with this object.
 
     Args:
         model: switched to our attention (``hf_kvret.attach``), in eval mode.
         cache: the one that every call gets as ``past_key_values``.
 
     Attributes:
-        reason: why the newest step ran as usual, for good or because of its inputs; None: steps are
-            replayed. Logged once.
+        reason: why the newest step ran as usual, permanently or because of its inputs; None if
+            steps are replayed. Logged once.
         captures: how often a step was captured.
         replays: steps that were replayed.
         eager: calls that ran as usual.
@@ -73,24 +73,24 @@ class DecodeGraph:
         others = [layer for layer in cache.layers if not isinstance(layer, RetrievalLayer)]
         self._others = [SlidingStep(layer) for layer in others if _slides(layer)]
         self._frame: Frame | None = None
-        # The shape that was rehearsed, and the layers' edits after the last step of one token:
-        # a step is captured only where the one before ran the same, through this object.
-        self._rehearsed: tuple[Any, ...] = ()
-        self._vouched = -1
+        # Shape of the last rehearsal, and the layers' edits after the last step of one token: a
+        # step is captured only if the one before it ran the same way, through this object.
+        self._rehearsal_shape: tuple[Any, ...] = ()
+        self._plain_edits = -1
         self._given_up = self._waited = False
         self._recorder: Recorder | None = None
         reason = why_not(model, cache)
         if reason is None:
             self._recorder = RECORDERS[model.device.type](model.device)
         else:
-            # Nobody expects graphs on a CPU, nor of an offloaded model where there is no GPU.
+            # No warning where nobody expects a graph: on a CPU, or without any GPU.
             quietly = model.device.type == "cpu" or not torch.cuda.is_available()
             self._give_up(reason, quietly)
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's output for ``inputs``, the keywords of its forward pass.
 
-        Tensors in it belong to the caller: a later step does not change them.
+        Its tensors are the caller's own: later steps don't change them.
         """
         if not self._given_up and self._is_plain(inputs):
             self.reason = self._refusal(inputs)
@@ -100,19 +100,19 @@ class DecodeGraph:
         return self._usual(inputs)
 
     def _usual(self, inputs: dict[str, Any]) -> Any:
-        """Run the model as it is."""
+        """Run the model as usual."""
         self._frame = None
         self.eager += 1
         output = self._model(**inputs)
-        # A step of one token ran, outside the window, what a captured one will run.
-        self._vouched = self._edits() if _tokens(inputs) == 1 else -1
+        # After a step of one token, everything outside the window is ready for a captured one.
+        self._plain_edits = self._edits() if _tokens(inputs) == 1 else -1
         return output
 
     def _is_plain(self, inputs: dict[str, Any]) -> bool:
         """Whether this is a step of one token between two flushes."""
         if inputs.get("past_key_values") is not self._cache or _tokens(inputs) != 1:
             return False
-        # With gradients a step raises, which a replay would not.
+        # With gradients on, a step raises, but a replay would not.
         if torch.is_grad_enabled() or not all(layer.is_plain() for layer in self._all):
             return False
         batch, mask = len(inputs["input_ids"]), inputs.get("attention_mask")
@@ -136,7 +136,7 @@ class DecodeGraph:
             frame.replay()
             for layer in self._all:
                 layer.replayed()
-        elif self._rehearsed != frame.shape or self._vouched != self._edits():
+        elif self._rehearsal_shape != frame.shape or self._plain_edits != self._edits():
             return self._rehearse(frame)
         elif (why := self._capture(frame)) is not None:
             self._give_up(why)
@@ -145,28 +145,28 @@ class DecodeGraph:
             assert frame.replay is not None, "a captured step has a replay"
             frame.replay()
         self.replays += 1
-        return _copied(frame.output)
+        return _copy(frame.output)
 
     def _rehearse(self, frame: Frame) -> Any:
         """Run a step as it will be captured, but for real."""
         assert self._recorder is not None, "without a recorder there is a reason"
         self.eager += 1
         output, why = self._recorder.rehearse(lambda: self._forward(frame))
-        self._rehearsed, self._vouched = frame.shape, self._edits()
+        self._rehearsal_shape, self._plain_edits = frame.shape, self._edits()
         self._keep(frame)
         if why is None:
             self._waited = False
         elif self._waited:
             self._give_up(why, lasting=True)
         else:
-            # What is made at first use may wait, once.
-            self._waited, self._rehearsed = True, ()
+            # Initialization at first use may synchronize, so one more try.
+            self._waited, self._rehearsal_shape = True, ()
         return output
 
     def _capture(self, frame: Frame, again: bool = True) -> str | None:
-        """Capture a step into ``frame``; or why that can't be, with the cache as it was.
+        """Capture a step into ``frame``. On failure returns why and leaves the cache unchanged.
 
-        ``again``: once more where memory runs out.
+        ``again``: retry once if memory runs out.
         """
         why = next(filter(None, (layer.capture_obstacle for layer in self._all)), None)
         if why is not None:
@@ -182,10 +182,10 @@ class DecodeGraph:
                 layer.capture_failed()
             if not isinstance(error, RuntimeError):
                 raise
-            told = str(error).strip().splitlines()
-            why = f"a step could not be captured: {told[0] if told else type(error).__name__}"
+            lines = str(error).strip().splitlines()
+            why = f"a step could not be captured: {lines[0] if lines else type(error).__name__}"
             if isinstance(error, torch.OutOfMemoryError):
-                # The recorder has given back what was held in reserve: there may be room now.
+                # The recorder has emptied the allocator's cache: there may be room now.
                 return self._capture(frame, again=False) if again else why
             self._remember(why)
             return why
@@ -196,7 +196,7 @@ class DecodeGraph:
         return None
 
     def _forward(self, frame: Frame) -> Any:
-        """The model's output for the frame's inputs, with tokens going where its place says."""
+        """The model's output for the frame's inputs, with the token placed by ``frame.place``."""
         for layer in self._all:
             layer.set_place(frame.place)
         try:
@@ -228,26 +228,26 @@ class DecodeGraph:
         _tell(reason, quietly)
 
     def _remember(self, reason: str) -> None:
-        _failed.setdefault(self._owner, {})[_kind(self._cache)] = reason
+        _failures.setdefault(self._owner, {})[_kind(self._cache)] = reason
 
 
 def _kind(cache: RetrievalCache) -> tuple[Any, ...]:
-    """Caches that are alike in what a step does."""
+    """A key that is equal for caches whose steps do the same work."""
     return type(cache), cache.options
 
 
 def _tell(reason: str, quietly: bool = False) -> None:
     """Log ``reason``, once in a process."""
-    if reason not in _told:
-        _told.add(reason)
+    if reason not in _logged_reasons:
+        _logged_reasons.add(reason)
         level = logging.DEBUG if quietly else logging.WARNING
         _log.log(level, "decode steps are not replayed from a CUDA graph: %s", reason)
 
 
 def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
-    """Why decode steps of ``model`` with ``cache`` can't be replayed; None where nothing is known.
+    """Why decode steps of ``model`` with ``cache`` can't be replayed; None if no reason is known.
 
-    What depends on the layers' stores, which are made by the prompt, shows at the first step.
+    Reasons that depend on the layers' stores, which the prompt creates, show at the first step.
     """
     device = model.device
     if cache.options.graph is False:
@@ -271,7 +271,7 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return "the model's quantization can't be captured"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
-    return _failed.get(model, {}).get(_kind(cache)) or untested(model)
+    return _failures.get(model, {}).get(_kind(cache)) or untested(model)
 
 
 def _tokens(inputs: dict[str, Any]) -> int:
@@ -292,7 +292,7 @@ def _is_compiled(model: PreTrainedModel) -> bool:
 
 def _has_hooks(module: nn.Module) -> bool:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    # Those of transformers stay after a call with output_hidden_states, and do nothing without.
+    # Hooks of transformers stay after a call with output_hidden_states, and do nothing without it.
     others = [hook for hook in hooks if not _is_of_transformers(hook)]
     return bool(others) or hasattr(module, "_hf_hook")
 
@@ -301,13 +301,13 @@ def _is_of_transformers(hook: Any) -> bool:
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
-def _copied(output: Any) -> Any:
-    """A model's output whose tensors are copies; other things in it, as the cache, are the same."""
+def _copy(output: Any) -> Any:
+    """A model's output with copies of its tensors; other objects, such as the cache, are shared."""
     if isinstance(output, torch.Tensor):
         return output.clone()
     if isinstance(output, dict):
         twin = copy.copy(output)
         for name, value in output.items():
-            twin[name] = _copied(value)
+            twin[name] = _copy(value)
         return twin
-    return tuple(map(_copied, output)) if isinstance(output, tuple) else output
+    return tuple(map(_copy, output)) if isinstance(output, tuple) else output

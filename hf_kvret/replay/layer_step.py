@@ -11,10 +11,10 @@ from hf_kvret.core.window import Place
 
 
 class LayerStep:
-    """What one layer must be told when its step runs without Python, or breaks off.
+    """Keeps the host state of one layer right when its step is replayed or its capture fails.
 
-    Python runs once, when the step is captured, and notes the first replay on the host; after each
-    of the others ``replayed`` does.
+    Python code runs once, during capture, and updates host state for the first replay; after each
+    later replay ``replayed`` does.
     """
 
     def __init__(self, layer: RetrievalLayer) -> None:
@@ -25,14 +25,14 @@ class LayerStep:
 
     @property
     def regions(self) -> Regions:
-        """Those of the layer, which holds tokens."""
+        """The regions of the layer, which must hold tokens."""
         assert self.layer.regions is not None, "a layer without tokens has no step to capture"
         return self.layer.regions
 
     def is_plain(self) -> bool:
-        """Whether a step of one token only appends it and selects: nothing is moved or built.
+        """Whether a step of one token only appends it and selects, without a flush or a build.
 
-        So the step after it does the same on the same memory, one column further.
+        Then the next step does the same on the same memory, one column further.
         """
         regions = self.layer.regions
         if regions is None or self.layer.waiting or not regions.length or regions.step_flushes():
@@ -49,17 +49,17 @@ class LayerStep:
         regions = self.regions
         index = regions.index
         if not regions.cold_len or regions.store is None:
-            # Nothing is selected yet, but what sees each pass would not see those replayed.
+            # Nothing is selected yet, but hooks on each pass would miss the replayed ones.
             sees = index is not None and type(index).on_forward is not Index.on_forward
             return capture_obstacle_of(index) if sees or regions.needs_positions else None
         return capture_obstacle_of(index) or regions.store.capture_obstacle
 
     def set_place(self, place: Place | None) -> None:
-        """Where the token of a step goes that is to be captured; None: behind the others."""
+        """Set where the token of a captured step goes; None: behind the others, as usual."""
         self.regions.window.place = place
 
     def before_capture(self) -> None:
-        """A step is about to be captured: index and store are told."""
+        """Prepare for capturing a step; waits for pending copies."""
         if isinstance(self.regions.index, CapturableIndex):
             self.regions.index.before_capture()
         if self.regions.store is not None:
@@ -67,12 +67,12 @@ class LayerStep:
         self._length, self._before = self.regions.window.length, self.layer.counters.numbers()
 
     def captured(self) -> None:
-        """It was: remember what it counted."""
+        """The capture succeeded: remember how the counters changed."""
         now = self.layer.counters.numbers()
         self._counts = tuple(new - old for new, old in zip(now, self._before, strict=True))
 
     def capture_failed(self) -> None:
-        """It was not, and the device did nothing: the host is put back to before the capture."""
+        """The capture failed and the device did nothing: restore the host's state before it."""
         self.layer.waiting = False
         if isinstance(self.regions.index, CapturableIndex):
             self.regions.index.capture_failed()

@@ -1,4 +1,4 @@
-"""What records the work of a step on a device, to do it again without Python."""
+"""Recorders: capture the device work of a step, to replay it without Python."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ class Recorder(Protocol):
     """Records steps on one device, one after the other."""
 
     def rehearse(self, step: Callable[[], Any]) -> tuple[Any, str | None]:
-        """Run ``step`` as it will be recorded, for real: what is made at first use is made now.
+        """Run ``step`` for real, as it will be recorded, so that lazy initialization happens now.
 
-        Returns what ``step`` returned, and why it can't be recorded, as far as that shows here.
+        Returns the result of ``step``, and why it can't be recorded, as far as can be told here.
         """
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Run ``step`` in Python while its work on the device is noted instead of done.
+        """Run ``step`` in Python while its device work is recorded and not executed.
 
         Returns:
-            What ``step`` returned, whose tensors hold nothing yet; and a function that does the
-            noted work, on the same memory each time, and so fills them.
+            The result of ``step``, whose tensors are not filled yet; and a function that executes
+            the recorded work, on the same memory each time, and so fills them.
 
         Raises:
-            RuntimeError: the step waits for the device, or does what can't be noted. The device did
-                nothing then.
+            RuntimeError: the step waits for the device, or does work that can't be recorded. The
+                device did nothing then.
         """
 
 
 class CudaRecorder:
-    """CUDA graphs that share one memory pool: only the newest may be replayed."""
+    """CUDA graphs that share one memory pool; only the newest may be replayed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # The newest. Without any, the allocator would give the pool up and begin another.
+        # The newest graph. Without any, the allocator would release the pool.
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def rehearse(self, step: Callable[[], Any]) -> tuple[Any, str | None]:
-        """See ``Recorder.rehearse``. On the stream of captures, which gets its workspaces so."""
+        """See ``Recorder.rehearse``. Runs on the capture stream, which gets its workspaces here."""
         with torch.cuda.device(self._device), _on_capture_stream(self._device), _waits() as waits:
             result = step()
         return result, f"a step waits for the device: {waits[0]}" if waits else None
@@ -51,14 +51,14 @@ class CudaRecorder:
     def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """See ``Recorder.record``.
 
-        ``torch.cuda.graph`` would collect garbage and give cached memory back each time; a step is
-        recorded after every flush, so neither is done here, but where memory runs out.
+        ``torch.cuda.graph`` collects garbage and empties the memory cache each time. A step is
+        recorded after every flush, so here the cache is only emptied when memory runs out.
         """
         try:
             return self._record(step)
         except torch.OutOfMemoryError:
-            # While a step is captured, the allocator gives back nothing that it has in reserve. The
-            # caller undoes what the step noted, and may come again.
+            # During a capture the allocator can't free its cache. The caller undoes the step's
+            # changes of host state, and may retry.
             torch.cuda.empty_cache()
             raise
 
@@ -69,7 +69,7 @@ class CudaRecorder:
             _no_garbage_collection(),
             _on_capture_stream(self._device),
         ):
-            # Other threads go on using the device meanwhile.
+            # Other threads may use the device meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = step()
@@ -89,7 +89,7 @@ class CudaRecorder:
         try:
             graph.capture_end()
         except RuntimeError:
-            # It was invalid already, and says so again.
+            # The capture was already invalid, and reports it again.
             self._release_pool()
         if self._graph is None:
             # Nothing holds the pool any more.
@@ -98,8 +98,8 @@ class CudaRecorder:
     def _release_pool(self) -> None:
         """Have the allocator forget a capture that could not be ended.
 
-        An invalid capture ends with an error before the allocator is told. It would go on
-        counting it as under way, and give no memory back for the rest of the process.
+        An invalid capture ends with an error before the allocator is notified. The allocator would
+        count it as running, and free no memory for the rest of the process.
         """
         torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         torch._C._cuda_releasePool(self._device.index, self._pool)
@@ -114,7 +114,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 @contextmanager
 def _on_capture_stream(device: torch.device) -> Iterator[None]:
-    """Work on a stream of its own, behind what was begun before and before what comes after."""
+    """Run the body on a separate stream, ordered after earlier and before later work."""
     stream = _streams.get(device)
     if stream is None:
         stream = _streams[device] = torch.cuda.Stream(device)
@@ -127,20 +127,20 @@ def _on_capture_stream(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _waits() -> Iterator[list[str]]:
-    """The waits of the host for the device within, one message each."""
-    found: list[str] = []
+    """Collects host synchronizations in the body, a ``file:line`` each; complete after the body."""
+    messages: list[str] = []
     mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield messages
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-    for warning in caught:
-        told = str(warning.message)
-        if "synchronizing CUDA operation" in told:
-            found.append(f"{warning.filename}:{warning.lineno}")
+    for warning in records:
+        text = str(warning.message)
+        if "synchronizing CUDA operation" in text:
+            messages.append(f"{warning.filename}:{warning.lineno}")
         else:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
@@ -149,11 +149,11 @@ def _waits() -> Iterator[list[str]]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What is collected in the middle of a capture may be an older graph, whose end breaks it."""
-    collecting = gc.isenabled()
+    """No garbage collection in the body: freeing an older graph would break a capture."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collecting:
+        if was_enabled:
             gc.enable()

@@ -21,10 +21,10 @@ REPLAYABLE: frozenset[str] = frozenset(
 )  # fmt: skip
 """Types (``config.model_type``) whose steps may be replayed.
 
-A step that waits for the device can't be captured, and says so. But a model that keeps a number on
-the host, as its own count of tokens, is captured with that number, and every replay goes on with
-it: wrong tokens, and no error. So a type gets in when a model of it was tested with replayed steps,
-on the tape (``hf_kvret.testing.tape``), which keeps such numbers as a graph would:
+A step that waits for the device can't be captured, and an error says so. But if a model keeps a
+number on the host, such as its own count of tokens, that number is baked into the graph, and every
+replay uses it: wrong tokens, and no error. So a type is listed once a model of it was tested with
+replayed steps, on the tape (``hf_kvret.testing.tape``), which freezes such numbers as a graph does:
 
 1. Add it to a table of ``tests/test_replayable.py``, with the changes that a small model needs.
 2. Add it here, and a composite's text part too.
@@ -35,7 +35,7 @@ _WAY_OUT = "graph=False silences this; see docs/models.md"
 
 
 def untested(model: PreTrainedModel) -> str | None:
-    """Why steps of ``model`` must not be replayed, whatever its device; None: they may be.
+    """Why steps of ``model`` must not be replayed on any device; None if they may be.
 
     A composite model (text and vision) must be in ``REPLAYABLE`` with both of its types, its own
     and its text part's. Code from outside transformers (``trust_remote_code``, a subclass) is

@@ -9,16 +9,16 @@ from hf_kvret.core.window import Place
 
 
 class SlidingStep:
-    """As ``LayerStep``, for a layer that keeps the newest tokens alone.
+    """As ``LayerStep``, for a layer that keeps the newest tokens only.
 
-    Such a layer makes its tensors anew at each step. Once the window is full they have the same
-    shape each time, so what a captured step made is copied back to where the next one reads.
-    Which of these tokens is padding is not told to it: a padded batch is not for it.
+    Such a layer makes new tensors at each step. Once the window is full they always have the same
+    shape, so the results of a captured step are copied back to where the next one reads. The layer
+    does not know which of its tokens are padding, so padded batches are not supported.
     """
 
     def __init__(self, layer: DynamicSlidingWindowLayer) -> None:
         self.layer = layer
-        self._held: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
         self._length = 0
 
     def is_plain(self) -> bool:
@@ -34,34 +34,34 @@ class SlidingStep:
         return None
 
     def set_place(self, place: Place | None) -> None:
-        """None: the step is over, and what it left behind goes where the next one reads."""
+        """None: the step is over; copy its results to where the next one reads."""
         layer = self.layer
-        if place is not None and self._held is not None and layer.keys is not self._held[0]:
-            # Usual steps came in between, and made theirs.
-            self._held = None
-        if place is None and self._held is not None:
-            keys, values = self._held
+        if place is not None and self._buffers is not None and layer.keys is not self._buffers[0]:
+            # Usual steps ran in between and replaced the tensors.
+            self._buffers = None
+        if place is None and self._buffers is not None:
+            keys, values = self._buffers
             keys.copy_(layer.keys)
             values.copy_(layer.values)
             layer.keys, layer.values = keys, values
 
     @torch.inference_mode(False)
     def before_capture(self) -> None:
-        """A step is about to be captured: it reads and writes tensors that stay."""
+        """Prepare for capturing a step: it must read and write tensors that stay."""
         layer = self.layer
-        self._held = layer.keys.clone(), layer.values.clone()
-        layer.keys, layer.values = self._held
+        self._buffers = layer.keys.clone(), layer.values.clone()
+        layer.keys, layer.values = self._buffers
         self._length = layer.cumulative_length
 
     def captured(self) -> None:
-        """It was."""
+        """The capture succeeded; nothing to do."""
 
     def capture_failed(self) -> None:
-        """It was not, and the device did nothing: the host is put back to before the capture."""
-        assert self._held is not None, "before_capture comes first"
-        self.layer.keys, self.layer.values = self._held
+        """The capture failed and the device did nothing: restore the host's state before it."""
+        assert self._buffers is not None, "before_capture comes first"
+        self.layer.keys, self.layer.values = self._buffers
         self.layer.cumulative_length = self._length
-        self._held = None
+        self._buffers = None
 
     def replayed(self) -> None:
         """The captured step was replayed."""

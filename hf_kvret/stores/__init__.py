@@ -37,12 +37,12 @@ STORES: dict[str, Callable[[torch.device, RetrievalConfig], Store]] = {
 
 
 def _coded(memory: PageMemory, options: RetrievalConfig) -> Store:
-    """Rows of ``options.bits``; 16 are rows as they are."""
+    """A store of rows coded in ``options.bits`` bits; uncoded for 16."""
     return PagedStore(memory) if options.bits == 16 else QuantizedStore(memory, options.bits)
 
 
 SPLIT = "split"
-"""The store whose share of the device's memory depends on how many layers there are."""
+"""Name of the store on device and host; each layer gets an equal share of the device budget."""
 
 
 def store_names() -> str:
@@ -51,11 +51,11 @@ def store_names() -> str:
 
 
 class StoreChoice:
-    """Makes the stores of one cache, all of the kind that was asked for.
+    """Makes the stores of one cache, all of the same kind.
 
-    With ``"auto"`` the first layer that needs a store decides for all: the host where the GPU
-    would lose more than a quarter of its free memory, else the device; split where there is a
-    budget. Of the budget each layer gets an equal share, since a prompt comes layer by layer.
+    With ``"auto"`` the first layer that needs a store decides for all: split if there is a budget,
+    the host if the rows would take more than a quarter of the GPU's free memory, else the device.
+    Each layer gets an equal share of the budget, since a prompt comes layer by layer.
     """
 
     def __init__(self, options: RetrievalConfig, layers: int) -> None:
@@ -74,11 +74,11 @@ class StoreChoice:
         self._tokens, self._chunk = 0, 0
 
     def expect(self, tokens: int, chunk: int) -> None:
-        """Note that a prompt of so many ``tokens`` will come, ``chunk`` of them in a pass."""
+        """Announce a prompt of ``tokens`` tokens, ``chunk`` of them in a pass."""
         self._tokens, self._chunk = tokens, chunk
 
     def note_pass(self, tokens: int) -> None:
-        """Note that a pass of so many ``tokens`` begins: after one, or all, none are expected."""
+        """Note the start of a pass of ``tokens``: one token, or all expected, end the prompt."""
         if tokens == 1 or tokens >= self._tokens:
             self.expect(0, 0)
 
@@ -105,10 +105,10 @@ class StoreChoice:
         return store
 
     def _prompt_bytes(self, cold_bytes: int) -> int:
-        """Of the cold rows of a layer, where its first block takes ``cold_bytes``.
+        """Bytes of a layer's cold rows for the whole prompt; its first block takes ``cold_bytes``.
 
         ``Regions.take_prompt`` moves that block when the window overflows and the cache is no
-        longer dense: what the window held then, or of the first chunk all but the recent tokens.
+        longer dense: all tokens in the window, or all but the recent ones of the first chunk.
         """
         options, tokens, chunk = self._options, self._tokens, self._chunk
         if chunk >= tokens:
@@ -128,8 +128,8 @@ class StoreChoice:
         free = free_bytes(device)
         if free is None:
             raise ValueError(
-                f"store='split' on {device} has no device memory to look at: give device_budget, "
-                "as device_budget='90GB'"
+                f"store='split' on {device}: free memory is known on GPUs only; give "
+                "device_budget, as device_budget='90GB'"
             )
         return free // 2
 
@@ -139,14 +139,14 @@ class StoreChoice:
         return "host" if free is not None and cold_bytes > free // 4 else "device"
 
 
-def _check_fits(told: int | str, budget: int, device: torch.device) -> None:
+def _check_fits(size: int | str, budget: int, device: torch.device) -> None:
     """ValueError for a ``budget`` that is more than all memory of a GPU."""
     if device.type != "cuda":
         return
     _, total = torch.cuda.mem_get_info(device)
     if budget > total:
         raise ValueError(
-            f"device_budget={told!r} is more than all memory of {device}, {total / 1e9:.1f} GB: "
+            f"device_budget={size!r} is more than all memory of {device}, {total / 1e9:.1f} GB: "
             "take less than what the model leaves free, or leave device_budget out and ask for "
             "store='split', which takes half of that"
         )

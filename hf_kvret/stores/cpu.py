@@ -1,4 +1,4 @@
-"""CpuStore: rows in host memory, attended to where they lie."""
+"""CpuStore: rows in host memory, attended to by the CPU."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ CPU = torch.device("cpu")
 # (queries, ids) on the CPU -> results there.
 Work = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 
-# One worker serves all stores: their work comes layer after layer, and the kernel has threads.
+# One worker for all stores: layers run one after the other, and the kernel is multi-threaded.
 _worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_kvret-host-attention")
 
 
 class CpuStore(WrappedStore):
-    """Selected rows never move: the CPU attends to them, the device to its window, at once.
+    """Selected rows never move: the CPU attends to them while the device attends to its window.
 
-    Queries and ids go down, outputs and their lse come back; keys and values stay. With queries on
-    a GPU, ``begin`` sends them on a stream of its own and a worker thread waits for them there, so
-    neither the GPU nor the thread that launches its work waits before the two parts are merged.
+    Queries and ids are copied to the host, outputs and their lse back; keys and values stay. With
+    queries on a GPU, ``begin`` copies them on a separate stream and a worker thread waits for them,
+    so neither the GPU nor the launching thread waits before the two parts are merged.
     As in CTkvr (section 3.3) and A2ATS, for every index.
 
     Args:
@@ -85,7 +85,7 @@ class CpuStore(WrappedStore):
         scale: float,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """As every store's; the CPU scores and ranks, and only the best ids come back."""
+        """As for every store; the CPU scores and ranks, and only the best ids are copied back."""
         rows = self.rows.paged_rows()
 
         def work(query: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
@@ -97,7 +97,7 @@ class CpuStore(WrappedStore):
     def _start(
         self, purpose: str, work: Work, query: torch.Tensor, ids: torch.Tensor
     ) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """Have the CPU do ``work``; calling what is returned gives its results on the device.
+        """Start ``work`` on the CPU; returns a function that waits for its results on the device.
 
         ``purpose`` names the staging memory, which keeps the shapes of its last use.
         """
@@ -106,16 +106,16 @@ class CpuStore(WrappedStore):
         if purpose not in self._staging:
             self._staging[purpose] = _Staging(query.device)
         staging = self._staging[purpose]
-        arrived = staging.send(query, ids)
+        arrival = staging.send(query, ids)
 
         def turn() -> None:
-            arrived.synchronize()
+            arrival.synchronize()
             staging.send_back(work(staging.query, staging.ids))
 
-        done = _worker.submit(turn)
+        future = _worker.submit(turn)
 
         def finish() -> tuple[torch.Tensor, ...]:
-            done.result()
+            future.result()
             return staging.receive()
 
         return finish
@@ -131,7 +131,7 @@ class CpuStore(WrappedStore):
 
     @property
     def bus_share(self) -> float:
-        """0: the device reads none."""
+        """0: the device reads no rows."""
         return 0.0
 
     def fork(self) -> Self:
@@ -141,7 +141,7 @@ class CpuStore(WrappedStore):
         return twin
 
     def host_nbytes(self) -> int:
-        """All: the page table lies with the rows here."""
+        """All bytes: the page table is in host memory, too."""
         return self.nbytes()
 
     @property
@@ -152,8 +152,8 @@ class CpuStore(WrappedStore):
 class _Staging:
     """Pinned memory between a GPU and the CPU, and the stream that copies through it.
 
-    One turn at a time. The copies of a turn run in the order of the stream, so the next turn's
-    queries arrive only after this turn's results have left.
+    One request at a time. Copies run in stream order, so the next request's queries arrive only
+    after this request's results have been copied out.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -161,11 +161,11 @@ class _Staging:
         self._stream = torch.cuda.Stream(device)
         self._back: torch.cuda.Event | None = None
         self.query = self.ids = torch.empty(0)
-        self._found: tuple[torch.Tensor, ...] = ()
+        self._host_results: tuple[torch.Tensor, ...] = ()
         self._result: tuple[torch.Tensor, ...] = ()
 
     def send(self, query: torch.Tensor, ids: torch.Tensor) -> torch.cuda.Event:
-        """Start copying to ``self.query`` and ``self.ids``; the event says that they arrived."""
+        """Start copying to ``self.query`` and ``self.ids``; the event marks their arrival."""
         self.query, self.ids = _pinned_like(self.query, query), _pinned_like(self.ids, ids)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -174,18 +174,18 @@ class _Staging:
                 source.record_stream(self._stream)
             return self._stream.record_event()
 
-    def send_back(self, found: tuple[torch.Tensor, ...]) -> None:
+    def send_back(self, results: tuple[torch.Tensor, ...]) -> None:
         """Start copying results to the device; called by the worker."""
-        held = self._found or found
-        self._found = tuple(map(_pinned_like, held, found))
-        for target, source in zip(self._found, found, strict=True):
+        buffers = self._host_results or results
+        self._host_results = tuple(map(_pinned_like, buffers, results))
+        for target, source in zip(self._host_results, results, strict=True):
             target.copy_(source)
         with torch.cuda.stream(self._stream):
-            self._result = tuple(x.to(self._device, non_blocking=True) for x in self._found)
+            self._result = tuple(x.to(self._device, non_blocking=True) for x in self._host_results)
             self._back = self._stream.record_event()
 
     def receive(self) -> tuple[torch.Tensor, ...]:
-        """The results, for the device's current stream, which waits for them."""
+        """The results on the device, whose current stream waits for them."""
         assert self._back is not None
         current = torch.cuda.current_stream(self._device)
         current.wait_event(self._back)
@@ -194,10 +194,10 @@ class _Staging:
         return self._result
 
 
-# Not an inference tensor, which later steps could not write to outside inference mode.
+# An inference tensor could not be written to later, outside inference mode.
 @torch.inference_mode(False)
-def _pinned_like(held: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Pinned memory with the shape and dtype of ``tensor``; ``held`` itself if it fits."""
-    if held.shape == tensor.shape and held.dtype == tensor.dtype and held.is_pinned():
-        return held
+def _pinned_like(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Pinned memory with the shape and dtype of ``tensor``; ``memory`` itself if it fits."""
+    if memory.shape == tensor.shape and memory.dtype == tensor.dtype and memory.is_pinned():
+        return memory
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

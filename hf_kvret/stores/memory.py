@@ -1,4 +1,4 @@
-"""Memory that pages of rows are made of: the device's, pinned host memory, or some of each."""
+"""Memory for pages of rows: on the device, pinned on the host, or split between them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class PageMemory(ABC):
 
     @abstractmethod
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
-        """An uninitialized tensor of ``shape``: pages that all lie in one place.
+        """An uninitialized tensor of ``shape``, in a single memory.
 
-        Where the place has no room for all of them there may be fewer, a multiple of ``least``;
-        what is missing is asked for anew, and lies elsewhere.
+        If that memory is short, it may have fewer pages (dim 0), a multiple of ``least``; callers
+        allocate the rest with another call, in another memory.
         """
 
     @abstractmethod
     def on_host(self, chunk: torch.Tensor) -> bool:
-        """Whether ``chunk``, allocated here and still held, is counted as host memory."""
+        """Whether ``chunk``, allocated here and still alive, counts as host memory."""
 
     @property
     def over_bus(self) -> bool:
@@ -51,11 +51,11 @@ class PageMemory(ABC):
         """Make the device's current stream wait for all writes."""
 
     def synchronize(self) -> None:  # noqa: B027 - nothing to wait for is the common case
-        """Have the host wait for all writes; ``wait`` has nothing to wait for after it."""
+        """Make the host wait for all writes; a ``wait`` after it is a no-op."""
 
 
 class DeviceMemory(PageMemory):
-    """Rows beside the queries."""
+    """Rows on the device of the queries."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -70,21 +70,21 @@ class DeviceMemory(PageMemory):
 class HostMemory(PageMemory):
     """Rows in host memory, pinned where there is a GPU that reads them over the bus.
 
-    Chunks of 4 MiB and more begin at a huge page, and Linux is asked for huge pages: rows at
-    random places are then read without a walk through the page tables for each. They take exactly
-    their size. Chunks are registered with CUDA at that size, too (torch's pinned allocator rounds
-    up to a power of two). Writes run on a side stream; ``wait`` orders the reader behind them.
+    Chunks of 4 MiB and more are aligned to huge pages, which Linux is asked to use, so that random
+    reads need fewer page table walks. Chunks are registered with CUDA at their exact size (torch's
+    pinned allocator rounds up to a power of two). Writes run on a side stream; ``wait`` orders the
+    reader behind them.
 
     Args:
         device: where rows come from.
-        reader: what reads them, and where page tables lie; None: the same device. The CPU waits in
-            ``wait`` itself.
+        reader: the device that reads them and has the page tables; None: the same device. For the
+            CPU, ``wait`` blocks.
     """
 
     def __init__(self, device: torch.device, reader: torch.device | None = None) -> None:
         super().__init__(reader or device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._written: torch.cuda.Event | None = None
+        self._last_write: torch.cuda.Event | None = None
 
     @property
     def over_bus(self) -> bool:
@@ -105,38 +105,38 @@ class HostMemory(PageMemory):
         if self._stream is None:
             target.copy_(rows)
             return
-        packed = rows.contiguous()
+        source = rows.contiguous()
         self._stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(self._stream):
-            _copy_runs(target, packed)
-        packed.record_stream(self._stream)
-        self._written = self._stream.record_event()
-        copies_from(rows.device).add(self._written, packed.nbytes)
+            _copy_runs(target, source)
+        source.record_stream(self._stream)
+        self._last_write = self._stream.record_event()
+        copies_from(rows.device).add(self._last_write, source.nbytes)
 
     def wait(self) -> None:
-        if self._written is None:
+        if self._last_write is None:
             return
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).wait_event(self._written)
+            torch.cuda.current_stream(self.device).wait_event(self._last_write)
         else:
-            self._written.synchronize()
+            self._last_write.synchronize()
 
     def synchronize(self) -> None:
-        if self._written is not None:
-            self._written.synchronize()
-            # A graph that is being captured can't wait for an event from outside of it.
-            self._written = None
+        if self._last_write is not None:
+            self._last_write.synchronize()
+            # During capture a stream can't wait for an event from outside of the graph.
+            self._last_write = None
 
 
 class SplitMemory(PageMemory):
-    """The device's memory as long as a budget lasts, and pinned host memory for what comes then.
+    """Device memory up to a budget, then pinned host memory.
 
-    Pages stay where they were put. So the first pages of a prompt are on the device, and newer
-    ones on the host once the budget is used. Stores that share the memory, as forks do, share the
-    budget; a chunk that no store holds any longer gives its bytes back.
+    Pages never move. So the first pages of a prompt are on the device, and newer ones on the host
+    once the budget is used. Stores that share the memory, such as forks, share the budget; freed
+    chunks give their bytes back.
 
     Args:
-        device: where rows come from, and what reads them.
+        device: where rows come from and where they are read.
         budget: bytes of device memory, spare capacity included.
     """
 
@@ -144,8 +144,8 @@ class SplitMemory(PageMemory):
         super().__init__(device)
         self.budget = budget
         self._near, self._far = DeviceMemory(device), HostMemory(device)
-        # Bytes of the device's chunks that are held, by address.
-        self._held: dict[int, int] = {}
+        # Bytes of live chunks on the device, by address.
+        self._chunk_bytes: dict[int, int] = {}
 
     @property
     def over_bus(self) -> bool:
@@ -153,20 +153,20 @@ class SplitMemory(PageMemory):
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         page_bytes = math.prod(shape[1:]) * dtype.itemsize
-        left = self.budget - sum(list(self._held.values()))
-        fitting = left // (page_bytes * least) * least
-        if fitting < least:
+        room = self.budget - sum(list(self._chunk_bytes.values()))
+        pages = room // (page_bytes * least) * least
+        if pages < least:
             return self._far.allocate(shape, dtype)
-        chunk = self._near.allocate((min(fitting, shape[0]), *shape[1:]), dtype)
-        self._held[chunk.data_ptr()] = chunk.nbytes
-        weakref.finalize(chunk, self._held.pop, chunk.data_ptr()).atexit = False
+        chunk = self._near.allocate((min(pages, shape[0]), *shape[1:]), dtype)
+        self._chunk_bytes[chunk.data_ptr()] = chunk.nbytes
+        weakref.finalize(chunk, self._chunk_bytes.pop, chunk.data_ptr()).atexit = False
         return chunk
 
     def on_host(self, chunk: torch.Tensor) -> bool:
-        return chunk.data_ptr() not in self._held
+        return chunk.data_ptr() not in self._chunk_bytes
 
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
-        # Without a GPU both are host memory, and both write alike.
+        # Without a GPU both are host memory and write the same way.
         place = self._far if target.device.type == "cpu" else self._near
         place.write(target, rows)
 
@@ -177,25 +177,25 @@ class SplitMemory(PageMemory):
         self._far.synchronize()
 
 
-def _copy_runs(target: torch.Tensor, packed: torch.Tensor) -> None:
-    """Asynchronous copies, one per contiguous run of ``target``: a strided one would block."""
+def _copy_runs(target: torch.Tensor, rows: torch.Tensor) -> None:
+    """Asynchronous copies, one per contiguous run of ``target``: a strided copy would block."""
     if target.is_contiguous():
-        target.copy_(packed, non_blocking=True)
+        target.copy_(rows, non_blocking=True)
         return
-    for part, source in zip(target, packed, strict=True):
+    for part, source in zip(target, rows, strict=True):
         _copy_runs(part, source)
 
 
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Stream) -> torch.Tensor:
-    """Pinned memory of exactly ``shape``, in memory pages of its own, as long as it lives.
+    """Pinned memory of exactly ``shape``, in its own memory pages; unpinned with the tensor.
 
-    Its owners must hold the tensor itself, not views of it.
+    Callers must keep the tensor itself, not just a view of it.
     """
     runtime = torch.cuda.cudart()
     size = math.prod(shape) * dtype.itemsize
-    locked = -(-size // _MEMORY_PAGE) * _MEMORY_PAGE
-    raw = _mapped(locked)
-    status = runtime.cudaHostRegister(raw.data_ptr(), locked, 0)
+    pinned_bytes = -(-size // _MEMORY_PAGE) * _MEMORY_PAGE
+    raw = _mapped(pinned_bytes)
+    status = runtime.cudaHostRegister(raw.data_ptr(), pinned_bytes, 0)
     if int(status) != 0:
         raise MemoryError(
             f"cudaHostRegister could not pin {size / 2**30:.1f} GiB of host memory (error "
@@ -207,9 +207,9 @@ def _pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Strea
 
 
 def _mapped(size: int) -> torch.Tensor:
-    """``[size]`` uint8 of the CPU in memory pages of its own; unmapped with its last view.
+    """``[size]`` uint8 on the CPU in its own memory pages; unmapped with its last view.
 
-    At its first use the system fills a page with zeros. MemoryError where it refuses.
+    The system zeroes each page at its first use. MemoryError if it refuses the mapping.
     """
     huge = size >= _LEAST_HUGE
     length = size + _HUGE_PAGE if huge else size
@@ -225,8 +225,8 @@ def _mapped(size: int) -> torch.Tensor:
         return raw
     start = -raw.data_ptr() % _HUGE_PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Whole huge pages only: the rest would take one that it does not fill.
-        with contextlib.suppress(OSError):  # a kernel without them; the memory is good all the same
+        # Whole huge pages only: the remainder would take one that it does not fill.
+        with contextlib.suppress(OSError):  # a kernel without them; the memory works all the same
             mapping.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE_PAGE * _HUGE_PAGE)
     return raw[start : start + size]
 

@@ -26,9 +26,9 @@ from hf_kvret_kernels.paged import PagedRows
 class PagedStore(Store):
     """Full-precision rows in the pages of a ``PageMemory``.
 
-    Pages are written once and never freed before the store is: a row or fork that may share the
-    last, partial page takes a copy of it before writing on. So none of the operations of a state
-    follows from its tensors.
+    Pages are written once and freed with the store only. A batch row or fork that may share the
+    last, partial page copies it before writing. So the operations of ``State`` can't be derived
+    from its fields.
     """
 
     capture_obstacle = None
@@ -43,7 +43,7 @@ class PagedStore(Store):
         self._chunks: list[torch.Tensor] = []
         self._free_pages = 0
         self._own_pages = 0
-        self._expected = 0
+        self._expected_len = 0
         self._table: torch.Tensor | None = None
         self._tail: torch.Tensor | None = None
         self._key_dim = 0
@@ -63,7 +63,7 @@ class PagedStore(Store):
         return far[self._table[:, : self._page_count].cpu().long()].mean().item()
 
     def expect(self, tokens: int) -> None:
-        self._expected = tokens
+        self._expected_len = tokens
 
     def append(self, block: TokenBlock) -> None:
         if block.start != self.length:
@@ -74,13 +74,13 @@ class PagedStore(Store):
         self._key_dim = block.keys.shape[-1]
         offset = self.length % self.page_len
         if offset and self._tail is not None:
-            taken = min(self.page_len - offset, rows.shape[2])
-            self.memory.write(self._tail[:, :, offset : offset + taken], rows[:, :, :taken])
-            rows = rows[:, :, taken:]
+            count = min(self.page_len - offset, rows.shape[2])
+            self.memory.write(self._tail[:, :, offset : offset + count], rows[:, :, :count])
+            rows = rows[:, :, count:]
         elif offset:
             column = self.length // self.page_len
-            held = self._dense(column, column + 1)[:, :, :offset]
-            rows = torch.cat([held.to(rows.device), rows], dim=2)
+            partial = self._dense(column, column + 1)[:, :, :offset]
+            rows = torch.cat([partial.to(rows.device), rows], dim=2)
         if rows.shape[2]:
             self._add_pages(rows, column=-(-(block.end - rows.shape[2]) // self.page_len))
         self.length = block.end
@@ -117,46 +117,46 @@ class PagedStore(Store):
         stop: int | None = None,
         device: torch.device | None = None,
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """As every store's; over a bus, the next piece is read while this one is used.
+        """As for every store; over a bus, the next piece is read while this one is in use.
 
-        ``device`` is where pieces are wanted, None for where the page table lies.
+        ``device``: where pieces go; None for the page table's device.
         """
         end = self.length if stop is None else min(stop, self.length)
         if not end:
             return iter(())
         step, count = max(1, piece_len // self.page_len), -(-end // self.page_len)
         spans = [(first, min(first + step, count)) for first in range(0, count, step)]
-        rows, stream, programs = self._placed_rows(), None, None
-        if device is not None and device != rows.table.device:
-            rows = PagedRows(rows.chunks, rows.table.to(device), rows.key_dim)
-        if self.memory.over_bus and rows.table.is_cuda:
-            stream, programs = reading_stream(rows.table.device), BUS_PROGRAMS
-            # Both are made before reading begins on that stream, and outlive it.
-            for needed in (rows.table, rows.addresses()):
-                needed.record_stream(stream)
+        paged, stream, programs = self._placed_rows(), None, None
+        if device is not None and device != paged.table.device:
+            paged = PagedRows(paged.chunks, paged.table.to(device), paged.key_dim)
+        if self.memory.over_bus and paged.table.is_cuda:
+            stream, programs = reading_stream(paged.table.device), BUS_PROGRAMS
+            # Allocated on the current stream, but read on the reading stream.
+            for table in (paged.table, paged.addresses()):
+                table.record_stream(stream)
 
         def read(first: int, last: int) -> torch.Tensor:
             self.memory.wait()
-            return copy_pages(rows, first, last, programs=programs)
+            return copy_pages(paged, first, last, programs=programs)
 
         return self._split(read_ahead(read, spans, stream), end)
 
     def _split(
         self, pieces: Iterator[tuple[int, torch.Tensor]], end: int
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Pieces of whole pages, from a table column each, as ``chunks`` gives them to ``end``."""
-        for first, rows in pieces:
+        """``(start slot, keys, values)`` up to ``end``, of pieces ``(table column, rows)``."""
+        for first, piece in pieces:
             start = first * self.page_len
-            rows = rows[:, :, : end - start]
-            yield start, rows[..., : self._key_dim], rows[..., self._key_dim :]
-            # Not held while the next one is made.
-            del rows
+            piece = piece[:, :, : end - start]
+            yield start, piece[..., : self._key_dim], piece[..., self._key_dim :]
+            # Freed before the next one is made.
+            del piece
 
     def reorder(self, rows: torch.Tensor) -> None:
         if self._table is not None:
             self._table = self._table.index_select(0, rows.to(self._table.device))
-            # What was expected was expected of other rows.
-            self._tail, self._expected = None, 0
+            # The expected length was for other batch rows.
+            self._tail, self._expected_len = None, 0
             self._forget_rows()
 
     def crop(self, length: int) -> None:
@@ -170,7 +170,7 @@ class PagedStore(Store):
         return twin
 
     def nbytes(self) -> int:
-        """Bytes of pages and table. Pages that are shared with a fork count in both."""
+        """Bytes of pages and table. Pages shared with a fork count in both."""
         table = 0 if self._table is None else self._table.nbytes
         return sum(chunk.nbytes for chunk in self._chunks) + table
 
@@ -180,7 +180,7 @@ class PagedStore(Store):
     def before_capture(self) -> None:
         self.memory.synchronize()
         if self._table is not None and self._table.is_cuda:
-            # Made within a captured step, they would be there only after its first replay.
+            # Made now: made within a captured step, they would exist only after its first replay.
             self.paged_rows().addresses()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -195,7 +195,7 @@ class PagedStore(Store):
         return -(-self.length // self.page_len)
 
     def paged_rows(self) -> PagedRows:
-        """The rows as kernels read them, once what was written before has arrived.
+        """The rows as kernels read them, after waiting for earlier writes.
 
         Valid until the next change of the store. RuntimeError for an empty one.
         """
@@ -203,7 +203,7 @@ class PagedStore(Store):
         return self._placed_rows()
 
     def _placed_rows(self) -> PagedRows:
-        """``paged_rows``, which may not all have arrived."""
+        """``paged_rows`` without waiting for earlier writes."""
         if self._table is None:
             raise RuntimeError("the store is empty: append first")
         if self._rows is None:
@@ -221,7 +221,7 @@ class PagedStore(Store):
         if self.memory.device.type == "cuda" and self.memory.over_bus:
             torch.cuda.current_stream(self.memory.device).synchronize()
         table = self._table[:, first:last]
-        # Each chunk is read where it lies.
+        # Chunks may be on different devices.
         pages = select(self._chunks, table.reshape(-1).long(), device or self.memory.device)
         pages = pages.view(*table.shape, *pages.shape[1:]).transpose(1, 2)
         return pages.flatten(2, 3)
@@ -232,17 +232,17 @@ class PagedStore(Store):
         self._forget_rows()
         table = [] if self._table is None else [self._table[:, :column]]
         while rows.shape[2]:
-            wanted = -(-rows.shape[2] // self.page_len)
+            page_count = -(-rows.shape[2] // self.page_len)
             first, pages = self._allocate(
-                batch, batch * wanted, (heads, self.page_len, width), rows.dtype
+                batch, batch * page_count, (heads, self.page_len, width), rows.dtype
             )
             columns = len(pages) // batch
             now, rows = rows.tensor_split([columns * self.page_len], dim=2)
-            padded = torch.nn.functional.pad(now, (0, 0, 0, columns * self.page_len - now.shape[2]))
-            paged = padded.view(batch, heads, columns, self.page_len, width).transpose(1, 2)
-            self.memory.write(pages, paged.reshape(pages.shape))
+            whole = torch.nn.functional.pad(now, (0, 0, 0, columns * self.page_len - now.shape[2]))
+            by_page = whole.view(batch, heads, columns, self.page_len, width).transpose(1, 2)
+            self.memory.write(pages, by_page.reshape(pages.shape))
             self._tail = pages.view(batch, columns, *pages.shape[1:])[:, -1]
-            # Made there: a copy from the host would wait for the device.
+            # Made on the device: a copy from the host would wait for it.
             numbers = torch.arange(
                 first, first + len(pages), dtype=torch.int32, device=self.memory.device
             )
@@ -250,7 +250,7 @@ class PagedStore(Store):
         self._table = torch.cat(table, dim=1)
 
     def _forget_rows(self) -> None:
-        """The table is about to change; the pages stay where they are."""
+        """Drop the cached ``PagedRows`` before the table changes; page addresses stay valid."""
         if self._rows is not None and self._rows.page_address is not None:
             self._addresses = self._rows.page_address
         self._rows = None
@@ -260,19 +260,18 @@ class PagedStore(Store):
     ) -> tuple[int, torch.Tensor]:
         """Number of the first of ``pages`` consecutive new pages, and the view of them.
 
-        They may be fewer where the memory has no room for all in one place: a multiple of
-        ``least``. The first chunk has exactly the size of the prompt, or of what was expected;
-        later ones at least an eighth of all that this store made, so that there are few. A fork
-        starts from nothing.
+        There may be fewer, a multiple of ``least``, if the memory has no room for all in one place.
+        The first chunk has exactly the size of the prompt, or the expected size; later ones have
+        at least an eighth of the pages made so far, so that there are few. A fork starts from 0.
         """
         if pages > self._free_pages:
-            wanted = least * -(-self._expected // self.page_len)
-            missing = wanted - self._own_pages
-            size = max(pages, missing if missing > 0 else self._own_pages // 8)
+            expected_pages = least * -(-self._expected_len // self.page_len)
+            shortfall = expected_pages - self._own_pages
+            size = max(pages, shortfall if shortfall > 0 else self._own_pages // 8)
             chunk = self.memory.allocate((size, *shape), dtype, least)
             self._own_pages += len(chunk)
-            if self._own_pages >= wanted:
-                self._expected = 0
+            if self._own_pages >= expected_pages:
+                self._expected_len = 0
             self._chunks = [*self._chunks, chunk]
             self._addresses = None
             self._free_pages = len(chunk)

@@ -22,8 +22,8 @@ class QuantizedStore(WrappedStore):
 
     Keys and values of each KV head are coded by themselves, so that single rows can be read:
     ``bits / 8 + 2 / group`` bytes a number, with the largest power of two that divides the head's
-    dims as group. What was coded stays as it is while it is held; keys and values that come back
-    from here have lost what the codec loses, and lose again, far less, if they are appended anew.
+    dims as group. Codes are never recoded. Keys and values read back have the codec's error; if
+    they are appended again, they lose a little more, far less than the first time.
 
     Args:
         memory: where the bytes lie.
@@ -71,7 +71,7 @@ class QuantizedStore(WrappedStore):
         return lambda: result
 
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As every store's, in the dtype of the model."""
+        """As for every store, in the dtype of the model."""
         # Rows of holes are zero bytes, which decode to zeros.
         return self._decoded(*self.rows.gather(ids))
 
@@ -92,34 +92,34 @@ class QuantizedStore(WrappedStore):
 
     def state_dict(self) -> Tensors:
         """``codes`` and ``scales [B, Hkv, n, bytes]`` uint8, and an empty row of each half."""
-        held = self.rows.state_dict()
-        if not held:
+        rows = self.rows.state_dict()
+        if not rows:
             return {}
         key_like, value_like = (torch.empty(0, dim, dtype=self._dtype) for dim in self._dims)
         return {
-            "codes": held["keys"],
-            "scales": held["values"],
+            "codes": rows["keys"],
+            "scales": rows["values"],
             "bits": torch.tensor(self._bits),
             "key_like": key_like,
             "value_like": value_like,
         }
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
-        """Fill an empty store with what a store gave, coded or not."""
+        """Fill an empty store with a saved one, coded or not."""
         if "codes" not in state:
             super().load_state_dict(state, device)
             return
         bits = int(state["bits"])
         if bits != self._bits:
             raise ValueError(
-                f"the cache was saved with rows of {bits} bits, and bits={self._bits} is asked "
-                "for: coded rows stay as they are, leave bits out"
+                f"the cache was saved with rows of {bits} bits, not bits={self._bits}: coded rows "
+                "can't be changed, leave bits out"
             )
         self._made_for(state["key_like"].to(device), state["value_like"].to(device))
         self._append(state["codes"].to(device), state["scales"].to(device), 0)
 
     def _append(self, codes: torch.Tensor, scales: torch.Tensor, start: int) -> None:
-        """Codes take the place of keys, scales that of values."""
+        """Append rows with codes as their keys and scales as their values."""
         self.rows.append(TokenBlock(codes, scales, start))
 
     def _made_for(self, keys: torch.Tensor, values: torch.Tensor) -> higgs.HiggsCodec:

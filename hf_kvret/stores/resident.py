@@ -1,4 +1,4 @@
-"""ResidentStore: rows in host memory, and slots on the device for those in use."""
+"""ResidentStore: rows in host memory, with a cache of slots on the device."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from hf_kvret_kernels.paged import PagedRows
 class ResidentStore(WrappedStore):
     """A hit/miss buffer in front of a host store (LRQK, sections 4.1 and 4.3).
 
-    Each KV head has slots on the device. A selected row that lies in a slot is read there; the
-    others are fetched over the bus, into the slots of rows that were not used for longest. With
-    more slots than a query selects, rows stay for a while after their last use. The host holds
-    every row, so nothing is written back, and the host's thread never waits.
+    Each KV head has slots on the device. Selected rows that are in a slot are read there; the
+    others are fetched over the bus, into the least recently used slots. With more slots than a
+    query selects, rows stay for a while after their last use. The host has every row, so nothing
+    is written back, and the host thread never waits.
 
     Query heads of a group that select for themselves pool their slots. Many queries at once are
     served in groups whose selections fit into the slots.
@@ -36,9 +36,9 @@ class ResidentStore(WrappedStore):
             selects (float).
     """
 
-    # Empty in a store that was loaded.
+    # None in a store that was just loaded.
     _buffer: SlotBuffer | None = part(saved=False, optional=True)
-    # Whether the buffer served the rows held, as they are now.
+    # Whether the buffer has served a step since the rows last changed.
     _served: bool = number(False, saved=False, anew=True)
 
     def __init__(self, device: torch.device, slots: int | float = 1.0) -> None:
@@ -62,9 +62,9 @@ class ResidentStore(WrappedStore):
         at_once = buffer.slots // (share * count)
         results = [
             gather_attention(
-                some, buffer.rows, buffer.bring(rows, wanted), scale=scale, softcap=softcap
+                part_query, buffer.rows, buffer.bring(rows, part_ids), scale=scale, softcap=softcap
             )
-            for some, wanted in zip(
+            for part_query, part_ids in zip(
                 query.split(at_once, dim=2), ids.split(at_once, dim=2), strict=True
             )
         ]
@@ -80,11 +80,11 @@ class ResidentStore(WrappedStore):
         scale: float,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """As every store's; reads the host's rows and counts as no request."""
+        """As for every store; reads the host's rows and is not counted as requests."""
         return self.rows.scores(query, ids, scale, softcap)
 
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As every store's; rows that lie in slots are read there."""
+        """As for every store; rows that are in slots are read there."""
         if self._buffer is None:
             return self.rows.gather(ids)
         self._cover(self._buffer)
@@ -121,8 +121,8 @@ class ResidentStore(WrappedStore):
     def capture_obstacle(self) -> str | None:
         """The slots must have served a step since rows came, went or were reordered.
 
-        Such a step makes room in the slots and in the table that leads to them. A captured one
-        would make its own room at every replay, and lose what it noted there.
+        The first such step may enlarge the slots and their table. Captured, it would do so at every
+        replay, and lose the contents.
         """
         if self._served:
             return None

@@ -1,4 +1,4 @@
-"""SlotBuffer: rows on the device for those tokens that are in use, and which token lies where."""
+"""SlotBuffer: a cache of rows on the device, and the map from tokens to its slots."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class SlotBuffer(State):
     """S slots for each KV head of each batch row; a slot holds a key and its value.
 
     Attributes:
-        held: ``[B, Hkv, S, Dk + Dv]``, the rows.
+        memory: ``[B, Hkv, S, Dk + Dv]``, the rows.
         key_dim: Dk.
         requests, misses: 0-dim int64 on the device, rows asked for and rows fetched.
     """
 
-    held: torch.Tensor = tensor(saved=False)
+    memory: torch.Tensor = tensor(saved=False)
     # Of the slot map: which token lies in which slot.
     _table: torch.Tensor = tensor(saved=False)
     _token: torch.Tensor = tensor(saved=False)
@@ -32,18 +32,18 @@ class SlotBuffer(State):
     requests: torch.Tensor = tensor(saved=False, batched=False)
     misses: torch.Tensor = tensor(saved=False, batched=False)
 
-    def __init__(self, held: torch.Tensor, slot_map: SlotMap, key_dim: int) -> None:
-        self.held, self.key_dim = held, key_dim
+    def __init__(self, memory: torch.Tensor, slot_map: SlotMap, key_dim: int) -> None:
+        self.memory, self.key_dim = memory, key_dim
         self._table, self._token = slot_map.table, slot_map.token
         self._stamp, self._clock = slot_map.stamp, slot_map.clock
         self.requests, self.misses = (
-            torch.zeros((), dtype=torch.long, device=held.device) for _ in range(2)
+            torch.zeros((), dtype=torch.long, device=memory.device) for _ in range(2)
         )
         self._rows: PagedRows | None = None
 
     @classmethod
     def empty(cls, rows: PagedRows, slots: int) -> Self:
-        """A buffer of ``slots`` for what is fetched from ``rows``."""
+        """An empty buffer of ``slots`` for rows fetched from ``rows``."""
         lead, device = (rows.table.shape[0], rows.heads), rows.table.device
 
         def numbers(*shape: int) -> torch.Tensor:
@@ -51,8 +51,8 @@ class SlotBuffer(State):
 
         clock = torch.zeros(1, dtype=torch.int32, device=device)
         slot_map = SlotMap(numbers(*lead, 0), numbers(*lead, slots), numbers(*lead, slots), clock)
-        held = torch.empty(*lead, slots, rows.width, dtype=rows.dtype, device=device)
-        return cls(held, slot_map, rows.key_dim)
+        memory = torch.empty(*lead, slots, rows.width, dtype=rows.dtype, device=device)
+        return cls(memory, slot_map, rows.key_dim)
 
     @property
     def slot_map(self) -> SlotMap:
@@ -62,51 +62,51 @@ class SlotBuffer(State):
     @property
     def slots(self) -> int:
         """S."""
-        return self.held.shape[2]
+        return self.memory.shape[2]
 
     @property
     def row_bytes(self) -> int:
         """Of a key and its value."""
-        return self.held.shape[3] * self.held.element_size()
+        return self.memory.shape[3] * self.memory.element_size()
 
     @property
     def rows(self) -> PagedRows:
         """The slots as rows: one page for each batch row, in which a slot is a token."""
-        if self._rows is None or self._rows.chunks[0] is not self.held:
-            pages = torch.arange(len(self.held), dtype=torch.int32, device=self.held.device)
-            self._rows = PagedRows([self.held], pages[:, None], self.key_dim)
+        if self._rows is None or self._rows.chunks[0] is not self.memory:
+            pages = torch.arange(len(self.memory), dtype=torch.int32, device=self.memory.device)
+            self._rows = PagedRows([self.memory], pages[:, None], self.key_dim)
         return self._rows
 
     def bring(self, rows: PagedRows, ids: torch.Tensor) -> torch.Tensor:
-        """Fetch what is missing of ``ids [B, H, Q, k]`` from ``rows``; returns everyone's slots.
+        """Fetch the rows of ``ids [B, H, Q, k]`` that are missing; returns the slots of all ids.
 
-        H is Hkv or a multiple. The slots, in the shape of ids, hold until the next call.
+        H is Hkv or a multiple. The slots, in the shape of ids, are valid until the next call.
         """
-        wanted = ids.reshape(*self.held.shape[:2], -1)
-        places, fetched = assign(self.slot_map, wanted)
-        fetch(rows, wanted, fetched, self.held)
-        self.requests += (wanted >= 0).sum()
-        self.misses += (fetched >= 0).sum()
+        tokens = ids.reshape(*self.memory.shape[:2], -1)
+        places, fetch_slots = assign(self.slot_map, tokens)
+        fetch(rows, tokens, fetch_slots, self.memory)
+        self.requests += (tokens >= 0).sum()
+        self.misses += (fetch_slots >= 0).sum()
         return places.view(ids.shape)
 
     def find(self, ids: torch.Tensor) -> torch.Tensor:
-        """The slots of ``ids [B, H, Q, k]``, -1 for tokens that are not here."""
-        wanted = ids.reshape(*self.held.shape[:2], -1)
-        places = self._table.gather(2, wanted.clamp(min=0).long())
-        return places.masked_fill(wanted < 0, _EMPTY).view(ids.shape)
+        """The slots of ``ids [B, H, Q, k]``, -1 for tokens without one."""
+        tokens = ids.reshape(*self.memory.shape[:2], -1)
+        places = self._table.gather(2, tokens.clamp(min=0).long())
+        return places.masked_fill(tokens < 0, _EMPTY).view(ids.shape)
 
     def cover(self, tokens: int) -> None:
-        """Let the table reach over ``tokens``."""
+        """Grow the table to at least ``tokens``."""
         table = self._table
-        missing = tokens - table.shape[2]
-        if missing > 0:
-            step = max(missing, _TABLE_STEP, tokens // 16)
+        shortfall = tokens - table.shape[2]
+        if shortfall > 0:
+            step = max(shortfall, _TABLE_STEP, tokens // 16)
             self._table = torch.nn.functional.pad(table, (0, step), value=_EMPTY)
 
     def widen(self, slots: int) -> None:
-        """Make it ``slots`` slots, at least as many as there are."""
+        """Grow to ``slots`` slots; never fewer than now."""
         more = slots - self.slots
-        self.held = torch.nn.functional.pad(self.held, (0, 0, 0, more))
+        self.memory = torch.nn.functional.pad(self.memory, (0, 0, 0, more))
         self._token, self._stamp = (
             torch.nn.functional.pad(old, (0, more), value=_EMPTY)
             for old in (self._token, self._stamp)
@@ -114,9 +114,9 @@ class SlotBuffer(State):
 
     def crop(self, length: int) -> None:
         """Free the slots of tokens from ``length`` on."""
-        gone = self._token >= length
-        self._token.masked_fill_(gone, _EMPTY)
-        self._stamp.masked_fill_(gone, _EMPTY)
+        mask = self._token >= length
+        self._token.masked_fill_(mask, _EMPTY)
+        self._stamp.masked_fill_(mask, _EMPTY)
         self._table[:, :, length:] = _EMPTY
 
     def fork(self) -> Self:

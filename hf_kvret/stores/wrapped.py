@@ -13,7 +13,7 @@ from hf_kvret.stores.paged import PagedStore
 
 
 class WrappedStore(Store):
-    """Does everything as the paged store inside it, but for what a subclass does its own way."""
+    """Delegates to the paged store inside it; subclasses override parts."""
 
     rows: PagedStore = part(key="")
 

@@ -24,9 +24,9 @@ def sums_before(sums_ptr, block, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def fill_empty(ids_ptr, taken, count, block, blocks, BLOCK: tl.constexpr):
-    """-1 into slots ``taken .. count`` of a row of int32; each of its blocks writes a part."""
+def fill_empty(ids_ptr, first_empty, count, block, blocks, BLOCK: tl.constexpr):
+    """Write -1 to places ``first_empty .. count`` of a row of int32; each block writes a part."""
     nothing = tl.full((BLOCK,), -1, tl.int32)
-    for start in range(taken + block * BLOCK, count, blocks * BLOCK):
+    for start in range(first_empty + block * BLOCK, count, blocks * BLOCK):
         slots = start + tl.arange(0, BLOCK)
         tl.store(ids_ptr + slots, nothing, mask=slots < count)

@@ -49,10 +49,10 @@ def row_pointers(
         page_address: byte addresses, int64, of all pages ``[Hkv, PAGE_LEN, WIDTH]`` of DTYPE.
         ALIGN: see ``PagedRows.alignment_bytes``.
     """
-    wanted = ids >= 0
+    row_mask = ids >= 0
     columns = (ids // PAGE_LEN).to(tl.int64)
-    page = tl.load(table_row + columns * stride_table, mask=wanted, other=0)
-    address = tl.load(page_address + page, mask=wanted, other=0)
+    page = tl.load(table_row + columns * stride_table, mask=row_mask, other=0)
+    address = tl.load(page_address + page, mask=row_mask, other=0)
     slot = kv_head * PAGE_LEN + ids % PAGE_LEN
     rows = address.to(tl.pointer_type(DTYPE)) + slot.to(tl.int64) * WIDTH
     return tl.multiple_of(rows[:, None], (ALIGN, ALIGN))

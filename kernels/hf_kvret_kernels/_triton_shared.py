@@ -110,8 +110,8 @@ def finish_softmax(acc, peak, total):  # type: ignore[no-untyped-def]
 @triton.jit
 def softmax_lse(peak, total):  # type: ignore[no-untyped-def]
     """The natural log-sum-exp from the running softmax; -inf where nothing was seen."""
-    seen = total > 0.0
-    return tl.where(seen, (peak + tl.log2(tl.where(seen, total, 1.0))) * LN_2, float("-inf"))
+    nonzero = total > 0.0
+    return tl.where(nonzero, (peak + tl.log2(tl.where(nonzero, total, 1.0))) * LN_2, float("-inf"))
 
 
 @triton.jit

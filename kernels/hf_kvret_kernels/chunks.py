@@ -24,11 +24,11 @@ def select(
     if len(chunks) == 1:
         return chunks[0].index_select(0, index.to(chunks[0].device)).to(device)
     shape = (len(index), *chunks[0].shape[1:])
-    selected = torch.empty(shape, dtype=chunks[0].dtype, device=device)
+    result = torch.empty(shape, dtype=chunks[0].dtype, device=device)
     first = 0
     for chunk in chunks:
         inside = ((index >= first) & (index < first + len(chunk))).nonzero()[:, 0]
         part = chunk.index_select(0, (index[inside] - first).to(chunk.device))
-        selected.index_copy_(0, inside.to(device), part.to(device))
+        result.index_copy_(0, inside.to(device), part.to(device))
         first += len(chunk)
-    return selected
+    return result

@@ -178,8 +178,8 @@ def thread_count(threads: int | None) -> int:
     if threads is not None:
         return threads
     # Not every system can tell which processors a process may use.
-    allowed = getattr(os, "sched_getaffinity", None)
-    processors = len(allowed(0)) if allowed else os.cpu_count() or 1
+    affinity = getattr(os, "sched_getaffinity", None)
+    processors = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min(torch.get_num_threads(), processors)
 
 
@@ -196,7 +196,7 @@ def call(function: str, threads: int, *arguments: bytes | None) -> int:
             f"no room for the work space of {threads} threads: free memory, or use fewer threads"
         )
     if status not in (0, BAD_ID):
-        raise RuntimeError(_refused(function, status))
+        raise RuntimeError(_refusal(function, status))
     return int(status)
 
 
@@ -211,11 +211,11 @@ def exponentials(numbers: torch.Tensor, path: str) -> torch.Tensor:
     out = torch.empty_like(numbers)
     status = load().hfk_exp(PATHS[path], numbers.data_ptr(), out.data_ptr(), len(numbers))
     if status != 0:
-        raise RuntimeError(_refused("hfk_exp", status))
+        raise RuntimeError(_refusal("hfk_exp", status))
     return out
 
 
-def _refused(function: str, status: int) -> str:
+def _refusal(function: str, status: int) -> str:
     """What a status means that arguments checked here can't cause."""
     return (
         f"{function} returned {status}: the library does not fit this package; unset "
@@ -248,13 +248,13 @@ def _open(override: str | None) -> ctypes.CDLL | str:
         file = Path(override)
         remedy = f"correct or unset {PATH_VARIABLE}"
     else:
-        found = next((path for path in _places() if path.is_file()), None)
-        if found is None:
+        library_path = next((path for path in _places() if path.is_file()), None)
+        if library_path is None:
             return (
                 "the CPU kernels are not compiled: hf_kvret was installed without a C++ compiler. "
                 "Install one (GCC or Clang) and install hf_kvret again; backend='naive' uses torch"
             )
-        file, remedy = found, "install hf_kvret again, with a C++ compiler"
+        file, remedy = library_path, "install hf_kvret again, with a C++ compiler"
     try:
         library = ctypes.CDLL(str(file))
         version = library.hfk_version()

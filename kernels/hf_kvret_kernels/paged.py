@@ -186,12 +186,12 @@ class PagedRows:
         kv_heads = torch.arange(heads, device=ids.device) // (heads // self.heads)
         kv_heads = kv_heads.view(1, -1, 1, 1).expand_as(ids)
         slots = ids.clamp_min(0).long()
-        gathered = self.take(rows.flatten(), kv_heads.flatten(), slots.flatten(), hole.flatten())
+        result = self.take(rows.flatten(), kv_heads.flatten(), slots.flatten(), hole.flatten())
         holes = hole.flatten().nonzero()[:, 0]
         if len(holes):
-            gathered.index_fill_(0, holes, 0.0)
-        gathered = gathered.view(*ids.shape, self.width)
-        return gathered[..., : self.key_dim], gathered[..., self.key_dim :]
+            result.index_fill_(0, holes, 0.0)
+        result = result.view(*ids.shape, self.width)
+        return result[..., : self.key_dim], result[..., self.key_dim :]
 
     def take(
         self,

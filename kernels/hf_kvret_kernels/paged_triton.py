@@ -59,11 +59,11 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     rows = row_pointers(
         ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, DK + DV, ALIGN, DTYPE
     )
-    wanted = ids >= 0
+    id_mask = ids >= 0
     key_columns = tl.arange(0, BLOCK_DK)
     value_columns = tl.arange(0, BLOCK_DV)
-    key_mask = wanted[:, None] & (key_columns < DK)[None, :]
-    value_mask = wanted[:, None] & (value_columns < DV)[None, :]
+    key_mask = id_mask[:, None] & (key_columns < DK)[None, :]
+    value_mask = id_mask[:, None] & (value_columns < DV)[None, :]
     key = tl.load(rows + key_columns[None, :], mask=key_mask, other=0.0)
     value = tl.load(rows + DK + value_columns[None, :], mask=value_mask, other=0.0)
     target = (index * count + columns)[:, None]

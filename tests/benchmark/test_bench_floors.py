@@ -195,7 +195,7 @@ def test_sizes_are_read() -> None:
     assert byte_count("0.5 gib") == 2**29
     assert byte_count("123") == 123
     for bad in ("", "GB", "-1GB", "80 TBx", "nan", "inf"):
-        with pytest.raises(argparse.ArgumentTypeError, match="no size"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a memory size"):
             byte_count(bad)
 
 

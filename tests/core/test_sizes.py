@@ -37,19 +37,19 @@ def test_sizes_are_read(size: int | str, count: int) -> None:
     "size", ["", "GB", "-1GB", "0", "0.0GB", "0.4", "80 TBx", "5GBGB", "nan", "inf", "1e999GB"]
 )
 def test_what_is_no_size_is_refused(size: str) -> None:
-    with pytest.raises(ValueError, match="is no size: write 80GB, 75GiB, or bytes"):
+    with pytest.raises(ValueError, match="is not a memory size: write 80GB, 75GiB, or bytes"):
         byte_count(size)
 
 
 @pytest.mark.parametrize("size", [0, -5])
 def test_counts_below_one_are_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"{size} is no size"):
+    with pytest.raises(ValueError, match=f"{size} is not a memory size"):
         byte_count(size)
 
 
 @pytest.mark.parametrize("size", [True, None, 1.5, b"1GB"])
 def test_other_types_are_refused(size: Any) -> None:
-    with pytest.raises(TypeError, match="is no size"):
+    with pytest.raises(TypeError, match="is not a memory size"):
         byte_count(size)
 
 

@@ -133,9 +133,9 @@ def test_tokens_put_back_free_the_sinks_that_came_from_them() -> None:
 
 def test_putting_back_over_recent_tokens_is_refused() -> None:
     window = _window(1, 1, 3)
-    with pytest.raises(RuntimeError, match="3 recent tokens are in the way"):
+    with pytest.raises(RuntimeError, match="the window still holds 3 recent tokens"):
         window.unpop(*_tokens(1, 0, 1), end=1)
-    with pytest.raises(RuntimeError, match="3 recent tokens come before"):
+    with pytest.raises(RuntimeError, match="3 recent tokens precede"):
         window.skip(2)
 
 

@@ -177,8 +177,8 @@ def test_few_lists_at_a_time_are_those_of_all_together(
     valid = ragged(50)
     queries, keys = normal(1, 2, 2, 7, 3, 16), poisoned(normal(2, 2, 2, 50, 16), valid)
     positions = torch.tensor([[3, 49, 20, 30, 11, 5, 44]] * 2) if causal else None
-    sizes = {"_MOST_LISTED": 1, "_LEAST_QUERIES": 9, "_KEYS": 7, "_LEAST_JOINING": 8}
-    for name, size in {**sizes, "_MOST_RANKED": 1}.items():
+    sizes = {"_MOST_IDS": 1, "_LEAST_QUERIES": 9, "_KEYS": 7, "_LEAST_NEW_KEYS": 8}
+    for name, size in {**sizes, "_MOST_ENTRIES": 1}.items():
         monkeypatch.setattr(naive, name, size)
     check(("naive", "cpu"), queries, keys, count, valid, piece=20, positions=positions)
     options = {"valid": valid, "scale": 0.25, "positions": positions, "backend": "naive"}

@@ -32,7 +32,7 @@ OTHER = ScoresChoice(block_k=128, warps=2)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder of choices for this test alone, and none that are shipped."""
     monkeypatch.setenv("HF_KVRET_TUNING", str(tmp_path / "mine"))
-    monkeypatch.setattr(files, "_SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(files, "_PACKAGE_FOLDER", tmp_path / "shipped")
     tuning.reload()
     yield tmp_path
     tuning.reload()
@@ -344,12 +344,12 @@ def test_launches_of_gather_attention_take_their_choice(monkeypatch: pytest.Monk
     tuned = gather_attention(query, rows, ids, **options)
     assert (copy.launches[0]["BLOCK_K"], copy.launches[0]["num_warps"]) == (8, 8)
     taken = attend.launches[0]
-    assert (taken["COPIED"], taken["BLOCK_K"], taken["num_warps"], taken["num_stages"]) == (
+    assert (taken["USE_COPY"], taken["BLOCK_K"], taken["num_warps"], taken["num_stages"]) == (
         True, 16, 8, 2,
     )  # fmt: skip
     # What the caller says stands before what was measured.
     said = gather_attention(query, rows, ids, variant="direct", **options)
-    assert len(copy.launches) == 1 and not attend.launches[1]["COPIED"]
+    assert len(copy.launches) == 1 and not attend.launches[1]["USE_COPY"]
     for one, other in zip(tuned, said, strict=True):
         assert torch.equal(one, other)
 

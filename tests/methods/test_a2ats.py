@@ -388,7 +388,7 @@ def test_a_token_takes_two_bytes_for_each_kv_head(write: Callable[..., Book]) ->
     assert 0.0078 < index.nbytes() / keys.nbytes < 0.0084
     shared = (words.nbytes + metric.contiguous().nbytes * 2) + 4 * HEADS * 8
     assert index.shared_nbytes() == shared
-    assert index._learned is other._learned is index.fork()._learned
+    assert index._quantizer is other._quantizer is index.fork()._quantizer
     assert (
         index.cost(100, 10).nbytes == 2 * HEADS * count + words.nbytes + metric.contiguous().nbytes
     )
@@ -402,7 +402,7 @@ def test_a_token_takes_two_bytes_for_each_kv_head(write: Callable[..., Book]) ->
 
 def test_an_index_that_saw_too_little_says_so(write: Callable[..., Book]) -> None:
     index = _filled(write().index(), _prompt())
-    with pytest.raises(RuntimeError, match="only 150 of 151 tokens were watched"):
+    with pytest.raises(RuntimeError, match="only 150 of 151 tokens were seen"):
         index.search(
             _prompt().queries[:, :, :1], cold_tokens(torch.ones(2, 151, dtype=torch.bool), SCALE, 1)
         )

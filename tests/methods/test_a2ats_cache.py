@@ -289,7 +289,7 @@ def test_codes_take_two_bytes_each_and_learned_tensors_are_shared(
         _read(llama, cache, prompt(1, 60))
     assert _codes(caches[0]).nbytes == 2 * 2 * 2 * 60
     layers = [cache.retrieval_layers[0].regions.index for cache in caches]
-    assert layers[0]._learned is layers[1]._learned
+    assert layers[0]._quantizer is layers[1]._quantizer
     # 32 codewords in bf16 with their norms, and two matrices.
     assert layers[0].shared_nbytes() == 2 * (32 * 16 * 2 + 32 * 4 + 2 * 16 * 16 * 4)
     report = caches[0].memory()

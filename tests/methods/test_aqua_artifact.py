@@ -211,7 +211,7 @@ def test_predictors_are_held_once_and_in_the_bits_they_were_made_with(
         for cache in caches:
             _read(model, cache, prompt(1, 60))
         coders = [cache.retrieval_layers[1].regions.store._coder for cache in caches]
-        assert coders[0].learned is coders[1].learned is not None
+        assert coders[0].predictors is coders[1].predictors is not None
         shared.append(caches[0].memory().shared)
     # fp32 as the model is, against 4 bits and two fp16 numbers for each row of a matrix.
     numbers, biases, frequencies = 3 * 32 * 32, 2 * 32 * 4, 2 * 8 * 4

@@ -169,7 +169,7 @@ class _ShadowStore(AquaStore):
 
     def _decoded_alone(self) -> Rows:
         """All tokens, made of codes alone, down the chain, whatever was left."""
-        below = self._predicting()
+        below = self._source_store()
         given = None if below is None else below._decoded_alone()
         return self._decode(self._coder, 0, len(self), given)
 

@@ -163,7 +163,7 @@ def test_what_was_left_is_never_out_of_date(
     monkeypatch.setattr(
         AquaStore,
         "__setattr__",
-        lambda self, name, x: keep(self, name, None if name == "_left" else x),
+        lambda self, name, x: keep(self, name, None if name == "_reconstruction" else x),
     )
     for x, wanted in zip(found, played(), strict=True):
         torch.testing.assert_close(x, wanted, rtol=0, atol=1e-3)

@@ -155,7 +155,7 @@ def test_fewer_sinks_than_calibration_left_out_are_told(
             _cache(model, artifact=artifact, sink=3)
     assert [record.getMessage() for record in caplog.records] == [
         "sink=3, and the aqua artifact was learned without the first 8 tokens of a sequence, which "
-        "its predictors don't fit: pass sink=8 to keep them as they are"
+        "its predictors don't fit: pass sink=8 to keep them uncoded"
     ]
 
 

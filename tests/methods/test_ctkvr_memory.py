@@ -50,8 +50,8 @@ def _inverted_file(cold: ColdTokens) -> InvertedFile:
 
 def _fall(one: InvertedFile) -> None:
     """One row's lists hold too little now."""
-    assert one._covered is not None
-    one._covered = one._covered * torch.tensor([1.0, 10.0])
+    assert one._coverage is not None
+    one._coverage = one._coverage * torch.tensor([1.0, 10.0])
 
 
 def _work(name: str, cold: ColdTokens) -> tuple[list[InvertedFile], Callable[[], object]]:
@@ -62,7 +62,7 @@ def _work(name: str, cold: ColdTokens) -> tuple[list[InvertedFile], Callable[[],
     one = _inverted_file(cold)
     joining: list[Bundle] = []
     if name == "anew":
-        one.listed = -(10**6)
+        one.listed_len = -(10**6)
     elif name == "coverage":
         _fall(one)
     else:
@@ -109,10 +109,10 @@ def test_temporaries_are_bounded(
 def test_pieces_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = _lists(name)
     whole: list[tuple[Any, str]] = [
-        (naive, "_MOST_LISTED"),
-        (naive, "_MOST_RANKED"),
+        (naive, "_MOST_IDS"),
+        (naive, "_MOST_ENTRIES"),
         (naive, "_MOST_SCORES"),
-        (naive, "_LEAST_JOINING"),
+        (naive, "_LEAST_NEW_KEYS"),
         (naive, "_KEYS"),
         (inverted_lists, "_NUMBERS"),
         (inverted_file, "_PIECE_NUMBERS"),

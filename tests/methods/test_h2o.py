@@ -386,5 +386,5 @@ def test_keys_that_wait_and_are_cold_already_count_once() -> None:
 def test_a_pass_that_was_not_watched_is_noticed() -> None:
     index = H2OIndex(H2OConfig())
     keys = torch.zeros(1, 1, 2, 8)
-    with pytest.raises(RuntimeError, match="slot 5 on, but 0 were watched: call on_forward"):
+    with pytest.raises(RuntimeError, match="slot 5, but only 0 were seen: call on_forward"):
         index.on_forward(keys, keys, 5, None)

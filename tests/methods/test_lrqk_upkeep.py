@@ -213,13 +213,13 @@ def test_a_head_that_gains_nothing_worth_it_does_not_make_up_for_one_that_cannot
     held.see(question, refresh=False)
     old, new = held.index._error(factors), held.index._error(held.index._fit())
     assert (old[:, 0] < 1e-4).all() and (old[:, 0] > 2 * new[:, 0]).all()
-    assert (old[:, 1] > 1.3 * held.index._expected[:, 1]).all()
+    assert (old[:, 1] > 1.3 * held.index._reference_error[:, 1]).all()
     assert (old[:, 1] < 1.1 * new[:, 1]).all()
     held.store.closed = True
     held.index.before_search(all_valid(held.store, 2))
     assert held.reprojections == 0
     # What was found not to be worth it is not looked into again and again.
-    torch.testing.assert_close(held.index._expected[:, 1], old[:, 1])
+    torch.testing.assert_close(held.index._reference_error[:, 1], old[:, 1])
 
 
 @pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])

@@ -48,13 +48,13 @@ FAULTS = (
     Fault(
         "window-crop-off-by-one",
         "hf_kvret/core/window.py",
-        "self.length -= dropped\n",
-        "self.length -= max(0, dropped - 1)\n",
+        "self.length -= window_count\n",
+        "self.length -= max(0, window_count - 1)\n",
     ),
     Fault(
         "sinks-counted-from-each-block",
         "hf_kvret/core/window.py",
-        "rank = valid.long().cumsum(dim=1) - 1 + filled",
+        "rank = valid.long().cumsum(dim=1) - 1 + sink_counts",
         "rank = valid.long().cumsum(dim=1) - 1",
     ),
     Fault(
@@ -108,7 +108,7 @@ FAULTS = (
     Fault(
         "learned-sinks-lost-in-a-second-prompt",
         "hf_kvret/core/exact_attention.py",
-        "        merged = merge([merged], call.sink_logits)\n",
+        "        total = merge([total], call.sink_logits)\n",
         "        pass\n",
     ),
     Fault(
@@ -138,8 +138,8 @@ FAULTS = (
     Fault(
         "fork-overwrites-shared-rows",
         "hf_kvret/core/token_buffer.py",
-        "self._promised = max(self._promised, self._end)",
-        "self._promised = 0",
+        "self._fork_end = max(self._fork_end, self._end)",
+        "self._fork_end = 0",
     ),
     Fault(
         "wrong-page",
@@ -162,8 +162,8 @@ FAULTS = (
     Fault(
         "slot-of-a-dropped-token-kept",
         "hf_kvret/stores/slots.py",
-        "gone = self._token >= length",
-        "gone = self._token > length",
+        "mask = self._token >= length",
+        "mask = self._token > length",
     ),
     Fault(
         "ids-of-another-dtype",
@@ -210,8 +210,8 @@ FAULTS = (
     Fault(
         "causal-off-by-one",
         "kernels/hf_kvret_kernels/prompt_attention/naive.py",
-        "return torch.arange(start, stop, device=device) > last_seen[:, None]",
-        "return torch.arange(start, stop, device=device) > last_seen[:, None] + 1",
+        "return torch.arange(start, stop, device=device) > last_key[:, None]",
+        "return torch.arange(start, stop, device=device) > last_key[:, None] + 1",
     ),
     Fault(
         "soft-cap-not-scaled-back",
@@ -234,7 +234,7 @@ FAULTS = (
     Fault(
         "duplicates-kept",
         "kernels/hf_kvret_kernels/centroid/naive.py",
-        "seen &= marks.gather(3, tokens) == places",
+        "mask &= marks.gather(3, tokens) == places",
         "pass",
     ),
     Fault(

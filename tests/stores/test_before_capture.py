@@ -43,8 +43,8 @@ def _attend(store: Store, count: int = 5, batch: int = 2) -> None:
 
 
 def _writing(memory: HostMemory) -> Write:
-    memory._written = Write()
-    return memory._written
+    memory._last_write = Write()
+    return memory._last_write
 
 
 @pytest.mark.parametrize("kind", ["host", "resident", "cpu", "coded", "split"])
@@ -142,7 +142,7 @@ def test_a_step_of_ready_slots_makes_no_tensor_that_the_next_one_needs() -> None
 
     def lasting() -> list[int]:
         slots = buffer.slot_map
-        tensors = (buffer.held, slots.table, slots.token, slots.stamp, slots.clock)
+        tensors = (buffer.memory, slots.table, slots.token, slots.stamp, slots.clock)
         counts = (buffer.requests, buffer.misses)
         return [x.data_ptr() for x in (*tensors, *counts, buffer.rows.table)]
 

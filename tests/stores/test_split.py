@@ -170,7 +170,7 @@ def test_without_a_budget_it_is_half_of_what_is_free_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     choice = StoreChoice(FlatConfig(store="split"), 4)
-    with pytest.raises(ValueError, match=r"store='split' on cpu .*: give device_budget, as"):
+    with pytest.raises(ValueError, match=r"store='split' on cpu.*; give device_budget, as"):
         choice.make(CPU, 1000)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (961, 2000))
     device = torch.device("cuda")

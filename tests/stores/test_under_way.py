@@ -101,4 +101,4 @@ def test_many_threads_leave_no_byte_behind() -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert copies.nbytes == 7 * len(copies._waiting) <= 50
+    assert copies.nbytes == 7 * len(copies._queue) <= 50

@@ -1,4 +1,4 @@
-"""A2ATS: keys as codewords before RoPE, scored by looking up."""
+"""A2ATS: keys before RoPE as codewords, scored by table lookup."""
 
 from hf_kvret.methods.a2ats.cache import A2ATSCache
 from hf_kvret.methods.a2ats.config import A2ATSConfig

@@ -32,16 +32,17 @@ class A2ATSCalibration(Calibration):
     """Codebooks of each KV head, one for all inputs.
 
     Attributes:
-        codewords: C, of each KV head, at most as many as there are tokens to learn from; the paper
-            has 4096.
-        window: b, the position at which queries are seen (equation 10).
+        codewords: C, of each KV head, at most the number of training tokens; the paper has 4096.
+        window: b, the position to which queries are rotated (equation 10).
         rounds: most rounds of k-means; 300 is the authors' choice.
         tolerance: shift at which k-means stops.
         space: ``"windowed"``: keys before RoPE; ``"rotated"``: after it, for study (table 2).
-        query_aware: whether errors count as queries see them (equations 13 to 15); False for study.
-        compare: also make a plain codebook, for the figure of its error; takes twice the time.
+        query_aware: whether errors are weighted by the queries' second moments (equations 13 to
+            15); False for study.
+        compare: also make a plain codebook, to report its error; takes twice the time.
         codeword_dtype: of the codewords in the artifact and in memory, ``"bfloat16"`` or
-            ``"float32"``. Codewords are learned in fp32 and rounded; errors count with the rounded.
+            ``"float32"``. Codewords are learned in fp32 and rounded; reported errors are those of
+            the rounded ones.
         seed: of k-means.
 
     Raises:
@@ -95,16 +96,16 @@ class A2ATSCalibration(Calibration):
 
 
 class CodebookStudy(LayerStudy):
-    """Gathers keys and second moments of queries; learns one codebook a KV head.
+    """Collects keys and second moments of queries; learns one codebook per KV head.
 
-    Found are ``codewords [H, C, D]`` of ``codeword_dtype`` in the space of ``metric [H, D, D]``,
-    which is L of equation 14, and ``inv_freq`` of the layer's RoPE, both fp32; ``score_error`` is
-    that of held-out tokens.
+    The findings are ``codewords [H, C, D]`` of ``codeword_dtype`` in the space of ``metric [H, D,
+    D]``, which is L of equation 14, and ``inv_freq`` of the layer's RoPE, both fp32;
+    ``score_error`` is measured on held-out tokens.
     """
 
     def __init__(self, options: A2ATSCalibration, rope: Rope, device: torch.device) -> None:
         self.options, self.rope, self.device = options, rope, device
-        # Both by whether they are held out. Keys in the model's dtype, moments in fp64.
+        # By held_out. Keys in the model's dtype, moments in fp64.
         self._keys: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         self._moments: dict[bool, torch.Tensor] = {}
 
@@ -119,14 +120,14 @@ class CodebookStudy(LayerStudy):
         # A copy on the CPU too: keys may be a view of something larger.
         self._keys[held_out].append(keys[0].to("cpu", copy=True))
         # [H, G * n, D]: the queries of all heads that share a KV head.
-        grouped = queries[0].unflatten(0, (keys.shape[1], -1)).flatten(1, 2).double()
-        moments = (grouped.mT @ grouped).cpu()
+        group_queries = queries[0].unflatten(0, (keys.shape[1], -1)).flatten(1, 2).double()
+        moments = (group_queries.mT @ group_queries).cpu()
         self._moments[held_out] = moments + self._moments.get(held_out, torch.zeros_like(moments))
 
     def finish(self, progress: Progress, carried: object = None) -> LayerFindings:
         options = self.options
         options.check([keys.shape[1] for keys in self._keys[False]])
-        keys = self._gathered(False)
+        keys = self._all_keys(False)
         identity = torch.eye(keys.shape[-1], device=self.device).expand(len(keys), -1, -1)
         plain = aware = (identity, identity)
         if options.query_aware:
@@ -143,13 +144,13 @@ class CodebookStudy(LayerStudy):
         )
 
     def _in_space(self, tokens: LayerTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and queries as they meet the metric, ``[1, H, n, D]``."""
+        """Keys and queries in the space of the metric, ``[1, H, n, D]``."""
         if self.options.space == "rotated":
             return tokens.key, tokens.query
         rope = self.rope.to(tokens.query_before.device)
         return tokens.key_before, at_distance(tokens.query_before, rope, self.options.window)
 
-    def _gathered(self, held_out: bool) -> torch.Tensor:
+    def _all_keys(self, held_out: bool) -> torch.Tensor:
         """All keys, ``[H, n, D]`` fp32 on the device."""
         return torch.cat(self._keys[held_out], dim=1).to(self.device).float()
 
@@ -176,17 +177,17 @@ class CodebookStudy(LayerStudy):
     def _score_error(
         self, words: torch.Tensor, factor: torch.Tensor, inverse: torch.Tensor
     ) -> float | None:
-        """Share of the held-out scores' variance over keys that codewords lose, mean over KV heads.
+        """Share of the held-out scores' variance over keys lost by codewords, mean over KV heads.
 
-        None where nothing is held out, or where keys don't vary. What is common to all keys of a
-        query moves no softmax, so means are left out.
+        None if nothing is held out, or if keys don't vary. An offset common to all keys does not
+        change a softmax, so means are subtracted.
         """
         if not self._keys[True]:
             return None
-        keys = self._gathered(True)
+        keys = self._all_keys(True)
         codes = codebook.encode(to_metric(keys, factor)[None], words)[0].long()
-        found = words.gather(1, codes.unsqueeze(-1).expand_as(keys))
-        centred = [x - x.mean(1, keepdim=True) for x in (keys, from_metric(found, inverse))]
-        errors = score_error(centred[0], centred[1], self._moments[True].to(self.device))
+        codewords = words.gather(1, codes.unsqueeze(-1).expand_as(keys))
+        deviations = [x - x.mean(1, keepdim=True) for x in (keys, from_metric(codewords, inverse))]
+        errors = score_error(deviations[0], deviations[1], self._moments[True].to(self.device))
         error = float(errors.mean())
         return error if math.isfinite(error) else None

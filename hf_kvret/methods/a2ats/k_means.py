@@ -19,20 +19,20 @@ from hf_kvret_kernels import codebook as codebook_ops
 # fp32 numbers of points that are worked on at once, and of a temporary.
 _MOST_NUMBERS = 1 << 26
 _PIECE_NUMBERS = 1 << 22
-# Bits of a sum of integers, the sign left out.
+# Bits of an int64 sum, without the sign.
 _BITS = 62
 
 
 @dataclass(frozen=True)
 class KMeansReport:
-    """How k-means went, head by head.
+    """Statistics of a k-means run, one entry per head.
 
     Attributes:
         rounds: Lloyd rounds until the end.
         converged: whether the last of them moved no codeword further than the tolerance.
-        errors: mean squared distance to the nearest codeword after each round, the first before
-            any, the last that of the codebook; it never rises but for rounding.
-        reseeded: how many empty clusters were given a new place.
+        errors: mean squared distance to the nearest codeword, first that of the seeds, then after
+            each round; it never rises, except by rounding.
+        reseeded: how many empty clusters were moved.
     """
 
     rounds: tuple[int, ...]
@@ -55,8 +55,8 @@ def k_means(
 
     A head ends when a round moves no codeword further than ``tolerance`` times the root mean
     square distance of its points from their mean, or after ``rounds``. After each round, codewords
-    of empty clusters go to the points that are farthest from theirs. With fewer distinct points
-    than codewords, what is left over stays at points that have a codeword already.
+    of empty clusters move to the points that are farthest from theirs. With fewer distinct points
+    than codewords, the extra codewords are duplicates.
 
     Args:
         points: ``[H, n, D]`` fp32, n at least 1, D at most 256.
@@ -66,14 +66,14 @@ def k_means(
         seed: of a generator of its own; torch's global state is left alone.
         weights: ``[H, n]`` fp32, 0 or more, how much each point counts; None for all alike. Those
             below 1e-9 of a head's largest may count as 0.
-        progress: called with the rounds that are done since the last call, heads that end early
-            give all of theirs at once: ``H * rounds`` in all, as ``update`` of a bar wants it.
+        progress: called with the number of rounds since the last call, ``H * rounds`` in all; a
+            head that ends early counts all its rounds at once. Fits ``update`` of a tqdm bar.
 
     Raises:
         ValueError: shapes, dtypes, devices or ranges that do not fit, points or weights that are
             not finite, or a head whose weights are all 0.
     """
-    weights = _checked(points, count, rounds, tolerance, weights)
+    weights = _check(points, count, rounds, tolerance, weights)
     H, n, D = points.shape
     generator = torch.Generator().manual_seed(seed)
     # As many candidates for each seed as in Arthur and Vassilvitskii's own program.
@@ -81,7 +81,7 @@ def k_means(
     draws = torch.rand(shape, generator=generator, dtype=torch.float64)
     codebook = points.new_empty(H, count, D)
     runs: list[_Run] = []
-    # One head keeps a processor busy; a GPU waits for launches unless it is given several.
+    # One head keeps a CPU busy; a GPU needs several at a time, or launches dominate.
     step = max(1, _MOST_NUMBERS // (n * D)) if points.is_cuda else 1
     for first in range(0, H, step):
         heads = slice(first, first + step)
@@ -91,11 +91,11 @@ def k_means(
             [w @ x for w, x in zip(weights[heads].double(), points[heads].double(), strict=True)]
         )
         mean = (mean.unsqueeze(1) / total).float()
-        centred = points[heads] - mean
-        seeds = _seed(centred, weights[heads], draws[heads].to(points.device))
-        found, done = _lloyd(centred, weights[heads], seeds, rounds, tolerance, progress)
-        codebook[heads] = found + mean
-        runs += done
+        deviations = points[heads] - mean
+        seeds = _seed(deviations, weights[heads], draws[heads].to(points.device))
+        words, head_runs = _lloyd(deviations, weights[heads], seeds, rounds, tolerance, progress)
+        codebook[heads] = words + mean
+        runs += head_runs
     report = KMeansReport(
         tuple(len(run.errors) - 1 for run in runs),
         tuple(run.converged for run in runs),
@@ -107,7 +107,7 @@ def k_means(
 
 @dataclass
 class _Run:
-    """What is known of one head so far."""
+    """Statistics of one head."""
 
     errors: list[float]
     reseeded: int = 0
@@ -117,9 +117,9 @@ class _Run:
 def _seed(points: torch.Tensor, weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """``[h, C, D]``: points drawn by greedy k-means++.
 
-    For each place several are drawn by their squared distance from the nearest seed, and the one
-    stays that leaves the least of it. Where all points have a seed, further ones are drawn by
-    weight.
+    For each place several candidates are drawn with probability proportional to the squared
+    distance from the nearest seed, and the one that leaves the smallest total is kept. Once all
+    distances are 0, candidates are drawn by weight.
 
     Args:
         points: ``[h, n, D]`` fp32.
@@ -137,14 +137,14 @@ def _seed(points: torch.Tensor, weights: torch.Tensor, draws: torch.Tensor) -> t
     for place in range(draws.shape[1]):
         most = sums[:, -1:]
         targets = torch.minimum((draws[:, place] * most).long(), most - 1)
-        chosen = torch.searchsorted(sums, targets, right=True)
-        drawn = points[rows.unsqueeze(1), chosen]
-        left = torch.baddbmm(squares.unsqueeze(1), drawn, points.mT, alpha=-2)
-        left.add_(squares.gather(1, chosen).unsqueeze(2)).clamp_(min=0.0)
-        torch.minimum(left, distances.unsqueeze(1), out=left)
-        best = torch.bmm(left, weights.unsqueeze(2)).squeeze(2).argmin(1)
-        seeds[:, place] = drawn[rows, best]
-        distances = left[rows, best]
+        places = torch.searchsorted(sums, targets, right=True)
+        candidates = points[rows.unsqueeze(1), places]
+        misses = torch.baddbmm(squares.unsqueeze(1), candidates, points.mT, alpha=-2)
+        misses.add_(squares.gather(1, places).unsqueeze(2)).clamp_(min=0.0)
+        torch.minimum(misses, distances.unsqueeze(1), out=misses)
+        best = torch.bmm(misses, weights.unsqueeze(2)).squeeze(2).argmin(1)
+        seeds[:, place] = candidates[rows, best]
+        distances = misses[rows, best]
         by_distance = _shares(distances * weights, peak).cumsum(1)
         sums = torch.where(by_distance[:, -1:] > 0, by_distance, by_weight)
     return seeds
@@ -166,52 +166,50 @@ def _lloyd(
 ) -> tuple[torch.Tensor, list[_Run]]:
     """``(codebook [h, C, D], runs)`` from centred points and seeds.
 
-    Heads that end are taken out, so that the others don't carry them along.
+    Converged heads are removed from the batch.
     """
     runs = [_Run([]) for _ in codebook]
     result = torch.empty_like(codebook)
-    working = torch.arange(len(points), device=points.device)
+    heads = torch.arange(len(points), device=points.device)
     totals = weights.double().sum(1)
     squares = points.square().sum(-1)
     sizes = ((squares * weights).double().sum(1) / totals).sqrt()
-    ended = torch.zeros(len(points), dtype=torch.bool, device=points.device)
-    for done in range(rounds + 1):
+    stop = torch.zeros(len(points), dtype=torch.bool, device=points.device)
+    for round_count in range(rounds + 1):
         codes = codebook_ops.encode(points.unsqueeze(0), codebook).squeeze(0).long()
         misses = _squared_distances(points, codebook, codes)
         errors = (misses * weights).double().sum(1) / totals
-        for head, error in zip(working.tolist(), errors.tolist(), strict=True):
+        for head, error in zip(heads.tolist(), errors.tolist(), strict=True):
             runs[head].errors.append(error)
-        if ended.any() or done == rounds:
-            result[working] = codebook
-            keep = ~ended
-            for head in working[ended].tolist():
+        if stop.any() or round_count == rounds:
+            result[heads] = codebook
+            keep = ~stop
+            for head in heads[stop].tolist():
                 runs[head].converged = True
                 if progress is not None:
-                    progress(rounds - done)
-            if done == rounds or not keep.any():
+                    progress(rounds - round_count)
+            if round_count == rounds or not keep.any():
                 break
-            working, points, weights, codebook = (
-                x[keep] for x in (working, points, weights, codebook)
-            )
+            heads, points, weights, codebook = (x[keep] for x in (heads, points, weights, codebook))
             codes, misses, totals, sizes = (x[keep] for x in (codes, misses, totals, sizes))
         means, empty = _means(points, weights, codes, codebook)
-        # Nearer ones would not count as a move.
+        # Reseeding to a nearer point would not count as a move.
         far = (tolerance * sizes).square().unsqueeze(1)
-        moved = _reseed(means, empty, points, misses * (weights > 0), far)
-        for head, number in zip(working.tolist(), moved.tolist(), strict=True):
+        moves = _reseed(means, empty, points, misses * (weights > 0), far)
+        for head, number in zip(heads.tolist(), moves.tolist(), strict=True):
             runs[head].reseeded += number
         shift = (means - codebook).norm(dim=-1).amax(1)
-        ended = shift <= tolerance * sizes
+        stop = shift <= tolerance * sizes
         codebook = means
         if progress is not None:
-            progress(len(working))
+            progress(len(heads))
     return result, runs
 
 
 def _squared_distances(
     points: torch.Tensor, codebook: torch.Tensor, codes: torch.Tensor
 ) -> torch.Tensor:
-    """``[h, n]`` from each point to the codeword of its code, by differences."""
+    """``[h, n]``: squared distance of each point to its codeword, from differences."""
     result = torch.empty_like(points[..., 0])
     step = max(1, _PIECE_NUMBERS // points.shape[2])
     for head in range(len(points)):
@@ -225,7 +223,7 @@ def _squared_distances(
 def _means(
     points: torch.Tensor, weights: torch.Tensor, codes: torch.Tensor, codebook: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Means ``[h, C, D]`` of the clusters, old places for empty ones, and ``[h, C]`` which are."""
+    """Cluster means ``[h, C, D]``, unchanged for empty clusters, and ``[h, C]`` bool, which are."""
     h, n, D = points.shape
     C = codebook.shape[1]
     means = codebook.clone()
@@ -240,11 +238,11 @@ def _means(
         sums = torch.zeros(C, D, dtype=torch.int64, device=points.device)
         for start in range(0, n, step):
             piece = slice(start, start + step)
-            scaled = points[head, piece].double() * (share[piece] * unit).unsqueeze(1)
-            sums.index_add_(0, codes[head, piece], scaled.round_().long())
+            terms = points[head, piece].double() * (share[piece] * unit).unsqueeze(1)
+            sums.index_add_(0, codes[head, piece], terms.round_().long())
         empty[head] = counts == 0
-        found = sums.double() / unit / (counts.clamp(min=1).double() / bits).unsqueeze(1)
-        means[head] = torch.where(empty[head].unsqueeze(1), means[head], found.float())
+        centroids = sums.double() / unit / (counts.clamp(min=1).double() / bits).unsqueeze(1)
+        means[head] = torch.where(empty[head].unsqueeze(1), means[head], centroids.float())
     return means, empty
 
 
@@ -256,24 +254,24 @@ def _reseed(
     far: torch.Tensor,
 ) -> torch.Tensor:
     """``[h]`` int64 how many empty clusters moved to points further than ``far``, in ``means``."""
-    moved = torch.zeros(len(means), dtype=torch.int64, device=means.device)
+    counts = torch.zeros(len(means), dtype=torch.int64, device=means.device)
     for head in empty.any(1).nonzero()[:, 0].tolist():
         free = empty[head].nonzero()[:, 0]
         worst = misses[head].topk(min(len(free), misses.shape[1]))
-        taken = worst.indices[worst.values > far[head]]
-        means[head, free[: len(taken)]] = points[head, taken]
-        moved[head] = len(taken)
-    return moved
+        targets = worst.indices[worst.values > far[head]]
+        means[head, free[: len(targets)]] = points[head, targets]
+        counts[head] = len(targets)
+    return counts
 
 
-def _checked(
+def _check(
     points: torch.Tensor,
     count: int,
     rounds: int,
     tolerance: float,
     weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The weights, 1 where there are none, when all arguments fit."""
+    """Validate the arguments; returns the weights, all 1 for None."""
     if points.ndim != 3 or points.dtype != torch.float32 or 0 in points.shape:
         raise ValueError(
             f"points is {points.dtype} {tuple(points.shape)}: pass fp32 [H, n, D], none of them 0"
@@ -290,9 +288,9 @@ def _checked(
         raise ValueError("points holds NaN or infinity: leave out the tokens that have them")
     if weights is None:
         return torch.ones_like(points[..., 0])
-    expected = tuple(points.shape[:2])
-    if weights.dtype != torch.float32 or tuple(weights.shape) != expected:
-        raise ValueError(f"weights is {weights.dtype} {tuple(weights.shape)}: pass fp32 {expected}")
+    form = tuple(points.shape[:2])
+    if weights.dtype != torch.float32 or tuple(weights.shape) != form:
+        raise ValueError(f"weights is {weights.dtype} {tuple(weights.shape)}: pass fp32 {form}")
     if weights.device != points.device:
         raise ValueError(f"weights is on {weights.device}, points on {points.device}: move it")
     if not weights.isfinite().all() or (weights < 0).any():

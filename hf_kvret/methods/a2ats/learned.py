@@ -1,4 +1,4 @@
-"""What an artifact says about one layer, on the device that asks for it."""
+"""The codebook and metric of one layer, from the artifact, on a device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from hf_kvret_kernels import codebook
 
 METHOD = "a2ats"
 
-# Keys that are un-rotated and multiplied at once, however long a prompt is: a copy in fp32 takes
-# 64 MiB with 128 numbers a head.
+# Keys un-rotated and multiplied at once: an fp32 copy takes 64 MiB with head dim 128.
 _PIECE = 1 << 17
 
 
@@ -29,7 +28,7 @@ class LearnedLayer:
     Attributes:
         words: ``[H, C, D]``, codewords in the space of the metric.
         metric: ``[H, D, D]`` fp32, L of H = L L^T (equation 14); a key k is encoded as k L.
-        space: what keys and queries are before they meet the metric.
+        space: the space of keys and queries before the metric is applied.
     """
 
     words: torch.Tensor
@@ -56,18 +55,18 @@ class LearnedLayer:
 
     @cached_property
     def fingerprint(self) -> int:
-        """Of codewords and metric, 63 bits: codes mean nothing with others."""
+        """63-bit hash of codewords and metric: codes are valid with these only."""
         digest = hashlib.sha256()
         for x in (self.words, self.metric):
             digest.update(x.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return int.from_bytes(digest.digest()[:8]) >> 1
 
     def to(self, device: torch.device) -> Self:
-        """The same on ``device``."""
+        """A copy on ``device``; itself if it is there."""
         if device == self.words.device:
             return self
-        moved = (self.words.to(device), self.metric.to(device), self.space.to(device))
-        return type(self)(*moved)
+        parts = (self.words.to(device), self.metric.to(device), self.space.to(device))
+        return type(self)(*parts)
 
     def encode(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Ids ``[B, H, n]`` int16 of post-RoPE ``keys [B, H, n, D]`` at ``positions [B, n]``."""
@@ -90,9 +89,9 @@ class LearnedLayer:
     ) -> torch.Tensor:
         """Scores ``[B, Hq, Q, C]`` fp32 of post-RoPE ``query [B, Hq, Q, D]`` (equation 21)."""
         plain = self.space.queries(query, positions)
-        grouped = plain.unflatten(1, (len(self.words), -1))
-        folded = torch.matmul(grouped, self.inverse[:, None]).flatten(1, 2)
-        return codebook.score_table(folded, self.words, scale=scale, softcap=softcap)
+        groups = plain.unflatten(1, (len(self.words), -1))
+        table_query = torch.matmul(groups, self.inverse[:, None]).flatten(1, 2)
+        return codebook.score_table(table_query, self.words, scale=scale, softcap=softcap)
 
 
 def load(artifact: str, revision: str | None) -> CalibrationArtifact:
@@ -100,56 +99,56 @@ def load(artifact: str, revision: str | None) -> CalibrationArtifact:
     return shared_artifact(artifact, revision, METHOD)
 
 
-def check_learned(found: CalibrationArtifact, layers: Iterable[int]) -> None:
-    """Refuse an artifact that is not whole, before a token is taken in. Looks once.
+def check_learned(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
+    """Check an artifact for completeness, before any token is cached. Checks each layer once.
 
     Raises:
-        ValueError: a layer or field is missing, of another form, or not of finite numbers.
+        ValueError: a layer or field is missing, has a wrong shape, or is not finite.
     """
     for layer in layers:
-        made_once(found, ("checked", layer), partial(_check_layer, found, layer))
+        made_once(artifact, ("checked", layer), partial(_check_layer, artifact, layer))
 
 
-def _check_layer(found: CalibrationArtifact, layer: int) -> bool:
-    learned_rope(found, layer)
-    heads, _, dim = check_tensor(found, f"layers.{layer}.codewords", (None, None, None)).shape
-    metric = check_tensor(found, f"layers.{layer}.metric", (heads, dim, dim))
-    window = found.options.get("window")
+def _check_layer(artifact: CalibrationArtifact, layer: int) -> bool:
+    learned_rope(artifact, layer)
+    heads, _, dim = check_tensor(artifact, f"layers.{layer}.codewords", (None, None, None)).shape
+    metric = check_tensor(artifact, f"layers.{layer}.metric", (heads, dim, dim))
+    window = artifact.options.get("window")
     if not isinstance(window, int) or not bool((metric.diagonal(dim1=1, dim2=2) > 0).all()):
         raise ValueError(
-            f"the a2ats artifact of {found.model.name} has window={window!r}, or a metric of layer "
-            f"{layer} that can't be inverted: make it again with `hf-kvret calibrate a2ats`"
+            f"the a2ats artifact of {artifact.model.name} has window={window!r}, or a metric of "
+            f"layer {layer} that can't be inverted: make it again with `hf-kvret calibrate a2ats`"
         )
     return True
 
 
 def space_of(artifact: CalibrationArtifact) -> type[KeySpace]:
-    """What the keys were when the codewords were learned.
+    """The space of keys in which the codewords were learned.
 
     Raises:
-        ValueError: the artifact doesn't say, or names a space that we don't know.
+        ValueError: the artifact does not name one, or an unknown one.
     """
-    told = artifact.options.get("space")
-    if not isinstance(told, str) or told not in SPACES:
+    name = artifact.options.get("space")
+    if not isinstance(name, str) or name not in SPACES:
         raise ValueError(
-            f"the a2ats artifact of {artifact.model.name} has space={told!r}, known are "
+            f"the a2ats artifact of {artifact.model.name} has space={name!r}, known are "
             f"{', '.join(map(repr, SPACES))}: upgrade hf-kvret, or make it again with "
             "`hf-kvret calibrate a2ats`"
         )
-    return SPACES[told]
+    return SPACES[name]
 
 
-def learned_layer(found: CalibrationArtifact, layer: int, device: torch.device) -> LearnedLayer:
+def learned_layer(artifact: CalibrationArtifact, layer: int, device: torch.device) -> LearnedLayer:
     """Layer number ``layer`` of an artifact, on ``device``, one for all caches.
 
     Raises:
-        ValueError: as ``check_learned``, or the artifact is of a kind that we don't know.
+        ValueError: as ``check_learned`` and ``space_of``.
     """
-    check_learned(found, [layer])
+    check_learned(artifact, [layer])
 
     def make() -> LearnedLayer:
-        words, metric = (found.tensors[f"layers.{layer}.{x}"] for x in ("codewords", "metric"))
-        space = space_of(found)(learned_rope(found, layer), found.options["window"])
+        words, metric = (artifact.tensors[f"layers.{layer}.{x}"] for x in ("codewords", "metric"))
+        space = space_of(artifact)(learned_rope(artifact, layer), artifact.options["window"])
         return LearnedLayer(words, metric.float(), space).to(device)
 
-    return made_once(found, (layer, device), make)
+    return made_once(artifact, (layer, device), make)

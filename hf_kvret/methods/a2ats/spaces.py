@@ -15,11 +15,11 @@ from hf_kvret_model_patches.rope import Rope
 
 @dataclass(frozen=True, eq=False)
 class KeySpace(ABC):
-    """Makes of post-RoPE keys and queries what codewords are compared with.
+    """Maps post-RoPE keys and queries to the space of the codewords.
 
     Attributes:
-        rope: how the layer rotates.
-        window: b, the distance at which all tokens beyond the recent ones are seen (equation 10).
+        rope: RoPE of the layer.
+        window: b, the distance assumed between queries and all cold tokens (equation 10).
     """
 
     rope: Rope
@@ -27,11 +27,7 @@ class KeySpace(ABC):
 
     @classmethod  # noqa: B027 - not every space refuses models
     def check_model(cls, config: PreTrainedConfig) -> None:
-        """Refuse a model whose keys can't be brought here.
-
-        Raises:
-            ValueError: it is one.
-        """
+        """ValueError for a model whose keys can't be mapped to this space."""
 
     def to(self, device: torch.device) -> Self:
         """The same on ``device``."""
@@ -49,8 +45,8 @@ class KeySpace(ABC):
 class WindowedSpace(KeySpace):
     """Windowed RoPE: keys before RoPE, queries rotated to position b (section 4.1).
 
-    Keys lose YaRN's factor when they are un-rotated. Queries have it twice, in the numbers that are
-    rotated, so that scores are attention's.
+    Un-rotated keys lose YaRN's factor. Queries have it twice, in the rotated dims, so that scores
+    equal those of attention.
     """
 
     @classmethod

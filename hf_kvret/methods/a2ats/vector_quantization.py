@@ -1,9 +1,9 @@
-"""The space in which plain vector quantization of keys is aware of the queries.
+"""Query-aware vector quantization of keys: the space in which plain k-means is query-aware.
 
-A score misses by ``q . (k - k~)``, on average over the queries ``(k - k~) H (k - k~)^T`` with H
-their second moment. With ``H = L L^T`` that is ``|z - z~|^2`` of ``z = k L``, so k-means on z makes
-scores exact where queries look (A2ATS, section 4.2, equations 13 to 19). Keys and queries here are
-those that meet: keys before RoPE, queries rotated to the fixed distance.
+The error of a score is ``q . (k - k~)``; its mean square over the queries is ``(k - k~) H (k -
+k~)^T`` with H their second moment. With ``H = L L^T`` that is ``|z - z~|^2`` of ``z = k L``, so
+k-means on z minimizes the error of scores (A2ATS, section 4.2, equations 13 to 19). Here keys are
+those before RoPE, and queries are rotated to the fixed distance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_kvret_model_patches.rope import Rope
 
 # Added to the diagonal of H in units of its rms entry, as the authors' code does.
 _RIDGE = 1e-6
-# Of the rms entry: what sums in fp32, in different orders, leave between an entry and its mirror.
+# Tolerated asymmetry in units of the rms entry: fp32 sums in different orders differ.
 _ASYMMETRY = 1e-3
 
 
@@ -32,8 +32,8 @@ def at_distance(query: torch.Tensor, rope: Rope, window: int) -> torch.Tensor:
         rope: that of the layer, on the same device.
         window: b, in tokens.
     """
-    squared = replace(rope, attention_factor=rope.attention_factor**2)
-    return squared.rotate_to(query, window, dtype=torch.float32)
+    square_rope = replace(rope, attention_factor=rope.attention_factor**2)
+    return square_rope.rotate_to(query, window, dtype=torch.float32)
 
 
 def query_metric(second_moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,9 +71,9 @@ def query_metric(second_moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     )
     moments = (moments + moments.mT) / 2
     eye = torch.eye(shape[1], dtype=torch.float64, device=moments.device)
-    factor, failed = torch.linalg.cholesky_ex(moments + _RIDGE * eye)
+    factor, info = torch.linalg.cholesky_ex(moments + _RIDGE * eye)
     _refuse(
-        failed > 0,
+        info > 0,
         "is not positive definite: sum q^T q up in float64, over more queries than D",
     )
     inverse = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
@@ -119,12 +119,12 @@ def fold_query(query: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
             f"multiple of {len(inverse)} query heads"
         )
     B, Hq, Q, D = query.shape
-    grouped = query.float().reshape(B, len(inverse), Hq // len(inverse) * Q, D)
-    return (grouped @ inverse.mT).view(B, Hq, Q, D)
+    rows = query.float().reshape(B, len(inverse), Hq // len(inverse) * Q, D)
+    return (rows @ inverse.mT).view(B, Hq, Q, D)
 
 
 def score_error(
-    keys: torch.Tensor, restored: torch.Tensor, second_moments: torch.Tensor
+    keys: torch.Tensor, approximation: torch.Tensor, second_moments: torch.Tensor
 ) -> torch.Tensor:
     """``[H]`` fp32: mean squared error of scores over that of leaving the keys out.
 
@@ -133,22 +133,22 @@ def score_error(
 
     Args:
         keys: ``[H, n, D]`` before quantization, any float dtype.
-        restored: ``[H, n, D]`` their codewords, in the space of the keys.
+        approximation: ``[H, n, D]`` their codewords, in the space of the keys.
         second_moments: ``[H, D, D]`` fp32 or fp64.
 
     Raises:
         ValueError: shapes that do not fit.
     """
-    if keys.ndim != 3 or restored.shape != keys.shape:
+    if keys.ndim != 3 or approximation.shape != keys.shape:
         raise ValueError(
-            f"keys has shape {tuple(keys.shape)}, restored {tuple(restored.shape)}: pass both as "
-            "[H, n, D]"
+            f"keys has shape {tuple(keys.shape)}, approximation {tuple(approximation.shape)}: pass "
+            "both as [H, n, D]"
         )
     _check_last("keys", keys, second_moments)
     exact, metric = keys.double(), second_moments.double()
-    missed = exact - restored.double()
-    lost = ((missed @ metric) * missed).sum((1, 2))
-    return (lost / ((exact @ metric) * exact).sum((1, 2))).float()
+    errors = exact - approximation.double()
+    loss = ((errors @ metric) * errors).sum((1, 2))
+    return (loss / ((exact @ metric) * exact).sum((1, 2))).float()
 
 
 def _refuse(bad: torch.Tensor, why: str) -> None:

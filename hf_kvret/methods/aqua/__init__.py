@@ -1,4 +1,4 @@
-"""AQUA-KV: all cold tokens, as codes of what the layer below does not predict."""
+"""AQUA-KV: attends to all cold tokens, stored as residuals of a prediction from the layer below."""
 
 from hf_kvret.methods.aqua.cache import AquaKVCache
 from hf_kvret.methods.aqua.config import AquaConfig

@@ -1,4 +1,4 @@
-"""AquaKVCache: all cold tokens, in about two bits a number."""
+"""AquaKVCache: all cold tokens, in about two bits per number."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class AquaKVCache(RetrievalCache):
-    """Attends to all tokens; cold ones are codes of what the layer below doesn't predict (AQUA-KV).
+    """Attends to all tokens; cold ones are stored as coded prediction residuals (AQUA-KV).
 
     ``AquaKVCache(config=model.config, artifact="folder-or-hub-id")``, or without an artifact
     ``AquaKVCache(config=model.config, predictor="none")``, which is the codec alone.
@@ -39,8 +39,8 @@ class AquaKVCache(RetrievalCache):
 
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> AquaConfig:
-        """``options`` with the model's artifact, which must have been made for this architecture,
-        and with its bits and backbone where they name none.
+        """``options`` with the model's artifact, which must be for this architecture, and with the
+        artifact's bits and backbone where the options have none.
 
         Raises:
             OSError, ValueError: no artifact, a damaged one, or that of another model; a model whose
@@ -68,7 +68,7 @@ class AquaKVCache(RetrievalCache):
 
     @classmethod
     def needs_positions(cls, options: AquaConfig, layer: int) -> str:
-        """Where keys are coded before RoPE, the store of the first layer needs them, for all."""
+        """If keys are coded before RoPE, the store of the first layer keeps positions for all."""
         if not layer_plan(options, layer).keeps_positions:
             return ""
         return (
@@ -108,19 +108,19 @@ class AquaKVCache(RetrievalCache):
 
 
 def _check_backbone(options: AquaConfig, artifact: CalibrationArtifact) -> None:
-    """ValueError for predictors that learned through another codec, unless they knew none."""
-    learned = artifact.options.get("backbone")
-    coded = NOT_CODED not in (options.bits, artifact.options.get("bits"))
-    if coded and options.backbone != learned:
+    """ValueError for predictors calibrated with another codec, unless either is uncoded."""
+    backbone = artifact.options.get("backbone")
+    has_codes = NOT_CODED not in (options.bits, artifact.options.get("bits"))
+    if has_codes and options.backbone != backbone:
         raise ValueError(
             f"backbone={options.backbone!r}, and the aqua artifact of {artifact.model.name} was "
-            f"learned with {learned!r}: pass backbone={learned!r}, or calibrate with `--backbone "
+            f"learned with {backbone!r}: pass backbone={backbone!r}, or calibrate with `--backbone "
             f"{options.backbone}`"
         )
 
 
 def _tell_sinks(options: AquaConfig, artifact: CalibrationArtifact) -> None:
-    """Log, once for an artifact, that tokens are coded which its predictors have never seen."""
+    """Warn, once per artifact, if tokens are coded that calibration left out."""
     sinks = artifact.options.get("sinks")
     if isinstance(sinks, int) and options.sink < sinks:
         made_once(artifact, ("sinks", options.sink), partial(_warn_of_sinks, options.sink, sinks))
@@ -129,13 +129,13 @@ def _tell_sinks(options: AquaConfig, artifact: CalibrationArtifact) -> None:
 def _warn_of_sinks(sink: int, sinks: int) -> None:
     _log.warning(
         "sink=%d, and the aqua artifact was learned without the first %d tokens of a sequence, "
-        "which its predictors don't fit: pass sink=%d to keep them as they are",
+        "which its predictors don't fit: pass sink=%d to keep them uncoded",
         sink, sinks, sinks,
     )  # fmt: skip
 
 
 def _check_width(options: AquaConfig, config: PreTrainedConfig) -> None:
-    """ValueError unless a codec's groups fill a token's keys."""
+    """ValueError unless the group size divides the width of a token's keys."""
     if options.bits == NOT_CODED and options.first_bits in (None, NOT_CODED):
         return
     assert options.backbone is not None, "it is filled in"

@@ -133,10 +133,10 @@ class AquaCalibration(Calibration):
             "key_inputs": KEY_INPUTS,
             "value_inputs": VALUE_INPUTS,
         }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                shown = ", ".join(map(repr, allowed))
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {shown}")
+        for name, values in choices.items():
+            if getattr(self, name) not in values:
+                names = ", ".join(map(repr, values))
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {names}")
         for name, least in (("rank", 1), ("hidden", 2), ("steps", 0), ("sinks", 0), ("seed", 0)):
             value = getattr(self, name)
             if value is not None and value < least:

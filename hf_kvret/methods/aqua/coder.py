@@ -1,4 +1,4 @@
-"""RowCoder: rows of one layer as codes of what the layer below does not predict, and back."""
+"""RowCoder: encodes rows of one layer as residuals of a prediction from the layer below."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Rows:
 
     Attributes:
         start: slot of the first token.
-        keys: ``[B, n, Hkv * Dk]`` in the model's dtype, before RoPE where keys are turned back.
+        keys: ``[B, n, Hkv * Dk]`` in the model's dtype, before RoPE if keys are un-rotated.
         values: ``[B, n, Hkv * Dv]``.
     """
 
@@ -32,12 +32,12 @@ class Rows:
     @classmethod
     def empty_like(cls, other: Rows, start: int, end: int) -> Rows:
         """Room for slots ``start .. end``."""
-        # Also where a pass runs in inference mode: what is made there can't be written to outside.
+        # Inference tensors could not be written to later, outside inference mode.
         with torch.inference_mode(False):
-            made = [
+            buffers = [
                 x.new_empty(len(x), end - start, x.shape[2]) for x in (other.keys, other.values)
             ]
-        return cls(start, *made)
+        return cls(start, *buffers)
 
     @property
     def end(self) -> int:
@@ -55,11 +55,11 @@ class Rows:
         return Rows(first, self.keys[:, where], self.values[:, where])
 
     def covers(self, first: int, last: int) -> bool:
-        """Whether it has these slots."""
+        """Whether it contains slots ``first .. last``."""
         return self.start <= first and last <= self.end
 
     def like(self, other: Rows) -> bool:
-        """Whether rows are as wide and of the dtype of ``other``'s."""
+        """Whether batch, width and dtype equal those of ``other``."""
         return all(
             len(a) == len(b) and a.shape[2] == b.shape[2] and a.dtype == b.dtype
             for a, b in ((self.keys, other.keys), (self.values, other.values))
@@ -81,7 +81,7 @@ class RowCoder:
         dtype: of the model.
         bits: of codes.
         key_codec, value_codec: of rows of all heads; None where rows are kept as they are.
-        learned: predictors and rotation; None where neither is used.
+        predictors: predictors and rotation; None where neither is used.
     """
 
     heads: int
@@ -91,7 +91,7 @@ class RowCoder:
     bits: int
     key_codec: Codec | None
     value_codec: Codec | None
-    learned: LearnedLayer | None
+    predictors: LearnedLayer | None
 
     @classmethod
     def of(
@@ -102,34 +102,34 @@ class RowCoder:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
-        """The coder that the plan asks for, of tokens of ``shape`` (heads, key dim, value dim).
+        """The coder of a plan, for tokens of ``shape`` (heads, key dim, value dim).
 
         Raises:
-            ValueError: a shape that predictors or groups don't fit.
+            ValueError: a shape that doesn't fit the predictors or groups.
         """
-        learned, seed = None, 0
-        if plan.found is not None:
-            predicted = plan.previous is not None
-            learned = learned_layer(plan.found, plan.layer, predicted, device, dtype)
-            learned.check_shape(*shape)
-            seed = int(plan.found.options["seed"])
+        predictors, seed = None, 0
+        if plan.artifact is not None:
+            with_inputs = plan.previous is not None
+            predictors = learned_layer(plan.artifact, plan.layer, with_inputs, device, dtype)
+            predictors.check_shape(*shape)
+            seed = int(plan.artifact.options["seed"])
         bits = plan.lowest_bits if lowest else plan.bits
         heads, key_dim, value_dim = shape
         codecs = [
             _codec(plan, learned_group, bits, heads * dim, seed, device)
             for dim, learned_group in zip((key_dim, value_dim), plan.learned_groups, strict=True)
         ]
-        return cls(heads, key_dim, value_dim, dtype, bits, codecs[0], codecs[1], learned)
+        return cls(heads, key_dim, value_dim, dtype, bits, codecs[0], codecs[1], predictors)
 
     def unpacked(self) -> RowCoder:
-        """The same with matrices of predictors unpacked: for a few pieces of tokens."""
-        learned = None if self.learned is None else self.learned.unpacked()
-        return self if learned is self.learned else replace(self, learned=learned)
+        """A copy with unpacked predictor matrices, for coding several pieces."""
+        predictors = None if self.predictors is None else self.predictors.unpacked()
+        return self if predictors is self.predictors else replace(self, predictors=predictors)
 
     @property
     def turns(self) -> bool:
         """Whether keys are coded before RoPE, and positions are needed."""
-        return self.learned is not None and self.learned.rope is not None
+        return self.predictors is not None and self.predictors.rope is not None
 
     @property
     def row_nbytes(self) -> int:
@@ -141,19 +141,19 @@ class RowCoder:
 
     def before(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """``[B, n, H * Dk]`` fp32 of post-RoPE ``keys [B, H, n, Dk]`` at ``positions [B, n]``."""
-        if self.learned is not None and self.learned.rope is not None:
+        if self.predictors is not None and self.predictors.rope is not None:
             assert positions is not None, "the lowest store keeps positions where keys are turned"
-            keys = self.learned.rope.unrotate(keys, positions, dtype=torch.float32)
+            keys = self.predictors.rope.unrotate(keys, positions, dtype=torch.float32)
         return joined(keys.float())
 
     def attended(
         self, rows: Rows, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys ``[B, H, n, Dk]`` as attention reads them, and values, views where they can be."""
+        """Keys ``[B, H, n, Dk]`` as attention reads them, and values; views where possible."""
         keys = split(rows.keys, self.heads)
-        if self.learned is not None and self.learned.rope is not None:
+        if self.predictors is not None and self.predictors.rope is not None:
             assert positions is not None, "the lowest store keeps positions where keys are turned"
-            keys = self.learned.rope.rotate(keys, positions)
+            keys = self.predictors.rope.rotate(keys, positions)
         return keys, split(rows.values, self.heads)
 
     def rows(
@@ -174,42 +174,42 @@ class RowCoder:
             below: the same tokens in the layer that predicts this one; None for an anchor.
         """
         assert self.key_codec is not None and self.value_codec is not None
-        predicted = self._predicted_keys(below)
-        key_coded = self.key_codec.encode(keys - predicted)
-        near_keys = self._near(self.key_codec, key_coded, predicted)
-        predicted = self._predicted_values(near_keys, below)
-        value_coded = self.value_codec.encode(values.float() - predicted)
-        near_values = self._near(self.value_codec, value_coded, predicted)
-        codes, scales = zip(key_coded, value_coded, strict=True)
+        prediction = self._predicted_keys(below)
+        key_codes = self.key_codec.encode(keys - prediction)
+        near_keys = self._near(self.key_codec, key_codes, prediction)
+        prediction = self._predicted_values(near_keys, below)
+        value_codes = self.value_codec.encode(values.float() - prediction)
+        near_values = self._near(self.value_codec, value_codes, prediction)
+        codes, scales = zip(key_codes, value_codes, strict=True)
         return torch.cat(codes, -1), torch.cat(scales, -1), Rows(start, near_keys, near_values)
 
     def decode(
         self, start: int, codes: torch.Tensor, scales: torch.Tensor, below: Rows | None
     ) -> Rows:
-        """What ``encode`` returned last, of its codes and scales; ``below`` as there."""
+        """The ``Rows`` that ``encode`` returned with these codes and scales; ``below`` as there."""
         key_codec, value_codec = self.key_codec, self.value_codec
         assert key_codec is not None and value_codec is not None
         width = self.heads * self.key_dim
         at, scale_at = key_codec.code_bytes(width), key_codec.scale_bytes(width)
-        coded = Coded(codes[..., :at], scales[..., :scale_at])
-        keys = self._near(key_codec, coded, self._predicted_keys(below))
-        coded = Coded(codes[..., at:], scales[..., scale_at:])
-        values = self._near(value_codec, coded, self._predicted_values(keys, below))
+        pair = Coded(codes[..., :at], scales[..., :scale_at])
+        keys = self._near(key_codec, pair, self._predicted_keys(below))
+        pair = Coded(codes[..., at:], scales[..., scale_at:])
+        values = self._near(value_codec, pair, self._predicted_values(keys, below))
         return Rows(start, keys, values)
 
-    def _near(self, codec: Codec, coded: Coded, predicted: torch.Tensor | float) -> torch.Tensor:
-        return (codec.decode(*coded, torch.float32) + predicted).to(self.dtype)
+    def _near(self, codec: Codec, pair: Coded, prediction: torch.Tensor | float) -> torch.Tensor:
+        return (codec.decode(*pair, torch.float32) + prediction).to(self.dtype)
 
     def _predicted_keys(self, below: Rows | None) -> torch.Tensor | float:
-        predictor = None if self.learned is None else self.learned.key
-        return _predicted(predictor, [] if below is None else [below.keys])
+        predictor = None if self.predictors is None else self.predictors.key
+        return _predict(predictor, [] if below is None else [below.keys])
 
     def _predicted_values(self, keys: torch.Tensor, below: Rows | None) -> torch.Tensor | float:
-        if self.learned is None or below is None:
-            return _predicted(None if self.learned is None else self.learned.value, [])
+        if self.predictors is None or below is None:
+            return _predict(None if self.predictors is None else self.predictors.value, [])
         parts = {"keys": keys, "values": below.values}
-        chosen = [x for name, x in parts.items() if name in self.learned.value_inputs]
-        return _predicted(self.learned.value, chosen)
+        inputs = [x for name, x in parts.items() if name in self.predictors.value_inputs]
+        return _predict(self.predictors.value, inputs)
 
 
 def _codec(
@@ -229,5 +229,5 @@ def _codec(
     return make_codec(options.backbone, bits, group, seed, device)
 
 
-def _predicted(predictor: Predictor | None, parts: list[torch.Tensor]) -> torch.Tensor | float:
+def _predict(predictor: Predictor | None, parts: list[torch.Tensor]) -> torch.Tensor | float:
     return 0.0 if predictor is None else predictor(parts)

@@ -1,4 +1,4 @@
-"""What AQUA-KV stores of keys and values: a codec's group, codes of residuals, and their errors."""
+"""AQUA-KV's codecs: group sizes, coding of residuals, and error statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_kvret_kernels import higgs
 
 BACKBONES = ("higgs", "minmax")
 NOT_CODED = 16
-"""Bits of rows that are kept as they are."""
+"""Bits of uncoded rows."""
 
 # The paper's: HIGGS shares a scale among up to 1024 numbers, Quanto among 64.
 _LARGEST = {"higgs": 1024, "minmax": 64}
@@ -52,20 +52,20 @@ def make_codec(
     """The codec of rows; None for 16 bits."""
     if bits == NOT_CODED:
         return None
-    made = (
+    codec = (
         higgs.HiggsCodec(bits, group, seed=seed)
         if backbone == "higgs"
         else higgs.MinMaxCodec(bits, group)
     )
-    return made.to(device)
+    return codec.to(device)
 
 
 def recode(x: torch.Tensor, codec: higgs.Codec | None) -> torch.Tensor:
-    """What is left of rows ``[n, W]`` after coding, fp32; ``x`` itself without a codec."""
+    """Rows ``[n, W]`` encoded and decoded again, fp32; ``x`` itself without a codec."""
     if codec is None:
         return x
-    coded = codec.encode(x)
-    return codec.decode(coded.codes, coded.scales, torch.float32)
+    pair = codec.encode(x)
+    return codec.decode(pair.codes, pair.scales, torch.float32)
 
 
 class Tally:
@@ -75,11 +75,11 @@ class Tally:
         self._sums: dict[str, tuple[int, torch.Tensor, torch.Tensor]] = {}
 
     def add(self, name: str, x: torch.Tensor) -> None:
-        """Take in rows ``[n, W]``."""
+        """Add rows ``[n, W]``."""
         x = x.double()
         count, total, squares = self._sums.get(name, (0, 0.0, 0.0))
-        found = total + x.sum(0), squares + x.square().sum(0)
-        self._sums[name] = (count + len(x), *found)
+        sums = total + x.sum(0), squares + x.square().sum(0)
+        self._sums[name] = (count + len(x), *sums)
 
     def variance_share(self, name: str, of: str) -> float | None:
         """The variance of ``name`` over that of ``of``, each about the means of its own numbers."""
@@ -93,7 +93,7 @@ class Tally:
         return self._share(float(squares.sum()) / count, of)
 
     def _share(self, part: float | None, of: str) -> float | None:
-        """None where nothing was taken in, or where it does not vary."""
+        """None if no rows were added, or if they don't vary."""
         whole = self._variance(of)
         if part is None or not whole:
             return None

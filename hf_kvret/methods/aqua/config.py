@@ -10,10 +10,10 @@ from hf_kvret.calibration.shared import check_revision
 from hf_kvret.config import RetrievalConfig
 
 NOT_CODED = 16
-"""Bits of rows that are kept as they are."""
+"""Bits of uncoded rows."""
 
 USUAL_BITS, USUAL_BACKBONE = 2, "higgs"
-"""Without an artifact that says otherwise."""
+"""Defaults without an artifact."""
 
 _BITS = (2, 3, 4, NOT_CODED)
 _GROUPS = tuple(2**n for n in range(3, 11))
@@ -80,7 +80,7 @@ class AquaConfig(RetrievalConfig):
                 f"artifact={self.artifact!r} with predictor='none', which uses none: leave one out"
             )
         if self.predictor is None:
-            # What a command line makes of the word.
+            # The command line parses "none" to None.
             object.__setattr__(self, "predictor", "none")
         choices: dict[str, tuple[object, ...]] = {
             "first_bits": (None, *_BITS),
@@ -89,10 +89,10 @@ class AquaConfig(RetrievalConfig):
             "predictor": _PREDICTORS,
             "keep": _KEEP,
         }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                shown = ", ".join(map(repr, allowed))
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {shown}")
+        for name, values in choices.items():
+            if getattr(self, name) not in values:
+                names = ", ".join(map(repr, values))
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {names}")
         if not self.takes_store(self.store):
             raise ValueError(
                 f"store={self.store!r}: AQUA-KV reads all cold tokens at each step and rebuilds "
@@ -105,7 +105,7 @@ class AquaConfig(RetrievalConfig):
 
     @classmethod
     def takes_store(cls, store: str) -> bool:
-        """Only those that hold bytes and nothing else."""
+        """Only plain stores of bytes."""
         return store in _STORES
 
     @property

@@ -1,4 +1,4 @@
-"""Stores that decode rows to read them."""
+"""Stores that decode rows when they are read."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hf_kvret.stores.memory import DeviceMemory, PageMemory
 from hf_kvret.stores.paged import PagedStore
 
 PIECE = 4096
-"""Tokens that are coded or decoded at once."""
+"""Tokens coded or decoded at once."""
 
 
-# A tile of 32 longer rows would not fit a kernel's registers.
+# Longest row in bytes for the kernel: a tile of 32 longer rows would not fit its registers.
 _LONGEST_ROW = 2048
 
 
 class BytePages(PagedStore):
-    """A paged store that is read from any slot on."""
+    """A paged store that can be read from any slot on."""
 
     def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[B, H, last - first, *]`` of slots ``first .. last``, on the device."""
@@ -31,24 +31,24 @@ class BytePages(PagedStore):
             return self.gathered(first, last)
         start = first // self.page_len
         dense = self._dense(start, -(-last // self.page_len))
-        skipped = start * self.page_len
-        dense = dense[:, :, first - skipped : last - skipped].to(self.memory.device)
+        offset = start * self.page_len
+        dense = dense[:, :, first - offset : last - offset].to(self.memory.device)
         return dense[..., : self._key_dim], dense[..., self._key_dim :]
 
     def gathered(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same by a kernel that follows the page table: no wait for a GPU, nor a copy of pages
-        in host memory before they cross the bus."""
+        """As ``read``, by a kernel that follows the page table: without synchronizing with the GPU,
+        and without copying pages in host memory first."""
         rows = self.paged_rows()
         ids = torch.arange(first, last, dtype=torch.int32, device=rows.table.device)
-        found = rows.gather(ids.expand(len(rows.table), rows.heads, 1, -1))
-        return found[0][:, :, 0], found[1][:, :, 0]
+        pair = rows.gather(ids.expand(len(rows.table), rows.heads, 1, -1))
+        return pair[0][:, :, 0], pair[1][:, :, 0]
 
 
 class DecodedStore(Store):
-    """Reads in pieces that are decoded for it.
+    """Decodes rows piece by piece.
 
-    ``gather``, ``attend`` and ``scores`` decode all tokens from the first to the last that is
-    asked for: they serve crops and comparisons, decoding reads ``chunks``.
+    ``gather``, ``attend`` and ``scores`` decode all tokens from the first to the last requested
+    one: they are for crops and comparisons. Decoding steps read ``chunks``.
 
     Args:
         memory: where codes lie.
@@ -88,9 +88,9 @@ class DecodedStore(Store):
         return rows.gather(ids)
 
     def _dense(self, ids: torch.Tensor) -> tuple[PagedStore, torch.Tensor]:
-        """A store with the tokens that ids name, and those between them; ids as it counts."""
-        named = ids[ids >= 0]
-        first, last = (int(named.min()), int(named.max()) + 1) if len(named) else (0, 1)
+        """A dense store of the tokens from the lowest to the highest id, and ids relative to it."""
+        slots = ids[ids >= 0]
+        first, last = (int(slots.min()), int(slots.max()) + 1) if len(slots) else (0, 1)
         rows = PagedStore(DeviceMemory(self.memory.device))
         for start, keys, values in self.pieces(first, last):
             rows.append(TokenBlock(keys, values, start - first))

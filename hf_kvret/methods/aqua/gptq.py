@@ -1,9 +1,9 @@
 """Matrices of predictors in 4 bits: GPTQ.
 
 Frantar et al., *GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers*
-(2022), section 3. Columns are rounded one after the other; what a column misses is made up for by
-those that are not rounded yet, as far as inputs go together. The Gram matrix is that of the ridge
-regression, so what is kept low is the very loss that was minimized.
+(2022), section 3. Columns are rounded one after the other; the error of a column is compensated by
+those not rounded yet, as far as inputs are correlated. The Gram matrix is that of the ridge
+regression, so rounding minimizes the same loss as the regression.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ def pack_matrix(
         raise ValueError(f"a predictor with {b} inputs: two 4-bit codes share a byte, use 16 bits")
     group = min(GROUP, b & -b)
     spread = _spread(gram)
-    left, codes = matrix.clone(), torch.empty_like(matrix)
+    rest, codes = matrix.clone(), torch.empty_like(matrix)
     scales, lows = [], []
     for start in range(0, b, group):
         end = start + group
-        block = left[:, start:end]
+        block = rest[:, start:end]
         low = block.amin(1).half().double()
         scale = ((block.amax(1) - low) / _TOP).half().double()
-        missed = torch.zeros_like(block)
+        errors = torch.zeros_like(block)
         for n, column in enumerate(range(start, end)):
             code = ((block[:, n] - low) / scale.where(scale > 0, 1.0)).round().clamp(0, _TOP)
             codes[:, column] = code
-            missed[:, n] = (block[:, n] - low - scale * code) / spread[column, column]
-            block[:, n + 1 :] -= torch.outer(missed[:, n], spread[column, column + 1 : end])
-        left[:, end:] -= missed @ spread[start:end, end:]
+            errors[:, n] = (block[:, n] - low - scale * code) / spread[column, column]
+            block[:, n + 1 :] -= torch.outer(errors[:, n], spread[column, column + 1 : end])
+        rest[:, end:] -= errors @ spread[start:end, end:]
         scales.append(scale)
         lows.append(low)
     pairs = codes.to(torch.uint8).view(a, b // 2, 2)
-    packed = pairs[..., 0] | (pairs[..., 1] << BITS)
-    return packed, torch.stack(scales, 1).half(), torch.stack(lows, 1).half()
+    code_bytes = pairs[..., 0] | (pairs[..., 1] << BITS)
+    return code_bytes, torch.stack(scales, 1).half(), torch.stack(lows, 1).half()
 
 
 def unpack_matrix(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """The matrix ``[a, b]`` fp32 that ``pack_matrix`` stored."""
     each = torch.stack([codes & _TOP, codes >> BITS], -1).flatten(1).float()
-    grouped = each.unflatten(1, (scale.shape[1], -1))
-    return (low.float()[..., None] + scale.float()[..., None] * grouped).flatten(1)
+    groups = each.unflatten(1, (scale.shape[1], -1))
+    return (low.float()[..., None] + scale.float()[..., None] * groups).flatten(1)
 
 
 def _spread(gram: torch.Tensor) -> torch.Tensor:
-    """How the miss of one input is made up for by later ones: U of ``gram^-1 = U^T U``."""
+    """How later inputs compensate the error of one: U of ``gram^-1 = U^T U``."""
     size = gram.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
     # GPTQ's damping is 1e-2; the Gram matrix of a ridge regression needs much less.
-    damped = gram + (1e-6 * size) * torch.eye(len(gram)).to(gram)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    ridge_gram = gram + (1e-6 * size) * torch.eye(len(gram)).to(gram)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(ridge_gram))
     return torch.linalg.cholesky(inverse, upper=True)

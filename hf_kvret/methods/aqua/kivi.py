@@ -22,15 +22,15 @@ class KiviStore(DecodedStore):
     """Post-RoPE keys in groups of tokens, channel by channel; values in groups of numbers.
 
     Liu et al., *KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache* (2024). The newest
-    keys, fewer than a group, are kept as they are. A crop into a group decodes what is left of it.
-    Padding is coded like any token, in the group of its neighbours.
+    keys, fewer than a group, stay uncoded. A crop into a group decodes the rest of it. Padding is
+    coded like any token, in the group of its neighbours.
 
     Args:
         options: of the cache.
         memory: where codes lie.
     """
 
-    # A row is a group of tokens here, and a token there.
+    # A row of key_groups is a group of tokens, a row of values is one token.
     _key_groups: BytePages = part()
     _values: BytePages = part()
     _newest: torch.Tensor | None = tensor(shared=True)
@@ -49,7 +49,7 @@ class KiviStore(DecodedStore):
 
     @property
     def bus_share(self) -> float:
-        """That of values; keys come with them."""
+        """Share of the values; keys are in the same memory."""
         return self._values.bus_share
 
     def append(self, block: TokenBlock) -> None:
@@ -64,9 +64,9 @@ class KiviStore(DecodedStore):
             keys = torch.cat([self._newest, keys], dim=1)
         whole = keys.shape[1] // self.group * self.group
         if whole:
-            grouped = keys[:, :whole].unflatten(1, (-1, self.group)).transpose(2, 3)
-            coded = [x.flatten(2)[:, None] for x in self._key_codec.encode(grouped)]
-            self._key_groups.append(TokenBlock(coded[0], coded[1], len(self._key_groups)))
+            groups = keys[:, :whole].unflatten(1, (-1, self.group)).transpose(2, 3)
+            parts = [x.flatten(2)[:, None] for x in self._key_codec.encode(groups)]
+            self._key_groups.append(TokenBlock(parts[0], parts[1], len(self._key_groups)))
         self._newest = keys[:, whole:].clone()
         codes, scales = self._value_codec.encode(joined(block.values))
         self._values.append(TokenBlock(codes[:, None], scales[:, None], block.start))
@@ -87,11 +87,11 @@ class KiviStore(DecodedStore):
         yield from self.pieces(0, end, piece_len)
 
     def crop(self, length: int) -> None:
-        """As every state's, but that keys are cut by groups: what is left of one is decoded."""
+        """As for every state, but keys are cut by groups; the rest of a cut group is decoded."""
         if length >= len(self):
             return
         whole = length // self.group
-        # Before anything is forgotten: it may be a part of a group.
+        # Read before cropping: these keys may be part of a group.
         self._newest = self._keys(whole * self.group, length).clone()
         self._key_groups.crop(whole)
         self._values.crop(length)
@@ -143,16 +143,16 @@ class KiviStore(DecodedStore):
     def _keys(self, first: int, last: int) -> torch.Tensor:
         """``[B, last - first, H * Dk]`` of slots ``first .. last``."""
         assert self._newest is not None
-        coded = len(self._key_groups) * self.group
-        newest = self._newest[:, max(0, first - coded) : max(0, last - coded)]
-        if first >= min(last, coded):
+        group_end = len(self._key_groups) * self.group
+        newest = self._newest[:, max(0, first - group_end) : max(0, last - group_end)]
+        if first >= min(last, group_end):
             return newest
-        lowest, highest = first // self.group, -(-min(last, coded) // self.group)
+        lowest, highest = first // self.group, -(-min(last, group_end) // self.group)
         codec, width = self._key_codec, self._shape[0] * self._shape[1]
         codes, scales = (
             x[:, 0].unflatten(2, (width, -1)) for x in self._key_groups.read(lowest, highest)
         )
-        found = codec.decode(codes, scales, self._dtype).transpose(2, 3).flatten(1, 2)
-        skipped = lowest * self.group
-        found = found[:, first - skipped : min(last, coded) - skipped]
-        return torch.cat([found, newest], dim=1)
+        keys = codec.decode(codes, scales, self._dtype).transpose(2, 3).flatten(1, 2)
+        offset = lowest * self.group
+        keys = keys[:, first - offset : min(last, group_end) - offset]
+        return torch.cat([keys, newest], dim=1)

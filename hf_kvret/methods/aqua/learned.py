@@ -1,4 +1,4 @@
-"""What an artifact says about one layer: predictors and rotation, on the device that asks."""
+"""Predictors and rotation of one layer, from the artifact, on a device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.shared import (
+    check_layer_settings,
     check_tensor,
-    check_told,
     learned_rope,
     made_once,
     shared_artifact,
@@ -31,7 +31,7 @@ METHOD = "aqua"
 class Predictor:
     """A linear, reduced-rank or one-hidden-layer map of rows.
 
-    Products are made in ``dtype``, the model's; biases are added in fp32, because keys may have
+    Products are computed in ``dtype``, the model's; biases are added in fp32, because keys may have
     offsets far beyond their spread.
 
     Attributes:
@@ -48,21 +48,21 @@ class Predictor:
 
         Without a matrix there is the bias alone, ``[out]``.
         """
-        held = self.unpacked().tensors
-        if set(held) == {"bias"}:
-            return held["bias"]
+        tensors = self.unpacked().tensors
+        if set(tensors) == {"bias"}:
+            return tensors["bias"]
         x = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
-        if "down" in held:
-            found = F.linear(F.linear(x, held["down"]), held["up"])
-        elif "hidden.weight" in held:
-            hidden = F.linear(x, held["hidden.weight"]).float() + held["hidden.bias"]
-            found = F.linear(F.gelu(hidden).to(self.dtype), held["out.weight"])
+        if "down" in tensors:
+            result = F.linear(F.linear(x, tensors["down"]), tensors["up"])
+        elif "hidden.weight" in tensors:
+            units = F.linear(x, tensors["hidden.weight"]).float() + tensors["hidden.bias"]
+            result = F.linear(F.gelu(units).to(self.dtype), tensors["out.weight"])
         else:
-            found = F.linear(x, held["weight"])
-        return found.float() + held["bias"]
+            result = F.linear(x, tensors["weight"])
+        return result.float() + tensors["bias"]
 
     def unpacked(self) -> Predictor:
-        """The same, with 4-bit matrices as matrices in ``dtype``: to be used a few times."""
+        """A copy with 4-bit matrices unpacked to ``dtype``, for repeated use."""
         if not any(name.endswith(".codes") for name in self.tensors):
             return self
         matrices = unpacked(self.tensors)
@@ -72,13 +72,13 @@ class Predictor:
 
 @dataclass(frozen=True, eq=False)
 class LearnedLayer:
-    """What predicts one layer, shared by all caches.
+    """Predictors and rotation of one layer, shared by all caches.
 
     Attributes:
         key: predicts keys from those of the layer below; None: nothing is predicted.
         value: predicts values, of what ``value_inputs`` names; None: the same.
         value_inputs: ``"keys"`` of this layer, ``"values"`` of the one below, in this order.
-        rope: how keys are turned back before they are coded, None: they are not.
+        rope: un-rotates keys before they are coded; None: keys are coded after RoPE.
         shape: KV heads, key dim and value dim that it was learned from.
         source: all tensors of the layer, on the CPU.
     """
@@ -92,14 +92,14 @@ class LearnedLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors, as they are held on the device."""
-        held = [p.tensors for p in (self.key, self.value) if p is not None]
+        """Bytes of the tensors on the device."""
+        parts = [p.tensors for p in (self.key, self.value) if p is not None]
         frequencies = 0 if self.rope is None else self.rope.inv_freq.nbytes
-        return frequencies + sum(x.nbytes for tensors in held for x in tensors.values())
+        return frequencies + sum(x.nbytes for tensors in parts for x in tensors.values())
 
     @cached_property
     def fingerprint(self) -> int:
-        """Of the artifact's tensors, 63 bits: codes mean nothing with others."""
+        """63-bit hash of the artifact's tensors: codes are valid with these only."""
         digest = hashlib.sha256()
         for name, x in sorted(self.source.items()):
             digest.update(name.encode())
@@ -107,14 +107,14 @@ class LearnedLayer:
         return int.from_bytes(digest.digest()[:8]) >> 1
 
     def unpacked(self) -> LearnedLayer:
-        """The same with ``Predictor.unpacked`` ones."""
+        """A copy with unpacked predictors."""
         key, value = (None if p is None else p.unpacked() for p in (self.key, self.value))
         return (
             self if (key, value) == (self.key, self.value) else replace(self, key=key, value=value)
         )
 
     def check_shape(self, heads: int, key_dim: int, value_dim: int) -> None:
-        """ValueError unless tokens are as those that it was learned from."""
+        """ValueError unless tokens have the shape that it was learned from."""
         if (heads, key_dim, value_dim) != self.shape:
             names = "{} KV heads, key dim {}, value dim {}"
             raise ValueError(
@@ -130,67 +130,63 @@ def load(artifact: str, revision: str | None) -> CalibrationArtifact:
     return shared_artifact(artifact, revision, METHOD)
 
 
-def learned_options(found: CalibrationArtifact) -> tuple[int, str]:
-    """Bits and backbone that predictors were learned with, which serve unless others are asked for.
+def learned_options(artifact: CalibrationArtifact) -> tuple[int, str]:
+    """Bits and backbone of the calibration: the defaults of a cache with this artifact.
 
     Raises:
-        ValueError: the artifact doesn't say, or names what we don't know.
+        ValueError: they are missing or unknown.
     """
-    bits, backbone = found.options.get("bits"), found.options.get("backbone")
+    bits, backbone = artifact.options.get("bits"), artifact.options.get("backbone")
     if not isinstance(bits, int) or bits not in BITS:
-        raise _unknown(found, "bits", bits, BITS)
+        raise _unknown(artifact, "bits", bits, BITS)
     if not isinstance(backbone, str) or backbone not in BACKBONES:
-        raise _unknown(found, "backbone", backbone, BACKBONES)
+        raise _unknown(artifact, "backbone", backbone, BACKBONES)
     return bits, backbone
 
 
-def check_learned(found: CalibrationArtifact, layers: Iterable[int]) -> None:
-    """Refuse an artifact that is not whole, before a token is taken in. Looks once.
+def check_learned(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
+    """Check an artifact for completeness, before any token is cached. Checks each layer once.
 
     Raises:
-        ValueError: a layer or field is missing, of another form, or not of finite numbers.
+        ValueError: a layer or field is missing, has a wrong shape, or is not finite.
     """
     for layer in layers:
-        made_once(found, ("checked", layer), partial(_check_layer, found, layer))
+        made_once(artifact, ("checked", layer), partial(_check_layer, artifact, layer))
 
 
-def _check_layer(found: CalibrationArtifact, layer: int) -> bool:
-    learned_rope(found, layer)
-    told = check_told(
-        found, layer, dict.fromkeys(("heads", "head_dim", "value_head_dim", "bits"), int)
+def _check_layer(artifact: CalibrationArtifact, layer: int) -> bool:
+    learned_rope(artifact, layer)
+    settings = check_layer_settings(
+        artifact, layer, dict.fromkeys(("heads", "head_dim", "value_head_dim", "bits"), int)
     )
-    previous, seed = told.get("previous", ""), found.options.get("seed")
-    lower = [number for number in map(int, found.options["layers"]) if number < layer]
+    previous, seed = settings.get("previous", ""), artifact.options.get("seed")
+    lower = [number for number in map(int, artifact.options["layers"]) if number < layer]
     sound = previous is None or (type(previous) is int and previous == max(lower, default=None))
-    if not sound or told["bits"] not in BITS or not isinstance(seed, int):
+    if not sound or settings["bits"] not in BITS or not isinstance(seed, int):
         raise ValueError(
-            f"the aqua artifact of {found.model.name} is damaged at layer {layer} (previous="
-            f"{previous!r}, bits={told['bits']}, seed={seed!r}): make it again with `hf-kvret "
+            f"the aqua artifact of {artifact.model.name} is damaged at layer {layer} (previous="
+            f"{previous!r}, bits={settings['bits']}, seed={seed!r}): make it again with `hf-kvret "
             "calibrate aqua`"
         )
     prefix = f"layers.{layer}."
-    for name, tensor in found.tensors.items():
+    for name, tensor in artifact.tensors.items():
         if name.startswith(prefix):
-            check_tensor(found, name, (None,) * tensor.ndim)
-    for side, dim in (("key", told["head_dim"]), ("value", told["value_head_dim"])):
-        if f"{prefix}{side}.bias" in found.tensors:
-            check_tensor(found, f"{prefix}{side}.bias", (told["heads"] * dim,))
+            check_tensor(artifact, name, (None,) * tensor.ndim)
+    for side, dim in (("key", settings["head_dim"]), ("value", settings["value_head_dim"])):
+        if f"{prefix}{side}.bias" in artifact.tensors:
+            check_tensor(artifact, f"{prefix}{side}.bias", (settings["heads"] * dim,))
     return True
 
 
 def check_space(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
-    """Refuse a model whose keys can't be turned back.
-
-    Raises:
-        ValueError: it is one, or the artifact names options that we don't know.
-    """
-    for name, known in (
+    """ValueError if the model's keys can't be un-rotated, or the artifact has unknown options."""
+    for name, choices in (
         ("space", SPACES),
         ("key_inputs", KEY_INPUTS),
         ("value_inputs", VALUE_INPUTS),
     ):
-        if artifact.options.get(name) not in known:
-            raise _unknown(artifact, name, artifact.options.get(name), known)
+        if artifact.options.get(name) not in choices:
+            raise _unknown(artifact, name, artifact.options.get(name), choices)
     text = config.get_text_config(decoder=True)
     rotation = getattr(text, "rope_parameters", None) or {}
     before = artifact.options["space"] == "before"
@@ -203,66 +199,71 @@ def check_space(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None
 
 
 def _unknown(
-    found: CalibrationArtifact, name: str, told: object, known: Iterable[object]
+    artifact: CalibrationArtifact, name: str, value: object, choices: Iterable[object]
 ) -> ValueError:
     return ValueError(
-        f"the aqua artifact of {found.model.name} has {name}={told!r}, known are "
-        f"{', '.join(map(repr, known))}: upgrade hf-kvret, or make it again with `hf-kvret "
+        f"the aqua artifact of {artifact.model.name} has {name}={value!r}, known are "
+        f"{', '.join(map(repr, choices))}: upgrade hf-kvret, or make it again with `hf-kvret "
         "calibrate aqua`"
     )
 
 
 def needs_positions(artifact: CalibrationArtifact) -> bool:
-    """Whether keys of some layer are turned back."""
-    told = artifact.options["layers"].values()
-    return artifact.options["space"] == "before" and any(one["layout"] != "none" for one in told)
+    """Whether keys of any layer are un-rotated."""
+    layers = artifact.options["layers"].values()
+    return artifact.options["space"] == "before" and any(one["layout"] != "none" for one in layers)
 
 
 def learned_layer(
-    found: CalibrationArtifact,
+    artifact: CalibrationArtifact,
     layer: int,
-    predicted: bool,
+    with_inputs: bool,
     device: torch.device,
     dtype: torch.dtype,
 ) -> LearnedLayer:
     """Layer number ``layer`` of an artifact, on ``device``, one for all caches.
 
     Args:
-        found: the artifact.
+        artifact: the artifact.
         layer: number of the layer in the model.
-        predicted: False leaves out predictors that have inputs.
+        with_inputs: False leaves out predictors that have inputs.
         device: where they work.
         dtype: of the model.
 
     Raises:
         ValueError: as ``check_learned``.
     """
-    check_learned(found, [layer])
-    make = partial(_make_layer, found, layer, predicted, device, dtype)
-    return made_once(found, (layer, predicted, device, dtype), make)
+    check_learned(artifact, [layer])
+    make = partial(_make_layer, artifact, layer, with_inputs, device, dtype)
+    return made_once(artifact, (layer, with_inputs, device, dtype), make)
 
 
 def _make_layer(
-    found: CalibrationArtifact,
+    artifact: CalibrationArtifact,
     layer: int,
-    predicted: bool,
+    with_inputs: bool,
     device: torch.device,
     dtype: torch.dtype,
 ) -> LearnedLayer:
     prefix = f"layers.{layer}."
-    source = {n.removeprefix(prefix): x for n, x in found.tensors.items() if n.startswith(prefix)}
-    told, rope = found.options["layers"][str(layer)], learned_rope(found, layer).to(device)
-    turned = found.options["space"] == "before" and rope.rotary_dim > 0
-    key, value = (_predictor(source, side, predicted, device, dtype) for side in ("key", "value"))
-    inputs = tuple(found.options["value_inputs"].split("+"))
-    shape = told["heads"], told["head_dim"], told["value_head_dim"]
-    return LearnedLayer(key, value, inputs, rope if turned else None, shape, source)
+    source = {
+        n.removeprefix(prefix): x for n, x in artifact.tensors.items() if n.startswith(prefix)
+    }
+    settings, rope = (
+        artifact.options["layers"][str(layer)],
+        learned_rope(artifact, layer).to(device),
+    )
+    is_before = artifact.options["space"] == "before" and rope.rotary_dim > 0
+    key, value = (_predictor(source, side, with_inputs, device, dtype) for side in ("key", "value"))
+    inputs = tuple(artifact.options["value_inputs"].split("+"))
+    shape = settings["heads"], settings["head_dim"], settings["value_head_dim"]
+    return LearnedLayer(key, value, inputs, rope if is_before else None, shape, source)
 
 
 def _predictor(
     source: dict[str, torch.Tensor],
     side: str,
-    predicted: bool,
+    with_inputs: bool,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Predictor | None:
@@ -271,11 +272,11 @@ def _predictor(
         for name, x in source.items()
         if name.startswith(f"{side}.")
     }
-    if not tensors or (set(tensors) != {"bias"} and not predicted):
+    if not tensors or (set(tensors) != {"bias"} and not with_inputs):
         return None
-    # Scales and offsets of 4-bit matrices are fp16 and stay so; bf16 is what matrices are saved in.
-    held = {
+    # Scales and offsets of 4-bit matrices are fp16 and stay so; matrices are saved in bf16.
+    placed = {
         name: x.to(device, dtype if x.dtype == torch.bfloat16 else x.dtype)
         for name, x in tensors.items()
     }
-    return Predictor(held, dtype)
+    return Predictor(placed, dtype)

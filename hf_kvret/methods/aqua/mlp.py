@@ -21,14 +21,14 @@ def fit_mlp(
     hidden: int,
     steps: int,
     seed: int,
-    progress: Callable[[int], object] = lambda done: None,
+    progress: Callable[[int], object] = lambda count: None,
 ) -> dict[str, torch.Tensor]:
     """``hidden.weight``, ``hidden.bias``, ``out.weight`` and ``bias``.
 
-    The paper's perceptron without layer norm, which costs it nothing (table 5). Training starts at
-    the linear solution: ``gelu(x) - gelu(-x) = x``, so pairs of opposite units pass through what
-    reduced-rank regression finds, and the rest begins with no say. Adam on the mean squared error,
-    with a rate that ends at 0.
+    The paper's perceptron without layer norm, which makes no difference (table 5). Training starts
+    at the linear solution: ``gelu(x) - gelu(-x) = x``, so pairs of opposite units reproduce the
+    reduced-rank regression, and the other units start with output weight 0. Adam on the mean
+    squared error, with a learning rate that decays to 0.
 
     Args:
         rows: what to learn from.
@@ -36,7 +36,7 @@ def fit_mlp(
         hidden: units, at least 2.
         steps: of ``BATCH`` rows; 0 leaves the linear solution of rank ``hidden // 2``.
         seed: of the order of rows and of the first weights of the rest.
-        progress: told the rows of every step.
+        progress: called with the rows of every step.
     """
     generator = torch.Generator().manual_seed(seed)
     rank = min(hidden // 2, rows.targets.shape[1])
@@ -60,8 +60,8 @@ def fit_mlp(
         x, y = rows.at(torch.randint(len(rows), (BATCH,), generator=generator))
         x, y = (x - centre) / spread.float(), (y - aim) / scale.float()
         with torch.enable_grad():
-            found = F.linear(F.gelu(F.linear(x, *weights[:2])), *weights[2:])
-            loss = F.mse_loss(found, y)
+            outputs = F.linear(F.gelu(F.linear(x, *weights[:2])), *weights[2:])
+            loss = F.mse_loss(outputs, y)
             adam.zero_grad()
             loss.backward()
         adam.step()

@@ -1,4 +1,4 @@
-"""Which layers are anchors, which predict, and in how many bits: decided before any token."""
+"""LayerPlan: which layers are anchors, which are predicted, and in how many bits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hf_kvret.methods.aqua.learned import learned_options, load, needs_positions
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """What is done with one layer.
+    """How one layer is stored.
 
     Attributes:
         options: of the cache.
         layer: number of the layer in the model.
-        bits: 2, 3, 4, or 16 for rows that are kept as they are.
-        lowest_bits: the same, should there be no retrieval layer below.
-        previous: the layer whose reconstruction predicts this one; None for an anchor, and for
-            one that is kept as it is.
+        bits: 2, 3, 4, or 16 for uncoded rows.
+        lowest_bits: the same, if there is no retrieval layer below.
+        previous: the layer whose reconstruction predicts this one; None for an anchor, and for an
+            uncoded layer.
         feeds: whether the layer above is predicted from this one.
-        found: the artifact; None where nothing is predicted.
+        artifact: the artifact; None where nothing is predicted.
         lowest: whether it is the artifact's first layer, which keeps the positions for all.
     """
 
@@ -31,28 +31,28 @@ class LayerPlan:
     lowest_bits: int
     previous: int | None = None
     feeds: bool = False
-    found: CalibrationArtifact | None = None
+    artifact: CalibrationArtifact | None = None
     lowest: bool = False
 
     @property
     def learned_groups(self) -> tuple[int | None, int | None]:
-        """The groups that calibration coded keys and values with; None where it did not."""
-        if self.found is None:
+        """Group sizes of keys and values in the calibration; None if not coded."""
+        if self.artifact is None:
             return None, None
-        told = self.found.options["layers"][str(self.layer)]
-        return told.get("group"), told.get("value_group")
+        settings = self.artifact.options["layers"][str(self.layer)]
+        return settings.get("group"), settings.get("value_group")
 
     @property
     def keeps_positions(self) -> bool:
-        """Whether positions are to be kept here, for all layers."""
-        return self.found is not None and self.lowest and needs_positions(self.found)
+        """Whether this layer keeps the positions, for all layers."""
+        return self.artifact is not None and self.lowest and needs_positions(self.artifact)
 
 
 def filled_in(options: AquaConfig) -> AquaConfig:
-    """``options`` with bits and backbone: those asked for, else the artifact's, else the usual.
+    """``options`` with bits and backbone: as set, else from the artifact, else the defaults.
 
     Raises:
-        ValueError: no artifact is named, or it doesn't tell them.
+        ValueError: no artifact is named, or it lacks them.
         OSError: the artifact can't be read.
     """
     if options.bits is not None and options.backbone is not None:
@@ -70,24 +70,24 @@ def layer_plan(options: AquaConfig, layer: int) -> LayerPlan:
     """The plan of model layer number ``layer``.
 
     Raises:
-        ValueError: no artifact is named, or it doesn't know the layer.
+        ValueError: no artifact is named, or it lacks the layer.
         OSError: the artifact can't be read.
     """
     options = filled_in(options)
     assert options.bits is not None
     if options.predictor == "none":
         return LayerPlan(options, layer, options.bits, options.first_bits or options.bits)
-    found = _artifact(options)
-    layers = sorted(map(int, found.options["layers"]))
+    artifact = _artifact(options)
+    layers = sorted(map(int, artifact.options["layers"]))
     if layer not in layers:
         raise ValueError(
-            f"the aqua artifact of {found.model.name} has no layer {layer}: make it again with "
+            f"the aqua artifact of {artifact.model.name} has no layer {layer}: make it again with "
             "`hf-kvret calibrate aqua`"
         )
     number = layers.index(layer)
-    bits, previous = _role(options, found, layers, number)
-    above = number + 1 < len(layers) and _role(options, found, layers, number + 1)[1] is not None
-    return LayerPlan(options, layer, bits, bits, previous, above, found, lowest=number == 0)
+    bits, previous = _role(options, artifact, layers, number)
+    above = number + 1 < len(layers) and _role(options, artifact, layers, number + 1)[1] is not None
+    return LayerPlan(options, layer, bits, bits, previous, above, artifact, lowest=number == 0)
 
 
 def _artifact(options: AquaConfig) -> CalibrationArtifact:
@@ -100,20 +100,20 @@ def _artifact(options: AquaConfig) -> CalibrationArtifact:
 
 
 def _role(
-    options: AquaConfig, found: CalibrationArtifact, layers: list[int], number: int
+    options: AquaConfig, artifact: CalibrationArtifact, layers: list[int], number: int
 ) -> tuple[int, int | None]:
     """Bits, and the layer that predicts this one, if any does."""
-    all_told = found.options["layers"]
-    told = all_told[str(layers[number])]
+    all_settings = artifact.options["layers"]
+    settings = all_settings[str(layers[number])]
     assert options.bits is not None
-    made = options.anchor_every is not None and number % options.anchor_every == 0
+    is_anchor = options.anchor_every is not None and number % options.anchor_every == 0
     if options.bits == NOT_CODED:
-        # Nothing is coded, but anchors where the options say so.
-        first = options.first_bits if told["previous"] is None or made else None
+        # Nothing is coded, except anchors if the options say so.
+        first = options.first_bits if settings["previous"] is None or is_anchor else None
         return first or NOT_CODED, None
-    if told["previous"] is None:
-        return options.first_bits or told["bits"], None
-    if made:
-        # The artifact coded it as a predicted layer; an anchor is as its first one.
-        return options.first_bits or all_told[str(layers[0])]["bits"], None
-    return options.bits, told["previous"]
+    if settings["previous"] is None:
+        return options.first_bits or settings["bits"], None
+    if is_anchor:
+        # A predicted layer in the artifact; as an anchor it gets the bits of the first layer.
+        return options.first_bits or all_settings[str(layers[0])]["bits"], None
+    return options.bits, settings["previous"]

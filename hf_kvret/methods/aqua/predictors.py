@@ -2,7 +2,7 @@
 
 Shutova et al. (2025), section 3.2 and table 1, "Predictor Architecture". Linear ones solve a ridge
 regression in closed form; the others start from it. All matrices are fitted in fp64 and rounded;
-then the bias is set anew so that the rounded predictor has no mean error, because keys can have
+then the bias is recomputed so that the rounded predictor has zero mean error, because keys can have
 offsets far beyond their spread.
 """
 
@@ -20,7 +20,7 @@ PREDICTORS = ("linear", "low_rank", "mlp")
 Tensors = Mapping[str, torch.Tensor]
 
 BLOCK = 8192
-"""Rows that are on the device at a time."""
+"""Rows on the device at a time."""
 
 # Of a matrix in 4 bits, as pack_matrix returns them.
 _PARTS = ("codes", "scale", "low")
@@ -97,7 +97,7 @@ def fit_linear(rows: Rows, *, ridge: float, bits: int) -> dict[str, torch.Tensor
     """
     moments = Moments(rows)
     gram = moments.ridged(ridge)
-    weight = _stored("weight", _solution(moments, gram), gram, bits)
+    weight = _encode("weight", _solution(moments, gram), gram, bits)
     product = unpacked(weight)["weight"].double()
     return _on_cpu({**weight, "bias": moments.target_mean - product @ moments.input_mean})
 
@@ -109,28 +109,28 @@ def fit_low_rank(rows: Rows, *, ridge: float, rank: int, bits: int) -> dict[str,
     """
     moments = Moments(rows)
     gram = moments.ridged(ridge)
-    down, up = _reduced(_solution(moments, gram), gram, rank)
-    found = _stored("down", down, gram, bits)
-    rounded = unpacked(found)["down"].double()
-    found |= _stored("up", up, rounded @ gram @ rounded.mT, bits)
-    product = unpacked(found)["up"].double() @ rounded
-    return _on_cpu({**found, "bias": moments.target_mean - product @ moments.input_mean})
+    down, up = _reduce(_solution(moments, gram), gram, rank)
+    tensors = _encode("down", down, gram, bits)
+    down_matrix = unpacked(tensors)["down"].double()
+    tensors |= _encode("up", up, down_matrix @ gram @ down_matrix.mT, bits)
+    product = unpacked(tensors)["up"].double() @ down_matrix
+    return _on_cpu({**tensors, "bias": moments.target_mean - product @ moments.input_mean})
 
 
 def unpacked(tensors: Tensors) -> dict[str, torch.Tensor]:
     """The same predictor with matrices of codes as fp32 matrices, for ``predict``."""
-    found = {}
+    matrices = {}
     for name, x in tensors.items():
         matrix, _, part = name.rpartition(".")
         if part == "codes":
-            found[matrix] = unpack_matrix(*(tensors[f"{matrix}.{part}"] for part in _PARTS))
+            matrices[matrix] = unpack_matrix(*(tensors[f"{matrix}.{part}"] for part in _PARTS))
         elif part not in _PARTS:
-            found[name] = x
-    return found
+            matrices[name] = x
+    return matrices
 
 
 def predict(tensors: Tensors, x: torch.Tensor) -> torch.Tensor:
-    """What a predictor makes of inputs: ``[..., out]`` fp32.
+    """The prediction for inputs: ``[..., out]`` fp32.
 
     Args:
         tensors: of one predictor, without ``key.`` or ``value.`` before their names, matrices as
@@ -145,8 +145,8 @@ def predict(tensors: Tensors, x: torch.Tensor) -> torch.Tensor:
             F.linear(x, tensors["down"].float()), tensors["up"].float(), tensors["bias"]
         )
     if "hidden.weight" in tensors:
-        hidden = F.linear(x, tensors["hidden.weight"].float(), tensors["hidden.bias"])
-        return F.linear(F.gelu(hidden), tensors["out.weight"].float(), tensors["bias"])
+        units = F.linear(x, tensors["hidden.weight"].float(), tensors["hidden.bias"])
+        return F.linear(F.gelu(units), tensors["out.weight"].float(), tensors["bias"])
     return F.linear(x, tensors["weight"].float(), tensors["bias"])
 
 
@@ -156,13 +156,13 @@ def reduced_regression(
     """``(moments, down [rank, in], up [out, rank])`` fp64, the columns of ``up`` orthonormal."""
     moments = Moments(rows)
     gram = moments.ridged(ridge)
-    return moments, *_reduced(_solution(moments, gram), gram, rank)
+    return moments, *_reduce(_solution(moments, gram), gram, rank)
 
 
 def _solution(moments: Moments, gram: torch.Tensor) -> torch.Tensor:
     """``[out, in]``."""
-    factor, failed = torch.linalg.cholesky_ex(gram)
-    if failed or not gram.isfinite().all():
+    factor, info = torch.linalg.cholesky_ex(gram)
+    if info or not gram.isfinite().all():
         raise ValueError(
             "a predictor's inputs have NaN or infinity, or go together too closely for this ridge: "
             "load the model in bfloat16 or float32, or give a larger ridge (1e-3 is usual)"
@@ -170,16 +170,16 @@ def _solution(moments: Moments, gram: torch.Tensor) -> torch.Tensor:
     return torch.cholesky_solve(moments.cross, factor).mT
 
 
-def _reduced(
+def _reduce(
     weight: torch.Tensor, gram: torch.Tensor, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product of rank ``rank`` nearest to ``weight`` where the inputs are."""
+    """``(down, up)``: the best rank-``rank`` approximation of ``weight`` on the inputs."""
     _, vectors = torch.linalg.eigh(weight @ gram @ weight.mT)
     up = vectors[:, -rank:].flip(1)
     return up.mT @ weight, up
 
 
-def _stored(
+def _encode(
     name: str, matrix: torch.Tensor, gram: torch.Tensor, bits: int
 ) -> dict[str, torch.Tensor]:
     if bits == 16:

@@ -18,15 +18,15 @@ from hf_kvret.stores.memory import PageMemory
 
 
 class AquaStore(DecodedStore):
-    """Codes of what the layer below does not predict, or of keys and values as they are.
+    """Codes of prediction residuals, or of the keys and values themselves in an anchor.
 
-    A token is one row: codes of keys and values of all heads, then their scales. Where rows are
-    kept as they are (16 bits), or reconstructed once (``keep="rows"``), they lie here in full.
+    A token is one row: codes of keys and values of all heads, then their scales. Uncoded rows (16
+    bits) and rows reconstructed once (``keep="rows"``) are stored in full.
 
-    Reading needs the same tokens of the layer below, which are made of those below it. Layers are
-    read in order, so each one leaves its reconstruction to the next, which takes it and writes its
-    own over it: one layer is reconstructed at a time. Where nothing was left, the chain is
-    followed down. The first store keeps the positions of all tokens, the others ask it.
+    Reading a layer needs the same tokens of the layer below, which need those below it. Layers are
+    read in order, so each one passes its reconstruction on to the next, which overwrites it with
+    its own: only one layer is reconstructed at a time. If there is no such reconstruction, the
+    layers below are decoded recursively. The first store keeps the positions for all others.
 
     Args:
         plan: of the layer.
@@ -34,7 +34,7 @@ class AquaStore(DecodedStore):
     """
 
     _pages: BytePages = part(key="")
-    # Of tokens that a crop brought back too, until others come in their place.
+    # Also of tokens that a crop moved back to the window, until others replace them.
     _positions: TokenBuffer = passed(may_be_empty=True)
 
     def __init__(self, plan: LayerPlan, memory: PageMemory) -> None:
@@ -42,7 +42,7 @@ class AquaStore(DecodedStore):
         self.plan = plan
         self._pages = BytePages(memory)
         self._coder: RowCoder | None = None
-        self._left: Rows | None = None
+        self._reconstruction: Rows | None = None
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -53,8 +53,8 @@ class AquaStore(DecodedStore):
 
     @property
     def reconstruction(self) -> Rows | None:
-        """What is left for the layer above now."""
-        return self._left
+        """The reconstruction for the layer above, if any."""
+        return self._reconstruction
 
     def append(self, block: TokenBlock) -> None:
         if block.start != len(self):
@@ -84,57 +84,59 @@ class AquaStore(DecodedStore):
     def chunks(
         self, piece_len: int = PIECE, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """As every store's; all tokens where they are decoded: the layer above needs them all."""
-        end, left = len(self), self._left
+        """As for every store; decodes all tokens, because the layer above needs them all."""
+        end, reconstruction = len(self), self._reconstruction
         if self._full:
             yield from self._pages.chunks(piece_len, stop)
             return
-        if left is not None and left.covers(0, end):
+        if reconstruction is not None and reconstruction.covers(0, end):
             for first, last in spans(0, end, piece_len):
-                keys, values = self._attended(left.part(first, last))
-                # Copies: the layer above writes over what is left.
+                keys, values = self._attended(reconstruction.part(first, last))
+                # Copies: the layer above overwrites the reconstruction.
                 yield first, keys.clone(), values.clone()
             return
         assert self._coder is not None
         coder, source = self._coder.unpacked(), self._take_below(0, end)
         target: Rows | None = None
         for first, last in spans(0, end, piece_len):
-            given = self._lent(first, last) if source is None else source.part(first, last)
-            rows = self._decode(coder, first, last, given)
+            below = self._lend_below(first, last) if source is None else source.part(first, last)
+            rows = self._decode(coder, first, last, below)
             if self.plan.feeds:
                 target = target or _room(source, rows, 0, end)
                 target.put(rows)
             yield first, *self._attended(rows)
-        self._left = target
+        self._reconstruction = target
 
     def reset(self) -> None:
         super().reset()
-        self._coder = self._left = None
+        self._coder = self._reconstruction = None
 
     def reorder(self, rows: torch.Tensor) -> None:
-        """As every state's; what is left for the layer above was of other rows."""
+        """As for every state; drops the reconstruction, which is of other rows."""
         super().reorder(rows)
-        self._left = None
+        self._reconstruction = None
 
     def crop(self, length: int) -> None:
-        """As every state's; what is left for the layer above has more tokens."""
+        """As for every state; drops the reconstruction, which has more tokens."""
         super().crop(length)
-        self._left = None
+        self._reconstruction = None
 
     def fork(self) -> Self:
-        """As every state's; what is left is for the layer above in the other cache."""
+        """As for every state, without the reconstruction, which is for the original's layers."""
         twin = super().fork()
-        twin._left = None
+        twin._reconstruction = None
         return twin
 
     def nbytes(self) -> int:
-        """As every state's, with a reconstruction that is left."""
-        return super().nbytes() + (0 if self._left is None else self._left.nbytes)
+        """As for every state, plus the reconstruction."""
+        return super().nbytes() + (
+            0 if self._reconstruction is None else self._reconstruction.nbytes
+        )
 
     def shared_nbytes(self) -> int:
         """The layer's predictors."""
-        learned = None if self._coder is None else self._coder.learned
-        return 0 if learned is None else learned.nbytes
+        predictors = None if self._coder is None else self._coder.predictors
+        return 0 if predictors is None else predictors.nbytes
 
     def row_nbytes(self, plain: int) -> int:
         return plain if self._full or self._coder is None else self._coder.row_nbytes
@@ -154,8 +156,8 @@ class AquaStore(DecodedStore):
         state["dtype"] = torch.zeros(1, dtype=coder.dtype)
         if len(self._positions):
             state["positions"] = self._positions.rows.cpu().contiguous()
-        if coder.learned is not None:
-            state["learned"] = torch.tensor(coder.learned.fingerprint)
+        if coder.predictors is not None:
+            state["learned"] = torch.tensor(coder.predictors.fingerprint)
         return state
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
@@ -165,8 +167,8 @@ class AquaStore(DecodedStore):
         heads, key_dim, value_dim = map(int, state["shape"])
         dtype, lowest = state["dtype"].dtype, self.below() is None
         self._coder = RowCoder.of(self.plan, lowest, (heads, key_dim, value_dim), dtype, device)
-        learned = self._coder.learned
-        if learned is not None and learned.fingerprint != int(state["learned"]):
+        predictors = self._coder.predictors
+        if predictors is not None and predictors.fingerprint != int(state["learned"]):
             raise ValueError(
                 f"the cache was saved with another artifact than {self.plan.options.artifact} is "
                 "now: its codes are of what other predictors missed. Bring that artifact back, or "
@@ -178,30 +180,30 @@ class AquaStore(DecodedStore):
 
     @property
     def _full(self) -> bool:
-        """Whether rows are here in full, as attention reads them."""
-        coded = self._coder is not None and self._coder.bits != NOT_CODED
-        return not coded or self.plan.options.keep == "rows"
+        """Whether rows are stored in full, as attention reads them."""
+        has_codes = self._coder is not None and self._coder.bits != NOT_CODED
+        return not has_codes or self.plan.options.keep == "rows"
 
     def _encode(self, coder: RowCoder, block: TokenBlock) -> None:
-        # Later blocks are left to ``chunks``, which comes in the same pass and leaves all tokens.
+        # For later blocks ``chunks`` does it, later in the same pass, for all tokens.
         leaves = self.plan.feeds and (block.start == 0 or self._full)
         source = self._take_below(block.start, block.end)
         target: Rows | None = None
         coder, parts = coder.unpacked(), []
         for first, last in spans(block.start, block.end, PIECE):
             where = slice(first - block.start, last - block.start)
-            given = self._lent(first, last) if source is None else source.part(first, last)
+            below = self._lend_below(first, last) if source is None else source.part(first, last)
             keys = coder.before(block.keys[:, :, where], self._positions_of(first, last))
             values = joined(block.values[:, :, where])
-            codes, scales, rows = coder.encode(first, keys, values, given)
+            codes, scales, rows = coder.encode(first, keys, values, below)
             if leaves:
                 target = target or _room(source, rows, block.start, block.end)
                 target.put(rows)
             parts.append(self._attended(rows) if self._full else (codes[:, None], scales[:, None]))
-        # Together, so that the pages of a prompt have exactly its size.
-        kept = [torch.cat(side, dim=2) for side in zip(*parts, strict=True)]
-        self._pages.append(TokenBlock(kept[0], kept[1], block.start))
-        self._left = target
+        # Appended at once, so that the pages of a prompt have exactly its size.
+        sides = [torch.cat(side, dim=2) for side in zip(*parts, strict=True)]
+        self._pages.append(TokenBlock(sides[0], sides[1], block.start))
+        self._reconstruction = target
 
     def _decode(self, coder: RowCoder, first: int, last: int, below: Rows | None) -> Rows:
         codes, scales = (x[:, 0] for x in self._pages.read(first, last))
@@ -212,17 +214,17 @@ class AquaStore(DecodedStore):
         return self._coder.attended(rows, self._positions_of(rows.start, rows.end))
 
     def _lend(self, first: int, last: int) -> Rows:
-        """Reconstruction of slots ``first .. last``: a view of what is left, or made now."""
-        if self._left is not None and self._left.covers(first, last):
-            return self._left.part(first, last)
+        """Reconstruction of slots ``first .. last``: a view of the current one, or computed now."""
+        if self._reconstruction is not None and self._reconstruction.covers(first, last):
+            return self._reconstruction.part(first, last)
         coder = self._coder
         assert coder is not None, "in a pass, the layer below comes first"
         if self._full:
             keys, values = self._pages.read(first, last)
             return coder.rows(first, keys, values, self._positions_of(first, last))
-        return self._decode(coder, first, last, self._lent(first, last))
+        return self._decode(coder, first, last, self._lend_below(first, last))
 
-    def _predicting(self) -> AquaStore | None:
+    def _source_store(self) -> AquaStore | None:
         """The store that this one is predicted from; None for an anchor."""
         if self.plan.previous is None:
             return None
@@ -230,18 +232,22 @@ class AquaStore(DecodedStore):
         assert isinstance(below, AquaStore) and below.plan.layer == self.plan.previous
         return below
 
-    def _lent(self, first: int, last: int) -> Rows | None:
-        below = self._predicting()
+    def _lend_below(self, first: int, last: int) -> Rows | None:
+        below = self._source_store()
         return None if below is None else below._lend(first, last)
 
     def _take_below(self, first: int, last: int) -> Rows | None:
-        """What the layer below left, if it is just this; it has nothing left then."""
-        below = self._predicting()
-        left = None if below is None else below._left
-        if below is None or left is None or (left.start, left.end) != (first, last):
+        """Take over the reconstruction of the layer below, if it has exactly these slots."""
+        below = self._source_store()
+        reconstruction = None if below is None else below._reconstruction
+        if (
+            below is None
+            or reconstruction is None
+            or (reconstruction.start, reconstruction.end) != (first, last)
+        ):
             return None
-        below._left = None
-        return left
+        below._reconstruction = None
+        return reconstruction
 
     def _positions_of(self, first: int, last: int) -> torch.Tensor | None:
         if self._coder is None or not self._coder.turns:
@@ -254,19 +260,19 @@ class AquaStore(DecodedStore):
 
     def _keep_positions(self, block: TokenBlock) -> None:
         assert block.positions is not None, "the cache says that they are needed"
-        held, given = self._positions, block.positions[:, None]
-        behind = held.rows[:, :, block.end :].clone() if len(held) else given[:, :, :0]
-        if len(held) > block.start:
-            known = held.rows[:, :, block.start : block.end]
-            known = torch.nn.functional.pad(known, (0, len(block) - known.shape[2]))
-            given = torch.where(given == UNKNOWN_POSITION, known, given)
-        held.crop(block.start)
-        held.append(given)
-        held.append(behind)
+        buffer, new = self._positions, block.positions[:, None]
+        behind = buffer.rows[:, :, block.end :].clone() if len(buffer) else new[:, :, :0]
+        if len(buffer) > block.start:
+            old = buffer.rows[:, :, block.start : block.end]
+            old = torch.nn.functional.pad(old, (0, len(block) - old.shape[2]))
+            new = torch.where(new == UNKNOWN_POSITION, old, new)
+        buffer.crop(block.start)
+        buffer.append(new)
+        buffer.append(behind)
 
 
 def _room(source: Rows | None, rows: Rows, start: int, end: int) -> Rows:
-    """Where slots ``start .. end`` are written: over those of the layer below, if they fit."""
+    """Memory for slots ``start .. end``: that of the layer below, if it fits, else new."""
     if source is not None and source.like(rows):
         return source
     return Rows.empty_like(rows, start, end)

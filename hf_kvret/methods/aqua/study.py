@@ -42,23 +42,23 @@ class _Side:
 
     Attributes:
         name: ``"key"`` or ``"value"``.
-        exact: ``[N, W]`` as the model made them, on the CPU, what is learned from first.
-        learned: how many rows are learned from.
+        exact: ``[N, W]`` as computed by the model, on the CPU, training rows first.
+        train_len: how many rows are learned from.
         group: of the codec.
     """
 
     name: str
     exact: torch.Tensor
-    learned: int
+    train_len: int
     group: int
 
 
 class AquaStudy(LayerStudy):
-    """Gathers keys and values; learns from them and from the reconstructions of the layer below.
+    """Collects keys and values; learns from them and from the reconstructions of the layer below.
 
-    What is found stands at the top of ``aqua``. Carried on are ``key`` and ``value`` ``[N, W]``,
-    the reconstructions in the model's dtype, ``layer``, its number, and ``depth``, layers since
-    the anchor.
+    The module ``calibrator`` describes the findings. Carried to the next layer are ``key`` and
+    ``value`` ``[N, W]``, the reconstructions in the model's dtype, ``layer``, its number, and
+    ``depth``, layers since the anchor.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class AquaStudy(LayerStudy):
         self._rows: dict[str, list[torch.Tensor]] = {"key": [], "value": []}
         self._groups: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, int]] = {}
-        self._count = self._learned = 0
+        self._count = self._train_len = 0
 
     @property
     def work(self) -> int:
-        trained = self.options.steps * BATCH if self.options.predictor == "mlp" else 0
-        return 4 * self._count + 2 * trained
+        mlp_rows = self.options.steps * BATCH if self.options.predictor == "mlp" else 0
+        return 4 * self._count + 2 * mlp_rows
 
     def add(self, tokens: LayerTokens, held_out: bool) -> None:
         keys = tokens.key_before if self.options.space == "before" else tokens.key
@@ -85,13 +85,13 @@ class AquaStudy(LayerStudy):
             rows = x[0, :, self.options.sinks :].transpose(0, 1).flatten(1)
             # A copy on the CPU too: rows may be a view of something larger.
             self._rows[name].append(rows.to("cpu", copy=True))
-        assert held_out or self._count == self._learned, "what is held out comes last"
+        assert held_out or self._count == self._train_len, "what is held out comes last"
         count = len(self._rows["key"][-1])
         self._count += count
-        self._learned += 0 if held_out else count
+        self._train_len += 0 if held_out else count
 
     def finish(self, progress: Progress, carried: Carried | None = None) -> LayerFindings:
-        if not self._learned:
+        if not self._train_len:
             raise ValueError(
                 f"no tokens to learn from beyond the first {self.options.sinks} of each sequence: "
                 "give longer sequences"
@@ -100,29 +100,29 @@ class AquaStudy(LayerStudy):
         below = None if depth in (0, self.options.anchor_every) else carried
         assert below is None or len(below["key"]) == self._count, "another corpus"
         sides = [
-            _Side(name, torch.cat(self._rows.pop(name)), self._learned, self._groups[name])
+            _Side(name, torch.cat(self._rows.pop(name)), self._train_len, self._groups[name])
             for name in ("key", "value")
         ]
         means = {side.name: self._mean(side) for side in sides} if below is None else {}
         bits = self._anchor_bits(sides, means) if below is None else self.options.bits
         tensors = {"inv_freq": self.rope.inv_freq.cpu()}
         tallies: dict[str, Tally] = {}
-        restored: dict[str, torch.Tensor] = {}
+        reconstructions: dict[str, torch.Tensor] = {}
         for side in sides:
             if below is None:
-                inputs, found = [], means[side.name]
+                inputs, predictor = [], means[side.name]
             else:
-                inputs = self._inputs(side.name, below, restored)
-                found = self._fit(side, inputs, progress)
+                inputs = self._inputs(side.name, below, reconstructions)
+                predictor = self._fit(side, inputs, progress)
             progress(len(side.exact))
-            tensors |= {f"{side.name}.{name}": x for name, x in found.items()}
+            tensors |= {f"{side.name}.{name}": x for name, x in predictor.items()}
             tallies[side.name] = Tally()
-            tried = _TRIED_BITS if below is None else ()
-            restored[side.name] = self._restore(
-                side, inputs, found, bits, tried, tallies[side.name], progress
+            trial_bits = _TRIED_BITS if below is None else ()
+            reconstructions[side.name] = self._restore(
+                side, inputs, predictor, bits, trial_bits, tallies[side.name], progress
             )
         role = "anchor" if below is None else "predicted"
-        told = {
+        settings = {
             "layout": self.rope.layout,
             "attention_factor": self.rope.attention_factor,
             "role": role,
@@ -139,15 +139,15 @@ class AquaStudy(LayerStudy):
             "depth": torch.tensor(0 if below is None else depth),
         }
         quality = {"role": role, "bits": bits, **_figures(tallies, below is None)}
-        return LayerFindings(tensors, told, quality, {**restored, **state})
+        return LayerFindings(tensors, settings, quality, {**reconstructions, **state})
 
     def _inputs(
-        self, name: str, below: Carried, restored: dict[str, torch.Tensor]
+        self, name: str, below: Carried, reconstructions: dict[str, torch.Tensor]
     ) -> list[torch.Tensor]:
         """Parts of a predictor's inputs; none where nothing is predicted."""
         if name == "key":
             return [below["key"]] if self.options.key_inputs == "keys" else []
-        parts = {"keys": restored["key"], "values": below["value"]}
+        parts = {"keys": reconstructions["key"], "values": below["value"]}
         return [x for part, x in parts.items() if part in self.options.value_inputs.split("+")]
 
     def _fit(
@@ -156,39 +156,39 @@ class AquaStudy(LayerStudy):
         """Tensors of a predictor; none where nothing is predicted."""
         if not inputs:
             return {}
-        learned = slice(side.learned)
-        rows = Rows([x[learned] for x in inputs], side.exact[learned], self.device)
+        train = slice(side.train_len)
+        rows = Rows([x[train] for x in inputs], side.exact[train], self.device)
         return self.options.fit(rows, progress)
 
     def _restore(
         self,
         side: _Side,
         inputs: list[torch.Tensor],
-        found: dict[str, torch.Tensor],
+        tensors: dict[str, torch.Tensor],
         bits: int,
-        tried: tuple[int, ...],
+        trial_bits: tuple[int, ...],
         tally: Tally,
         progress: Progress,
     ) -> torch.Tensor:
-        """Reconstructions of all rows; the held-out ones go to the tally, also as they would be
-        without a predictor, and in the bits that are ``tried``."""
+        """Reconstructions of all rows. Held-out rows are added to the tally, also without a
+        predictor, and in ``trial_bits``."""
         codec = self._codec(bits, side.group)
-        predictor = {name: x.to(self.device) for name, x in unpacked(found).items()}
-        restored = torch.empty_like(side.exact)
-        for part, given, exact in self._blocks(side, inputs):
-            predicted = predict(predictor, given) if found else torch.zeros_like(exact)
-            near = (recode(exact - predicted, codec) + predicted).to(restored.dtype)
-            restored[part] = near.cpu()
-            if part.start >= side.learned:
+        predictor = {name: x.to(self.device) for name, x in unpacked(tensors).items()}
+        result = torch.empty_like(side.exact)
+        for part, part_inputs, exact in self._blocks(side, inputs):
+            prediction = predict(predictor, part_inputs) if tensors else torch.zeros_like(exact)
+            near = (recode(exact - prediction, codec) + prediction).to(result.dtype)
+            result[part] = near.cpu()
+            if part.start >= side.train_len:
                 tally.add("exact", exact)
-                tally.add("unpredicted", exact - predicted)
+                tally.add("unpredicted", exact - prediction)
                 tally.add("missed", exact - near.float())
                 tally.add("plain", exact - recode(exact, codec))
-                for n in tried:
-                    other = recode(exact - predicted, self._codec(n, side.group))
-                    tally.add(f"in {n} bits", exact - predicted - other)
+                for n in trial_bits:
+                    other = recode(exact - prediction, self._codec(n, side.group))
+                    tally.add(f"in {n} bits", exact - prediction - other)
             progress(len(exact))
-        return restored
+        return result
 
     def _codec(self, bits: int, group: int) -> higgs.Codec | None:
         options = self.options
@@ -197,25 +197,25 @@ class AquaStudy(LayerStudy):
     def _blocks(
         self, side: _Side, inputs: list[torch.Tensor]
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """``(where, inputs, exact)`` of all rows; a block is all learned from, or all held out."""
+        """``(slice, inputs, exact)`` of all rows; a block is either training or held-out rows."""
         rows = Rows(inputs, side.exact, self.device)
-        for first, last in ((0, side.learned), (side.learned, len(side.exact))):
+        for first, last in ((0, side.train_len), (side.train_len, len(side.exact))):
             for start in range(first, last, BLOCK):
                 part = slice(start, min(start + BLOCK, last))
                 yield part, *rows.at(part)
 
     def _mean(self, side: _Side) -> dict[str, torch.Tensor]:
-        """What an anchor predicts: its mean, where the options say so, else nothing."""
+        """The prediction of an anchor: its mean if the options say so, else nothing."""
         if not self.options.anchor_mean:
             return {}
         total = side.exact.new_zeros(side.exact.shape[1], dtype=torch.float64)
         for part, _, exact in self._blocks(side, []):
-            if part.start < side.learned:
+            if part.start < side.train_len:
                 total += exact.double().sum(0).cpu()
-        return {"bias": (total / side.learned).float()}
+        return {"bias": (total / side.train_len).float()}
 
     def _anchor_bits(self, sides: list[_Side], means: dict[str, dict[str, torch.Tensor]]) -> int:
-        """As the options say, or by the errors that 4 bits leave of what is learned from."""
+        """From the options, or chosen by the error of 4 bits on the training rows."""
         first = self.options.first_bits
         if isinstance(first, int):
             return first
@@ -223,7 +223,7 @@ class AquaStudy(LayerStudy):
             tally, codec = Tally(), self._codec(4, side.group)
             mean = means[side.name].get("bias", torch.zeros(())).to(self.device)
             for part, _, exact in self._blocks(side, []):
-                if part.start < side.learned:
+                if part.start < side.train_len:
                     tally.add("exact", exact)
                     tally.add("missed", exact - mean - recode(exact - mean, codec))
             if (tally.square_share("missed", "exact") or 0.0) > ANCHOR_LIMIT:
@@ -232,16 +232,16 @@ class AquaStudy(LayerStudy):
 
 
 def _figures(tallies: dict[str, Tally], anchor: bool) -> dict[str, float | None]:
-    """Shares of the variance of held-out keys and values; the names are those of a table."""
-    found: dict[str, float | None] = {}
+    """Shares of the variance of held-out keys and values, by column name of the quality table."""
+    figures: dict[str, float | None] = {}
     for name, tally in tallies.items():
-        left = None if anchor else tally.variance_share("unpredicted", "exact")
-        found[f"{name}_explained"] = None if left is None else 1.0 - left
+        share = None if anchor else tally.variance_share("unpredicted", "exact")
+        figures[f"{name}_explained"] = None if share is None else 1.0 - share
     for figure, row in (("error", "missed"), ("error_unpredicted", "plain")):
         for name, tally in tallies.items():
-            found[f"{name}_{figure}"] = tally.square_share(row, "exact")
+            figures[f"{name}_{figure}"] = tally.square_share(row, "exact")
     for name, tally in tallies.items():
         for bits in _TRIED_BITS if anchor else ():
             error = tally.square_share(f"in {bits} bits", "exact")
-            found[f"{name}_error_in_{bits}_bits"] = error
-    return found
+            figures[f"{name}_error_in_{bits}_bits"] = error
+    return figures

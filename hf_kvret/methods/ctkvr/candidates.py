@@ -1,4 +1,4 @@
-"""Candidates: the tokens that a query's centroids name."""
+"""Candidates: the tokens in the lists of a query's nearest centroids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_kvret_kernels import centroid
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Ids ``[B, H, Q, M]`` int32, each where it was named first and valid, else -1."""
+    """Ids ``[B, H, Q, M]`` int32, each valid id once, at its first occurrence; else -1."""
 
     ids: torch.Tensor
 
@@ -31,22 +31,22 @@ class Candidates:
     ) -> Self:
         """For ``query [B, H, Q, G, D]``, with the ``pending`` newest tokens as one more list.
 
-        List after list, the nearest centroid's first; ``in_turn``: round after round, one token of
-        each list, from its best on.
+        List after list, the nearest centroid's first; with ``in_turn`` round-robin, the best token
+        of each list first.
         """
         lists = queue.recall(query, nprobe)
-        held = valid.shape[1]
+        length = valid.shape[1]
         newest = torch.arange(
-            held - 1, held - 1 - pending, -1, dtype=torch.int32, device=query.device
+            length - 1, length - 1 - pending, -1, dtype=torch.int32, device=query.device
         )
         if in_turn:
             width = max(lists.shape[-1], pending)
             lists = pad(lists, (0, width - lists.shape[-1]), value=-1)
             last = pad(newest, (0, width - pending), value=-1).expand(*lists.shape[:3], 1, width)
-            named = torch.cat([lists, last], dim=3).transpose(3, 4).flatten(3)
+            ids = torch.cat([lists, last], dim=3).transpose(3, 4).flatten(3)
         else:
-            named = torch.cat([lists.flatten(3), newest.expand(*lists.shape[:3], -1)], dim=3)
-        return cls(centroid.unite(named, valid))
+            ids = torch.cat([lists.flatten(3), newest.expand(*lists.shape[:3], -1)], dim=3)
+        return cls(centroid.unite(ids, valid))
 
     def top(self, relevance: torch.Tensor, count: int) -> torch.Tensor:
         """``[B, H, Q, count]`` int32 ids of the highest ``relevance [B, H, Q, M]``, then -1."""

@@ -20,39 +20,39 @@ from hf_kvret.methods.ctkvr.queue import CentroidQueue
 from hf_kvret.methods.ctkvr.rerank import FetchedKeys, ListPlaces, Rerank, StoredKeys
 from hf_kvret.methods.ctkvr.sampler import CentroidSampler, Sampler, make_sampler
 
-# Queries between two questions that are short enough to be drafts: each reads all keys.
+# Least number of queries between two questions short enough to be drafts: each reads all keys.
 _PAUSE = 32
 
 
 @dataclass(frozen=True, eq=False)
-class _Selected:
-    """Queries ``[B, H, Q, G, D]`` and the best ``[B, H, Q, width]`` of what they recalled."""
+class _Selection:
+    """Queries ``[B, H, Q, G, D]`` and the best ``[B, H, Q, width]`` of their recalled tokens."""
 
     queries: torch.Tensor
     ids: torch.Tensor
-    held: int
+    length: int
 
 
 class CTkvrIndex(Index):
     """Past queries as centroids, each with a list of the keys that were best for it.
 
-    A query recalls the lists of the centroids nearest to it, all recalled tokens are compared, and
+    A query recalls the lists of the centroids nearest to it, all recalled tokens are scored, and
     the best are selected. Some queries become centroids themselves: at the next flush, with lists
-    over all keys, or, as published, at once, with the best of what they recalled.
+    over all keys, or, as published, at once, with the best of their recalled tokens.
     """
 
-    capture_obstacle = "ctkvr notes queries and their lists on the host at every step"
+    capture_obstacle = "ctkvr adds queries and their lists on the host at every step"
 
     _sampler: Sampler = part(key="pool", may_be_empty=True)
     # Queries that have no lists yet: of a question, and of steps since the last flush.
-    _asked: CentroidSampler = part(may_be_empty=True)
-    _answered: CentroidSampler = part(may_be_empty=True)
+    _question_queries: CentroidSampler = part(key="asked", may_be_empty=True)
+    _step_queries: CentroidSampler = part(key="answered", may_be_empty=True)
     _file: InvertedFile = part(key="lists")
     _rerank: Rerank = part(may_be_empty=True)
     # KV heads and query heads of each; 0 before the first pass.
     _heads: int = number(0, key="counts")
     _group: int = number(0, key="counts")
-    _held: int = number(0, key="counts")
+    _length: int = number(0, key="counts")
     _steps: int = number(0, key="counts")
     _flushed: bool = number(False, key="counts")
     _since: float = number(math.inf, key="counts")
@@ -60,18 +60,18 @@ class CTkvrIndex(Index):
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
         self._sampler = make_sampler(options.choice, options.centroids, options.seed)
-        self._asked = CentroidSampler("last", options.centroids)
-        self._answered = CentroidSampler("last", options.centroids)
+        self._question_queries = CentroidSampler("last", options.centroids)
+        self._step_queries = CentroidSampler("last", options.centroids)
         self._file = InvertedFile(options)
         self._rerank = _make_rerank(options)
         self._forget_pass()
 
     def _forget_pass(self) -> None:
-        """Forget what is between the hooks of one pass."""
+        """Drop state that lives between the hooks of one pass."""
         # Which queries become centroids at once, and their slots [B, q].
         self._columns: list[int] = []
-        self._passed: torch.Tensor | None = None
-        self._selected: _Selected | None = None
+        self._slots: torch.Tensor | None = None
+        self._selection: _Selection | None = None
 
     def on_forward(
         self,
@@ -82,16 +82,16 @@ class CTkvrIndex(Index):
         positions: torch.Tensor | None = None,
     ) -> None:
         options, count = self.options, queries.shape[2]
-        rested = self._since >= _PAUSE
+        after_pause = self._since >= _PAUSE
         self._heads, self._group = keys.shape[1], queries.shape[1] // keys.shape[1]
-        self._columns, self._passed = [], None
+        self._columns, self._slots = [], None
         if self._file.queue is None:
             if options.choice in ("last", "mixed"):
-                # So that a short cache copies few at every step.
+                # Keeps the copies small while the cache is short.
                 self._sampler.most = options.centroids_for(start + count)
             self._sampler.add(queries, start, valid)
-        elif options.questions and count > 1 and (count > options.max_draft or rested):
-            self._asked.add(queries, start, valid)
+        elif options.questions and count > 1 and (count > options.max_draft or after_pause):
+            self._question_queries.add(queries, start, valid)
             self._since = 0.0
         elif options.update and count <= options.max_draft:
             self._let_join(queries, start, valid)
@@ -103,7 +103,7 @@ class CTkvrIndex(Index):
                 f"{block.end} cold tokens: the lists of ctkvr name {MOST_TOKENS} tokens at most; "
                 "for longer texts use cache_implementation='paris' or 'lrqk'"
             )
-        self._held = block.end
+        self._length = block.end
         self._flushed = True
         self._rerank.add(block)
 
@@ -111,36 +111,34 @@ class CTkvrIndex(Index):
         self.before_search(cold)
 
     def before_search(self, cold: ColdTokens) -> None:
-        """Make the lists that are due, reading all keys for it.
+        """Make the lists that are due, which reads all keys.
 
-        The first lists are made when a selection would leave tokens out, here at the latest.
+        The first lists are made when the budget no longer covers all tokens.
         """
-        inverted, options = self._file, self.options
-        if inverted.queue is None:
+        file, options = self._file, self.options
+        if file.queue is None:
             if cold.budget >= len(cold):
                 return
-            inverted.start(
-                cold, *self._bundled(self._sampler.best(options.centroids_for(len(cold))))
-            )
+            file.start(cold, *self._bundle(self._sampler.best(options.centroids_for(len(cold)))))
             self._sampler.reset()
             self._flushed = False
-        # No question is so long that nothing else stays.
+        # Even a long question replaces at most half of the centroids.
         most = max(1, options.centroids_for(len(cold)) // 2)
-        joining = []
-        if self._flushed and len(self._answered):
-            joining.append(self._bundled(self._answered.best(most)))
-            self._answered.reset()
-        if len(self._asked):
-            joining.append(self._bundled(self._asked.best(most)))
-            self._asked.reset()
-        inverted.keep_up(cold, joining, self._flushed)
+        bundles = []
+        if self._flushed and len(self._step_queries):
+            bundles.append(self._bundle(self._step_queries.best(most)))
+            self._step_queries.reset()
+        if len(self._question_queries):
+            bundles.append(self._bundle(self._question_queries.best(most)))
+            self._question_queries.reset()
+        file.keep_up(cold, bundles, self._flushed)
         self._flushed = False
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        """As the contract says; fewer than the budget where the recalled lists hold fewer.
+        """See ``Index.search``; fewer tokens than the budget if the recalled lists have fewer.
 
-        RuntimeError before ``on_forward`` and ``build``, and for a smaller budget than ``build``
-        knew where that one covered everything.
+        RuntimeError before ``on_forward`` and ``build``, and for a budget below the length if
+        ``build`` was called with one that covers everything.
         """
         length, budget = len(cold), cold.budget
         if not self._heads:
@@ -167,24 +165,24 @@ class CTkvrIndex(Index):
         if not self._columns:
             return self._rerank.best(candidates, query, budget, cold)
         best = self._rerank.best(candidates, query, max(budget, queue.width), cold)
-        self._selected = _Selected(bundles, best[..., : queue.width], length)
+        self._selection = _Selection(bundles, best[..., : queue.width], length)
         return best[..., :budget].contiguous()
 
-    # What is kept must be writable later: see Regions.
+    # Tensors kept here must be writable outside inference mode: see Regions.
     @torch.inference_mode(False)
     def after_search(self) -> None:
-        """Let queries of this pass be centroids, with the best of what they recalled."""
-        selected, columns, slots = self._selected, self._columns, self._passed
-        self._selected, self._columns, self._passed = None, [], None
+        """Make queries of this pass centroids, with the best of their recalled tokens."""
+        selection, columns, slots = self._selection, self._columns, self._slots
+        self._selection, self._columns, self._slots = None, [], None
         queue = self._file.queue
-        if selected is None or slots is None or queue is None:
+        if selection is None or slots is None or queue is None:
             return
-        if selected.queries.shape[2] > columns[-1]:
-            queries, ids = selected.queries[:, :, columns], selected.ids[:, :, columns]
-            queue.push(queries, slots, (ids,), selected.held)
+        if selection.queries.shape[2] > columns[-1]:
+            queries, ids = selection.queries[:, :, columns], selection.ids[:, :, columns]
+            queue.push(queries, slots, (ids,), selection.length)
 
     def cost(self, n: int, budget: int) -> SearchCost:
-        """All centroids, some lists, and what comparing their tokens reads."""
+        """All centroids, the recalled lists, and the bytes that scoring their tokens reads."""
         queue = self._file.queue
         if budget >= n or queue is None:
             return SearchCost(n, self._recall_nbytes())
@@ -199,21 +197,21 @@ class CTkvrIndex(Index):
         queue = self._file.queue
         if queue is None:
             return 0
-        compared = self._candidates(queue, self._held) * self._rerank.token_nbytes()
-        return queue.recall_nbytes(self.options.nprobe) + int(compared)
+        rerank_bytes = self._candidates(queue, self._length) * self._rerank.token_nbytes()
+        return queue.recall_nbytes(self.options.nprobe) + int(rerank_bytes)
 
     def reorder(self, rows: torch.Tensor) -> None:
-        """As every state's; what is between the hooks of a pass was of other rows."""
+        """As for every state; drops state between hooks, which is of other rows."""
         super().reorder(rows)
         self._forget_pass()
 
     def crop(self, length: int) -> None:
-        """As every state's; without tokens, what was seen of queries goes, too."""
+        """As for every state; a crop to 0 also forgets the queries."""
         if length == 0:
             self.reset()
-        if length >= self._held:
+        if length >= self._length:
             return
-        self._held = length
+        self._length = length
         super().crop(length)
 
     def reset(self) -> None:
@@ -221,18 +219,18 @@ class CTkvrIndex(Index):
         self._forget_pass()
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
-        """As every state's, but that no part of it tells alone that it is missing."""
+        """As for every state; KeyError for an empty ``state``, which no field would report."""
         if not state:
             raise KeyError("counts")
         super().load_state_dict(state, device)
 
     def loaded(self) -> None:
         """KeyError where codes of cold tokens are missing."""
-        if isinstance(self._rerank, KeyCodes) and self._held and not self._rerank.nbytes():
+        if isinstance(self._rerank, KeyCodes) and self._length and not self._rerank.nbytes():
             raise KeyError("rerank.mean")
 
     def fork(self) -> Self:
-        """As every state's; what is between the hooks of a pass is of the other cache."""
+        """As for every state, without state between hooks, which is of the original."""
         twin = super().fork()
         twin._forget_pass()
         return twin
@@ -242,37 +240,37 @@ class CTkvrIndex(Index):
         self._file.options = options
 
     def stats(self) -> dict[str, Any]:
-        """What became of the lists since the index was made or forked.
+        """Statistics of the lists; counts since the index was made or forked.
 
-        ``centroids``: that count now. ``list_builds``: how often lists over all keys were made,
-        and ``keys_scored``: keys read from the store for it, over batch and KV heads.
-        ``pending_tokens``: in no list yet. ``coverage``: share of the cold tokens that was in any
-        list when it was last looked at.
+        ``centroids``: current number. ``list_builds``: how often lists over all keys were made, and
+        ``keys_scored``: keys read from the store for them, over batch and KV heads.
+        ``pending_tokens``: tokens in no list yet. ``coverage``: share of the cold tokens in any
+        list at the last check.
         """
-        return {**self._file.stats(), "pending_tokens": self._held - self._file.listed}
+        return {**self._file.stats(), "pending_tokens": self._length - self._file.listed_len}
 
     def _let_join(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
-        """Note queries that become centroids: at the next flush, or when they have selected."""
+        """Note queries that become centroids, at the next flush or after this search."""
         options, count = self.options, queries.shape[2]
         before, self._steps = self._steps, self._steps + count
         columns = [i for i in range(count) if (before + i + 1) % options.update == 0]
         if options.update_lists == "all":
             for i in columns:
                 one = slice(i, i + 1)
-                shown = None if valid is None else valid[:, one]
-                self._answered.add(queries[:, :, one], start + i, shown)
+                one_valid = None if valid is None else valid[:, one]
+                self._step_queries.add(queries[:, :, one], start + i, one_valid)
         elif columns:
             slots = torch.tensor([start + i for i in columns], device=queries.device)
             slots = slots.expand(len(queries), -1)
             if valid is not None:
                 slots = slots.masked_fill(~valid[:, columns], -1)
-            self._columns, self._passed = columns, slots
+            self._columns, self._slots = columns, slots
 
-    def _bundled(
-        self, chosen: tuple[torch.Tensor, torch.Tensor]
+    def _bundle(
+        self, sample: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``[B, H, m, G, D]`` of ``[B, Hq, m, D]``, and the slots as they are."""
-        return chosen[0].unflatten(1, (self._heads, self._group)).transpose(2, 3), chosen[1]
+        return sample[0].unflatten(1, (self._heads, self._group)).transpose(2, 3), sample[1]
 
 
 def _make_rerank(options: CTkvrConfig) -> Rerank:

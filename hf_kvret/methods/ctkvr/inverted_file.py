@@ -1,4 +1,4 @@
-"""InvertedFile: the centroids of a layer with their lists, and when lists are made anew."""
+"""InvertedFile: the centroids of a layer with their lists, and when lists are rebuilt."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret.methods.ctkvr.queue import CentroidQueue, joined
 from hf_kvret_kernels import centroid
 
-# Keys that meet centroids at once: each piece is sorted together with what the lists hold. On a CPU
-# they pass through its cache, some numbers at a time.
+# Keys scored against centroids at once: each piece is sorted together with the lists. On a CPU
+# pieces are smaller, to fit into its cache.
 _PIECE_LEN = 1 << 14
 _PIECE_NUMBERS = 1 << 18
 
-# Lists that are shorter than this share of what they should be are made anew.
+# Lists shorter than this share of their target length are rebuilt.
 _SHORT = 0.8
 
 
 class InvertedFile(State):
-    """Makes the lists of centroids, and keeps an eye on what they hold.
+    """Makes the lists of centroids, and monitors their coverage.
 
     Attributes:
         queue: the centroids; None before the first lists.
-        listed: tokens that the lists were made from; later ones are pending.
+        listed_len: tokens that the lists were made from; later ones are pending.
         list_builds: how often lists over all keys were made.
         keys_scored: keys that were read for it, over batch and KV heads.
     """
 
     queue: CentroidQueue | None = part(lambda: CentroidQueue(0, 0), key="", optional=True)
-    listed: int = number(0)
+    listed_len: int = number(0, key="listed")
     list_builds: int = number(0, saved=False, anew=True)
     keys_scored: int = number(0, saved=False, anew=True)
-    # Share of the tokens that were in any list, [B] fp32, when it was last looked at.
-    _covered: torch.Tensor | None = tensor(optional=True, shared=True)
+    # Share of the tokens in any list, [B] fp32, at the last check.
+    _coverage: torch.Tensor | None = tensor(key="covered", optional=True, shared=True)
 
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
@@ -47,60 +47,60 @@ class InvertedFile(State):
         self._list_all(cold, queries, slots, causal=self.options.causal)
 
     def keep_up(
-        self, cold: ColdTokens, joining: list[tuple[torch.Tensor, torch.Tensor]], flushed: bool
+        self, cold: ColdTokens, bundles: list[tuple[torch.Tensor, torch.Tensor]], flushed: bool
     ) -> None:
-        """Add centroids; make all lists anew where too much is pending or they hold too little.
+        """Add centroids; rebuild all lists if too much is pending or they are too short.
 
-        Waits for the device only where something joins, or where ``flushed`` says that tokens
-        turned cold just before.
+        Synchronizes with the device only if there are new centroids, or if tokens became cold just
+        before (``flushed``).
 
         Args:
-            joining: queries ``[B, H, m, G, D]`` with slots ``[B, m]``, for lists over all keys.
+            bundles: queries ``[B, H, m, G, D]`` with slots ``[B, m]``, for lists over all keys.
         """
         options, queue = self.options, self.queue
         assert queue is not None
         queue.room = max(queue.room, options.centroids_for(len(cold)))
-        late = options.pending and len(cold) - self.listed > options.pending
-        wanted = options.list_len(len(cold), cold.budget)
-        if late or queue.width < _SHORT * wanted:
-            self._list_all(cold, *joined([*queue.generations(), *joining]))
+        late = options.pending and len(cold) - self.listed_len > options.pending
+        list_len = options.list_len(len(cold), cold.budget)
+        if late or queue.width < _SHORT * list_len:
+            self._list_all(cold, *joined([*queue.generations(), *bundles]))
             return
-        for queries, slots in joining:
+        for queries, slots in bundles:
             self._join(cold, queries, slots, queue)
-        if flushed and self._covered is not None:
+        if flushed and self._coverage is not None:
             self._list_where_coverage_fell(cold, queue)
 
     def pending(self, cold_len: int) -> int:
-        """Tokens that every query recalls beside the lists."""
-        return cold_len - min(cold_len, self.listed) if self.options.pending else 0
+        """Number of tokens that every query recalls in addition to the lists."""
+        return cold_len - min(cold_len, self.listed_len) if self.options.pending else 0
 
     def crop(self, length: int) -> None:
-        """Take all slots from ``length`` on off the lists."""
-        self.listed = min(self.listed, length)
+        """Remove all slots from ``length`` on from the lists."""
+        self.listed_len = min(self.listed_len, length)
         super().crop(length)
 
     def stats(self) -> dict[str, Any]:
-        """Counts, and the coverage as it was last looked at; None where it is not."""
+        """Counts, and the coverage at the last check; None if it is not checked."""
         return {
             "centroids": 0 if self.queue is None else len(self.queue),
             "list_builds": self.list_builds,
             "keys_scored": self.keys_scored,
-            "coverage": None if self._covered is None else float(self._covered.mean()),
+            "coverage": None if self._coverage is None else float(self._coverage.mean()),
         }
 
     def _list_all(
         self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor, causal: bool = False
     ) -> None:
-        """Start the queue anew with these centroids; no token is pending then."""
+        """Rebuild the queue with these centroids; then no token is pending."""
         queries, slots = _dead_first(queries, slots)
         width = self.options.list_len(len(cold), cold.budget)
         parts = self._lists(cold, queries, slots, width, causal)
         queue = CentroidQueue(self.options.centroids_for(len(cold)), width)
         queue.push(queries, slots, parts, len(cold))
         self.queue = queue
-        self.listed = len(cold)
+        self.listed_len = len(cold)
         if self.options.coverage > 0 and self.options.update_lists == "recalled":
-            self._covered = share_listed(self.queue, cold.valid, self.listed)
+            self._coverage = share_listed(self.queue, cold.valid, self.listed_len)
 
     def _join(
         self, cold: ColdTokens, queries: torch.Tensor, slots: torch.Tensor, queue: CentroidQueue
@@ -110,33 +110,33 @@ class InvertedFile(State):
         if not bool((slots < 0).any()):
             queue.push(queries, slots, parts, len(cold))
             return
-        # Padding of one row must not push centroids of another out: row by row, it goes first.
+        # Padding of one row must not evict centroids of another: it is evicted first, row by row.
         everyone, places = joined([*queue.generations(), (queries, slots)])
         order = _order(places)
-        ordered = CentroidQueue(queue.room, queue.width)
-        ordered.push(
+        replacement = CentroidQueue(queue.room, queue.width)
+        replacement.push(
             *_dead_first(everyone, places), _in_order(queue, parts, slots, order), len(cold)
         )
-        self.queue = ordered
+        self.queue = replacement
 
     def _list_where_coverage_fell(self, cold: ColdTokens, queue: CentroidQueue) -> None:
-        """Make new lists for the batch rows whose lists hold too few of the tokens."""
-        assert self._covered is not None
-        found = share_listed(queue, cold.valid, self.listed)
-        low = found < self.options.coverage * self._covered
+        """Rebuild the lists of batch rows whose coverage is too low."""
+        assert self._coverage is not None
+        coverage = share_listed(queue, cold.valid, self.listed_len)
+        low = coverage < self.options.coverage * self._coverage
         if not bool(low.any()):
             return
         queries, slots = queue.live()
         parts = self._lists(cold, queries, slots, queue.width)
-        # What is next to a row in a batch must not change it.
+        # The other rows of a batch must not change.
         order = torch.arange(len(queue), device=slots.device).expand(len(slots), -1)
         parts = _either(low[:, None].expand_as(slots), parts, queue, order)
-        renewed = CentroidQueue(queue.room, queue.width)
-        renewed.push(queries, slots, parts, len(cold))
-        self.queue = renewed
-        # Not to be asked about again before it is lower still.
-        found = share_listed(self.queue, cold.valid, self.listed)
-        self._covered = torch.where(low, found, self._covered)
+        replacement = CentroidQueue(queue.room, queue.width)
+        replacement.push(queries, slots, parts, len(cold))
+        self.queue = replacement
+        # So that the next rebuild needs an even lower coverage.
+        coverage = share_listed(self.queue, cold.valid, self.listed_len)
+        self._coverage = torch.where(low, coverage, self._coverage)
 
     def _lists(
         self,
@@ -178,15 +178,15 @@ def _in_order(
 
 
 def _either(
-    chosen: torch.Tensor, parts: Iterable[torch.Tensor], queue: CentroidQueue, order: torch.Tensor
+    mask: torch.Tensor, parts: Iterable[torch.Tensor], queue: CentroidQueue, order: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """Lists of ``parts`` where ``chosen [B, m]``, else those of ``queue`` at ``order [B, m]``."""
-    done = 0
+    """Lists of ``parts`` where ``mask [B, m]``, else those of ``queue`` at ``order [B, m]``."""
+    start = 0
     for lists in parts:
-        for made in lists.split(queue.some, dim=2):
-            some = slice(done, done + made.shape[2])
-            yield torch.where(chosen[:, None, some, None], made, queue.lists_of(order[:, some]))
-            done = some.stop
+        for piece in lists.split(queue.some, dim=2):
+            some = slice(start, start + piece.shape[2])
+            yield torch.where(mask[:, None, some, None], piece, queue.lists_of(order[:, some]))
+            start = some.stop
 
 
 def best_keys(
@@ -194,9 +194,9 @@ def best_keys(
 ) -> Iterator[torch.Tensor]:
     """Lists ``[B, H, *, width]`` int32, of some centroids after the others: their best keys.
 
-    Best first, then -1. ``queries [B, H, m, G, D]``; ``slots [B, m]``, -1 for what is no centroid:
-    its list is empty. ``causal`` leaves out keys after the centroid. Reads all keys, on a CPU for
-    as many lists as take some MiB (see ``centroid.key_lists``).
+    Best first, then -1. ``queries [B, H, m, G, D]``; ``slots [B, m]``, -1 for padding, whose list
+    is empty. ``causal`` leaves out keys after the centroid. Reads all keys; on a CPU once per group
+    of lists of some MiB (see ``centroid.key_lists``).
     """
     batch, heads, count, _, dim = queries.shape
     piece_len = _PIECE_LEN
@@ -207,10 +207,10 @@ def best_keys(
         for start, keys, values in cold.store.chunks(piece_len):
             del values
             yield start, keys.to(queries.device)
-            # Not held while the next one is made.
+            # Freed before the next one is made.
             del keys
 
-    made = 0
+    start = 0
     for ids in centroid.key_lists(
         queries,
         pieces,
@@ -220,10 +220,10 @@ def best_keys(
         softcap=cold.softcap,
         positions=slots if causal else None,
     ):
-        dead = slots[:, made : made + ids.shape[2]] < 0
-        made += ids.shape[2]
+        dead = slots[:, start : start + ids.shape[2]] < 0
+        start += ids.shape[2]
         yield ids.masked_fill_(dead[:, None, :, None], -1)
-    assert made == count, "there is a list for each centroid"
+    assert start == count, "there is a list for each centroid"
 
 
 def share_listed(queue: CentroidQueue, valid: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -236,6 +236,6 @@ def share_listed(queue: CentroidQueue, valid: torch.Tensor, tokens: int) -> torc
     for ids in queue.pieces():
         flat = ids.flatten(2).long()
         marks.scatter_(2, flat.masked_fill((flat < 0) | (flat >= count), count), True)
-    counted = valid[:, None, :count]
-    found = (marks[..., :count] & counted).sum(-1).float().mean(1)
-    return found / counted.sum(-1)[:, 0].clamp(min=1)
+    token_mask = valid[:, None, :count]
+    share_sum = (marks[..., :count] & token_mask).sum(-1).float().mean(1)
+    return share_sum / token_mask.sum(-1)[:, 0].clamp(min=1)

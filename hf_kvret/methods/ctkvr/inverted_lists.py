@@ -13,8 +13,8 @@ from hf_kvret_kernels import centroid
 
 _NARROW = (1 << 16) - 1
 MOST_TOKENS = (1 << 24) - 1
-"""Slots of more tokens have no room in three bytes."""
-# Ids, or numbers of queries, that are unpacked or turned into fp32 at once.
+"""Most tokens whose slots fit into three bytes."""
+# Ids unpacked, or numbers of queries converted to fp32, at once.
 _NUMBERS = 1 << 18
 
 _small = partial(TokenBuffer, 64)
@@ -23,8 +23,8 @@ _small = partial(TokenBuffer, 64)
 class InvertedLists(State):
     """Bundles of queries ``[B, H, m, G, D]`` with slots ``[B, H, m, rho]``.
 
-    A slot is kept as the low 16 bits of itself plus 1, so that 0 is none, and as 8 bits more once
-    there are slots that need them: 2 bytes up to 65,535 tokens, 3 above.
+    A slot is stored plus 1, so that 0 is none: the low 16 bits, and 8 more bits once slots need
+    them. So a slot takes 2 bytes up to 65,535 tokens, 3 above.
 
     Attributes:
         width: slots of a list, rho.
@@ -50,12 +50,12 @@ class InvertedLists(State):
 
     @property
     def slots(self) -> torch.Tensor:
-        """View ``[B, m]`` int64: where the queries were, -1 for what is no centroid in a row."""
+        """View ``[B, m]`` int64: slots of the queries, -1 for padding."""
         return self._slots.rows[:, 0]
 
     @property
     def ids(self) -> torch.Tensor:
-        """``[B, H, m, rho]`` int32, -1 for none, unpacked: as big as it sounds."""
+        """``[B, H, m, rho]`` int32, -1 for none; unpacks all lists, which takes much memory."""
         return self.some_ids(slice(None))
 
     def some_ids(self, part: slice) -> torch.Tensor:
@@ -70,7 +70,7 @@ class InvertedLists(State):
             yield self.some_ids(slice(start, start + step))
 
     def some(self, numbers: int) -> int:
-        """How many centroids, at least 1, are worked on at once: each head's have ``numbers``."""
+        """Centroids to process at once, at least 1, if each has ``numbers`` numbers per head."""
         batch, heads = self.queries.shape[:2]
         return max(1, _NUMBERS // max(1, batch * heads * numbers))
 
@@ -106,13 +106,16 @@ class InvertedLists(State):
             zeros = torch.zeros_like(self._low.rows, dtype=torch.uint8)
             self._high.append(zeros)
 
-    def similarity(self, query: torch.Tensor, dropped: int = 0) -> torch.Tensor:
-        """``[B, H, Q, m]`` fp32 of ``query [B, H, Q, G, D]``; -inf for the ``dropped`` oldest."""
-        found = centroid.similarity(query, self.queries, self._inverse.rows)
-        gone = (self.slots < 0)[:, None, None]
-        if dropped:
-            gone = gone | (torch.arange(len(self), device=query.device) < dropped)
-        return found.masked_fill(gone, float("-inf"))
+    def similarity(self, query: torch.Tensor, drop_count: int = 0) -> torch.Tensor:
+        """``[B, H, Q, m]`` fp32 of ``query [B, H, Q, G, D]``.
+
+        -inf for the oldest ``drop_count``.
+        """
+        result = centroid.similarity(query, self.queries, self._inverse.rows)
+        mask = (self.slots < 0)[:, None, None]
+        if drop_count:
+            mask = mask | (torch.arange(len(self), device=query.device) < drop_count)
+        return result.masked_fill(mask, float("-inf"))
 
     def take(self, index: torch.Tensor) -> torch.Tensor:
         """``[B, H, Q, c, rho]`` int32 lists of the centroids ``index [B, H, Q, c]``."""
@@ -120,13 +123,13 @@ class InvertedLists(State):
         return centroid.take_lists(self._low.rows, high, index)
 
     def crop(self, length: int) -> None:
-        """Take all slots from ``length`` on off the lists; no centroid goes."""
+        """Remove all slots from ``length`` on from the lists; centroids stay."""
         if not len(self):
             return
-        held = self.fork()
+        old = self.fork()
         self._low, self._high = _small(), _small()
-        left = (ids.masked_fill_(ids >= length, -1) for ids in held.pieces())
-        self._pack(left, self.queries, len(held._high) > 0)
+        lists = (ids.masked_fill_(ids >= length, -1) for ids in old.pieces())
+        self._pack(lists, self.queries, len(old._high) > 0)
 
     def list_nbytes(self) -> int:
         """Bytes of one list of one head and batch row."""
@@ -142,18 +145,18 @@ class InvertedLists(State):
         room = {"low": self._low.reserve(count, like)}
         if wide:
             room["high"] = self._high.reserve(count, like.byte())
-        done = 0
+        start = 0
         for ids in parts:
             for name, plane in room.items():
-                into = plane[:, :, done : done + ids.shape[2]]
+                into = plane[:, :, start : start + ids.shape[2]]
                 into[..., : ids.shape[3]] = _low(ids) if name == "low" else _high(ids)
                 into[..., ids.shape[3] :] = 0
-            done += ids.shape[2]
-        assert done == count, "there is a list for each centroid"
+            start += ids.shape[2]
+        assert start == count, "there is a list for each centroid"
 
 
 def _low(ids: torch.Tensor) -> torch.Tensor:
-    # Not by a cast alone: what a cast does to numbers out of range depends on the device.
+    # Not by a cast alone: the result of an out-of-range cast depends on the device.
     return (ids + 0x8001).bitwise_and_(0xFFFF).sub_(0x8000)
 
 

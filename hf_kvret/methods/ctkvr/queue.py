@@ -1,4 +1,4 @@
-"""CentroidQueue: the centroids that count, first in, first out."""
+"""CentroidQueue: the live centroids, first in, first out."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from hf_kvret.methods.ctkvr.inverted_lists import InvertedLists
 class CentroidQueue(State):
     """At most ``room`` centroids in two generations.
 
-    The base is never written to, so that forks share it; new centroids join the fresh ones. The
-    oldest are dropped by counting them. When all of the base is dropped, the fresh become it.
+    The base is never written to, so that forks share it; new centroids are added to the fresh
+    generation. The oldest are dropped by a counter. When all of the base is dropped, the fresh
+    generation becomes the base.
 
     Attributes:
-        room: centroids that count; beyond it each new one drops the oldest.
-        dropped: centroids of the base that no longer count.
+        room: most live centroids; beyond it each new one drops the oldest.
+        drop_count: number of dropped centroids of the base.
     """
 
     room: int = number(0, key="counts")
-    dropped: int = number(0, key="counts")
+    drop_count: int = number(0, key="counts")
     _base: InvertedLists = part()
     _fresh: InvertedLists = part(may_be_empty=True)
 
@@ -32,7 +33,7 @@ class CentroidQueue(State):
         self._base, self._fresh = InvertedLists(width), InvertedLists(width)
 
     def __len__(self) -> int:
-        return len(self._base) + len(self._fresh) - self.dropped
+        return len(self._base) + len(self._fresh) - self.drop_count
 
     @property
     def width(self) -> int:
@@ -64,15 +65,17 @@ class CentroidQueue(State):
         for lists in (self._base, self._fresh):
             lists.widen(tokens)
         target.append(queries, slots, parts, tokens)
-        self.dropped += max(0, len(self) - self.room)
-        if self.dropped >= len(self._base):
-            self.dropped -= len(self._base)
+        self.drop_count += max(0, len(self) - self.room)
+        if self.drop_count >= len(self._base):
+            self.drop_count -= len(self._base)
             self._base, self._fresh = self._fresh, InvertedLists(self.width)
 
     def generations(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Queries ``[B, H, m, G, D]`` and slots ``[B, m]`` of those that count, as views."""
-        found = [(self._base.queries[:, :, self.dropped :], self._base.slots[:, self.dropped :])]
-        return [*found, (self._fresh.queries, self._fresh.slots)] if len(self._fresh) else found
+        result = [
+            (self._base.queries[:, :, self.drop_count :], self._base.slots[:, self.drop_count :])
+        ]
+        return [*result, (self._fresh.queries, self._fresh.slots)] if len(self._fresh) else result
 
     def live(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries ``[B, H, m, G, D]`` of all that count, and their slots ``[B, m]``."""
@@ -80,7 +83,7 @@ class CentroidQueue(State):
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """All lists that count, ``[B, H, *, width]`` int32."""
-        yield from self._base.pieces(self.dropped)
+        yield from self._base.pieces(self.drop_count)
         yield from self._fresh.pieces()
 
     def lists_of(self, index: torch.Tensor) -> torch.Tensor:
@@ -88,22 +91,22 @@ class CentroidQueue(State):
 
         -1 where there is no such centroid.
         """
-        missing = (index < 0) | (index >= len(self))
-        places = (index.masked_fill(missing, 0) + self.dropped)[:, None, None]
-        found = self._take(places.expand(-1, self.heads, -1, -1).contiguous())[:, :, 0]
-        return found.masked_fill_(missing[:, None, :, None], -1)
+        absent = (index < 0) | (index >= len(self))
+        places = (index.masked_fill(absent, 0) + self.drop_count)[:, None, None]
+        lists = self._take(places.expand(-1, self.heads, -1, -1).contiguous())[:, :, 0]
+        return lists.masked_fill_(absent[:, None, :, None], -1)
 
     def recall(self, query: torch.Tensor, nprobe: int) -> torch.Tensor:
         """``[B, H, Q, c, width]`` int32: lists of the ``nprobe`` centroids nearest to a query.
 
         The nearest first; -1 for lists that there are not. ``query [B, H, Q, G, D]``.
         """
-        scores = self._base.similarity(query, self.dropped)
+        scores = self._base.similarity(query, self.drop_count)
         if len(self._fresh):
             scores = torch.cat([scores, self._fresh.similarity(query)], dim=-1)
         best = scores.topk(min(nprobe, scores.shape[-1]), dim=-1)
-        found = self._take(best.indices)
-        return found.masked_fill((best.values == float("-inf")).unsqueeze(-1), -1)
+        lists = self._take(best.indices)
+        return lists.masked_fill((best.values == float("-inf")).unsqueeze(-1), -1)
 
     def recall_nbytes(self, nprobe: int) -> int:
         """Bytes that one recall of one query reads: all centroids, and the lists of some."""
@@ -117,11 +120,11 @@ class CentroidQueue(State):
     def _take(self, index: torch.Tensor) -> torch.Tensor:
         """``[B, H, Q, c, width]`` int32 lists of ``index [B, H, Q, c]``; dropped ones count too."""
         older = len(self._base)
-        found = self._base.take(index.clamp(max=older - 1))
+        lists = self._base.take(index.clamp(max=older - 1))
         if len(self._fresh):
             newer = self._fresh.take((index - older).clamp(min=0))
-            found = torch.where((index >= older).unsqueeze(-1), newer, found)
-        return found
+            lists = torch.where((index >= older).unsqueeze(-1), newer, lists)
+        return lists
 
 
 def joined(

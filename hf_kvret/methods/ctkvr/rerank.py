@@ -1,4 +1,4 @@
-"""Reranks: how recalled tokens are compared with each other."""
+"""Reranks: how recalled tokens are scored."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hf_kvret.methods.ctkvr.candidates import Candidates
 
 
 class Rerank(State):
-    """Chooses the best of what a query recalled. One per index.
+    """Selects the best of a query's recalled tokens. One per index.
 
     Attributes:
-        in_turn: whether recalled tokens must be named in turns through the lists.
-        reads_keys: whether it reads the recalled keys in the store.
+        in_turn: whether recalled tokens must be in round-robin order over the lists.
+        reads_keys: whether it reads the recalled keys from the store.
     """
 
     in_turn: ClassVar[bool] = False
@@ -32,7 +32,7 @@ class Rerank(State):
         """``[B, H, Q, count]`` int32, best first, then -1; ``query [B, Hq, Q, D]``."""
 
     def add(self, block: TokenBlock) -> None:
-        """Take in tokens that turned cold."""
+        """Add tokens that became cold."""
 
     def token_nbytes(self) -> float:
         """Bytes that comparing one token reads outside the store, all heads and batch rows."""
@@ -63,7 +63,7 @@ class FetchedKeys(Rerank):
 
 
 class ListPlaces(Rerank):
-    """By their places in the lists: nothing is compared (figure 11, without rerank)."""
+    """By their places in the lists, without scoring (figure 11, without rerank)."""
 
     in_turn = True
 

@@ -1,4 +1,4 @@
-"""CentroidSampler: those of the queries seen that may become centroids."""
+"""CentroidSampler: a sample of the queries, which may become centroids."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ _BITS = 30
 
 
 class CentroidSampler(State):
-    """The best ``most`` valid queries of each batch row, by a rank that a query has for itself.
+    """The best ``most`` valid queries of each batch row, by a rank independent of other queries.
 
-    So they can be chosen while a prompt of unknown length passes, and padding takes no room from
-    others.
+    So they can be chosen while a prompt of unknown length is read, and padding takes no room.
 
     Args:
         choice: ``"last"``, ``"first"``, ``"random"`` or ``"even"``.
@@ -25,7 +24,7 @@ class CentroidSampler(State):
     _queries: torch.Tensor | None = tensor(shared=True)
     _slots: torch.Tensor | None = tensor(shared=True)
     _ranks: torch.Tensor | None = tensor(shared=True)
-    _seen: int = number(0)
+    _count: int = number(0, key="seen")
 
     def __init__(self, choice: str, most: int, seed: int = 0) -> None:
         self.choice, self.most, self.seed = choice, most, seed
@@ -33,20 +32,20 @@ class CentroidSampler(State):
     def add(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
         """Take in ``queries [B, Hq, q, D]`` of slots ``start ..``; ``valid [B, q]``."""
         batch, _, count, _ = queries.shape
-        numbers = torch.arange(self._seen, self._seen + count, device=queries.device)
+        numbers = torch.arange(self._count, self._count + count, device=queries.device)
         ranks = self._rank(numbers).expand(batch, count)
-        slots = (numbers - self._seen + start).expand(batch, count)
-        self._seen += count
+        slots = (numbers - self._count + start).expand(batch, count)
+        self._count += count
         if valid is not None:
             ranks, slots = ranks.masked_fill(~valid, -1), slots.masked_fill(~valid, -1)
-        # First among the new ones: a copy of all queries of a long prompt would be big.
+        # Select among the new ones first: a copy of all queries of a long prompt would be large.
         queries, slots, ranks = _best(queries, slots, ranks, self.most)
         if self._queries is not None and self._slots is not None and self._ranks is not None:
-            # A pass that starts below what was seen follows a crop.
-            gone = self._slots >= start
+            # A pass that starts at an earlier slot follows a crop.
+            mask = self._slots >= start
             queries = torch.cat([self._queries, queries], dim=2)
-            slots = torch.cat([self._slots.masked_fill(gone, -1), slots], dim=1)
-            ranks = torch.cat([self._ranks.masked_fill(gone, -1), ranks], dim=1)
+            slots = torch.cat([self._slots.masked_fill(mask, -1), slots], dim=1)
+            ranks = torch.cat([self._ranks.masked_fill(mask, -1), ranks], dim=1)
             queries, slots, ranks = _best(queries, slots, ranks, self.most)
         self._queries, self._slots, self._ranks = queries, slots, ranks
 
@@ -75,12 +74,12 @@ class CentroidSampler(State):
         if self.choice == "first":
             return (1 << _BITS) - 1 - numbers
         if self.choice == "random":
-            # Mixed bits of the number: the same choice however a prompt is cut into passes.
-            mixed = numbers + (self.seed * 7919 + 1 & 0xFFFFFFFF)
+            # A hash of the number: the same choice however a prompt is cut into passes.
+            bits = numbers + (self.seed * 7919 + 1 & 0xFFFFFFFF)
             for factor in (0x45D9F3B, 0x119DE1F3):
-                mixed = ((mixed ^ (mixed >> 16)) * factor) & 0xFFFFFFFF
-            return mixed ^ (mixed >> 16)
-        # Numbers with their bits reversed halve all gaps one after the other.
+                bits = ((bits ^ (bits >> 16)) * factor) & 0xFFFFFFFF
+            return bits ^ (bits >> 16)
+        # Bit reversal: each new number halves a gap between earlier ones.
         reverse = torch.zeros_like(numbers)
         for bit in range(_BITS):
             reverse |= ((numbers >> bit) & 1) << (_BITS - 1 - bit)
@@ -92,19 +91,19 @@ def _best(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The ``count`` of the highest rank, in the order they came."""
     if queries.shape[2] <= count:
-        # Packed, whatever view of the model's they are: as a file takes them.
-        packed = queries.clone(memory_format=torch.contiguous_format)
-        return packed, slots.clone(), ranks.clone()
-    chosen = ranks.topk(count, dim=1).indices.sort(dim=1).values
-    index = chosen[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
-    return queries.gather(2, index), slots.gather(1, chosen), ranks.gather(1, chosen)
+        # Contiguous, as saving needs it; the input may be a view of the model's tensors.
+        dense = queries.clone(memory_format=torch.contiguous_format)
+        return dense, slots.clone(), ranks.clone()
+    places = ranks.topk(count, dim=1).indices.sort(dim=1).values
+    index = places[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
+    return queries.gather(2, index), slots.gather(1, places), ranks.gather(1, places)
 
 
 class MixedSampler(State):
-    """The last queries, and as many that are spread evenly over what came before them.
+    """The last queries, and as many spread evenly over those before them.
 
-    A prompt that ends with its question has the answer's neighbours at its end; a topic that comes
-    back has them anywhere.
+    The last ones are similar to queries of the answer if a prompt ends with a question; the others
+    help if generation returns to an earlier topic.
 
     Args:
         most: queries kept in each half.

@@ -1,4 +1,4 @@
-"""Exact scores, top-k: the oracle."""
+"""Exact top-k retrieval: the oracle."""
 
 from hf_kvret.methods.flat.cache import FlatKVCache
 from hf_kvret.methods.flat.config import FlatConfig

@@ -11,7 +11,7 @@ from hf_kvret.methods.flat.index import FlatIndex
 
 
 class FlatKVCache(RetrievalCache):
-    """Attends to the exactly best ``top_k`` cold tokens: what other methods are measured by."""
+    """Attends to the exact top-k of the cold tokens: the reference for all other methods."""
 
     name: ClassVar[str] = "flat"
     config_class: ClassVar[type[RetrievalConfig]] = FlatConfig

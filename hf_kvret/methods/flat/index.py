@@ -15,8 +15,8 @@ from hf_kvret_kernels.relevance import group_relevance
 class FlatIndex(CapturableIndex, Index):
     """Keeps a copy of the keys on the device. One selection serves a KV head's query heads.
 
-    The relevance of a token is the largest of the softmax weights that the query heads of the
-    group give it; ties go to either.
+    The relevance of a token is its largest softmax weight over the query heads of the group; ties
+    are broken arbitrarily.
     """
 
     _keys: TokenBuffer = tokens()

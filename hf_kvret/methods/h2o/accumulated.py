@@ -1,4 +1,4 @@
-"""AccumulatedAttention: what each token received of the softmax weights of all queries."""
+"""AccumulatedAttention: softmax weights that each token received, summed over all queries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class AccumulatedAttention(TokenBuffer):
     """Sums ``[B, Hkv, T]`` fp32; -inf once a token is evicted."""
 
     def start(self, keys: torch.Tensor, slot: int) -> None:
-        """Forget all from ``slot`` on, then take in the tokens of ``keys [B, Hkv, n, D]``, at 0."""
+        """Drop the slots from ``slot`` on, then add the tokens of ``keys [B, Hkv, n, D]`` at 0."""
         self.put(torch.zeros(keys.shape[:3], device=keys.device), slot)
 
     def add(self, slot: int, weights: torch.Tensor) -> None:
@@ -24,5 +24,5 @@ class AccumulatedAttention(TokenBuffer):
         self.writable().scatter_add_(2, ids.long().clamp(min=0), weights)
 
     def evict(self, tokens: torch.Tensor) -> None:
-        """Give up ``tokens [B, Hkv, n]`` bool among the first n, for good."""
+        """Evict ``tokens [B, Hkv, n]`` bool among the first n, permanently."""
         self.writable()[:, :, : tokens.shape[2]].masked_fill_(tokens, float("-inf"))

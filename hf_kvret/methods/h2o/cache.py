@@ -1,4 +1,4 @@
-"""H2OCache: what was attended much so far is kept, what was not is evicted for good."""
+"""H2OCache: keeps the tokens with most accumulated attention, evicts the others permanently."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hf_kvret.methods.h2o.index import H2OIndex
 
 
 class H2OCache(RetrievalCache):
-    """Attends to the ``top_k`` cold tokens that gathered most attention, never to the others (H2O).
+    """Attends to the ``top_k`` cold tokens with most accumulated attention only (H2O).
 
-    Evicted tokens stay in the store, so memory falls by the store's means alone.
+    Evicted tokens stay in the store, so eviction itself frees no memory.
     """
 
     name: ClassVar[str] = "h2o"

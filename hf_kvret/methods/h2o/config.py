@@ -64,11 +64,11 @@ class H2OConfig(RetrievalConfig):
                 f"share={share}: the part of the prompt that is kept, above 0 and at most 1"
             )
         half = max(1, int(share / 2 * prompt_len))
-        published = {
+        paper_options = {
             "top_k": half,
             "recent": half,
             "sink": 0,
             "flush": 1,
             "dense_below": 0,
         }
-        return cls.from_options(**{**published, **changes})
+        return cls.from_options(**{**paper_options, **changes})

@@ -20,19 +20,19 @@ _PIECE_LEN = 4096
 
 
 class H2OIndex(Index):
-    """Keeps for each KV head the tokens that gathered most attention; the others never come back.
+    """Keeps for each KV head the tokens with most accumulated attention; the others are evicted.
 
-    The softmax weights that queries give a token are summed, over queries and the heads of a
-    group. A query counts when the next pass shows that it stayed: drafts that are rejected leave
-    no trace. When tokens leave the window, they and those kept so far compete for the budget.
+    Softmax weights of a token are summed over queries and the heads of a group. A query is counted
+    once the next pass shows that it was not a rejected draft. When tokens leave the window, they
+    compete with the kept tokens for the budget.
 
-    A crop forgets what dropped tokens gathered, not what their queries gave to others. Tokens that
-    it pulls back into the window keep what they gathered; evicted ones are attended there again,
-    and are evicted still when they leave it.
+    A crop drops the sums of cropped tokens, but not the weights that their queries gave to others.
+    Tokens that it moves back to the window keep their sums; evicted ones are attended to there
+    again, and are evicted again when they leave it.
     """
 
     capture_obstacle = (
-        "h2o notes queries on the host at every step, and counts them before the next"
+        "h2o keeps queries on the host at every step, and counts them before the next"
     )
 
     # Queries that do not count yet, and keys of tokens that are not cold.
@@ -43,12 +43,12 @@ class H2OIndex(Index):
     _scores: AccumulatedAttention = passed(AccumulatedAttention)
     # The newest of the queries, which may be rejected drafts.
     _tentative: int = number(0, key="counts")
-    # How many cold tokens were chosen from, and for which budget.
+    # Cold tokens and budget of the current selection.
     _chosen_len: int = number(0, key="counts")
     _chosen_budget: int = number(0, key="counts")
     # Slots [B, Hkv, k] int32, and with the sinks' before them [B, Hkv, s + k].
-    _kept: torch.Tensor | None = tensor(optional=True, shared=True)
-    _attended: torch.Tensor | None = tensor(optional=True, shared=True)
+    _selection: torch.Tensor | None = tensor(key="kept", optional=True, shared=True)
+    _attention_ids: torch.Tensor | None = tensor(key="attended", optional=True, shared=True)
 
     def __init__(self, options: H2OConfig) -> None:
         self.options = options
@@ -64,7 +64,7 @@ class H2OIndex(Index):
         options, count = self.options, queries.shape[2]
         if start > len(self._scores):
             raise RuntimeError(
-                f"tokens come from slot {start} on, but {len(self._scores)} were watched: call "
+                f"tokens start at slot {start}, but only {len(self._scores)} were seen: call "
                 "on_forward for every pass, in order, or load the index with its state"
             )
         # The first pass of all is a prompt, however short.
@@ -79,7 +79,7 @@ class H2OIndex(Index):
             self._queries.drop(start + count - options.observed - options.max_draft)
 
     def add(self, block: TokenBlock) -> None:
-        """Tokens are cold now. Where few queries wait, the keys do too: they were seen together."""
+        """Drop keys of cold tokens; not while few queries are uncounted, which need these keys."""
         if not self._are_few(len(self._queries)):
             self._keys.drop(block.end)
 
@@ -87,36 +87,36 @@ class H2OIndex(Index):
         self.before_search(cold)
 
     def before_search(self, cold: ColdTokens) -> None:
-        """Count the queries before the newest pass; then choose, if tokens came or went.
+        """Count the queries before the newest pass; then select, if the tokens changed.
 
-        Not in ``after_search``, which comes before it is known whether drafts are accepted,
-        and while the store may be at work.
+        Not in ``after_search``, where it is unknown whether drafts are accepted, and the store may
+        be busy.
         """
         if self._chosen_len > len(cold):
-            # A crop forgets what was chosen, so that only a file can say so.
+            # A crop drops the selection, so only a bad file can lead here.
             raise ValueError(
                 f"the cache was saved as if {self._chosen_len} tokens were cold, and "
                 f"{len(cold)} are: the file is damaged or crafted, save the cache again"
             )
         self._count(cold)
         self._keys.drop(len(cold))
-        if self._kept is None or self._chosen_for() != (len(cold), cold.budget):
+        if self._selection is None or self._chosen_for() != (len(cold), cold.budget):
             self._choose(cold)
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        """The kept tokens, the same for every query; -1 where fewer than the budget are left.
+        """The kept tokens, the same for every query; -1 if fewer than the budget are left.
 
-        So a budget that covers all does not bring back what was evicted before. RuntimeError for
-        other tokens or another budget than ``build`` or ``before_search`` was told of.
+        A budget that covers all does not restore evicted tokens. RuntimeError for other tokens or
+        another budget than in the last ``build`` or ``before_search``.
         """
-        kept = self._kept
-        if kept is None or self._chosen_for() != (len(cold), cold.budget):
+        selection = self._selection
+        if selection is None or self._chosen_for() != (len(cold), cold.budget):
             raise RuntimeError(
                 f"nothing is chosen for {len(cold)} tokens and a budget of {cold.budget}: call "
                 "on_forward, add and build, or before_search, first"
             )
-        allowed = cold.valid[:, None].expand(-1, kept.shape[1], -1)
-        ids = kept.masked_fill(~allowed.gather(2, kept.clamp(min=0).long()), -1)
+        valid = cold.valid[:, None].expand(-1, selection.shape[1], -1)
+        ids = selection.masked_fill(~valid.gather(2, selection.clamp(min=0).long()), -1)
         return ids[:, :, None].expand(-1, -1, query.shape[2], -1).contiguous()
 
     def cost(self, n: int, budget: int) -> SearchCost:
@@ -124,17 +124,16 @@ class H2OIndex(Index):
 
         Every query is compared with the kept keys once more, to be counted.
         """
-        nbytes = 0 if self._kept is None else self._kept.nbytes + self._keys.rows.nbytes
+        nbytes = 0 if self._selection is None else self._selection.nbytes + self._keys.rows.nbytes
         return SearchCost(min(budget, n), nbytes, min(budget + self.options.sink, n))
 
     def crop(self, length: int) -> None:
-        """Choose anew among the first ``length`` tokens, before the next selection.
+        """Drop the selection; the next one is among the first ``length`` tokens.
 
-        Which of the later ones are pulled back into the window and which are dropped is seen by
-        the slot that the next pass starts at.
+        The start of the next pass shows which later tokens are in the window and which are gone.
         """
         if length < self._chosen_len:
-            self._kept = self._attended = None
+            self._selection = self._attention_ids = None
             self._chosen_len = self._chosen_budget = 0
 
     def stats(self) -> dict[str, Any]:
@@ -144,11 +143,11 @@ class H2OIndex(Index):
         return {"evicted": int((self._scores.rows == float("-inf")).sum())}
 
     def loaded(self) -> None:
-        """ValueError for chosen tokens that are none."""
+        """ValueError for selected ids that are out of range."""
         if not self._chosen_len:
-            self._kept = self._attended = None
+            self._selection = self._attention_ids = None
             return
-        for name, ids in (("kept", self._kept), ("attended", self._attended)):
+        for name, ids in (("kept", self._selection), ("attended", self._attention_ids)):
             if ids is None:
                 raise KeyError(name)
             _check_ids(ids, self._scores.rows, self._chosen_len)
@@ -158,11 +157,11 @@ class H2OIndex(Index):
         return self._chosen_len, self._chosen_budget
 
     def _are_few(self, queries: int) -> bool:
-        """Whether so many queries are compared with the kept tokens alone: of two short passes."""
-        return self._kept is not None and queries <= 2 * self.options.max_draft
+        """Whether ``queries`` are few (two short passes), so scored against kept tokens only."""
+        return self._selection is not None and queries <= 2 * self.options.max_draft
 
     def _count(self, cold: ColdTokens) -> None:
-        """Add what all queries but the tentative ones give, and forget them."""
+        """Add the weights of all queries except the tentative ones, and drop these queries."""
         end = self._queries.end - self._tentative
         if self.options.observed is not None:
             self._queries.drop(end - self.options.observed)
@@ -170,27 +169,29 @@ class H2OIndex(Index):
         count = end - first
         if count <= 0:
             return
-        asked = Asked(self._queries.rows[:, :, :count], first, self._valid.rows[:, 0, first:end])
-        # Tokens between those that were chosen from and the keys at hand must be read in the store.
-        # A crop leaves a gap too, of tokens that are not cold: there is nothing to read.
+        batch = Asked(self._queries.rows[:, :, :count], first, self._valid.rows[:, 0, first:end])
+        # Tokens between the last selection and the keys at hand must be read from the store. After
+        # a crop there is a gap, too, but of tokens that are not cold: nothing to read.
         near = self._keys.first <= self._chosen_len or self._chosen_len == len(cold)
         if near and self._are_few(count):
-            self._count_few(asked, cold)
+            self._count_few(batch, cold)
         else:
-            found = received(
-                asked, lambda: self._pieces(cold), scale=cold.scale, softcap=cold.softcap
+            sums = received(
+                batch, lambda: self._pieces(cold), scale=cold.scale, softcap=cold.softcap
             )
-            for slot, weights in found:
+            for slot, weights in sums:
                 self._scores.add(slot, weights)
         self._queries.drop(end)
 
-    def _count_few(self, asked: Asked, cold: ColdTokens) -> None:
-        assert self._attended is not None
-        ids = self._attended[:, :, None].expand(-1, -1, asked.queries.shape[2], -1).contiguous()
-        far = cold.store.scores(asked.queries, ids, cold.scale, cold.softcap)
+    def _count_few(self, batch: Asked, cold: ColdTokens) -> None:
+        assert self._attention_ids is not None
+        ids = (
+            self._attention_ids[:, :, None].expand(-1, -1, batch.queries.shape[2], -1).contiguous()
+        )
+        far = cold.store.scores(batch.queries, ids, cold.scale, cold.softcap)
         near = self._piece(self._keys.rows, self._keys.first)
-        old, new = received_by_few(asked, far, near, scale=cold.scale, softcap=cold.softcap)
-        self._scores.add_at(self._attended, old)
+        old, new = received_by_few(batch, far, near, scale=cold.scale, softcap=cold.softcap)
+        self._scores.add_at(self._attention_ids, old)
         self._scores.add(near.first, new)
 
     def _pieces(self, cold: ColdTokens) -> Iterator[Piece]:
@@ -205,22 +206,22 @@ class H2OIndex(Index):
 
     def _piece(self, keys: torch.Tensor, start: int) -> Piece:
         part = slice(start, start + keys.shape[2])
-        left = self._scores.rows[:, :, part] > float("-inf")
-        return Piece(keys, start, self._valid.rows[:, :, part] & left)
+        alive = self._scores.rows[:, :, part] > float("-inf")
+        return Piece(keys, start, self._valid.rows[:, :, part] & alive)
 
     def _choose(self, cold: ColdTokens) -> None:
-        """Keep the best of the cold tokens, evict the others."""
+        """Select the best of the cold tokens, evict the others."""
         scores = self._scores.rows[:, :, : len(cold)]
         retrievable = cold.valid[:, None]
         best = scores.masked_fill(~retrievable, float("-inf")).topk(cold.budget, dim=-1)
-        missing = best.values == float("-inf")
+        absent = best.values == float("-inf")
         marks = torch.zeros(
             *scores.shape[:2], len(cold) + 1, dtype=torch.bool, device=scores.device
         )
-        marks.scatter_(2, best.indices.masked_fill(missing, len(cold)), True)
+        marks.scatter_(2, best.indices.masked_fill(absent, len(cold)), True)
         self._scores.evict(retrievable & ~marks[..., : len(cold)])
-        self._kept = best.indices.int().masked_fill(missing, -1)
-        self._attended = torch.cat([self._sinks(len(cold)), self._kept], dim=2)
+        self._selection = best.indices.int().masked_fill(absent, -1)
+        self._attention_ids = torch.cat([self._sinks(len(cold)), self._selection], dim=2)
         self._chosen_len, self._chosen_budget = len(cold), cold.budget
 
     def _sinks(self, cold_len: int) -> torch.Tensor:
@@ -229,20 +230,20 @@ class H2OIndex(Index):
         first = valid & (valid.cumsum(-1) <= self.options.sink)
         slots = torch.arange(cold_len, dtype=torch.int32, device=valid.device)
         slots = slots.expand(valid.shape).masked_fill(~first, cold_len)
-        found = slots.topk(min(self.options.sink, cold_len), largest=False).values
-        found = found.masked_fill(found == cold_len, -1)
-        return found.expand(-1, self._scores.rows.shape[1], -1)
+        sinks = slots.topk(min(self.options.sink, cold_len), largest=False).values
+        sinks = sinks.masked_fill(sinks == cold_len, -1)
+        return sinks.expand(-1, self._scores.rows.shape[1], -1)
 
 
 def _check_ids(ids: torch.Tensor, scores: torch.Tensor, cold_len: int) -> None:
-    """ValueError for ``ids`` of a file, which kernels read rows by, that name no token."""
-    batch, heads, held = scores.shape
+    """ValueError for saved ``ids`` that are out of range: kernels use them as row addresses."""
+    batch, heads, length = scores.shape
     fits = ids.ndim == 3 and ids.shape[:2] == (batch, heads) and ids.dtype == torch.int32
-    if fits and cold_len <= held and bool(((ids >= -1) & (ids < cold_len)).all()):
+    if fits and cold_len <= length and bool(((ids >= -1) & (ids < cold_len)).all()):
         return
-    named = f", which name the tokens {int(ids.min())} to {int(ids.max())}" if ids.numel() else ""
+    span = f", which name the tokens {int(ids.min())} to {int(ids.max())}" if ids.numel() else ""
     raise ValueError(
-        f"the cache was saved with chosen tokens {ids.dtype} {list(ids.shape)}{named}; there are "
-        f"{batch} rows, {heads} KV heads and {held} tokens, {cold_len} of them to choose from: the "
-        "file is damaged or crafted, save the cache again"
+        f"the cache was saved with chosen tokens {ids.dtype} {list(ids.shape)}{span}; there are "
+        f"{batch} rows, {heads} KV heads and {length} tokens, {cold_len} of them to choose from: "
+        "the file is damaged or crafted, save the cache again"
     )

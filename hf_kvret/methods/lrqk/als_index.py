@@ -11,7 +11,7 @@ from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index, SearchCost
 from hf_kvret.core.state import part, tensor
 from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
-from hf_kvret.methods.lrqk.als_update import Bases, Seen
+from hf_kvret.methods.lrqk.als_update import Bases, OmegaProducts
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import alternating
 from hf_kvret.methods.lrqk.proxies import Proxies
@@ -24,9 +24,10 @@ from hf_kvret_kernels.top_k import top_k
 class PaperLRQKIndex(Index):
     """Algorithms 1 and 2: ALS factors for each query head, and solves at every step.
 
-    Each query head selects for itself. A step solves for the proxies of its query and key,
-    fitted to the keys on the device in the step before (the selected ones and the ``lite``
-    newest), and moves B_Q and B_K a little. Tokens in the window have proxies that wait.
+    Each query head selects for itself. A step solves for the proxies of its query and key, fitted
+    to the keys that were on the device in the step before (the selected ones and the ``lite``
+    newest), and updates B_Q and B_K. Proxies of tokens in the window are kept apart until they
+    become cold.
 
     Departures: the factors come from Gram matrices, with the same result (see ``alternating``); a
     prompt is factorized when the first token after it is decoded, so that it may come in
@@ -35,7 +36,7 @@ class PaperLRQKIndex(Index):
     algorithm 2's first guess, when they leave it.
     """
 
-    capture_obstacle = "the published lrqk keeps the tokens of the window on the host"
+    capture_obstacle = "the published lrqk tracks the tokens of the window on the host"
 
     _queries: Moments = part(may_be_empty=True)
     _keys: Moments = part(may_be_empty=True)
@@ -46,7 +47,7 @@ class PaperLRQKIndex(Index):
     _query_basis: torch.Tensor | None = tensor(key="bases.query", optional=True, shared=True)
     _key_basis: torch.Tensor | None = tensor(key="bases.key", optional=True, shared=True)
     # Of the newest query, [B, Hq, 1, k] int32.
-    _selected: torch.Tensor | None = tensor(key="selected.ids", optional=True, shared=True)
+    _selection: torch.Tensor | None = tensor(key="selected.ids", optional=True, shared=True)
 
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
@@ -58,9 +59,9 @@ class PaperLRQKIndex(Index):
         self._forget_pass()
 
     def _forget_pass(self) -> None:
-        """Forget what is between the hooks of one pass."""
-        # Made by ``before_search`` for ``search``.
-        self._seen: Seen | None = None
+        """Drop state that lives between the hooks of one pass."""
+        # Set by ``before_search`` for ``search``.
+        self._omega: OmegaProducts | None = None
         self._valid: torch.Tensor | None = None
 
     def on_forward(
@@ -74,7 +75,7 @@ class PaperLRQKIndex(Index):
         rank = self.options.rank_of(keys.shape[-1])
         self._valid = valid
         if valid is not None:
-            # Rows of zeros add nothing to any product below, so padding takes no part.
+            # Padding becomes rows of zeros, which add nothing to the products below.
             queries, keys = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (queries, keys))
         if self._bases is None:
             group = queries.shape[1] // keys.shape[1]
@@ -91,44 +92,46 @@ class PaperLRQKIndex(Index):
         starts = STARTS[options.init].sketches(queries, keys, rank)
         factors = alternating(queries.gram, keys.gram, *starts, options.iterations, options.penalty)
         self._query_basis, self._key_basis = factors.query_basis, factors.key_basis
-        self._seen = None
+        self._omega = None
         self._recent.start(factors.to_key)
         self._proxies.replace(_project(factors.to_key, cold.store))
-        for used in (queries, keys, self._chance):
-            used.reset()
+        for state in (queries, keys, self._chance):
+            state.reset()
 
     def add(self, block: TokenBlock) -> None:
-        """Those of a prompt were seen by ``on_forward``, and ``build`` projects them."""
+        """After ``build``, add proxies of the block; those of the prompt are made by ``build``."""
         if self._bases is not None:
             self._proxies.append(self._recent.leave(block, self._bases))
 
     def before_search(self, cold: ColdTokens) -> None:
-        """Read the keys of the step before, which the next query is fitted to."""
+        """Read the keys selected in the step before, to which the next query is fitted."""
         if self._bases is None:
             self.build(cold)
             return
-        self._seen = self._recent.seen(self.options.lite)
-        if self._selected is not None:
-            ids = self._selected
+        self._omega = self._recent.omega(self.options.lite)
+        if self._selection is not None:
+            ids = self._selection
             keys, _ = cold.store.gather(ids)
             places = ids[:, :, 0].clamp(min=0).long().unsqueeze(-1)
             rows = self._proxies.rows
             proxies = rows.gather(2, places.expand(*places.shape[:3], rows.shape[-1]))
             proxies = self._proxies.values(proxies).masked_fill(ids[:, :, 0, :, None] < 0, 0.0)
-            self._seen = self._seen.plus(Seen.of(keys[:, :, 0], proxies))
+            self._omega = self._omega.plus(OmegaProducts.of(keys[:, :, 0], proxies))
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         if self._bases is None:
             raise RuntimeError("the index is empty: call on_forward, add and build first")
         options, count = self.options, query.shape[2]
         if self._valid is not None:
-            # Neither query nor key of padding moves the bases.
+            # Padding must not change the bases.
             query = query.masked_fill(~self._valid[:, None, :, None], 0.0)
         keys = self._recent.newest(count, query.shape[1])
         of_queries, of_keys, bases = [], [], self._bases
         for number in range(count):
             pair = query[:, :, number].float(), keys[:, :, number]
-            q_hat, k_hat, bases = bases.step(*pair, self._seen, options.iterations, options.penalty)
+            q_hat, k_hat, bases = bases.step(
+                *pair, self._omega, options.iterations, options.penalty
+            )
             of_queries.append(q_hat)
             of_keys.append(k_hat)
         self._query_basis, self._key_basis = bases.query, bases.key
@@ -138,7 +141,7 @@ class PaperLRQKIndex(Index):
             proxies, self._proxies.rows, query.shape[1], valid=cold.valid, softcap=cold.softcap
         )
         ids = top_k(scores, cold.budget)
-        self._selected = ids[:, :, -1:]
+        self._selection = ids[:, :, -1:]
         return ids
 
     def reset(self) -> None:
@@ -146,36 +149,36 @@ class PaperLRQKIndex(Index):
         self._forget_pass()
 
     def fork(self) -> Self:
-        """As every state's; what is between the hooks of a pass is of the other cache."""
+        """As for every state, without state between hooks, which is of the original."""
         twin = super().fork()
         twin._forget_pass()
         return twin
 
     def crop(self, length: int) -> None:
-        """As every state's; the next query is not fitted to tokens that may be gone."""
+        """As for every state; drops the selection, which may contain cropped tokens."""
         if length == 0:
             self.reset()
         super().crop(length)
-        self._selected = None
+        self._selection = None
 
     def set_options(self, options: Any) -> None:
         super().set_options(options)
         self._recent.room = self._room(options)
 
     def cost(self, n: int, budget: int) -> SearchCost:
-        """All proxies, the bases twice (also written), and the keys that a query is fitted to."""
+        """All proxies, the bases twice (read and written), and the keys of the query's fit."""
         bases = self._bases
         if bases is None:
             return SearchCost(0, 0)
         keys = self._recent.keys.rows
-        fitted = keys.nbytes + self._recent.proxies.rows.nbytes
-        if self._selected is not None:
-            fitted += self._selected.numel() * keys.shape[-1] * keys.element_size()
+        fit_bytes = keys.nbytes + self._recent.proxies.rows.nbytes
+        if self._selection is not None:
+            fit_bytes += self._selection.numel() * keys.shape[-1] * keys.element_size()
         both = 2 * (bases.query.nbytes + bases.key.nbytes)
-        return SearchCost(0, self._proxies.rows.nbytes + both + fitted)
+        return SearchCost(0, self._proxies.rows.nbytes + both + fit_bytes)
 
     def loaded(self) -> None:
-        """KeyError where a part is missing, ValueError for selected tokens that are not there."""
+        """KeyError for a missing part, ValueError for selected ids that are out of range."""
         length = len(self._proxies)
         parts = {
             "bases.query": self._query_basis,
@@ -183,12 +186,12 @@ class PaperLRQKIndex(Index):
             "proxies.rows": length or None,
             "waiting.proxies": self._recent.proxies.is_allocated or None,
         }
-        missing = [name for name, value in parts.items() if value is None]
-        if 0 < len(missing) < len(parts):
-            raise KeyError(missing[0])
+        absent = [name for name, value in parts.items() if value is None]
+        if 0 < len(absent) < len(parts):
+            raise KeyError(absent[0])
         if self._queries.cross is not None and not self._chance.is_drawn:
             raise KeyError("chance.state")
-        ids = self._selected
+        ids = self._selection
         if ids is None:
             return
         if ids.dtype != torch.int32 or not bool(((ids >= -1) & (ids < length)).all()):
@@ -206,7 +209,7 @@ class PaperLRQKIndex(Index):
 
     @staticmethod
     def _room(options: LRQKConfig) -> int:
-        """Tokens that a step may fit its query to, or be about."""
+        """Number of recent tokens to keep: those of a step, or those it fits its query to."""
         return max(options.lite, options.max_draft)
 
 

@@ -12,9 +12,9 @@ from hf_kvret.methods.lrqk.grams import PIECE
 
 
 class RandomSource(State):
-    """Random numbers of a seed; a fork goes on with the same ones, and so does a saved one.
+    """A seeded random generator; forks and loaded copies continue the same sequence.
 
-    A generator is no tensor, so nothing here follows from fields.
+    A generator is not a tensor, so the operations of ``State`` are written by hand.
     """
 
     def __init__(self, seed: int) -> None:
@@ -65,7 +65,7 @@ class Moments(State):
         self.random = random
 
     def add(self, rows: torch.Tensor, rank: int, source: RandomSource) -> None:
-        """Take in ``rows [B, Hq, n, D]``, zeros where there is padding; r columns of a random A."""
+        """Add ``rows [B, Hq, n, D]``, zeros for padding; a random A has ``rank`` columns."""
         for piece in rows.split(PIECE, dim=2):
             self._add_piece(piece.float(), rank, source)
 
@@ -80,12 +80,12 @@ class Moments(State):
             setattr(self, name, more if total is None else total + more)
 
     def random_start(self) -> Sketch:
-        """Of the random A."""
+        """The sketch of the random A."""
         assert self.cross is not None and self.own is not None, "rows were added"
         return Sketch(self.cross.double(), self.own.double())
 
     def column_start(self, columns: torch.Tensor) -> Sketch:
-        """Of A = the ``columns [B, Hq, r]`` of the rows (eq. 24)."""
+        """The sketch of A = the ``columns [B, Hq, r]`` of the rows (eq. 24)."""
         assert self.gram is not None, "rows were added"
         gram = self.gram.double()
         cross = gram.gather(2, columns.unsqueeze(-1).expand(*columns.shape, gram.shape[-1]))
@@ -104,7 +104,7 @@ class Start(ABC):
 
     @abstractmethod
     def sketches(self, queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
-        """Those of A_Q and A_K."""
+        """The sketches of A_Q and A_K."""
 
 
 class RandomStart(Start):
@@ -128,8 +128,8 @@ class JointStart(Start):
     """``topcol``: the same columns of both, the largest by the sum of norms (eq. 25, 26)."""
 
     def sketches(self, queries: Moments, keys: Moments, rank: int) -> tuple[Sketch, Sketch]:
-        chosen = (_sizes(queries) + _sizes(keys)).topk(rank).indices
-        return queries.column_start(chosen), keys.column_start(chosen)
+        columns = (_sizes(queries) + _sizes(keys)).topk(rank).indices
+        return queries.column_start(columns), keys.column_start(columns)
 
 
 def _sizes(moments: Moments) -> torch.Tensor:

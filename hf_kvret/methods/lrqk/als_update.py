@@ -11,7 +11,7 @@ from hf_kvret.methods.lrqk.factors import solve
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class OmegaProducts:
     """Products of the keys on the device and their proxies, over Omega (eq. 7), fp32.
 
     ``cross [B, Hq, D, r]`` is K^T A_K, ``own [B, Hq, r, r]`` is A_K^T A_K.
@@ -33,7 +33,7 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class Bases:
-    """B_Q and B_K, ``[B, Hq, r, D]`` fp32: what gives queries and keys back from their proxies."""
+    """B_Q and B_K, ``[B, Hq, r, D]`` fp32: they map proxies back to queries and keys."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -46,7 +46,7 @@ class Bases:
         self,
         query: torch.Tensor,
         key: torch.Tensor,
-        seen: Seen | None,
+        omega: OmegaProducts | None,
         iterations: int,
         penalty: float,
     ) -> tuple[torch.Tensor, torch.Tensor, Self]:
@@ -54,7 +54,7 @@ class Bases:
 
         Args:
             query, key: ``[B, Hq, D]`` fp32.
-            seen: Omega of the step before; None when nothing was selected yet.
+            omega: Omega of the step before; None when nothing was selected yet.
             iterations: rounds; the published tolerance may stop earlier.
             penalty: lambda_d1 and lambda_d2.
 
@@ -65,19 +65,19 @@ class Bases:
         dots = (q * k).sum(-1, keepdim=True)
         own_q, own_k = self.query @ self.query.mT, self.key @ self.key.mT
         from_q, from_k = q @ self.query.mT, k @ self.key.mT
-        if seen is not None:
-            own_q = own_q + penalty * seen.own
-            from_q = from_q + penalty * q @ seen.cross
+        if omega is not None:
+            own_q = own_q + penalty * omega.own
+            from_q = from_q + penalty * q @ omega.cross
         k_hat = solve(own_k, from_k.mT).mT
         q_hat = torch.zeros_like(k_hat)
         for _ in range(iterations):
-            q_hat = _solved(own_q, from_q, k_hat, penalty, dots)
-            k_hat = _solved(own_k, from_k, q_hat, penalty, dots)
-        bases = type(self)(_corrected(self.query, q_hat, q), _corrected(self.key, k_hat, k))
+            q_hat = _solve_proxy(own_q, from_q, k_hat, penalty, dots)
+            k_hat = _solve_proxy(own_k, from_k, q_hat, penalty, dots)
+        bases = type(self)(_correct(self.query, q_hat, q), _correct(self.key, k_hat, k))
         return q_hat.squeeze(2), k_hat.squeeze(2), bases
 
 
-def _solved(
+def _solve_proxy(
     own: torch.Tensor,
     right: torch.Tensor,
     other: torch.Tensor,
@@ -89,7 +89,7 @@ def _solved(
     return solve(matrix, (right + penalty * dots * other).mT).mT
 
 
-def _corrected(basis: torch.Tensor, proxy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """One gradient step of the best size (eq. 10): with it, eq. 11 is 1 / |proxy|^2."""
-    missed = proxy @ basis - target
-    return basis - proxy.mT @ missed / proxy.square().sum(-1, keepdim=True).clamp(min=1e-30)
+def _correct(basis: torch.Tensor, proxy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """One gradient step (eq. 10) of the optimal size, for which eq. 11 is 1 / |proxy|^2."""
+    error = proxy @ basis - target
+    return basis - proxy.mT @ error / proxy.square().sum(-1, keepdim=True).clamp(min=1e-30)

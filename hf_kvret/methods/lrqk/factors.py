@@ -18,7 +18,7 @@ _LEAST_SQUARE = 1e-13
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """What turns a query into its proxy, ``q @ to_query``, and a key, ``k @ to_key``.
+    """Maps of queries and keys to their proxies, ``q @ to_query`` and ``k @ to_key``.
 
     Both ``[..., D, r]`` fp32; the inner product of two proxies stands for that of query and key.
     """
@@ -34,10 +34,10 @@ class Factors:
         are no scores.
         """
         g_q, g_k = query_gram.double(), key_gram.double()
-        missed = -self.to_query.double() @ self.to_key.double().mT
-        missed.diagonal(dim1=-2, dim2=-1).add_(1.0)
-        lost = (g_q @ missed @ g_k * missed).sum((-2, -1)).clamp(min=0.0)
-        return lost / (g_q * g_k).sum((-2, -1)).clamp(min=torch.finfo(torch.float64).tiny)
+        difference = -self.to_query.double() @ self.to_key.double().mT
+        difference.diagonal(dim1=-2, dim2=-1).add_(1.0)
+        loss = (g_q @ difference @ g_k * difference).sum((-2, -1)).clamp(min=0.0)
+        return loss / (g_q * g_k).sum((-2, -1)).clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def closed_form(query_gram: torch.Tensor, key_gram: torch.Tensor, rank: int) -> Factors:
@@ -58,12 +58,12 @@ def closed_form(query_gram: torch.Tensor, key_gram: torch.Tensor, rank: int) -> 
     root = vectors * values.clamp(min=0.0).sqrt().unsqueeze(-2)
     squares, turns = torch.linalg.eigh(root.mT @ g_q @ root)
     squares, turns = squares[..., -rank:].flip(-1), turns[..., -rank:].flip(-1)
-    kept = squares > squares[..., :1].clamp(min=0.0) * _LEAST_SQUARE
-    singular = squares.masked_fill(~kept, 1.0).sqrt()
+    mask = squares > squares[..., :1].clamp(min=0.0) * _LEAST_SQUARE
+    singular = squares.masked_fill(~mask, 1.0).sqrt()
     to_query = root @ turns * singular.rsqrt().unsqueeze(-2)
     to_key = g_q @ root @ turns * singular.pow(-1.5).unsqueeze(-2)
     to_query, to_key = (
-        part.masked_fill(~kept.unsqueeze(-2), 0.0).float() for part in (to_query, to_key)
+        part.masked_fill(~mask.unsqueeze(-2), 0.0).float() for part in (to_query, to_key)
     )
     return Factors(to_query, to_key)
 
@@ -87,13 +87,13 @@ class Sketch:
         return cls(cross, cross @ factor_map)
 
     def basis(self) -> torch.Tensor:
-        """``B = (A^T A)^-1 A^T Q``, ``[..., r, D]``: what gives Q back from A (eq. 6)."""
+        """``B = (A^T A)^-1 A^T Q``, ``[..., r, D]``: least squares of ``Q = A B`` (eq. 6)."""
         return solve(self.own, self.cross)
 
 
 @dataclass(frozen=True, eq=False)
 class AlternatingFactors:
-    """What algorithm 1 leaves: A_Q = Q X_Q, A_K = K X_K, and B_Q, B_K fitted to them.
+    """Result of algorithm 1: A_Q = Q X_Q, A_K = K X_K, and B_Q, B_K fitted to them.
 
     ``to_query``, ``to_key`` ``[..., D, r]`` are X_Q, X_K; ``query_basis``, ``key_basis``
     ``[..., r, D]`` are B_Q, B_K; all fp32.
@@ -136,8 +136,8 @@ def alternating(
 
 def _update(other: Sketch, basis: torch.Tensor, penalty: float) -> torch.Tensor:
     """X ``[..., D, r]`` of eq. 6: (C^T + penalty B^T)(M + penalty B B^T)^-1."""
-    left = other.cross.mT + penalty * basis.mT
-    return solve(other.own + penalty * basis @ basis.mT, left.mT).mT
+    numerator = other.cross.mT + penalty * basis.mT
+    return solve(other.own + penalty * basis @ basis.mT, numerator.mT).mT
 
 
 def _finite(gram: torch.Tensor) -> torch.Tensor:
@@ -153,8 +153,7 @@ def _finite(gram: torch.Tensor) -> torch.Tensor:
 def solve(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """``matrix^-1 @ right`` for symmetric, positive ``[..., r, r]``; never waits for the device.
 
-    A trace's millionth of a millionth on the diagonal (a millionth in fp32) keeps singular
-    matrices solvable.
+    A ridge of 1e-12 of the mean diagonal entry (1e-6 in fp32) makes singular matrices solvable.
     """
     r = matrix.shape[-1]
     share = 1e-12 if matrix.dtype == torch.float64 else 1e-6

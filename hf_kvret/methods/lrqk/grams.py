@@ -7,23 +7,23 @@ import math
 import torch
 
 from hf_kvret.core.state import State, Tensors, number, part, tensor
-from hf_kvret.methods.lrqk.waiting_queries import WaitingQueries
+from hf_kvret.methods.lrqk.query_buffer import QueryBuffer
 
-# Queries older than this many half-lives weigh nothing in fp32.
+# Queries older than this many half-lives have a negligible weight in fp32.
 _MEMORY = 24
 _PENDING = 64
-# Tokens that are turned into fp32 at a time.
+# Tokens converted to fp32 at a time.
 PIECE = 4096
 
 
 class QueryGrams(State):
-    """Gram matrices of all queries seen, ``[B, F, D, D]`` fp32: of all alike, and of the newest.
+    """Gram matrices of all queries, ``[B, F, D, D]`` fp32: one steady, one of recent queries.
 
-    The second one halves every ``half_life`` tokens; in it a question of a few tokens after a long
-    document is not lost. The heads of a set are made comparable first: each is scaled by
-    the length of its first queries. How the tokens are cut into passes makes no other difference.
+    Weights in the second one halve every ``half_life`` tokens, so that a short question after a
+    long document counts. To make the heads of a set comparable, each is divided by the length of
+    its first queries; apart from that, how tokens are split into passes makes no difference.
 
-    Single tokens are gathered and folded in together.
+    Single tokens are buffered and added together.
 
     Attributes:
         sets: F, the number of KV heads, or of query heads; 0 where it is set later, before the
@@ -35,43 +35,43 @@ class QueryGrams(State):
     scale: torch.Tensor | None = tensor(shared=True)
     sets: int = number(0, saved=False)
     _is_scaled: bool = number(False, saved=False)
-    _waiting: WaitingQueries = part(lambda: WaitingQueries(_PENDING), saved=False)
+    _buffer: QueryBuffer = part(lambda: QueryBuffer(_PENDING), saved=False)
 
     def __init__(self, sets: int, half_life: float) -> None:
         self.sets, self.half_life = sets, half_life
         self._count_before = 0
 
     def add(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Take in ``queries [B, Hq, q, D]``, the newest; ``valid [B, q]`` bool or None."""
-        if self._waiting.count + queries.shape[2] > _PENDING:
+        """Add the newest ``queries [B, Hq, q, D]``; ``valid [B, q]`` bool or None."""
+        if self._buffer.count + queries.shape[2] > _PENDING:
             self.fold()
         if queries.shape[2] > _PENDING:
             # A prompt is not copied.
             self._fold(queries, valid)
             return
-        self._waiting.put(queries, valid)
+        self._buffer.put(queries, valid)
 
     def before_capture(self) -> None:
-        """A single token comes, in a step that is captured: make room for it now."""
-        if self._waiting.count == _PENDING:
+        """Make room for the token of a step that will be captured."""
+        if self._buffer.count == _PENDING:
             self.fold()
-        self._count_before = self._waiting.count
+        self._count_before = self._buffer.count
 
     def capture_failed(self) -> None:
-        """That step did nothing."""
-        self._waiting.count = self._count_before
+        """The captured step did nothing: restore the count."""
+        self._buffer.count = self._count_before
 
     def replayed(self) -> None:
         """A captured ``add`` of one token was replayed."""
-        self._waiting.replayed()
-        if self._waiting.count == _PENDING:
+        self._buffer.replayed()
+        if self._buffer.count == _PENDING:
             self.fold()
 
     def fold(self) -> None:
-        """Bring what is pending into the matrices."""
-        waiting = self._waiting.take()
-        if waiting is not None:
-            self._fold(*waiting)
+        """Add buffered queries to the matrices."""
+        batch = self._buffer.take()
+        if batch is not None:
+            self._fold(*batch)
 
     def _fold(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
         for start in range(0, queries.shape[2], PIECE):
@@ -81,18 +81,18 @@ class QueryGrams(State):
                 piece = piece.masked_fill(~inside, 0.0)
             self._fold_piece(piece, valid is not None)
 
-    def _fold_piece(self, queries: torch.Tensor, masked: bool) -> None:
-        """Add ``queries [B, Hq, q, D]`` fp32, zeros where there is padding."""
+    def _fold_piece(self, queries: torch.Tensor, padding: bool) -> None:
+        """Add ``queries [B, Hq, q, D]`` fp32, zeros for padding."""
         batch, _, count, dim = queries.shape
-        self._set_scale(queries, masked)
+        self._set_scale(queries, padding)
         assert self.scale is not None
-        scaled = (queries * self.scale[:, :, None, None]).view(batch, self.sets, -1, count, dim)
-        flat = scaled.flatten(2, 3)
+        heads = (queries * self.scale[:, :, None, None]).view(batch, self.sets, -1, count, dim)
+        flat = heads.flatten(2, 3)
         steady = flat.mT @ flat
-        kept = min(count, math.ceil(_MEMORY * self.half_life))
-        age = torch.arange(kept - 1, -1, -1, device=queries.device, dtype=torch.float32)
+        newest_len = min(count, math.ceil(_MEMORY * self.half_life))
+        age = torch.arange(newest_len - 1, -1, -1, device=queries.device, dtype=torch.float32)
         weight = torch.exp2(-age / self.half_life)
-        newest = scaled[:, :, :, count - kept :]
+        newest = heads[:, :, :, count - newest_len :]
         recent = (newest * weight[:, None]).flatten(2, 3).mT @ newest.flatten(2, 3)
         if self.steady is None or self.recent is None:
             self.steady, self.recent = steady, recent
@@ -101,19 +101,19 @@ class QueryGrams(State):
             self.recent = self.recent * 2.0 ** (-count / self.half_life) + recent
 
     def weighted(self, recency: float) -> torch.Tensor:
-        """``[B, F, D, D]``: both, each with trace 1, the newest with weight ``recency``."""
+        """``[B, F, D, D]``: both, each with trace 1, mixed; ``recency`` weighs the recent one."""
         self.fold()
         assert self.steady is not None and self.recent is not None
         return (1.0 - recency) * _normal(self.steady) + recency * _normal(self.recent)
 
     def reorder(self, rows: torch.Tensor) -> None:
-        """As every state's, with nothing pending: rows may be more or fewer after it."""
+        """As for every state, after a fold, because the batch size may change."""
         self.fold()
-        self._waiting.reset()
+        self._buffer.reset()
         super().reorder(rows)
 
     def state_dict(self) -> Tensors:
-        """As every state's, with nothing pending."""
+        """As for every state, after a fold."""
         self.fold()
         return super().state_dict()
 
@@ -121,14 +121,14 @@ class QueryGrams(State):
         assert self.steady is not None, "it is loaded"
         self.sets = self.steady.shape[1]
 
-    def _set_scale(self, queries: torch.Tensor, masked: bool) -> None:
+    def _set_scale(self, queries: torch.Tensor, padding: bool) -> None:
         """One over the root mean square of the first queries, ``[B, Hq]``; 0 while a row has none.
 
-        Never looks at the data on the host: without padding the first pass fixes it.
+        Never synchronizes with the device: without padding, the first pass fixes it.
         """
         if self._is_scaled:
             return
-        self._is_scaled = not masked
+        self._is_scaled = not padding
         length = queries.square().mean((2, 3)).sqrt()
         scale = torch.where(length > 0, 1.0 / length.clamp(min=1e-30), 0.0)
         self.scale = scale if self.scale is None else torch.where(self.scale > 0, self.scale, scale)
@@ -142,18 +142,18 @@ class KeyGrams(State):
     count: torch.Tensor | None = tensor(shared=True)
 
     def add(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Take in ``keys [B, Hkv, n, D]``; ``valid [B, n]`` bool or None."""
+        """Add ``keys [B, Hkv, n, D]``; ``valid [B, n]`` bool or None."""
         for start in range(0, keys.shape[2], PIECE):
             part = slice(start, start + PIECE)
             self._add_piece(keys[:, :, part].float(), None if valid is None else valid[:, part])
 
-    def _add_piece(self, held: torch.Tensor, valid: torch.Tensor | None) -> None:
+    def _add_piece(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
         if valid is None:
-            count = torch.full((len(held),), held.shape[2], device=held.device, dtype=torch.float32)
+            count = torch.full((len(keys),), keys.shape[2], device=keys.device, dtype=torch.float32)
         else:
-            held = held.masked_fill(~valid[:, None, :, None], 0.0)
+            keys = keys.masked_fill(~valid[:, None, :, None], 0.0)
             count = valid.sum(1).float()
-        gram, total = held.mT @ held, held.sum(2)
+        gram, total = keys.mT @ keys, keys.sum(2)
         if self.gram is None or self.total is None or self.count is None:
             self.gram, self.total, self.count = gram, total, count
         else:
@@ -165,14 +165,14 @@ class KeyGrams(State):
         assert self.gram is not None and self.total is not None and self.count is not None
         if not center:
             return self.gram
-        # The difference of two large matrices. The sums are fp32, which does for a mean of some
+        # A difference of two large matrices. fp32 sums are precise enough for a mean of about a
         # hundred times the spread.
         total = self.total.double()
         outer = total.unsqueeze(-1) * total.unsqueeze(-2)
         return self.gram.double() - outer / self.count.clamp(min=1.0)[:, None, None, None]
 
     def spread(self, to_key: torch.Tensor, center: bool) -> torch.Tensor:
-        """``[B, F, 1, r]`` fp32 root mean square of the proxies that ``to_key`` makes of keys."""
+        """``[B, F, 1, r]`` fp32 root mean square of the keys' proxies by ``to_key``."""
         assert self.count is not None
         gram = self.matrix(center).double()
         gram = gram.repeat_interleave(to_key.shape[1] // gram.shape[1], dim=1)

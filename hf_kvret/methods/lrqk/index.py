@@ -19,19 +19,18 @@ from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
 from hf_kvret_kernels.top_k import top_k
 
-# A share of the squared scores that is not worth a second reading of the keys.
+# An error (share of the squared scores) too small to justify reading all keys again.
 _NEGLIGIBLE = 1e-4
 
 
 class LRQKIndex(CapturableIndex, Index):
     """A proxy of r numbers for every cold key; all of them are scored for every query.
 
-    Queries and keys are seen as Gram matrices while they pass. As soon as there are cold keys,
-    the best factors there are come from these (``closed_form``); the proxy of a key or a query is
-    one product then, with nothing to solve when decoding. When the newest queries are served
-    worse than they were when the factors were made, and new factors would serve them better, all
-    keys are read from the store and projected anew: at once for a question of several tokens,
-    otherwise at a flush.
+    Gram matrices of queries and keys are accumulated. As soon as there are cold keys, the optimal
+    factors are computed from these (``closed_form``); then the proxy of a key or a query is one
+    product, with nothing to solve when decoding. When the error for the newest queries has grown
+    since the factors were made, and new factors would be better, all keys are read from the store
+    and projected again: at once for a question of several tokens, otherwise at a flush.
     """
 
     _keys: KeyGrams = part(KeyGrams, may_be_empty=True)
@@ -41,12 +40,12 @@ class LRQKIndex(CapturableIndex, Index):
     _to_query: torch.Tensor | None = tensor(optional=True, shared=True)
     _to_key: torch.Tensor | None = tensor(optional=True, shared=True)
     _mean: torch.Tensor | None = tensor(optional=True, shared=True)
-    # The error for the newest queries when it was last looked at, [B, F].
-    _expected: torch.Tensor | None = tensor(optional=True, shared=True)
+    # The error for the newest queries at the last check, [B, F].
+    _reference_error: torch.Tensor | None = tensor(key="expected", optional=True, shared=True)
     _partial: bool = number(False, key="due")
     _check: bool = number(False, key="due")
     _flushed: bool = number(False, key="due")
-    # Queries since the keys were projected anew: drafts must not call for it every time.
+    # Queries since the last reprojection: drafts must not trigger one every time.
     _since: float = number(math.inf, key="due")
     _reprojections: int = number(0, saved=False, anew=True)
     _reprojected_rows: int = number(0, saved=False, anew=True)
@@ -75,7 +74,7 @@ class LRQKIndex(CapturableIndex, Index):
         self._since += queries.shape[2]
 
     def add(self, block: TokenBlock) -> None:
-        # Read by ``build`` alone: of a prompt in pieces, the factors know the first only.
+        # Used by ``build``: in a chunked prompt, the factors are made from the first chunk only.
         self._partial, self._flushed = self._to_query is not None, True
         self._keys.add(block.keys, block.valid)
         factors = self._factors
@@ -86,7 +85,7 @@ class LRQKIndex(CapturableIndex, Index):
             self._proxies.append(proxies)
 
     def build(self, cold: ColdTokens) -> None:
-        # What came in the prompt is in the factors, or will be now.
+        # All of the prompt is in the factors, or will be now.
         self._flushed = False
         if self._partial:
             rows = torch.ones(len(self._proxies.rows), dtype=torch.bool)
@@ -95,21 +94,21 @@ class LRQKIndex(CapturableIndex, Index):
         self.before_search(cold)
 
     def before_search(self, cold: ColdTokens) -> None:
-        """Project all keys anew where it is due and worth it.
+        """Project all keys again if that is due and reduces the error.
 
-        Looks at the error on the host only after a flush or a pass of several tokens.
+        Synchronizes with the device only after a flush or a pass of several tokens.
         """
-        asked = self._check and self._since >= 2 * self.options.half_life
-        due, self._check, self._flushed = asked or self._flushed, False, False
-        if not due or self._factors is None or self._expected is None:
+        is_question = self._check and self._since >= 2 * self.options.half_life
+        due, self._check, self._flushed = is_question or self._flushed, False, False
+        if not due or self._factors is None or self._reference_error is None:
             return
         drift, error = self.options.drift, self._error(self._factors)
-        worse = error > drift * self._expected.clamp(min=_NEGLIGIBLE)
+        worse = error > drift * self._reference_error.clamp(min=_NEGLIGIBLE)
         if bool(worse.any()):
             factors = self._fit()
             gains = worse & (error > drift * self._error(factors))
-            # Not to be asked about again before they are worse still.
-            self._expected = torch.where(worse, error, self._expected)
+            # So that the next reprojection needs an even larger error.
+            self._reference_error = torch.where(worse, error, self._reference_error)
             if bool(gains.any()):
                 self._reproject(factors, cold.store, gains.any(dim=1))
 
@@ -118,11 +117,11 @@ class LRQKIndex(CapturableIndex, Index):
             raise RuntimeError("the index is empty: call on_forward and add first")
         batch, query_heads, count, dim = query.shape
         sets = self._factors.to_query.shape[1]
-        grouped = query.float().reshape(batch, sets, -1, dim) * cold.scale
-        proxies = self._proxies.weigh(grouped @ self._factors.to_query)
+        group_queries = query.float().reshape(batch, sets, -1, dim) * cold.scale
+        proxies = self._proxies.weigh(group_queries @ self._factors.to_query)
         offset = None
         if cold.softcap is not None:
-            # A cap bends the whole score, the mean key's part included.
+            # The cap applies to the whole score, including the part of the mean key.
             offset = (query.float() * self._mean_of(query_heads).unsqueeze(2)).sum(-1) * cold.scale
         relevance = proxy.relevance(
             proxies.view(batch, query_heads, count, -1),
@@ -147,23 +146,23 @@ class LRQKIndex(CapturableIndex, Index):
         self._queries.replayed()
 
     def cost(self, n: int, budget: int) -> SearchCost:
-        """Proxies alone choose."""
+        """No candidates: proxies alone decide."""
         if self._to_query is None:
             return SearchCost(0, 0)
         return SearchCost(0, self._proxies.rows.nbytes + self._to_query.nbytes)
 
     def crop(self, length: int) -> None:
-        """As every state's; without tokens, what was seen of queries goes, too."""
+        """As for every state; a crop to 0 also forgets the queries."""
         if length == 0:
             self.reset()
         super().crop(length)
 
     def stats(self) -> dict[str, Any]:
-        """What became of the proxies since the index was made or forked.
+        """Statistics of the proxies; counts since the index was made or forked.
 
-        ``proxy_error``: root of the share of the squared scores that they miss for the newest
-        queries, mean over heads. ``reprojections``: how often all keys were projected anew, and
-        ``reprojected_rows``: keys read from the store for it, over batch and KV heads.
+        ``proxy_error``: relative error of the scores for the newest queries (root of the share of
+        squares), mean over heads. ``reprojections``: how often all keys were projected again, and
+        ``reprojected_rows``: keys read from the store for that, over batch and KV heads.
         """
         error = None if self._factors is None else float(self._error(self._factors).sqrt().mean())
         return {
@@ -173,18 +172,18 @@ class LRQKIndex(CapturableIndex, Index):
         }
 
     def loaded(self) -> None:
-        """KeyError where only a part of what goes with the factors was saved."""
-        fitted = {
+        """KeyError if only some of the factors' tensors were saved."""
+        parts = {
             "to_query": self._to_query,
             "to_key": self._to_key,
             "mean": self._mean,
-            "expected": self._expected,
+            "expected": self._reference_error,
             "keys.gram": self._keys.gram,
             "proxies.rows": self._proxies.rows if len(self._proxies) else None,
         }
-        missing = [name for name, value in fitted.items() if value is None]
-        if 0 < len(missing) < len(fitted):
-            raise KeyError(missing[0])
+        absent = [name for name, value in parts.items() if value is None]
+        if 0 < len(absent) < len(parts):
+            raise KeyError(absent[0])
 
     @property
     def _factors(self) -> Factors | None:
@@ -193,7 +192,7 @@ class LRQKIndex(CapturableIndex, Index):
         return Factors(self._to_query, self._to_key)
 
     def _fit(self) -> Factors:
-        """The best factors for the keys and queries seen."""
+        """The optimal factors for all keys and queries so far."""
         if not self._queries.sets:
             raise RuntimeError("no query was seen: call on_forward before add")
         queries = self._queries.weighted(self.options.recency)
@@ -201,7 +200,7 @@ class LRQKIndex(CapturableIndex, Index):
         return closed_form(queries, self._key_gram(queries.shape[1]), rank)
 
     def _error(self, factors: Factors) -> torch.Tensor:
-        """``[B, F]`` fp64: share of the squared scores of the newest queries that is missed."""
+        """``[B, F]`` fp64: relative squared error of the newest queries' scores."""
         newest = self._queries.weighted(1.0)
         return factors.error(newest, self._key_gram(newest.shape[1]))
 
@@ -212,36 +211,36 @@ class LRQKIndex(CapturableIndex, Index):
     def _reproject(self, factors: Factors, store: Store, rows: torch.Tensor) -> None:
         """Make new proxies of all keys for the batch rows where ``rows [B]`` is True.
 
-        The others keep theirs: what is next to a row in a batch must not change it.
+        The other rows keep theirs: rows of a batch must not affect each other.
         """
         assert self._to_query is not None and self._to_key is not None
-        chosen = rows[:, None, None, None]
-        mixed = Factors(
-            torch.where(chosen, factors.to_query, self._to_query),
-            torch.where(chosen, factors.to_key, self._to_key),
+        mask = rows[:, None, None, None]
+        row_factors = Factors(
+            torch.where(mask, factors.to_query, self._to_query),
+            torch.where(mask, factors.to_key, self._to_key),
         )
-        self._adopt(mixed, (keys for _, keys, _ in store.chunks()), ~rows)
+        self._adopt(row_factors, (keys for _, keys, _ in store.chunks()), ~rows)
         self._since = 0.0
         self._reprojections += 1
         self._reprojected_rows += len(store) * len(rows) * self._heads()
 
     def _adopt(
-        self, factors: Factors, keys: Iterable[torch.Tensor], kept: torch.Tensor | None = None
+        self, factors: Factors, keys: Iterable[torch.Tensor], keep: torch.Tensor | None = None
     ) -> None:
-        """Use ``factors`` from now on, with proxies of ``keys``, which are all there are.
+        """Use ``factors`` from now on, with proxies of ``keys``, all cold keys.
 
-        Batch rows where ``kept [B]`` is True have their old factors and keep all that goes with
-        them.
+        Batch rows where ``keep [B]`` is True keep their old proxies, mean and error; ``factors``
+        has their old factors.
         """
         mean, error = self._keys.mean(), self._error(factors)
         mean = mean if self.options.center else torch.zeros_like(mean)
-        if kept is not None and self._mean is not None and self._expected is not None:
-            mean = torch.where(kept[:, None, None], self._mean, mean)
-            error = torch.where(kept[:, None], self._expected, error)
+        if keep is not None and self._mean is not None and self._reference_error is not None:
+            mean = torch.where(keep[:, None, None], self._mean, mean)
+            error = torch.where(keep[:, None], self._reference_error, error)
         spread = self._keys.spread(factors.to_key, self.options.center)
-        self._proxies.replace(self._project(factors, mean, keys), spread, kept)
+        self._proxies.replace(self._project(factors, mean, keys), spread, keep)
         self._to_query, self._to_key = factors.to_query, factors.to_key
-        self._mean, self._expected = mean, error
+        self._mean, self._reference_error = mean, error
 
     @staticmethod
     def _project(
@@ -252,8 +251,8 @@ class LRQKIndex(CapturableIndex, Index):
         maps = factors.to_key.view(batch, heads, -1, dim, factors.to_key.shape[-1])
         for block in keys:
             for piece in block.split(PIECE, dim=2):
-                centered = (piece.float() - mean.unsqueeze(2)).unsqueeze(2)
-                yield (centered @ maps).flatten(1, 2)
+                deviations = (piece.float() - mean.unsqueeze(2)).unsqueeze(2)
+                yield (deviations @ maps).flatten(1, 2)
 
     def _heads(self) -> int:
         assert self._mean is not None

@@ -11,7 +11,7 @@ from hf_kvret.core.token_buffer import TokenBuffer, tokens
 
 DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 _MOST = 127.0
-# In root mean squares, where int8 ends at the latest.
+# Largest range of int8, in root mean squares.
 _WIDEST = 8.0
 
 
@@ -19,8 +19,8 @@ class Proxies(State):
     """``[B, F, n, r]`` rows, and for int8 the step of each column.
 
     Attributes:
-        steps: ``[B, F, 1, r]`` fp32, what one unit of an int8 column is worth; None for bf16.
-            Set by the rows that are made together; later ones outside the range are clamped.
+        steps: ``[B, F, 1, r]`` fp32, quantization step of each int8 column; None for bf16. Set by
+            ``replace``; rows appended later are clamped to the range.
     """
 
     steps: torch.Tensor | None = tensor(optional=True, shared=True)
@@ -42,16 +42,16 @@ class Proxies(State):
         self,
         pieces: Iterable[torch.Tensor],
         spread: torch.Tensor | None = None,
-        kept: torch.Tensor | None = None,
+        keep: torch.Tensor | None = None,
     ) -> None:
-        """Start anew with ``pieces`` of fp32 rows, ``[B, F, *, r]`` each, at least one.
+        """Replace all rows by ``pieces`` of fp32 rows, ``[B, F, *, r]`` each, at least one.
 
-        ``spread [B, F, 1, r]``: root mean square of each column over the tokens that count. With
-        it, int8 clamps what is far beyond, so that padding or a freak key doesn't coarsen all.
-        ``kept [B]`` bool: batch rows that stay as they are.
+        ``spread [B, F, 1, r]``: root mean square of each column over the valid tokens. With it,
+        int8 clamps outliers, so that padding or a single key does not coarsen all.
+        ``keep [B]`` bool: batch rows that keep their old rows.
         """
-        old = None if kept is None else (self.rows, self.steps)
-        # In bf16 meanwhile: what int8 saves in the end it doesn't need to save while it is made.
+        old = None if keep is None else (self.rows, self.steps)
+        # bf16 in between: the steps of int8 need all rows first.
         rows = torch.cat([piece.bfloat16() for piece in pieces], dim=2)
         self._rows = TokenBuffer()
         if self.dtype == torch.int8:
@@ -60,11 +60,11 @@ class Proxies(State):
                 largest = torch.minimum(largest, _WIDEST * spread)
             self.steps = largest.clamp(min=1e-30) / _MOST
         self.append(rows)
-        if old is not None and kept is not None:
-            chosen, (old_rows, old_steps) = kept[:, None, None, None], old
-            self.rows.copy_(torch.where(chosen, old_rows, self.rows))
+        if old is not None and keep is not None:
+            mask, (old_rows, old_steps) = keep[:, None, None, None], old
+            self.rows.copy_(torch.where(mask, old_rows, self.rows))
             if self.steps is not None and old_steps is not None:
-                self.steps = torch.where(chosen, old_steps, self.steps)
+                self.steps = torch.where(mask, old_steps, self.steps)
 
     def append(self, rows: torch.Tensor) -> None:
         """Add ``rows [B, F, m, r]`` of any floating type."""
@@ -74,7 +74,7 @@ class Proxies(State):
         self._rows.append(rows.to(self.dtype))
 
     def weigh(self, query: torch.Tensor) -> torch.Tensor:
-        """``query [B, F, *, r]`` fp32 so that plain inner products with the rows are scores."""
+        """``query [B, F, *, r]`` fp32, scaled so that inner products with the rows are scores."""
         return query if self.steps is None else query * self.steps
 
     def values(self, rows: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""RecentProxies: keys in the window with their proxies, as algorithm 2 leaves them."""
+"""RecentProxies: keys in the window with their proxies from algorithm 2."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.state import State, number
 from hf_kvret.core.token_buffer import TokenBuffer, passed
-from hf_kvret.methods.lrqk.als_update import Bases, Seen
+from hf_kvret.methods.lrqk.als_update import Bases, OmegaProducts
 
 _small = partial(TokenBuffer, 64)
 
 
 class RecentProxies(State):
-    """The newest tokens, until they are cold: before the factors are made only the last ``room``.
+    """The tokens that are not cold; before the factors are made only the last ``room``.
 
     Attributes:
         keys: ``[B, Hkv, m, D]``, of slots ``end - m .. end``; rows of zeros for padding.
@@ -26,14 +26,14 @@ class RecentProxies(State):
     keys: TokenBuffer = passed(_small)
     proxies: TokenBuffer = passed(_small, may_be_empty=True)
     end: int = number(0)
-    _passed: int = number(0, key="end")
+    _pass_len: int = number(0, key="end")
 
     def __init__(self, room: int) -> None:
         self.room = room
 
     def add(self, keys: torch.Tensor, start: int, bases: Bases | None) -> None:
-        """Take in ``keys [B, Hkv, q, D]`` from slot ``start`` on; what was there is forgotten."""
-        self.end, self._passed = start + keys.shape[2], keys.shape[2]
+        """Put ``keys [B, Hkv, q, D]`` at slot ``start``, in place of all from there on."""
+        self.end, self._pass_len = start + keys.shape[2], keys.shape[2]
         if bases is None:
             first = max(start, self.end - self.room)
             self.keys.put(keys[:, :, first - start :], first)
@@ -43,11 +43,11 @@ class RecentProxies(State):
         self.proxies.put(bases.guess(_repeat(keys, bases)), start)
 
     def start(self, to_key: torch.Tensor) -> None:
-        """Give all tokens the proxies that ``to_key [B, Hq, D, r]`` makes."""
+        """Make the proxies of all tokens with ``to_key [B, Hq, D, r]``."""
         keys = self.keys.rows
         heads = to_key.shape[1] // keys.shape[1]
-        made = keys.float().repeat_interleave(heads, dim=1) @ to_key
-        self.proxies.put(made, self.keys.first)
+        proxies = keys.float().repeat_interleave(heads, dim=1) @ to_key
+        self.proxies.put(proxies, self.keys.first)
 
     def newest(self, count: int, query_heads: int) -> torch.Tensor:
         """Keys ``[B, Hq, count, D]`` fp32 of the newest tokens."""
@@ -58,24 +58,26 @@ class RecentProxies(State):
         """Replace the proxies of the newest tokens by ``[B, Hq, count, r]``."""
         self.proxies.put(proxies, self.end - proxies.shape[2])
 
-    def seen(self, lite: int) -> Seen:
-        """Of the ``lite`` newest tokens before the last pass."""
+    def omega(self, lite: int) -> OmegaProducts:
+        """Products of the ``lite`` newest tokens before the last pass."""
         keys, proxies = self.keys.rows, self.proxies.rows
-        last = keys.shape[2] - min(self._passed, keys.shape[2])
+        last = keys.shape[2] - min(self._pass_len, keys.shape[2])
         part = slice(max(0, last - lite), last)
         heads = proxies.shape[1] // keys.shape[1]
-        return Seen.of(keys[:, :, part].repeat_interleave(heads, dim=1), proxies[:, :, part])
+        return OmegaProducts.of(
+            keys[:, :, part].repeat_interleave(heads, dim=1), proxies[:, :, part]
+        )
 
     def leave(self, block: TokenBlock, bases: Bases) -> torch.Tensor:
-        """Proxies ``[B, Hq, n, r]`` of a block that is cold now; older tokens are forgotten.
+        """Remove a block that became cold; returns its proxies ``[B, Hq, n, r]``.
 
-        Those that were already in the window when the factors were made are guessed.
+        Tokens dropped before the factors were made get a guess (``Bases.guess``).
         """
         first = self.proxies.first
         unknown = min(max(0, first - block.start), len(block))
-        guessed = bases.guess(_repeat(block.keys[:, :, :unknown], bases))
-        known = slice(max(0, block.start - first), max(0, block.end - first))
-        proxies = torch.cat([guessed, self.proxies.rows[:, :, known]], dim=2)
+        guesses = bases.guess(_repeat(block.keys[:, :, :unknown], bases))
+        part = slice(max(0, block.start - first), max(0, block.end - first))
+        proxies = torch.cat([guesses, self.proxies.rows[:, :, part]], dim=2)
         self.keys.drop(block.end)
         self.proxies.drop(block.end)
         return proxies

@@ -17,8 +17,8 @@ class UncorrectedIndex(ParisIndex):
 
     def encode(self, keys: torch.Tensor) -> paris.ParisCodes:
         codes = super().encode(keys)
-        rotated = self.rotate(_centered(keys, self._mean))
-        codes.weight.copy_(rotated.unflatten(-1, (-1, self.options.subspace_dim)).norm(dim=-1))
+        rows = self.rotate(_center(keys, self._mean))
+        codes.weight.copy_(rows.unflatten(-1, (-1, self.options.subspace_dim)).norm(dim=-1))
         return codes
 
 
@@ -35,10 +35,10 @@ class UnrotatedIndex(ParisIndex):
     def encode(self, keys: torch.Tensor) -> paris.ParisCodes:
         signs, levels = self._signs, self._levels
         assert signs is not None and levels is not None, "the first block makes them"
-        padded = self.rotate(_centered(keys, self._mean))
+        rows = self.rotate(_center(keys, self._mean))
         # Signs, then a symmetric transform that is its own inverse; undone in the other order.
-        turned = paris.rotate(padded, torch.ones_like(signs)) * signs
-        return paris.encode(turned, signs, levels, m=self.options.subspace_dim)
+        source = paris.rotate(rows, torch.ones_like(signs)) * signs
+        return paris.encode(source, signs, levels, m=self.options.subspace_dim)
 
 
 class UncorrectedParisKVCache(ParisKVCache):
@@ -63,5 +63,5 @@ class UnrotatedParisKVCache(ParisKVCache):
         return UnrotatedIndex(options)
 
 
-def _centered(keys: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
+def _center(keys: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
     return keys.float() if mean is None else keys.float() - mean.unsqueeze(2)

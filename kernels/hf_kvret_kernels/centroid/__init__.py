@@ -82,14 +82,14 @@ def key_lists(
     if most_scores is not None and most_scores < 1:
         raise ValueError(f"most_scores={most_scores}: pass at least 1, or None for the default")
 
-    def checked() -> Iterator[tuple[int, torch.Tensor]]:
+    def check_pieces() -> Iterator[tuple[int, torch.Tensor]]:
         for start, keys in pieces():
             _check_piece(start, keys, queries, valid)
             yield start, keys
             # Not held while the next one is made.
             del keys
 
-    arguments = (queries, checked, count, valid, positions, scale, softcap, most_scores)
+    arguments = (queries, check_pieces, count, valid, positions, scale, softcap, most_scores)
     if choose_backend(backend, queries) == "naive":
         return naive.key_lists(*arguments)
     from hf_kvret_kernels.centroid import triton_lists
@@ -230,11 +230,11 @@ def _check_valid(valid: torch.Tensor, like: torch.Tensor) -> None:
 
 
 def _check_positions(positions: torch.Tensor, queries: torch.Tensor) -> None:
-    expected = [queries.shape[0], queries.shape[2]]
+    form = [queries.shape[0], queries.shape[2]]
     integers = positions.dtype in (torch.int32, torch.int64)
-    if list(positions.shape) != expected or not integers:
+    if list(positions.shape) != form or not integers:
         raise ValueError(
-            f"positions is {positions.dtype} {tuple(positions.shape)}: pass int64 {expected}"
+            f"positions is {positions.dtype} {tuple(positions.shape)}: pass int64 {form}"
         )
     _check_device("positions", positions, queries)
 
@@ -243,8 +243,8 @@ def _check_piece(
     start: int, keys: torch.Tensor, queries: torch.Tensor, valid: torch.Tensor
 ) -> None:
     batch, heads, _, _, width = queries.shape
-    wanted = (batch, heads, width)
-    if keys.ndim != 4 or (*keys.shape[:2], keys.shape[3]) != wanted or keys.dtype not in _FLOATS:
+    form = (batch, heads, width)
+    if keys.ndim != 4 or (*keys.shape[:2], keys.shape[3]) != form or keys.dtype not in _FLOATS:
         raise ValueError(
             f"the piece of slot {start} is {keys.dtype} {tuple(keys.shape)}: give fp32, bf16 or "
             f"fp16 [{batch}, {heads}, P, {width}]"

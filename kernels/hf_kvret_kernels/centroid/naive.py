@@ -11,18 +11,18 @@ from hf_kvret_kernels.soft_cap import soft_cap_
 
 Pieces = Callable[[], Iterable[tuple[int, torch.Tensor]]]
 
-# fp32 scores held at once where the caller does not say: 2 MiB.
+# Default number of fp32 scores in memory at once: 2 MiB.
 _MOST_SCORES = 1 << 19
-# Ids of lists that are made together, and numbers beside them: 4 MiB. Fewer lists would have the
-# keys read more often, so that there are at least those of so many queries of a head.
-_MOST_LISTED = 1 << 20
+# Ids of lists made together, with as many scores: 4 MiB. Keys are read once per group of lists, so
+# a group has at least the lists of _LEAST_QUERIES queries per head.
+_MOST_IDS = 1 << 20
 _LEAST_QUERIES = 64
-# Keys whose scores are made together, and the fewest of which the best join the lists together.
+# Keys scored together, and the least number of new keys that are merged into the lists together.
 _KEYS = 512
-_LEAST_JOINING = 2048
-# Entries of lists and joining keys that are ranked at once: about 2 MiB with their places.
-_MOST_RANKED = 1 << 17
-# Entries, about, of the tables in which ``unite`` marks tokens; 64 MiB.
+_LEAST_NEW_KEYS = 2048
+# Entries of lists and new keys ranked at once: about 2 MiB with their places.
+_MOST_ENTRIES = 1 << 17
+# Approximate entries of the tables in which ``unite`` marks tokens; 64 MiB.
 MOST_MARKS = 1 << 24
 
 
@@ -40,15 +40,15 @@ def key_lists(
     scores = _Scores(queries, valid, positions, scale, softcap, most_scores or _MOST_SCORES)
     B, H, C, G, _ = queries.shape
     lse = None if G == 1 else _denominators(scores, pieces)
-    width = count + min(max(count, _LEAST_JOINING), valid.shape[1])
-    step = max(-(-_LEAST_QUERIES // G), _MOST_LISTED // max(1, B * H * (count + width)))
+    width = count + min(max(count, _LEAST_NEW_KEYS), valid.shape[1])
+    step = max(-(-_LEAST_QUERIES // G), _MOST_IDS // max(1, B * H * (count + width)))
     for first in range(0, max(1, C), step):
         yield _some_lists(scores, pieces, lse, slice(first, min(first + step, C)), count, width)
 
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """Scores of centroids and keys, ``most`` of them held at once; the rest as of ``key_lists``."""
+    """Scores of centroids and keys, at most ``most`` at once; the rest as for ``key_lists``."""
 
     queries: torch.Tensor
     valid: torch.Tensor
@@ -60,26 +60,26 @@ class _Scores:
     def of(
         self, start: int, keys: torch.Tensor, part: slice
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Some centroids of ``part`` after the others, and their new logits ``[B, H, c, G, P]``.
+        """Yields slices of the centroids ``part``, with their logits ``[B, H, c, G, P]``.
 
         ``keys [B, H, P, D]`` of the slots from ``start`` on; -inf where a key is masked.
         """
         B, H, _, G, _ = self.queries.shape
         P = keys.shape[2]
         k = keys.float().transpose(-1, -2)
-        seen = self.valid[:, None, start : start + P]
+        key_mask = self.valid[:, None, start : start + P]
         slots = torch.arange(start, start + P, device=keys.device)
         step = max(1, self.most // max(1, B * H * G * P))
         for first in range(part.start, part.stop, step):
             some = slice(first, min(first + step, part.stop))
             rows = self.queries[:, :, some].float() * self.scale
-            # One matrix of queries a head: torch would copy the keys for each centroid.
+            # One matrix of queries per head: otherwise torch copies the keys for each centroid.
             a = torch.matmul(rows.flatten(2, 3), k).unflatten(2, (-1, G))
             soft_cap_(a, self.softcap)
-            shown = seen
+            score_mask = key_mask
             if self.positions is not None:
-                shown = seen & (slots <= self.positions[:, some, None])
-            yield some, a.masked_fill_(~shown[:, None, :, None], float("-inf"))
+                score_mask = key_mask & (slots <= self.positions[:, some, None])
+            yield some, a.masked_fill_(~score_mask[:, None, :, None], float("-inf"))
 
 
 def _denominators(scores: _Scores, pieces: Pieces) -> torch.Tensor:
@@ -103,47 +103,47 @@ def _some_lists(
 ) -> torch.Tensor:
     """``[B, H, c, count]`` int32: the lists of the centroids ``part``.
 
-    The relevance of keys gathers behind that of the lists, until ``width`` numbers are there.
+    The relevance of new keys is collected behind that of the lists, up to ``width`` numbers.
     """
     device, lead = scores.queries.device, scores.queries.shape[:2]
     shape = (*lead, part.stop - part.start)
     relevance = torch.full((*shape, width), float("-inf"), dtype=torch.float32, device=device)
     ids = torch.full((*shape, count), -1, dtype=torch.int32, device=device)
     slots = torch.empty(width - count, dtype=torch.int32, device=device)
-    joining = 0
+    new_keys = 0
     for start, keys in _short(pieces):
         P = keys.shape[2]
-        if count + joining + P > width:
-            _join(relevance, ids, slots[:joining], in_order=False)
-            joining = 0
-        columns = slice(count + joining, count + joining + P)
+        if count + new_keys + P > width:
+            _join(relevance, ids, slots[:new_keys], in_order=False)
+            new_keys = 0
+        columns = slice(count + new_keys, count + new_keys + P)
         for some, a in scores.of(start, keys, part):
             if lse is not None:
                 a -= lse[:, :, some]
             here = slice(some.start - part.start, some.stop - part.start)
             relevance[:, :, here, columns] = a.amax(3)
-        slots[joining : joining + P] = torch.arange(start, start + P, device=device)
-        joining += P
-    _join(relevance, ids, slots[:joining], in_order=True)
+        slots[new_keys : new_keys + P] = torch.arange(start, start + P, device=device)
+        new_keys += P
+    _join(relevance, ids, slots[:new_keys], in_order=True)
     return ids.masked_fill_(relevance[..., :count] == float("-inf"), -1)
 
 
 def _join(
     relevance: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, *, in_order: bool
 ) -> None:
-    """Put the best of the lists and the joining keys into the lists; both in place."""
+    """Merge the new keys ``slots`` into the lists; ``relevance`` and ``ids`` change in place."""
     count = ids.shape[-1]
-    held = count + len(slots)
-    step = max(1, _MOST_RANKED // max(1, held * ids.shape[0] * ids.shape[1]))
-    for some, listed in zip(relevance.split(step, 2), ids.split(step, 2), strict=True):
-        best = some[..., :held].topk(count, dim=-1, sorted=in_order)
+    width = count + len(slots)
+    step = max(1, _MOST_ENTRIES // max(1, width * ids.shape[0] * ids.shape[1]))
+    for scores, lists in zip(relevance.split(step, 2), ids.split(step, 2), strict=True):
+        best = scores[..., :width].topk(count, dim=-1, sorted=in_order)
         places = best.indices
-        found = listed.gather(-1, places.clamp(max=count - 1))
+        result = lists.gather(-1, places.clamp(max=count - 1))
         if len(slots):
             newer = slots[(places - count).clamp_(min=0)]
-            found = torch.where(places < count, found, newer)
-        listed.copy_(found)
-        some[..., :count] = best.values
+            result = torch.where(places < count, result, newer)
+        lists.copy_(result)
+        scores[..., :count] = best.values
 
 
 def _short(pieces: Pieces) -> Iterator[tuple[int, torch.Tensor]]:
@@ -151,7 +151,7 @@ def _short(pieces: Pieces) -> Iterator[tuple[int, torch.Tensor]]:
     for start, keys in pieces():
         for first in range(0, keys.shape[2], _KEYS):
             yield start + first, keys[:, :, first : first + _KEYS]
-        # Not held while the next one is made.
+        # Freed before the next one is made.
         del keys
 
 
@@ -179,18 +179,18 @@ def unite(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     B, H, Q, M = ids.shape
     n = valid.shape[1]
     places = torch.arange(M, dtype=torch.int32, device=ids.device)
-    united = torch.empty_like(ids)
-    # Queries that share a table of all tokens' first places; one row for each head at least.
+    result = torch.empty_like(ids)
+    # Queries per table of all tokens' first places; at least one row for each head.
     step = max(1, MOST_MARKS // max(1, B * H * n))
     for first in range(0, Q, step):
         some = ids[:, :, first : first + step]
         outside = (some < 0) | (some >= n)
         tokens = some.long().masked_fill(outside, 0)
-        seen = valid.gather(1, tokens.flatten(1)).view(some.shape) & ~outside
-        # Column n takes what names nothing.
-        tokens = tokens.masked_fill(~seen, n)
+        mask = valid.gather(1, tokens.flatten(1)).view(some.shape) & ~outside
+        # Invalid ids go to column n.
+        tokens = tokens.masked_fill(~mask, n)
         marks = torch.full((*some.shape[:3], n + 1), M, dtype=torch.int32, device=ids.device)
         marks.scatter_reduce_(3, tokens, places.expand(some.shape), "amin")
-        seen &= marks.gather(3, tokens) == places
-        united[:, :, first : first + step] = some.masked_fill(~seen, -1)
-    return united
+        mask &= marks.gather(3, tokens) == places
+        result[:, :, first : first + step] = some.masked_fill(~mask, -1)
+    return result

@@ -109,13 +109,13 @@ def _denominators_kernel(
     index = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = index // heads, index % heads
     here = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    reading = here < rows
+    row_mask = here < rows
     query_rows = query_ptr + b * query_stride_b + h * query_stride_h
     query_rows += (here // G) * query_stride_c + (here % G) * query_stride_g
     limits = here
     if CAUSAL:
         limits_ptr += b * limits_stride_b
-        limits = tl.load(limits_ptr + here // G * limits_stride_c, mask=reading, other=-1)
+        limits = tl.load(limits_ptr + here // G * limits_stride_c, mask=row_mask, other=-1)
     key_ptr += b * key_stride_b + h * key_stride_h
     valid_ptr += b * valid_stride_b
 
@@ -128,11 +128,11 @@ def _denominators_kernel(
         inside = places < last
         key_rows = key_ptr + places * key_stride_n
         dots = products(
-            query_rows, reading, key_rows, inside, D, BLOCK_D, BLOCK_M, BLOCK_N, DOT_DTYPE
+            query_rows, row_mask, key_rows, inside, D, BLOCK_D, BLOCK_M, BLOCK_N, DOT_DTYPE
         )
-        counted = counted_keys(valid_ptr, valid_stride_n, limits, start + places, inside, CAUSAL)
+        score_mask = counted_keys(valid_ptr, valid_stride_n, limits, start + places, inside, CAUSAL)
         scores = capped_scores(dots, inner, outer, SOFTCAP)
-        scores = tl.where(counted, scores, float("-inf"))
+        scores = tl.where(score_mask, scores, float("-inf"))
         _, _, peak, total = softmax_step(scores, peak, total)
     target = (index * rows + here) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(sums_ptr + target, softmax_lse(peak, total), mask=reading)
+    tl.store(sums_ptr + target, softmax_lse(peak, total), mask=row_mask)

@@ -49,8 +49,8 @@ def counted_keys(  # type: ignore[no-untyped-def]
     CAUSAL: tl.constexpr,
 ):
     """``[M, N]`` or ``[1, N]``: which keys count for which rows; ``limits [M]`` with CAUSAL."""
-    counted = inside & (tl.load(valid_ptr + slots * valid_stride_n, mask=inside, other=0) != 0)
-    counted = counted[None, :]
+    score_mask = inside & (tl.load(valid_ptr + slots * valid_stride_n, mask=inside, other=0) != 0)
+    score_mask = score_mask[None, :]
     if CAUSAL:
-        counted = counted & (slots[None, :] <= limits[:, None])
-    return counted
+        score_mask = score_mask & (slots[None, :] <= limits[:, None])
+    return score_mask

@@ -57,18 +57,18 @@ def top_keys(
                 scores[..., count:], queries, keys, start, mask, lse, part, scale, softcap
             )
             # Ascending positions: what was found before comes first, and tokens stay in order.
-            taken = top_k(scores, count)
-            missing, places = taken < 0, taken.clamp(min=0).long()
-            values[:, :, part] = scores.gather(-1, places).masked_fill_(missing, float("-inf"))
+            best = top_k(scores, count)
+            absent, places = best < 0, best.clamp(min=0).long()
+            values[:, :, part] = scores.gather(-1, places).masked_fill_(absent, float("-inf"))
             older = ids[:, :, part].gather(-1, places.clamp(max=count - 1))
-            found = torch.where(taken < count, older, taken + (start - count))
-            ids[:, :, part] = found.masked_fill_(missing, -1)
+            result = torch.where(best < count, older, best + (start - count))
+            ids[:, :, part] = result.masked_fill_(absent, -1)
     order = values.sort(dim=-1, descending=True, stable=True).indices
     return ids.gather(-1, order)
 
 
 def _write_relevance(
-    found: torch.Tensor,
+    result: torch.Tensor,
     queries: torch.Tensor,
     keys: torch.Tensor,
     start: int,
@@ -78,21 +78,21 @@ def _write_relevance(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """Fill ``found [B, H, c, P]``, a view with its last dimension contiguous."""
-    B, H, C, P = found.shape
+    """Fill ``result [B, H, c, P]``, a view with its last dimension contiguous."""
+    B, H, C, P = result.shape
     some = queries[:, :, part]
     row_blocks, key_blocks = triton.cdiv(C, _ROWS), triton.cdiv(P, _ROWS)
     _relevance_kernel[(B * H * row_blocks * key_blocks,)](
         some,
         keys,
         # A pointer that the kernel ignores where there is one query for each head.
-        found if lse is None else lse[:, :, part],
-        found,
+        result if lse is None else lse[:, :, part],
+        result,
         *mask.arguments(part),
         *some.stride()[:4],
         *keys.stride()[:3],
         0 if lse is None else lse.stride(1),
-        *found.stride()[1:3],
+        *result.stride()[1:3],
         H,
         C,
         row_blocks,
@@ -157,32 +157,32 @@ def _relevance_kernel(
     index = (pair // row_blocks).to(tl.int64)
     b, h = index // heads, index % heads
     here = (pair % row_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    reading = here < centroids
+    row_mask = here < centroids
     places = (tl.program_id(0) % key_blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = places < piece
     key_rows = key_ptr + b * key_stride_b + h * key_stride_h + places * key_stride_n
     limits = here
     if CAUSAL:
         limits_ptr += b * limits_stride_b
-        limits = tl.load(limits_ptr + here * limits_stride_c, mask=reading, other=-1)
+        limits = tl.load(limits_ptr + here * limits_stride_c, mask=row_mask, other=-1)
     valid_ptr += b * valid_stride_b
-    counted = counted_keys(valid_ptr, valid_stride_n, limits, start + places, inside, CAUSAL)
+    score_mask = counted_keys(valid_ptr, valid_stride_n, limits, start + places, inside, CAUSAL)
     query_ptr += b * query_stride_b + h * query_stride_h
     lse_ptr += index * lse_stride_h
     best = tl.full((BLOCK_M, BLOCK_N), float("-inf"), tl.float32)
     for g in range(G):
         query_rows = query_ptr + here * query_stride_c + g * query_stride_g
         dots = products(
-            query_rows, reading, key_rows, inside, D, BLOCK_D, BLOCK_M, BLOCK_N, DOT_DTYPE
+            query_rows, row_mask, key_rows, inside, D, BLOCK_D, BLOCK_M, BLOCK_N, DOT_DTYPE
         )
         shares = capped_scores(dots, inner, outer, SOFTCAP)
         if HAS_LSE:
-            shares -= tl.load(lse_ptr + here * G + g, mask=reading, other=0.0)[:, None]
+            shares -= tl.load(lse_ptr + here * G + g, mask=row_mask, other=0.0)[:, None]
         best = tl.maximum(best, shares)
-    best = tl.where(counted, best, float("-inf"))
+    best = tl.where(score_mask, best, float("-inf"))
     found_ptr += index * found_stride_h
     tl.store(
         found_ptr + here[:, None] * found_stride_c + places[None, :],
         best,
-        mask=reading[:, None] & inside[None, :],
+        mask=row_mask[:, None] & inside[None, :],
     )

@@ -85,9 +85,9 @@ def unite(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """See ``hf_kvret_kernels.centroid.unite``."""
     B, H, Q, M = ids.shape
     n = valid.shape[1]
-    united = torch.empty(ids.shape, dtype=ids.dtype, device=ids.device)
-    if united.numel() == 0:
-        return united
+    result = torch.empty(ids.shape, dtype=ids.dtype, device=ids.device)
+    if result.numel() == 0:
+        return result
     ids, rows, blocks = ids.contiguous(), B * H * Q, triton.cdiv(M, _IDS)
     step = min(rows, max(1, MOST_MARKS // n))
     marks = torch.empty(step, n, dtype=torch.int32, device=ids.device)
@@ -96,8 +96,8 @@ def unite(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         grid = (min(step, rows - first) * blocks,)
         layout = (*valid.stride(), first, H * Q, M, n, blocks)
         _mark_kernel[grid](ids, valid.view(torch.uint8), marks, *layout, BLOCK=_IDS)
-        _keep_kernel[grid](ids, marks, united, first, M, n, blocks, BLOCK=_IDS)
-    return united
+        _keep_kernel[grid](ids, marks, result, first, M, n, blocks, BLOCK=_IDS)
+    return result
 
 
 @triton.jit(do_not_specialize=["queries", "length", "blocks"])
@@ -134,14 +134,14 @@ def _similarity_kernel(
     centroids_ptr += b * stride_b + h * stride_h
     inverse_ptr += b * inverse_stride_b + h * inverse_stride_h
     for start in range(0, queries, BLOCK_Q):
-        asking = start + tl.arange(0, BLOCK_Q)
-        counted = asking < queries
+        query_index = start + tl.arange(0, BLOCK_Q)
+        query_mask = query_index < queries
         best = tl.full((BLOCK_Q, BLOCK_C), float("-inf"), tl.float32)
         for g in range(G):
-            row = (index * queries + asking) * G + g
+            row = (index * queries + query_index) * G + g
             dots = products(
                 query_ptr + row * D,
-                counted,
+                query_mask,
                 centroids_ptr + places * stride_c + g * stride_g,
                 inside,
                 D,
@@ -150,18 +150,18 @@ def _similarity_kernel(
                 BLOCK_C,
                 DOT_DTYPE,
             )
-            norms = tl.maximum(tl.load(norms_ptr + row, mask=counted, other=1.0), 1e-12)
+            norms = tl.maximum(tl.load(norms_ptr + row, mask=query_mask, other=1.0), 1e-12)
             inverse = tl.load(
                 inverse_ptr + places * inverse_stride_c + g * inverse_stride_g,
                 mask=inside,
                 other=0.0,
             )
             best = tl.maximum(best, dots / norms[:, None] * inverse[None, :])
-        target = (index * queries + asking)[:, None] * length + places[None, :]
-        tl.store(cosines_ptr + target, best, mask=counted[:, None] & inside[None, :])
+        target = (index * queries + query_index)[:, None] * length + places[None, :]
+        tl.store(cosines_ptr + target, best, mask=query_mask[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["named", "blocks"])
+@triton.jit(do_not_specialize=["list_count", "blocks"])
 def _take_kernel(
     low_ptr,
     high_ptr,
@@ -176,17 +176,17 @@ def _take_kernel(
     high_stride_m,
     high_stride_r,
     heads,
-    named,
+    list_count,
     rho,
     blocks,
     HAS_HIGH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A piece of one list, unpacked; ``named`` lists are asked for of each head."""
+    """Unpack a piece of one list; ``list_count`` lists are requested for each head."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     places = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = places < rho
-    b, h = row // named // heads, row // named % heads
+    b, h = row // list_count // heads, row // list_count % heads
     centroid = tl.load(index_ptr + row)
     low_ptr += b * low_stride_b + h * low_stride_h + centroid * low_stride_m
     ids = tl.load(low_ptr + places * low_stride_r, mask=inside, other=0).to(tl.int32) & 65535
@@ -215,11 +215,11 @@ def _mark_kernel(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     places = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + (first + row) * count + places, mask=places < count, other=-1)
-    named = (ids >= 0) & (ids < length)
+    id_mask = (ids >= 0) & (ids < length)
     tokens = ids.to(tl.int64)
     valid_ptr += ((first + row) // queries) * valid_stride_b
-    named = named & (tl.load(valid_ptr + tokens * valid_stride_n, mask=named, other=0) != 0)
-    tl.atomic_min(marks_ptr + row * length + tokens, places, mask=named, sem="relaxed")
+    id_mask = id_mask & (tl.load(valid_ptr + tokens * valid_stride_n, mask=id_mask, other=0) != 0)
+    tl.atomic_min(marks_ptr + row * length + tokens, places, mask=id_mask, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["first", "count", "length", "blocks"])
@@ -239,6 +239,6 @@ def _keep_kernel(
     inside = places < count
     source = (first + row) * count + places
     ids = tl.load(ids_ptr + source, mask=inside, other=-1)
-    named = (ids >= 0) & (ids < length)
-    mark = tl.load(marks_ptr + row * length + ids.to(tl.int64), mask=named, other=-1)
+    id_mask = (ids >= 0) & (ids < length)
+    mark = tl.load(marks_ptr + row * length + ids.to(tl.int64), mask=id_mask, other=-1)
     tl.store(united_ptr + source, tl.where(mark == places, ids, -1), mask=inside)

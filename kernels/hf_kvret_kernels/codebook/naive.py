@@ -46,8 +46,8 @@ def code_counts(codes: torch.Tensor, C: int, valid: torch.Tensor | None) -> torc
     if valid is None:
         places, ones = codes.long(), torch.ones_like(codes, dtype=torch.int32)
     else:
-        held = valid[:, None].expand_as(codes)
-        places, ones = codes.long().masked_fill(~held, 0), held.int()
+        token_mask = valid[:, None].expand_as(codes)
+        places, ones = codes.long().masked_fill(~token_mask, 0), token_mask.int()
     counts = torch.zeros(B, H, C, dtype=torch.int32, device=codes.device)
     return counts.scatter_add_(2, places, ones)
 
@@ -61,9 +61,9 @@ def best_shares(table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """
     B, Hq, Q, C = table.shape
     H = counts.shape[1]
-    grouped = table.reshape(B, H, Hq // H, Q, C)
-    lse = (grouped + counts.float().log()[:, :, None, None]).logsumexp(-1, keepdim=True)
-    return log_shares(grouped, lse).amax(dim=2)
+    groups = table.reshape(B, H, Hq // H, Q, C)
+    lse = (groups + counts.float().log()[:, :, None, None]).logsumexp(-1, keepdim=True)
+    return log_shares(groups, lse).amax(dim=2)
 
 
 def lookup(table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
@@ -73,8 +73,8 @@ def lookup(table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None)
     places = codes.long()
     if valid is not None:
         places = places.masked_fill(~valid[:, None], 0)
-    grouped = table.reshape(B, H, Hq // H * Q, C)
-    scores = grouped.gather(3, places[:, :, None].expand(B, H, Hq // H * Q, n))
+    groups = table.reshape(B, H, Hq // H * Q, C)
+    scores = groups.gather(3, places[:, :, None].expand(B, H, Hq // H * Q, n))
     if valid is not None:
         scores = scores.masked_fill(~valid[:, None, None], float("-inf"))
     return scores.view(B, Hq, Q, n)

@@ -23,7 +23,7 @@ _FP32_CODEWORDS = 32
 _FEWEST_ROWS = 16
 # Programs for each multiprocessor before codewords are shared out, rows that a program merges.
 _WAVES = 2
-_MERGED = 256
+_MERGE_BLOCK = 256
 
 
 def encode(
@@ -78,8 +78,8 @@ def encode(
         num_stages=2,
     )
     if splits > 1:
-        _merge_kernel[(triton.cdiv(codes.numel(), _MERGED),)](
-            best, which, codes, codes.numel(), splits, BLOCK=_MERGED
+        _merge_kernel[(triton.cdiv(codes.numel(), _MERGE_BLOCK),)](
+            best, which, codes, codes.numel(), splits, BLOCK=_MERGE_BLOCK
         )
     return codes
 
@@ -117,7 +117,7 @@ def _encode_kernel(
     index = (tl.program_id(0) // splits // blocks).to(tl.int64)
     b, h = index // heads, index % heads
     tokens = block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    counted = tokens < length
+    token_mask = tokens < length
     x_rows = x_ptr + b * stride_b + h * stride_h + tokens * stride_n
     codebook_ptr += h * codewords * D
     norms_ptr += h * codewords
@@ -125,20 +125,20 @@ def _encode_kernel(
     which = tl.zeros((BLOCK_N, BLOCK_C), tl.int32)
     for step in range(steps):
         ids = (split * steps + step) * BLOCK_C + tl.arange(0, BLOCK_C)
-        known = ids < codewords
-        norms = tl.load(norms_ptr + ids, mask=known, other=float("inf"))
+        codeword_mask = ids < codewords
+        norms = tl.load(norms_ptr + ids, mask=codeword_mask, other=float("inf"))
         scores = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
         for first in range(0, D, BLOCK_D):
             columns = first + tl.arange(0, BLOCK_D)
             inside = columns < D
             x = tl.load(
                 x_rows[:, None] + columns[None, :],
-                mask=counted[:, None] & inside[None, :],
+                mask=token_mask[:, None] & inside[None, :],
                 other=0.0,
             )
             words = tl.load(
                 codebook_ptr + ids[:, None] * D + columns[None, :],
-                mask=known[:, None] & inside[None, :],
+                mask=codeword_mask[:, None] & inside[None, :],
                 other=0.0,
             )
             scores = tl.dot(
@@ -153,8 +153,8 @@ def _encode_kernel(
     target = index * length + tokens
     if PARTIAL:
         target = target * splits + split
-        tl.store(best_ptr + target, peak, mask=counted)
-    tl.store(codes_ptr + target, first, mask=counted)
+        tl.store(best_ptr + target, peak, mask=token_mask)
+    tl.store(codes_ptr + target, first, mask=token_mask)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])

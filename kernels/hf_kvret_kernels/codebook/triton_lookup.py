@@ -109,12 +109,12 @@ def _held_codes(
 ):
     """``(codes, held)`` of a block of tokens; 0 and False where none is valid."""
     b, h = index // heads, index % heads
-    held = tokens < length
+    token_mask = tokens < length
     if HAS_VALID:
         mask_ptr = valid_ptr + b * valid_stride_b + tokens * valid_stride_n
-        held = held & (tl.load(mask_ptr, mask=held, other=0) != 0)
+        token_mask = token_mask & (tl.load(mask_ptr, mask=token_mask, other=0) != 0)
     codes_ptr += b * stride_b + h * stride_h
-    return tl.load(codes_ptr + tokens * stride_n, mask=held, other=0).to(tl.int32), held
+    return tl.load(codes_ptr + tokens * stride_n, mask=token_mask, other=0).to(tl.int32), token_mask
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "stride_b", "stride_h", "valid_stride_b"])
@@ -136,7 +136,7 @@ def _count_kernel(
 ):
     index = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    codes, held = _held_codes(
+    codes, token_mask = _held_codes(
         codes_ptr,
         valid_ptr,
         index,
@@ -150,7 +150,7 @@ def _count_kernel(
         valid_stride_n,
         HAS_VALID,
     )
-    tl.atomic_add(counts_ptr + index * codewords + codes, 1, mask=held, sem="relaxed")
+    tl.atomic_add(counts_ptr + index * codewords + codes, 1, mask=token_mask, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["queries", "blocks"])
@@ -178,17 +178,17 @@ def _share_kernel(
         peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
         for start in range(0, codewords, BLOCK):
             ids = start + tl.arange(0, BLOCK)
-            known = ids < codewords
-            scores = tl.load(source + ids, mask=known, other=float("-inf"))
-            counts = tl.load(counts_ptr + ids, mask=known, other=0)
+            codeword_mask = ids < codewords
+            scores = tl.load(source + ids, mask=codeword_mask, other=float("-inf"))
+            counts = tl.load(counts_ptr + ids, mask=codeword_mask, other=0)
             peaks = tl.maximum(peaks, tl.where(counts > 0, scores, float("-inf")))
         base = finite_base(tl.max(peaks, 0))
         totals = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, codewords, BLOCK):
             ids = start + tl.arange(0, BLOCK)
-            known = ids < codewords
-            scores = tl.load(source + ids, mask=known, other=float("-inf"))
-            counts = tl.load(counts_ptr + ids, mask=known, other=0)
+            codeword_mask = ids < codewords
+            scores = tl.load(source + ids, mask=codeword_mask, other=float("-inf"))
+            counts = tl.load(counts_ptr + ids, mask=codeword_mask, other=0)
             # Codes of no token may score anything: kept out before the exponential.
             scores = tl.where(counts > 0, scores, float("-inf"))
             totals += counts.to(tl.float32) * tl.exp(scores - base)
@@ -222,7 +222,7 @@ def _lookup_kernel(
     """A block of tokens of one head; its readers are the queries of its query heads, in order."""
     index = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    codes, held = _held_codes(
+    codes, token_mask = _held_codes(
         codes_ptr,
         valid_ptr,
         index,
@@ -238,5 +238,5 @@ def _lookup_kernel(
     )
     for reader in range(readers):
         row = index * readers + reader
-        scores = tl.load(table_ptr + row * codewords + codes, mask=held, other=float("-inf"))
+        scores = tl.load(table_ptr + row * codewords + codes, mask=token_mask, other=float("-inf"))
         tl.store(scores_ptr + row * length + tokens, scores, mask=tokens < length)

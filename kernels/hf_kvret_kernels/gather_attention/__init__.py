@@ -66,17 +66,17 @@ def gather_attention(
     Token numbers are not checked against the table: that would have to look at the data.
     """
     check_chosen_rows(query, rows, ids, softcap)
-    chosen = choose_row_backend(backend, query)
+    backend_name = choose_row_backend(backend, query)
     if variant not in ("auto", *VARIANTS):
         raise ValueError(f"variant={variant!r}: choose one of auto, {', '.join(VARIANTS)}")
-    if variant != "auto" and chosen != "triton":
+    if variant != "auto" and backend_name != "triton":
         raise ValueError(
-            f"variant={variant!r} with backend {chosen!r}: only Triton has variants, leave it at "
-            "'auto'"
+            f"variant={variant!r} with backend {backend_name!r}: only Triton has variants, leave "
+            "it at 'auto'"
         )
-    if chosen == "naive":
+    if backend_name == "naive":
         return naive.gather_attention(query, rows, ids, scale, softcap)
-    if chosen == "cpp":
+    if backend_name == "cpp":
         return host_library.attend(query, rows, ids, scale, softcap)
     from hf_kvret_kernels.gather_attention import triton
 

@@ -48,7 +48,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,
     table,
     page_address,
-    copied,
+    row_copy,
     out,
     lse,
     stride_q_b,
@@ -77,7 +77,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     BLOCK_DV: tl.constexpr,
     ALIGN: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    COPIED: tl.constexpr,
+    USE_COPY: tl.constexpr,
     DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
@@ -102,12 +102,12 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     for start in range(first, last, BLOCK_K):
         positions = start + tl.arange(0, BLOCK_K)
         ids = load_ids(ids_row, positions, positions < last, stride_ids_k)
-        wanted = ids >= 0
+        id_mask = ids >= 0
         # A copy has zeros for holes, so its loads don't wait for ids and can be made ahead.
-        if COPIED:
-            rows = (copied + (index * count + positions) * (DK + DV))[:, None]
+        if USE_COPY:
+            rows = (row_copy + (index * count + positions) * (DK + DV))[:, None]
             rows = tl.multiple_of(rows, (ALIGN, ALIGN))
-            loaded = positions < last
+            load_mask = positions < last
         else:
             rows = row_pointers(
                 ids,
@@ -120,14 +120,14 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
                 ALIGN,
                 DTYPE,
             )
-            loaded = wanted
-        key = load_rows(rows + key_columns[None, :], loaded, key_columns, DK, BLOCK_DK, True)
+            load_mask = id_mask
+        key = load_rows(rows + key_columns[None, :], load_mask, key_columns, DK, BLOCK_DK, True)
         value = load_rows(
-            rows + DK + value_columns[None, :], loaded, value_columns, DV, BLOCK_DV, True
+            rows + DK + value_columns[None, :], load_mask, value_columns, DV, BLOCK_DV, True
         )
         dots = tl.dot(q.to(DOT_DTYPE), tl.trans(key).to(DOT_DTYPE), input_precision="ieee")
         scores = capped_scores(dots, inner, outer, SOFTCAP)
-        scores = tl.where(wanted[None, :], scores, float("-inf"))
+        scores = tl.where(id_mask[None, :], scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
         weights = weights.to(DTYPE).to(DOT_DTYPE)
         acc = tl.dot(weights, value.to(DOT_DTYPE), acc * shrink[:, None], input_precision="ieee")
@@ -172,7 +172,7 @@ def gather_attention(
         choice = replace(choice, variant=variant)
     gather = choice.variant == "gather"
     # A kernel argument must be some pointer; with rows where they lie it is never read.
-    copied = copy_rows(rows, ids, choice.copy_rows, choice.warps) if gather else query
+    row_copy = copy_rows(rows, ids, choice.copy_rows, choice.warps) if gather else query
     group = query_heads // heads
     programs = batch * heads * queries
     splits, split_len = split_plan(
@@ -191,7 +191,7 @@ def gather_attention(
         ids,
         rows.table,
         rows.addresses(),
-        copied,
+        row_copy,
         part_out,
         part_lse,
         *query.stride()[:3],
@@ -214,7 +214,7 @@ def gather_attention(
         BLOCK_DV=max(16, triton.next_power_of_2(rows.value_dim)),
         ALIGN=rows.alignment_bytes(),
         SOFTCAP=softcap is not None,
-        COPIED=gather,
+        USE_COPY=gather,
         DTYPE=TL_DTYPES[rows.dtype],
         DOT_DTYPE=dot_dtype(rows.dtype),
         num_warps=choice.warps,

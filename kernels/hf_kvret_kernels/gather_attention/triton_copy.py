@@ -25,7 +25,7 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,
     table,
     page_address,
-    copied,
+    row_copy,
     stride_ids_b,
     stride_ids_h,
     stride_ids_q,
@@ -53,12 +53,12 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     rows = row_pointers(
         ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
     )
-    wanted = ids >= 0
-    targets = copied + (index * count + positions) * WIDTH
+    id_mask = ids >= 0
+    targets = row_copy + (index * count + positions) * WIDTH
     targets = tl.multiple_of(targets[:, None], (ALIGN, ALIGN))
     columns = tl.arange(0, BLOCK_WIDTH)
     real = (columns < WIDTH)[None, :]
-    tile = tl.load(rows + columns[None, :], mask=wanted[:, None] & real, other=0.0)
+    tile = tl.load(rows + columns[None, :], mask=id_mask[:, None] & real, other=0.0)
     tl.store(targets + columns[None, :], tile, mask=inside[:, None] & real)
 
 
@@ -68,14 +68,14 @@ def copy_rows(rows: PagedRows, ids: torch.Tensor, block: int, warps: int) -> tor
     Rows of holes are zero. ``block`` rows are a program's, of ``warps`` warps.
     """
     batch, heads, queries, count = ids.shape
-    copied = torch.empty(*ids.shape, rows.width, dtype=rows.dtype, device=ids.device)
-    if copied.numel() == 0:
-        return copied
+    row_copy = torch.empty(*ids.shape, rows.width, dtype=rows.dtype, device=ids.device)
+    if row_copy.numel() == 0:
+        return row_copy
     _copy_kernel[(batch * heads * queries, triton.cdiv(count, block))](
         ids,
         rows.table,
         rows.addresses(),
-        copied,
+        row_copy,
         *ids.stride(),
         *rows.table.stride(),
         heads,
@@ -90,4 +90,4 @@ def copy_rows(rows: PagedRows, ids: torch.Tensor, block: int, warps: int) -> tor
         DTYPE=TL_DTYPES[rows.dtype],
         num_warps=warps,
     )
-    return copied
+    return row_copy

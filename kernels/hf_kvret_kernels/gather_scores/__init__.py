@@ -49,10 +49,10 @@ def gather_scores(
     Token numbers are not checked against the table: that would have to look at the data.
     """
     check_chosen_rows(query, rows, ids, softcap)
-    chosen = choose_row_backend(backend, query)
-    if chosen == "naive":
+    backend_name = choose_row_backend(backend, query)
+    if backend_name == "naive":
         return naive.gather_scores(query, rows, ids, scale, softcap)
-    if chosen == "cpp":
+    if backend_name == "cpp":
         return host_library.score(query, rows, ids, scale, softcap)
     from hf_kvret_kernels.gather_scores import triton
 

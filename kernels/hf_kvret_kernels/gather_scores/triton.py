@@ -74,9 +74,9 @@ def _gather_scores_kernel(  # type: ignore[no-untyped-def]
     rows = row_pointers(
         ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
     )
-    wanted = ids >= 0
+    id_mask = ids >= 0
     columns = tl.arange(0, BLOCK_DK)
-    key = load_rows(rows + columns[None, :], wanted, columns, DK, BLOCK_DK, True)
+    key = load_rows(rows + columns[None, :], id_mask, columns, DK, BLOCK_DK, True)
 
     group = tl.arange(0, BLOCK_G)
     query_heads = h * G + group
@@ -84,7 +84,7 @@ def _gather_scores_kernel(  # type: ignore[no-untyped-def]
     q = load_rows(q_rows + columns[None, :], group < G, columns, DK, BLOCK_DK, True)
     dots = tl.dot(q.to(DOT_DTYPE), tl.trans(key).to(DOT_DTYPE), input_precision="ieee")
     scores = capped_scores(dots, inner, outer, SOFTCAP)
-    scores = tl.where(wanted[None, :], scores, float("-inf"))
+    scores = tl.where(id_mask[None, :], scores, float("-inf"))
     target = (b * heads * G + query_heads) * queries + q_index
     tl.store(
         scores_ptr + target[:, None] * count + positions[None, :],

@@ -54,8 +54,8 @@ class Codec(ABC):
 
     def __post_init__(self) -> None:
         if self.bits not in self.allowed_bits:
-            allowed = ", ".join(map(str, self.allowed_bits))
-            raise ValueError(f"bits={self.bits}: {type(self).__name__} has {allowed}")
+            names = ", ".join(map(str, self.allowed_bits))
+            raise ValueError(f"bits={self.bits}: {type(self).__name__} has {names}")
         group = self.group
         if not SMALLEST_GROUP <= group <= LARGEST_GROUP or group & (group - 1):
             raise ValueError(
@@ -127,9 +127,9 @@ class Codec(ABC):
             raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: pass fp32, bf16 or fp16 [..., W]")
         lead, width = x.shape[:-1], x.shape[-1]
         code_bytes, scale_bytes = self.code_bytes(width), self.scale_bytes(width)
-        chosen = choose_backend(backend, x)
+        backend_name = choose_backend(backend, x)
         with launching_on(x):
-            codes, scales = self.encode_rows(x.reshape(-1, width).contiguous(), chosen)
+            codes, scales = self.encode_rows(x.reshape(-1, width).contiguous(), backend_name)
         return Coded(
             codes.view(*lead, code_bytes),
             scales.view(torch.uint8).view(*lead, scale_bytes),
@@ -165,18 +165,18 @@ class Codec(ABC):
                 f"codes has rows of {codes.shape[-1]} bytes: rows of W numbers, a multiple of "
                 f"{self.group}, have W * {self.bits} / 8"
             )
-        expected = (*codes.shape[:-1], self.scale_bytes(width))
-        if tuple(scales.shape) != expected:
+        scale_shape = (*codes.shape[:-1], self.scale_bytes(width))
+        if tuple(scales.shape) != scale_shape:
             raise ValueError(
-                f"scales has shape {tuple(scales.shape)}: pass {list(expected)} for codes of shape "
-                f"{tuple(codes.shape)}"
+                f"scales has shape {tuple(scales.shape)}: pass {list(scale_shape)} for codes of "
+                f"shape {tuple(codes.shape)}"
             )
         if scales.device != codes.device:
             raise ValueError(f"scales is on {scales.device}, codes on {codes.device}: move one")
-        parts = codes.reshape(-1, codes.shape[-1]), scales.reshape(-1, expected[-1])
-        chosen = choose_backend(backend, codes)
+        parts = codes.reshape(-1, codes.shape[-1]), scales.reshape(-1, scale_shape[-1])
+        backend_name = choose_backend(backend, codes)
         with launching_on(codes):
-            rows = self.decode_rows(*parts, dtype, chosen)
+            rows = self.decode_rows(*parts, dtype, backend_name)
         return rows.view(*codes.shape[:-1], width)
 
     @abstractmethod
@@ -199,8 +199,8 @@ class Codec(ABC):
         self, codes: torch.Tensor, scales: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes ``[groups, group / code_width]`` int32 and scales ``[groups, ...]`` fp16."""
-        unpacked = unpack(codes, self.code_bits).view(-1, self.group // self.code_width)
-        return unpacked, naive.half_numbers(scales).view(-1, self.group_scales)
+        indices = unpack(codes, self.code_bits).view(-1, self.group // self.code_width)
+        return indices, naive.half_numbers(scales).view(-1, self.group_scales)
 
 
 @dataclass(frozen=True)

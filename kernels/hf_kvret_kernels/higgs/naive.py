@@ -30,16 +30,16 @@ def transform(x: torch.Tensor) -> torch.Tensor:
     b = 1 << (group.bit_length() // 2)
     a = group // b
     matrices = x.unflatten(-1, (a, b))
-    mixed = hadamard(a, x.device) @ matrices @ hadamard(b, x.device)
-    return mixed.flatten(-2) * group**-0.5
+    result = hadamard(a, x.device) @ matrices @ hadamard(b, x.device)
+    return result.flatten(-2) * group**-0.5
 
 
 def nearest_points(pairs: torch.Tensor, bits: int) -> torch.Tensor:
     """``[n]`` int64: the grid point nearest to each of ``pairs [n, 2]``; the first of equals."""
     merits = grid_merits(bits, pairs.device)
     pieces = pairs.split(max(1, _MOST_SCORES // len(merits)))
-    found = [torch.addmm(-merits[:, 2], piece, merits[:, :2].T).argmax(1) for piece in pieces]
-    return torch.cat(found)
+    parts = [torch.addmm(-merits[:, 2], piece, merits[:, :2].T).argmax(1) for piece in pieces]
+    return torch.cat(parts)
 
 
 def higgs_encode(
@@ -51,12 +51,12 @@ def higgs_encode(
     """
     x = groups.float()
     energy = x.square().sum(1, keepdim=True)
-    bounded = energy < float("inf")
+    finite = energy < float("inf")
     scales = (energy / x.shape[1]).sqrt().clamp_max(HALF_MAX).half()
-    scales = scales.masked_fill(~bounded, float("nan"))
-    used = scales.float()
-    x = transform(x * signs) * torch.where(used > 0, 1 / used, 0.0)
-    pairs = x.masked_fill(~bounded, 0.0).view(-1, 2)
+    scales = scales.masked_fill(~finite, float("nan"))
+    divisors = scales.float()
+    x = transform(x * signs) * torch.where(divisors > 0, 1 / divisors, 0.0)
+    pairs = x.masked_fill(~finite, 0.0).view(-1, 2)
     return nearest_points(pairs, bits).view(len(groups), groups.shape[1] // 2), scales
 
 
@@ -75,16 +75,16 @@ def minmax_encode(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.
     Codes count steps from the zero as it is stored, the smallest number rounded to fp16.
     """
     x = groups.float()
-    bounded = (x.abs() < float("inf")).all(1, keepdim=True)
-    x = x.masked_fill(~bounded, 0.0)
+    finite = (x.abs() < float("inf")).all(1, keepdim=True)
+    x = x.masked_fill(~finite, 0.0)
     most = (1 << bits) - 1
     zeros = x.amin(1, keepdim=True).clamp(-HALF_MAX, HALF_MAX).half()
     x = x - zeros.float()
     steps = (x.amax(1, keepdim=True) / most).clamp(0.0, HALF_MAX).half()
-    used = steps.float()
-    x = x * torch.where(used > 0, 1 / used, 0.0)
+    divisors = steps.float()
+    x = x * torch.where(divisors > 0, 1 / divisors, 0.0)
     codes = (x + 0.5).floor().clamp(0, most).int()
-    return codes, torch.cat([steps, zeros], 1).masked_fill(~bounded, float("nan"))
+    return codes, torch.cat([steps, zeros], 1).masked_fill(~finite, float("nan"))
 
 
 def minmax_decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

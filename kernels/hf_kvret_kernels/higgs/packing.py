@@ -28,11 +28,11 @@ def pack(codes: torch.Tensor, code_bits: int) -> torch.Tensor:
     return ((words.unsqueeze(-2) >> lanes[:, None]) & 255).to(torch.uint8).flatten(-2)
 
 
-def unpack(packed: torch.Tensor, code_bits: int) -> torch.Tensor:
-    """``[..., n]`` int32: the codes that ``pack`` made ``packed [..., n * code_bits / 8]`` of."""
+def unpack(codes: torch.Tensor, code_bits: int) -> torch.Tensor:
+    """The inverse of ``pack``: ``[..., n]`` int32 of ``codes [..., n * code_bits / 8]`` uint8."""
     per_word, planes = WORDS[code_bits]
-    lanes = 8 * torch.arange(planes, dtype=torch.int32, device=packed.device)
-    bytes_ = packed.int().unflatten(-1, (planes, packed.shape[-1] // planes))
+    lanes = 8 * torch.arange(planes, dtype=torch.int32, device=codes.device)
+    bytes_ = codes.int().unflatten(-1, (planes, codes.shape[-1] // planes))
     words = (bytes_ << lanes[:, None]).sum(-2, dtype=torch.int32)
-    shifts = code_bits * torch.arange(per_word, dtype=torch.int32, device=packed.device)
+    shifts = code_bits * torch.arange(per_word, dtype=torch.int32, device=codes.device)
     return ((words.unsqueeze(-1) >> shifts) & ((1 << code_bits) - 1)).flatten(-2)

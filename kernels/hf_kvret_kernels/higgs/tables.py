@@ -46,5 +46,5 @@ def random_signs(group: int, seed: int | None, device: torch.device) -> torch.Te
     if seed is None:
         return torch.ones(group, device=device)
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    drawn = torch.randint(0, 2, (group,), generator=generator, device="cpu")
-    return (drawn.float() * 2 - 1).to(device)
+    bits = torch.randint(0, 2, (group,), generator=generator, device="cpu")
+    return (bits.float() * 2 - 1).to(device)

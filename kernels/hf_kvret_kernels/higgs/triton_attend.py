@@ -146,14 +146,14 @@ def _attend_kernel(
     for start in range(first, last, BLOCK_K):
         positions = start + tl.arange(0, BLOCK_K)
         ids = load_ids(ids_row, positions, positions < last, stride_ids_k)
-        wanted = ids >= 0
+        id_mask = ids >= 0
         rows = row_pointers(
             ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, tl.uint8
         )
         key = load_numbers(
             rows,
             rows + SCALES,
-            wanted,
+            id_mask,
             KEY_BYTES // PLANES,
             grid_ptr,
             KEY_GROUPS,
@@ -169,12 +169,12 @@ def _attend_kernel(
         key = key.to(DTYPE).to(DOT_DTYPE)
         dots = tl.dot(q, tl.trans(key), input_precision="ieee")
         scores = capped_scores(dots, inner, outer, SOFTCAP)
-        scores = tl.where(wanted[None, :], scores, float("-inf"))
+        scores = tl.where(id_mask[None, :], scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
         value = load_numbers(
             rows + KEY_BYTES,
             rows + SCALES + KEY_GROUPS * SCALE_BYTES,
-            wanted,
+            id_mask,
             VALUE_BYTES // PLANES,
             grid_ptr,
             VALUE_GROUPS,

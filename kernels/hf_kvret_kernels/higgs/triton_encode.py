@@ -130,14 +130,14 @@ def _higgs_kernel(
     x = tl.load(x_ptr + index[:, None] * GROUP + columns, mask=inside[:, None], other=0.0)
     x = x.to(tl.float32)
     energy = tl.sum(x * x, axis=1)
-    bounded = energy < float("inf")
+    finite = energy < float("inf")
     scales = tl.minimum(tl.sqrt(energy / GROUP), half_max).to(tl.float16)
-    stored = tl.where(bounded, scales.to(tl.float32), float("nan")).to(tl.float16)
-    tl.store(scales_ptr + index, stored, mask=inside)
+    half_scales = tl.where(finite, scales.to(tl.float32), float("nan")).to(tl.float16)
+    tl.store(scales_ptr + index, half_scales, mask=inside)
 
-    used = tl.where(bounded, scales.to(tl.float32), 0.0)
-    inverse = tl.where(used > 0, 1.0 / tl.where(used > 0, used, 1.0), 0.0)
-    x = tl.where(bounded[:, None], x, 0.0) * tl.load(signs_ptr + columns)
+    divisors = tl.where(finite, scales.to(tl.float32), 0.0)
+    inverse = tl.where(divisors > 0, 1.0 / tl.where(divisors > 0, divisors, 1.0), 0.0)
+    x = tl.where(finite[:, None], x, 0.0) * tl.load(signs_ptr + columns)
     x = walsh_hadamard(x, GROUP, LOG_GROUP, BLOCK) * factor * inverse[:, None]
     first, second = tl.split(tl.reshape(x, (BLOCK, GROUP // 2, 2)))
     best = tl.full((BLOCK, GROUP // 2), float("-inf"), tl.float32)
@@ -182,8 +182,8 @@ def _minmax_kernel(
     columns = tl.arange(0, GROUP)[None, :]
     x = tl.load(x_ptr + index[:, None] * GROUP + columns, mask=inside[:, None], other=0.0)
     x = x.to(tl.float32)
-    bounded = tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=1) > 0
-    x = tl.where(bounded[:, None], x, 0.0)
+    finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=1) > 0
+    x = tl.where(finite[:, None], x, 0.0)
     zeros = tl.minimum(tl.maximum(tl.min(x, axis=1), -half_max), half_max).to(tl.float16)
     zeros = zeros.to(tl.float32)
     x -= zeros[:, None]
@@ -192,8 +192,8 @@ def _minmax_kernel(
     inverse = tl.where(steps > 0, 1.0 / tl.where(steps > 0, steps, 1.0), 0.0)
     codes = tl.floor(x * inverse[:, None] + 0.5)
     codes = tl.minimum(tl.maximum(codes, 0.0), MOST * 1.0).to(tl.int32)
-    steps = tl.where(bounded, steps, float("nan")).to(tl.float16)
-    zeros = tl.where(bounded, zeros, float("nan")).to(tl.float16)
+    steps = tl.where(finite, steps, float("nan")).to(tl.float16)
+    zeros = tl.where(finite, zeros, float("nan")).to(tl.float16)
     tl.store(scales_ptr + 2 * index, steps, mask=inside)
     tl.store(scales_ptr + 2 * index + 1, zeros, mask=inside)
     _store_groups(

@@ -121,18 +121,18 @@ def host_rank(
         ValueError: shapes, dtypes or devices that do not fit.
         ImportError, MemoryError: as of ``host_attention``.
     """
-    batch, heads, queries, named = ids.shape if ids.ndim == 4 else (0, 0, 0, 0)
+    batch, heads, queries, id_count = ids.shape if ids.ndim == 4 else (0, 0, 0, 0)
     if ids.dtype != torch.int32 or not heads:
         raise ValueError(f"ids is {ids.dtype} {tuple(ids.shape)}: pass int32 [B, H, Q, K]")
     fits = scores.ndim == 4 and scores.shape[1] and not scores.shape[1] % heads
     if (
         scores.dtype != torch.float32
         or not fits
-        or ((scores.shape[0], *scores.shape[2:]) != (batch, queries, named))
+        or ((scores.shape[0], *scores.shape[2:]) != (batch, queries, id_count))
     ):
         raise ValueError(
             f"scores is {scores.dtype} {tuple(scores.shape)}: pass fp32 [{batch}, a multiple of "
-            f"{heads}, {queries}, {named}]"
+            f"{heads}, {queries}, {id_count}]"
         )
     if scores.device.type != "cpu" or ids.device.type != "cpu":
         raise ValueError(

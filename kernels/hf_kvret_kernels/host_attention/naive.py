@@ -17,5 +17,5 @@ def host_rank(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tens
     relevance = shares.nan_to_num(nan=float("-inf"), neginf=float("-inf")).amax(2)
     relevance = relevance.masked_fill(ids < 0, float("-inf"))
     best, order = relevance.sort(dim=-1, descending=True, stable=True)
-    chosen = ids.gather(-1, order).masked_fill(best == float("-inf"), -1)[..., :count]
-    return torch.nn.functional.pad(chosen, (0, count - chosen.shape[-1]), value=-1)
+    result = ids.gather(-1, order).masked_fill(best == float("-inf"), -1)[..., :count]
+    return torch.nn.functional.pad(result, (0, count - result.shape[-1]), value=-1)

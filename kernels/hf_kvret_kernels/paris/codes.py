@@ -96,12 +96,12 @@ def check_tensor(
     device: torch.device,
 ) -> None:
     """Raise ValueError naming what of ``tensor`` differs; None in ``shape`` allows any size."""
-    expected = ["any" if size is None else size for size in shape]
+    sizes = ["any" if size is None else size for size in shape]
     fits = tensor.dim() == len(shape) and all(
         size is None or size == actual for size, actual in zip(shape, tensor.shape, strict=True)
     )
     if not fits:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {sizes}")
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} is {tensor.dtype}, allowed: {list(dtypes)}; convert it first")
     if tensor.device != device:

@@ -8,7 +8,7 @@ import torch
 
 _GRID = 1 << 16
 _MAX_ROUNDS = 20_000
-_CONVERGED = 1e-9
+_TOLERANCE = 1e-9
 
 
 def magnitude_levels(m: int, count: int = 8) -> torch.Tensor:
@@ -44,10 +44,10 @@ def _converged_levels(m: int, count: int) -> torch.Tensor:
     end = torch.ones(1, dtype=torch.float64)
     for _ in range(_MAX_ROUNDS):
         edges = torch.cat([start, (levels[1:] + levels[:-1]) / 2, end])
-        updated = _interpolate(moment, edges).diff() / _interpolate(mass, edges).diff()
-        change = (updated - levels).abs().max().item()
-        levels = updated
-        if change < _CONVERGED:
+        new_levels = _interpolate(moment, edges).diff() / _interpolate(mass, edges).diff()
+        change = (new_levels - levels).abs().max().item()
+        levels = new_levels
+        if change < _TOLERANCE:
             break
     return levels.float()
 
@@ -55,6 +55,6 @@ def _converged_levels(m: int, count: int) -> torch.Tensor:
 def _interpolate(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Values at ``x`` in [0, 1] of a function given on the grid's edges, linear in between."""
     place = x * _GRID
-    left = place.floor().long().clamp(max=_GRID - 1)
-    share = place - left
-    return table[left] * (1 - share) + table[left + 1] * share
+    index = place.floor().long().clamp(max=_GRID - 1)
+    share = place - index
+    return table[index] * (1 - share) + table[index + 1] * share

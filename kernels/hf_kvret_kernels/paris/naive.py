@@ -127,9 +127,9 @@ def bonus_table(
         sims += q_b[..., j, None] * ((ids >> j & 1).float() * 2 - 1)
     order = sims.argsort(dim=-1, descending=True, stable=True)
 
-    held = counts[:, :, None, None].expand(sims.shape).gather(-1, order).long()
-    before = held.cumsum(-1) - held
-    total = held.sum(-1, keepdim=True)
+    key_counts = counts[:, :, None, None].expand(sims.shape).gather(-1, order).long()
+    before = key_counts.cumsum(-1) - key_counts
+    total = key_counts.sum(-1, keepdim=True)
     points = torch.zeros_like(order, dtype=torch.uint8)
     for share in shares:
         points += before < (total * share + SHARE_UNIT - 1) // SHARE_UNIT
@@ -169,18 +169,18 @@ def _points(entries: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def candidates(scores: torch.Tensor, histogram: torch.Tensor, count: int) -> torch.Tensor:
-    held = histogram[..., :EXCLUDED].long()
-    reached = held.flip(-1).cumsum(-1).flip(-1)
+    bin_counts = histogram[..., :EXCLUDED].long()
+    at_least = bin_counts.flip(-1).cumsum(-1).flip(-1)
     levels = torch.arange(EXCLUDED, device=scores.device)
-    threshold = torch.where(reached >= count, levels, 0).amax(-1, keepdim=True)
-    above = (held * (levels > threshold)).sum(-1, keepdim=True)
+    threshold = torch.where(at_least >= count, levels, 0).amax(-1, keepdim=True)
+    above = (bin_counts * (levels > threshold)).sum(-1, keepdim=True)
 
-    allowed = scores != EXCLUDED
+    candidates = scores != EXCLUDED
     equal = scores == threshold
     early = equal.cumsum(-1, dtype=torch.int32) <= count - above
-    chosen = allowed & ((scores > threshold) | (equal & early))
+    selection = candidates & ((scores > threshold) | (equal & early))
     # What was not chosen goes to one slot past the end, and the slot is cut off.
-    slot = (chosen.cumsum(-1, dtype=torch.int32) - 1).masked_fill_(~chosen, count)
+    slot = (selection.cumsum(-1, dtype=torch.int32) - 1).masked_fill_(~selection, count)
     ids = torch.full((*scores.shape[:-1], count + 1), -1, dtype=torch.int32, device=scores.device)
     positions = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
     ids.scatter_(-1, slot.long(), positions.expand(scores.shape))

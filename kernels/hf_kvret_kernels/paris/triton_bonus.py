@@ -95,11 +95,11 @@ def _bonus_kernel(
         before = tl.zeros((CENTROIDS,), dtype=tl.int32)
         for start in range(0, CENTROIDS, CHUNK):
             others = start + tl.arange(0, CHUNK)
-            held = tl.load(counts_ptr + others)
+            key_counts = tl.load(counts_ptr + others)
             there = _pattern_sims(q_ptr, others, M)[None, :]
             ahead = there > sims[:, None]
             ahead = ahead | ((there == sims[:, None]) & (others[None, :] < ids[:, None]))
-            before += tl.sum(tl.where(ahead, held[None, :], 0), axis=1)
+            before += tl.sum(tl.where(ahead, key_counts[None, :], 0), axis=1)
         for t in tl.static_range(len(SHARES)):
             reach = (total * SHARES[t] + _SHARE_UNIT - 1) // _SHARE_UNIT
             points += (before < reach).to(tl.int32)

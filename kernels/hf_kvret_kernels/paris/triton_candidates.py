@@ -45,20 +45,20 @@ def _load_scores(
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     scores_ptr += (row // queries // heads) * stride_b
     scores_ptr += (row // queries % heads) * stride_h + (row % queries) * stride_q
-    excluded = tl.full((BLOCK,), _EXCLUDED, tl.uint8)
-    score = tl.load(scores_ptr + tokens, mask=tokens < length, other=excluded)
+    fill = tl.full((BLOCK,), _EXCLUDED, tl.uint8)
+    score = tl.load(scores_ptr + tokens, mask=tokens < length, other=fill)
     return tokens, score.to(tl.int32)
 
 
 @triton.jit
-def _lowest_taken(histogram_ptr, row, count):
+def _threshold(histogram_ptr, row, count):
     """The lowest score that is taken, how many tokens with that score, and how many in all."""
     bins = tl.arange(0, 256)
-    held = tl.load(histogram_ptr + row * 256 + bins, mask=bins < _EXCLUDED, other=0)
-    total = tl.sum(held)
-    reached = total - tl.cumsum(held, axis=0) + held
-    threshold = tl.max(tl.where((reached >= count) & (bins < _EXCLUDED), bins, 0), axis=0)
-    of_equal = count - tl.sum(tl.where(bins > threshold, held, 0))
+    bin_counts = tl.load(histogram_ptr + row * 256 + bins, mask=bins < _EXCLUDED, other=0)
+    total = tl.sum(bin_counts)
+    at_least = total - tl.cumsum(bin_counts, axis=0) + bin_counts
+    threshold = tl.max(tl.where((at_least >= count) & (bins < _EXCLUDED), bins, 0), axis=0)
+    of_equal = count - tl.sum(tl.where(bins > threshold, bin_counts, 0))
     return threshold, of_equal, tl.minimum(total, count)
 
 
@@ -78,7 +78,7 @@ def _block_sums_kernel(
 ):
     """How many scores of a block lie above the threshold, and on it."""
     row = tl.program_id(1).to(tl.int64)
-    threshold, _, _ = _lowest_taken(histogram_ptr, row, count)
+    threshold, _, _ = _threshold(histogram_ptr, row, count)
     _, score = _load_scores(scores_ptr, stride_b, stride_h, stride_q, heads, queries, length, BLOCK)
     above = tl.sum(((score > threshold) & (score < _EXCLUDED)).to(tl.int32))
     equal = tl.sum((score == threshold).to(tl.int32))
@@ -106,7 +106,7 @@ def _compact_kernel(
     """Positions of the taken tokens of a block, behind those of the blocks before it."""
     row = tl.program_id(1).to(tl.int64)
     block, blocks = tl.program_id(0), tl.num_programs(0)
-    threshold, of_equal, wanted = _lowest_taken(histogram_ptr, row, count)
+    threshold, of_equal, target = _threshold(histogram_ptr, row, count)
     above_before, equal_before = sums_before(sums_ptr + row * blocks * 2, block, SUMS)
     tokens, score = _load_scores(
         scores_ptr, stride_b, stride_h, stride_q, heads, queries, length, BLOCK
@@ -115,9 +115,9 @@ def _compact_kernel(
     equal = score == threshold
     above_ahead = above_before + tl.cumsum(above.to(tl.int32), axis=0) - above.to(tl.int32)
     equal_ahead = equal_before + tl.cumsum(equal.to(tl.int32), axis=0) - equal.to(tl.int32)
-    taken = above | (equal & (equal_ahead < of_equal))
+    selection = above | (equal & (equal_ahead < of_equal))
     slot = above_ahead + tl.minimum(equal_ahead, of_equal)
     ids_ptr += row * count
     # A histogram of other scores must not lead outside the row.
-    tl.store(ids_ptr + slot, tokens, mask=taken & (slot < count))
-    fill_empty(ids_ptr, wanted, count, block, blocks, BLOCK)
+    tl.store(ids_ptr + slot, tokens, mask=selection & (slot < count))
+    fill_empty(ids_ptr, target, count, block, blocks, BLOCK)

@@ -106,20 +106,20 @@ def _count_kernel(
     h = (tl.program_id(1) % heads).to(tl.int64)
     column = tl.program_id(2)
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    counted = tokens < length
+    token_mask = tokens < length
     if HAS_VALID:
         mask_ptr = valid_ptr + b * valid_stride_b + tokens * valid_stride_n
-        counted = counted & (tl.load(mask_ptr, mask=counted, other=0) != 0)
+        token_mask = token_mask & (tl.load(mask_ptr, mask=token_mask, other=0) != 0)
     place = sign_ptr + b * sign_stride_b + h * sign_stride_h + tokens * BYTES + column
-    byte = tl.load(place, mask=counted, other=0).to(tl.int32)
+    byte = tl.load(place, mask=token_mask, other=0).to(tl.int32)
     # As many bins again: what is not counted goes to the first of those.
     bins = tl.arange(0, 2 * CENTROIDS)
     counts_ptr += tl.program_id(1).to(tl.int64) * (BYTES * 8 // M) * CENTROIDS
     for part in tl.static_range(8 // M):
         ids = (byte >> (part * M)) & (CENTROIDS - 1)
-        found = tl.histogram(tl.where(counted, ids, CENTROIDS), 2 * CENTROIDS)
+        bin_counts = tl.histogram(tl.where(token_mask, ids, CENTROIDS), 2 * CENTROIDS)
         row_ptr = counts_ptr + (column * (8 // M) + part) * CENTROIDS
-        tl.atomic_add(row_ptr + bins, found, mask=(bins < CENTROIDS) & (found > 0))
+        tl.atomic_add(row_ptr + bins, bin_counts, mask=(bins < CENTROIDS) & (bin_counts > 0))
 
 
 @triton.jit(do_not_specialize=["length", "valid_stride_b"])
@@ -152,13 +152,13 @@ def _collide_kernel(
     b = row // queries // heads
     h = row // queries % heads
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    counted = tokens < length
+    token_mask = tokens < length
     if HAS_VALID:
         mask_ptr = valid_ptr + b * valid_stride_b + tokens * valid_stride_n
-        counted = counted & (tl.load(mask_ptr, mask=counted, other=0) != 0)
+        token_mask = token_mask & (tl.load(mask_ptr, mask=token_mask, other=0) != 0)
     column = tl.arange(0, BYTES)[None, :]
     places = b * sign_stride_b + h * sign_stride_h + tokens[:, None] * BYTES + column
-    byte = tl.load(sign_ptr + places, mask=counted[:, None], other=0).to(tl.int32)
+    byte = tl.load(sign_ptr + places, mask=token_mask[:, None], other=0).to(tl.int32)
 
     best = tl.zeros((BLOCK,), dtype=tl.int32)
     words_ptr += row * WORDS * (BYTES * PER_BYTE * CENTROIDS)
@@ -171,10 +171,10 @@ def _collide_kernel(
             total += tl.sum(words, axis=1)
         for table in tl.static_range(PER_WORD):
             best = tl.maximum(best, ((total >> (8 * table)) & 255).to(tl.int32))
-    score = tl.where(counted, best, _EXCLUDED).to(tl.uint8)
+    score = tl.where(token_mask, best, _EXCLUDED).to(tl.uint8)
     tl.store(scores_ptr + row * scores_stride + tokens, score, mask=tokens < length)
 
     bins = tl.arange(0, BINS)
-    found = tl.histogram(tl.where(counted, best, BINS - 1), BINS)
-    wanted = (bins < BINS - 1) & (found > 0)
-    tl.atomic_add(histogram_ptr + row * 256 + bins, found, mask=wanted, sem="relaxed")
+    bin_counts = tl.histogram(tl.where(token_mask, best, BINS - 1), BINS)
+    bin_mask = (bins < BINS - 1) & (bin_counts > 0)
+    tl.atomic_add(histogram_ptr + row * 256 + bins, bin_counts, mask=bin_mask, sem="relaxed")

@@ -92,16 +92,16 @@ def _rerank_kernel(
     h = row // queries % heads
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + row * count + slots, mask=slots < count, other=-1).to(tl.int64)
-    named = (ids >= 0)[:, None]
+    id_mask = (ids >= 0)[:, None]
 
     places = ids[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
     sign_ptr += b * sign_stride_b + h * sign_stride_h
     magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
     weight_ptr += b * weight_stride_b + h * weight_stride_h
-    byte = tl.load(sign_ptr + places, mask=named, other=0).to(tl.int32)
+    byte = tl.load(sign_ptr + places, mask=id_mask, other=0).to(tl.int32)
     word = tl.zeros((BLOCK, BYTES), dtype=tl.int32)
     for i in tl.static_range(3):
-        part = tl.load(magnitude_ptr + 3 * places + i, mask=named, other=0).to(tl.int32)
+        part = tl.load(magnitude_ptr + 3 * places + i, mask=id_mask, other=0).to(tl.int32)
         word += part << (8 * i)
 
     bit = tl.arange(0, 8)[None, None, :]
@@ -110,7 +110,7 @@ def _rerank_kernel(
     v = tl.where(((byte[:, :, None] >> bit) & 1) == 1, magnitude, -magnitude)
     v_b = tl.reshape(v, (BLOCK, SUBSPACES, M))
     s = tl.arange(0, SUBSPACES)
-    weight = tl.load(weight_ptr + ids[:, None] * SUBSPACES + s[None, :], mask=named, other=0.0)
+    weight = tl.load(weight_ptr + ids[:, None] * SUBSPACES + s[None, :], mask=id_mask, other=0.0)
     weight = weight.to(tl.float32)
 
     coordinate = s[:, None] * M + tl.arange(0, M)[None, :]

@@ -56,13 +56,13 @@ def prompt_attention(
             k = key[:, :, start:stop].float().reshape(B * Hkv, stop - start, -1)
             v = value[:, :, start:stop].float().reshape(B * Hkv, stop - start, Dv)
             s = soft_cap_(torch.bmm(q, k.transpose(1, 2)), softcap)
-            folded = s.view(B, Hkv, G, n, stop - start)
+            group_scores = s.view(B, Hkv, G, n, stop - start)
             if holes and valid is not None:
                 hole = ~valid[:, start:stop]
-                folded.masked_fill_(hole.view(B, 1, 1, 1, -1), float("-inf"))
+                group_scores.masked_fill_(hole.view(B, 1, 1, 1, -1), float("-inf"))
                 v = v.view(B, Hkv, -1, Dv).masked_fill(hole.view(B, 1, -1, 1), 0.0).view(v.shape)
             if offset is not None and stop - 1 > offset:
-                folded.masked_fill_(_future(offset, n, start, stop, s.device), float("-inf"))
+                group_scores.masked_fill_(_future(offset, n, start, stop, s.device), float("-inf"))
             m_new = torch.maximum(m, s.amax(-1, keepdim=True))
             base = m_new.masked_fill(m_new == float("-inf"), 0.0)
             p = s.sub_(base).exp_()
@@ -70,8 +70,8 @@ def prompt_attention(
             l.mul_(shrink).add_(p.sum(-1, keepdim=True))
             acc.mul_(shrink).baddbmm_(p, v)
             m = m_new
-        seen = l > 0
-        safe = l.masked_fill(~seen, 1.0)
+        nonzero = l > 0
+        safe = l.masked_fill(~nonzero, 1.0)
         out[:, :, first:last] = (acc / safe).view(B, Hq, n, Dv)
         lse[:, :, first:last] = (m + safe.log()).view(B, Hq, n)
     return out, lse
@@ -91,5 +91,5 @@ def _key_blocks(valid: torch.Tensor | None, T: int, step: int) -> Iterator[tuple
 
 def _future(offset: int, n: int, start: int, stop: int, device: torch.device) -> torch.Tensor:
     """``[n, stop - start]`` bool: key ``start + j`` comes after what query i may see."""
-    last_seen = torch.arange(offset, offset + n, device=device)
-    return torch.arange(start, stop, device=device) > last_seen[:, None]
+    last_key = torch.arange(offset, offset + n, device=device)
+    return torch.arange(start, stop, device=device) > last_key[:, None]

@@ -89,10 +89,10 @@ def _visit_keys(  # type: ignore[no-untyped-def]
         dots = tl.dot(q.to(DOT_DTYPE), tl.trans(k).to(DOT_DTYPE), input_precision="ieee")
         scores = capped_scores(dots, inner, outer, SOFTCAP)
         if MASKED:
-            seen = inside[None, :]
+            score_mask = inside[None, :]
             if CAUSAL:
-                seen = seen & (tokens[None, :] <= causal_offset + q_index[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
+                score_mask = score_mask & (tokens[None, :] <= causal_offset + q_index[:, None])
+            scores = tl.where(score_mask, scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
         weights = weights.to(DTYPE).to(DOT_DTYPE)
         acc = tl.dot(weights, v.to(DOT_DTYPE), acc * shrink[:, None], input_precision="ieee")

@@ -52,9 +52,9 @@ def relevance(
     block_r = max(16, triton.next_power_of_2(rank))
     block_n = max(_FEWEST_TOKENS, min(_MOST_TOKENS, _TILE // block_r))
     blocks = triton.cdiv(length, block_n)
-    grouped = heads < query_heads
+    is_grouped = heads < query_heads
     # A pointer that the kernel ignores where every head selects by itself.
-    sums = scores.new_empty(batch * query_heads * queries, blocks) if grouped else scores
+    sums = scores.new_empty(batch * query_heads * queries, blocks) if is_grouped else scores
     _scores_kernel[(batch * sets * blocks,)](
         query.contiguous(),
         rows,
@@ -72,7 +72,7 @@ def relevance(
         SOFTCAP=softcap is not None,
         HAS_VALID=valid is not None,
         HAS_OFFSET=offset is not None,
-        GROUPED=grouped,
+        GROUPED=is_grouped,
         EXACT_IN_TF32=rows.dtype != torch.float32,
         ALIGN=_alignment_bytes(rows),
         R=rank,
@@ -81,7 +81,7 @@ def relevance(
         BLOCK_N=block_n,
         num_warps=4,
     )
-    if not grouped:
+    if not is_grouped:
         return scores
     lse = scores.new_empty(len(sums), 1)
     _total_kernel[(len(sums),)](sums, lse, blocks, BLOCK=_SUMS)
@@ -107,9 +107,9 @@ def _dots(query, proxies, EXACT_IN_TF32: tl.constexpr):
     """
     columns = tl.trans(proxies.to(tl.float32))
     if EXACT_IN_TF32:
-        leading = (query.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        dots = tl.dot(query - leading, columns, input_precision="tf32")
-        dots = tl.dot(leading, columns, dots, input_precision="tf32")
+        high_part = (query.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        dots = tl.dot(query - high_part, columns, input_precision="tf32")
+        dots = tl.dot(high_part, columns, dots, input_precision="tf32")
     else:
         dots = tl.dot(query, columns, input_precision="tf32x3")
     return dots
@@ -150,37 +150,37 @@ def _scores_kernel(
     tokens = block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_R)
     inside = tokens < length
-    counted = inside
+    token_mask = inside
     if HAS_VALID:
         mask_ptr = valid_ptr + (index // sets) * valid_stride_b + tokens * valid_stride_n
-        counted = counted & (tl.load(mask_ptr, mask=inside, other=0) != 0)
+        token_mask = token_mask & (tl.load(mask_ptr, mask=inside, other=0) != 0)
     rows_ptr += (index // sets) * rows_stride_b + (index % sets) * rows_stride_f
     rows_ptr = tl.multiple_of(rows_ptr, ALIGN)
     mask = inside[:, None] & (columns < R)[None, :]
     proxies = tl.load(rows_ptr + tokens[:, None] * R + columns[None, :], mask=mask, other=0)
     for start in range(0, readers, BLOCK_M):
         readers_here = start + tl.arange(0, BLOCK_M)
-        reading = readers_here < readers
+        reader_mask = readers_here < readers
         target = index * readers + readers_here
         query = tl.load(
             query_ptr + target[:, None] * R + columns[None, :],
-            mask=reading[:, None] & (columns < R)[None, :],
+            mask=reader_mask[:, None] & (columns < R)[None, :],
             other=0.0,
         )
         dots = _dots(query, proxies, EXACT_IN_TF32)
         if HAS_OFFSET:
-            dots += tl.load(offset_ptr + target, mask=reading, other=0.0)[:, None]
+            dots += tl.load(offset_ptr + target, mask=reader_mask, other=0.0)[:, None]
         scores = capped_scores(dots, inner, outer, SOFTCAP)
-        scores = tl.where(counted[None, :], scores, float("-inf"))
+        scores = tl.where(token_mask[None, :], scores, float("-inf"))
         tl.store(
             scores_ptr + target[:, None] * length + tokens[None, :],
             scores,
-            mask=reading[:, None] & inside[None, :],
+            mask=reader_mask[:, None] & inside[None, :],
         )
         if GROUPED:
             base = finite_base(tl.max(scores, 1))
             lse = log_total(base, tl.sum(tl.exp(scores - base[:, None]), 1))
-            tl.store(sums_ptr + target * blocks + block, lse, mask=reading)
+            tl.store(sums_ptr + target * blocks + block, lse, mask=reader_mask)
 
 
 @triton.jit(do_not_specialize=["blocks"])

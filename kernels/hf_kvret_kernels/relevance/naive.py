@@ -21,8 +21,8 @@ def best_ids(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tenso
     best = relevance.topk(count, dim=-1, sorted=False)
     # Those that are missing go behind all others, which keep their order.
     places = best.indices.masked_fill(best.values == float("-inf"), n).sort(dim=-1).values
-    chosen = ids.gather(-1, places.clamp(max=n - 1))
-    return chosen.masked_fill(places == n, -1)
+    result = ids.gather(-1, places.clamp(max=n - 1))
+    return result.masked_fill(places == n, -1)
 
 
 def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:

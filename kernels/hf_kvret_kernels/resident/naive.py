@@ -23,7 +23,7 @@ def assign(slots: SlotMap, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     stamp[b[hit], h[hit], slot[hit].long()] = clock
 
     bm, hm, rm, tm = b[~hit], h[~hit], r[~hit], t[~hit]
-    # Of several requests for a token, the one whose claim stands in the table fetches it.
+    # Of several requests for a token, the one whose claim is in the table fetches it.
     claim = -2 - rm.int()
     table[bm, hm, tm] = claim
     first = table[bm, hm, tm] == claim
@@ -32,19 +32,21 @@ def assign(slots: SlotMap, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     rank = torch.arange(len(row), device=row.device) - torch.searchsorted(row, row)
     victim = stamp.argsort(dim=-1, stable=True)[bm, hm, rank]
     old = token[bm, hm, victim].long()
-    held = old >= 0
-    table[bm[held], hm[held], old[held]] = -1
+    old_mask = old >= 0
+    table[bm[old_mask], hm[old_mask], old[old_mask]] = -1
     table[bm, hm, tm] = victim.int()
     token[bm, hm, victim] = tm.int()
     stamp[bm, hm, victim] = clock
 
-    places, fetched = torch.full_like(ids, -1), torch.full_like(ids, -1)
+    places, fetch_slots = torch.full_like(ids, -1), torch.full_like(ids, -1)
     places[b, h, r] = table[b, h, t]
-    fetched[bm, hm, rm] = victim.int()
-    return places, fetched
+    fetch_slots[bm, hm, rm] = victim.int()
+    return places, fetch_slots
 
 
-def fetch(rows: PagedRows, ids: torch.Tensor, fetched: torch.Tensor, buffer: torch.Tensor) -> None:
+def fetch(
+    rows: PagedRows, ids: torch.Tensor, fetch_slots: torch.Tensor, buffer: torch.Tensor
+) -> None:
     """See ``hf_kvret_kernels.resident.fetch``."""
     home = rows.chunks[0].device
     if home != ids.device:
@@ -52,5 +54,5 @@ def fetch(rows: PagedRows, ids: torch.Tensor, fetched: torch.Tensor, buffer: tor
             f"the rows lie on {home}, ids on {ids.device}: use backend='triton' with pinned rows, "
             "or move the ids"
         )
-    b, h, r = (fetched >= 0).nonzero(as_tuple=True)
-    buffer[b, h, fetched[b, h, r].long()] = rows.take(b, h, ids[b, h, r].long())
+    b, h, r = (fetch_slots >= 0).nonzero(as_tuple=True)
+    buffer[b, h, fetch_slots[b, h, r].long()] = rows.take(b, h, ids[b, h, r].long())

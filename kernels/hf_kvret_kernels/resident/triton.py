@@ -1,8 +1,8 @@
 """The hit/miss bookkeeping and the copies in Triton.
 
-``assign`` is one launch, a program for each row of slots, in steps that a barrier parts: within a
-program, and only there, what one thread wrote before a barrier another may read behind it. Rows
-of slots share nothing, so no program waits for another and no atomics are needed.
+``assign`` is one launch, a program for each row of slots, in steps separated by barriers: within a
+program, and only there, a thread may read after a barrier what another wrote before it. Rows of
+slots share nothing, so programs are independent and no atomics are needed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from hf_kvret_kernels.resident import SlotMap
 
 _WARPS = 8
-# Requests or slots that a program looks at together: one to eight for each thread.
+# Requests or slots that a program processes together: one to eight per thread.
 _LEAST_BLOCK, _MOST_BLOCK = 32 * _WARPS, 2048
-# Elements that a program of the copy holds: some 16-byte loads under way in each thread.
+# Elements per program of the copy: several 16-byte loads in flight per thread.
 _TILE = 4096
 _MOST_ROWS = 64
 _NEVER = tl.constexpr(2**31 - 1)
@@ -34,10 +34,10 @@ def assign(slots: SlotMap, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     """See ``hf_kvret_kernels.resident.assign``."""
     batch, heads, count = ids.shape
     places = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
-    fetched = torch.empty_like(places)
+    fetch_slots = torch.empty_like(places)
     slots.clock.add_(1)
     if ids.numel() == 0:
-        return places, fetched
+        return places, fetch_slots
     victims = torch.empty_like(places)
     _assign_kernel[(batch * heads,)](
         ids,
@@ -47,7 +47,7 @@ def assign(slots: SlotMap, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         slots.clock,
         victims,
         places,
-        fetched,
+        fetch_slots,
         *ids.stride(),
         *slots.table.stride()[:2],
         heads,
@@ -57,10 +57,12 @@ def assign(slots: SlotMap, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         BLOCK_S=_block(slots.slots),
         num_warps=_WARPS,
     )
-    return places, fetched
+    return places, fetch_slots
 
 
-def fetch(rows: PagedRows, ids: torch.Tensor, fetched: torch.Tensor, buffer: torch.Tensor) -> None:
+def fetch(
+    rows: PagedRows, ids: torch.Tensor, fetch_slots: torch.Tensor, buffer: torch.Tensor
+) -> None:
     """See ``hf_kvret_kernels.resident.fetch``."""
     batch, heads, count = ids.shape
     if ids.numel() == 0:
@@ -69,12 +71,12 @@ def fetch(rows: PagedRows, ids: torch.Tensor, fetched: torch.Tensor, buffer: tor
     block_r = max(1, min(_MOST_ROWS, _TILE // block_w))
     _fetch_kernel[(batch * heads, triton.cdiv(count, block_r))](
         ids,
-        fetched,
+        fetch_slots,
         rows.table,
         rows.addresses(),
         buffer,
         *ids.stride(),
-        *fetched.stride(),
+        *fetch_slots.stride(),
         *rows.table.stride(),
         heads,
         count,
@@ -125,8 +127,8 @@ def _assign_kernel(
     fetched_ptr += row * count
     clock = tl.load(clock_ptr)
 
-    # Hits are stamped. Misses claim their token, below the -1 of a token that has no slot; of
-    # several for one token, any claim may stand.
+    # Hits are stamped. Misses claim their token with values below -1, which means no slot; of
+    # several requests for one token, any claim may win.
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
         ids = load_ids(ids_ptr, request, request < count, stride_ids_r)
@@ -135,36 +137,36 @@ def _assign_kernel(
         tl.store(table_ptr + ids, -2 - request, mask=(ids >= 0) & (slot < 0))
     tl.debug_barrier()
 
-    # Requests whose claim stands are numbered; until it has a slot, the number is in ``fetched``.
-    missing = tl.zeros((), dtype=tl.int32)
+    # Winning claims are numbered; ``fetched`` has the number until there is a slot.
+    miss_count = tl.zeros((), dtype=tl.int32)
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
         inside = request < count
         ids = load_ids(ids_ptr, request, inside, stride_ids_r)
         claim = tl.load(table_ptr + ids, mask=ids >= 0, other=-1)
-        won = (claim == -2 - request).to(tl.int32)
-        number = missing + tl.cumsum(won, axis=0) - won
-        tl.store(fetched_ptr + request, tl.where(won > 0, number, -1), mask=inside)
-        missing += tl.sum(won)
-    if missing > 0:
-        _write_victims(stamp_ptr, victims_ptr, clock, slots, missing, BLOCK_S)
+        winner = (claim == -2 - request).to(tl.int32)
+        number = miss_count + tl.cumsum(winner, axis=0) - winner
+        tl.store(fetched_ptr + request, tl.where(winner > 0, number, -1), mask=inside)
+        miss_count += tl.sum(winner)
+    if miss_count > 0:
+        _write_victims(stamp_ptr, victims_ptr, clock, slots, miss_count, BLOCK_S)
     tl.debug_barrier()
 
-    # No token that goes is asked for in this call, so its entry is no one's claim.
+    # Evicted tokens are not requested in this call, so their entries are not claims.
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
         number = tl.load(fetched_ptr + request, mask=request < count, other=-1)
-        won = number >= 0
-        ids = load_ids(ids_ptr, request, won, stride_ids_r)
-        slot = tl.load(victims_ptr + number, mask=won, other=-1)
-        old = tl.load(token_ptr + slot, mask=won, other=-1)
-        # Should threads hold copies of a request, all read it before one overwrites it.
+        winner = number >= 0
+        ids = load_ids(ids_ptr, request, winner, stride_ids_r)
+        slot = tl.load(victims_ptr + number, mask=winner, other=-1)
+        old = tl.load(token_ptr + slot, mask=winner, other=-1)
+        # If threads have copies of a request, all must read it before one overwrites it.
         tl.debug_barrier()
         tl.store(table_ptr + old, -1, mask=old >= 0)
-        tl.store(table_ptr + ids, slot, mask=won)
-        tl.store(token_ptr + slot, ids, mask=won)
-        tl.store(stamp_ptr + slot, clock, mask=won)
-        tl.store(fetched_ptr + request, slot, mask=won)
+        tl.store(table_ptr + ids, slot, mask=winner)
+        tl.store(token_ptr + slot, ids, mask=winner)
+        tl.store(stamp_ptr + slot, clock, mask=winner)
+        tl.store(fetched_ptr + request, slot, mask=winner)
     tl.debug_barrier()
 
     for start in range(0, count, BLOCK_R):
@@ -176,21 +178,21 @@ def _assign_kernel(
 
 
 @triton.jit
-def _write_victims(stamp_ptr, victims_ptr, clock, slots, missing, BLOCK: tl.constexpr):
-    """The ``missing`` slots with the lowest stamps, in the order of slots; of equals, the first.
+def _write_victims(stamp_ptr, victims_ptr, clock, slots, miss_count, BLOCK: tl.constexpr):
+    """The ``miss_count`` slots with the lowest stamps, in the order of slots; of equals, the first.
 
-    Slots of this call's hits have the stamp ``clock``, and there are enough others: requests are
-    no more than slots.
+    Slots of this call's hits have the stamp ``clock``. There are enough other slots, because there
+    are at most as many requests as slots.
     """
     # The lowest stamp up to which there are enough slots, by halving -1 .. clock - 1.
     low = tl.full((), -1, tl.int32)
     high = clock - 1
     while low < high:
         middle = low + ((high - low) >> 1)
-        enough = _count_up_to(stamp_ptr, middle, slots, BLOCK) >= missing
+        enough = _count_up_to(stamp_ptr, middle, slots, BLOCK) >= miss_count
         high = tl.where(enough, middle, high)
         low = tl.where(enough, low, middle + 1)
-    of_equal = missing - _count_up_to(stamp_ptr, high - 1, slots, BLOCK)
+    of_equal = miss_count - _count_up_to(stamp_ptr, high - 1, slots, BLOCK)
 
     taken_before = tl.zeros((), dtype=tl.int32)
     equal_before = tl.zeros((), dtype=tl.int32)
@@ -199,23 +201,23 @@ def _write_victims(stamp_ptr, victims_ptr, clock, slots, missing, BLOCK: tl.cons
         stamp = tl.load(stamp_ptr + slot, mask=slot < slots, other=_NEVER)
         equal = (stamp == high).to(tl.int32)
         equal_ahead = equal_before + tl.cumsum(equal, axis=0) - equal
-        taken = (stamp < high) | ((equal > 0) & (equal_ahead < of_equal))
-        number = taken_before + tl.cumsum(taken.to(tl.int32), axis=0) - taken.to(tl.int32)
-        # Stamps that no call of ours wrote must not lead outside the row.
-        tl.store(victims_ptr + number, slot, mask=taken & (number < missing))
+        victim = (stamp < high) | ((equal > 0) & (equal_ahead < of_equal))
+        number = taken_before + tl.cumsum(victim.to(tl.int32), axis=0) - victim.to(tl.int32)
+        # Invalid stamps must not cause writes outside of the row.
+        tl.store(victims_ptr + number, slot, mask=victim & (number < miss_count))
         equal_before += tl.sum(equal)
-        taken_before += tl.sum(taken.to(tl.int32))
+        taken_before += tl.sum(victim.to(tl.int32))
 
 
 @triton.jit
-def _count_up_to(stamp_ptr, bound, slots, BLOCK: tl.constexpr):
-    """How many stamps are at most ``bound``."""
-    found = tl.zeros((BLOCK,), dtype=tl.int32)
+def _count_up_to(stamp_ptr, limit, slots, BLOCK: tl.constexpr):
+    """How many stamps are at most ``limit``."""
+    counts = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, slots, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         stamp = tl.load(stamp_ptr + slot, mask=slot < slots, other=_NEVER)
-        found += (stamp <= bound).to(tl.int32)
-    return tl.sum(found)
+        counts += (stamp <= limit).to(tl.int32)
+    return tl.sum(counts)
 
 
 @triton.jit(do_not_specialize=["heads", "count", "slots"])
@@ -249,14 +251,14 @@ def _fetch_kernel(
     request = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     fetched_row = fetched_ptr + b * stride_fetched_b + h * stride_fetched_h
     slot = load_ids(fetched_row, request, request < count, stride_fetched_r)
-    wanted = slot >= 0
-    ids = load_ids(ids_ptr + b * stride_ids_b + h * stride_ids_h, request, wanted, stride_ids_r)
+    slot_mask = slot >= 0
+    ids = load_ids(ids_ptr + b * stride_ids_b + h * stride_ids_h, request, slot_mask, stride_ids_r)
     table_row = table + b * stride_table_b
     sources = row_pointers(
         ids, h, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
     )
     columns = tl.arange(0, BLOCK_W)
-    mask = wanted[:, None] & (columns < WIDTH)[None, :]
+    mask = slot_mask[:, None] & (columns < WIDTH)[None, :]
     tile = tl.load(sources + columns[None, :], mask=mask)
     targets = buffer + (row * slots + slot)[:, None] * WIDTH
     tl.store(targets + columns[None, :], tile, mask=mask)

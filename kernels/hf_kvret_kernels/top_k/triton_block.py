@@ -68,8 +68,8 @@ def _launch(scores: torch.Tensor, ids: torch.Tensor | None, count: int) -> torch
 
 
 @triton.jit
-def _lowest_taken(order, wanted, BLOCK: tl.constexpr):
-    """The threshold of ``order [BLOCK]`` that ``wanted`` of them reach; _LEAST counts as none.
+def _threshold(order, target, BLOCK: tl.constexpr):
+    """The threshold of ``order [BLOCK]`` that ``target`` of them reach; _LEAST counts as none.
 
     More may reach it where several are equal to it, never fewer.
     """
@@ -79,9 +79,9 @@ def _lowest_taken(order, wanted, BLOCK: tl.constexpr):
     while low < high:
         # The middle, rounded up, of numbers whose sum might overflow.
         middle = (low | high) - ((low ^ high) >> 1)
-        reached = tl.sum((order >= middle).to(tl.int32), axis=0)
-        low = tl.where(reached >= wanted, middle, low)
-        high = tl.where(reached > wanted, high, tl.where(reached == wanted, middle, middle - 1))
+        at_least = tl.sum((order >= middle).to(tl.int32), axis=0)
+        low = tl.where(at_least >= target, middle, low)
+        high = tl.where(at_least > target, high, tl.where(at_least == target, middle, middle - 1))
     return low
 
 
@@ -116,26 +116,26 @@ def _best_kernel(
 
     # Integers from here on, so that no unit of the GPU takes a denormal for 0.
     bits = best.to(tl.int32, bitcast=True)
-    counted = bits != _MINUS_INF
+    valid = bits != _MINUS_INF
     bits = tl.where(bits == _LEAST, 0, bits)
-    order = tl.where(counted, bits ^ ((bits >> 31) & _GREATEST), _LEAST)
-    wanted = tl.minimum(count, tl.sum(counted.to(tl.int32), axis=0))
-    threshold = _lowest_taken(order, wanted, BLOCK)
+    order = tl.where(valid, bits ^ ((bits >> 31) & _GREATEST), _LEAST)
+    target = tl.minimum(count, tl.sum(valid.to(tl.int32), axis=0))
+    threshold = _threshold(order, target, BLOCK)
     # Counts above the threshold in the upper half and on it in the lower: one prefix sum for both,
     # and neither reaches 2**15.
-    pair = tl.where(order > threshold, 65536, (counted & (order == threshold)).to(tl.int32))
-    of_equal = wanted - (tl.sum(pair, axis=0) >> 16)
+    pair = tl.where(order > threshold, 65536, (valid & (order == threshold)).to(tl.int32))
+    of_equal = target - (tl.sum(pair, axis=0) >> 16)
     ahead = tl.cumsum(pair, axis=0) - pair
     equal_ahead = ahead & 65535
-    taken = (pair > 1) | ((pair == 1) & (equal_ahead < of_equal))
+    selection = (pair > 1) | ((pair == 1) & (equal_ahead < of_equal))
     slot = (ahead >> 16) + tl.minimum(equal_ahead, of_equal)
-    chosen = places
+    result = places
     if HAS_IDS:
-        chosen = tl.load(ids_ptr + row * length + places, mask=taken, other=-1)
+        result = tl.load(ids_ptr + row * length + places, mask=selection, other=-1)
     out_ptr += row * count
-    tl.store(out_ptr + slot, chosen, mask=taken)
+    tl.store(out_ptr + slot, result, mask=selection)
     tl.store(
         out_ptr + places,
         tl.full((BLOCK,), -1, tl.int32),
-        mask=(places >= wanted) & (places < count),
+        mask=(places >= target) & (places < count),
     )

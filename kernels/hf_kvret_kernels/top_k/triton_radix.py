@@ -86,8 +86,8 @@ def _load_keys(
     # Integers all the way, so that no unit of the GPU takes a denormal for 0.
     bits = score.to(tl.int32, bitcast=True)
     bits = tl.where(bits == _MINUS_ZERO, 0, bits)
-    ordered = bits ^ ((bits >> 31) & _ALL_BUT_SIGN)
-    key = ordered.to(tl.uint32, bitcast=True) ^ _SIGN
+    order_bits = bits ^ ((bits >> 31) & _ALL_BUT_SIGN)
+    key = order_bits.to(tl.uint32, bitcast=True) ^ _SIGN
     return row, tokens, key, bits != _MINUS_INF
 
 
@@ -99,14 +99,14 @@ def _settle(histogram_ptr, row, count, LEVELS: tl.constexpr):
     """
     bins = tl.arange(0, 256)
     digits = tl.zeros((), dtype=tl.uint32)
-    wanted = count
+    target = count
     for level in tl.static_range(LEVELS):
-        held = tl.load(histogram_ptr + (row * _LEVELS + level) * 256 + bins)
-        reached = tl.sum(held) - tl.cumsum(held, axis=0) + held
-        digit = tl.max(tl.where(reached >= wanted, bins, 0), axis=0)
-        wanted -= tl.sum(tl.where(bins > digit, held, 0))
+        bin_counts = tl.load(histogram_ptr + (row * _LEVELS + level) * 256 + bins)
+        at_least = tl.sum(bin_counts) - tl.cumsum(bin_counts, axis=0) + bin_counts
+        digit = tl.max(tl.where(at_least >= target, bins, 0), axis=0)
+        target -= tl.sum(tl.where(bins > digit, bin_counts, 0))
         digits = (digits << 8) | digit.to(tl.uint32)
-    return digits, wanted
+    return digits, target
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -126,18 +126,18 @@ def _count_digits_kernel(
     BLOCK: tl.constexpr,
 ):
     """How often each digit of LEVEL occurs behind the digits that are settled."""
-    row, _, key, counted = _load_keys(
+    row, _, key, valid = _load_keys(
         scores_ptr, stride_b, stride_h, stride_q, stride_n, heads, queries, length, blocks, BLOCK
     )
     if LEVEL > 0:
-        settled, _ = _settle(histogram_ptr, row, count, LEVEL)
-        counted = counted & ((key >> (32 - 8 * LEVEL)) == settled)
+        prefix, _ = _settle(histogram_ptr, row, count, LEVEL)
+        valid = valid & ((key >> (32 - 8 * LEVEL)) == prefix)
     digit = ((key >> (24 - 8 * LEVEL)) & 255).to(tl.int32)
     # As many bins again: what is not counted goes to the first of those.
     bins = tl.arange(0, 512)
-    found = tl.histogram(tl.where(counted, digit, 256), 512)
+    bin_counts = tl.histogram(tl.where(valid, digit, 256), 512)
     place = histogram_ptr + (row * _LEVELS + LEVEL) * 256 + bins
-    tl.atomic_add(place, found, mask=(bins < 256) & (found > 0), sem="relaxed")
+    tl.atomic_add(place, bin_counts, mask=(bins < 256) & (bin_counts > 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -157,13 +157,13 @@ def _block_sums_kernel(
     BLOCK: tl.constexpr,
 ):
     """How many scores of a block lie above the threshold, and on it."""
-    row, _, key, counted = _load_keys(
+    row, _, key, valid = _load_keys(
         scores_ptr, stride_b, stride_h, stride_q, stride_n, heads, queries, length, blocks, BLOCK
     )
     threshold, _ = _settle(histogram_ptr, row, count, _LEVELS)
     place = sums_ptr + tl.program_id(0).to(tl.int64) * 2
-    tl.store(place, tl.sum((counted & (key > threshold)).to(tl.int32)))
-    tl.store(place + 1, tl.sum((counted & (key == threshold)).to(tl.int32)))
+    tl.store(place, tl.sum((valid & (key > threshold)).to(tl.int32)))
+    tl.store(place + 1, tl.sum((valid & (key == threshold)).to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -187,24 +187,24 @@ def _compact_kernel(
     SUMS: tl.constexpr,
 ):
     """Positions of the taken tokens of a block, behind those of the blocks before it."""
-    row, tokens, key, counted = _load_keys(
+    row, tokens, key, valid = _load_keys(
         scores_ptr, stride_b, stride_h, stride_q, stride_n, heads, queries, length, blocks, BLOCK
     )
     threshold, of_equal = _settle(histogram_ptr, row, count, _LEVELS)
     block = tl.program_id(0) % blocks
     above_before, equal_before = sums_before(sums_ptr + row * blocks * 2, block, SUMS)
 
-    above = counted & (key > threshold)
-    equal = counted & (key == threshold)
+    above = valid & (key > threshold)
+    equal = valid & (key == threshold)
     above_ahead = above_before + tl.cumsum(above.to(tl.int32), axis=0) - above.to(tl.int32)
     equal_ahead = equal_before + tl.cumsum(equal.to(tl.int32), axis=0) - equal.to(tl.int32)
-    taken = above | (equal & (equal_ahead < of_equal))
+    selection = above | (equal & (equal_ahead < of_equal))
     slot = above_ahead + tl.minimum(equal_ahead, of_equal)
-    chosen = tokens
+    result = tokens
     if HAS_IDS:
-        chosen = tl.load(ids_ptr + row * length + tokens, mask=taken, other=-1)
+        result = tl.load(ids_ptr + row * length + tokens, mask=selection, other=-1)
     out_ptr += row * count
-    tl.store(out_ptr + slot, chosen, mask=taken)
+    tl.store(out_ptr + slot, result, mask=selection)
     # The first level counts every score that may be taken.
-    held = tl.load(histogram_ptr + row * _LEVELS * 256 + tl.arange(0, 256))
-    fill_empty(out_ptr, tl.sum(held, axis=0), count, block, blocks, BLOCK)
+    bin_counts = tl.load(histogram_ptr + row * _LEVELS * 256 + tl.arange(0, 256))
+    fill_empty(out_ptr, tl.sum(bin_counts, axis=0), count, block, blocks, BLOCK)

@@ -12,10 +12,10 @@ _MEMORY = re.compile(r"\d+gb|hbm\d\w*")
 
 
 def gpu_family(device: torch.device) -> str:
-    """As ``"sm90-h200"``: compute capability, and the name without vendor and size of memory.
+    """For example ``"sm90-h200"``: compute capability, and the name without vendor and memory size.
 
-    ``"interpreter"`` for a device that is no GPU: there Triton kernels run interpreted, and have
-    choices only so that tests can look at them. Nothing here waits for the device.
+    ``"interpreter"`` for other devices than GPUs: Triton kernels run interpreted there, and have
+    choices only for tests. Does not synchronize with the device.
     """
     if device.type != "cuda":
         return INTERPRETER
@@ -26,5 +26,5 @@ def gpu_family(device: torch.device) -> str:
 def family_of(name: str, major: int, minor: int) -> str:
     """The family of a GPU called ``name`` with compute capability ``major.minor``."""
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
-    kept = [word for word in words if word not in _VENDOR and not _MEMORY.fullmatch(word)]
-    return "-".join([f"sm{major}{minor}", *kept])
+    parts = [word for word in words if word not in _VENDOR and not _MEMORY.fullmatch(word)]
+    return "-".join([f"sm{major}{minor}", *parts])

@@ -1,9 +1,9 @@
-"""Files of choices: one JSON file for each GPU family, beside the package and in the user's cache.
+"""Files of choices: a JSON file per GPU family, shipped with the package or in the user's cache.
 
     {"format": 1, "family": "sm90-h200", "entries": [
       {"op": "gather_scores", "version": 1, "size": {...}, "choice": {...}, "measured": {...}}]}
 
-``"choice": null`` says that the rule was the best: it stands against a shipped file's choice.
+``"choice": null`` means that the rule was the best; it overrides a shipped file's choice.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ except ImportError:  # not on Windows, where writers at the same time are not ke
 from hf_kvret_kernels.tuning.tunable import Tunable
 
 _FORMAT = 1
-_SHIPPED = Path(__file__).parent / "shipped"
+_PACKAGE_FOLDER = Path(__file__).parent / "shipped"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What was found for one operation and size.
+    """Tuning result for one operation and size.
 
     Attributes:
         op: the operation.
         size: of its class ``size``.
         choice: of its class ``kind``; None where the rule was the best.
-        measured: how it was found, for people; JSON values.
+        measured: the measurements, for people; JSON values.
     """
 
     op: Tunable[Any]
@@ -46,20 +46,19 @@ class Entry:
 
 
 def shipped_file(family: str) -> Path:
-    """Where the package would have choices for ``family``."""
-    return _SHIPPED / f"{family}.json"
+    """The package's file for ``family``, which may not exist."""
+    return _PACKAGE_FOLDER / f"{family}.json"
 
 
 def user_file(family: str) -> Path:
-    """Where the user's choices for ``family`` are.
+    """The user's file for ``family``.
 
-    In the folder that the environment variable HF_KVRET_TUNING names, else in
-    ``hf_kvret/tuning`` below XDG_CACHE_HOME, else below ``~/.cache``. A relative folder counts from
-    the working folder.
+    In the folder of the environment variable HF_KVRET_TUNING, else in ``hf_kvret/tuning`` below
+    XDG_CACHE_HOME, else below ``~/.cache``. A relative folder is relative to the working folder.
     """
-    given = os.environ.get("HF_KVRET_TUNING")
-    if given:
-        return Path(os.path.expanduser(given)) / f"{family}.json"
+    folder = os.environ.get("HF_KVRET_TUNING")
+    if folder:
+        return Path(os.path.expanduser(folder)) / f"{family}.json"
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
     return Path(os.path.expanduser(cache)) / "hf_kvret" / "tuning" / f"{family}.json"
 
@@ -67,17 +66,17 @@ def user_file(family: str) -> Path:
 def read_entries(
     path: Path, family: str, operations: Mapping[str, Tunable[Any]]
 ) -> tuple[list[Entry], list[str]]:
-    """The entries of a file that can be used, and what is wrong with the others.
+    """The valid entries of a file, and error messages for the others.
 
-    No file has no entries and nothing wrong. A file that is no such file, or one of another format
-    or family, has no entries and says so; nothing is raised.
+    A missing file has no entries and no errors. An invalid file, or one of another format or
+    family, has no entries and an error; nothing is raised.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return [], []
     except (OSError, ValueError, RecursionError) as error:
-        # Text that is no JSON, numbers of too many digits, lists in too many lists.
+        # Invalid JSON, numbers with too many digits, lists nested too deep.
         return [], [f"it can't be read ({error})"]
     if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
         return [], ["it is no file of choices"]
@@ -89,9 +88,9 @@ def read_entries(
     if content.get("family") != family:
         return [], [f"it was made on {content.get('family')!r}, this is {family!r}"]
     entries, wrong = [], []
-    for number, told in enumerate(content["entries"]):
+    for number, item in enumerate(content["entries"]):
         try:
-            entries.append(_entry(told, operations))
+            entries.append(_entry(item, operations))
         except ValueError as error:
             wrong.append(f"entries[{number}]: {error}")
     return entries, wrong
@@ -100,10 +99,10 @@ def read_entries(
 def write_entries(
     path: Path, family: str, entries: Sequence[Entry], operations: Mapping[str, Tunable[Any]]
 ) -> None:
-    """Put ``entries`` into the file, in the place of those of the same operation and size.
+    """Write ``entries`` to the file; they replace those of the same operation and size.
 
-    Others that can be used stay, what can't is dropped. The file is replaced as a whole, so nobody
-    reads half of it, and others who write wait (their lock is an empty file beside it).
+    Other valid entries stay, invalid ones are dropped. The file is replaced atomically, and
+    concurrent writers wait (the lock is an empty file beside it).
 
     Raises:
         ValueError: a choice outside of what the operation allows, no home to write to, or a file
@@ -115,14 +114,14 @@ def write_entries(
         if entry.choice is not None:
             entry.op.check(entry.choice)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path):
+    with _lock(path):
         check_replaceable(path)
         before, _ = read_entries(path, family, operations)
-        kept = {(entry.op.name, entry.size): entry for entry in (*before, *entries)}
+        table = {(entry.op.name, entry.size): entry for entry in (*before, *entries)}
         content = {
             "format": _FORMAT,
             "family": family,
-            "entries": [_told(entry) for entry in kept.values()],
+            "entries": [_as_json(entry) for entry in table.values()],
         }
         _replace(path, json.dumps(content, indent=1) + "\n")
 
@@ -134,7 +133,7 @@ def check_replaceable(path: Path) -> None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        # Nothing that anyone could read is lost.
+        # An unreadable file may be replaced.
         return
     if _is_newer(content):
         raise ValueError(
@@ -145,60 +144,60 @@ def check_replaceable(path: Path) -> None:
 
 
 def _is_newer(content: object) -> bool:
-    told = content.get("format") if isinstance(content, dict) else None
-    return isinstance(told, int) and told > _FORMAT
+    format_number = content.get("format") if isinstance(content, dict) else None
+    return isinstance(format_number, int) and format_number > _FORMAT
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Alone among those who write ``path``; waits for the others."""
+def _lock(path: Path) -> Iterator[None]:
+    """Exclusive lock for writing ``path``; waits for other writers."""
     with open(path.with_name(f"{path.name}.lock"), "w", encoding="utf-8") as lock:
         if fcntl is not None:
-            # Given back when the file is closed, also by the system.
+            # Released when the file is closed, also at a crash.
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _replace(path: Path, text: str) -> None:
-    """Put ``text`` into the place of ``path``, readable for whom a new file is."""
+    """Replace ``path`` by ``text`` atomically, with the permissions of a new file."""
     handle, name = tempfile.mkstemp(".new", f"{path.name}.", path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as new:
             new.write(text)
-        # A temporary file is its owner's alone; the lock was made as any file.
+        # Temporary files are private; the lock has the usual permissions.
         os.chmod(name, path.with_name(f"{path.name}.lock").stat().st_mode & 0o777)
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
 
 
-def _entry(told: object, operations: Mapping[str, Tunable[Any]]) -> Entry:
-    if not isinstance(told, dict):
+def _entry(item: object, operations: Mapping[str, Tunable[Any]]) -> Entry:
+    if not isinstance(item, dict):
         raise ValueError("it is no object")
-    op = operations.get(str(told.get("op")))
+    op = operations.get(str(item.get("op")))
     if op is None:
-        raise ValueError(f"unknown operation {told.get('op')!r}; known: {', '.join(operations)}")
-    if told.get("version") != op.version:
+        raise ValueError(f"unknown operation {item.get('op')!r}; known: {', '.join(operations)}")
+    if item.get("version") != op.version:
         raise ValueError(
-            f"made for version {told.get('version')!r} of {op.name}, this is {op.version}"
+            f"made for version {item.get('version')!r} of {op.name}, this is {op.version}"
         )
-    choice = told.get("choice")
-    measured = told.get("measured", {})
+    choice = item.get("choice")
+    measured = item.get("measured", {})
     if not isinstance(measured, dict):
         raise ValueError(f"measured {measured!r} is no object")
     return Entry(
         op,
-        op.size_from(told.get("size")),
+        op.size_from(item.get("size")),
         None if choice is None else op.choice_from(choice),
         measured,
     )
 
 
-def _told(entry: Entry) -> dict[str, Any]:
+def _as_json(entry: Entry) -> dict[str, Any]:
     return {
         "op": entry.op.name,
         "version": entry.op.version,
         "size": entry.size._asdict(),
-        "choice": None if entry.choice is None else entry.op.told(entry.choice),
+        "choice": None if entry.choice is None else entry.op.as_json(entry.choice),
         "measured": dict(entry.measured),
     }

@@ -1,4 +1,4 @@
-"""From an operation and a size to its choice."""
+"""Lookup of the choice for an operation and a size."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _lock = threading.Lock()
 
 
 def choice(op: Tunable[C], size: Any, default: C, device: torch.device) -> C:
-    """What was found for ``op`` at ``size`` on the family of ``device``, else ``default``.
+    """The tuned choice for ``op`` at ``size`` on the family of ``device``, else ``default``.
 
-    The user's file comes before the package's. Both are read at the first call for a device; what
-    is wrong in them is told by one warning and counts as not there.
+    The user's file overrides the package's. Both are read at the first call for a device; invalid
+    entries are ignored, with one warning per file.
     """
     table = _tables.get(device)
     if table is None:
         table = _load(device)
-    found: C | None = table.get((op.name, size)) if table else None
-    return default if found is None else found
+    result: C | None = table.get((op.name, size)) if table else None
+    return default if result is None else result
 
 
 def operations() -> dict[str, Tunable[Any]]:
-    """All operations that have something to choose, by name."""
+    """All tunable operations, by name."""
     modules = [importlib.import_module(f"hf_kvret_kernels.{name}.choices") for name in _MODULES]
     return {module.CHOICES.name: module.CHOICES for module in modules}
 
 
 def reload() -> None:
-    """Read files again at the next call of ``choice``: they, or the environment, have changed."""
+    """Make the next call of ``choice`` read the files again."""
     with _lock:
         _tables.clear()
 
@@ -51,10 +51,10 @@ def _load(device: torch.device) -> dict[tuple[str, Any], Any]:
     with _lock:
         if device in _tables:
             return _tables[device]
-        family, known = gpu_family(device), operations()
+        family, known_operations = gpu_family(device), operations()
         table: dict[tuple[str, Any], Any] = {}
         for path in (shipped_file(family), user_file(family)):
-            entries, wrong = read_entries(path, family, known)
+            entries, wrong = read_entries(path, family, known_operations)
             if wrong:
                 more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
                 warnings.warn(
@@ -64,6 +64,6 @@ def _load(device: torch.device) -> dict[tuple[str, Any], Any]:
                     stacklevel=4,
                 )
             table |= {(entry.op.name, entry.size): entry.choice for entry in entries}
-        # One that takes the rule stood against a shipped one; now it says nothing any more.
-        _tables[device] = {key: found for key, found in table.items() if found is not None}
+        # null entries have overridden shipped ones and are no longer needed.
+        _tables[device] = {key: value for key, value in table.items() if value is not None}
         return _tables[device]

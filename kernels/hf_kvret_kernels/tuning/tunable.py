@@ -1,4 +1,4 @@
-"""What an operation has to choose, for which sizes."""
+"""Tunable: the launch parameters of an operation, by size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tunable(Generic[C]):
 
     Attributes:
         name: of the operation.
-        version: one more whenever a kernel changes so that old measurements mean nothing.
+        version: incremented when a kernel change makes old measurements invalid.
         size: NamedTuple of strings, integers and booleans; equal ones share a choice. Lengths in it
             are rounded by ``power_of_two``.
         kind: frozen dataclass of launch numbers, integers and strings.
@@ -37,48 +37,48 @@ class Tunable(Generic[C]):
     only: Mapping[str, tuple[str, int | str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        wanted = {one.name for one in fields(self.kind)}  # type: ignore[arg-type]
-        if set(self.space) != wanted:
+        names = {one.name for one in fields(self.kind)}  # type: ignore[arg-type]
+        if set(self.space) != names:
             raise ValueError(
                 f"space of {self.name} names {sorted(self.space)}: it must name the fields of "
-                f"{self.kind.__name__}, {sorted(wanted)}"
+                f"{self.kind.__name__}, {sorted(names)}"
             )
 
     def counts(self, name: str, choice: C) -> bool:
-        """Whether the field ``name`` changes anything beside the other fields of ``choice``."""
+        """Whether the field ``name`` has an effect, given the other fields of ``choice``."""
         other, value = self.only.get(name, (name, getattr(choice, name)))
         return bool(getattr(choice, other) == value)
 
     def check(self, choice: C) -> None:
         """ValueError for a choice that is outside of ``space``."""
-        for name, allowed in self.space.items():
+        for name, values in self.space.items():
             value = getattr(choice, name)
-            # True is 1, but no launch number.
-            if type(value) not in {type(one) for one in allowed} or value not in allowed:
-                raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, allowed))}")
+            # True equals 1, but is not a launch number.
+            if type(value) not in {type(one) for one in values} or value not in values:
+                raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, values))}")
 
-    def choice_from(self, told: object) -> C:
-        """The choice that a file tells as a mapping; ValueError where it is none."""
-        self._check_names(told, set(self.space), "choice")
-        choice = self.kind(**told)  # type: ignore[arg-type]
+    def choice_from(self, item: object) -> C:
+        """The choice from a file's JSON object; ValueError if it is invalid."""
+        self._check_names(item, set(self.space), "choice")
+        choice = self.kind(**item)  # type: ignore[arg-type]
         self.check(choice)
         return choice
 
-    def size_from(self, told: object) -> Any:
-        """The size class that a file tells as a mapping; ValueError where it is none."""
-        self._check_names(told, set(self.size._fields), "size")
-        assert isinstance(told, dict)
-        if not all(isinstance(value, str | int) for value in told.values()):
-            raise ValueError(f"size {told}: its values must be strings, integers or booleans")
-        return self.size(**told)
+    def size_from(self, item: object) -> Any:
+        """The size class from a file's JSON object; ValueError if it is invalid."""
+        self._check_names(item, set(self.size._fields), "size")
+        assert isinstance(item, dict)
+        if not all(isinstance(value, str | int) for value in item.values()):
+            raise ValueError(f"size {item}: its values must be strings, integers or booleans")
+        return self.size(**item)
 
-    def told(self, choice: C) -> dict[str, Any]:
-        """What ``choice_from`` reads."""
+    def as_json(self, choice: C) -> dict[str, Any]:
+        """The JSON object that ``choice_from`` reads."""
         return asdict(choice)  # type: ignore[call-overload]
 
-    def _check_names(self, told: object, wanted: set[str], what: str) -> None:
-        if not isinstance(told, dict) or set(told) != wanted:
-            raise ValueError(f"{what} {told!r}: pass an object with {', '.join(sorted(wanted))}")
+    def _check_names(self, item: object, names: set[str], what: str) -> None:
+        if not isinstance(item, dict) or set(item) != names:
+            raise ValueError(f"{what} {item!r}: pass an object with {', '.join(sorted(names))}")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""WaitingQueries: queries of the newest tokens, in a buffer that a captured step writes to."""
+"""QueryBuffer: queries of the newest tokens, in a buffer that a captured step writes to."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from hf_kvret.core.state import State, number, tensor
 
 
-class WaitingQueries(State):
+class QueryBuffer(State):
     """At most ``most`` queries ``[B, Hq, q, D]`` in the order in which they came.
 
-    Where the next one goes is noted on the device too, so that a decode step can be captured once
-    and replayed (``replayed`` then counts on the host).
+    The next position is on the device, too, so that a decode step can be captured once and replayed
+    (``replayed`` then counts on the host).
 
     Attributes:
-        count: queries that wait.
+        count: queries in the buffer.
     """
 
     count: int = number(0, saved=False)
@@ -39,8 +39,8 @@ class WaitingQueries(State):
             shape = len(queries), self.most
             self._valid = torch.ones(shape, dtype=torch.bool, device=queries.device)
         if self._valid is not None:
-            covered = self._valid.new_ones(len(queries), more) if valid is None else valid
-            self._valid.index_copy_(1, places, covered)
+            mask = self._valid.new_ones(len(queries), more) if valid is None else valid
+            self._valid.index_copy_(1, places, mask)
         self._next.add_(more)
         self.count += more
 
@@ -49,9 +49,9 @@ class WaitingQueries(State):
         self.count += 1
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """All that wait and their validity, None where none had padding; then none waits.
+        """Empty the buffer; returns its queries and their validity (None: all valid).
 
-        Views that the next ``put`` overwrites; None where nothing waits.
+        Both are views that the next ``put`` overwrites. None if the buffer was empty.
         """
         if self._rows is None or self._next is None or not self.count:
             return None
