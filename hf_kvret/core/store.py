@@ -20,7 +20,7 @@ from hf_kvret_kernels.soft_cap import soft_cap_
 AttentionResult = tuple[torch.Tensor, torch.Tensor]
 
 
-_REPLACED = {
+_NEW_NAMES = {
     "settle": "before_capture()",
     "uncapturable": "the property or attribute capture_obstacle",
 }
@@ -49,7 +49,7 @@ class Store(State):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        refuse_old_names(cls, Store, _REPLACED, "the docstrings of Store and the changelog")
+        refuse_old_names(cls, Store, _NEW_NAMES, "the docstrings of Store and the changelog")
 
     @property
     def bus_share(self) -> float:
