@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.core.window import Window
 from hf_kvret_kernels import host_step
+from hf_kvret_kernels._dispatch import preferred
 
 
 def attend_on_host(
@@ -23,16 +26,20 @@ def attend_on_host(
     ``selected`` is an int64 to which the number of tokens found is added, in place.
 
     Returns:
-        ``out [B, Hq, Q, Dv]`` fp32 and the ids ``[B, Hkv, Q, budget]`` int32. None where the CPU
-        library can't do this step: it is not there, the device is another, or index or store do
-        their part in Python.
+        ``out [B, Hq, Q, Dv]`` fp32 and the ids ``[B, Hkv, Q, budget]`` int32. None where the step
+        is to be done part by part: the device is another, the library is not there, a backend is
+        preferred, a graph is captured, or index or store describe nothing.
     """
     if not query.is_cpu or query.dtype != window.keys.dtype or host_step.why_not():
+        return None
+    if preferred() is not None or window.place is not None:
         return None
     chosen = None
     if cold is not None:
         rows = cold.store.host_rows()
-        search = None if index is None or rows is None else index.host_search(cold)
+        search = None
+        if index is not None and rows is not None and _describes_its_search(index):
+            search = index.host_search(cold)
         if rows is None or search is None:
             return None
         chosen = host_step.HostCold(rows, search, cold.valid, cold.budget)
@@ -47,3 +54,14 @@ def attend_on_host(
         sink_logits=call.sink_logits,
         selected=selected,
     )
+
+
+def _describes_its_search(index: Index) -> bool:
+    """Whether ``host_search`` belongs to the ``search`` that is there, not to one it replaced."""
+    return "search" not in vars(index) and _describes_own_search(type(index))
+
+
+@cache
+def _describes_own_search(kind: type[Index]) -> bool:
+    names = ("host_search", "search")
+    return next(name for base in kind.__mro__ for name in names if name in vars(base)) == names[0]

@@ -133,7 +133,8 @@ class Index(State):
         """What the CPU library has to know to do ``search`` itself, in one call with all the rest.
 
         None where it can't, as here: ``search`` is called. It may choose others among tokens that
-        matter equally, up to rounding; ids come in any order.
+        matter equally, up to rounding; ids come in any order. A subclass that replaces ``search``
+        alone is served by its ``search``.
         """
         return None
 

@@ -11,8 +11,10 @@ from transformers import LlamaConfig
 
 from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
 from hf_kvret.core.call import AttentionCall
+from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.scoring import Scoring
+from hf_kvret.methods.flat import FlatIndex
 from hf_kvret_kernels import host_step
 
 HEADS, GROUP, DIM = 2, 2, 32
@@ -146,3 +148,29 @@ def test_stores_and_indexes_that_give_no_descriptor_are_asked_step_by_step() -> 
         driver.forward(100)
         driver.forward(1)
         assert driver.cache.stats()["layers"][0]["selected"] > 0
+
+
+class NewestIndex(FlatIndex):
+    """Another search, and the description that it inherits."""
+
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        newest = torch.arange(len(cold) - cold.budget, len(cold), dtype=torch.int32)
+        return newest.expand(len(query), HEADS, query.shape[2], -1).contiguous()
+
+
+def test_an_index_that_replaces_its_search_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlatKVCache, "make_index", lambda *args: NewestIndex())
+    searches: list[int] = []
+    drivers = [Driver(make_cache(FlatKVCache), None, False) for _ in range(2)]
+    for driver in drivers:
+        driver.forward(60)
+    got = drivers[0].forward(1)
+    with step_by_step():
+        assert torch.equal(got, drivers[1].forward(1))
+    index = drivers[0].layer.regions.index  # type: ignore[union-attr]
+    assert index is not None
+    own = index.search
+    # So is one object's.
+    monkeypatch.setattr(index, "search", lambda *args: searches.append(1) or own(*args))
+    drivers[0].forward(1)
+    assert searches == [1]

@@ -22,6 +22,7 @@ from hf_kvret.evaluation.stretches import sampling_source
 from hf_kvret.evaluation.subject import load_subject
 from hf_kvret.io.reports import MemoryReport
 from hf_kvret.stores import PagedStore, ResidentStore
+from hf_kvret_kernels._dispatch import prefer
 
 REGIONS: dict[str, Any] = {"dense_below": 0, "recent": 16, "flush": 16}
 SMALL = ":".join(f"{name}={value}" for name, value in REGIONS.items())
@@ -61,7 +62,8 @@ def test_misses_are_the_rows_that_the_step_before_did_not_select(
     monkeypatch.setattr(PagedStore, "begin", recording)
     cache = FlatKVCache(subject.model.config, top_k=TOP_K, store="host", **REGIONS)
     draw = sampling_source(42)
-    with torch.inference_mode():
+    # Part by part, so that the store sees the ids.
+    with torch.inference_mode(), prefer("naive"):
         logits = subject.model(context[None], past_key_values=cache).logits[0, -1]
         for place in range(NEW):
             token = draw(logits, place)
