@@ -39,7 +39,7 @@ def attend_on_host(
         rows = cold.store.host_rows()
         search = None
         if index is not None and rows is not None and _describes_its_search(index):
-            search = index.host_search(cold)
+            search = index.host_search(query, cold)
         if rows is None or search is None:
             return None
         chosen = host_step.HostCold(rows, search, cold.valid, cold.budget)

@@ -26,6 +26,11 @@ struct Avx2 {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
     }
 
+    static V load(const Int8 *from) {
+        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+    }
+
     static void load_pair(const float *from, V &a, V &b) { a = load(from), b = load(from + lanes); }
     static void load_pair(const Half *from, V &a, V &b) { a = load(from), b = load(from + lanes); }
 

@@ -21,6 +21,11 @@ struct Avx512 {
     static V load(const Bf16 *from) { return widen(_mm256_loadu_si256(to_vector(from))); }
     static V load(const Half *from) { return _mm512_cvtph_ps(_mm256_loadu_si256(to_vector(from))); }
 
+    static V load(const Int8 *from) {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    }
+
     static void load_pair(const float *from, V &a, V &b) { a = load(from), b = load(from + lanes); }
     static void load_pair(const Half *from, V &a, V &b) { a = load(from), b = load(from + lanes); }
 
@@ -40,6 +45,11 @@ struct Avx512 {
 
     static V load_some(const Half *from, int count) {
         return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), from));
+    }
+
+    static V load_some(const Int8 *from, int count) {
+        const __m128i bytes = _mm_maskz_loadu_epi8(first(count), from);
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
     }
 
     static void store(float *to, V x) { _mm512_storeu_ps(to, x); }

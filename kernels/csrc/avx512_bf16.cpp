@@ -242,7 +242,8 @@ struct NibbleScan {
 
 const Kernel avx512_bf16_kernel = {
     Workspace::floats,        attend_any,       score_any,
-    dense_scores_any,         Entry<Avx512>::exp_all, sign_points,
+    dense_scores_any,         SelectEntry<Avx512>::proxy_scores_any,
+    Entry<Avx512>::exp_all,   sign_points,
     NibbleScan::packed_bytes, NibbleScan::pack, NibbleScan::scan,
     candidates<Avx512>,       rerank<Avx512>,   relevance<Avx512>,
     best<Avx512>};

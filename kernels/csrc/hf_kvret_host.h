@@ -12,7 +12,8 @@
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
 #define HFK_VERSION 4
 
-enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2 };
+// HFK_INT8 is for the rows of hfk_proxy alone.
+enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
 
 // Implementations; each gives the same results up to rounding.
 enum hfk_path { HFK_AUTO = -1, HFK_PORTABLE = 0, HFK_AVX2 = 1, HFK_AVX512 = 2, HFK_AVX512_BF16 = 3 };
@@ -30,6 +31,7 @@ enum hfk_search {
     HFK_SEARCH_NONE = 0,  // the ids are given
     HFK_SEARCH_FLAT = 1,  // hfk_flat
     HFK_SEARCH_PARIS = 2, // hfk_paris
+    HFK_SEARCH_PROXY = 3, // hfk_proxy
 };
 
 // All arrays are contiguous; sizes count elements.
@@ -130,6 +132,19 @@ struct hfk_paris {
     int64_t candidates;       // tokens that are reranked, at most
     int32_t weight_dtype;
     int32_t mean_query;       // one query for the group, the mean of its own
+};
+
+// Inner products of proxies of queries and keys, and the best of them.
+struct hfk_proxy {
+    const float *query;     // [batch, query_heads, queries, rank], scaled
+    const float *offset;    // [batch, query_heads, queries], added to a query's scores; or null
+    const void *rows;       // [batch, sets, *, rank], rows contiguous
+    int64_t batch_stride;   // elements
+    int64_t set_stride;
+    int64_t sets;           // a divisor of query_heads; consecutive heads read one
+    int64_t rank;           // at most key_dim
+    int32_t dtype;          // of rows
+    int32_t reserved;
 };
 
 // What the stages of a search leave, for tests; each array may be null. G is 1 with `mean_query`,

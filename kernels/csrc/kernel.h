@@ -48,6 +48,22 @@ struct Rerank {
     int64_t stride;
 };
 
+// Scores of rows side by side by queries in fp32.
+struct ProxyScores {
+    const float *queries[64];    // of each head, [rank]
+    int64_t heads;               // at most 64
+    const float *offsets;        // [heads], added to the products
+    const void *rows;            // from row 0 on
+    int32_t dtype;
+    int64_t rank;
+    int64_t first, last;         // rows that are worked on
+    const uint8_t *valid;        // a byte for each row
+    float softcap;               // 0 for none
+    float *scratch;
+    float *out;                  // [heads, stride]; -inf for rows that are not valid
+    int64_t stride;
+};
+
 struct Kernel {
     // Floats that attend, score and dense_scores need to work in, for a request of any dtype.
     int64_t (*scratch_floats)(const hfk_request &request);
@@ -67,6 +83,9 @@ struct Kernel {
     // where `valid` is 0. Head g's go to out + g * out_stride + row.
     void (*dense_scores)(const hfk_request &request, const Span &span, const void *keys,
                          const uint8_t *valid, float *scratch, float *out, int64_t out_stride);
+
+    // As dense_scores, for proxies. Scratch is that of a request of as many heads to an id head.
+    void (*proxy_scores)(const ProxyScores &work);
 
     void (*exp)(const float *in, float *out, int64_t count);
 

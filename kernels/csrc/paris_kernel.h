@@ -304,6 +304,7 @@ template <class I> void rerank(const Rerank &work) {
 #define HFK_DEFINE_KERNEL(name, I)                                                                 \
     const Kernel name = {Workspace::floats,       Entry<I>::attend_any,                            \
                          Entry<I>::score_any,     SelectEntry<I>::dense_scores_any,                \
+                         SelectEntry<I>::proxy_scores_any,                                         \
                          Entry<I>::exp_all,       sign_points,                                     \
                          HFK_PARIS_SCAN,          candidates<I>,                                   \
                          rerank<I>,               relevance<I>,                                    \

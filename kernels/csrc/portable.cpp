@@ -46,6 +46,11 @@ struct Portable {
         return as_float(size | ((bits & 0x8000u) << 16));
     }
 
+    static V load(const Int8 *from) {
+        return V{static_cast<float>(from[0].number), static_cast<float>(from[1].number),
+                 static_cast<float>(from[2].number), static_cast<float>(from[3].number)};
+    }
+
     static void load_pair(const float *from, V &a, V &b) { a = load(from), b = load(from + lanes); }
     static void load_pair(const Half *from, V &a, V &b) { a = load(from), b = load(from + lanes); }
 

@@ -16,6 +16,10 @@ struct Bf16 {
     uint16_t bits;
 };
 
+struct Int8 {
+    int8_t number;
+};
+
 // Whether a pair of vectors holds elements of even number and elements of odd number, which bf16 is
 // split into more quickly than into halves; else it holds them in their order. Queries and sums of
 // values are kept in the order of pairs.

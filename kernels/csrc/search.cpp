@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
 #include "numbers.h"
 
@@ -79,6 +80,70 @@ class FlatSearch : public Search {
   private:
     const hfk_step &step_;
     const hfk_flat &flat_;
+    const Kernel &kernel_;
+    const int64_t heads_, stride_;
+    int64_t scores_, relevance_, bytes_;
+};
+
+class ProxySearch : public Search {
+  public:
+    ProxySearch(const hfk_step &step, const hfk_proxy &proxy, const Kernel &kernel)
+        : step_(step), proxy_(proxy), kernel_(kernel),
+          heads_(step.attention.query_heads / step.attention.id_heads),
+          stride_((step.tokens + kAlign - 1) / kAlign * kAlign) {
+        Cutter cutter;
+        scores_ = cutter.take<float>(heads_ * stride_);
+        relevance_ = cutter.take<float>(step.tokens + kSlack);
+        bytes_ = cutter.bytes();
+    }
+
+    int stages() const override { return 2; }
+    bool is_split(int stage) const override { return stage == 0; }
+    int64_t bytes() const override { return bytes_; }
+
+    void run(int stage, const Selection &selection, char *work, float *scratch, int64_t piece,
+             int64_t pieces, int32_t *ids) const override {
+        const hfk_request &request = step_.attention;
+        float *scores = at<float>(work, scores_);
+        if (stage == 1) {
+            float *relevance = at<float>(work, relevance_);
+            kernel_.relevance(scores, heads_, stride_, step_.tokens, relevance);
+            kernel_.best(relevance, step_.tokens, nullptr, request.count, ids);
+            return;
+        }
+        const int64_t size = proxy_.dtype == HFK_FLOAT32 ? 4 : proxy_.dtype == HFK_INT8 ? 1 : 2;
+        const int64_t heads_of_set = request.query_heads / proxy_.sets;
+        ProxyScores part{};
+        part.dtype = proxy_.dtype, part.rank = proxy_.rank;
+        part.first = boundary(step_.tokens, piece, pieces);
+        part.last = boundary(step_.tokens, piece + 1, pieces);
+        part.valid = step_.valid + selection.batch * step_.valid_stride;
+        part.softcap = static_cast<float>(request.softcap);
+        part.scratch = scratch, part.stride = stride_;
+        // The group's heads that read one set, at most as many as go together.
+        for (int64_t g = 0; g < heads_; g += part.heads) {
+            const int64_t head = selection.head * heads_ + g;
+            const int64_t set = head / heads_of_set;
+            part.heads = std::min({heads_ - g, heads_of_set - head % heads_of_set,
+                                   static_cast<int64_t>(std::size(part.queries))});
+            float offsets[std::size(ProxyScores{}.queries)];
+            for (int64_t i = 0; i < part.heads; ++i) {
+                const int64_t row = (selection.batch * request.query_heads + head + i) *
+                                        request.queries + selection.query;
+                part.queries[i] = proxy_.query + row * proxy_.rank;
+                offsets[i] = proxy_.offset == nullptr ? 0.0f : proxy_.offset[row];
+            }
+            part.offsets = offsets;
+            part.rows = static_cast<const char *>(proxy_.rows) +
+                        (selection.batch * proxy_.batch_stride + set * proxy_.set_stride) * size;
+            part.out = scores + g * stride_;
+            kernel_.proxy_scores(part);
+        }
+    }
+
+  private:
+    const hfk_step &step_;
+    const hfk_proxy &proxy_;
     const Kernel &kernel_;
     const int64_t heads_, stride_;
     int64_t scores_, relevance_, bytes_;
@@ -274,6 +339,12 @@ bool is_good(const hfk_paris &paris, const hfk_request &request) {
            paris.weight_dtype >= HFK_FLOAT32 && paris.weight_dtype <= HFK_BFLOAT16;
 }
 
+bool is_good(const hfk_proxy &proxy, const hfk_request &request) {
+    return proxy.dtype >= HFK_FLOAT32 && proxy.dtype <= HFK_INT8 && proxy.rank > 0 &&
+           proxy.rank <= request.key_dim && proxy.sets > 0 &&
+           request.query_heads % proxy.sets == 0;
+}
+
 } // namespace
 
 std::unique_ptr<Search> make_search(const hfk_step &step, const Kernel &kernel) {
@@ -281,6 +352,11 @@ std::unique_ptr<Search> make_search(const hfk_step &step, const Kernel &kernel) 
     if (step.search_kind == HFK_SEARCH_FLAT) {
         const hfk_flat &flat = *static_cast<const hfk_flat *>(step.search);
         return std::make_unique<FlatSearch>(step, flat, kernel);
+    }
+    if (step.search_kind == HFK_SEARCH_PROXY) {
+        const hfk_proxy &proxy = *static_cast<const hfk_proxy *>(step.search);
+        if (!is_good(proxy, step.attention)) return nullptr;
+        return std::make_unique<ProxySearch>(step, proxy, kernel);
     }
     if (step.search_kind == HFK_SEARCH_PARIS) {
         const hfk_paris &paris = *static_cast<const hfk_paris *>(step.search);

@@ -159,7 +159,56 @@ void dense_scores(const hfk_request &request, const Span &span, const void *keys
     }
 }
 
+// Puts numbers into the order in which a pair of vectors of the type `T` holds them.
+template <class I, class T> void order_query(const float *from, int64_t dim, float *to) {
+    int64_t d = 0;
+    if constexpr (splits<T>) {
+        for (; d + 2 * I::lanes <= dim; d += 2 * I::lanes) {
+            for (int i = 0; i < I::lanes; ++i) {
+                to[d + i] = from[d + 2 * i];
+                to[d + I::lanes + i] = from[d + 2 * i + 1];
+            }
+        }
+    }
+    for (; d < dim; ++d) to[d] = from[d];
+    // What a vector reads behind the last number is multiplied with zeros.
+    for (; d < padded(dim); ++d) to[d] = 0.0f;
+}
+
+template <class I, class T> void proxy_scores(const ProxyScores &work) {
+    hfk_request shape{};
+    shape.query_heads = work.heads, shape.id_heads = 1;
+    shape.key_dim = work.rank, shape.value_dim = 1;
+    Workspace space(shape, work.scratch);
+    for (int64_t g = 0; g < work.heads; ++g) {
+        order_query<I, T>(work.queries[g], work.rank, space.query + g * space.query_stride);
+    }
+    const int64_t bytes = work.rank * static_cast<int64_t>(sizeof(T));
+    const char *from = static_cast<const char *>(work.rows) + work.first * bytes;
+    DenseStream stream(from, bytes, from, bytes, work.last - work.first, nullptr);
+    Block block;
+    for (stream.take(block); block.count > 0; stream.take(block)) {
+        for_head_tiles<I::heads>(space.heads, DotTiles<I, T>{block, work.rank, space});
+        const int64_t first = work.first + block.places[0];
+        for (int64_t g = 0; g < space.heads; ++g) {
+            float *scores = space.scores + g * kBlock;
+            for (int r = 0; r < block.count; ++r) scores[r] += work.offsets[g];
+            finish_scores<I>(scores, padded(block.count), 1.0f, work.softcap);
+            float *to = work.out + g * work.stride + first;
+            for (int r = 0; r < block.count; ++r) to[r] = work.valid[first + r] ? scores[r] : kNone;
+        }
+    }
+}
+
 template <class I> struct SelectEntry {
+    static void proxy_scores_any(const ProxyScores &work) {
+        auto *run = work.dtype == HFK_INT8       ? proxy_scores<I, Int8>
+                    : work.dtype == HFK_BFLOAT16 ? proxy_scores<I, Bf16>
+                    : work.dtype == HFK_FLOAT16  ? proxy_scores<I, Half>
+                                                 : proxy_scores<I, float>;
+        run(work);
+    }
+
     static void dense_scores_any(const hfk_request &request, const Span &span, const void *keys,
                                  const uint8_t *valid, float *scratch, float *out,
                                  int64_t out_stride) {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
+from hf_kvret import FlatKVCache, LRQKCache, ParisKVCache, RetrievalCache
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.layer import RetrievalLayer
@@ -21,6 +21,14 @@ HEADS, GROUP, DIM = 2, 2, 32
 # Sums of some hundred products, in another order.
 ERROR = 2e-5
 SIZES = {"sink": 2, "recent": 8, "flush": 4, "max_draft": 4, "top_k": 12, "dense_below": 0}
+
+METHODS: dict[str, tuple[type[RetrievalCache], dict[str, object]]] = {
+    "flat": (FlatKVCache, {}),
+    "paris": (ParisKVCache, {}),
+    "paris, nibbles": (ParisKVCache, {"subspace_dim": 4, "group_reduce": "mean"}),
+    "lrqk": (LRQKCache, {"rank": 8}),
+    "lrqk, a set for each head": (LRQKCache, {"rank": 20, "shared": False, "proxy_dtype": "int8"}),
+}
 
 pytestmark = pytest.mark.skipif(bool(host_step.why_not()), reason="the library is not compiled")
 
@@ -105,14 +113,15 @@ def everything(driver: Driver) -> list[torch.Tensor]:
     return results
 
 
-@pytest.mark.factor("kind", [FlatKVCache, ParisKVCache])
+@pytest.mark.factor("method", list(METHODS))
 @pytest.mark.factor("store", ["device", "host", "cpu"])
 @pytest.mark.factor("softcap", [None, 4.0])
 @pytest.mark.factor("sinks", [False, True])
 def test_one_call_is_all_the_steps(
-    kind: type[RetrievalCache], store: str, softcap: float | None, sinks: bool
+    method: str, store: str, softcap: float | None, sinks: bool
 ) -> None:
-    caches = [make_cache(kind, store=store, track_recall=True) for _ in range(2)]
+    kind, options = METHODS[method]
+    caches = [make_cache(kind, store=store, track_recall=True, **options) for _ in range(2)]
     got = everything(Driver(caches[0], softcap, sinks))
     with step_by_step():
         expected = everything(Driver(caches[1], softcap, sinks))

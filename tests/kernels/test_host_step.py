@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from hf_kvret_kernels import host_library as library
-from hf_kvret_kernels import host_step, paris
-from hf_kvret_kernels.host_step import FlatSearch, HostCold, HostWindow, ParisSearch, run_step
+from hf_kvret_kernels import host_step, paris, proxy
+from hf_kvret_kernels.host_step import (
+    FlatSearch,
+    HostCold,
+    HostWindow,
+    ParisSearch,
+    ProxySearch,
+    run_step,
+)
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.relevance.naive import best_ids
@@ -281,6 +288,38 @@ def check_best(
     worst = shares.masked_fill(taken == 0, math.inf).amin(-1)
     best_left = shares.masked_fill(taken > 0, NEVER).amax(-1)
     assert (best_left <= worst + 1e-4).all()
+
+
+@every_path
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+@pytest.mark.factor("sets", [1, 2, 6])
+@pytest.mark.factor("rank", [1, 20, 64])
+@pytest.mark.factor("softcap", [None, 2.0])
+def test_proxies_choose_the_tokens_of_their_highest_scores(
+    dtype: torch.dtype, sets: int, rank: int, softcap: float | None, path: str
+) -> None:
+    """Two KV heads of three query heads; a set is shared by all, by a group, or by none."""
+    shape = Shape(1100, dim=64, group=3, batch=2, queries=2)
+    rows, _, _ = cold_rows(shape)
+    proxies = 2 * torch.randn(2, sets, 1100, rank, generator=generator(7))
+    proxies = (proxies * 20 if dtype == torch.int8 else proxies).to(dtype)
+    query = torch.randn(2, 6, 2, rank, generator=generator(8)) * (0.02 if sets == 6 else 0.1)
+    offset = torch.randn(2, 6, 2, generator=generator(9)) if softcap else None
+    valid, budget = shape.mask(), 90
+    cold = HostCold(rows, ProxySearch(query, proxies, offset), valid, budget)
+    window = near_window(shape, 9)
+    found = [
+        run_step(shape.query(), window, cold, scale=1.0, softcap=softcap, threads=n, path=path)[1]
+        for n in (1, 16)
+    ]
+    assert torch.equal(*found)
+    relevance = proxy.relevance(
+        query, proxies, 2, valid=valid, offset=offset, softcap=softcap, backend="naive"
+    )
+    best = relevance.topk(budget, dim=-1).values
+    mine = relevance.gather(-1, found[0].long().clamp(min=0)).sort(-1, descending=True).values
+    assert (found[0].sort(-1).values.diff(dim=-1) > 0).all()
+    torch.testing.assert_close(mine, best, rtol=1e-4, atol=1e-4)
 
 
 @every_path

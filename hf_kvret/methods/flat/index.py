@@ -31,7 +31,7 @@ class FlatIndex(CapturableIndex, Index):
         best = group_relevance(scores, keys.shape[1]).topk(cold.budget, dim=-1)
         return best.indices.masked_fill(best.values == float("-inf"), -1).int()
 
-    def host_search(self, cold: ColdTokens) -> HostSearch:
+    def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
         return FlatSearch(self._keys.rows)
 
     def cost(self, n: int, budget: int) -> SearchCost:

@@ -17,6 +17,7 @@ from hf_kvret.methods.lrqk.grams import PIECE, KeyGrams, QueryGrams
 from hf_kvret.methods.lrqk.proxies import Proxies
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
+from hf_kvret_kernels.host_step import HostSearch, ProxySearch
 from hf_kvret_kernels.top_k import top_k
 
 # An error (share of the squared scores) too small to justify reading all keys again.
@@ -113,6 +114,28 @@ class LRQKIndex(CapturableIndex, Index):
                 self._reproject(factors, cold.store, gains.any(dim=1))
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        proxies, offset = self._query_proxies(query, cold)
+        relevance = proxy.relevance(
+            proxies,
+            self._proxies.rows,
+            self._heads(),
+            valid=cold.valid,
+            offset=offset,
+            softcap=cold.softcap,
+        )
+        return top_k(relevance, cold.budget)
+
+    def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
+        proxies, offset = self._query_proxies(query, cold)
+        return ProxySearch(proxies, self._proxies.rows, offset)
+
+    def _query_proxies(
+        self, query: torch.Tensor, cold: ColdTokens
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``[B, Hq, Q, r]`` fp32 whose products with the rows are scores; what a cap adds to them.
+
+        That is ``[B, Hq, Q]``, the mean key's part.
+        """
         if self._factors is None or self._mean is None:
             raise RuntimeError("the index is empty: call on_forward and add first")
         batch, query_heads, count, dim = query.shape
@@ -123,15 +146,7 @@ class LRQKIndex(CapturableIndex, Index):
         if cold.softcap is not None:
             # The cap applies to the whole score, including the part of the mean key.
             offset = (query.float() * self._mean_of(query_heads).unsqueeze(2)).sum(-1) * cold.scale
-        relevance = proxy.relevance(
-            proxies.view(batch, query_heads, count, -1),
-            self._proxies.rows,
-            self._mean.shape[1],
-            valid=cold.valid,
-            offset=offset,
-            softcap=cold.softcap,
-        )
-        return top_k(relevance, cold.budget)
+        return proxies.view(batch, query_heads, count, -1), offset
 
     def before_capture(self) -> None:
         self._queries.before_capture()

@@ -17,7 +17,12 @@ import torch
 
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels.host_library import why_not
-from hf_kvret_kernels.host_step.searches import FlatSearch, HostSearch, ParisSearch
+from hf_kvret_kernels.host_step.searches import (
+    FlatSearch,
+    HostSearch,
+    ParisSearch,
+    ProxySearch,
+)
 from hf_kvret_kernels.paged import PagedRows
 
 __all__ = [
@@ -27,6 +32,7 @@ __all__ = [
     "HostWindow",
     "ParisSearch",
     "ParisTrace",
+    "ProxySearch",
     "run_step",
     "trace_paris",
     "why_not",

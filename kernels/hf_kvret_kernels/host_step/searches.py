@@ -11,6 +11,8 @@ import torch
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels.paris.codes import ParisCodes
 
+_INT8 = 3
+
 
 class HostSearch(Protocol):
     """What chooses the ids of a step.
@@ -93,6 +95,41 @@ class ParisSearch:
             self.candidates,
             host_library.DTYPES[codes.weight.dtype],
             self.mean_query,
+        )
+
+
+@dataclass(eq=False)
+class ProxySearch:
+    """The tokens whose proxies have the highest scores, see ``proxy.relevance``.
+
+    Attributes:
+        query: ``[B, Hq, Q, r]`` fp32 proxies of the queries, scaled; r at most Dk.
+        rows: ``[B, F, n, r]`` proxies of the keys, bf16, fp16, fp32 or int8.
+        offset: ``[B, Hq, Q]`` fp32 added to all scores of a query before a cap, or None.
+    """
+
+    kind: ClassVar[int] = 3
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@3P4q2i")
+
+    query: torch.Tensor
+    rows: torch.Tensor
+    offset: torch.Tensor | None = None
+
+    def pack(self) -> bytes:
+        self.query, rows = self.query.contiguous(), _dense_rows(self.rows)
+        self.rows = rows
+        if self.offset is not None:
+            self.offset = self.offset.contiguous()
+        return self._STRUCT.pack(
+            self.query.data_ptr(),
+            0 if self.offset is None else self.offset.data_ptr(),
+            rows.data_ptr(),
+            rows.stride(0),
+            rows.stride(1),
+            rows.shape[1],
+            rows.shape[3],
+            _INT8 if rows.dtype == torch.int8 else host_library.DTYPES[rows.dtype],
+            0,
         )
 
 
