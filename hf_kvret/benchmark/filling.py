@@ -12,6 +12,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_kvret.benchmark.dense_cpp import reading_with_cpp
+from hf_kvret.benchmark.opponents import CppDenseCache
 from hf_kvret.benchmark.shapes import WeightBytes
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.core.call import AttentionCall
@@ -50,6 +52,10 @@ def choose_fill(fill: str, context: int, device: torch.device, cache: str) -> st
 @contextmanager
 def serving(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
     """``model`` with the attention that ``cache`` needs: ours for retrieval, else its own."""
+    if isinstance(cache, CppDenseCache):
+        with reading_with_cpp(model):
+            yield
+        return
     if not isinstance(cache, RetrievalCache):
         yield
         return

@@ -11,8 +11,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache, known_caches
 from hf_kvret.integration.compatibility import head_dim, model_layers
+from hf_kvret_kernels.host_step import why_not
 
-DENSE = ("dense", "dense-graph", "static-compile")
+DENSE = ("dense", "dense-cpp", "dense-graph", "static-compile")
 
 
 class PreallocatedLayer(CacheLayerMixin):
@@ -94,6 +95,19 @@ class PreallocatedCache(Cache):
             layer.length = length
 
 
+class CppDenseCache(PreallocatedCache):
+    """A preallocated cache for decode steps in C++: the floor of reading everything on a CPU.
+
+    Raises:
+        ImportError: the C++ kernels were not compiled.
+    """
+
+    def __init__(self, config: PreTrainedConfig, capacity: int) -> None:
+        if why_not():
+            raise ImportError(f"dense-cpp: {why_not()}")
+        super().__init__(config, capacity)
+
+
 def bench_caches() -> list[str]:
     """Every name that ``choose_bench_caches`` takes, options left out."""
     return [*known_caches(), *DENSE]
@@ -125,7 +139,16 @@ def choose_bench_caches(
                 f"dense-graph: CUDA graphs need a CUDA device, and the model is on {device!r}: use "
                 "dense here"
             )
-        make = StaticCache if name == "static-compile" else PreallocatedCache
+        if name == "dense-cpp" and torch.device(device).type != "cpu":
+            raise ValueError(
+                f"dense-cpp reads with the CPU kernels, and the model is on {device!r}: use dense "
+                "here"
+            )
+        make: type[Cache] = PreallocatedCache
+        if name == "static-compile":
+            make = StaticCache
+        elif name == "dense-cpp":
+            make = CppDenseCache
         choices[text] = (
             CacheChoice(text, make) if name in DENSE else choose_cache(text, defaults, device)
         )

@@ -53,7 +53,7 @@ class Demo(Measurement):
 
     context: int = option(16_384, "document length in tokens, as 4096 or 4K", kind=length)
     caches: str = option(
-        "full,flat,paris,lrqk,ctkvr,a2ats,aqua",
+        "full,static,flat,paris,lrqk,ctkvr,a2ats,aqua",
         "comma-separated, options after colons as lrqk:rank=16:store=resident",
     )
     questions: int = count_option(128, "needles asked for")

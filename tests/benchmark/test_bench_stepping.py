@@ -13,6 +13,7 @@ import torch
 from hf_kvret.benchmark import stepping
 from hf_kvret.benchmark.checks import Checker
 from hf_kvret.benchmark.decode import Decode
+from hf_kvret.benchmark.dense_cpp import attend_to_all
 from hf_kvret.benchmark.filling import feed, prefill, random_tokens, serving
 from hf_kvret.benchmark.opponents import choose_bench_caches
 from hf_kvret.benchmark.shapes import load_shape, random_model
@@ -189,6 +190,27 @@ def test_steps_that_take_too_long_are_fewer(monkeypatch: pytest.MonkeyPatch) -> 
     sample = decode.once(decode.turn(cell, decode.subjects[0]))
     assert len(sample.seconds) == 3 and timed["dense"] == 1 + 3
     assert decode.steps_within(0.0) == 50
+
+
+def test_dense_steps_in_cpp_give_the_logits_of_usual_ones() -> None:
+    choice, model, cache, token = make("dense-cpp", 200, 8)
+    _, _, plain, _ = make("full", 200, 8)
+    before = model.config._attn_implementation
+    with serving(model, cache):
+        steps = make_steps(choice, model, cache, 200)
+        got = [steps.take(token)[0] for _ in range(4)]
+    assert model.config._attn_implementation == before
+    for place, logits in enumerate(got, 200):
+        # Sums in another order; logits are about 1.
+        torch.testing.assert_close(logits, feed(model, plain, token, place), rtol=0, atol=1e-4)
+
+
+def test_dense_in_cpp_is_for_plain_attention_on_a_cpu() -> None:
+    with pytest.raises(ValueError, match=r"reads with the CPU kernels.*use dense here"):
+        choose_bench_caches(["dense-cpp"], {}, "cuda")
+    query = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(ValueError, match="this model's attention has softcap"):
+        attend_to_all(torch.nn.Module(), query, query, query, None, softcap=3.0)
 
 
 def test_static_compile_wants_a_warm_up_and_has_no_prefill(bench: Callable[..., int]) -> None:

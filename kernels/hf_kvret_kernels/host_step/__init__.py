@@ -50,8 +50,9 @@ class HostWindow:
     """Rows that all queries attend to.
 
     Attributes:
-        keys: ``[B, Hkv, capacity, Dk]`` of the query's dtype, contiguous.
-        values: ``[B, Hkv, capacity, Dv]``.
+        keys: ``[B, Hkv, capacity, Dk]`` of the query's dtype, contiguous; or its first rows, a
+            view ``[:, :, :n]``.
+        values: ``[B, Hkv, capacity, Dv]``, the same.
         length: rows held; of n queries, query i sees all but the last ``n - 1 - i``.
         valid: ``[B, length]`` bool, None when all are valid.
     """
@@ -224,7 +225,7 @@ def _pack_step(
         window.values.data_ptr(),
         0 if near is None else near.data_ptr(),
         0 if near is None else near.stride(0),
-        window.keys.shape[2],
+        window.keys.stride(1) // window.keys.shape[3],
         window.length,
         *chosen,
         0 if sink_logits is None else sink_logits.data_ptr(),
