@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 import weakref
 from abc import ABC, abstractmethod
 
 import torch
 
+from hf_kvret.core.host_memory import empty, mapped
 from hf_kvret.core.pieces import finish_reading
 from hf_kvret.stores.under_way import copies_from
 
+CPU = torch.device("cpu")
 _MEMORY_PAGE = 4096
-# Linux on x86 and most ARM machines; where they have another size, this is only an alignment.
-_HUGE_PAGE = 2 << 20
-# Smaller tensors gain little, and an aligned mapping takes up to a huge page of addresses more.
-_LEAST_HUGE = 2 * _HUGE_PAGE
 
 
 class PageMemory(ABC):
@@ -58,7 +54,7 @@ class DeviceMemory(PageMemory):
     """Rows on the device of the queries."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return empty(shape, dtype, self.device)
 
     def on_host(self, chunk: torch.Tensor) -> bool:
         return False
@@ -92,10 +88,7 @@ class HostMemory(PageMemory):
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         if self._stream is None:
-            size = math.prod(shape) * dtype.itemsize
-            if size < _LEAST_HUGE:
-                return torch.empty(shape, dtype=dtype, device="cpu")
-            return _mapped(size).view(dtype).view(shape)
+            return empty(shape, dtype, CPU)
         return _pinned(shape, dtype, self._stream)
 
     def on_host(self, chunk: torch.Tensor) -> bool:
@@ -194,7 +187,7 @@ def _pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Strea
     runtime = torch.cuda.cudart()
     size = math.prod(shape) * dtype.itemsize
     pinned_bytes = -(-size // _MEMORY_PAGE) * _MEMORY_PAGE
-    raw = _mapped(pinned_bytes)
+    raw = mapped(pinned_bytes)
     status = runtime.cudaHostRegister(raw.data_ptr(), pinned_bytes, 0)
     if int(status) != 0:
         raise MemoryError(
@@ -204,37 +197,6 @@ def _pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Strea
     chunk = raw[:size].view(dtype).view(shape)
     weakref.finalize(chunk, _unpin, chunk.data_ptr(), stream).atexit = False
     return chunk
-
-
-def _mapped(size: int) -> torch.Tensor:
-    """``[size]`` uint8 on the CPU in its own memory pages; unmapped with its last view.
-
-    The system zeroes each page at its first use. MemoryError if it refuses the mapping.
-    """
-    huge = size >= _LEAST_HUGE
-    length = size + _HUGE_PAGE if huge else size
-    try:
-        mapping = _private_mapping(length)
-    except OSError as error:
-        raise MemoryError(
-            f"no {size / 2**30:.2f} GiB of host memory for rows ({error}): use shorter prompts or "
-            "smaller batches, or free memory"
-        ) from error
-    raw = torch.frombuffer(mapping, dtype=torch.uint8)
-    if not huge:
-        return raw
-    start = -raw.data_ptr() % _HUGE_PAGE
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Whole huge pages only: the remainder would take one that it does not fill.
-        with contextlib.suppress(OSError):  # a kernel without them; the memory works all the same
-            mapping.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE_PAGE * _HUGE_PAGE)
-    return raw[start : start + size]
-
-
-def _private_mapping(length: int) -> mmap.mmap:
-    if hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(-1, length)
 
 
 def _unpin(address: int, stream: torch.cuda.Stream) -> None:

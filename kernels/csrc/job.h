@@ -43,15 +43,14 @@ class Job {
     int32_t run() {
         const int64_t items = spans_ * pieces_;
         if (items == 0) return HFK_OK;
-        const int slots = static_cast<int>(std::min<int64_t>(threads_, items));
         // A gap of a cache line keeps the slots of two threads apart.
         scratch_floats_ = kernel_.scratch_floats(request_) + 16;
-        scratch_.resize(scratch_floats_ * slots);
+        scratch_.resize(scratch_floats_ * threads_);
         if (attends_ && pieces_ > 1) {
             part_out_.resize(items * heads_ * request_.value_dim);
             part_lse_.resize(items * heads_);
         }
-        Pool::instance().run(items, slots, &Job::work, this);
+        Pool::instance().run(items, threads_, &Job::work, this);
         if (!whole_) return HFK_BAD_ID;
         if (attends_ && pieces_ > 1) {
             for (int64_t span = 0; span < spans_; ++span) merge(span);

@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -12,7 +13,24 @@ namespace {
 // because the mutex may have been locked by a thread that the child does not have.
 std::atomic<Pool *> current{nullptr};
 
-void forget_pool() { current.store(nullptr); }
+// Starts a function on a team of threads and waits for it: libgomp's.
+using StartTeam = void (*)(void (*)(void *), void *, unsigned, unsigned);
+
+// GNU OpenMP, where the process has it, as with torch: its threads stay awake for a while after each
+// operation of torch, and would take the processors from others.
+StartTeam find_team() {
+    void *library = dlopen("libgomp.so.1", RTLD_NOW | RTLD_NOLOAD);
+    return library == nullptr ? nullptr
+                              : reinterpret_cast<StartTeam>(dlsym(library, "GOMP_parallel"));
+}
+
+// libgomp has none of its threads in a child, and does not know.
+std::atomic<bool> forked{false};
+
+void forget_pool() {
+    current.store(nullptr);
+    forked.store(true);
+}
 
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
 
@@ -35,6 +53,11 @@ void Pool::Loop::turn(int slot) {
     for (int64_t item = next++; item < count; item = next++) work(context, item, slot);
 }
 
+void Pool::take_turn(void *context) {
+    Loop &loop = *static_cast<Loop *>(context);
+    loop.turn(loop.next_slot++);
+}
+
 void Pool::run(int64_t count, int threads, Work work, void *context) {
     Loop loop;
     loop.work = work;
@@ -43,6 +66,12 @@ void Pool::run(int64_t count, int threads, Work work, void *context) {
     const int helpers = static_cast<int>(std::min<int64_t>(threads, count)) - 1;
     if (helpers <= 0) {
         loop.turn(0);
+        return;
+    }
+    static const StartTeam start_team = find_team();
+    if (start_team != nullptr && !forked.load()) {
+        // As many as torch has, also for fewer items: a team of another size is made anew.
+        start_team(&Pool::take_turn, &loop, static_cast<unsigned>(threads), 0);
         return;
     }
     {

@@ -7,7 +7,8 @@
 #include <mutex>
 #include <vector>
 
-// Threads are started when a loop first wants them, wait between loops without turning the
+// Where the process has GNU OpenMP, its threads do the work, which torch's operations use too. Else
+// threads are started when a loop first wants them, wait between loops without turning the
 // processor, and stay until the process ends. They inherit the affinity of the thread that started
 // them.
 class Pool {
@@ -30,6 +31,7 @@ class Pool {
         void *context;
         int64_t count;
         std::atomic<int64_t> next{0};
+        std::atomic<int> next_slot{0}; // on a team of OpenMP
         // These are guarded by the pool's mutex.
         int wanted = 0;
         int slots = 1;
@@ -38,6 +40,7 @@ class Pool {
         void turn(int slot);
     };
 
+    static void take_turn(void *loop);
     void start_workers(int wanted);
     void serve();
 

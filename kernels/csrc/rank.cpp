@@ -11,6 +11,7 @@
 
 namespace {
 
+constexpr int32_t kMostThreads = 1024;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 class Ranking {
@@ -21,7 +22,7 @@ class Ranking {
     void run() {
         const int64_t items = request_.batch * request_.id_heads * request_.queries;
         if (items == 0 || request_.wanted == 0) return;
-        const int slots = static_cast<int>(std::min<int64_t>(std::max(1, request_.threads), items));
+        const int slots = std::clamp(request_.threads, 1, kMostThreads);
         relevance_.resize(slots * request_.count);
         weights_.resize(slots * request_.count);
         order_.resize(slots * request_.count);

@@ -48,8 +48,7 @@ class Step {
         lse_.resize(request_.batch * request_.query_heads * request_.queries);
         // Whole selections keep what they read in a processor's cache. Few of them are shared out.
         if (threads_ == 1 || spans_ >= 2 * threads_) {
-            const int slots = static_cast<int>(std::min<int64_t>(threads_, spans_));
-            Pool::instance().run(spans_, slots, &Step::whole, this);
+            Pool::instance().run(spans_, threads_, &Step::whole, this);
         } else {
             run_in_pieces();
         }
@@ -109,9 +108,7 @@ class Step {
             for (stage_ = 0; stage_ < search_->stages(); ++stage_) {
                 pieces_ = search_->is_split(stage_)
                               ? (kItemsPerThread * threads_ + spans_ - 1) / spans_ : 1;
-                const int64_t items = spans_ * pieces_;
-                const int slots = static_cast<int>(std::min<int64_t>(threads_, items));
-                Pool::instance().run(items, slots, &Step::piece, this);
+                Pool::instance().run(spans_ * pieces_, threads_, &Step::piece, this);
             }
         }
         hfk_request request = request_;
