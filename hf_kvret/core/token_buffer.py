@@ -56,6 +56,12 @@ class TokenBuffer(State):
             raise RuntimeError("no rows yet: append first")
         return self._memory[:, :, self._begin : self._end]
 
+    @property
+    def rows_nbytes(self) -> int:
+        """Bytes of ``rows``, spare room left out; 0 before the first row."""
+        memory = self._memory
+        return 0 if memory is None else memory.nbytes // memory.shape[2] * len(self)
+
     def since(self, slot: int) -> torch.Tensor:
         """View ``[B, H, *, *width]`` of the rows from ``slot`` on."""
         return self.rows[:, :, max(0, slot - self.first) :]

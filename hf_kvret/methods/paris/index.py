@@ -125,9 +125,9 @@ class ParisIndex(CapturableIndex, Index):
         if not count:
             return SearchCost(candidates, 0)
         planes = (self._sign, self._magnitude, self._weight)
-        code = sum(plane.rows.nbytes for plane in planes) / count
+        code = sum(plane.rows_nbytes for plane in planes) / count
         fewest = self._candidates(count, 0)
-        return SearchCost(candidates, self._sign.rows.nbytes + int(fewest * code))
+        return SearchCost(candidates, self._sign.rows_nbytes + int(fewest * code))
 
     def crop(self, length: int) -> None:
         """As every state's; what is dropped is no longer counted either."""
