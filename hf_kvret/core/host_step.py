@@ -1,4 +1,4 @@
-"""A decode step of a layer on the CPU in one call, where index and store describe theirs."""
+"""A decode step of a layer on the CPU in one call of the compiled library."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def attend_on_host(
     ``selected`` is an int64 to which the number of tokens found is added, in place.
 
     Returns:
-        ``out [B, Hq, Q, Dv]`` fp32 and the ids ``[B, Hkv, Q, budget]`` int32. None where the step
-        is to be done part by part: the device is another, the library is not there, a backend is
-        preferred, a graph is captured, or index or store describe nothing.
+        ``out [B, Hq, Q, Dv]`` fp32 and the ids, as of ``Index.search``. None where the step is to
+        be done part by part: the device is another, the library is not there, a backend is
+        preferred, a graph is captured, or the store's rows don't lie where the library reads them.
     """
     if not query.is_cpu or query.dtype != window.keys.dtype or host_step.why_not():
         return None
@@ -37,11 +37,11 @@ def attend_on_host(
     chosen = None
     if cold is not None:
         rows = cold.store.host_rows()
-        search = None
-        if index is not None and rows is not None and _describes_its_search(index):
-            search = index.host_search(query, cold)
-        if rows is None or search is None:
+        if rows is None or index is None:
             return None
+        search = index.host_search(query, cold) if _describes_its_search(index) else None
+        if search is None:
+            search = host_step.GivenIds(index.search(query, cold))
         chosen = host_step.HostCold(rows, search, cold.valid, cold.budget)
     valid = window.validity(call.scoring.valid)
     near = host_step.HostWindow(window.keys, window.values, window.sink + window.length, valid)

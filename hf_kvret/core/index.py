@@ -132,9 +132,9 @@ class Index(State):
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         """What the CPU library has to know to do ``search`` itself, in one call with all the rest.
 
-        Arguments as of ``search``. None where it can't, as here: ``search`` is called. It may
-        choose others among tokens that matter equally, up to rounding; ids come in any order. A
-        subclass that replaces ``search`` alone is served by that.
+        Arguments as of ``search``. None where it can't, as here: ``search`` is called before the
+        rest. The library may choose others among tokens that matter equally, up to rounding; ids
+        come in any order. A subclass that replaces ``search`` alone is served by that.
         """
         return None
 

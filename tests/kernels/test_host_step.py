@@ -13,6 +13,7 @@ from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels import host_step, paris, proxy
 from hf_kvret_kernels.host_step import (
     FlatSearch,
+    GivenIds,
     HostCold,
     HostWindow,
     ParisSearch,
@@ -261,6 +262,41 @@ def test_a_window_alone_is_attended_to(shape: Shape, path: str) -> None:
     nothing = torch.zeros(shape.batch, shape.heads, 1, shape.dim)
     expected = expected_attention(query, nothing, nothing[..., :24], ids, window, 0.1, None, None)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=FP32_ERROR)
+
+
+@every_path
+@pytest.mark.factor("heads", [1, 2, 6])
+@pytest.mark.factor("threads", [1, 16])
+def test_ids_that_are_given_are_attended_to(heads: int, threads: int, path: str) -> None:
+    shape = Shape(300, heads=2, group=3, queries=2, batch=2, dim=40)
+    rows, keys, values = cold_rows(shape)
+    if heads % 2:
+        with pytest.raises(ValueError, match=r"ids is torch.int32 of 1 heads: pass int32 of 2"):
+            run_given(shape, rows, torch.zeros(2, 1, 2, 5, dtype=torch.int32), threads, path)
+        return
+    ids = torch.randint(-1, 300, (2, heads, 2, 700), generator=generator(3), dtype=torch.int32)
+    out = run_given(shape, rows, ids, threads, path)
+    each = 6 // heads
+    for head in range(6):
+        kv = slice(head // 3, head // 3 + 1)
+        window = near_window(shape, 21)
+        window.keys, window.values = window.keys[:, kv], window.values[:, kv]
+        own = ids[:, head // each, None]
+        expected = expected_attention(
+            shape.query()[:, head, None], keys[:, kv], values[:, kv], own, window, 0.1, None, None
+        )
+        got = out[:, head, None].double()
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=FP32_ERROR)
+
+
+def run_given(
+    shape: Shape, rows: PagedRows, ids: torch.Tensor, threads: int, path: str
+) -> torch.Tensor:
+    cold = HostCold(rows, GivenIds(ids), shape.mask(), 1)
+    window = near_window(shape, 21)
+    out, same = run_step(shape.query(), window, cold, scale=0.1, threads=threads, path=path)
+    assert torch.equal(same, ids)
+    return out
 
 
 def check_best(

@@ -19,6 +19,7 @@ from hf_kvret_kernels import host_library
 from hf_kvret_kernels.host_library import why_not
 from hf_kvret_kernels.host_step.searches import (
     FlatSearch,
+    GivenIds,
     HostSearch,
     ParisSearch,
     ProxySearch,
@@ -27,6 +28,7 @@ from hf_kvret_kernels.paged import PagedRows
 
 __all__ = [
     "FlatSearch",
+    "GivenIds",
     "HostCold",
     "HostSearch",
     "HostWindow",
@@ -89,7 +91,8 @@ class HostCold:
 
     Attributes:
         rows: their keys and values, in host memory.
-        search: knows the same tokens, in the same batch rows and KV heads.
+        search: knows the same tokens, in the same batch rows and KV heads; or ``GivenIds``, then
+            ``valid`` and ``budget`` are not looked at.
         valid: ``[B, n]`` bool, False for tokens that are never chosen.
         budget: how many of them a query chooses, at least 1.
     """
@@ -127,7 +130,7 @@ def run_step(
 
     Returns:
         ``out [B, Hq, Q, Dv]`` fp32, and the chosen ids ``[B, Hkv, Q, budget]`` int32, -1 where
-        fewer tokens are valid.
+        fewer tokens are valid; those of ``GivenIds`` as they are.
 
     Raises:
         ImportError: no library; see ``why_not()``.
@@ -142,8 +145,16 @@ def run_step(
         )
     query, threads = query.contiguous(), host_library.thread_count(threads)
     batch, query_heads, queries, _ = query.shape
-    budget = 0 if cold is None else cold.budget
-    ids = torch.empty(batch, heads, queries, budget, dtype=torch.int32)
+    if cold is not None and isinstance(cold.search, GivenIds):
+        ids = cold.search.ids.contiguous()
+        if ids.dtype != torch.int32 or query_heads % ids.shape[1] or ids.shape[1] % heads:
+            raise ValueError(
+                f"ids is {ids.dtype} of {ids.shape[1]} heads: pass int32 of {heads} heads, or of a "
+                f"multiple that divides {query_heads}"
+            )
+    else:
+        budget = 0 if cold is None else cold.budget
+        ids = torch.empty(batch, heads, queries, budget, dtype=torch.int32)
     out = torch.empty(batch, query_heads, queries, window.values.shape[3])
     pages = None
     if cold is not None:

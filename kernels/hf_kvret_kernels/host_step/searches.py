@@ -28,6 +28,22 @@ class HostSearch(Protocol):
 
 
 @dataclass(eq=False)
+class GivenIds:
+    """No search: the ids are there.
+
+    Attributes:
+        ids: ``[B, H, Q, k]`` int32, -1 for none; H is Hkv or a multiple of it that divides Hq.
+    """
+
+    kind: ClassVar[int] = 0
+
+    ids: torch.Tensor
+
+    def pack(self) -> bytes:
+        return b""
+
+
+@dataclass(eq=False)
 class FlatSearch:
     """The tokens of the highest exact scores.
 
