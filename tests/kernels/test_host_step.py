@@ -439,3 +439,39 @@ def test_the_variable_forces_an_instruction_set(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(library.ISA_VARIABLE, "mmx")
     with pytest.raises(ValueError, match="HF_KVRET_CPU_PATH=mmx: choose one of avx512_bf16"):
         run_step(*arguments, scale=0.1)
+
+
+@every_path
+@pytest.mark.factor("flush", [False, True])
+@pytest.mark.factor("search", ["flat", "paris"])
+def test_no_more_than_the_budget_are_chosen_of_scores_that_are_zero(
+    search: str, flush: bool, path: str
+) -> None:
+    # Products with a negative scale are -0, which equals 0; and where subnormal numbers count as
+    # 0, the number after 0 does not exceed it.
+    shape = Shape(200, group=1, candidates=200)
+    rows, keys, _ = cold_rows(shape)
+    valid = shape.mask()
+    found = FlatSearch(keys) if search == "flat" else paris_search(shape, valid)
+    query = torch.zeros_like(shape.query())
+    torch.set_flush_denormal(flush)
+    try:
+        for scale in (1.0, -1.0):
+            cold = HostCold(rows, found, valid, 5)
+            _, ids = run_step(query, near_window(shape, 5), cold, scale=scale, path=path, threads=1)
+            first = valid[0].nonzero()[:5, 0].int()
+            assert torch.equal(ids, first.expand_as(ids))
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@every_path
+def test_a_query_of_nan_has_no_say_in_what_its_group_chooses(path: str) -> None:
+    shape = Shape(403, heads=1, dim=64)
+    rows, keys, _ = cold_rows(shape)
+    query = shape.query()
+    query[:, 1] = math.nan
+    cold, window = HostCold(rows, FlatSearch(keys), shape.mask(), 20), near_window(shape, 5)
+    _, ids = run_step(query, window, cold, scale=0.1, path=path)
+    _, alone = run_step(query[:, :1], window, cold, scale=0.1, path=path)
+    assert torch.equal(ids, alone)
