@@ -475,3 +475,21 @@ def test_a_query_of_nan_has_no_say_in_what_its_group_chooses(path: str) -> None:
     _, ids = run_step(query, window, cold, scale=0.1, path=path)
     _, alone = run_step(query[:, :1], window, cold, scale=0.1, path=path)
     assert torch.equal(ids, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_defaults_of_torch_do_not_matter(dtype: torch.dtype) -> None:
+    shape = Shape(200)
+    rows, keys, _ = cold_rows(shape)
+    query, valid, window = shape.query(), shape.mask(), near_window(shape, 20)
+    cold = HostCold(rows, FlatSearch(keys), valid, 30)
+    expected = run_step(query, window, cold, scale=0.1)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            got = run_step(query, window, cold, scale=0.1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got[0].dtype == torch.float32
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)

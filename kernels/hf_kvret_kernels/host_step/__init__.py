@@ -143,13 +143,15 @@ def run_step(
     query, threads = query.contiguous(), host_library.thread_count(threads)
     batch, query_heads, queries, _ = query.shape
     budget = 0 if cold is None else cold.budget
-    ids = torch.empty(batch, heads, queries, budget, dtype=torch.int32)
-    out = torch.empty(batch, query_heads, queries, window.values.shape[3])
+    # Of the query's device and of fixed dtypes, whatever a user has made torch's defaults.
+    ids = query.new_empty(batch, heads, queries, budget, dtype=torch.int32)
+    value_dim = window.values.shape[3]
+    out = query.new_empty(batch, query_heads, queries, value_dim, dtype=torch.float32)
     pages = None
     if cold is not None:
         table, addresses = cold.rows.table.contiguous(), cold.rows.addresses()
         pages = table, addresses, cold.rows.page_len
-    sizes = heads, window.values.shape[3]
+    sizes = heads, value_dim
     request = host_library.pack_request(
         query, ids, pages, sizes, out, None, scale, softcap, threads, path
     )
@@ -180,12 +182,12 @@ def trace_paris(
     tables = 1 if search.mean_query else query_heads // heads
     lead, rotated_dim = (batch, heads, queries), len(search.signs)
     trace = ParisTrace(
-        torch.empty(*lead, tables, rotated_dim),
-        torch.empty(*lead, tables, rotated_dim // 8, 256, dtype=torch.uint8),
-        torch.empty(*lead, n, dtype=torch.uint8),
-        torch.empty(*lead, search.candidates, dtype=torch.int32),
-        torch.full((*lead, tables, search.candidates), -math.inf),
-        torch.empty(*lead, budget, dtype=torch.int32),
+        query.new_empty(*lead, tables, rotated_dim, dtype=torch.float32),
+        query.new_empty(*lead, tables, rotated_dim // 8, 256, dtype=torch.uint8),
+        query.new_empty(*lead, n, dtype=torch.uint8),
+        query.new_empty(*lead, search.candidates, dtype=torch.int32),
+        query.new_full((*lead, tables, search.candidates), -math.inf, dtype=torch.float32),
+        query.new_empty(*lead, budget, dtype=torch.int32),
     )
     request = host_library.pack_request(
         query, trace.ids, None, (heads, dim), trace.rotated, None, scale, softcap, 1, path
