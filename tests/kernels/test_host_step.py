@@ -493,3 +493,47 @@ def test_defaults_of_torch_do_not_matter(dtype: torch.dtype) -> None:
     assert got[0].dtype == torch.float32
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_window_of_one_head_or_row_is_read_right_whatever_its_strides() -> None:
+    query = torch.randn(2, 2, 1, 16)
+    rows = torch.randn(2, 40, 1, 16).transpose(1, 2)
+    expected = run_step(query, HostWindow(rows.clone(), rows.clone(), 40), scale=0.25)[0]
+    for window in (rows, rows.contiguous(), torch.cat([rows, rows], dim=2)[:, :, :40]):
+        assert torch.equal(run_step(query, HostWindow(window, window, 40), scale=0.25)[0], expected)
+        one = HostWindow(window[1:], window[1:], 40)
+        assert torch.equal(run_step(query[1:], one, scale=0.25)[0], expected[1:])
+
+
+def test_windows_that_do_not_fit_are_refused() -> None:
+    query, rows = torch.randn(1, 4, 2, 16), torch.randn(1, 2, 40, 16)
+    roomy = torch.randn(1, 2, 64, 16)[:, :, :40]
+    turned = torch.randn(1, 40, 2, 16).transpose(1, 2)
+    cases = [
+        (query, rows, rows.bfloat16(), 40, "one dtype"),
+        (query, rows, rows[:, :, :30], 30, "one dtype"),
+        (query.expand(2, -1, -1, -1), rows, rows, 40, "query's batch"),
+        (query[:, :3], rows, rows, 40, "divide its heads"),
+        (query, rows, rows, 41, "length=41"),
+        (query, rows, rows, 1, "length=1"),
+        (query, rows, roomy, 40, "one capacity"),
+        (query, turned, turned, 40, "one capacity"),
+        (query, rows[:, :1].expand(-1, 2, -1, -1), rows, 40, "one capacity"),
+    ]
+    for own, keys, values, length, message in cases:
+        with pytest.raises(ValueError, match=message):
+            run_step(own, HostWindow(keys, values, length), scale=0.25)
+
+
+def test_cold_rows_that_do_not_fit_are_refused() -> None:
+    shape = Shape(100)
+    rows, keys, _ = cold_rows(shape)
+    query, window, valid = shape.query(), near_window(shape, 5), shape.mask()
+    halves = replace(rows, chunks=[chunk.half() for chunk in rows.chunks], page_address=None)
+    for own, mask, message in (
+        (halves, valid, "rows of one form"),
+        (rows, valid.float(), "bool mask"),
+        (rows, valid.expand(2, -1), "batch of 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_step(query, window, HostCold(own, FlatSearch(keys), mask, 3), scale=1.0)

@@ -17,6 +17,7 @@ import torch
 
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels.host_library import why_not
+from hf_kvret_kernels.host_step.checks import check_cold, check_window
 from hf_kvret_kernels.host_step.searches import (
     FlatSearch,
     HostSearch,
@@ -131,21 +132,19 @@ def run_step(
 
     Raises:
         ImportError: no library; see ``why_not()``.
-        ValueError: a query of another dtype or another head dim than the rows.
+        ValueError: a query of another dtype or another head dim than the rows, windows or cold rows
+            that do not fit each other, ids that a short page table does not lead to.
         MemoryError: no room for the work space.
     """
-    heads, key_dim = window.keys.shape[1], window.keys.shape[3]
-    if query.dtype != window.keys.dtype or query.shape[3] != key_dim:
-        raise ValueError(
-            f"query is {query.dtype} of {query.shape[3]} dims, rows are {window.keys.dtype} of "
-            f"{key_dim}: convert the query"
-        )
+    capacity = check_window(query, window.keys, window.values, window.length)
+    heads, value_dim = window.keys.shape[1], window.values.shape[3]
+    if cold is not None:
+        check_cold(query, cold.rows, cold.valid, query.shape[3] + value_dim)
     query, threads = query.contiguous(), host_library.thread_count(threads)
     batch, query_heads, queries, _ = query.shape
     budget = 0 if cold is None else cold.budget
     # Of the query's device and of fixed dtypes, whatever a user has made torch's defaults.
     ids = query.new_empty(batch, heads, queries, budget, dtype=torch.int32)
-    value_dim = window.values.shape[3]
     out = query.new_empty(batch, query_heads, queries, value_dim, dtype=torch.float32)
     pages = None
     if cold is not None:
@@ -155,7 +154,7 @@ def run_step(
     request = host_library.pack_request(
         query, ids, pages, sizes, out, None, scale, softcap, threads, path
     )
-    step, _keep = _pack_step(request, window, cold, sink_logits, selected)
+    step, _keep = _pack_step(request, window, capacity, cold, sink_logits, selected)
     if host_library.call("hfk_run_step", threads, step) == host_library.BAD_ID and cold is not None:
         cold.rows.check_range(ids)
         raise AssertionError("the library refuses what check_range refuses")
@@ -195,7 +194,7 @@ def trace_paris(
     empty = query.new_empty(batch, heads, 0, dim)
     no_rows = PagedRows([query.new_empty(1, heads, 1, 2 * dim)], trace.ids[0, :1, 0], dim)
     cold = HostCold(no_rows, search, valid, budget)
-    step, _keep = _pack_step(request, HostWindow(empty, empty, 0), cold, None, None)
+    step, _keep = _pack_step(request, HostWindow(empty, empty, 0), 0, cold, None, None)
     arrays = (trace.rotated, trace.points, trace.scores, trace.candidates, trace.estimates)
     host_library.call(
         "hfk_search_ids", 1, step, _TRACE.pack(*(array.data_ptr() for array in arrays))
@@ -206,6 +205,7 @@ def trace_paris(
 def _pack_step(
     request: bytes,
     window: HostWindow,
+    capacity: int,
     cold: HostCold | None,
     sink_logits: torch.Tensor | None,
     selected: torch.Tensor | None,
@@ -227,7 +227,7 @@ def _pack_step(
         window.values.data_ptr(),
         0 if near is None else near.data_ptr(),
         0 if near is None else near.stride(0),
-        window.keys.stride(1) // window.keys.shape[3],
+        capacity,
         window.length,
         *chosen,
         0 if sink_logits is None else sink_logits.data_ptr(),
