@@ -16,6 +16,7 @@ from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.methods.flat import FlatIndex
+from hf_kvret.methods.paris.ablations import UnrotatedParisKVCache
 from hf_kvret_kernels import host_step
 
 HEADS, GROUP, DIM = 2, 2, 32
@@ -226,3 +227,11 @@ def test_defaults_of_torch_do_not_matter(
         got = steps()
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)
+
+
+def test_an_index_that_replaces_a_part_of_its_search_says_so() -> None:
+    got = everything(Driver(make_cache(UnrotatedParisKVCache), None, False))
+    with step_by_step():
+        expected = everything(Driver(make_cache(UnrotatedParisKVCache), None, False))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=ERROR)
