@@ -134,7 +134,8 @@ class Index(State):
 
         Arguments as of ``search``. None where it can't, as here: ``search`` is called before the
         rest. The library may choose others among tokens that matter equally, up to rounding; ids
-        come in any order. A subclass that replaces ``search`` alone is served by that.
+        come in any order. A subclass that replaces ``search`` alone is served by that; one that
+        replaces a method which ``search`` calls has to replace this one too.
         """
         return None
 

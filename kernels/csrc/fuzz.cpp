@@ -1,256 +1,25 @@
 // Random requests to the library against plain arithmetic in double; to be run under sanitizers.
 //
-//   hf_kvret_fuzz [requests] [seed]
+//   hf_kvret_fuzz [requests] [seed] [path]
 //
-// All arrays are of exactly the size that the interface asks for, so that a sanitizer sees a read
-// or write beyond them. Exits with 1 at the first result that is wrong.
-#include <algorithm>
-#include <cmath>
+// `path` is the number of an hfk_path; without it all that the processor has take turns. Exits with
+// 1 at the first result that is wrong.
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <limits>
-#include <memory>
-#include <random>
 #include <thread>
-#include <vector>
 
-#include "hf_kvret_host.h"
+#include "fuzz.h"
 
 namespace {
 
-constexpr double kInf = std::numeric_limits<double>::infinity();
-
-// A number and its encoding; the number is exact in all three types.
-double encode(int value, int32_t dtype, char *to) {
-    const float number = static_cast<float>(value) / 16.0f;
-    uint32_t bits;
-    std::memcpy(&bits, &number, sizeof bits);
-    if (dtype == HFK_FLOAT32) {
-        std::memcpy(to, &number, sizeof number);
-        return number;
-    }
-    uint16_t half = static_cast<uint16_t>(bits >> 16);
-    if (dtype == HFK_FLOAT16) {
-        const uint32_t rebiased = (bits & 0x7fffffffu) == 0 ? 0 : (bits & 0x7fffffffu) - 0x38000000u;
-        half = static_cast<uint16_t>((bits >> 16 & 0x8000u) | rebiased >> 13);
-    }
-    std::memcpy(to, &half, sizeof half);
-    return number;
-}
-
-struct Case {
-    hfk_request request{};
-    int64_t element_bytes, width, tokens;
-    std::vector<double> query, rows;
-    std::vector<char> query_bytes;
-    std::vector<std::unique_ptr<char[]>> page_bytes;
-    std::vector<int32_t> ids, table;
-    std::vector<int64_t> pages;
-    std::vector<float> out, lse, scores;
-    bool astray = false; // some id leads to no row
-
-    explicit Case(std::mt19937_64 &random) {
-        const auto pick = [&random](int64_t low, int64_t high) {
-            return std::uniform_int_distribution<int64_t>(low, high)(random);
-        };
-        hfk_request &r = request;
-        r.batch = pick(1, 2);
-        r.kv_heads = pick(1, 3);
-        r.id_heads = r.kv_heads * pick(1, 2);
-        r.query_heads = r.id_heads * pick(1, 9);
-        r.queries = pick(0, 3);
-        r.count = pick(0, 3) == 0 ? pick(0, 4) : pick(0, 700);
-        r.key_dim = pick(1, 3) == 1 ? 64 : pick(1, 70);
-        r.value_dim = pick(1, 3) == 1 ? 64 : pick(1, 70);
-        r.page_len = pick(0, 1) ? 8 : pick(1, 9);
-        r.max_pages = pick(1, 12);
-        r.scale = 0.1;
-        r.softcap = pick(0, 2) == 0 ? 1.5 : 0.0;
-        r.dtype = static_cast<int32_t>(pick(0, 2));
-        r.threads = static_cast<int32_t>(pick(1, 8));
-        do {
-            r.path = static_cast<int32_t>(pick(-1, 3));
-        } while (!hfk_has_path(r.path));
-        element_bytes = r.dtype == HFK_FLOAT32 ? 4 : 2;
-        width = r.key_dim + r.value_dim;
-        tokens = r.max_pages * r.page_len;
-
-        const auto fill = [&](std::vector<double> &numbers, char *bytes, int64_t first, int64_t n) {
-            for (int64_t i = 0; i < n; ++i) {
-                numbers[first + i] =
-                    encode(static_cast<int>(pick(-40, 40)), r.dtype, bytes + i * element_bytes);
-            }
-        };
-        const int64_t query_size = r.batch * r.query_heads * r.queries * r.key_dim;
-        query.resize(query_size);
-        query_bytes.resize(query_size * element_bytes);
-        fill(query, query_bytes.data(), 0, query_size);
-        // More pages than table entries, so that some are in no row's table, and some in two.
-        const int64_t page_size = r.kv_heads * r.page_len * width;
-        const int64_t page_count = r.max_pages + 3;
-        rows.resize(page_count * page_size);
-        for (int64_t page = 0; page < page_count; ++page) {
-            page_bytes.emplace_back(new char[page_size * element_bytes]);
-            fill(rows, page_bytes.back().get(), page * page_size, page_size);
-            pages.push_back(reinterpret_cast<int64_t>(page_bytes.back().get()));
-        }
-        table.resize(r.batch * r.max_pages);
-        for (int32_t &page : table) page = static_cast<int32_t>(pick(0, page_count - 1));
-        ids.resize(r.batch * r.id_heads * r.queries * r.count);
-        const int64_t holes = pick(0, 3);
-        for (int32_t &id : ids) {
-            id = holes == 3 || pick(0, 3) < holes ? -1 : static_cast<int32_t>(pick(0, tokens - 1));
-        }
-        if (!ids.empty() && pick(0, 3) == 0) lead_astray(random);
-        const int64_t heads = r.batch * r.query_heads * r.queries;
-        const float poison = std::numeric_limits<float>::quiet_NaN();
-        out.assign(heads * r.value_dim, poison);
-        lse.assign(heads, poison);
-        scores.assign(heads * r.count, poison);
-        r.query = query_bytes.data();
-        r.ids = ids.data();
-        r.table = table.data();
-        r.pages = pages.data();
-        r.page_count = page_count;
-    }
-
-    bool run() {
-        const int32_t status = astray ? HFK_BAD_ID : HFK_OK;
-        request.out = out.data();
-        request.lse = lse.data();
-        if (hfk_attend(&request) != status) return false;
-        request.out = scores.data();
-        request.lse = nullptr;
-        if (hfk_scores(&request) != status) return false;
-        return astray || (is_right() && is_ranked());
-    }
-
-  private:
-    // Make one id or more lead beyond the table, or to a table entry without a page.
-    void lead_astray(std::mt19937_64 &random) {
-        const auto pick = [&random](int64_t low, int64_t high) {
-            return std::uniform_int_distribution<int64_t>(low, high)(random);
-        };
-        constexpr int32_t largest = std::numeric_limits<int32_t>::max();
-        const int64_t per_row = static_cast<int64_t>(ids.size()) / request.batch;
-        for (int64_t bad = pick(1, 3); bad > 0; --bad) {
-            const int64_t place = pick(0, static_cast<int64_t>(ids.size()) - 1);
-            if (pick(0, 1)) {
-                ids[place] = static_cast<int32_t>(pick(0, 1) ? pick(tokens, largest)
-                                                             : tokens + pick(0, 2));
-                continue;
-            }
-            const int64_t column = pick(0, request.max_pages - 1);
-            const int32_t wrong[] = {-1, -largest - 1, static_cast<int32_t>(pages.size()), largest};
-            table[place / per_row * request.max_pages + column] = wrong[pick(0, 3)];
-            ids[place] = static_cast<int32_t>(column * request.page_len);
-        }
-        astray = true;
-    }
-
-    static bool close(double got, double want) {
-        return got == want || std::abs(got - want) < 2e-5 * (1.0 + std::abs(want));
-    }
-
-    // The best are as many as there can be, all different places of the ids, and none that was left
-    // is more relevant.
-    bool is_ranked() const {
-        const hfk_request &r = request;
-        const int64_t rows = r.batch * r.id_heads * r.queries, group = r.query_heads / r.id_heads;
-        const int64_t wanted = r.count / 2 + 1;
-        std::vector<int32_t> best(rows * wanted, -7);
-        const hfk_ranking ranking = {scores.data(), ids.data(), best.data(), r.batch, r.query_heads,
-                                     r.id_heads,    r.queries,  r.count,     wanted,  r.threads, 0};
-        if (hfk_rank(&ranking) != HFK_OK) return false;
-        for (int64_t row = 0; row < rows; ++row) {
-            const int64_t query = row % r.queries, first = row / r.queries * group;
-            const int32_t *chosen = ids.data() + row * r.count;
-            std::vector<double> relevance(r.count, -kInf);
-            for (int64_t g = 0; g < group; ++g) {
-                const float *own = scores.data() + ((first + g) * r.queries + query) * r.count;
-                double total = 0.0;
-                for (int64_t k = 0; k < r.count; ++k) total += std::exp(double(own[k]));
-                for (int64_t k = 0; k < r.count; ++k) {
-                    const double share = double(own[k]) - (group > 1 ? std::log(total) : 0.0);
-                    relevance[k] = std::max(relevance[k], share);
-                }
-            }
-            std::vector<double> sorted;
-            for (int64_t k = 0; k < r.count; ++k) {
-                if (chosen[k] >= 0) sorted.push_back(relevance[k]);
-            }
-            std::sort(sorted.rbegin(), sorted.rend());
-            for (int64_t k = 0; k < wanted; ++k) {
-                const int32_t id = best[row * wanted + k];
-                if (k >= int64_t(sorted.size())) {
-                    if (id != -1) return false;
-                    continue;
-                }
-                bool named = false;
-                for (int64_t place = 0; place < r.count; ++place) {
-                    named = named || (chosen[place] == id && id >= 0 &&
-                                      close(relevance[place], sorted[k]));
-                }
-                if (!named) return false;
-            }
-        }
-        return true;
-    }
-
-    bool is_right() const {
-        const hfk_request &r = request;
-        for (int64_t b = 0; b < r.batch; ++b) {
-            for (int64_t h = 0; h < r.query_heads; ++h) {
-                for (int64_t q = 0; q < r.queries; ++q) {
-                    if (!is_right(b, h, q)) return false;
-                }
-            }
-        }
-        return true;
-    }
-
-    bool is_right(int64_t b, int64_t h, int64_t q) const {
-        const hfk_request &r = request;
-        const int64_t index = (b * r.query_heads + h) * r.queries + q;
-        const int64_t id_head = h / (r.query_heads / r.id_heads);
-        const int64_t kv_head = h / (r.query_heads / r.kv_heads);
-        const int32_t *chosen = ids.data() + ((b * r.id_heads + id_head) * r.queries + q) * r.count;
-        std::vector<double> sum(r.value_dim, 0.0);
-        double total = 0.0;
-        for (int64_t k = 0; k < r.count; ++k) {
-            const double got = scores[index * r.count + k];
-            if (chosen[k] < 0) {
-                if (got != -kInf) return false;
-                continue;
-            }
-            const int64_t page = table[b * r.max_pages + chosen[k] / r.page_len];
-            const double *row =
-                &rows[((page * r.kv_heads + kv_head) * r.page_len + chosen[k] % r.page_len) * width];
-            double score = 0.0;
-            for (int64_t d = 0; d < r.key_dim; ++d) score += query[index * r.key_dim + d] * row[d];
-            score *= r.scale;
-            if (r.softcap > 0) score = r.softcap * std::tanh(score / r.softcap);
-            if (!close(got, score)) return false;
-            const double weight = std::exp(score);
-            total += weight;
-            for (int64_t d = 0; d < r.value_dim; ++d) sum[d] += weight * row[r.key_dim + d];
-        }
-        if (!close(lse[index], total > 0 ? std::log(total) : -kInf)) return false;
-        for (int64_t d = 0; d < r.value_dim; ++d) {
-            const double want = total > 0 ? sum[d] / total : 0.0;
-            if (!close(out[index * r.value_dim + d], want)) return false;
-        }
-        return true;
-    }
-};
-
-bool fuzz(int64_t requests, uint64_t seed) {
-    std::mt19937_64 random(seed);
+bool fuzz(int64_t requests, uint64_t seed, int32_t path) {
+    Random random(seed, path);
     for (int64_t i = 0; i < requests; ++i) {
-        if (!Case(random).run()) {
-            std::fprintf(stderr, "seed %llu: request %lld went wrong\n",
-                         static_cast<unsigned long long>(seed), static_cast<long long>(i));
+        const char *fault = fuzz_attention(random);
+        if (fault == nullptr) fault = fuzz_step(random);
+        if (fault != nullptr) {
+            std::fprintf(stderr, "seed %llu: request %lld went wrong: %s\n",
+                         static_cast<unsigned long long>(seed), static_cast<long long>(i), fault);
             return false;
         }
     }
@@ -262,10 +31,15 @@ bool fuzz(int64_t requests, uint64_t seed) {
 int main(int count, char **arguments) {
     const int64_t requests = count > 1 ? std::atoll(arguments[1]) : 200;
     const uint64_t seed = count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
+    const int32_t path = count > 3 ? std::atoi(arguments[3]) : Random::kAnyPath;
+    if (path != Random::kAnyPath && !hfk_has_path(path)) {
+        std::fprintf(stderr, "path %d: this processor lacks it, or it was not compiled\n", path);
+        return 1;
+    }
     // Two callers at once share the pool of threads.
     bool other = false;
-    std::thread caller([&] { other = fuzz(requests, seed + 1); });
-    const bool mine = fuzz(requests, seed);
+    std::thread caller([&] { other = fuzz(requests, seed + 1, path); });
+    const bool mine = fuzz(requests, seed, path);
     caller.join();
     if (!mine || !other) return 1;
     std::printf("%lld requests, all right\n", static_cast<long long>(2 * requests));

@@ -119,6 +119,7 @@ struct Portable {
         const uint32_t word = magnitude[0] | magnitude[1] << 8 | magnitude[2] << 16;
         for (int half = 0; half < 2; ++half) {
             const float weight = weights[m == 4 ? half : 0];
+            values[half] = set1(0.0f);
             for (int j = 0; j < 4; ++j) {
                 const float level = levels[word >> (12 * half + 3 * j) & 7] * weight;
                 values[half][j] = *sign >> (4 * half + j) & 1 ? level : -level;

@@ -48,7 +48,9 @@ void relevance(const float *scores, int64_t heads, int64_t stride, int64_t n, fl
         const V shift = I::set1(lse);
         int64_t i = 0;
         for (; i + I::lanes <= n; i += I::lanes) {
-            I::store(out + i, I::max(I::load(out + i), I::load(row + i) - shift));
+            const V most = I::load(out + i), own = I::load(row + i) - shift;
+            // NaN is not more than anything.
+            I::store(out + i, I::where_less(most, own, own, most));
         }
         for (; i < n; ++i) out[i] = std::max(out[i], row[i] - lse);
     }
@@ -128,7 +130,9 @@ void best(float *relevance, int64_t n, const int32_t *ids, int64_t k, int32_t *o
             left -= __builtin_popcount(equal);
             chosen |= equal;
         }
-        for (; chosen != 0; chosen &= chosen - 1) {
+        // Where the largest number is a zero, the floor above it does not always exceed the others:
+        // -0 equals 0, and a processor may take the smallest numbers for 0.
+        for (; chosen != 0 && found < k; chosen &= chosen - 1) {
             const int64_t place = i + __builtin_ctz(chosen);
             out[found++] = ids == nullptr ? static_cast<int32_t>(place) : ids[place];
         }

@@ -133,7 +133,9 @@ class Step {
             for (int64_t row = 0; row < rows; ++row) {
                 const int64_t head = row / request_.queries % request_.query_heads;
                 // The share of the softmax that is left: 1 / (1 + exp(sink - lse)).
-                const float share = 1.0f / (1.0f + std::exp(step_.sink_logits[head] - lse_[row]));
+                const float sink = step_.sink_logits[head];
+                if (sink == -std::numeric_limits<float>::infinity()) continue;
+                const float share = 1.0f / (1.0f + std::exp(sink - lse_[row]));
                 float *out = request_.out + row * request_.value_dim;
                 for (int64_t d = 0; d < request_.value_dim; ++d) out[d] *= share;
             }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.methods.flat import FlatIndex
+from hf_kvret.methods.paris.ablations import UnrotatedParisKVCache
 from hf_kvret_kernels import host_step
 
 HEADS, GROUP, DIM = 2, 2, 32
@@ -189,3 +191,53 @@ def test_an_index_that_replaces_its_search_is_asked(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(index, "search", lambda *args: searches.append(1) or own(*args))
     drivers[0].forward(1)
     assert searches == [1]
+
+
+@contextmanager
+def torch_default(default: torch.dtype | str) -> Iterator[None]:
+    """Another default dtype or default device of torch."""
+    if isinstance(default, str):
+        with torch.device(default):
+            yield
+        return
+    torch.set_default_dtype(default)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.factor("method", list(METHODS))
+@pytest.mark.factor("default", [torch.float64, torch.bfloat16, "meta"])
+@pytest.mark.factor("whole", [True, False])
+def test_defaults_of_torch_do_not_matter(
+    method: str, default: torch.dtype | str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, options = METHODS[method]
+    attend = RetrievalLayer.attend
+
+    def attend_with_default(layer: RetrievalLayer, *args: Any) -> torch.Tensor:
+        with torch_default(default):
+            return attend(layer, *args)
+
+    def steps() -> list[torch.Tensor]:
+        driver = Driver(make_cache(kind, **options), 4.0, True)
+        driver.forward(60, padded=3)
+        results = [driver.forward(count) for count in (1, 1, 3, 1)]
+        driver.crop(20)
+        return [*results, driver.forward(1)]
+
+    with nullcontext() if whole else step_by_step():
+        expected = steps()
+        monkeypatch.setattr(RetrievalLayer, "attend", attend_with_default)
+        got = steps()
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_index_that_replaces_a_part_of_its_search_says_so() -> None:
+    got = everything(Driver(make_cache(UnrotatedParisKVCache), None, False))
+    with step_by_step():
+        expected = everything(Driver(make_cache(UnrotatedParisKVCache), None, False))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=ERROR)

@@ -271,7 +271,9 @@ def test_ids_that_are_given_are_attended_to(heads: int, threads: int, path: str)
     shape = Shape(300, heads=2, group=3, queries=2, batch=2, dim=40)
     rows, keys, values = cold_rows(shape)
     if heads % 2:
-        with pytest.raises(ValueError, match=r"ids is torch.int32 of 1 heads: pass int32 of 2"):
+        with pytest.raises(
+            ValueError, match=r"ids is torch.int32 \(2, 1, 2, 5\): pass int32 \[2, 2 or a multiple"
+        ):
             run_given(shape, rows, torch.zeros(2, 1, 2, 5, dtype=torch.int32), threads, path)
         return
     ids = torch.randint(-1, 300, (2, heads, 2, 700), generator=generator(3), dtype=torch.int32)
@@ -475,3 +477,101 @@ def test_the_variable_forces_an_instruction_set(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(library.ISA_VARIABLE, "mmx")
     with pytest.raises(ValueError, match="HF_KVRET_CPU_PATH=mmx: choose one of avx512_bf16"):
         run_step(*arguments, scale=0.1)
+
+
+@every_path
+@pytest.mark.factor("flush", [False, True])
+@pytest.mark.factor("search", ["flat", "paris"])
+def test_no_more_than_the_budget_are_chosen_of_scores_that_are_zero(
+    search: str, flush: bool, path: str
+) -> None:
+    # Products with a negative scale are -0, which equals 0; and where subnormal numbers count as
+    # 0, the number after 0 does not exceed it.
+    shape = Shape(200, group=1, candidates=200)
+    rows, keys, _ = cold_rows(shape)
+    valid = shape.mask()
+    found = FlatSearch(keys) if search == "flat" else paris_search(shape, valid)
+    query = torch.zeros_like(shape.query())
+    torch.set_flush_denormal(flush)
+    try:
+        for scale in (1.0, -1.0):
+            cold = HostCold(rows, found, valid, 5)
+            _, ids = run_step(query, near_window(shape, 5), cold, scale=scale, path=path, threads=1)
+            first = valid[0].nonzero()[:5, 0].int()
+            assert torch.equal(ids, first.expand_as(ids))
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@every_path
+def test_a_query_of_nan_has_no_say_in_what_its_group_chooses(path: str) -> None:
+    shape = Shape(403, heads=1, dim=64)
+    rows, keys, _ = cold_rows(shape)
+    query = shape.query()
+    query[:, 1] = math.nan
+    cold, window = HostCold(rows, FlatSearch(keys), shape.mask(), 20), near_window(shape, 5)
+    _, ids = run_step(query, window, cold, scale=0.1, path=path)
+    _, alone = run_step(query[:, :1], window, cold, scale=0.1, path=path)
+    assert torch.equal(ids, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_defaults_of_torch_do_not_matter(dtype: torch.dtype) -> None:
+    shape = Shape(200)
+    rows, keys, _ = cold_rows(shape)
+    query, valid, window = shape.query(), shape.mask(), near_window(shape, 20)
+    cold = HostCold(rows, FlatSearch(keys), valid, 30)
+    expected = run_step(query, window, cold, scale=0.1)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            got = run_step(query, window, cold, scale=0.1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got[0].dtype == torch.float32
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_window_of_one_head_or_row_is_read_right_whatever_its_strides() -> None:
+    query = torch.randn(2, 2, 1, 16)
+    rows = torch.randn(2, 40, 1, 16).transpose(1, 2)
+    expected = run_step(query, HostWindow(rows.clone(), rows.clone(), 40), scale=0.25)[0]
+    for window in (rows, rows.contiguous(), torch.cat([rows, rows], dim=2)[:, :, :40]):
+        assert torch.equal(run_step(query, HostWindow(window, window, 40), scale=0.25)[0], expected)
+        one = HostWindow(window[1:], window[1:], 40)
+        assert torch.equal(run_step(query[1:], one, scale=0.25)[0], expected[1:])
+
+
+def test_windows_that_do_not_fit_are_refused() -> None:
+    query, rows = torch.randn(1, 4, 2, 16), torch.randn(1, 2, 40, 16)
+    roomy = torch.randn(1, 2, 64, 16)[:, :, :40]
+    turned = torch.randn(1, 40, 2, 16).transpose(1, 2)
+    cases = [
+        (query, rows, rows.bfloat16(), 40, "one dtype"),
+        (query, rows, rows[:, :, :30], 30, "one dtype"),
+        (query.expand(2, -1, -1, -1), rows, rows, 40, "query's batch"),
+        (query[:, :3], rows, rows, 40, "divide its heads"),
+        (query, rows, rows, 41, "length=41"),
+        (query, rows, rows, 1, "length=1"),
+        (query, rows, roomy, 40, "one capacity"),
+        (query, turned, turned, 40, "one capacity"),
+        (query, rows[:, :1].expand(-1, 2, -1, -1), rows, 40, "one capacity"),
+    ]
+    for own, keys, values, length, message in cases:
+        with pytest.raises(ValueError, match=message):
+            run_step(own, HostWindow(keys, values, length), scale=0.25)
+
+
+def test_cold_rows_that_do_not_fit_are_refused() -> None:
+    shape = Shape(100)
+    rows, keys, _ = cold_rows(shape)
+    query, window, valid = shape.query(), near_window(shape, 5), shape.mask()
+    halves = replace(rows, chunks=[chunk.half() for chunk in rows.chunks], page_address=None)
+    for own, mask, message in (
+        (halves, valid, "rows of one form"),
+        (rows, valid.float(), "bool mask"),
+        (rows, valid.expand(2, -1), "batch of 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_step(query, window, HostCold(own, FlatSearch(keys), mask, 3), scale=1.0)

@@ -12,7 +12,7 @@ class AccumulatedAttention(TokenBuffer):
 
     def start(self, keys: torch.Tensor, slot: int) -> None:
         """Drop the slots from ``slot`` on, then add the tokens of ``keys [B, Hkv, n, D]`` at 0."""
-        self.put(torch.zeros(keys.shape[:3], device=keys.device), slot)
+        self.put(keys.new_zeros(keys.shape[:3], dtype=torch.float32), slot)
 
     def add(self, slot: int, weights: torch.Tensor) -> None:
         """Add ``weights [B, Hkv, n]`` to the tokens from ``slot`` on."""

@@ -28,7 +28,8 @@ class RandomSource(State):
     def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
         """``N(0, 1)`` on the CPU."""
         self.is_drawn = True
-        return torch.randn(shape, generator=self._generator)
+        # On the CPU, whatever device and dtype are the defaults: the same numbers everywhere.
+        return torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
 
     def fork(self) -> RandomSource:
         twin = RandomSource(self._seed)

@@ -89,7 +89,7 @@ class LRQKIndex(CapturableIndex, Index):
         # All of the prompt is in the factors, or will be now.
         self._flushed = False
         if self._partial:
-            rows = torch.ones(len(self._proxies.rows), dtype=torch.bool)
+            rows = torch.ones(len(self._proxies.rows), dtype=torch.bool, device="cpu")
             self._reproject(self._fit(), cold.store, rows.to(self._proxies.rows.device))
             self._partial, self._since = False, math.inf
         self.before_search(cold)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from hf_kvret.core.index import ColdTokens
 from hf_kvret.methods.paris.cache import ParisKVCache
 from hf_kvret.methods.paris.config import ParisConfig
 from hf_kvret.methods.paris.index import ParisIndex
@@ -39,6 +40,9 @@ class UnrotatedIndex(ParisIndex):
         # Signs, then a symmetric transform that is its own inverse; undone in the other order.
         source = paris.rotate(rows, torch.ones_like(signs)) * signs
         return paris.encode(source, signs, levels, m=self.options.subspace_dim)
+
+    def host_search(self, query: torch.Tensor, cold: ColdTokens) -> None:
+        """None: the CPU library would rotate the query."""
 
 
 class UncorrectedParisKVCache(ParisKVCache):

@@ -96,7 +96,7 @@ class ParisIndex(CapturableIndex, Index):
         )
         return best_ids(estimates, kept, cold.budget)
 
-    def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
+    def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         options = self.options
         counts, signs, levels = self._counts, self._signs, self._levels
         if counts is None or signs is None or levels is None:

@@ -17,6 +17,7 @@ import torch
 
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels.host_library import why_not
+from hf_kvret_kernels.host_step.checks import check_cold, check_ids, check_window
 from hf_kvret_kernels.host_step.searches import (
     FlatSearch,
     GivenIds,
@@ -134,37 +135,39 @@ def run_step(
 
     Raises:
         ImportError: no library; see ``why_not()``.
-        ValueError: a query of another dtype or another head dim than the rows.
+        ValueError: a query of another dtype or another head dim than the rows, windows or cold rows
+            that do not fit each other, ids that a short page table does not lead to.
         MemoryError: no room for the work space.
     """
-    heads, key_dim = window.keys.shape[1], window.keys.shape[3]
-    if query.dtype != window.keys.dtype or query.shape[3] != key_dim:
-        raise ValueError(
-            f"query is {query.dtype} of {query.shape[3]} dims, rows are {window.keys.dtype} of "
-            f"{key_dim}: convert the query"
-        )
+    capacity = check_window(query, window.keys, window.values, window.length)
+    heads, value_dim = window.keys.shape[1], window.values.shape[3]
+    if cold is not None:
+        check_cold(query, cold.rows, cold.valid, query.shape[3] + value_dim)
+        known = cold.search.tokens()
+        if known is not None and known != cold.valid.shape[1]:
+            raise ValueError(
+                f"the search knows {known} tokens, valid covers {cold.valid.shape[1]}: an index "
+                "has to hold every token that was added"
+            )
     query, threads = query.contiguous(), host_library.thread_count(threads)
     batch, query_heads, queries, _ = query.shape
+    # Of the query's device and of fixed dtypes, whatever a user has made torch's defaults.
+    out = query.new_empty(batch, query_heads, queries, value_dim, dtype=torch.float32)
     if cold is not None and isinstance(cold.search, GivenIds):
         ids = cold.search.ids.contiguous()
-        if ids.dtype != torch.int32 or query_heads % ids.shape[1] or ids.shape[1] % heads:
-            raise ValueError(
-                f"ids is {ids.dtype} of {ids.shape[1]} heads: pass int32 of {heads} heads, or of a "
-                f"multiple that divides {query_heads}"
-            )
+        check_ids(query, ids, heads)
     else:
         budget = 0 if cold is None else cold.budget
-        ids = torch.empty(batch, heads, queries, budget, dtype=torch.int32)
-    out = torch.empty(batch, query_heads, queries, window.values.shape[3])
+        ids = query.new_empty(batch, heads, queries, budget, dtype=torch.int32)
     pages = None
     if cold is not None:
         table, addresses = cold.rows.table.contiguous(), cold.rows.addresses()
         pages = table, addresses, cold.rows.page_len
-    sizes = heads, window.values.shape[3]
+    sizes = heads, value_dim
     request = host_library.pack_request(
         query, ids, pages, sizes, out, None, scale, softcap, threads, path
     )
-    step, _keep = _pack_step(request, window, cold, sink_logits, selected)
+    step, _keep = _pack_step(request, window, capacity, cold, sink_logits, selected)
     if host_library.call("hfk_run_step", threads, step) == host_library.BAD_ID and cold is not None:
         cold.rows.check_range(ids)
         raise AssertionError("the library refuses what check_range refuses")
@@ -191,12 +194,12 @@ def trace_paris(
     tables = 1 if search.mean_query else query_heads // heads
     lead, rotated_dim = (batch, heads, queries), len(search.signs)
     trace = ParisTrace(
-        torch.empty(*lead, tables, rotated_dim),
-        torch.empty(*lead, tables, rotated_dim // 8, 256, dtype=torch.uint8),
-        torch.empty(*lead, n, dtype=torch.uint8),
-        torch.empty(*lead, search.candidates, dtype=torch.int32),
-        torch.full((*lead, tables, search.candidates), -math.inf),
-        torch.empty(*lead, budget, dtype=torch.int32),
+        query.new_empty(*lead, tables, rotated_dim, dtype=torch.float32),
+        query.new_empty(*lead, tables, rotated_dim // 8, 256, dtype=torch.uint8),
+        query.new_empty(*lead, n, dtype=torch.uint8),
+        query.new_empty(*lead, search.candidates, dtype=torch.int32),
+        query.new_full((*lead, tables, search.candidates), -math.inf, dtype=torch.float32),
+        query.new_empty(*lead, budget, dtype=torch.int32),
     )
     request = host_library.pack_request(
         query, trace.ids, None, (heads, dim), trace.rotated, None, scale, softcap, 1, path
@@ -204,7 +207,7 @@ def trace_paris(
     empty = query.new_empty(batch, heads, 0, dim)
     no_rows = PagedRows([query.new_empty(1, heads, 1, 2 * dim)], trace.ids[0, :1, 0], dim)
     cold = HostCold(no_rows, search, valid, budget)
-    step, _keep = _pack_step(request, HostWindow(empty, empty, 0), cold, None, None)
+    step, _keep = _pack_step(request, HostWindow(empty, empty, 0), 0, cold, None, None)
     arrays = (trace.rotated, trace.points, trace.scores, trace.candidates, trace.estimates)
     host_library.call(
         "hfk_search_ids", 1, step, _TRACE.pack(*(array.data_ptr() for array in arrays))
@@ -215,6 +218,7 @@ def trace_paris(
 def _pack_step(
     request: bytes,
     window: HostWindow,
+    capacity: int,
     cold: HostCold | None,
     sink_logits: torch.Tensor | None,
     selected: torch.Tensor | None,
@@ -236,7 +240,7 @@ def _pack_step(
         window.values.data_ptr(),
         0 if near is None else near.data_ptr(),
         0 if near is None else near.stride(0),
-        window.keys.stride(1) // window.keys.shape[3],
+        capacity,
         window.length,
         *chosen,
         0 if sink_logits is None else sink_logits.data_ptr(),

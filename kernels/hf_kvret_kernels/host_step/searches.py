@@ -26,6 +26,9 @@ class HostSearch(Protocol):
     def pack(self) -> bytes:
         """The library's struct; its addresses are good as long as this object lives."""
 
+    def tokens(self) -> int | None:
+        """How many it knows; None where that does not matter."""
+
 
 @dataclass(eq=False)
 class GivenIds:
@@ -38,6 +41,9 @@ class GivenIds:
     kind: ClassVar[int] = 0
 
     ids: torch.Tensor
+
+    def tokens(self) -> int | None:
+        return None
 
     def pack(self) -> bytes:
         return b""
@@ -55,6 +61,9 @@ class FlatSearch:
     _STRUCT: ClassVar[struct.Struct] = struct.Struct("@P2q")
 
     keys: torch.Tensor
+
+    def tokens(self) -> int | None:
+        return self.keys.shape[2]
 
     def pack(self) -> bytes:
         keys = self.keys = _dense_rows(self.keys)
@@ -89,6 +98,9 @@ class ParisSearch:
     candidates: int
     mean: torch.Tensor | None = None
     mean_query: bool = False
+
+    def tokens(self) -> int | None:
+        return self.codes.sign.shape[2]
 
     def pack(self) -> bytes:
         codes = self.codes
@@ -130,6 +142,9 @@ class ProxySearch:
     query: torch.Tensor
     rows: torch.Tensor
     offset: torch.Tensor | None = None
+
+    def tokens(self) -> int | None:
+        return self.rows.shape[2]
 
     def pack(self) -> bytes:
         self.query, rows = self.query.contiguous(), _dense_rows(self.rows)

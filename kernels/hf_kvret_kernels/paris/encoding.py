@@ -28,7 +28,7 @@ def random_signs(dim: int, seed: int) -> torch.Tensor:
     """
     check_rotated("signs", dim)
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    return torch.randint(0, 2, (dim,), generator=generator).float() * 2 - 1
+    return torch.randint(0, 2, (dim,), generator=generator, device="cpu").float() * 2 - 1
 
 
 def rotate(x: torch.Tensor, signs: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:

@@ -27,7 +27,9 @@ def magnitude_levels(m: int, count: int = 8) -> torch.Tensor:
         raise ValueError(f"m={m}: subspaces of at least 3 coordinates have such levels")
     if count < 1:
         raise ValueError(f"count={count}: at least one level is needed")
-    return _converged_levels(m, count).clone()
+    # Whatever a user has made torch's default device.
+    with torch.device("cpu"):
+        return _converged_levels(m, count).clone()
 
 
 @lru_cache(maxsize=16)

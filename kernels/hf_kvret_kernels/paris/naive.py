@@ -19,7 +19,7 @@ SHARE_UNIT = 1_000_000
 
 def hadamard(dim: int, device: torch.device) -> torch.Tensor:
     """``[dim, dim]`` fp32 of +1 and -1: the parity of the bits that row and column share."""
-    matrix = torch.ones(1, 1, device=device)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while matrix.shape[0] < dim:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix
@@ -122,7 +122,7 @@ def bonus_table(
     ids = torch.arange(1 << m, device=q_rot.device)
     # One coordinate after the other: the kernel adds in this order too, so that both see the
     # same fp32 numbers and sort alike.
-    sims = torch.zeros(*q_b.shape[:-1], 1 << m, device=q_rot.device)
+    sims = q_b.new_zeros(*q_b.shape[:-1], 1 << m)
     for j in range(m):
         sims += q_b[..., j, None] * ((ids >> j & 1).float() * 2 - 1)
     order = sims.argsort(dim=-1, descending=True, stable=True)

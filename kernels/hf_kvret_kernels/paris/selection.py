@@ -57,7 +57,8 @@ def count_centroids(
 def tier_shares(rho: float, tiers: tuple[float, ...]) -> torch.Tensor:
     """``[tiers]`` int64 on the CPU, not to be written to: each ``rho * t`` in millionths."""
     with torch.inference_mode(False):
-        return torch.tensor([round(rho * tier * naive.SHARE_UNIT) for tier in tiers])
+        shares = [round(rho * tier * naive.SHARE_UNIT) for tier in tiers]
+        return torch.tensor(shares, dtype=torch.int64, device="cpu")
 
 
 def collisions(

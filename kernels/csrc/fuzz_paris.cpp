@@ -1,0 +1,316 @@
+// ParisKV's search: each stage is held against plain arithmetic on what the one before it left.
+#include <numeric>
+
+#include "fuzz_search.h"
+
+namespace {
+
+// Centroids that the points of one query may take, and points that the scan of one may add.
+constexpr int64_t kTableWork = 6000, kScanWork = 500000;
+
+class ParisCase : public SearchCase {
+  public:
+    ParisCase(Random &random, hfk_step &step) {
+        hfk_request &r = step.attention;
+        paris_.dim = 8;
+        while (paris_.dim < r.key_dim || (paris_.dim < 256 && random.one_in(4))) paris_.dim *= 2;
+        paris_.m = random.one_in(2) ? 4 : 8;
+        const int64_t subspaces = paris_.dim / paris_.m;
+        paris_.tiers = random.pick(1, std::min<int64_t>(15, 254 / subspaces));
+        paris_.mean_query = random.one_in(3);
+        group_ = r.query_heads / r.id_heads;
+        tables_ = paris_.mean_query ? 1 : group_;
+        if (r.batch * r.id_heads * r.queries * tables_ * paris_.dim > kTableWork) {
+            r.batch = r.queries = 1;
+        }
+        selections_ = r.batch * r.id_heads * r.queries;
+        step.tokens = pick_tokens(random, kScanWork / (selections_ * tables_ * paris_.dim / 8));
+        paris_.candidates = random.one_in(4) ? step.tokens + random.pick(-1, 3)
+                                             : random.pick(0, step.tokens);
+        paris_.candidates = std::max<int64_t>(paris_.candidates, 0);
+        paris_.weight_dtype = static_cast<int32_t>(random.pick(0, 2));
+        make_codes(random, step);
+        make_counts(random, step);
+        mean_ = Numbers(r.batch * r.id_heads * r.key_dim, HFK_FLOAT32);
+        mean_.fill(random);
+        if (random.one_in(2)) paris_.mean = mean_.floats();
+        signs_.resize(paris_.dim);
+        for (float &sign : signs_) sign = random.one_in(2) ? 1.0f : -1.0f;
+        levels_ = Numbers(8, HFK_FLOAT32);
+        levels_.fill(random);
+        shares_.resize(paris_.tiers);
+        for (int64_t &share : shares_) share = random.one_in(8) ? 0 : random.pick(0, 1000000);
+        paris_.signs = signs_.data();
+        paris_.levels = levels_.floats();
+        paris_.shares = shares_.data();
+    }
+
+    const void *request() const override { return &paris_; }
+
+    const char *run(const hfk_step &step, const Numbers &query) const override {
+        const int64_t rows = selections_ * tables_;
+        const float poison = std::numeric_limits<float>::quiet_NaN();
+        Trace trace;
+        trace.rotated.assign(rows * paris_.dim, poison);
+        trace.points.assign(rows * paris_.dim / 8 * 256, 255);
+        trace.scores.assign(selections_ * step.tokens, 255);
+        trace.candidates.assign(selections_ * paris_.candidates, -7);
+        trace.estimates.assign(rows * paris_.candidates, poison);
+        const hfk_paris_trace request = {trace.rotated.data(), trace.points.data(),
+                                         trace.scores.data(), trace.candidates.data(),
+                                         trace.estimates.data()};
+        if (hfk_search_ids(&step, &request) != HFK_OK) return "status of hfk_search_ids";
+        const hfk_request &r = step.attention;
+        for (int64_t place = 0; place < selections_; ++place) {
+            const int64_t head = place / r.queries;
+            for (int64_t g = 0; g < tables_; ++g) {
+                const int64_t row = place * tables_ + g;
+                if (!is_rotated(step, query, place, g, trace)) return "rotation";
+                if (!has_points(head, row, trace)) return "points";
+            }
+            if (!has_scores(step, place, trace)) return "scores of the scan";
+            if (!has_candidates(step, place, trace)) return "candidates";
+            std::vector<std::vector<double>> scores(tables_);
+            for (int64_t g = 0; g < tables_; ++g) {
+                if (!has_estimates(step, query, place, g, trace)) return "estimates";
+                scores[g] = of_tokens(step.tokens, place, g, trace);
+            }
+            double error = 0.0;
+            const std::vector<double> relevance = group_relevance(scores, error);
+            const char *fault = judge_best(r.ids + place * r.count, r.count, relevance, error);
+            if (fault != nullptr) return fault;
+        }
+        return nullptr;
+    }
+
+  private:
+    struct Trace {
+        std::vector<float> rotated, estimates;
+        std::vector<uint8_t> points, scores;
+        std::vector<int32_t> candidates;
+    };
+
+    void make_codes(Random &random, const hfk_step &step) {
+        const hfk_request &r = step.attention;
+        const int64_t n = step.tokens;
+        const auto plane = [&](int64_t width, int64_t &batch_stride, int64_t &head_stride) {
+            head_stride = (n + (random.one_in(2) ? 0 : random.pick(0, 9))) * width;
+            batch_stride = r.id_heads * head_stride;
+            return (r.batch - 1) * batch_stride + (r.id_heads - 1) * head_stride + n * width;
+        };
+        sign_.resize(plane(paris_.dim / 8, paris_.sign_batch, paris_.sign_head));
+        magnitude_.resize(plane(3 * paris_.dim / 8, paris_.magnitude_batch, paris_.magnitude_head));
+        weight_ = Numbers(plane(paris_.dim / paris_.m, paris_.weight_batch, paris_.weight_head),
+                          paris_.weight_dtype);
+        // Few different bytes make tokens with equal points.
+        const bool few = random.one_in(3);
+        for (uint8_t &byte : sign_) byte = few ? random.byte() & 3 : random.byte();
+        for (uint8_t &byte : magnitude_) byte = random.byte();
+        weight_.fill(random);
+        paris_.sign = sign_.data();
+        paris_.magnitude = magnitude_.data();
+        paris_.weight = weight_.data();
+    }
+
+    void make_counts(Random &random, const hfk_step &step) {
+        const hfk_request &r = step.attention;
+        const int64_t subspaces = paris_.dim / paris_.m, centroids = int64_t{1} << paris_.m;
+        counts_.assign(r.batch * r.id_heads * subspaces * centroids, 0);
+        for (int64_t head = 0; head < r.batch * r.id_heads; ++head) {
+            const uint8_t *sign = signs_of(step, head);
+            for (int64_t i = 0; i < step.tokens; ++i) {
+                if (random.one_in(5)) continue; // tokens that are no longer valid
+                for (int64_t s = 0; s < subspaces; ++s) {
+                    ++counts_[(head * subspaces + s) * centroids +
+                              centroid(sign + i * paris_.dim / 8, s)];
+                }
+            }
+        }
+        paris_.counts = counts_.data();
+    }
+
+    // Where the codes of a head of a batch row begin.
+    const uint8_t *signs_of(const hfk_step &step, int64_t head) const {
+        const int64_t heads = step.attention.id_heads;
+        return sign_.data() + head / heads * paris_.sign_batch + head % heads * paris_.sign_head;
+    }
+
+    int64_t centroid(const uint8_t *sign, int64_t subspace) const {
+        if (paris_.m == 8) return sign[subspace];
+        return sign[subspace / 2] >> 4 * (subspace % 2) & 15;
+    }
+
+    // Sum of a group's queries, or one of them, at coordinate d.
+    double query_at(const hfk_step &step, const Numbers &query, int64_t place, int64_t g,
+                    int64_t d) const {
+        const hfk_request &r = step.attention;
+        const int64_t head = place / r.queries;
+        const auto own = [&](int64_t i) {
+            return query[((head * group_ + i) * r.queries + place % r.queries) * r.key_dim + d];
+        };
+        if (!paris_.mean_query) return own(g);
+        double sum = 0.0;
+        for (int64_t i = 0; i < group_; ++i) sum += own(i);
+        return sum / static_cast<double>(group_);
+    }
+
+    // By the definition of a Walsh-Hadamard matrix.
+    bool is_rotated(const hfk_step &step, const Numbers &query, int64_t place, int64_t g,
+                    const Trace &trace) const {
+        const int64_t key_dim = step.attention.key_dim;
+        std::vector<double> signed_query(key_dim);
+        for (int64_t d = 0; d < key_dim; ++d) {
+            signed_query[d] = query_at(step, query, place, g, d) * signs_[d];
+        }
+        for (int64_t i = 0; i < paris_.dim; ++i) {
+            double sum = 0.0;
+            for (int64_t d = 0; d < key_dim; ++d) {
+                sum += __builtin_popcountll(i & d) % 2 == 0 ? signed_query[d] : -signed_query[d];
+            }
+            const double want = sum / std::sqrt(static_cast<double>(paris_.dim));
+            if (!is_close(trace.rotated[(place * tables_ + g) * paris_.dim + i], want)) return false;
+        }
+        return true;
+    }
+
+    // Exactly: similarities are sums of floats in the order of coordinates.
+    std::vector<int> subspace_points(const float *query, int64_t head, int64_t subspace) const {
+        const int64_t subspaces = paris_.dim / paris_.m, centroids = int64_t{1} << paris_.m;
+        const int32_t *own = counts_.data() + head * subspaces * centroids;
+        const int64_t total = std::accumulate(own, own + centroids, int64_t{0});
+        const int32_t *counts = own + subspace * centroids;
+        std::vector<float> similarity(centroids, 0.0f);
+        for (int64_t c = 0; c < centroids; ++c) {
+            for (int64_t j = 0; j < paris_.m; ++j) {
+                const float x = query[subspace * paris_.m + j];
+                similarity[c] += c >> j & 1 ? x : -x;
+            }
+        }
+        std::vector<int> order(centroids), points(centroids, 0);
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(),
+                         [&](int a, int b) { return similarity[a] > similarity[b]; });
+        int64_t ahead = 0;
+        for (int c : order) {
+            for (int64_t share : shares_) points[c] += ahead < (total * share + 999999) / 1000000;
+            ahead += counts[c];
+        }
+        return points;
+    }
+
+    bool has_points(int64_t head, int64_t row, const Trace &trace) const {
+        const float *query = trace.rotated.data() + row * paris_.dim;
+        for (int64_t byte = 0; byte < paris_.dim / 8; ++byte) {
+            const uint8_t *got = trace.points.data() + (row * paris_.dim / 8 + byte) * 256;
+            const int64_t first = byte * 8 / paris_.m;
+            const std::vector<int> low = subspace_points(query, head, first);
+            const std::vector<int> high =
+                paris_.m == 8 ? std::vector<int>(1, 0) : subspace_points(query, head, first + 1);
+            for (int64_t c = 0; c < 256; ++c) {
+                const int want = paris_.m == 8 ? low[c] : low[c & 15] + high[c >> 4];
+                if (got[c] != want) return false;
+            }
+        }
+        return true;
+    }
+
+    bool has_scores(const hfk_step &step, int64_t place, const Trace &trace) const {
+        const int64_t bytes = paris_.dim / 8, head = place / step.attention.queries;
+        const uint8_t *valid =
+            step.valid + head / step.attention.id_heads * step.valid_stride;
+        for (int64_t i = 0; i < step.tokens; ++i) {
+            const uint8_t *sign = signs_of(step, head) + i * bytes;
+            int most = 0;
+            for (int64_t g = 0; g < tables_; ++g) {
+                int sum = 0;
+                for (int64_t s = 0; s < bytes; ++s) {
+                    sum += trace.points[((place * tables_ + g) * bytes + s) * 256 + sign[s]];
+                }
+                most = std::max(most, sum);
+            }
+            const int want = valid[i] ? most + 1 : 0;
+            if (trace.scores[place * step.tokens + i] != want) return false;
+        }
+        return true;
+    }
+
+    bool has_candidates(const hfk_step &step, int64_t place, const Trace &trace) const {
+        const uint8_t *scores = trace.scores.data() + place * step.tokens;
+        std::vector<int32_t> want;
+        for (int32_t i = 0; i < step.tokens; ++i) {
+            if (scores[i] > 0) want.push_back(i);
+        }
+        std::stable_sort(want.begin(), want.end(),
+                         [&](int32_t a, int32_t b) { return scores[a] > scores[b]; });
+        if (static_cast<int64_t>(want.size()) > paris_.candidates) want.resize(paris_.candidates);
+        std::sort(want.begin(), want.end());
+        want.resize(paris_.candidates, -1);
+        return std::equal(want.begin(), want.end(),
+                          trace.candidates.begin() + place * paris_.candidates);
+    }
+
+    bool has_estimates(const hfk_step &step, const Numbers &query, int64_t place, int64_t g,
+                       const Trace &trace) const {
+        const hfk_request &r = step.attention;
+        const int64_t head = place / r.queries, bytes = paris_.dim / 8;
+        const int64_t batch = head / r.id_heads, own_head = head % r.id_heads;
+        const uint8_t *magnitude = magnitude_.data() + batch * paris_.magnitude_batch +
+                                   own_head * paris_.magnitude_head;
+        const int64_t weight = batch * paris_.weight_batch + own_head * paris_.weight_head;
+        const float *rotated = trace.rotated.data() + (place * tables_ + g) * paris_.dim;
+        double offset = 0.0, offset_size = 0.0;
+        for (int64_t d = 0; paris_.mean != nullptr && d < r.key_dim; ++d) {
+            const double term = query_at(step, query, place, g, d) * mean_[head * r.key_dim + d];
+            offset += term, offset_size += std::abs(term);
+        }
+        for (int64_t c = 0; c < paris_.candidates; ++c) {
+            const int64_t id = trace.candidates[place * paris_.candidates + c];
+            if (id < 0) break;
+            double sum = offset, size = offset_size;
+            for (int64_t d = 0; d < paris_.dim; ++d) {
+                // Three bits for each coordinate, lowest first.
+                int level = 0;
+                for (int64_t bit = 3 * d; bit < 3 * d + 3; ++bit) {
+                    level |= (magnitude[3 * bytes * id + bit / 8] >> bit % 8 & 1) << (bit - 3 * d);
+                }
+                const bool positive = signs_of(step, head)[bytes * id + d / 8] >> d % 8 & 1;
+                const double value =
+                    levels_[level] * weight_[weight + id * paris_.dim / paris_.m + d / paris_.m];
+                const double term = rotated[d] * (positive ? value : -value);
+                sum += term, size += std::abs(term);
+            }
+            const double want = capped(sum * r.scale, r.softcap);
+            const double got =
+                trace.estimates[(place * tables_ + g) * paris_.candidates + c];
+            // fp32 sums of up to 256 terms, and what a cap's tanh is off.
+            const double error = 1e-6 * (size * std::abs(r.scale) + r.softcap) + 1e-9;
+            if (!(std::abs(got - want) <= error)) return false;
+        }
+        return true;
+    }
+
+    // Estimates at the places of their tokens.
+    std::vector<double> of_tokens(int64_t tokens, int64_t place, int64_t g,
+                                  const Trace &trace) const {
+        std::vector<double> scores(tokens, -kInf);
+        for (int64_t c = 0; c < paris_.candidates; ++c) {
+            const int32_t id = trace.candidates[place * paris_.candidates + c];
+            if (id >= 0) scores[id] = trace.estimates[(place * tables_ + g) * paris_.candidates + c];
+        }
+        return scores;
+    }
+
+    hfk_paris paris_{};
+    int64_t group_, tables_, selections_;
+    std::vector<uint8_t> sign_, magnitude_;
+    Numbers weight_, mean_, levels_;
+    std::vector<int32_t> counts_;
+    std::vector<float> signs_;
+    std::vector<int64_t> shares_;
+};
+
+} // namespace
+
+std::unique_ptr<SearchCase> make_paris_case(Random &random, hfk_step &step) {
+    return std::make_unique<ParisCase>(random, step);
+}

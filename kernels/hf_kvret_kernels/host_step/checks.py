@@ -1,0 +1,81 @@
+"""What a step's tensors must be for the library, which has their addresses alone."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret_kernels.paged import PagedRows
+
+
+def check_window(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int) -> int:
+    """The capacity of a window's buffers, see ``HostWindow``; ValueError where they do not fit."""
+    batch, query_heads, queries, key_dim = query.shape
+    if query.dtype != keys.dtype or key_dim != keys.shape[3]:
+        raise ValueError(
+            f"query is {query.dtype} of {key_dim} dims, rows are {keys.dtype} of "
+            f"{keys.shape[3]}: convert the query"
+        )
+    fits = keys.shape[:3] == values.shape[:3] and keys.shape[0] == batch
+    if not fits or values.dtype != keys.dtype or query_heads % keys.shape[1]:
+        raise ValueError(
+            f"query is {tuple(query.shape)}, keys are {keys.dtype} {tuple(keys.shape)}, values "
+            f"{values.dtype} {tuple(values.shape)}: pass rows of one dtype for the query's batch, "
+            "and KV heads that divide its heads"
+        )
+    if length and not queries <= length <= keys.shape[2]:
+        raise ValueError(
+            f"length={length}: {queries} queries are among the rows held, and the buffers have "
+            f"{keys.shape[2]}: pass 0 or a number between"
+        )
+    capacities = {_capacity(keys), _capacity(values)}
+    if len(capacities) > 1 or min(capacities) < keys.shape[2]:
+        raise ValueError(
+            f"keys have strides {keys.stride()}, values {values.stride()}: pass contiguous "
+            "[B, Hkv, capacity, D] buffers of one capacity, or views [:, :, :n] of such"
+        )
+    return capacities.pop()
+
+
+def check_cold(query: torch.Tensor, rows: PagedRows, valid: torch.Tensor, row_width: int) -> None:
+    """ValueError where cold rows or their mask are not for this query and rows of ``row_width``."""
+    batch, _, _, key_dim = query.shape
+    if rows.dtype != query.dtype or (rows.key_dim, rows.width) != (key_dim, row_width):
+        raise ValueError(
+            f"cold rows are {rows.dtype} of {rows.key_dim} + {rows.value_dim} dims, the window's "
+            f"are {query.dtype} of {key_dim} + {row_width - key_dim}: pass rows of one form"
+        )
+    if valid.dtype != torch.bool or len(valid) != batch or len(rows.table) != batch:
+        raise ValueError(
+            f"valid is {valid.dtype} {tuple(valid.shape)}, the page table {tuple(rows.table.shape)}"
+            f": pass a bool mask and a table for a batch of {batch}"
+        )
+
+
+def check_ids(query: torch.Tensor, ids: torch.Tensor, heads: int) -> None:
+    """ValueError where ids that are given are not for this query and ``heads`` KV heads."""
+    batch, query_heads, queries, _ = query.shape
+    fits = ids.ndim == 4 and (ids.shape[0], ids.shape[2]) == (batch, queries) and ids.shape[1]
+    if ids.dtype != torch.int32 or not fits or query_heads % ids.shape[1] or ids.shape[1] % heads:
+        raise ValueError(
+            f"ids is {ids.dtype} {tuple(ids.shape)}: pass int32 [{batch}, {heads} or a multiple "
+            f"that divides {query_heads}, {queries}, k]"
+        )
+
+
+def _capacity(rows: torch.Tensor) -> int:
+    """Tokens from one head to the next; -1 where ``rows [B, H, n, D]`` lie in another way."""
+    batch, heads, count, dim = rows.shape
+    row_stride, head_stride, token_stride, stride = rows.stride()
+    capacity = count
+    if heads > 1:
+        capacity = head_stride // dim
+    elif batch > 1:
+        capacity = row_stride // dim
+    # Strides of dimensions of one element mean nothing.
+    fits = (
+        (dim == 1 or stride == 1)
+        and (count <= 1 or token_stride == dim)
+        and (heads == 1 or head_stride == capacity * dim)
+        and (batch == 1 or row_stride == heads * capacity * dim)
+    )
+    return capacity if fits else -1
