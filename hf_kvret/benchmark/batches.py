@@ -55,6 +55,7 @@ class Batch(Decode):
 
     batch: tuple[int, ...] = (1,)
     """No option: batches are what is looked for."""
+    opponents: tuple[str, ...] = ()
     caches: str = with_default(Decode, "caches", "dense,flat,paris,lrqk")
     steps: int = with_default(Decode, "steps", 16)
     warmup: int = with_default(Decode, "warmup", 4)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,8 +19,11 @@ from hf_kvret.benchmark.rows import TimedSample, timed_row
 from hf_kvret.benchmark.stepping import make_steps
 from hf_kvret.benchmark.tables import plot_contexts, timing_table
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.evaluation.measurement import CheckFailed, Row
+from hf_kvret.evaluation.arguments import known_names
+from hf_kvret.evaluation.measurement import CheckFailed, Outputs, Row
+from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.scripts import load_measurement
 
 # A compiled step is compiled in the first, and its graph is recorded in the next two.
 _LEAST_COMPILED_WARMUP = 3
@@ -43,6 +46,14 @@ class Decode(ModelMeasurement):
         "hf-kvret bench decode --shape llama-3.1-8b --context 32K,128K --batch 1,8 --dtype "
         "bfloat16 --caches full,dense,dense-graph,flat,paris --json decode.json",
     )
+
+    opponents: tuple[str, ...] = option(
+        (), "llama.cpp: time it too, in a checkout", kind=known_names(["llama.cpp"], none=True)
+    )
+
+    def beside(self, outputs: Outputs) -> Any:
+        """With opponents the measurement that has them, which is a script."""
+        return load_measurement("bench llama-cpp")(**vars(self)) if self.opponents else self
 
     def check(self) -> None:
         super().check()

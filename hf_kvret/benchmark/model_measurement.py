@@ -238,7 +238,7 @@ class ModelMeasurement(Measurement):
 
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
         """A cell that runs out of memory, or whose cache is wrong, has a row that says so."""
-        rows = [self._begun(cell, progress) for cell in group]
+        rows = [self.begun(cell, progress) for cell in group]
         samples: list[dict[int, list[Any]]] = [{} for _ in group]
         share = 1 / (self.rounds * len(self.subjects))
         for number in range(self.rounds):
@@ -304,7 +304,7 @@ class ModelMeasurement(Measurement):
             for name in self.choices
         }
 
-    def _begun(self, cell: Cell, progress: Progress) -> Row:
+    def begun(self, cell: Cell, progress: Progress) -> Row:
         """How a cell's cache is filled and what its check found, or why it can't be measured."""
         fill = self.fill_of(cell)
         row: Row = {"fill": fill, **self._layers}

@@ -1,0 +1,167 @@
+"""``hf-kvret bench decode --opponents llama.cpp``: steps of caches and of llama.cpp."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Self
+
+from gguf_model import check_architecture, find_gguf
+from llama_bench import LLAMA_CPP, ROW_TYPES, LlamaBench, find_program
+
+from hf_kvret.benchmark.decode import Decode
+from hf_kvret.benchmark.filling import Subject
+from hf_kvret.benchmark.limits import Need, shortage
+from hf_kvret.benchmark.rows import Line
+from hf_kvret.benchmark.tables import ms
+from hf_kvret.evaluation.measurement import Outputs, Progress, Row
+from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.scripts import run_script
+
+
+@dataclass(frozen=True)
+class LlamaTurn:
+    """llama.cpp with one type of rows at one context, on one model."""
+
+    bench: LlamaBench
+    subject: Subject
+    context: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BesideLlamaCpp(Decode):
+    """Time of a decode step of caches, and of llama.cpp with the same model on the same CPU.
+
+    As bench decode, with two rows more for each context: llama.cpp with keys and values of 16 bits
+    and of 8. Its llama-bench is on PATH, or LLAMA_BENCH names it.
+    """
+
+    name: ClassVar[str] = "llama-cpp"
+    summary: ClassVar[str] = "time of a decode step, beside llama.cpp"
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret bench decode --opponents llama.cpp --device cpu --shape qwen3-0.6b "
+        "--dtype bfloat16 --context 4K,16K --caches dense-cpp,paris",
+    )
+
+    opponents: tuple[str, ...] = (LLAMA_CPP,)
+    """No option: this is what they are."""
+
+    @cached_property
+    def benches(self) -> dict[str, LlamaBench]:
+        """llama.cpp by the name in cells."""
+        program, folder = find_program(), Path(self._folder.name)
+        return {f"{LLAMA_CPP} {kind}": LlamaBench(program, folder, kind) for kind in ROW_TYPES}
+
+    @cached_property
+    def _folder(self) -> TemporaryDirectory[str]:
+        """Where models are written."""
+        return TemporaryDirectory(prefix="hf-kvret-")
+
+    def beside(self, outputs: Outputs) -> Self:
+        return self
+
+    def surroundings(self) -> TemporaryDirectory[str]:
+        return self._folder
+
+    def check(self) -> None:
+        if self.place.type != "cpu":
+            raise ValueError(
+                f"--opponents {LLAMA_CPP} is measured on a CPU, and the model is on "
+                f"{self.device!r}: give --device cpu, or leave it out"
+            )
+        if self.batch != (1,):
+            raise ValueError(
+                f"--opponents {LLAMA_CPP} decodes one sequence: give --batch 1, or leave it out"
+            )
+        check_architecture(self.whole.config, self.shape)
+        find_program()
+        find_gguf()
+        super().check()
+
+    def cells(self) -> list[Cell]:
+        return [
+            {"cache": name, "context": context, "batch": 1}
+            for context in self.context
+            for name in (*self.choices, *self.benches)
+        ]
+
+    def fill_of(self, cell: Cell) -> str:
+        return super().fill_of(cell) if cell["cache"] in self.choices else "prefill"
+
+    def begun(self, cell: Cell, progress: Progress) -> Row:
+        if cell["cache"] in self.choices:
+            return super().begun(cell, progress)
+        short = self.shortage(cell)
+        return self.lacking(
+            cell, {"check": "not checked"} if short is None else {"out_of_memory": short}
+        )
+
+    def shortage(self, cell: Cell) -> str | None:
+        if cell["cache"] in self.choices:
+            return super().shortage(cell)
+        bench, length = self.benches[cell["cache"]], cell["context"] + self.steps
+        return shortage(Need(bench.needed_bytes(self.subjects[0], length), 0), self.place)
+
+    def turn(self, cell: Cell, subject: Subject) -> Any:
+        if cell["cache"] in self.choices:
+            return super().turn(cell, subject)
+        return LlamaTurn(self.benches[cell["cache"]], subject, cell["context"])
+
+    def once(self, turn: Any) -> Any:
+        if isinstance(turn, LlamaTurn):
+            return turn.bench.sample(turn.subject, turn.context, self.steps)
+        return super().once(turn)
+
+    def row(self, cell: Cell, samples: Mapping[int, Sequence[Any]]) -> Row:
+        if cell["cache"] in self.choices:
+            return super().row(cell, samples)
+        return self.benches[cell["cache"]].row(self, samples)
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        """As of bench decode, with slopes and the build of llama.cpp below it."""
+        table, notes = super().table(results), [*slope_notes(results), *build_notes(results)]
+        if not notes:
+            return table
+        listed = table.splitlines()[-1].startswith("- ")
+        return "\n".join([table, *([] if listed else [""]), *notes])
+
+
+def slope_notes(results: Results) -> list[str]:
+    """Lines below a table: what 1,024 tokens more add to the time, for what has several contexts.
+
+    Measured and scaled seconds apart.
+    """
+    known: dict[tuple[str, int, str], dict[int, float]] = {}
+    for cell, row in results:
+        for kind, numbers in (("", row), ("scaled ", row.get("scaled") or {})):
+            if numbers.get("seconds") is not None:
+                points = known.setdefault((kind, cell["batch"], cell["cache"]), {})
+                points[cell["context"]] = numbers["seconds"]
+    told: dict[tuple[str, int, int, int], list[str]] = {}
+    for (kind, batch, cache), points in known.items():
+        if len(points) > 1:
+            slope = 1024 * Line.through(points).slope
+            span = (kind, batch, min(points), max(points))
+            told.setdefault(span, []).append(f"{cache} {ms(slope)}")
+    return [
+        f"- {kind}ms a step for 1K of context more, {few:,} to {many:,} tokens, batch {batch}: "
+        + ", ".join(slopes)
+        for (kind, batch, few, many), slopes in told.items()
+    ]
+
+
+def build_notes(results: Results) -> list[str]:
+    """Lines below a table: which builds of llama.cpp were measured."""
+    builds = dict.fromkeys(row["llama_cpp"] for _, row in results if "llama_cpp" in row)
+    return [f"- {LLAMA_CPP}: build {build}" for build in builds]
+
+
+MEASUREMENT = BesideLlamaCpp
+
+if __name__ == "__main__":
+    sys.exit(run_script(MEASUREMENT))

@@ -1,0 +1,302 @@
+"""Steps beside llama.cpp's, with a program in the place of ``llama-bench``.
+
+It looks at its arguments and prints JSON as ``llama-bench`` does, with times that are known: a step
+takes ``layers * (1 ms + 1 µs for each token of context)``, with flash attention twice that.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bench_llama_cpp
+import llama_bench
+import pytest
+import torch
+from bench_llama_cpp import BesideLlamaCpp
+
+from hf_kvret.benchmark import model_measurement
+from hf_kvret.cli import main
+from hf_kvret.evaluation.results import Results
+
+FAKE = r"""
+import json, sys
+from pathlib import Path
+
+given = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+kind = given.pop("-ctk")
+assert given.pop("-ctv") == kind
+flags = given.pop("-fa")
+assert flags == {"f16": "0,1", "q8_0": "1"}[kind], flags
+model, steps, depth = Path(given.pop("-m")), int(given.pop("-n")), int(given.pop("-d"))
+assert model.is_file(), model
+assert given == {"-o": "json", "-r": "1", "-p": "0", "-t": "THREADS", "-ngl": "0"}, given
+with open("CALLS", "a") as file:
+    print(kind, model.stem, depth, file=file)
+layers = int(model.stem.partition("-")[0])
+tests = []
+for flag in map(int, flags.split(",")):
+    step = layers * (1_000_000 + 1000 * depth) * (1 + flag)
+    tests.append({
+        "build_commit": "b1234abc", "build_number": 6543, "cpu_info": "a processor",
+        "gpu_info": "", "backends": "CPU", "model_filename": str(model),
+        "model_type": "llama ?B F16", "n_threads": 1, "type_k": kind, "type_v": kind,
+        "flash_attn": flag, "n_prompt": 0, "n_gen": steps, "n_depth": depth,
+        "avg_ns": step * steps, "stddev_ns": 0, "samples_ns": [step * steps],
+        "samples_ts": [1e9 / step],
+    })
+print(json.dumps(tests, indent=2))
+"""
+QUICK = ["--context", "256", "--steps", "3", "--warmup", "1", "--caches", "dense"]
+MakeProgram = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def no_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are empty files, and nobody looks for the package; test_gguf_model.py has the rest."""
+    monkeypatch.setattr(llama_bench, "write_gguf", lambda path, model: path.touch())
+    monkeypatch.setattr(bench_llama_cpp, "find_gguf", lambda: None)
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeProgram:
+    """Makes a program of the given Python source, which the environment names from then on."""
+
+    def make(source: str) -> Path:
+        path = tmp_path / "llama-bench"
+        path.write_text(f"#!{sys.executable}\n{source}")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("LLAMA_BENCH", str(path))
+        return path
+
+    return make
+
+
+@pytest.fixture
+def calls(tmp_path: Path) -> Path:
+    """Where ``fake`` notes its calls."""
+    return tmp_path / "calls"
+
+
+@pytest.fixture
+def fake(program: MakeProgram, calls: Path) -> Path:
+    """The program that prints known times."""
+    threads = str(torch.get_num_threads())
+    return program(FAKE.replace("THREADS", threads).replace("CALLS", str(calls)))
+
+
+def rows_of(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    return {(cell["cache"], cell["context"]): row for cell, row in Results.load(file)}
+
+
+def test_llama_cpp_has_rows_among_those_of_caches(
+    bench: Callable[..., int],
+    fake: Path,
+    calls: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, picture, table = (tmp_path / name for name in ("d.json", "d.png", "d.md"))
+    files = ["--json", str(file), "--plot", str(picture), "--table", str(table)]
+    given = [*QUICK, "--context", "256,1K", "--rounds", "2", "--dtype", "float16", *files]
+    assert bench("llama-cpp", *given) == 0
+    rows = rows_of(file)
+    assert len(rows) == 6
+    f16, q8 = rows["llama.cpp f16", 1024], rows["llama.cpp q8_0", 1024]
+    # Two layers; codes of values need flash attention, which takes twice as long here.
+    assert f16["seconds"] == pytest.approx(2 * 2.024e-3) and f16["timed"] == 6
+    assert q8["seconds"] == pytest.approx(4 * 2.024e-3)
+    assert f16["steps"] == {"-fa 0": 6} and q8["steps"] == {"-fa 1": 6}
+    assert f16["seconds_by_kind"]["-fa 1"] == pytest.approx(4 * 2.024e-3)
+    assert f16["llama_cpp"] == "b1234abc (6543)" and f16["fill"] == "prefill"
+    # Keys and values of two layers with two heads of 64, behind the last step.
+    assert f16["device_bytes"] == f16["full_bytes"] == 2 * 2 * 2 * 64 * 2 * 1027
+    assert q8["device_bytes"] == f16["device_bytes"] * 34 // 64
+    dense = rows["dense", 1024]
+    assert f16["floor_device_bytes"] == pytest.approx(dense["floor_device_bytes"], rel=1e-3)
+    # The rounds of all take turns.
+    of_1k = [line for line in calls.read_text().splitlines() if line.endswith(" 1024")]
+    assert of_1k == ["f16 2-layers 1024", "q8_0 2-layers 1024"] * 2
+    text = table.read_text()
+    assert "- llama.cpp f16, 1,024 x 1: -fa 0 4.05 ms, -fa 1 8.1 ms" in text
+    assert "256 to 1,024 tokens, batch 1: dense " in text
+    # 2 layers * 1,024 tokens * 1 µs, and twice that.
+    assert "llama.cpp f16 2.05, llama.cpp q8_0 4.1\n" in text
+    assert "- llama.cpp: build b1234abc (6543)" in text
+    assert picture.stat().st_size > 1000
+    # Nothing is measured twice.
+    assert bench("llama-cpp", *given) == 0
+    assert "6 cells were finished already" in capsys.readouterr().out
+    assert len(calls.read_text().splitlines()) == 8
+
+
+def test_fewer_layers_are_scaled(
+    bench: Callable[..., int], fake: Path, six_layers: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "d.json"
+    part = ["--shape", str(six_layers), "--layers", "4", "--rounds", "1"]
+    assert bench("llama-cpp", *QUICK, *part, "--json", str(file)) == 0
+    row = rows_of(file)["llama.cpp f16", 256]
+    assert row["seconds"] == pytest.approx(4 * 1.256e-3)
+    assert row["scaled"]["seconds"] == pytest.approx(6 * 1.256e-3)
+    assert row["scaled"]["device_bytes"] == pytest.approx(row["device_bytes"] * 6 / 4)
+
+
+def test_models_are_gone_afterwards(
+    bench: Callable[..., int], fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+
+    def noting(path: Path, model: Any) -> None:
+        path.touch()
+        written.append(path)
+
+    monkeypatch.setattr(llama_bench, "write_gguf", noting)
+    assert bench("llama-cpp", *QUICK, "--rounds", "2") == 0
+    # One, for all rounds and both types of rows.
+    assert len(written) == 1 and not written[0].parent.exists()
+
+
+def test_the_program_is_found_on_the_path(
+    bench: Callable[..., int], fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LLAMA_BENCH")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    file = tmp_path / "d.json"
+    assert bench("llama-cpp", *QUICK, "--rounds", "1", "--json", str(file)) == 0
+    assert ("llama.cpp f16", 256) in rows_of(file)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "import sys; sys.exit('a line\\nfailed to load model')",
+            "ended with status 1: failed to load model",
+        ),
+        ("import os; os.kill(os.getpid(), 9)", "ended with status -9: without a word"),
+        ("print('| model | t/s |')", "printed '| model | t/s |' in the place of JSON results"),
+        ("print('[1]')", "printed '[1]' in the place of JSON results"),
+        ("print('[{}]')", "can't be read: KeyError('n_depth')"),
+        ("print('[]')", "can't be read: IndexError"),
+        (
+            'print(\'[{"n_depth": 512, "n_gen": 3, "build_commit": 1, "build_number": 1}]\')',
+            "asked for 3 steps behind 256 tokens with -fa 0 and -fa 1, and printed none of them",
+        ),
+    ],
+)
+def test_a_program_that_fails_has_a_row_that_says_so(
+    source: str,
+    message: str,
+    bench: Callable[..., int],
+    program: MakeProgram,
+    fake: Path,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "d.json"
+    given = ["llama-cpp", *QUICK, "--rounds", "1", "--json", str(file)]
+    good = fake.read_text().partition("\n")[2]
+    program(source)
+    assert bench(*given) == 1
+    rows = rows_of(file)
+    assert message in rows["llama.cpp f16", 256]["check_failed"]
+    assert rows["dense", 256]["seconds"] > 0
+    assert message in BesideLlamaCpp.table(Results.load(file))
+    # The same command tries them again.
+    program(good)
+    assert bench(*given) == 0
+    assert rows_of(file)["llama.cpp f16", 256]["seconds"] > 0
+
+
+def test_a_model_that_does_not_fit_is_a_row_that_says_so(
+    bench: Callable[..., int], fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "d.json"
+
+    def short(self: BesideLlamaCpp, cell: dict[str, Any]) -> str | None:
+        return "no memory" if cell["cache"] in self.benches else None
+
+    monkeypatch.setattr(BesideLlamaCpp, "shortage", short)
+    assert bench("llama-cpp", *QUICK, "--rounds", "1", "--json", str(file)) == 0
+    assert rows_of(file)["llama.cpp q8_0", 256]["out_of_memory"] == "no memory"
+
+
+def test_a_disk_without_room_is_named(
+    fake: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(llama_bench.shutil, "disk_usage", lambda folder: used)
+    assert "set TMPDIR to a folder with more room" in refused("llama-cpp", *QUICK)
+
+
+def test_memory_is_predicted_with_the_copy_that_the_program_keeps(
+    fake: Path, bench: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def noting(need: Any, place: torch.device) -> None:
+        asked.append(need.device)
+
+    monkeypatch.setattr(bench_llama_cpp, "shortage", noting)
+    assert bench("llama-cpp", *QUICK, "--rounds", "1") == 0
+    weights = model_measurement.weight_bytes(
+        model_measurement.load_shape("tiny").config, torch.float32
+    )
+    assert asked == [
+        weights.held + 2 * 2 * 2 * 2 * 64 * 2 * 259,
+        weights.held + 2 * 2 * 2 * 2 * 64 * 259 * 34 // 32,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "1,2"], "decodes one sequence: give --batch 1"),
+        (["--shape", "mistral-7b-v0.3"], "mistral-7b-v0.3 is a model with type 'mistral'.*qwen3"),
+    ],
+)
+def test_mistakes_are_refused(
+    arguments: list[str], message: str, fake: Path, bench: Callable[..., int]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        bench("llama-cpp", *QUICK, *arguments)
+
+
+def test_only_a_cpu_has_this_opponent(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_measurement, "check_device", lambda device: None)
+    measured = BesideLlamaCpp(caches="dense", device="cuda")
+    with pytest.raises(ValueError, match="measured on a CPU, and the model is on 'cuda'"):
+        measured.check()
+
+
+def test_without_a_program_the_error_names_the_remedy(
+    bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LLAMA_BENCH", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match=r"it is not on PATH: build it as docs/benchmark\.md says"):
+        bench("llama-cpp", *QUICK)
+    monkeypatch.setenv("LLAMA_BENCH", "/nowhere/llama-bench")
+    with pytest.raises(ValueError, match="no program at /nowhere/llama-bench: build it"):
+        bench("llama-cpp", *QUICK)
+
+
+def test_bench_decode_has_it_as_an_opponent(
+    fake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, given = tmp_path / "d.json", ["--device", "cpu", *QUICK, "--rounds", "1"]
+    opponents = ["--opponents", "llama.cpp", "--json", str(file)]
+    assert main(["bench", "decode", *given, *opponents]) == 0
+    assert ("llama.cpp q8_0", 256) in rows_of(file)
+    # A file that the script goes on with.
+    assert main(["bench", "llama-cpp", *given, "--json", str(file)]) == 0
+    assert "3 cells were finished already" in capsys.readouterr().out
+    for arguments in (["decode", "--opponents", "vllm"], ["batch", "--opponents", "llama.cpp"]):
+        with pytest.raises(SystemExit):
+            main(["bench", *arguments])
+    told = capsys.readouterr().err
+    assert "choose among llama.cpp" in told and "unrecognized arguments: --opponents" in told
