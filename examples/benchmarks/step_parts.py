@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.benchmark.timing import synchronize
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.core import layer as layer_module
+from hf_kvret.core import selected_attention
 from hf_kvret.core.layer import RetrievalLayer
 
 WEIGHTS, NORMS, WINDOW = "weights", "norms", "window"
@@ -105,9 +105,9 @@ def _methods(model: PreTrainedModel, cache: Cache) -> Iterator[tuple[Any, str, s
     if not isinstance(cache, RetrievalCache):
         return
     yield RetrievalLayer, "attend", CACHE
-    yield RetrievalLayer, "_attend_all", STORE
-    yield layer_module, "attend_dense", WINDOW
-    yield layer_module, "merge", MERGE
+    yield selected_attention, "attend_all", STORE
+    yield selected_attention, "attend_dense", WINDOW
+    yield selected_attention, "merge", MERGE
     for layer in cache.retrieval_layers:
         if layer.regions is not None and layer.regions.store is not None:
             if layer.regions.index is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -15,17 +14,12 @@ from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.cached_rows import CachedRows, RowSource, prefix_of
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.counters import LayerCounters
-from hf_kvret.core.exact_attention import attend_cold, attend_dense, attend_exactly
-from hf_kvret.core.host_step import attend_on_host
-from hf_kvret.core.index import ColdTokens, Index
-from hf_kvret.core.merge import merge
-from hf_kvret.core.pieces import piece_len
-from hf_kvret.core.recall import Recall, measure_recall
+from hf_kvret.core.exact_attention import attend_exactly
+from hf_kvret.core.index import Index
 from hf_kvret.core.regions import MakeStore, Regions
 from hf_kvret.core.scoring import Scoring
-from hf_kvret.core.store import AttentionResult, Store
-from hf_kvret.core.window import Window
-from hf_kvret_kernels.relevance import count_ids
+from hf_kvret.core.selected_attention import attend_selected
+from hf_kvret.core.store import Store
 
 HANDLE = "hf_kvret_layer"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -235,83 +229,9 @@ class RetrievalLayer(CacheLayerMixin):
         else:
             if first:
                 self.regions.take_step(key, value, call.scoring.valid)
-            out = self._attend_selected(self.regions, query, call)
+            out = attend_selected(self.regions, query, call, self.counters)
         self.waiting = False
         return out.to(query.dtype)
-
-    def _attend_selected(
-        self, regions: Regions, query: torch.Tensor, call: AttentionCall
-    ) -> torch.Tensor:
-        """Sink, recent and selected cold tokens, merged."""
-        cold = regions.cold(call.scoring)
-        index = None if cold is None else regions.ready_index(cold)
-        out = self._attend_on_host(regions.window, index, query, cold, call)
-        if out is not None:
-            return out
-        finish_cold: Callable[[], AttentionResult] | None = None
-        if cold is not None and index is None:
-            finish_cold = partial(self._attend_all, query, cold)
-        elif cold is not None and index is not None:
-            ids = self._search(index, query, cold)
-            # First, so that a store elsewhere works while the device does all the rest.
-            finish_cold = cold.store.begin(query, ids, cold.scale, cold.softcap)
-            index.after_search()
-        keys, values = regions.window.tokens()
-        near = call.scoring.of(regions.window.validity(call.scoring.valid))
-        # One query sees all that is held; there may be room behind it.
-        offset = keys.shape[2] - query.shape[2] if query.shape[2] > 1 else None
-        parts = [attend_dense(query, keys, values, near, causal_offset=offset)]
-        if finish_cold is not None:
-            parts.append(finish_cold())
-        out, _ = merge(parts, call.sink_logits, query.dtype)
-        return out
-
-    def _attend_on_host(
-        self,
-        window: Window,
-        index: Index | None,
-        query: torch.Tensor,
-        cold: ColdTokens | None,
-        call: AttentionCall,
-    ) -> torch.Tensor | None:
-        """All of ``_attend_selected`` in one call; None where it has to be done step by step."""
-        selected = None if cold is None else self.counters.total(cold)
-        step = attend_on_host(query, window, index, cold, call, selected)
-        if step is None:
-            return None
-        out, ids = step
-        if cold is not None and index is not None:
-            self._note_search(index, query, ids, cold)
-            index.after_search()
-        return out
-
-    def _search(self, index: Index, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        ids = index.search(query, cold)
-        count_ids(ids, self.counters.total(cold))
-        self._note_search(index, query, ids, cold)
-        return ids
-
-    def _note_search(
-        self, index: Index, query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens
-    ) -> None:
-        batch, heads, count, _ = ids.shape
-        self.counters.count(cold, batch * heads, count)
-        candidates = index.cost(len(cold), cold.budget).candidates
-        self.counters.candidates += candidates * batch * heads * count
-        if self.config.track_recall:
-            self.counters.recalls.append(measure_recall(query, ids, cold))
-
-    def _attend_all(self, query: torch.Tensor, cold: ColdTokens) -> AttentionResult:
-        """All cold tokens, counted as selected."""
-        assert self.regions is not None, "a cold region is part of the regions"
-        window, count = self.regions.window, query.shape[2]
-        heads = window.keys.shape[1]
-        part = attend_cold(query, cold, piece_len(count, window.keys, window.values))
-        self.counters.count(cold, len(query) * heads, count)
-        self.counters.total(cold).add_(cold.valid.sum() * heads * count)
-        if self.config.track_recall:
-            self.counters.recalls.append(Recall(overlap=1.0, mass=1.0, best_mass=1.0))
-        return part
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Drop the newest tokens; pass their count as a negative number (0: none).

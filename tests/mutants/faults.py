@@ -95,7 +95,7 @@ FAULTS = (
     ),
     Fault(
         "drafts-see-the-future",
-        "hf_kvret/core/layer.py",
+        "hf_kvret/core/selected_attention.py",
         "offset = keys.shape[2] - query.shape[2] if query.shape[2] > 1 else None",
         "offset = None",
     ),

@@ -1,0 +1,88 @@
+"""Attention of a decode step: sink, recent and selected cold tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from hf_kvret.core.call import AttentionCall
+from hf_kvret.core.counters import LayerCounters
+from hf_kvret.core.exact_attention import attend_cold, attend_dense
+from hf_kvret.core.host_step import attend_on_host
+from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.merge import merge
+from hf_kvret.core.pieces import piece_len
+from hf_kvret.core.recall import Recall, measure_recall
+from hf_kvret.core.regions import Regions
+from hf_kvret.core.store import AttentionResult
+from hf_kvret_kernels.relevance import count_ids
+
+
+def attend_selected(
+    regions: Regions, query: torch.Tensor, call: AttentionCall, counters: LayerCounters
+) -> torch.Tensor:
+    """Attention of ``query [B, Hq, Q, Dk]`` to the window and to what the index finds.
+
+    ``counters`` are counted up. Returns ``[B, Hq, Q, Dv]``, fp32 or the query's dtype.
+    """
+    cold = regions.cold(call.scoring)
+    index = None if cold is None else regions.ready_index(cold)
+    selected = None if cold is None else counters.total(cold)
+    step = attend_on_host(query, regions.window, index, cold, call, selected)
+    if step is not None:
+        out, ids = step
+        if cold is not None and index is not None:
+            _note_search(regions, index, query, ids, cold, counters)
+            index.after_search()
+        return out
+    finish_cold: Callable[[], AttentionResult] | None = None
+    if cold is not None and index is None:
+        finish_cold = partial(attend_all, regions, query, cold, counters)
+    elif cold is not None and index is not None:
+        ids = index.search(query, cold)
+        count_ids(ids, counters.total(cold))
+        _note_search(regions, index, query, ids, cold, counters)
+        # First, so that a store elsewhere works while the device does all the rest.
+        finish_cold = cold.store.begin(query, ids, cold.scale, cold.softcap)
+        index.after_search()
+    keys, values = regions.window.tokens()
+    near = call.scoring.of(regions.window.validity(call.scoring.valid))
+    # One query sees all that is held; there may be room behind it.
+    offset = keys.shape[2] - query.shape[2] if query.shape[2] > 1 else None
+    parts = [attend_dense(query, keys, values, near, causal_offset=offset)]
+    if finish_cold is not None:
+        parts.append(finish_cold())
+    out, _ = merge(parts, call.sink_logits, query.dtype)
+    return out
+
+
+def attend_all(
+    regions: Regions, query: torch.Tensor, cold: ColdTokens, counters: LayerCounters
+) -> AttentionResult:
+    """Attention to all cold tokens, counted as selected."""
+    window, count = regions.window, query.shape[2]
+    heads = window.keys.shape[1]
+    part = attend_cold(query, cold, piece_len(count, window.keys, window.values))
+    counters.count(cold, len(query) * heads, count)
+    counters.total(cold).add_(cold.valid.sum() * heads * count)
+    if regions.config.track_recall:
+        counters.recalls.append(Recall(overlap=1.0, mass=1.0, best_mass=1.0))
+    return part
+
+
+def _note_search(
+    regions: Regions,
+    index: Index,
+    query: torch.Tensor,
+    ids: torch.Tensor,
+    cold: ColdTokens,
+    counters: LayerCounters,
+) -> None:
+    batch, heads, count, _ = ids.shape
+    counters.count(cold, batch * heads, count)
+    candidates = index.cost(len(cold), cold.budget).candidates
+    counters.candidates += candidates * batch * heads * count
+    if regions.config.track_recall:
+        counters.recalls.append(measure_recall(query, ids, cold))
