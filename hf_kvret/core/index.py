@@ -72,7 +72,7 @@ _NEW_NAMES = {
     "select": "search(query, cold)",
     "watch": "on_forward(queries, keys, start, valid, positions)",
     "refresh": "before_search(cold)",
-    "learn": "after_search()",
+    "learn": "after_search(ids)",
     "candidates": "cost(n, budget)",
     "keys_read": "cost(n, budget)",
     "select_nbytes": "cost(n, budget)",
@@ -175,8 +175,11 @@ class Index(State):
     def before_search(self, cold: ColdTokens) -> None:
         """Called instead of ``build`` before each later search: rare upkeep, if any is due."""
 
-    def after_search(self) -> None:
-        """Called while the selected rows are being read, for bookkeeping that can wait."""
+    def after_search(self, ids: torch.Tensor) -> None:
+        """Called while the selected rows are being read, for bookkeeping that can wait.
+
+        ``ids`` as ``search`` returned them, or as the CPU library found them; not to be changed.
+        """
 
     def set_options(self, options: Any) -> None:
         """Use other options from now on: those that a fork may change.

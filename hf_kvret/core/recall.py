@@ -38,7 +38,7 @@ class Recall:
 def measure_recall(query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> Recall:
     """Compare ``ids [B, H, Q, k]`` with the exact top-k. Reads every key of the store."""
     pieces = [
-        exact_scores(query, keys, cold.scale, cold.softcap) for _, keys, _ in cold.store.chunks()
+        exact_scores(query, keys, cold.scale, cold.softcap) for _, keys in cold.store.key_chunks()
     ]
     scores = torch.cat(pieces, dim=-1).masked_fill(~cold.valid[:, None, None], float("-inf"))
     heads = ids.shape[1]

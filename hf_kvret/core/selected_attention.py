@@ -35,7 +35,7 @@ def attend_selected(
         out, ids = step
         if cold is not None and index is not None:
             _note_search(regions, index, query, ids, cold, counters)
-            index.after_search()
+            index.after_search(ids)
         return out
     finish_cold: Callable[[], AttentionResult] | None = None
     if cold is not None and index is None:
@@ -46,7 +46,7 @@ def attend_selected(
         _note_search(regions, index, query, ids, cold, counters)
         # First, so that a store elsewhere works while the device does all the rest.
         finish_cold = cold.store.begin(query, ids, cold.scale, cold.softcap)
-        index.after_search()
+        index.after_search(ids)
     keys, values = regions.window.tokens()
     near = call.scoring.of(regions.window.validity(call.scoring.valid))
     # One query sees all that is held; there may be room behind it.

@@ -151,6 +151,14 @@ class Store(State):
         ones, too.
         """
 
+    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
+        """The keys alone of all tokens in order: ``(first slot, keys [B, Hkv, n, Dk])``."""
+        for start, keys, values in self.chunks(piece_len):
+            del values
+            yield start, keys
+            # Freed before the next one is made.
+            del keys
+
     def host_nbytes(self) -> int:
         """Those of ``nbytes()`` that lie in host memory. Rows shared with a fork count in both."""
         parts = (getattr(self, name) for name in self.fields)

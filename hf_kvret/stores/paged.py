@@ -121,6 +121,25 @@ class PagedStore(Store):
 
         ``device``: where pieces go; None for the page table's device.
         """
+        for start, piece in self._pieces(piece_len, stop, device):
+            yield start, piece[..., : self._key_dim], piece[..., self._key_dim :]
+            # Freed before the next one is made.
+            del piece
+
+    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
+        return self._pieces(piece_len, width=self._key_dim)
+
+    def _pieces(
+        self,
+        piece_len: int,
+        stop: int | None = None,
+        device: torch.device | None = None,
+        width: int | None = None,
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """``(start slot, [B, Hkv, n, width])``: the first ``width`` numbers of rows, None for all.
+
+        Arguments as of ``chunks``.
+        """
         end = self.length if stop is None else min(stop, self.length)
         if not end:
             return iter(())
@@ -137,18 +156,18 @@ class PagedStore(Store):
 
         def read(first: int, last: int) -> torch.Tensor:
             self.memory.wait()
-            return copy_pages(paged, first, last, programs=programs)
+            return copy_pages(paged, first, last, width=width, programs=programs)
 
-        return self._split(read_ahead(read, spans, stream), end)
+        return self._placed(read_ahead(read, spans, stream), end)
 
-    def _split(
+    def _placed(
         self, pieces: Iterator[tuple[int, torch.Tensor]], end: int
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """``(start slot, keys, values)`` up to ``end``, of pieces ``(table column, rows)``."""
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """``(start slot, rows)`` up to ``end``, of pieces ``(table column, rows)``."""
         for first, piece in pieces:
             start = first * self.page_len
             piece = piece[:, :, : end - start]
-            yield start, piece[..., : self._key_dim], piece[..., self._key_dim :]
+            yield start, piece
             # Freed before the next one is made.
             del piece
 

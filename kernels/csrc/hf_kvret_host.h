@@ -10,7 +10,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 4
+#define HFK_VERSION 5
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -28,10 +28,12 @@ enum hfk_status {
 
 // What chooses the ids of a step, and the struct that describes it.
 enum hfk_search {
-    HFK_SEARCH_NONE = 0,  // the ids are given
-    HFK_SEARCH_FLAT = 1,  // hfk_flat
-    HFK_SEARCH_PARIS = 2, // hfk_paris
-    HFK_SEARCH_PROXY = 3, // hfk_proxy
+    HFK_SEARCH_NONE = 0,     // the ids are given
+    HFK_SEARCH_FLAT = 1,     // hfk_flat
+    HFK_SEARCH_PARIS = 2,    // hfk_paris
+    HFK_SEARCH_PROXY = 3,    // hfk_proxy
+    HFK_SEARCH_CODEBOOK = 4, // hfk_codebook
+    HFK_SEARCH_LISTS = 5,    // hfk_lists
 };
 
 // All arrays are contiguous; sizes count elements.
@@ -147,6 +149,43 @@ struct hfk_proxy {
     int32_t reserved;
 };
 
+// Scores of codewords, of which each token has one, and the best tokens.
+struct hfk_codebook {
+    const float *table;     // [batch, query_heads, queries, words]
+    const uint16_t *codes;  // [batch, id_heads, *]; a token whose code is not below `words` is none
+    int64_t batch_stride;   // elements
+    int64_t head_stride;
+    int64_t words;          // at most 2^15
+};
+
+// Centroids of one age: past queries of a group, each with a list of tokens.
+struct hfk_generation {
+    const void *queries;    // [batch, id_heads, *, group, key_dim], of the step's dtype
+    const float *inverse;   // [batch, id_heads, *, group]: 1 over their lengths
+    const int64_t *slots;   // [batch, *]: negative where there is no centroid
+    const uint16_t *low;    // [batch, id_heads, *, width]: the low 16 bits of a token plus 1; 0: none
+    const uint8_t *high;    // the 8 bits above; null: none has any
+    int64_t query_batch;    // strides in elements
+    int64_t query_head;
+    int64_t inverse_batch;
+    int64_t inverse_head;
+    int64_t slot_batch;
+    int64_t low_batch;
+    int64_t low_head;
+    int64_t high_batch;
+    int64_t high_head;
+    int64_t count;
+};
+
+// The lists of the `nprobe` centroids nearest to a query, by the largest cosine of the group's
+// heads, and the best of their tokens by exact scores; of equal ones the lowest.
+struct hfk_lists {
+    struct hfk_generation generations[2];
+    int64_t width;
+    int64_t nprobe;
+    int64_t pending;        // newest tokens that are recalled with every list
+};
+
 // What the stages of a search leave, for tests; each array may be null. G is 1 with `mean_query`,
 // else query_heads / id_heads.
 struct hfk_paris_trace {
@@ -176,7 +215,7 @@ HFK_API int32_t hfk_scores(const struct hfk_request *request);
 HFK_API int32_t hfk_rank(const struct hfk_ranking *request);
 
 // The step: `out` as of hfk_attend, over the window and the ids; `lse` may be null. Queries of a KV
-// head share its ids: id_heads is kv_heads where there is a search.
+// head share its ids: id_heads is kv_heads where there is a search, but for HFK_SEARCH_PROXY.
 HFK_API int32_t hfk_run_step(const struct hfk_step *step);
 
 // The search of a step alone, on one thread: writes `ids`, and what `trace` asks for. The search

@@ -92,6 +92,7 @@ class Job {
         rest /= request_.queries;
         span.id_head = rest % request_.id_heads;
         span.batch = rest / request_.id_heads;
+        span.ids = request_.ids + item / pieces_ * request_.count;
         span.first = boundary(request_.count, piece);
         span.last = boundary(request_.count, piece + 1);
         span.near_first = boundary(near_length(), piece);

@@ -3,12 +3,13 @@
 
 #include "hf_kvret_host.h"
 
-// One selection, or a piece of it: the ids of a batch row, head and query, from `first` up to `last`,
+// One selection, or a piece of it: `ids` of a batch row, head and query, from `first` up to `last`,
 // and the window's rows from `near_first` up to `near_last`, as far as the query sees them.
 struct Span {
     int64_t batch;
     int64_t id_head;
     int64_t query;
+    const int32_t *ids; // where they are read, all those of the selection
     int64_t first;
     int64_t last;
     int64_t near_first;
@@ -48,12 +49,13 @@ struct Rerank {
     int64_t stride;
 };
 
-// Scores of rows side by side by queries in fp32.
+// Scores of rows at equal distances by queries in fp32.
 struct ProxyScores {
     const float *queries[64];    // of each head, [rank]
+    float offsets[64];           // of each head, added to the products
     int64_t heads;               // at most 64
-    const float *offsets;        // [heads], added to the products
     const void *rows;            // from row 0 on
+    int64_t row_bytes;           // from one row to the next
     int32_t dtype;
     int64_t rank;
     int64_t first, last;         // rows that are worked on

@@ -72,9 +72,7 @@ class RowStream {
         max_pages_ = request.max_pages;
         pages_ = request.pages;
         page_count_ = request.page_count;
-        ids_ = request.ids +
-               ((span.batch * request.id_heads + span.id_head) * request.queries + span.query) *
-                   request.count;
+        ids_ = span.ids;
         next_ = span.first;
         last_ = span.last;
         resolve();

@@ -33,6 +33,41 @@ class Search {
 // The search of a step; null where its kind or its sizes are not what they must be.
 std::unique_ptr<Search> make_search(const hfk_step &step, const Kernel &kernel);
 
+// Those of each kind.
+std::unique_ptr<Search> make_flat_search(const hfk_step &step, const Kernel &kernel);
+std::unique_ptr<Search> make_proxy_search(const hfk_step &step, const Kernel &kernel);
+std::unique_ptr<Search> make_codebook_search(const hfk_step &step, const Kernel &kernel);
+std::unique_ptr<Search> make_paris_search(const hfk_step &step, const Kernel &kernel);
+std::unique_ptr<Search> make_list_search(const hfk_step &step, const Kernel &kernel);
+
 // Copies what the stages of ParisKV's search left in `work`.
 void trace_paris(const Search &search, const Selection &selection, const char *work,
                  const hfk_paris_trace &trace);
+
+// Places that kernels may write or read behind an array.
+constexpr int64_t kSlack = 64;
+
+// `count` of a row, so that the next row begins at a multiple of 64 elements.
+inline int64_t row_stride(int64_t count) { return (count + 63) / 64 * 64; }
+
+// Where a piece of `count` elements begins, a multiple of 64; the last one ends with them.
+inline int64_t boundary(int64_t count, int64_t piece, int64_t pieces) {
+    return piece == pieces ? count : count * piece / pieces / 64 * 64;
+}
+
+// Cuts arrays from one buffer; each begins at a multiple of 64 bytes.
+class Cutter {
+  public:
+    template <class T> int64_t take(int64_t count) {
+        const int64_t start = bytes_;
+        bytes_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+        return start;
+    }
+
+    int64_t bytes() const { return bytes_; }
+
+  private:
+    int64_t bytes_ = 0;
+};
+
+template <class T> T *at(char *work, int64_t offset) { return reinterpret_cast<T *>(work + offset); }

@@ -140,27 +140,44 @@ void best(float *relevance, int64_t n, const int32_t *ids, int64_t k, int32_t *o
     std::fill(out + found, out + k, -1);
 }
 
+// What scores of rows at equal distances are made from; `space` has the queries.
+struct ScoredRows {
+    const void *rows;
+    int64_t row_bytes, dim, first, last;
+    const uint8_t *valid;
+    const float *offsets; // of each head; null for none
+    float scale, softcap;
+    float *out;
+    int64_t stride;
+};
+
+template <class I, class T> void score_rows(const Workspace &space, const ScoredRows &work) {
+    const char *from = static_cast<const char *>(work.rows) + work.first * work.row_bytes;
+    DenseStream stream(from, work.row_bytes, from, work.row_bytes, work.last - work.first, nullptr);
+    Block block;
+    for (stream.take(block); block.count > 0; stream.take(block)) {
+        for_head_tiles<I::heads>(space.heads, DotTiles<I, T>{block, work.dim, space});
+        const int64_t first = work.first + block.places[0];
+        for (int64_t g = 0; g < space.heads; ++g) {
+            float *scores = space.scores + g * kBlock;
+            const float offset = work.offsets == nullptr ? 0.0f : work.offsets[g];
+            for (int r = 0; r < block.count; ++r) scores[r] += offset;
+            finish_scores<I>(scores, padded(block.count), work.scale, work.softcap);
+            float *to = work.out + g * work.stride + first;
+            for (int r = 0; r < block.count; ++r) to[r] = work.valid[first + r] ? scores[r] : kNone;
+        }
+    }
+}
+
 template <class I, class T>
 void dense_scores(const hfk_request &request, const Span &span, const void *keys,
                   const uint8_t *valid, float *scratch, float *out, int64_t out_stride) {
     Workspace space(request, scratch);
     load_query<I, T>(request, span, space);
-    const float scale = static_cast<float>(request.scale);
-    const float softcap = static_cast<float>(request.softcap);
-    const int64_t key_bytes = request.key_dim * static_cast<int64_t>(sizeof(T));
-    const char *from = static_cast<const char *>(keys) + span.first * key_bytes;
-    DenseStream stream(from, key_bytes, from, key_bytes, span.last - span.first, nullptr);
-    Block block;
-    for (stream.take(block); block.count > 0; stream.take(block)) {
-        for_head_tiles<I::heads>(space.heads, DotTiles<I, T>{block, request.key_dim, space});
-        const int64_t first = span.first + block.places[0];
-        for (int64_t g = 0; g < space.heads; ++g) {
-            float *scores = space.scores + g * kBlock;
-            finish_scores<I>(scores, padded(block.count), scale, softcap);
-            float *to = out + g * out_stride + first;
-            for (int r = 0; r < block.count; ++r) to[r] = valid[first + r] ? scores[r] : kNone;
-        }
-    }
+    const int64_t row_bytes = request.key_dim * static_cast<int64_t>(sizeof(T));
+    score_rows<I, T>(space, {keys, row_bytes, request.key_dim, span.first, span.last, valid, nullptr,
+                             static_cast<float>(request.scale),
+                             static_cast<float>(request.softcap), out, out_stride});
 }
 
 // Puts numbers into the order in which a pair of vectors of the type `T` holds them.
@@ -187,21 +204,8 @@ template <class I, class T> void proxy_scores(const ProxyScores &work) {
     for (int64_t g = 0; g < work.heads; ++g) {
         order_query<I, T>(work.queries[g], work.rank, space.query + g * space.query_stride);
     }
-    const int64_t bytes = work.rank * static_cast<int64_t>(sizeof(T));
-    const char *from = static_cast<const char *>(work.rows) + work.first * bytes;
-    DenseStream stream(from, bytes, from, bytes, work.last - work.first, nullptr);
-    Block block;
-    for (stream.take(block); block.count > 0; stream.take(block)) {
-        for_head_tiles<I::heads>(space.heads, DotTiles<I, T>{block, work.rank, space});
-        const int64_t first = work.first + block.places[0];
-        for (int64_t g = 0; g < space.heads; ++g) {
-            float *scores = space.scores + g * kBlock;
-            for (int r = 0; r < block.count; ++r) scores[r] += work.offsets[g];
-            finish_scores<I>(scores, padded(block.count), 1.0f, work.softcap);
-            float *to = work.out + g * work.stride + first;
-            for (int r = 0; r < block.count; ++r) to[r] = work.valid[first + r] ? scores[r] : kNone;
-        }
-    }
+    score_rows<I, T>(space, {work.rows, work.row_bytes, work.rank, work.first, work.last, work.valid,
+                             work.offsets, 1.0f, work.softcap, work.out, work.stride});
 }
 
 template <class I> struct SelectEntry {

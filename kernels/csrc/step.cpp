@@ -90,7 +90,7 @@ class Step {
 
     void attend(int64_t index, float *scratch) {
         const Selection own = selection(index);
-        const Span span = {own.batch,     own.head, own.query, 0,
+        const Span span = {own.batch,      own.head, own.query, ids(index), 0,
                            request_.count, 0,        step_.window.length};
         const int64_t heads = request_.query_heads / request_.id_heads;
         const int64_t row =

@@ -15,6 +15,12 @@ Place = tuple[str, str]
 NAN = float("nan")
 
 
+@pytest.fixture(autouse=True)
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lists of few centroids are made as those of many: piece by piece."""
+    monkeypatch.setattr(naive, "_MOST_HELD", 0)
+
+
 def normal(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -187,6 +193,21 @@ def test_few_lists_at_a_time_are_those_of_all_together(
     assert torch.equal(
         torch.cat(parts, dim=2), centroid.top_keys(queries, in_pieces(keys, 20), count, **options)
     )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("count", [1, 9, 60])
+def test_lists_of_few_centroids_are_made_at_once(
+    count: int, group: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    valid = ragged(50)
+    queries, keys = normal(1, 2, 2, 7, group, 16), poisoned(normal(2, 2, 2, 50, 16), valid)
+    positions = torch.tensor([[3, 49, 20, 30, 11, 5, 44]] * 2) if causal else None
+    # Three of the seven at a time.
+    monkeypatch.setattr(naive, "_MOST_HELD", queries[:, :, :3, :, 0].numel() * 50)
+    monkeypatch.setattr(naive, "_some_lists", None)
+    check(("naive", "cpu"), queries, keys, count, valid, piece=20, positions=positions, softcap=9.0)
 
 
 def test_lists_of_no_centroids() -> None:

@@ -206,12 +206,11 @@ def test_a_row_does_not_change_with_its_neighbours() -> None:
             if step % 20 == 19:
                 index.add(TokenBlock(keys[pair, :, :0], keys[pair, :, :0], len(store)))
             index.before_search(cold_tokens(mask, SCALE, 10, store=store))
-            answers.append(
-                index.search(
-                    steps[pair, :, step : step + 1], cold_tokens(mask, SCALE, 10, store=store)
-                )[0]
+            ids = index.search(
+                steps[pair, :, step : step + 1], cold_tokens(mask, SCALE, 10, store=store)
             )
-            index.after_search()
+            index.after_search(ids)
+            answers.append(ids[0])
         chosen.append(torch.stack(answers))
     assert torch.equal(*chosen)
 

@@ -31,11 +31,9 @@ class CountingStore(PagedStore):
 
     readings = 0
 
-    def chunks(
-        self, piece_len: int = 4096, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
         self.readings += 1
-        return super().chunks(piece_len, stop)
+        return super().key_chunks(piece_len)
 
 
 def _normal(seed: int, *shape: int) -> torch.Tensor:
@@ -70,7 +68,7 @@ class Run:
         cold = self._cold()
         self.index.before_search(cold)
         ids = self.index.search(query, cold)
-        self.index.after_search()
+        self.index.after_search(ids)
         return ids
 
     def recall(self, query: torch.Tensor) -> float:

@@ -77,7 +77,7 @@ class Run:
         ready(self.cold)
         self.built = True
         ids = self.index.search(tokens[0], self.cold)
-        self.index.after_search()
+        self.index.after_search(ids)
         return ids
 
     def build(self) -> None:

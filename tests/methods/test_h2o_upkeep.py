@@ -40,11 +40,9 @@ class CountingStore(PagedStore):
 
     readings = 0
 
-    def chunks(
-        self, piece_len: int = 4096, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
         self.readings += 1
-        return super().chunks(piece_len, stop)
+        return super().key_chunks(piece_len)
 
 
 def _store(device: torch.device, size: int) -> CountingStore:
@@ -100,7 +98,7 @@ class Run:
         assert cold is not None
         index = self.regions.ready_index(cold)
         ids = index.search(queries, cold)
-        index.after_search()
+        index.after_search(ids)
         return ids
 
     def steps(self, seeds: range, rows: list[int] | None = None) -> list[torch.Tensor]:

@@ -27,11 +27,9 @@ class GuardedStore(PagedStore):
 
     closed = False
 
-    def chunks(
-        self, piece_len: int = 4096, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
         assert not self.closed, "keys were read from the store"
-        return super().chunks(piece_len, stop)
+        return super().key_chunks(piece_len)
 
 
 class Held(NamedTuple):

@@ -86,7 +86,9 @@ class Run:
         self.built = True
 
     def select(self, query: torch.Tensor, budget: int = BUDGET) -> torch.Tensor:
-        return self.index.search(query, cold_tokens(self.valid[:, : self.cold], SCALE, budget))
+        ids = self.index.search(query, cold_tokens(self.valid[:, : self.cold], SCALE, budget))
+        self.index.after_search(ids)
+        return ids
 
     def step(self, seed: int, count: int = 1, flush: int = 0) -> torch.Tensor:
         """A pass of ``count`` tokens."""

@@ -74,7 +74,9 @@ class Run:
         )
         self.built = True
         valid = torch.ones(len(queries), self.cold, dtype=torch.bool)
-        return self.index.search(queries, cold_tokens(valid, SCALE, BUDGET))
+        ids = self.index.search(queries, cold_tokens(valid, SCALE, BUDGET))
+        self.index.after_search(ids)
+        return ids
 
     def step(self, seed: int, count: int = 1, flush: int = 0) -> torch.Tensor:
         """A pass of ``count`` tokens."""

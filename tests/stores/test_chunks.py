@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 from collections.abc import Callable
 
 import pytest
@@ -70,7 +71,7 @@ def test_a_piece_that_was_dropped_is_gone_when_the_next_is_made(
     store, _, _ = _filled(DeviceMemory(CPU), 40)
     made: list[weakref.ref[torch.Tensor]] = []
 
-    def copy(rows: PagedRows, first: int, last: int, programs: int | None) -> torch.Tensor:
+    def copy(rows: PagedRows, first: int, last: int, **options: Any) -> torch.Tensor:
         assert all(piece() is None for piece in made)
         piece = copy_pages(rows, first, last)
         made.append(weakref.ref(piece))
@@ -202,7 +203,7 @@ def test_a_chunk_of_a_prompt_reads_no_page_of_its_own(monkeypatch: pytest.Monkey
     """Its rows are in the store already, and are attended to as they came."""
     read: list[tuple[int, int]] = []
 
-    def copy(rows: PagedRows, first: int, last: int, programs: int | None) -> torch.Tensor:
+    def copy(rows: PagedRows, first: int, last: int, **options: Any) -> torch.Tensor:
         read.append((first, last))
         return copy_pages(rows, first, last)
 

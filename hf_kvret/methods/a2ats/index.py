@@ -14,6 +14,7 @@ from hf_kvret.core.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.a2ats.config import A2ATSConfig
 from hf_kvret.methods.a2ats.learned import LearnedLayer, learned_layer, load
 from hf_kvret_kernels import centroid, codebook
+from hf_kvret_kernels.host_step import CodebookSearch, HostSearch
 from hf_kvret_kernels.top_k import top_k
 
 
@@ -64,13 +65,10 @@ class A2ATSIndex(Index):
         self._cold = block.end
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        budget, valid, length = cold.budget, cold.valid, len(cold)
-        if len(self._codes) < length:
-            raise RuntimeError(f"only {len(self._codes)} of {length} tokens were seen")
-        table = self._on(query.device).table(query, self._positions, cold.scale, cold.softcap)
-        codes = self._codes.rows[:, :, :length]
-        group = query.shape[1] // codes.shape[1]
-        if self.options.budget_of == "union" and budget < length:
+        budget, valid = cold.budget, cold.valid
+        table, codes = self._scores(query, cold)
+        if self._unites(cold):
+            group = query.shape[1] // codes.shape[1]
             count = max(1, budget // group)
             ids = top_k(codebook.lookup(table, codes, valid=valid), count)
             each = ids.unflatten(1, (-1, group)).transpose(2, 3).flatten(3)
@@ -79,6 +77,25 @@ class A2ATSIndex(Index):
             return torch.nn.functional.pad(union, (0, budget - union.shape[-1]), value=-1)
         relevance = codebook.lookup_scores(table, codes, valid=valid)
         return top_k(relevance, budget)
+
+    def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
+        """See ``Index.host_search``: where a group has one budget."""
+        return None if self._unites(cold) else CodebookSearch(*self._scores(query, cold))
+
+    def _unites(self, cold: ColdTokens) -> bool:
+        """Whether heads of a group choose for themselves, and attend to what any has chosen."""
+        return self.options.budget_of == "union" and cold.budget < len(cold)
+
+    def _scores(self, query: torch.Tensor, cold: ColdTokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores ``[B, Hq, Q, C]`` fp32 of the codewords, and codes ``[B, Hkv, n]`` of the tokens.
+
+        RuntimeError where the index missed some of these.
+        """
+        length = len(cold)
+        if len(self._codes) < length:
+            raise RuntimeError(f"only {len(self._codes)} of {length} tokens were seen")
+        table = self._on(query.device).table(query, self._positions, cold.scale, cold.softcap)
+        return table, self._codes.rows[:, :, :length]
 
     def cost(self, n: int, budget: int) -> SearchCost:
         """No candidates: codes alone decide."""

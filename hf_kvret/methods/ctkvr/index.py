@@ -19,6 +19,7 @@ from hf_kvret.methods.ctkvr.inverted_lists import MOST_TOKENS
 from hf_kvret.methods.ctkvr.queue import CentroidQueue
 from hf_kvret.methods.ctkvr.rerank import FetchedKeys, ListPlaces, Rerank, StoredKeys
 from hf_kvret.methods.ctkvr.sampler import CentroidSampler, Sampler, make_sampler
+from hf_kvret_kernels.host_step import HostSearch
 
 # Least number of queries between two questions short enough to be drafts: each reads all keys.
 _PAUSE = 32
@@ -168,9 +169,23 @@ class CTkvrIndex(Index):
         self._selection = _Selection(bundles, best[..., : queue.width], length)
         return best[..., :budget].contiguous()
 
+    def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
+        """See ``Index.host_search``: where recalled tokens are compared by their keys.
+
+        Not where all are selected, nor where queries of this pass become centroids at once, whose
+        lists are longer than the budget.
+        """
+        queue = self._file.queue
+        if queue is None or cold.budget >= len(cold):
+            return None
+        if not self._rerank.reads_keys or self._columns:
+            return None
+        options = self.options
+        return queue.host_search(query, options.nprobe, self._file.pending(len(cold)))
+
     # Tensors kept here must be writable outside inference mode: see Regions.
     @torch.inference_mode(False)
-    def after_search(self) -> None:
+    def after_search(self, ids: torch.Tensor) -> None:
         """Make queries of this pass centroids, with the best of their recalled tokens."""
         selection, columns, slots = self._selection, self._columns, self._slots
         self._selection, self._columns, self._slots = None, [], None
@@ -178,8 +193,8 @@ class CTkvrIndex(Index):
         if selection is None or slots is None or queue is None:
             return
         if selection.queries.shape[2] > columns[-1]:
-            queries, ids = selection.queries[:, :, columns], selection.ids[:, :, columns]
-            queue.push(queries, slots, (ids,), selection.length)
+            queries, lists = selection.queries[:, :, columns], selection.ids[:, :, columns]
+            queue.push(queries, slots, (lists,), selection.length)
 
     def cost(self, n: int, budget: int) -> SearchCost:
         """All centroids, the recalled lists, and the bytes that scoring their tokens reads."""

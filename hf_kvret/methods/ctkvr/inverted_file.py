@@ -204,8 +204,7 @@ def best_keys(
         piece_len = max(1, _PIECE_NUMBERS // (batch * heads * dim))
 
     def pieces() -> Iterator[tuple[int, torch.Tensor]]:
-        for start, keys, values in cold.store.chunks(piece_len):
-            del values
+        for start, keys in cold.store.key_chunks(piece_len):
             yield start, keys.to(queries.device)
             # Freed before the next one is made.
             del keys

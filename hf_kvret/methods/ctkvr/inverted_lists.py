@@ -10,6 +10,7 @@ import torch
 from hf_kvret.core.state import State
 from hf_kvret.core.token_buffer import TokenBuffer, tokens
 from hf_kvret_kernels import centroid
+from hf_kvret_kernels.host_step import Generation
 
 _NARROW = (1 << 16) - 1
 MOST_TOKENS = (1 << 24) - 1
@@ -121,6 +122,14 @@ class InvertedLists(State):
         """``[B, H, Q, c, rho]`` int32 lists of the centroids ``index [B, H, Q, c]``."""
         high = self._high.rows if len(self._high) else None
         return centroid.take_lists(self._low.rows, high, index)
+
+    def generation(self, first: int = 0) -> Generation:
+        """Views of the centroids from ``first`` on, for the CPU library."""
+        parts = [self._queries, self._inverse, self._low, self._high]
+        rows = [part.rows[:, :, first:] if len(part) else None for part in parts]
+        queries, inverse, low, high = rows
+        assert queries is not None and inverse is not None and low is not None
+        return Generation(queries, inverse, self.slots[:, first:], low, high)
 
     def crop(self, length: int) -> None:
         """Remove all slots from ``length`` on from the lists; centroids stay."""

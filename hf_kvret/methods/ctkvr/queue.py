@@ -8,6 +8,7 @@ import torch
 
 from hf_kvret.core.state import State, number, part
 from hf_kvret.methods.ctkvr.inverted_lists import InvertedLists
+from hf_kvret_kernels.host_step import ListSearch
 
 
 class CentroidQueue(State):
@@ -107,6 +108,18 @@ class CentroidQueue(State):
         best = scores.topk(min(nprobe, scores.shape[-1]), dim=-1)
         lists = self._take(best.indices)
         return lists.masked_fill((best.values == float("-inf")).unsqueeze(-1), -1)
+
+    def host_search(self, query: torch.Tensor, nprobe: int, pending: int) -> ListSearch | None:
+        """``recall`` and what follows it, for the CPU library; None for ``query`` of another dtype.
+
+        ``pending``: newest tokens to be recalled with the lists.
+        """
+        if query.dtype != self._base.queries.dtype:
+            return None
+        generations = [self._base.generation(self.drop_count)]
+        if len(self._fresh):
+            generations.append(self._fresh.generation())
+        return ListSearch(tuple(generations), nprobe, pending)
 
     def recall_nbytes(self, nprobe: int) -> int:
         """Bytes that one recall of one query reads: all centroids, and the lists of some."""

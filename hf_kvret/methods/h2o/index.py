@@ -197,7 +197,7 @@ class H2OIndex(Index):
     def _pieces(self, cold: ColdTokens) -> Iterator[Piece]:
         """All tokens that are not evicted: cold ones from the store, then those in the window."""
         device = self._keys.rows.device
-        for start, keys, _ in cold.store.chunks(_PIECE_LEN):
+        for start, keys in cold.store.key_chunks(_PIECE_LEN):
             yield self._piece(keys.to(device), start)
         start = max(self._keys.first, len(cold))
         keys = self._keys.since(start)

@@ -18,6 +18,7 @@ from hf_kvret.methods.lrqk.proxies import Proxies
 from hf_kvret.methods.lrqk.recent_proxies import RecentProxies
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
+from hf_kvret_kernels.host_step import HostSearch, ProxySearch
 from hf_kvret_kernels.top_k import top_k
 
 
@@ -119,6 +120,24 @@ class PaperLRQKIndex(Index):
             self._omega = self._omega.plus(OmegaProducts.of(keys[:, :, 0], proxies))
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        scores = proxy.relevance(
+            self._solve(query, cold),
+            self._proxies.rows,
+            query.shape[1],
+            valid=cold.valid,
+            softcap=cold.softcap,
+        )
+        return top_k(scores, cold.budget)
+
+    def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
+        return ProxySearch(self._solve(query, cold), self._proxies.rows, heads=query.shape[1])
+
+    def after_search(self, ids: torch.Tensor) -> None:
+        """Remember what the newest query has chosen."""
+        self._selection = ids[:, :, -1:]
+
+    def _solve(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        """Scaled proxies ``[B, Hq, Q, r]`` fp32 of the queries; takes the steps of the bases."""
         if self._bases is None:
             raise RuntimeError("the index is empty: call on_forward, add and build first")
         options, count = self.options, query.shape[2]
@@ -136,13 +155,7 @@ class PaperLRQKIndex(Index):
             of_keys.append(k_hat)
         self._query_basis, self._key_basis = bases.query, bases.key
         self._recent.replace_newest(torch.stack(of_keys, dim=2))
-        proxies = self._proxies.weigh(torch.stack(of_queries, dim=2)) * cold.scale
-        scores = proxy.relevance(
-            proxies, self._proxies.rows, query.shape[1], valid=cold.valid, softcap=cold.softcap
-        )
-        ids = top_k(scores, cold.budget)
-        self._selection = ids[:, :, -1:]
-        return ids
+        return self._proxies.weigh(torch.stack(of_queries, dim=2)) * cold.scale
 
     def reset(self) -> None:
         super().reset()
@@ -216,6 +229,6 @@ class PaperLRQKIndex(Index):
 def _project(to_key: torch.Tensor, store: Store) -> Iterator[torch.Tensor]:
     """Proxies ``[B, Hq, *, r]`` of all keys in the store."""
     batch, _, dim, rank = to_key.shape
-    for _, keys, _ in store.chunks():
+    for _, keys in store.key_chunks():
         maps = to_key.view(batch, keys.shape[1], -1, dim, rank)
         yield (keys.float().unsqueeze(2) @ maps).flatten(1, 2)

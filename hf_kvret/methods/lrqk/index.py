@@ -234,7 +234,7 @@ class LRQKIndex(CapturableIndex, Index):
             torch.where(mask, factors.to_query, self._to_query),
             torch.where(mask, factors.to_key, self._to_key),
         )
-        self._adopt(row_factors, (keys for _, keys, _ in store.chunks()), ~rows)
+        self._adopt(row_factors, (keys for _, keys in store.key_chunks()), ~rows)
         self._since = 0.0
         self._reprojections += 1
         self._reprojected_rows += len(store) * len(rows) * self._heads()
@@ -264,10 +264,10 @@ class LRQKIndex(CapturableIndex, Index):
         """Proxies ``[B, F, *, r]`` fp32 of ``keys [B, Hkv, *, D]``, a piece at a time."""
         batch, heads, dim = mean.shape
         maps = factors.to_key.view(batch, heads, -1, dim, factors.to_key.shape[-1])
+        mean_proxies = mean[:, :, None, None] @ maps
         for block in keys:
             for piece in block.split(PIECE, dim=2):
-                deviations = (piece.float() - mean.unsqueeze(2)).unsqueeze(2)
-                yield (deviations @ maps).flatten(1, 2)
+                yield (piece.float().unsqueeze(2) @ maps).sub_(mean_proxies).flatten(1, 2)
 
     def _heads(self) -> int:
         assert self._mean is not None

@@ -22,6 +22,9 @@ _KEYS = 512
 _LEAST_NEW_KEYS = 2048
 # Entries of lists and new keys ranked at once: about 2 MiB with their places.
 _MOST_ENTRIES = 1 << 17
+# Few centroids have their scores of all keys held, 4 MiB of them; keys are read so often at most.
+_MOST_HELD = 1 << 20
+_MOST_READINGS = 4
 # Approximate entries of the tables in which ``unite`` marks tokens; 64 MiB.
 MOST_MARKS = 1 << 24
 
@@ -39,6 +42,11 @@ def key_lists(
     """See ``hf_kvret_kernels.centroid.key_lists``."""
     scores = _Scores(queries, valid, positions, scale, softcap, most_scores or _MOST_SCORES)
     B, H, C, G, _ = queries.shape
+    few = _MOST_HELD // max(1, B * H * G * valid.shape[1])
+    if most_scores is None and C <= _MOST_READINGS * few:
+        for first in range(0, max(1, C), max(1, few)):
+            yield _lists_at_once(scores, pieces, slice(first, min(first + few, C)), count)
+        return
     lse = None if G == 1 else _denominators(scores, pieces)
     width = count + min(max(count, _LEAST_NEW_KEYS), valid.shape[1])
     step = max(-(-_LEAST_QUERIES // G), _MOST_IDS // max(1, B * H * (count + width)))
@@ -80,6 +88,23 @@ class _Scores:
             if self.positions is not None:
                 score_mask = key_mask & (slots <= self.positions[:, some, None])
             yield some, a.masked_fill_(~score_mask[:, None, :, None], float("-inf"))
+
+
+def _lists_at_once(scores: _Scores, pieces: Pieces, part: slice, count: int) -> torch.Tensor:
+    """``[B, H, c, count]`` int32: the lists of the centroids ``part``, whose scores are all held."""
+    B, H, _, G, _ = scores.queries.shape
+    shape = (B, H, part.stop - part.start, G, scores.valid.shape[1])
+    device = scores.queries.device
+    held = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
+    for start, keys in pieces():
+        for some, a in scores.of(start, keys, part):
+            here = slice(some.start - part.start, some.stop - part.start)
+            held[:, :, here, :, start : start + keys.shape[2]] = a
+    if G > 1:
+        held -= held.logsumexp(-1, keepdim=True).clamp_(min=-1e30)
+    best = held.amax(3).topk(min(count, shape[-1]), dim=-1)
+    ids = best.indices.int().masked_fill_(best.values == float("-inf"), -1)
+    return torch.nn.functional.pad(ids, (0, count - ids.shape[-1]), value=-1)
 
 
 def _denominators(scores: _Scores, pieces: Pieces) -> torch.Tensor:

@@ -19,20 +19,26 @@ from hf_kvret_kernels import host_library
 from hf_kvret_kernels.host_library import why_not
 from hf_kvret_kernels.host_step.checks import check_cold, check_ids, check_window
 from hf_kvret_kernels.host_step.searches import (
+    CodebookSearch,
     FlatSearch,
+    Generation,
     GivenIds,
     HostSearch,
+    ListSearch,
     ParisSearch,
     ProxySearch,
 )
 from hf_kvret_kernels.paged import PagedRows
 
 __all__ = [
+    "CodebookSearch",
     "FlatSearch",
+    "Generation",
     "GivenIds",
     "HostCold",
     "HostSearch",
     "HostWindow",
+    "ListSearch",
     "ParisSearch",
     "ParisTrace",
     "ProxySearch",
@@ -130,8 +136,8 @@ def run_step(
         path: as of ``host_attention``.
 
     Returns:
-        ``out [B, Hq, Q, Dv]`` fp32, and the chosen ids ``[B, Hkv, Q, budget]`` int32, -1 where
-        fewer tokens are valid; those of ``GivenIds`` as they are.
+        ``out [B, Hq, Q, Dv]`` fp32, and the chosen ids ``[B, H, Q, budget]`` int32, -1 where fewer
+        tokens are valid, H the heads that choose; those of ``GivenIds`` as they are.
 
     Raises:
         ImportError: no library; see ``why_not()``.
@@ -158,7 +164,8 @@ def run_step(
         check_ids(query, ids, heads)
     else:
         budget = 0 if cold is None else cold.budget
-        ids = query.new_empty(batch, heads, queries, budget, dtype=torch.int32)
+        choosers = heads if cold is None else cold.search.heads or heads
+        ids = query.new_empty(batch, choosers, queries, budget, dtype=torch.int32)
     pages = None
     if cold is not None:
         table, addresses = cold.rows.table.contiguous(), cold.rows.addresses()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -19,9 +19,13 @@ class HostSearch(Protocol):
 
     Attributes:
         kind: the library's number of it.
+        heads: which choose, Hkv or a multiple of it that divides Hq; None for Hkv.
     """
 
     kind: ClassVar[int]
+
+    @property
+    def heads(self) -> int | None: ...
 
     def pack(self) -> bytes:
         """The library's struct; its addresses are good as long as this object lives."""
@@ -42,6 +46,10 @@ class GivenIds:
 
     ids: torch.Tensor
 
+    @property
+    def heads(self) -> int:
+        return self.ids.shape[1]
+
     def tokens(self) -> int | None:
         return None
 
@@ -58,6 +66,7 @@ class FlatSearch:
     """
 
     kind: ClassVar[int] = 1
+    heads: ClassVar[None] = None
     _STRUCT: ClassVar[struct.Struct] = struct.Struct("@P2q")
 
     keys: torch.Tensor
@@ -87,6 +96,7 @@ class ParisSearch:
     """
 
     kind: ClassVar[int] = 2
+    heads: ClassVar[None] = None
     _STRUCT: ClassVar[struct.Struct] = struct.Struct("@8P10q2i")
 
     codes: ParisCodes
@@ -134,6 +144,7 @@ class ProxySearch:
         query: ``[B, Hq, Q, r]`` fp32 proxies of the queries, scaled; r at most Dk.
         rows: ``[B, F, n, r]`` proxies of the keys, bf16, fp16, fp32 or int8.
         offset: ``[B, Hq, Q]`` fp32 added to all scores of a query before a cap, or None.
+        heads: which choose, Hkv or a multiple of it that divides Hq; None for Hkv.
     """
 
     kind: ClassVar[int] = 3
@@ -142,6 +153,7 @@ class ProxySearch:
     query: torch.Tensor
     rows: torch.Tensor
     offset: torch.Tensor | None = None
+    heads: int | None = None
 
     def tokens(self) -> int | None:
         return self.rows.shape[2]
@@ -162,6 +174,117 @@ class ProxySearch:
             _INT8 if rows.dtype == torch.int8 else host_library.DTYPES[rows.dtype],
             0,
         )
+
+
+@dataclass(eq=False)
+class CodebookSearch:
+    """The tokens whose codewords have the highest scores, see ``codebook.lookup_scores``.
+
+    Attributes:
+        table: ``[B, Hq, Q, C]`` fp32 scores of the codewords.
+        codes: ``[B, Hkv, n]`` int16, 0 to C - 1.
+    """
+
+    kind: ClassVar[int] = 4
+    heads: ClassVar[None] = None
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@2P3q")
+
+    table: torch.Tensor
+    codes: torch.Tensor
+
+    def tokens(self) -> int | None:
+        return self.codes.shape[2]
+
+    def pack(self) -> bytes:
+        self.table = self.table.contiguous()
+        if self.codes.stride(2) != 1:
+            self.codes = self.codes.contiguous()
+        return self._STRUCT.pack(
+            self.table.data_ptr(),
+            self.codes.data_ptr(),
+            *self.codes.stride()[:2],
+            self.table.shape[3],
+        )
+
+
+class Generation(NamedTuple):
+    """Centroids, and lists of tokens; rows of any tensor lie side by side.
+
+    Attributes:
+        queries: ``[B, Hkv, m, G, Dk]`` of the query's dtype.
+        inverse: ``[B, Hkv, m, G]`` fp32, 1 over the length of each of these vectors.
+        slots: ``[B, m]`` int64, -1 for centroids that are none.
+        low: ``[B, Hkv, m, width]`` int16, see ``centroid.take_lists``.
+        high: the same, uint8, or None.
+    """
+
+    queries: torch.Tensor
+    inverse: torch.Tensor
+    slots: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor | None
+
+
+@dataclass(eq=False)
+class ListSearch:
+    """The tokens in the lists of a query's nearest centroids, then the best of them by their keys.
+
+    See ``centroid.similarity``, ``take_lists``, ``unite`` and ``relevance.best_ids``; of equally
+    relevant tokens the first are taken.
+
+    Attributes:
+        generations: one or two, with lists of one width.
+        nprobe: how many lists a query recalls.
+        pending: newest tokens that are recalled with them, at most as many as there are.
+    """
+
+    kind: ClassVar[int] = 5
+    heads: ClassVar[None] = None
+    _GENERATION: ClassVar[struct.Struct] = struct.Struct("@5P10q")
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@3q")
+
+    generations: tuple[Generation, ...]
+    nprobe: int
+    pending: int
+
+    def tokens(self) -> int | None:
+        return None
+
+    def pack(self) -> bytes:
+        self.generations = tuple(_dense_generation(part) for part in self.generations)
+        parts = [self._pack_generation(part) for part in self.generations]
+        none = bytes(self._GENERATION.size)
+        width = self.generations[0].low.shape[3]
+        return b"".join([*parts, *[none] * (2 - len(parts))]) + self._STRUCT.pack(
+            width, self.nprobe, self.pending
+        )
+
+    def _pack_generation(self, part: Generation) -> bytes:
+        queries, inverse, slots, low, high = part
+        return self._GENERATION.pack(
+            queries.data_ptr(),
+            inverse.data_ptr(),
+            slots.data_ptr(),
+            low.data_ptr(),
+            0 if high is None else high.data_ptr(),
+            *queries.stride()[:2],
+            *inverse.stride()[:2],
+            slots.stride(0),
+            *low.stride()[:2],
+            *((0, 0) if high is None else high.stride()[:2]),
+            low.shape[2],
+        )
+
+
+def _dense_generation(part: Generation) -> Generation:
+    """``part`` with the rows of each tensor side by side."""
+    queries, inverse, slots, low, high = part
+    if queries.stride()[2:] != (queries.shape[3] * queries.shape[4], queries.shape[4], 1):
+        queries = queries.contiguous()
+    if slots.stride(1) != 1:
+        slots = slots.contiguous()
+    high = None if high is None else _dense_rows(high)
+    return Generation(queries, _dense_rows(inverse), slots, _dense_rows(low), high)
 
 
 def _dense_rows(rows: torch.Tensor) -> torch.Tensor:

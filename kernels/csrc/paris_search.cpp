@@ -1,0 +1,212 @@
+// ParisKV's search. See paris/naive.py for the meaning.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "numbers.h"
+#include "search.h"
+
+namespace {
+
+class ParisSearch : public Search {
+  public:
+    ParisSearch(const hfk_step &step, const hfk_paris &paris, const Kernel &kernel)
+        : step_(step), paris_(paris), kernel_(kernel),
+          heads_(step.attention.query_heads / step.attention.id_heads),
+          tables_(paris.mean_query ? 1 : heads_), row_bytes_(paris.dim / 8),
+          stride_(row_stride(paris.candidates)) {
+        Cutter cutter;
+        rotated_ = cutter.take<float>(tables_ * paris.dim);
+        offsets_ = cutter.take<float>(tables_);
+        points_ = cutter.take<uint8_t>(tables_ * row_bytes_ * 256);
+        packed_ = cutter.take<char>(kernel.packed_bytes(tables(nullptr)));
+        scores_ = cutter.take<uint8_t>(step.tokens + kSlack);
+        count_ = cutter.take<int64_t>(1);
+        candidates_ = cutter.take<int32_t>(paris.candidates + kSlack);
+        estimates_ = cutter.take<float>(tables_ * stride_);
+        relevance_ = cutter.take<float>(paris.candidates + kSlack);
+        bytes_ = cutter.bytes();
+    }
+
+    int stages() const override { return 5; }
+    bool is_split(int stage) const override { return stage == kScan || stage == kRerank; }
+    int64_t bytes() const override { return bytes_; }
+
+    void run(int stage, const Selection &selection, char *work, float *, int64_t piece,
+             int64_t pieces, int32_t *ids) const override {
+        const int64_t head = selection.batch * step_.attention.id_heads + selection.head;
+        int64_t *count = at<int64_t>(work, count_);
+        int32_t *candidates = at<int32_t>(work, candidates_);
+        uint8_t *scores = at<uint8_t>(work, scores_);
+        switch (stage) {
+        case kTables:
+            rotate(selection, head, work);
+            make_tables(head, work);
+            break;
+        case kScan:
+            kernel_.scan(tables(work), sign(selection),
+                         step_.valid + selection.batch * step_.valid_stride,
+                         boundary(step_.tokens, piece, pieces),
+                         boundary(step_.tokens, piece + 1, pieces), scores);
+            break;
+        case kCandidates:
+            std::fill(scores + step_.tokens, scores + step_.tokens + kSlack, 0);
+            *count = kernel_.candidates(scores, step_.tokens, paris_.candidates, candidates);
+            break;
+        case kRerank:
+            rerank(selection, work, boundary(*count, piece, pieces),
+                   boundary(*count, piece + 1, pieces));
+            break;
+        default: {
+            float *relevance = at<float>(work, relevance_);
+            kernel_.relevance(at<float>(work, estimates_), tables_, stride_, *count, relevance);
+            kernel_.best(relevance, *count, candidates, step_.attention.count, ids);
+        }
+        }
+    }
+
+    void trace(const Selection &selection, const char *work, const hfk_paris_trace &trace) const {
+        const hfk_request &request = step_.attention;
+        const int64_t place = (selection.batch * request.id_heads + selection.head) *
+                                  request.queries + selection.query;
+        const auto copy = [work](auto *to, int64_t first, int64_t from, int64_t count) {
+            if (to != nullptr) std::memcpy(to + first, work + from, count * sizeof *to);
+        };
+        const int64_t dims = tables_ * paris_.dim, entries = tables_ * row_bytes_ * 256;
+        copy(trace.rotated, place * dims, rotated_, dims);
+        copy(trace.points, place * entries, points_, entries);
+        copy(trace.scores, place * step_.tokens, scores_, step_.tokens);
+        int64_t count;
+        std::memcpy(&count, work + count_, sizeof count);
+        if (trace.candidates != nullptr) {
+            int32_t *to = trace.candidates + place * paris_.candidates;
+            std::fill(to, to + paris_.candidates, -1);
+            copy(to, 0, candidates_, count);
+        }
+        for (int64_t g = 0; g < tables_; ++g) {
+            copy(trace.estimates, (place * tables_ + g) * paris_.candidates,
+                 estimates_ + g * stride_ * static_cast<int64_t>(sizeof(float)), count);
+        }
+    }
+
+  private:
+    enum { kTables, kScan, kCandidates, kRerank };
+
+    const uint8_t *sign(const Selection &selection) const {
+        return paris_.sign + selection.batch * paris_.sign_batch +
+               selection.head * paris_.sign_head;
+    }
+
+    PointTables tables(char *work) const {
+        // Two subspaces of four coordinates share a byte.
+        const int64_t most = paris_.tiers * (paris_.m == 4 ? 2 : 1);
+        if (work == nullptr) return {tables_, row_bytes_, most, nullptr, nullptr};
+        return {tables_, row_bytes_, most, at<uint8_t>(work, points_), work + packed_};
+    }
+
+    // Random signs and a Walsh-Hadamard transform of the group's queries, or of their mean.
+    void rotate(const Selection &selection, int64_t head, char *work) const {
+        const hfk_request &request = step_.attention;
+        float *rotated = at<float>(work, rotated_), *offsets = at<float>(work, offsets_);
+        std::fill(rotated, rotated + tables_ * paris_.dim, 0.0f);
+        for (int64_t g = 0; g < heads_; ++g) {
+            const int64_t row = (selection.batch * request.query_heads + selection.head * heads_ +
+                                 g) * request.queries + selection.query;
+            float *to = rotated + (paris_.mean_query ? 0 : g) * paris_.dim;
+            for (int64_t d = 0; d < request.key_dim; ++d) {
+                to[d] += number_at(request.query, request.dtype, row * request.key_dim + d);
+            }
+        }
+        for (int64_t g = 0; g < tables_; ++g) {
+            float *x = rotated + g * paris_.dim;
+            offsets[g] = 0.0f;
+            for (int64_t d = 0; d < request.key_dim; ++d) {
+                if (paris_.mean_query) x[d] /= static_cast<float>(heads_);
+                if (paris_.mean != nullptr) offsets[g] += x[d] * paris_.mean[head * request.key_dim + d];
+                x[d] *= paris_.signs[d];
+            }
+            for (int64_t half = 1; half < paris_.dim; half *= 2) {
+                for (int64_t i = 0; i < paris_.dim; i += 2 * half) {
+                    for (int64_t j = i; j < i + half; ++j) {
+                        const float a = x[j], b = x[j + half];
+                        x[j] = a + b, x[j + half] = a - b;
+                    }
+                }
+            }
+            const float factor = 1.0f / std::sqrt(static_cast<float>(paris_.dim));
+            for (int64_t d = 0; d < paris_.dim; ++d) x[d] *= factor;
+        }
+    }
+
+    void make_tables(int64_t head, char *work) const {
+        constexpr int64_t kUnit = 1000000;
+        const int64_t subspaces = paris_.dim / paris_.m, centroids = int64_t{1} << paris_.m;
+        const int32_t *counts = paris_.counts + head * subspaces * centroids;
+        int64_t total = 0, limits[256];
+        for (int64_t c = 0; c < centroids; ++c) total += counts[c];
+        for (int64_t t = 0; t < paris_.tiers; ++t) {
+            limits[t] = (total * paris_.shares[t] + kUnit - 1) / kUnit;
+        }
+        const int64_t per_byte = 8 / paris_.m * centroids;
+        uint8_t *points = at<uint8_t>(work, points_);
+        for (int64_t g = 0; g < tables_; ++g) {
+            const float *query = at<float>(work, rotated_) + g * paris_.dim;
+            for (int64_t s = 0; s < row_bytes_; ++s) {
+                kernel_.points(query + 8 * s, paris_.m, counts + s * per_byte, limits,
+                               paris_.tiers, points + (g * row_bytes_ + s) * 256);
+            }
+        }
+        kernel_.pack(tables(work));
+    }
+
+    void rerank(const Selection &selection, char *work, int64_t first, int64_t last) const {
+        const int64_t weight_bytes = paris_.weight_dtype == HFK_FLOAT32 ? 4 : 2;
+        Rerank estimates;
+        estimates.codes = {
+            sign(selection),
+            paris_.magnitude + selection.batch * paris_.magnitude_batch +
+                selection.head * paris_.magnitude_head,
+            static_cast<const char *>(paris_.weight) +
+                (selection.batch * paris_.weight_batch + selection.head * paris_.weight_head) *
+                    weight_bytes,
+            paris_.dim, paris_.m, paris_.weight_dtype};
+        estimates.queries = at<float>(work, rotated_);
+        estimates.heads = tables_;
+        estimates.ids = at<int32_t>(work, candidates_);
+        estimates.first = first, estimates.last = last;
+        estimates.levels = paris_.levels;
+        estimates.offsets = paris_.mean == nullptr ? nullptr : at<float>(work, offsets_);
+        estimates.scale = static_cast<float>(step_.attention.scale);
+        estimates.softcap = static_cast<float>(step_.attention.softcap);
+        estimates.out = at<float>(work, estimates_);
+        estimates.stride = stride_;
+        kernel_.rerank(estimates);
+    }
+
+    const hfk_step &step_;
+    const hfk_paris &paris_;
+    const Kernel &kernel_;
+    const int64_t heads_, tables_, row_bytes_, stride_;
+    int64_t rotated_, offsets_, points_, packed_, scores_, count_, candidates_, estimates_,
+        relevance_, bytes_;
+};
+
+bool is_good(const hfk_paris &paris, const hfk_request &request) {
+    return paris.dim >= 8 && paris.dim <= 256 && (paris.dim & (paris.dim - 1)) == 0 &&
+           paris.dim >= request.key_dim && (paris.m == 4 || paris.m == 8) && paris.tiers > 0 &&
+           paris.tiers * (paris.dim / paris.m) < 255 && paris.candidates >= 0 &&
+           paris.weight_dtype >= HFK_FLOAT32 && paris.weight_dtype <= HFK_BFLOAT16;
+}
+
+} // namespace
+
+std::unique_ptr<Search> make_paris_search(const hfk_step &step, const Kernel &kernel) {
+    const hfk_paris &paris = *static_cast<const hfk_paris *>(step.search);
+    if (!is_good(paris, step.attention)) return nullptr;
+    return std::make_unique<ParisSearch>(step, paris, kernel);
+}
+
+void trace_paris(const Search &search, const Selection &selection, const char *work,
+                 const hfk_paris_trace &trace) {
+    static_cast<const ParisSearch &>(search).trace(selection, work, trace);
+}
