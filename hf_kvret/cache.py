@@ -69,7 +69,7 @@ class RetrievalCache(Cache):
         options = self.options_for(options, config)
         self.options = options
         self.model_shape = model_shape(config)
-        self._stores = StoreChoice(options, len(ours))
+        self._stores = StoreChoice(options, len(ours), head_dim(config))
         for number in ours:
             make_index = partial(self.make_index, options, number)
             make_store = partial(self.make_store, options, number, self._stores)
@@ -164,13 +164,14 @@ class RetrievalCache(Cache):
         self._newest = layer if isinstance(layer, RetrievalLayer) else newest
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def expect(self, tokens: int, chunk: int) -> None:
+    def expect(self, tokens: int, chunk: int, new_tokens: int = 0) -> None:
         """Announce a prompt of ``tokens`` tokens, ``chunk`` of them in a pass.
 
         The store is chosen and sized when the first rows become cold; with this, for the whole
-        prompt. A pass of a single token ends the prompt.
+        prompt, and chosen for up to ``new_tokens`` after it, too. A pass of a single token ends
+        the prompt.
         """
-        self._stores.expect(tokens, chunk)
+        self._stores.expect(tokens, chunk, new_tokens)
 
     def reset(self) -> None:
         """Forget all tokens and counts of every layer, and an announced prompt."""
@@ -275,8 +276,9 @@ class RetrievalCache(Cache):
     def stats(self) -> dict[str, Any]:
         """Counts since the cache was made, forked or reset.
 
-        Returns a dict with ``method``, ``store``, ``dense`` (why nothing was retrieved, where the
-        cache was too short for that; else None) and ``layers``: for each retrieval layer
+        Returns a dict with ``method``, ``store`` (None: not needed yet), ``store_reason`` (why
+        ``store="auto"`` chose it; None where it didn't), ``dense`` (why nothing was retrieved,
+        where the cache was too short for that; else None) and ``layers``: for each retrieval layer
         ``layer`` (its number), ``steps`` (selections), ``queries``, ``cold_tokens`` held,
         ``candidates`` (tokens scored closely) and ``selected`` (rows read by selection), both
         summed over batch, heads and queries, ``cold_rows`` (rows there were to choose from,
@@ -292,6 +294,7 @@ class RetrievalCache(Cache):
         return {
             "method": self.name,
             "store": self._stores.name,
+            "store_reason": self._stores.reason,
             "dense": self.why_dense(),
             "layers": layers,
         }
@@ -337,6 +340,15 @@ class RetrievalCache(Cache):
         self._lowest = self._attention_layers[0]
         for layer, below in zip(ours[1:], ours, strict=False):
             layer.below, below.above = below, layer
+
+    def options_to_load(self) -> RetrievalConfig:
+        """The options to save: with the name of a coded store that ``"auto"`` chose.
+
+        Another store, which ``"auto"`` may choose when the cache is loaded, can't take coded rows.
+        """
+        if not self._stores.codes_rows:
+            return self.options
+        return self.options.replace(store=self._stores.name)
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the filled cache to ``directory``: ``cache.safetensors`` and ``cache.json``.

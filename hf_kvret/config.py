@@ -38,8 +38,9 @@ class RetrievalConfig(metaclass=RenamesOptions):
             in use), ``"cpu"`` (the host, where the CPU attends to them), ``"higgs"`` and
             ``"higgs-host"`` (in ``bits`` a number, on the device and on the host), ``"split"`` (on
             the device as long as ``device_budget`` lasts, then on the host), or ``"auto"``: with a
-            ``device_budget`` split; else the host on accelerators, when the cold rows would take
-            more than a quarter of the free device memory.
+            ``device_budget`` split; else by the memory that is free when the first rows go cold:
+            on the device, on the host where they need more than a quarter of a GPU's free memory,
+            and in ``bits`` a number where host memory is short (see ``stores.places``).
         device_budget: of ``store="split"``, device memory for the cold rows of all layers
             together, each of which gets an equal share: bytes (int), or a text as ``"90GB"`` or
             ``"75GiB"``. None: half of what is free when the first rows go cold; a GPU only.
@@ -47,7 +48,7 @@ class RetrievalConfig(metaclass=RenamesOptions):
             (``int >= top_k``), or a multiple of the budget (``float >= 1``). More than the budget
             keep rows that were used recently, for a later query to find.
         bits: of ``store="higgs"`` and ``"higgs-host"``, for each number of a key or value: 2, 3, 4,
-            or 16, which is the model's own dtype.
+            or 16, which is the model's own dtype. With 16, ``"auto"`` codes nothing.
         track_recall: compare every selection with the exact top-k. Reads all keys: for study.
         graph: ``"auto"``: ``generate`` replays decode steps from a CUDA graph where it can (see
             ``DecodeGraph``); False: it never does.

@@ -14,7 +14,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 import hf_kvret
 from hf_kvret import FlatKVCache, ParisConfig, ParisKVCache, RetrievalCache
 from hf_kvret.core.layer import HANDLE, RetrievalLayer
-from hf_kvret.stores import StoreChoice
+from hf_kvret.stores.places import choose
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
@@ -149,4 +149,4 @@ def test_auto_goes_to_the_host_above_a_quarter_of_free_device_memory(
 ) -> None:
     """Each of 4 layers asks for ``size`` of 960 free bytes; the first decides for all."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (960, 2000))
-    assert StoreChoice._choose(torch.device("cuda"), 4 * size) == name
+    assert choose(torch.device("cuda"), 4 * size, ParisConfig(), 16).store == name

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_kvret import FlatKVCache, attach
+from hf_kvret import FlatKVCache, attach, stores
 from hf_kvret.integration import prompt_chunks
-from hf_kvret.stores import StoreChoice, paged
+from hf_kvret.stores import paged
+from hf_kvret.stores.places import Choice
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
@@ -41,18 +42,24 @@ def passes_of(model: PreTrainedModel) -> Iterator[list[int]]:
         hook.remove()
 
 
+def sizes_chosen_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of rows of each choice of a store from now on; all choose the device."""
+    sizes: list[int] = []
+
+    def choose(device: torch.device, rows_bytes: int, *args: Any) -> Choice:
+        sizes.append(rows_bytes)
+        return Choice("device", "a test")
+
+    monkeypatch.setattr(stores, "choose", choose)
+    return sizes
+
+
 @pytest.mark.parametrize("whose", ["ours", "transformers"])
 def test_where_rows_live_is_decided_by_the_whole_prompt(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
     """The first block to go cold is of the first chunk, and says little of what will come."""
-    sizes: list[int] = []
-
-    def choose(device: torch.device, cold_bytes: int) -> str:
-        sizes.append(cold_bytes)
-        return "device"
-
-    monkeypatch.setattr(StoreChoice, "_choose", staticmethod(choose))
+    sizes = sizes_chosen_for(monkeypatch)
     for chunk in (None, 48):
         ours, theirs = (chunk, None) if whose == "ours" else (None, chunk)
         cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "prefill_chunk": ours})
@@ -67,18 +74,43 @@ def test_where_rows_live_is_decided_right_by_a_window_that_was_dense(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first block to go cold is longer than a chunk: what the window held."""
-    sizes: list[int] = []
-
-    def choose(device: torch.device, cold_bytes: int) -> str:
-        sizes.append(cold_bytes)
-        return "device"
-
-    monkeypatch.setattr(StoreChoice, "_choose", staticmethod(choose))
+    sizes = sizes_chosen_for(monkeypatch)
     for chunk, dense in ((None, 0), (48, 0), (48, 49), (48, 300), (50, 460), (200, 390), (13, 25)):
         options = {**COVERING_OPTIONS, "dense_below": dense, "prefill_chunk": chunk}
         cache = FlatKVCache(llama.config, **options)
         llama.generate(prompt(1, 480), past_key_values=cache, max_new_tokens=1)
     assert sizes == sizes[:1] * 7
+
+
+@pytest.mark.parametrize("chunk", [None, 48])
+@pytest.mark.parametrize("dense", [0, 300, 700])
+def test_where_rows_live_is_decided_by_what_may_be_generated_too(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, chunk: int | None, dense: int
+) -> None:
+    """Also where the first row goes cold while tokens are generated."""
+    sizes = sizes_chosen_for(monkeypatch)
+    options = {**COVERING_OPTIONS, "dense_below": dense, "prefill_chunk": chunk}
+    for lengths in ({"max_new_tokens": 240}, {"max_length": 720}):
+        cache = FlatKVCache(llama.config, **options)
+        llama.generate(prompt(1, 480), past_key_values=cache, do_sample=False, **lengths)
+    # Keys and values of 2 layers, 2 heads and 16 numbers, in fp32; eight tokens stay recent.
+    assert options["recent"] == 8
+    assert sizes == [(720 - 8) * 2 * 2 * 2 * 16 * 4] * 2
+
+
+def test_a_prompt_that_nobody_announced_is_not_that_of_the_call_before(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That call may have ended early, so what it could have generated says nothing any more."""
+    sizes = sizes_chosen_for(monkeypatch)
+    cache = FlatKVCache(llama.config, **{**COVERING_OPTIONS, "dense_below": 300})
+    cache.expect(100, 100, new_tokens=9000)
+    attach(llama)
+    with torch.no_grad():
+        for first, end in ((0, 100), (100, 400)):
+            llama(prompt(1, 400)[:, first:end], past_key_values=cache)
+    # What the window held goes cold, and nothing else is known.
+    assert sizes == [100 * 2 * 2 * 2 * 16 * 4]
 
 
 def test_room_is_made_for_a_prompt_once(llama: PreTrainedModel) -> None:
@@ -125,13 +157,7 @@ def test_nothing_is_expected_any_more_once_tokens_are_decoded(
 def test_decoding_with_drafts_reads_and_expects_one_pass(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], given: int | None
 ) -> None:
-    sizes, told = [], []
-
-    def choose(device: torch.device, cold_bytes: int) -> str:
-        sizes.append(cold_bytes)
-        return "device"
-
-    monkeypatch.setattr(StoreChoice, "_choose", staticmethod(choose))
+    sizes, told = sizes_chosen_for(monkeypatch), []
     monkeypatch.setattr(paged.PagedStore, "expect", lambda self, tokens: told.append(tokens))
     draft = MODELS["llama"].build()
     more = {name: draft if value is None else value for name, value in how.items()}

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from hf_kvret.benchmark.timing import synchronize
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.core import sizes
+from hf_kvret.core.free_memory import free_host_bytes
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.integration.compatibility import head_dim
 
@@ -94,14 +95,10 @@ def shortage(need: Need, device: torch.device) -> str | None:
 
 
 def available_host_memory() -> int:
-    """Bytes that processes can still take without swapping, the container's limit respected."""
-    found = _field(Path("/proc/meminfo"), "MemAvailable")
-    group = Path("/sys/fs/cgroup")
-    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
-    if limit and used and limit[0].isdigit():
-        found.append(max(0, int(limit[0]) - int(used[0])))
+    """``free_host_bytes``; where it is unknown, more than there ever is."""
+    free = free_host_bytes()
     # Where nothing can be read, nothing is refused; an allocation that fails is still recorded.
-    return min(found, default=2**63)
+    return 2**63 if free is None else free
 
 
 def check_weights(held: int, device: torch.device, name: str) -> None:

@@ -11,7 +11,8 @@ def refuse_old_names(cls: type, contract: type, replaced: Mapping[str, str], whe
     ``replaced`` says what each old name is now; ``where`` to read more. What ``contract`` has
     itself does not count.
     """
-    own = {name for base in cls.__mro__ if not issubclass(contract, base) for name in vars(base)}
+    bases = [base for base in cls.__mro__ if base not in contract.__mro__]
+    own = {name for base in bases for name in vars(base)}
     old = [f"{name} is now {new}" for name, new in replaced.items() if name in own]
     if old:
         raise TypeError(

@@ -169,7 +169,9 @@ def chunk_prompt(
         size = prompt_chunk(cache.options, model, batch, length)
         generation_config.prefill_chunk_size = size
         setattr(generation_config, _MARK, size)
-    cache.expect(length, size or caller_chunk or length)
+    cache.expect(
+        length, size or caller_chunk or length, _most_generated(cache, generation_config, length)
+    )
 
 
 def _drafts(generation_config: Any) -> bool:
@@ -207,6 +209,14 @@ def _new_tokens(
     # Without padding transformers drops the mask, and keeps its length.
     mask_len = None if mask is not None else getattr(generation_config, "_mask_length", None)
     return max(0, (mask_len or like.shape[-1]) - cache.get_seq_length()), like.shape[-2]
+
+
+def _most_generated(cache: RetrievalCache, generation_config: Any, length: int) -> int:
+    """Tokens that this call generates at most, after a prompt with ``length`` new ones."""
+    count = generation_config.max_new_tokens
+    if count is None:
+        count = (generation_config.max_length or 0) - cache.get_seq_length() - length
+    return max(0, count)
 
 
 def _cuttable(

@@ -53,7 +53,7 @@ def save(cache: RetrievalCache, directory: Path) -> None:
         "format_version": FORMAT_VERSION,
         "method": cache.name,
         "model": cache.model_shape,
-        "options": dataclasses.asdict(cache.options),
+        "options": dataclasses.asdict(cache.options_to_load()),
         "layers": layers,
         "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
     }

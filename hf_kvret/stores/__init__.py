@@ -12,6 +12,7 @@ from hf_kvret.core.store import Store
 from hf_kvret.stores.cpu import CpuStore
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.stores.paged import PagedStore
+from hf_kvret.stores.places import CODED, choose
 from hf_kvret.stores.quantized import QuantizedStore
 from hf_kvret.stores.resident import ResidentStore
 
@@ -54,12 +55,16 @@ class StoreChoice:
     """Makes the stores of one cache, all of the same kind.
 
     With ``"auto"`` the first layer that needs a store decides for all: split if there is a budget,
-    the host if the rows would take more than a quarter of the GPU's free memory, else the device.
-    Each layer gets an equal share of the budget, since a prompt comes layer by layer.
+    else the first of ``PLACES`` with room for all rows that are expected. Each layer gets an equal
+    share of the budget, since a prompt comes layer by layer.
+
+    Attributes:
+        name: of the stores; None until ``"auto"`` has decided.
+        reason: why ``"auto"`` decided so; None if it did not.
     """
 
-    def __init__(self, options: RetrievalConfig, layers: int) -> None:
-        """For a cache with these options and ``layers`` retrieval layers.
+    def __init__(self, options: RetrievalConfig, layers: int, head_dim: int) -> None:
+        """For a cache with these options, ``layers`` retrieval layers and keys of ``head_dim``.
 
         Raises:
             ValueError: ``options.store`` is neither ``"auto"`` nor a key of ``STORES``.
@@ -68,19 +73,36 @@ class StoreChoice:
         if name not in ("auto", SPLIT, *STORES):
             raise ValueError(f"store={name!r}: choose one of {store_names()}")
         self.name = None if name == "auto" else name
+        self.reason: str | None = None
         self._options = options
         self._layers = layers
+        self._head_dim = head_dim
         self._share: int | None = None
         self._tokens, self._chunk = 0, 0
+        self._prompt_len, self._new_tokens = 0, 0
 
-    def expect(self, tokens: int, chunk: int) -> None:
-        """Announce a prompt of ``tokens`` tokens, ``chunk`` of them in a pass."""
+    @property
+    def codes_rows(self) -> bool:
+        """Whether ``"auto"`` decided for rows that only a store of the same kind can load."""
+        return self.reason is not None and self.name in CODED
+
+    def expect(self, tokens: int, chunk: int, new_tokens: int = 0) -> None:
+        """Announce a prompt of ``tokens`` tokens, ``chunk`` of them in a pass, and what follows.
+
+        ``new_tokens`` are generated after it at most.
+        """
         self._tokens, self._chunk = tokens, chunk
+        self._prompt_len, self._new_tokens = tokens, new_tokens
 
     def note_pass(self, tokens: int) -> None:
-        """Note the start of a pass of ``tokens``: one token, or all expected, end the prompt."""
+        """Note the start of a pass of ``tokens``: one token, or all expected, end the prompt.
+
+        A prompt that nobody announced makes what was announced before it void.
+        """
+        if not self._tokens and tokens > self._options.max_draft:
+            self._prompt_len, self._new_tokens = 0, 0
         if tokens == 1 or tokens >= self._tokens:
-            self.expect(0, 0)
+            self._tokens, self._chunk = 0, 0
 
     def make(self, device: torch.device, cold_bytes: int) -> Store:
         """An empty store for queries on ``device``, whose first block takes ``cold_bytes``.
@@ -90,7 +112,8 @@ class StoreChoice:
                 where none can be found, or a budget that the device can't have.
         """
         if self.name is None:
-            self.name = self._choose(device, self._prompt_bytes(cold_bytes) * self._layers)
+            rows_bytes = self._expected_bytes(cold_bytes) * self._layers
+            self.name, self.reason = choose(device, rows_bytes, self._options, self._head_dim)
         if self.name != "device" and device.type not in ("cpu", "cuda"):
             raise ValueError(f"store={self.name!r} on {device}: only store='device' works there")
         store: Store
@@ -104,6 +127,18 @@ class StoreChoice:
             store.expect(self._tokens)
         return store
 
+    def _expected_bytes(self, cold_bytes: int) -> int:
+        """Bytes of a layer's cold rows when prompt and new tokens are there."""
+        held = max(self._prompt_len, self._least_len) - self._options.recent
+        expected = self._prompt_len + self._new_tokens - self._options.recent
+        return self._prompt_bytes(cold_bytes) * max(held, expected) // held
+
+    @property
+    def _least_len(self) -> int:
+        """Tokens at which the first block goes cold, or more of them."""
+        options = self._options
+        return max(options.dense_len, options.recent + options.flush + 1)
+
     def _prompt_bytes(self, cold_bytes: int) -> int:
         """Bytes of a layer's cold rows for the whole prompt; its first block takes ``cold_bytes``.
 
@@ -113,8 +148,7 @@ class StoreChoice:
         options, tokens, chunk = self._options, self._tokens, self._chunk
         if chunk >= tokens:
             return cold_bytes
-        least = max(options.dense_len, options.recent + options.flush + 1)
-        before = (-(-least // chunk) - 1) * chunk
+        before = (-(-self._least_len // chunk) - 1) * chunk
         surplus = min(before + chunk, tokens) - options.recent
         first = min(before, surplus) if before else surplus
         return max(cold_bytes, cold_bytes * (tokens - options.recent) // max(1, first))
@@ -132,11 +166,6 @@ class StoreChoice:
                 "device_budget, as device_budget='90GB'"
             )
         return free // 2
-
-    @staticmethod
-    def _choose(device: torch.device, cold_bytes: int) -> str:
-        free = free_bytes(device)
-        return "host" if free is not None and cold_bytes > free // 4 else "device"
 
 
 def _check_fits(size: int | str, budget: int, device: torch.device) -> None:

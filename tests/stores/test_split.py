@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_kvret import FlatConfig, FlatKVCache, ParisKVCache, TokenBlock
 from hf_kvret.stores import PagedStore, StoreChoice
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
+from hf_kvret.stores.places import choose
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
 
@@ -159,7 +160,7 @@ def test_rows_are_loaded_by_stores_that_lie_elsewhere(memory: HostMemory) -> Non
 
 
 def test_each_layer_gets_an_equal_share() -> None:
-    choice = StoreChoice(FlatConfig(store="split", device_budget="10KB"), 3)
+    choice = StoreChoice(FlatConfig(store="split", device_budget="10KB"), 3, 16)
     for _ in range(3):
         store = choice.make(CPU, 10**9)
         assert isinstance(store, PagedStore) and isinstance(store.memory, SplitMemory)
@@ -169,7 +170,7 @@ def test_each_layer_gets_an_equal_share() -> None:
 def test_without_a_budget_it_is_half_of_what_is_free_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    choice = StoreChoice(FlatConfig(store="split"), 4)
+    choice = StoreChoice(FlatConfig(store="split"), 4, 16)
     with pytest.raises(ValueError, match=r"store='split' on cpu.*; give device_budget, as"):
         choice.make(CPU, 1000)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (961, 2000))
@@ -179,13 +180,14 @@ def test_without_a_budget_it_is_half_of_what_is_free_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 200)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 161)
     assert choice._budget(device) == 500
-    assert [StoreChoice._choose(device, size) for size in (250, 251)] == ["device", "host"]
+    names = [choose(device, size, FlatConfig(), 16).store for size in (250, 251)]
+    assert names == ["device", "host"]
 
 
 def test_a_budget_that_no_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 80_000_000_000))
     fitting, larger = (
-        StoreChoice(FlatConfig(store="split", device_budget=budget), 1)
+        StoreChoice(FlatConfig(store="split", device_budget=budget), 1, 16)
         for budget in ("80GB", "90GB")
     )
     assert fitting._budget(torch.device("cuda")) == 80_000_000_000

@@ -49,7 +49,7 @@ def _cold(tokens: int, valid: torch.Tensor, softcap: float | None) -> ColdTokens
     generator = torch.Generator().manual_seed(1)
     keys = torch.randn(2, HEADS, tokens, DIM, generator=generator)
     options = FlatKVCache.config_class(store="device")
-    store = StoreChoice(options, 1).make(torch.device("cpu"), 2 * keys.nbytes)
+    store = StoreChoice(options, 1, DIM).make(torch.device("cpu"), 2 * keys.nbytes)
     store.append(TokenBlock(keys, keys, 0, None))
     return ColdTokens(store, Scoring(valid, 0.7, softcap), 6)
 
