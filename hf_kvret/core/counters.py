@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_kvret.core.index import ColdTokens
+from hf_kvret.config import RetrievalConfig
+from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.core.recall import Recall
 
 
@@ -21,12 +22,24 @@ class LayerCounters:
     exact_rows: int = 0
     selected: torch.Tensor | None = None
     recalls: list[Recall] = field(default_factory=list)
+    # Of one query and head, and what that depends on.
+    _candidates: int = field(default=0, init=False)
+    _form: tuple[object, ...] = field(default=(), init=False)
 
     def count(self, cold: ColdTokens, heads: int, queries: int) -> None:
         """Count a step of ``queries`` queries, for ``heads`` heads of all rows of the batch."""
         self.steps += 1
         self.queries += queries
         self.cold_rows += len(cold) * heads * queries
+
+    def count_candidates(
+        self, index: Index, config: RetrievalConfig, cold: ColdTokens, searches: int
+    ) -> None:
+        """Count what ``searches`` searches score; ``index`` has the options ``config``."""
+        form = index, config, len(cold), cold.budget
+        if form != self._form:
+            self._form, self._candidates = form, index.cost(len(cold), cold.budget).candidates
+        self.candidates += self._candidates * searches
 
     def total(self, cold: ColdTokens) -> torch.Tensor:
         """``selected``, for the caller to add to, in place: also in a captured step."""

@@ -44,7 +44,10 @@ def attend_on_host(
             search = host_step.GivenIds(index.search(query, cold))
         chosen = host_step.HostCold(rows, search, cold.valid, cold.budget)
     valid = window.validity(call.scoring.valid)
-    near = host_step.HostWindow(window.keys, window.values, window.sink + window.length, valid)
+    near = window.host
+    if near is None or near.keys is not window.keys or near.values is not window.values:
+        near = window.host = host_step.HostWindow(window.keys, window.values, 0)
+    near.length, near.valid = window.sink + window.length, valid
     return host_step.run_step(
         query,
         near,

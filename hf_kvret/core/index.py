@@ -140,7 +140,10 @@ class Index(State):
         return None
 
     def cost(self, n: int, budget: int) -> SearchCost:
-        """Cost of a search for ``budget`` of ``n`` tokens; by default the whole index is read."""
+        """Cost of a search for ``budget`` of ``n`` tokens; by default the whole index is read.
+
+        Its candidates are asked for when one of these or the options have changed, not each step.
+        """
         return SearchCost(n, self.nbytes())
 
     def on_forward(

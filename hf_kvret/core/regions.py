@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Self
+from typing import ParamSpec, Self, TypeVar
 
 import torch
 
@@ -19,9 +20,21 @@ from hf_kvret.core.window import Window
 
 MakeStore = Callable[[torch.device, int], Store]
 
-# A cache filled under torch.inference_mode() must stay writable outside of it, where inference
-# tensors are not.
-_keeps_tensors = torch.inference_mode(False)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _keeps_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``method`` outside of inference mode, whose tensors could not be written to outside of it."""
+
+    @functools.wraps(method)
+    def outside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False):
+            return method(*args, **kwargs)
+
+    return outside
 
 
 class Regions:

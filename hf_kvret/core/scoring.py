@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -25,7 +25,7 @@ class Scoring:
 
     def of(self, valid: torch.Tensor | None) -> Self:
         """The same scoring with another ``valid``."""
-        return replace(self, valid=valid)
+        return type(self)(valid, self.scale, self.softcap)
 
     def reordered(self, rows: torch.Tensor) -> Self:
         """The same scoring for the batch whose row b is the old row ``rows[b]``."""

@@ -82,7 +82,6 @@ def _note_search(
 ) -> None:
     batch, heads, count, _ = ids.shape
     counters.count(cold, batch * heads, count)
-    candidates = index.cost(len(cold), cold.budget).candidates
-    counters.candidates += candidates * batch * heads * count
+    counters.count_candidates(index, regions.config, cold, batch * heads * count)
     if regions.config.track_recall:
         counters.recalls.append(measure_recall(query, ids, cold))

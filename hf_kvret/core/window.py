@@ -8,6 +8,7 @@ import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.state import State, Tensors, number, tensor
+from hf_kvret_kernels.host_step import HostWindow
 
 _STEP = 64
 
@@ -38,6 +39,7 @@ class Window(State):
     Attributes:
         place: set while a decode step is captured. Its tensors then say where the token goes and
             which columns count; whole buffers are read, so nothing captured depends on the length.
+        host: what the CPU library last knew of the buffers.
     """
 
     keys: torch.Tensor = tensor()
@@ -58,6 +60,7 @@ class Window(State):
         self.sink_slots = torch.full((batch, sink), -1, dtype=torch.long, device=keys.device)
         self._sinks_full = sink == 0
         self.place: Place | None = None
+        self.host: HostWindow | None = None
 
     @property
     def capacity(self) -> int:

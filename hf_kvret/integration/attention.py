@@ -70,8 +70,8 @@ def retrieval_attention(
         ValueError: an unknown keyword, which may change attention.
     """
     layer: RetrievalLayer | None = getattr(key, HANDLE, None)
-    base = base_name(module, kwargs)
     if layer is None:
+        base = base_name(module, kwargs)
         mask = base_mask(attention_mask, base, query.device)
         return attend_with_base(
             base, module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
@@ -88,6 +88,7 @@ def retrieval_attention(
     softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
 
     def prompt() -> torch.Tensor:
+        base = base_name(module, kwargs)
         if _base_builds_matrix(base, query, key, attention_mask):
             part = prompt_attention(
                 query, key, value, scale=scale, causal_offset=0, valid=valid, softcap=softcap

@@ -36,4 +36,4 @@ class FlatIndex(CapturableIndex, Index):
 
     def cost(self, n: int, budget: int) -> SearchCost:
         """All keys, once."""
-        return SearchCost(n, self._keys.rows.nbytes)
+        return SearchCost(n, self._keys.rows_nbytes)

@@ -45,6 +45,9 @@ class ParisIndex(CapturableIndex, Index):
 
     def __init__(self, options: ParisConfig) -> None:
         self.options = options
+        # The last one, and what it was made for beside the codes.
+        self._host_search: ParisSearch | None = None
+        self._form: tuple[object, ...] = ()
 
     def add(self, block: TokenBlock) -> None:
         if self._counts is None:
@@ -101,19 +104,25 @@ class ParisIndex(CapturableIndex, Index):
         counts, signs, levels = self._counts, self._signs, self._levels
         if counts is None or signs is None or levels is None:
             raise RuntimeError("the index is empty: add a block first")
-        _, rho = options.ratios(len(self._sign))
-        return ParisSearch(
-            self._codes(),
-            counts,
-            signs,
-            levels,
-            paris.tier_shares(rho, options.tiers),
-            options.subspace_dim,
-            self._candidates(len(self._sign), cold.budget),
-            # A cap bends the whole score, the mean key's part included.
-            mean=None if cold.softcap is None else self._mean,
-            mean_query=options.group_reduce == "mean",
-        )
+        form = options, cold.budget, cold.softcap is None
+        known = self._host_search
+        # Whatever changes the codes makes new counts.
+        if known is None or known.counts is not counts or self._form != form:
+            _, rho = options.ratios(len(self._sign))
+            self._form = form
+            known = self._host_search = ParisSearch(
+                self._codes(),
+                counts,
+                signs,
+                levels,
+                paris.tier_shares(rho, options.tiers),
+                options.subspace_dim,
+                self._candidates(len(self._sign), cold.budget),
+                # A cap bends the whole score, the mean key's part included.
+                mean=None if cold.softcap is None else self._mean,
+                mean_query=options.group_reduce == "mean",
+            )
+        return known
 
     def _candidates(self, n: int, budget: int) -> int:
         beta, _ = self.options.ratios(n)
@@ -141,6 +150,10 @@ class ParisIndex(CapturableIndex, Index):
             dropped.sign[:, :, length:], m=self.options.subspace_dim, valid=counted
         )
         super().crop(length)
+
+    def reset(self) -> None:
+        super().reset()
+        self._host_search = None
 
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""

@@ -43,7 +43,7 @@ def key_lists(
     scores = _Scores(queries, valid, positions, scale, softcap, most_scores or _MOST_SCORES)
     B, H, C, G, _ = queries.shape
     few = _MOST_HELD // max(1, B * H * G * valid.shape[1])
-    if most_scores is None and C <= _MOST_READINGS * few:
+    if most_scores is None and _MOST_READINGS * few >= C:
         for first in range(0, max(1, C), max(1, few)):
             yield _lists_at_once(scores, pieces, slice(first, min(first + few, C)), count)
         return
@@ -91,7 +91,7 @@ class _Scores:
 
 
 def _lists_at_once(scores: _Scores, pieces: Pieces, part: slice, count: int) -> torch.Tensor:
-    """``[B, H, c, count]`` int32: the lists of the centroids ``part``, whose scores are all held."""
+    """``[B, H, c, count]`` int32: the lists of the centroids ``part``, all scores held at once."""
     B, H, _, G, _ = scores.queries.shape
     shape = (B, H, part.stop - part.start, G, scores.valid.shape[1])
     device = scores.queries.device

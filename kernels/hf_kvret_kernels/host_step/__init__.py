@@ -8,6 +8,7 @@ its operations, as ``paris/naive.py``.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import struct
 from dataclasses import dataclass
@@ -17,7 +18,12 @@ import torch
 
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels.host_library import why_not
-from hf_kvret_kernels.host_step.checks import check_cold, check_ids, check_window
+from hf_kvret_kernels.host_step.checks import (
+    check_cold,
+    check_ids,
+    check_window,
+    window_capacity,
+)
 from hf_kvret_kernels.host_step.searches import (
     CodebookSearch,
     FlatSearch,
@@ -56,7 +62,7 @@ _TRACE = struct.Struct("@5P")
 
 @dataclass(eq=False)
 class HostWindow:
-    """Rows that all queries attend to.
+    """Rows that all queries attend to. May be used for step after step, with other lengths.
 
     Attributes:
         keys: ``[B, Hkv, capacity, Dk]`` of the query's dtype, contiguous; or its first rows, a
@@ -70,6 +76,15 @@ class HostWindow:
     values: torch.Tensor
     length: int
     valid: torch.Tensor | None = None
+
+    @functools.cached_property
+    def capacity(self) -> int:
+        """Tokens from one head to the next; ValueError where the buffers don't fit each other."""
+        return window_capacity(self.keys, self.values)
+
+    @functools.cached_property
+    def _addresses(self) -> tuple[int, int]:
+        return self.keys.data_ptr(), self.values.data_ptr()
 
 
 class ParisTrace(NamedTuple):
@@ -145,7 +160,8 @@ def run_step(
             that do not fit each other, ids that a short page table does not lead to.
         MemoryError: no room for the work space.
     """
-    capacity = check_window(query, window.keys, window.values, window.length)
+    capacity = window.capacity
+    check_window(query, window.keys, window.length)
     heads, value_dim = window.keys.shape[1], window.values.shape[3]
     if cold is not None:
         check_cold(query, cold.rows, cold.valid, query.shape[3] + value_dim)
@@ -243,8 +259,7 @@ def _pack_step(
         address = ctypes.cast(searched, ctypes.c_void_p).value or 0
         chosen = valid.data_ptr(), valid.stride(0), valid.shape[1], address
     step = request + _STEP.pack(
-        window.keys.data_ptr(),
-        window.values.data_ptr(),
+        *window._addresses,
         0 if near is None else near.data_ptr(),
         0 if near is None else near.stride(0),
         capacity,

@@ -7,25 +7,36 @@ import torch
 from hf_kvret_kernels.paged import PagedRows
 
 
-def check_window(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int) -> int:
-    """The capacity of a window's buffers, see ``HostWindow``; ValueError where they do not fit."""
+def check_window(query: torch.Tensor, keys: torch.Tensor, length: int) -> None:
+    """ValueError where the ``length`` rows of a window are not for this query."""
     batch, query_heads, queries, key_dim = query.shape
-    if query.dtype != keys.dtype or key_dim != keys.shape[3]:
+    rows, heads, capacity, row_dim = keys.shape
+    if query.dtype != keys.dtype or key_dim != row_dim:
         raise ValueError(
-            f"query is {query.dtype} of {key_dim} dims, rows are {keys.dtype} of "
-            f"{keys.shape[3]}: convert the query"
+            f"query is {query.dtype} of {key_dim} dims, rows are {keys.dtype} of {row_dim}: "
+            "convert the query"
         )
-    fits = keys.shape[:3] == values.shape[:3] and keys.shape[0] == batch
-    if not fits or values.dtype != keys.dtype or query_heads % keys.shape[1]:
+    if rows != batch or query_heads % heads:
         raise ValueError(
-            f"query is {tuple(query.shape)}, keys are {keys.dtype} {tuple(keys.shape)}, values "
-            f"{values.dtype} {tuple(values.shape)}: pass rows of one dtype for the query's batch, "
-            "and KV heads that divide its heads"
+            f"query is {tuple(query.shape)}, keys are {keys.dtype} {tuple(keys.shape)}: pass rows "
+            "for the query's batch, and KV heads that divide its heads"
         )
-    if length and not queries <= length <= keys.shape[2]:
+    if length and not queries <= length <= capacity:
         raise ValueError(
             f"length={length}: {queries} queries are among the rows held, and the buffers have "
-            f"{keys.shape[2]}: pass 0 or a number between"
+            f"{capacity}: pass 0 or a number between"
+        )
+
+
+def window_capacity(keys: torch.Tensor, values: torch.Tensor) -> int:
+    """Tokens from one head to the next in a window's buffers, see ``HostWindow``.
+
+    ValueError where the buffers do not fit each other.
+    """
+    if keys.shape[:3] != values.shape[:3] or values.dtype != keys.dtype:
+        raise ValueError(
+            f"keys are {keys.dtype} {tuple(keys.shape)}, values {values.dtype} "
+            f"{tuple(values.shape)}: pass rows of one dtype for the same tokens"
         )
     capacities = {_capacity(keys), _capacity(values)}
     if len(capacities) > 1 or min(capacities) < keys.shape[2]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -83,6 +83,8 @@ class FlatSearch:
 class ParisSearch:
     """ParisKV's two stages, see ``paris.collisions`` and the functions after it.
 
+    Packed once: not to be changed after its first use.
+
     Attributes:
         codes: of the n tokens.
         counts: ``[B, Hkv, S, 2**m]`` int32 of ``paris.count_centroids``.
@@ -108,11 +110,17 @@ class ParisSearch:
     candidates: int
     mean: torch.Tensor | None = None
     mean_query: bool = False
+    _packed: bytes | None = field(default=None, init=False, repr=False)
 
     def tokens(self) -> int | None:
         return self.codes.sign.shape[2]
 
     def pack(self) -> bytes:
+        if self._packed is None:
+            self._packed = self._pack()
+        return self._packed
+
+    def _pack(self) -> bytes:
         codes = self.codes
         planes = [_dense_rows(x) for x in (codes.sign, codes.magnitude, codes.weight)]
         self.codes = ParisCodes(*planes)
