@@ -47,7 +47,7 @@ class ParisCase : public SearchCase {
 
     const void *request() const override { return &paris_; }
 
-    const char *run(const hfk_step &step, const Numbers &query) const override {
+    const char *run(const hfk_step &step, const Numbers &query, const KeyNumber &) const override {
         const int64_t rows = selections_ * tables_;
         const float poison = std::numeric_limits<float>::quiet_NaN();
         Trace trace;

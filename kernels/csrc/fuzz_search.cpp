@@ -9,7 +9,7 @@ constexpr int64_t kWork = 1000000;
 // A search that scores every token.
 class ScoringCase : public SearchCase {
   public:
-    const char *run(const hfk_step &step, const Numbers &query) const override {
+    const char *run(const hfk_step &step, const Numbers &query, const KeyNumber &) const override {
         if (hfk_search_ids(&step, nullptr) != HFK_OK) return "status of hfk_search_ids";
         const hfk_request &r = step.attention;
         const int64_t group = r.query_heads / r.id_heads;
@@ -23,7 +23,7 @@ class ScoringCase : public SearchCase {
                         for (int64_t token = 0; token < step.tokens; ++token) {
                             if (!step.valid[b * step.valid_stride + token]) continue;
                             scores[g][token] =
-                                capped(product(step, query, b, head, q, token), r.softcap);
+                                finish(product(step, query, b, head, q, token), r.softcap);
                         }
                     }
                     double error = 0.0;
@@ -42,33 +42,9 @@ class ScoringCase : public SearchCase {
     // The score of a token, before a cap.
     virtual double product(const hfk_step &step, const Numbers &query, int64_t batch, int64_t head,
                            int64_t place, int64_t token) const = 0;
+
+    virtual double finish(double score, double softcap) const { return capped(score, softcap); }
 };
-
-// Strides of [outer, inner, tokens, dim] with room behind the tokens or behind the heads, or without.
-struct Strides {
-    Strides(Random &random, int64_t inner, int64_t tokens, int64_t dim)
-        : row((tokens + (random.one_in(2) ? 0 : random.pick(0, 9))) * dim),
-          outer(inner * row + (random.one_in(2) ? 0 : random.pick(0, 9))) {}
-
-    // Up to the last element that is used.
-    int64_t size(int64_t outers, int64_t inners, int64_t tokens, int64_t dim) const {
-        return (outers - 1) * outer + (inners - 1) * row + tokens * dim;
-    }
-
-    int64_t row, outer;
-};
-
-// Numbers [outer, inner, tokens, dim]; those between are NaN.
-Numbers strided(Random &random, const Strides &strides, int64_t outers, int64_t inners,
-                int64_t tokens, int64_t dim, int32_t dtype) {
-    Numbers numbers(strides.size(outers, inners, tokens, dim), dtype);
-    for (int64_t o = 0; o < outers; ++o) {
-        for (int64_t i = 0; i < inners; ++i) {
-            numbers.fill(random, o * strides.outer + i * strides.row, tokens * dim);
-        }
-    }
-    return numbers;
-}
 
 class FlatCase : public ScoringCase {
   public:
@@ -148,6 +124,51 @@ class ProxyCase : public ScoringCase {
     hfk_proxy proxy_{};
 };
 
+class CodebookCase : public ScoringCase {
+  public:
+    CodebookCase(Random &random, hfk_step &step) {
+        const hfk_request &r = step.attention;
+        const int64_t heads = r.batch * r.query_heads * r.queries;
+        step.tokens = pick_tokens(random, kWork / heads);
+        book_.words = random.one_in(2) ? random.pick(1, 9) : random.pick(1, 300);
+        table_ = Numbers(heads * book_.words, HFK_FLOAT32);
+        table_.fill(random);
+        const Strides strides(random, r.id_heads, step.tokens, 1);
+        codes_.resize(strides.size(r.batch, r.id_heads, step.tokens, 1));
+        // Few of them name no codeword.
+        for (uint16_t &code : codes_) {
+            code = static_cast<uint16_t>(random.one_in(20) ? random.pick(0, 65535)
+                                                           : random.pick(0, book_.words - 1));
+        }
+        book_.table = table_.floats();
+        book_.codes = codes_.data();
+        book_.batch_stride = strides.outer;
+        book_.head_stride = strides.row;
+    }
+
+    const void *request() const override { return &book_; }
+
+  protected:
+    double product(const hfk_step &step, const Numbers &, int64_t batch, int64_t head,
+                   int64_t place, int64_t token) const override {
+        const hfk_request &r = step.attention;
+        const int64_t id_head = head / (r.query_heads / r.id_heads);
+        const uint16_t code =
+            codes_[batch * book_.batch_stride + id_head * book_.head_stride + token];
+        if (code >= book_.words) return -kInf;
+        const int64_t row = (batch * r.query_heads + head) * r.queries + place;
+        return table_[row * book_.words + code];
+    }
+
+    // The table's scores are capped already.
+    double finish(double score, double) const override { return score; }
+
+  private:
+    Numbers table_;
+    std::vector<uint16_t> codes_;
+    hfk_codebook book_{};
+};
+
 } // namespace
 
 std::unique_ptr<SearchCase> make_search_case(Random &random, hfk_step &step) {
@@ -156,9 +177,24 @@ std::unique_ptr<SearchCase> make_search_case(Random &random, hfk_step &step) {
         return std::make_unique<FlatCase>(random, step);
     case HFK_SEARCH_PROXY:
         return std::make_unique<ProxyCase>(random, step);
+    case HFK_SEARCH_CODEBOOK:
+        return std::make_unique<CodebookCase>(random, step);
+    case HFK_SEARCH_LISTS:
+        return make_list_case(random, step);
     default:
         return make_paris_case(random, step);
     }
+}
+
+Numbers strided(Random &random, const Strides &strides, int64_t outers, int64_t inners,
+                int64_t tokens, int64_t dim, int32_t dtype) {
+    Numbers numbers(strides.size(outers, inners, tokens, dim), dtype);
+    for (int64_t o = 0; o < outers; ++o) {
+        for (int64_t i = 0; i < inners; ++i) {
+            numbers.fill(random, o * strides.outer + i * strides.row, tokens * dim);
+        }
+    }
+    return numbers;
 }
 
 const char *judge_best(const int32_t *ids, int64_t count, const std::vector<double> &relevance,

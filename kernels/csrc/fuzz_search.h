@@ -1,7 +1,12 @@
 // Searches of the fuzz driver's steps.
 #pragma once
 
+#include <functional>
+
 #include "fuzz.h"
+
+// The number `dim` of a cold token's key; NaN where the token has no row.
+using KeyNumber = std::function<double(int64_t batch, int64_t head, int64_t token, int64_t dim)>;
 
 // A search of random numbers, and what it must find.
 class SearchCase {
@@ -13,12 +18,32 @@ class SearchCase {
 
     // Runs hfk_search_ids on a step with this search. Null where its ids are right, else what is
     // wrong with them.
-    virtual const char *run(const hfk_step &step, const Numbers &query) const = 0;
+    virtual const char *run(const hfk_step &step, const Numbers &query,
+                            const KeyNumber &key) const = 0;
 };
 
 // A search for the step's kind and sizes; sets the step's tokens.
 std::unique_ptr<SearchCase> make_search_case(Random &random, hfk_step &step);
 std::unique_ptr<SearchCase> make_paris_case(Random &random, hfk_step &step);
+std::unique_ptr<SearchCase> make_list_case(Random &random, hfk_step &step);
+
+// Strides of [outer, inner, tokens, dim] with room behind the tokens or behind the heads, or without.
+struct Strides {
+    Strides(Random &random, int64_t inner, int64_t tokens, int64_t dim)
+        : row((tokens + (random.one_in(2) ? 0 : random.pick(0, 9))) * dim),
+          outer(inner * row + (random.one_in(2) ? 0 : random.pick(0, 9))) {}
+
+    // Up to the last element that is used.
+    int64_t size(int64_t outers, int64_t inners, int64_t tokens, int64_t dim) const {
+        return (outers - 1) * outer + (inners - 1) * row + tokens * dim;
+    }
+
+    int64_t row, outer;
+};
+
+// Numbers [outer, inner, tokens, dim]; those between are NaN.
+Numbers strided(Random &random, const Strides &strides, int64_t outers, int64_t inners,
+                int64_t tokens, int64_t dim, int32_t dtype);
 
 // Null where `ids` are those of the `count` most relevant tokens, ascending and then -1; tokens of
 // relevance -inf are none. Relevances are good up to `error`.

@@ -11,9 +11,11 @@ class StepCase {
     explicit StepCase(Random &random) {
         hfk_request &r = step_.attention;
         pick_shape(random);
-        step_.search_kind = static_cast<int32_t>(random.pick(HFK_SEARCH_NONE, HFK_SEARCH_PROXY));
-        if (step_.search_kind == HFK_SEARCH_NONE) {
+        step_.search_kind = static_cast<int32_t>(random.pick(HFK_SEARCH_NONE, HFK_SEARCH_LISTS));
+        if (step_.search_kind == HFK_SEARCH_NONE || step_.search_kind == HFK_SEARCH_PROXY) {
             r.id_heads = r.kv_heads * (r.query_heads / r.kv_heads % 2 == 0 ? random.pick(1, 2) : 1);
+        }
+        if (step_.search_kind == HFK_SEARCH_NONE) {
             step_.tokens = random.pick(0, 300);
         } else {
             search_ = make_search_case(random, step_);
@@ -45,7 +47,10 @@ class StepCase {
 
     const char *run() {
         if (search_ != nullptr) {
-            const char *fault = search_->run(step_, query_);
+            const auto key = [this](int64_t batch, int64_t head, int64_t token, int64_t dim) {
+                return key_number(batch, head, token, dim);
+            };
+            const char *fault = search_->run(step_, query_, key);
             if (fault != nullptr) return fault;
         }
         const std::vector<int32_t> ids = ids_;
@@ -159,6 +164,14 @@ class StepCase {
         if (id / r.page_len >= r.max_pages) return -1;
         const int32_t page = table_[batch * r.max_pages + id / r.page_len];
         return page < r.page_count ? page : -1;
+    }
+
+    double key_number(int64_t batch, int64_t head, int64_t token, int64_t dim) const {
+        const hfk_request &r = step_.attention;
+        const int64_t page = page_of(batch, static_cast<int32_t>(token));
+        if (page < 0) return std::numeric_limits<double>::quiet_NaN();
+        const int64_t row = (head * r.page_len + token % r.page_len) * (r.key_dim + r.value_dim);
+        return rows_[page][row + dim];
     }
 
     bool leads_astray() const {

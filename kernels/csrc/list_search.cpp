@@ -129,6 +129,7 @@ class ListSearch : public Search {
     // once. Returns how many there are.
     int64_t recall(const Selection &selection, char *work) const {
         const float *cosines = at<float>(work, cosines_);
+        const uint8_t *alive = at<uint8_t>(work, alive_);
         float *similarity = at<float>(work, similarity_);
         int64_t start = 0;
         for (const hfk_generation &part : lists_.generations) {
@@ -136,7 +137,7 @@ class ListSearch : public Search {
                                    selection.head * part.inverse_head;
             for (int64_t c = 0; c < part.count; ++c) {
                 float most = kNever;
-                for (int64_t g = 0; g < heads_; ++g) {
+                for (int64_t g = 0; alive[start + c] && g < heads_; ++g) {
                     const float cosine = cosines[g * centroid_stride_ + start + c];
                     most = std::max(most, cosine * inverse[c * heads_ + g]);
                 }
