@@ -10,7 +10,7 @@ from hf_kvret.core.merge import merge
 from hf_kvret.core.pieces import piece_len
 from hf_kvret.core.regions import Regions
 from hf_kvret.core.scoring import Scoring
-from hf_kvret.core.store import AttentionResult
+from hf_kvret.core.store import AttentionResult, all_of
 from hf_kvret_kernels.prompt_attention import prompt_attention
 
 
@@ -38,15 +38,19 @@ def attend_dense(
 
 
 def attend_cold(query: torch.Tensor, cold: ColdTokens, length: int) -> AttentionResult:
-    """Attention of ``query [B, Hq, Q, Dk]`` over all ``cold`` tokens, ``length`` at a time."""
+    """Attention of ``query [B, Hq, Q, Dk]`` over all ``cold`` tokens, ``length`` at a time.
+
+    Raises:
+        RuntimeError: the store does not give all of them.
+    """
     total = None
-    for start, keys, values in cold.store.chunks(length):
+    for start, keys, values in all_of(cold.store, cold.store.chunks(length)):
         valid = cold.valid[:, start : start + keys.shape[2]]
         part = attend_dense(query, keys, values, cold.scoring.of(valid))
         # Not held while the next piece is made.
         del keys, values
         total = part if total is None else merge([total, part])
-    assert total is not None, "a cold region holds tokens"
+    assert total is not None, "cold tokens are at least one"
     return total
 
 
@@ -62,6 +66,9 @@ def attend_exactly(
 
     ``query [B, Hq, Q, Dk]``, ``key`` and ``value [B, Hkv, Q, D]`` are those of the new tokens.
     Returns ``[B, Hq, Q, Dv]`` fp32.
+
+    Raises:
+        RuntimeError: the store does not give all of its tokens.
     """
     scoring, window, store = call.scoring, regions.window, regions.store
     valid = scoring.valid
@@ -69,7 +76,7 @@ def attend_exactly(
     cold_valid = None if store is None else regions.retrievable(valid)
     # Requested first: a store that reads over the bus starts now, behind the work below.
     length = piece_len(query.shape[2], key, value)
-    pieces = () if store is None else store.chunks(length, past)
+    pieces = () if store is None else all_of(store, store.chunks(length, past), past)
     new_valid = None if valid is None else valid[:, past:]
     total = attend_dense(query, key, value, scoring.of(new_valid), causal_offset=0)
     near = window.tokens()

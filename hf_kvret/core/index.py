@@ -26,11 +26,21 @@ class ColdTokens:
         store: holds them; an index may read keys in it.
         scoring: ``valid [B, n]`` is False for padding, holes and sinks: never to be selected.
         budget: how many tokens a query selects, from 1 to n.
+
+    Raises:
+        ValueError: ``scoring.valid`` is None.
     """
 
     store: Store
     scoring: Scoring
     budget: int
+
+    def __post_init__(self) -> None:
+        if self.scoring.valid is None:
+            raise ValueError(
+                "scoring.valid is None: pass bool [B, n], False for tokens that are never to be "
+                "selected, as sinks and padding"
+            )
 
     def __len__(self) -> int:
         return self.valid.shape[1]
@@ -38,7 +48,7 @@ class ColdTokens:
     @property
     def valid(self) -> torch.Tensor:
         """``[B, n]`` bool."""
-        assert self.scoring.valid is not None, "sinks are never selected"
+        assert self.scoring.valid is not None, "others are refused"
         return self.scoring.valid
 
     @property

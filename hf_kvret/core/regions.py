@@ -14,7 +14,7 @@ from hf_kvret.core.block import UNKNOWN_POSITION, TokenBlock
 from hf_kvret.core.index import ColdTokens, Index, SearchCost
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.state import Tensors
-from hf_kvret.core.store import Store
+from hf_kvret.core.store import Store, all_of
 from hf_kvret.core.token_buffer import TokenBuffer
 from hf_kvret.core.window import Window
 
@@ -235,7 +235,8 @@ class Regions:
         cold = min(count, self.cold_len)
         parts = [tuple(side[:, :, : count - cold] for side in window.recent())]
         if self.store is not None and cold:
-            read = [(keys, values) for _, keys, values in self.store.chunks(stop=cold)]
+            chunks = all_of(self.store, self.store.chunks(stop=cold), cold)
+            read = [(keys, values) for _, keys, values in chunks]
             keys, values = (torch.cat(side, dim=2)[:, :, :cold] for side in zip(*read, strict=True))
             parts.insert(0, (keys.to(device), values.to(device)))
         keys, values = (torch.cat(side, dim=2) for side in zip(*parts, strict=True))

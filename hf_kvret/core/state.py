@@ -234,6 +234,11 @@ class PartField(Field):
         may_be_empty: bool,
     ) -> None:
         super().__init__(key, is_saved)
+        if optional and is_saved and make is None:
+            raise ValueError(
+                "part(optional=True) can't be made when a state that has it is loaded: pass make, "
+                "as its class, or saved=False"
+            )
         self.make, self.optional, self.may_be_empty = make, optional, may_be_empty
 
     @property
@@ -285,7 +290,11 @@ class PartField(Field):
             name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
         }
         if value is None:
-            assert self.make is not None, "an optional part that is saved can be made"
+            if self.make is None:
+                raise RuntimeError(
+                    f"the part {self.name} was not made: assign it in __init__, or declare it as "
+                    "part(make) with what makes an empty one"
+                )
             value = self.make()
         if mine or not self.may_be_empty:
             value.load_state_dict(mine, device)
@@ -342,5 +351,8 @@ def part(
         saved: whether it is saved.
         optional: None until it is assigned, and after ``reset``.
         may_be_empty: it may hold nothing where other fields were saved.
+
+    Raises:
+        ValueError: an optional part that is saved, without ``make``.
     """
     return PartField(make, key, saved, optional, may_be_empty)

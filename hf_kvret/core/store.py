@@ -209,6 +209,33 @@ class Store(State):
             self.append(TokenBlock(keys, values, start=0))
 
 
+def all_of(
+    store: Store,
+    chunks: Iterator[tuple[int, torch.Tensor, torch.Tensor]],
+    stop: int | None = None,
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """``chunks``, which ``store.chunks(..., stop)`` gave; none is held while the next one is made.
+
+    Raises:
+        RuntimeError: they leave out tokens, or are not in order.
+    """
+    end, count = 0, len(store) if stop is None else min(stop, len(store))
+    remedy = "it must give all tokens before stop, in order"
+    for start, keys, values in chunks:
+        if start != end:
+            raise RuntimeError(
+                f"{type(store).__name__}.chunks() gave slot {start} where slot {end} was next: "
+                f"{remedy}"
+            )
+        end += keys.shape[2]
+        yield start, keys, values
+        del keys, values
+    if end < count:
+        raise RuntimeError(
+            f"{type(store).__name__}.chunks() gave {end} of {count} tokens: {remedy}"
+        )
+
+
 def scores_of_gathered(
     store: Store, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None
 ) -> torch.Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from hf_kvret import FlatConfig
+from hf_kvret import ColdTokens, FlatConfig
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.exact_attention import attend_cold, attend_dense, attend_exactly
 from hf_kvret.core.regions import Regions
@@ -101,3 +103,56 @@ def test_cold_tokens_in_pieces_are_one_softmax(softcap: float | None) -> None:
         assert (out - scores).abs().max() < ERROR
     _, lse = attend_dense(query, open_keys, open_values, cold.scoring)
     assert (lse - parts[0][1]).abs().max() < ERROR
+
+
+class Faulty(PagedStore):
+    """A store of a user's own, whose ``chunks`` give other tokens than it holds."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(DeviceMemory(torch.device("cpu")))
+        self.fault = fault
+
+    def chunks(
+        self, piece_len: int = 4096, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        for start, keys, values in super().chunks(piece_len, stop):
+            pieces = [
+                (start + at, keys[:, :, at:][:, :, :16], values[:, :, at:][:, :, :16])
+                for at in range(0, keys.shape[2], 16)
+            ]
+            kept = {"none": [], "no end": pieces[:-1], "a gap": [pieces[0], *pieces[2:]]}
+            yield from kept[self.fault]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("none", "0 of 52 tokens"),
+        ("no end", "48 of 52 tokens"),
+        ("a gap", "slot 32 where slot 16 was next"),
+    ],
+)
+def test_a_store_that_gives_other_tokens_than_it_holds_is_named(fault: str, said: str) -> None:
+    keys, values = draw(1, HEADS, PAST), draw(2, HEADS, PAST)
+    config = FlatConfig(top_k=4, sink=2, recent=8, flush=4, max_draft=4, dense_below=0)
+    regions = Regions(config, None, lambda device, size: Faulty(fault), keys, values)
+    regions.take_prompt(keys, values, None)
+    cold = regions.cold(Scoring(None, SCALE))
+    assert cold is not None
+    query, new = draw(3, HEADS * GROUP, NEW), draw(4, HEADS, NEW)
+    call = AttentionCall(Scoring(None, SCALE), lambda: query)
+    for read in (
+        lambda: attend_cold(query, cold, 16),
+        lambda: attend_exactly(regions, query, new, new, PAST, call),
+        lambda: regions.rows(PAST),
+    ):
+        with pytest.raises(
+            RuntimeError, match=rf"Faulty\.chunks\(\) gave {said}: it must give all"
+        ):
+            read()
+
+
+def test_cold_tokens_need_to_know_which_are_valid() -> None:
+    store = PagedStore(DeviceMemory(torch.device("cpu")))
+    with pytest.raises(ValueError, match=r"scoring\.valid is None: pass bool \[B, n\]"):
+        ColdTokens(store, Scoring(None, SCALE), 4)

@@ -169,6 +169,20 @@ def test_an_optional_part_is_made_where_it_was_saved() -> None:
     assert other.maybe is None
 
 
+def test_an_optional_part_that_is_saved_says_how_it_is_made() -> None:
+    with pytest.raises(ValueError, match=r"part\(optional=True\).* pass make, .*or saved=False"):
+        part(optional=True)
+    part(optional=True, saved=False)
+
+
+def test_a_part_that_nobody_made_is_named_when_it_is_loaded() -> None:
+    class Forgetful(State):
+        inner: Inner = part()
+
+    with pytest.raises(RuntimeError, match=r"the part inner was not made: assign it in __init__"):
+        Forgetful().load_state_dict({})
+
+
 def test_reset_leaves_what_was_not_declared() -> None:
     state = filled()
     state.reset()

@@ -1,208 +1,35 @@
-"""Decode steps in one call of the compiled library, against the naive code of each operation."""
+"""Decode steps in one call of the compiled library, against attention worked out in double."""
 
 from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hf_kvret_kernels import host_library as library
-from hf_kvret_kernels import host_step, paris, proxy
-from hf_kvret_kernels.host_step import (
-    FlatSearch,
-    GivenIds,
-    HostCold,
-    HostWindow,
-    ParisSearch,
-    ProxySearch,
-    run_step,
+from hf_kvret.testing.host_steps import (
+    FP32_ERROR,
+    Shape,
+    cold_rows,
+    expected_attention,
+    generator,
+    near_window,
+    paris_search,
 )
+from hf_kvret_kernels import host_library as library
+from hf_kvret_kernels import host_step
+from hf_kvret_kernels.host_step import FlatSearch, GivenIds, HostCold, HostWindow, run_step
 from hf_kvret_kernels.paged import PagedRows
-from hf_kvret_kernels.paris import naive
-from hf_kvret_kernels.relevance.naive import best_ids
 
 NEVER = float("-inf")
-# Sums of up to some hundred fp32 products of size 1, in another order: some roundings of 6e-8 each.
-FP32_ERROR = 2e-5
 
-pytestmark = pytest.mark.skipif(bool(host_step.why_not()), reason="the library is not compiled")
-every_path = pytest.mark.factor("path", list(library.PATHS), indirect=True)
-
-
-@pytest.fixture
-def path(request: pytest.FixtureRequest) -> str:
-    """Every instruction set of this processor."""
-    name: str = request.param
-    if name not in library.paths():
-        pytest.skip(f"this processor has no {name}")
-    return name
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Of a search: H KV heads of G query heads, Q queries, n tokens of D dims."""
-
-    n: int
-    dim: int = 128
-    group: int = 2
-    heads: int = 2
-    queries: int = 1
-    batch: int = 1
-    m: int = 8
-    tiers: int = 6
-    mean_query: bool = False
-    weight_dtype: torch.dtype = torch.bfloat16
-    dtype: torch.dtype = torch.float32
-    candidates: int | None = None
-    valid: float = 0.8
-
-    def query(self, seed: int = 0) -> torch.Tensor:
-        shape = (self.batch, self.heads * self.group, self.queries, self.dim)
-        return 2 * torch.randn(shape, generator=generator(seed)).to(self.dtype)
-
-    def mask(self, seed: int = 1) -> torch.Tensor:
-        return torch.rand(self.batch, self.n, generator=generator(seed)) < self.valid
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def paris_search(shape: Shape, valid: torch.Tensor) -> ParisSearch:
-    keys = torch.randn(shape.batch, shape.heads, shape.n, shape.dim, generator=generator(2))
-    signs = paris.random_signs(paris.rotated_dim(shape.dim), 0)
-    levels = paris.magnitude_levels(shape.m)
-    out = paris.ParisCodes.empty(*keys.shape, m=shape.m, weight_dtype=shape.weight_dtype)
-    codes = paris.encode(keys, signs, levels, m=shape.m, out=out)
-    counts = paris.count_centroids(codes.sign, m=shape.m, valid=valid)
-    tiers = tuple((i + 1) / shape.tiers for i in range(shape.tiers))
-    count = max(1, shape.n // 4) if shape.candidates is None else shape.candidates
-    shares = paris.tier_shares(0.3, tiers)
-    return ParisSearch(
-        codes, counts, signs, levels, shares, shape.m, count, mean_query=shape.mean_query
-    )
-
-
-SHAPES = {
-    "plain": Shape(1000),
-    "four heads": Shape(777, group=4, queries=2, batch=2, weight_dtype=torch.float16),
-    "one head": Shape(4099, dim=64, group=1, queries=2, dtype=torch.float16),
-    "wide": Shape(515, dim=256, group=3, weight_dtype=torch.float32),
-    "nibbles": Shape(300, dim=80, m=4),
-    "nibbles, few tiers": Shape(640, dim=64, m=4, tiers=3, group=5),
-    "many heads": Shape(300, dim=32, group=9),
-    "tiny head": Shape(130, dim=5, queries=3),
-    "mean, many tiers": Shape(900, group=4, mean_query=True, tiers=10, dtype=torch.bfloat16),
-    "one token": Shape(1, valid=1.1),
-    "all are candidates": Shape(200, candidates=200),
-    "nothing valid": Shape(100, valid=-1.0),
-}
-
-
-@every_path
-@pytest.mark.factor("name", list(SHAPES))
-def test_each_stage_of_paris_is_the_naive_one(name: str, path: str) -> None:
-    shape = SHAPES[name]
-    query, valid = shape.query(), shape.mask()
-    search = paris_search(shape, valid)
-    budget = max(1, search.candidates // 3)
-    trace = host_step.trace_paris(query, search, valid, budget, scale=0.1, path=path)
-
-    grouped = query.view(shape.batch, shape.heads, -1, shape.queries, shape.dim).float()
-    if shape.mean_query:
-        grouped = grouped.mean(dim=2, keepdim=True)
-    rotated = naive.rotate(grouped.transpose(2, 3), search.signs)
-    torch.testing.assert_close(trace.rotated, rotated, rtol=1e-5, atol=1e-5)
-
-    # From here on each stage is given what the stage before it left, to be compared bit by bit.
-    bonus = naive.bonus_table(trace.rotated, search.counts, tuple(search.shares.tolist()), shape.m)
-    scores, histogram = naive.collide(search.codes.sign, bonus, shape.m, valid)
-    by_byte = bonus
-    if shape.m == 4:
-        byte, halves = torch.arange(256), bonus.unflatten(-2, (-1, 2))
-        by_byte = halves[..., 0, :][..., byte & 15] + halves[..., 1, :][..., byte >> 4]
-    assert torch.equal(trace.points, by_byte)
-    assert torch.equal(trace.scores, torch.where(scores == 255, 0, scores + 1))
-    candidates = naive.candidates(scores, histogram, search.candidates)
-    assert torch.equal(trace.candidates, candidates)
-    estimates = naive.rerank(
-        trace.rotated, search.codes, candidates, search.levels, shape.m, 0.1, None, None
-    )
-    torch.testing.assert_close(trace.estimates, estimates, rtol=1e-5, atol=FP32_ERROR)
-    assert torch.equal(trace.ids, best_ids(trace.estimates, candidates, budget))
-
-
-@every_path
-def test_a_soft_cap_bends_the_mean_key_too(path: str) -> None:
-    shape = Shape(300, group=2)
-    query, valid = shape.query(), shape.mask()
-    search = paris_search(shape, valid)
-    search.mean = torch.randn(1, 2, 128, generator=generator(5))
-    trace = host_step.trace_paris(query, search, valid, 9, scale=0.1, softcap=1.5, path=path)
-    offset = torch.einsum("bhgqd,bhd->bhqg", query.view(1, 2, 2, 1, 128), search.mean)
-    expected = naive.rerank(
-        trace.rotated, search.codes, trace.candidates, search.levels, 8, 0.1, 1.5, offset
-    )
-    torch.testing.assert_close(trace.estimates, expected, rtol=1e-5, atol=FP32_ERROR)
-
-
-def cold_rows(shape: Shape, page_len: int = 16) -> tuple[PagedRows, torch.Tensor, torch.Tensor]:
-    """Shuffled pages, and the same keys and values ``[B, Hkv, n, D]`` in order."""
-    count = -(-shape.n // page_len)
-    pages = torch.randn(
-        shape.batch * count, shape.heads, page_len, shape.dim + 24, generator=generator(3)
-    ).to(shape.dtype)
-    order = torch.randperm(shape.batch * count, generator=generator(4)).int()
-    table = order.view(shape.batch, count)
-    rows = pages[table.long()].transpose(1, 2).flatten(2, 3)[:, :, : shape.n]
-    return PagedRows([pages], table, shape.dim), rows[..., : shape.dim], rows[..., shape.dim :]
-
-
-def near_window(shape: Shape, length: int, seed: int = 6) -> HostWindow:
-    """Room behind the rows holds NaN."""
-    lead = (shape.batch, shape.heads, length + 5)
-    keys = torch.randn(*lead, shape.dim, generator=generator(seed)).to(shape.dtype)
-    values = torch.randn(*lead, 24, generator=generator(seed + 1)).to(shape.dtype)
-    keys[:, :, length:] = values[:, :, length:] = math.nan
-    valid = torch.rand(shape.batch, length, generator=generator(seed + 2)) < 0.9
-    valid[:, -shape.queries :] = True
-    return HostWindow(keys, values, length, valid)
-
-
-def expected_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    ids: torch.Tensor,
-    window: HostWindow,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """In double, one query after the other."""
-    out = torch.zeros(*query.shape[:3], values.shape[-1], dtype=torch.double)
-    group = query.shape[1] // keys.shape[1]
-    for b, head, q in torch.cartesian_prod(*(torch.arange(n) for n in query.shape[:3])).tolist():
-        kv = head // group
-        seen = window.length - (query.shape[2] - 1 - q)
-        near = torch.arange(seen)
-        if window.valid is not None:
-            near = near[window.valid[b, :seen]]
-        chosen = ids[b, kv, q][ids[b, kv, q] >= 0].long()
-        k = torch.cat([window.keys[b, kv, near], keys[b, kv, chosen]]).double()
-        v = torch.cat([window.values[b, kv, near], values[b, kv, chosen]]).double()
-        logits = k @ query[b, head, q].double() * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        if sinks is not None:
-            logits = torch.cat([logits, sinks[head, None].double()])
-            v = torch.cat([v, v.new_zeros(1, v.shape[1])])
-        out[b, head, q] = logits.softmax(0) @ v
-    return out
-
+# The path goes to the tests that take it.
+pytestmark = [
+    pytest.mark.skipif(bool(host_step.why_not()), reason="the library is not compiled"),
+    pytest.mark.factor("path", list(library.PATHS), indirect=True),
+]
 
 STEPS = {
     "plain": (Shape(500, dim=64), None),
@@ -215,7 +42,6 @@ STEPS = {
 }
 
 
-@every_path
 @pytest.mark.factor("threads", [1, 3, 16])
 @pytest.mark.factor("method", ["flat", "paris"])
 @pytest.mark.factor("name", list(STEPS))
@@ -253,7 +79,6 @@ def test_a_step_attends_to_window_and_choice(
         check_best(query, keys, ids, valid, scale, softcap)
 
 
-@every_path
 @pytest.mark.factor("shape", [Shape(1, queries=3, batch=2, dim=40), Shape(1, group=5)])
 def test_a_window_alone_is_attended_to(shape: Shape, path: str) -> None:
     query, window = shape.query(), near_window(shape, 90)
@@ -264,7 +89,6 @@ def test_a_window_alone_is_attended_to(shape: Shape, path: str) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=FP32_ERROR)
 
 
-@every_path
 @pytest.mark.factor("heads", [1, 2, 6])
 @pytest.mark.factor("threads", [1, 16])
 def test_ids_that_are_given_are_attended_to(heads: int, threads: int, path: str) -> None:
@@ -328,39 +152,6 @@ def check_best(
     assert (best_left <= worst + 1e-4).all()
 
 
-@every_path
-@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
-@pytest.mark.factor("sets", [1, 2, 6])
-@pytest.mark.factor("rank", [1, 20, 64])
-@pytest.mark.factor("softcap", [None, 2.0])
-def test_proxies_choose_the_tokens_of_their_highest_scores(
-    dtype: torch.dtype, sets: int, rank: int, softcap: float | None, path: str
-) -> None:
-    """Two KV heads of three query heads; a set is shared by all, by a group, or by none."""
-    shape = Shape(1100, dim=64, group=3, batch=2, queries=2)
-    rows, _, _ = cold_rows(shape)
-    proxies = 2 * torch.randn(2, sets, 1100, rank, generator=generator(7))
-    proxies = (proxies * 20 if dtype == torch.int8 else proxies).to(dtype)
-    query = torch.randn(2, 6, 2, rank, generator=generator(8)) * (0.02 if sets == 6 else 0.1)
-    offset = torch.randn(2, 6, 2, generator=generator(9)) if softcap else None
-    valid, budget = shape.mask(), 90
-    cold = HostCold(rows, ProxySearch(query, proxies, offset), valid, budget)
-    window = near_window(shape, 9)
-    found = [
-        run_step(shape.query(), window, cold, scale=1.0, softcap=softcap, threads=n, path=path)[1]
-        for n in (1, 16)
-    ]
-    assert torch.equal(*found)
-    relevance = proxy.relevance(
-        query, proxies, 2, valid=valid, offset=offset, softcap=softcap, backend="naive"
-    )
-    best = relevance.topk(budget, dim=-1).values
-    mine = relevance.gather(-1, found[0].long().clamp(min=0)).sort(-1, descending=True).values
-    assert (found[0].sort(-1).values.diff(dim=-1) > 0).all()
-    torch.testing.assert_close(mine, best, rtol=1e-4, atol=1e-4)
-
-
-@every_path
 def test_threads_choose_and_answer_alike(path: str) -> None:
     shape = Shape(3000, heads=1, group=3)
     rows, _, _ = cold_rows(shape)
@@ -375,24 +166,6 @@ def test_threads_choose_and_answer_alike(path: str) -> None:
         torch.testing.assert_close(out, results[0][0], rtol=1e-5, atol=FP32_ERROR)
 
 
-@every_path
-def test_of_equal_tokens_the_first_are_chosen(path: str) -> None:
-    shape = Shape(200, dim=16, group=1, heads=1, valid=1.1)
-    rows, keys, _ = cold_rows(shape)
-    level = torch.arange(200).remainder(3).float()
-    same = torch.zeros_like(keys)
-    same[..., 0] = level
-    query = torch.zeros(1, 1, 1, 16)
-    query[..., 0] = 1
-    window = near_window(shape, 5)
-    _, ids = run_step(
-        query, window, HostCold(rows, FlatSearch(same), shape.mask(), 80), scale=1.0, path=path
-    )
-    twos, ones = (torch.arange(200)[level == x] for x in (2, 1))
-    assert ids.flatten().sort().values.tolist() == sorted([*twos, *ones[: 80 - len(twos)]])
-
-
-@every_path
 @pytest.mark.factor("poison", [math.nan, math.inf])
 def test_a_query_that_is_not_finite_spoils_its_own_answer_only(poison: float, path: str) -> None:
     shape = Shape(400, heads=2, group=2, dim=64)
@@ -477,42 +250,6 @@ def test_the_variable_forces_an_instruction_set(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(library.ISA_VARIABLE, "mmx")
     with pytest.raises(ValueError, match="HF_KVRET_CPU_PATH=mmx: choose one of avx512_bf16"):
         run_step(*arguments, scale=0.1)
-
-
-@every_path
-@pytest.mark.factor("flush", [False, True])
-@pytest.mark.factor("search", ["flat", "paris"])
-def test_no_more_than_the_budget_are_chosen_of_scores_that_are_zero(
-    search: str, flush: bool, path: str
-) -> None:
-    # Products with a negative scale are -0, which equals 0; and where subnormal numbers count as
-    # 0, the number after 0 does not exceed it.
-    shape = Shape(200, group=1, candidates=200)
-    rows, keys, _ = cold_rows(shape)
-    valid = shape.mask()
-    found = FlatSearch(keys) if search == "flat" else paris_search(shape, valid)
-    query = torch.zeros_like(shape.query())
-    torch.set_flush_denormal(flush)
-    try:
-        for scale in (1.0, -1.0):
-            cold = HostCold(rows, found, valid, 5)
-            _, ids = run_step(query, near_window(shape, 5), cold, scale=scale, path=path, threads=1)
-            first = valid[0].nonzero()[:5, 0].int()
-            assert torch.equal(ids, first.expand_as(ids))
-    finally:
-        torch.set_flush_denormal(False)
-
-
-@every_path
-def test_a_query_of_nan_has_no_say_in_what_its_group_chooses(path: str) -> None:
-    shape = Shape(403, heads=1, dim=64)
-    rows, keys, _ = cold_rows(shape)
-    query = shape.query()
-    query[:, 1] = math.nan
-    cold, window = HostCold(rows, FlatSearch(keys), shape.mask(), 20), near_window(shape, 5)
-    _, ids = run_step(query, window, cold, scale=0.1, path=path)
-    _, alone = run_step(query[:, :1], window, cold, scale=0.1, path=path)
-    assert torch.equal(ids, alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

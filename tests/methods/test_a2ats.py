@@ -1,58 +1,33 @@
-"""A2ATSIndex by itself: codes and selection against sums worked out by hand, recall, bytes."""
+"""A2ATSIndex by itself: codes and selection against sums worked out by hand, bytes."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.calibration import CalibrationArtifact, ModelIdentity
-from hf_kvret.core.recall import measure_recall
-from hf_kvret.methods.a2ats import A2ATSConfig, A2ATSIndex
+from hf_kvret.methods.a2ats import A2ATSIndex
 from hf_kvret.methods.a2ats import learned as learned_module
-from hf_kvret.methods.a2ats.k_means import k_means
-from hf_kvret.methods.a2ats.vector_quantization import query_metric
-from hf_kvret.stores import PagedStore
-from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing.codebooks import (
+    DIM,
+    GROUP,
+    HEADS,
+    PLAIN,
+    SCALE,
+    WINDOW,
+    Book,
+    Prompt,
+    Turn,
+    filled,
+    normal,
+    write_book,
+)
 from hf_kvret.testing.cold import cold_tokens
 
-HEADS, GROUP, DIM, WORDS, WINDOW = 2, 3, 16, 64, 100
-SCALE = 1.5 / math.sqrt(DIM)
-FREQUENCIES = 300.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
-
-
-class Turn(NamedTuple):
-    """How a layer rotates: the first pairs of a head, by complex numbers."""
-
-    pairs: int = DIM // 2
-    factor: float = 1.0
-    layout: str = "half"
-
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, sign: int = 1) -> torch.Tensor:
-        """float64 ``x [B, H, n, D]``, turned and stretched; ``sign=-1`` undoes it."""
-        if not self.pairs:
-            return x.double()
-        width = 2 * self.pairs
-        turned, rest = x.double()[..., :width], x.double()[..., width:]
-        split = (2, self.pairs) if self.layout == "half" else (self.pairs, 2)
-        part = turned.unflatten(-1, split).unbind(-2 if self.layout == "half" else -1)
-        angles = positions[..., None].float() * FREQUENCIES[: self.pairs]
-        angles = angles[:, None] if angles.ndim == 3 else angles
-        spun = torch.polar(torch.full_like(angles, self.factor**sign), sign * angles).to(
-            torch.complex128
-        ) * torch.complex(*part)
-        both = (spun.real, spun.imag)
-        joined = torch.cat(both, -1) if self.layout == "half" else torch.stack(both, -1).flatten(-2)
-        return torch.cat([joined, rest], -1)
-
-
-PLAIN = Turn()
 YARN = Turn(factor=1.37)
 PARTIAL_YARN = Turn(pairs=3, factor=1.37)
 INTERLEAVED = Turn(pairs=5, layout="interleaved")
@@ -60,85 +35,17 @@ NO_ROPE = Turn(pairs=0, layout="none")
 TURNS = [PLAIN, YARN, PARTIAL_YARN, INTERLEAVED, NO_ROPE]
 
 
-class Book(NamedTuple):
-    """What a hand-made artifact holds, and where it is."""
-
-    folder: str
-    words: torch.Tensor
-    metric: torch.Tensor
-
-    def index(self, **changes: Any) -> A2ATSIndex:
-        return A2ATSIndex(A2ATSConfig.from_options(artifact=self.folder, **changes), 0)
-
-
-def _normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Book]:
-    """Writes an artifact of one layer; returns it."""
+    """``write_book`` in a new folder each time."""
     numbers = itertools.count()
-
-    def write(
-        turn: Turn = PLAIN,
-        space: str = "windowed",
-        words: torch.Tensor | None = None,
-        metric: torch.Tensor | None = None,
-    ) -> Book:
-        if words is None or metric is None:
-            metric = torch.tril(0.3 * _normal(1, HEADS, DIM, DIM)) + torch.eye(DIM)
-            words = _normal(2, HEADS, WORDS, DIM) @ metric
-        inv_freq = FREQUENCIES[: turn.pairs].clone()
-        tensors = {"codewords": words, "metric": metric, "inv_freq": inv_freq}
-        folder = tmp_path / str(next(numbers))
-        CalibrationArtifact(
-            method="a2ats",
-            model=ModelIdentity("hand-made", {"model_type": "none"}),
-            tensors={f"layers.0.{name}": x.contiguous() for name, x in tensors.items()},
-            options={
-                "space": space,
-                "window": WINDOW,
-                "layers": {"0": {"layout": turn.layout, "attention_factor": turn.factor}},
-            },
-        ).save_pretrained(folder)
-        return Book(str(folder), words, metric)
-
-    return write
-
-
-class Prompt(NamedTuple):
-    """Tokens before RoPE and after it."""
-
-    turn: Turn
-    queries: torch.Tensor
-    keys: torch.Tensor
-    positions: torch.Tensor
-
-    @property
-    def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return (
-            self.turn(self.queries, self.positions).float(),
-            self.turn(self.keys, self.positions).float(),
-        )
+    return lambda *args, **options: write_book(tmp_path / str(next(numbers)), *args, **options)
 
 
 def _prompt(turn: Turn = PLAIN, count: int = 150, batch: int = 2, group: int = GROUP) -> Prompt:
     positions = torch.arange(count).expand(batch, count)
-    queries = _normal(3, batch, HEADS * group, count, DIM)
-    return Prompt(turn, queries, _normal(4, batch, HEADS, count, DIM), positions)
-
-
-def _filled(index: A2ATSIndex, prompt: Prompt, cuts: tuple[int, ...] = ()) -> A2ATSIndex:
-    """The index after a prompt in pieces, all of it cold."""
-    queries, keys = prompt.seen
-    count = keys.shape[2]
-    for start, end in itertools.pairwise((0, *cuts, count)):
-        part = slice(start, end)
-        positions = prompt.positions[:, part]
-        index.on_forward(queries[:, :, part], keys[:, :, part], start, None, positions)
-        index.add(TokenBlock(keys[:, :, part], keys[:, :, part], start))
-    return index
+    queries = normal(3, batch, HEADS * group, count, DIM)
+    return Prompt(turn, queries, normal(4, batch, HEADS, count, DIM), positions)
 
 
 def _nearest(book: Book, keys: torch.Tensor) -> torch.Tensor:
@@ -193,7 +100,7 @@ def test_codes_are_the_nearest_codewords_of_the_keys_before_rope(
     turn: Turn, write: Callable[..., Book]
 ) -> None:
     book, prompt = write(turn), _prompt(turn)
-    codes = _filled(book.index(), prompt).state_dict()["codes"]
+    codes = filled(book.index(), prompt).state_dict()["codes"]
     assert codes.dtype == torch.int16 and codes.shape == (2, HEADS, 150)
     assert torch.equal(codes.long(), _nearest(book, prompt.keys))
 
@@ -205,8 +112,8 @@ def test_the_tokens_with_the_largest_softmax_weights_are_selected(
     turn: Turn, group: int, softcap: float | None, write: Callable[..., Book]
 ) -> None:
     book, prompt = write(turn), _prompt(turn, group=group)
-    query = 2 * _normal(5, 2, HEADS * group, 2, DIM)
-    ids = _select(_filled(book.index(), prompt), prompt, query, 20, softcap)
+    query = 2 * normal(5, 2, HEADS * group, 2, DIM)
+    ids = _select(filled(book.index(), prompt), prompt, query, 20, softcap)
     hidden = ~_valid(2, 150)[:, None, None]
     scores = _scores(book, prompt, query, softcap).masked_fill(hidden, float("-inf"))
     weights = scores.softmax(-1).unflatten(1, (HEADS, group)).amax(2)
@@ -223,8 +130,8 @@ def test_a_union_holds_the_best_of_each_query_head_and_nothing_else(
     budget: int, group: int, softcap: float | None, write: Callable[..., Book]
 ) -> None:
     book, prompt = write(), _prompt(group=group)
-    query = 2 * _normal(5, 2, HEADS * group, 2, DIM)
-    index = _filled(book.index(budget_of="union"), prompt)
+    query = 2 * normal(5, 2, HEADS * group, 2, DIM)
+    index = filled(book.index(budget_of="union"), prompt)
     ids = _select(index, prompt, query, budget, softcap)
     hidden = ~_valid(2, 150)[:, None, None]
     scores = _scores(book, prompt, query, softcap).masked_fill(hidden, float("-inf"))
@@ -245,7 +152,7 @@ def test_a_budget_for_all_selects_exactly_the_valid_tokens(
 ) -> None:
     prompt, valid = _prompt(), _valid(2, 150)
     ids = _select(
-        _filled(write().index(budget_of=budget_of), prompt),
+        filled(write().index(budget_of=budget_of), prompt),
         prompt,
         prompt.queries[:, :, :2],
         150,
@@ -259,7 +166,7 @@ def test_a_budget_for_all_selects_exactly_the_valid_tokens(
 def test_where_few_tokens_are_valid_the_rest_is_minus_one(
     budget_of: str, write: Callable[..., Book]
 ) -> None:
-    index, query = _filled(write().index(budget_of=budget_of), _prompt()), _prompt().queries
+    index, query = filled(write().index(budget_of=budget_of), _prompt()), _prompt().queries
     valid = torch.zeros(2, 150, dtype=torch.bool)
     valid[1, [7, 90]] = True
     index.on_forward(
@@ -277,8 +184,8 @@ def test_the_table_holds_the_scores_that_attention_would_give(
 ) -> None:
     """Not only their order: the softmaxes of a group are compared."""
     book, prompt = write(turn), _prompt(turn)
-    index = _filled(book.index(), prompt)
-    query, positions = _normal(5, 2, HEADS * GROUP, 2, DIM), torch.tensor([[9, 70], [8, 150]])
+    index = filled(book.index(), prompt)
+    query, positions = normal(5, 2, HEADS * GROUP, 2, DIM), torch.tensor([[9, 70], [8, 150]])
     learned = index._on(torch.device("cpu"))
     table = learned.table(turn(query, positions).float(), positions, SCALE, softcap)
     codes = _nearest(book, prompt.keys).repeat_interleave(GROUP, 1)[:, :, None]
@@ -325,60 +232,20 @@ def test_a_prompt_in_pieces_has_the_codes_of_a_whole_one(
     cuts: tuple[int, ...], write: Callable[..., Book], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     book, prompt = write(), _prompt()
-    whole = _filled(book.index(), prompt).state_dict()["codes"]
-    pieces = _filled(book.index(), prompt, cuts)
+    whole = filled(book.index(), prompt).state_dict()["codes"]
+    pieces = filled(book.index(), prompt, cuts)
     assert torch.equal(pieces.state_dict()["codes"], whole)
-    assert pieces.cost(100, 10).nbytes == _filled(book.index(), prompt).cost(100, 10).nbytes
+    assert pieces.cost(100, 10).nbytes == filled(book.index(), prompt).cost(100, 10).nbytes
     # Long prompts are encoded in pieces too.
     monkeypatch.setattr(learned_module, "_PIECE", 7 * 2 * HEADS)
-    assert torch.equal(_filled(book.index(), prompt).state_dict()["codes"], whole)
-
-
-def test_recall_is_far_above_chance_and_rises_with_the_codewords(
-    write: Callable[..., Book],
-) -> None:
-    """Keys in loose clusters, queries in few directions; one codebook for two texts."""
-    turn, count, budget = Turn(pairs=2), 600, 30
-    shape = torch.linspace(0.2, 2.0, DIM)
-    centres = 2 * _normal(10, HEADS, 1, 40, DIM)
-
-    def tokens(seed: int) -> Prompt:
-        chosen = torch.randint(40, (2, HEADS, count), generator=torch.Generator().manual_seed(seed))
-        keys = centres[:, 0].expand(2, -1, -1, -1).gather(
-            2, chosen.unsqueeze(-1).expand(-1, -1, -1, DIM)
-        ) + 0.5 * _normal(seed + 1, 2, HEADS, count, DIM)
-        queries = shape * _normal(seed + 2, 2, HEADS * GROUP, count, DIM)
-        return Prompt(turn, queries, keys, torch.arange(count).expand(2, count))
-
-    learned, asked = tokens(20), tokens(30)
-    far = learned.queries.unflatten(1, (HEADS, GROUP)).transpose(0, 1).flatten(1, 3)
-    metric, _ = query_metric(far.mT.double() @ far.double() / far.shape[1])
-    sample = learned.keys.transpose(0, 1).flatten(1, 2) @ metric
-    recalls = []
-    for codewords in (4, 12, 64):
-        words, _ = k_means(sample, codewords, rounds=20, seed=0)
-        index = _filled(write(turn, words=words, metric=metric).index(), asked)
-        store = PagedStore(DeviceMemory(torch.device("cpu")))
-        queries, keys = asked.seen
-        store.append(TokenBlock(keys, keys, 0))
-        index.on_forward(
-            queries[:, :, -8:], keys[:, :, -8:], count - 8, None, asked.positions[:, -8:]
-        )
-        valid, query = torch.ones(2, count, dtype=torch.bool), queries[:, :, -8:]
-        ids = index.search(query, cold_tokens(valid, SCALE, budget))
-        recalls.append(
-            measure_recall(query, ids, cold_tokens(valid, SCALE, 1, store=store)).overlap
-        )
-    chance = budget / count
-    assert recalls[0] > 1.5 * chance and recalls[2] > 8 * chance
-    assert recalls[1] > recalls[0] + 0.1 and recalls[2] > recalls[1] + 0.1
+    assert torch.equal(filled(book.index(), prompt).state_dict()["codes"], whole)
 
 
 def test_a_token_takes_two_bytes_for_each_kv_head(write: Callable[..., Book]) -> None:
     width, count = 128, 8192
-    words, metric = _normal(2, HEADS, 8, width), torch.eye(width).expand(HEADS, -1, -1)
+    words, metric = normal(2, HEADS, 8, width), torch.eye(width).expand(HEADS, -1, -1)
     book = write(NO_ROPE, words=words, metric=metric)
-    keys = _normal(4, 1, HEADS, count, width).bfloat16()
+    keys = normal(4, 1, HEADS, count, width).bfloat16()
     index, other = book.index(), book.index()
     for each in (index, other):
         each.on_forward(keys, keys, 0, None, torch.arange(count)[None])
@@ -401,7 +268,7 @@ def test_a_token_takes_two_bytes_for_each_kv_head(write: Callable[..., Book]) ->
 
 
 def test_an_index_that_saw_too_little_says_so(write: Callable[..., Book]) -> None:
-    index = _filled(write().index(), _prompt())
+    index = filled(write().index(), _prompt())
     with pytest.raises(RuntimeError, match="only 150 of 151 tokens were seen"):
         index.search(
             _prompt().queries[:, :, :1], cold_tokens(torch.ones(2, 151, dtype=torch.bool), SCALE, 1)

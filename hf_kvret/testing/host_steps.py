@@ -1,0 +1,164 @@
+"""Random steps for the compiled library's ``run_step``, and the attention that it should give.
+
+Dimensions: B batch, H KV heads, G query heads of each, Q queries, n cold tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from hf_kvret_kernels import paris
+from hf_kvret_kernels.host_step import HostWindow, ParisSearch
+from hf_kvret_kernels.paged import PagedRows
+
+FP32_ERROR = 2e-5
+"""Of sums of up to some hundred fp32 products of size 1 in another order: some roundings of 6e-8
+each."""
+
+# Of a window: rows of its buffer that it does not hold, and the share of its tokens that are valid.
+_SPARE_ROWS = 5
+_VALID_ROWS = 0.9
+# Values have a head dim of their own, so that no code takes the one of keys for it.
+_VALUE_DIM = 24
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a step: sizes, and what its search is made of.
+
+    Attributes:
+        n: cold tokens.
+        dim: head dim of queries and keys; that of values is 24.
+        group: query heads of a KV head.
+        heads: KV heads.
+        queries: drafted tokens, each of which searches and attends.
+        batch: rows.
+        m: dims of a group of ParisKV's codes, 4 or 8.
+        tiers: shares of centroids that get the same bonus.
+        mean_query: whether ParisKV searches once for the mean of a group.
+        weight_dtype: of the weights in ParisKV's codes.
+        dtype: of queries, keys and values.
+        candidates: ParisKV's; None for a quarter of the tokens.
+        valid: share of the cold tokens that are valid, about; above 1 for all, below 0 for none.
+    """
+
+    n: int
+    dim: int = 128
+    group: int = 2
+    heads: int = 2
+    queries: int = 1
+    batch: int = 1
+    m: int = 8
+    tiers: int = 6
+    mean_query: bool = False
+    weight_dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.float32
+    candidates: int | None = None
+    valid: float = 0.8
+
+    def query(self, seed: int = 0) -> torch.Tensor:
+        """``[B, H * G, Q, D]`` of ``dtype``, normal with a deviation of 2."""
+        shape = (self.batch, self.heads * self.group, self.queries, self.dim)
+        return 2 * torch.randn(shape, generator=generator(seed)).to(self.dtype)
+
+    def mask(self, seed: int = 1) -> torch.Tensor:
+        """``[B, n]`` bool: which cold tokens are valid."""
+        return torch.rand(self.batch, self.n, generator=generator(seed)) < self.valid
+
+
+def generator(seed: int) -> torch.Generator:
+    """One on the CPU that begins at ``seed``."""
+    return torch.Generator().manual_seed(seed)
+
+
+def paris_search(shape: Shape, valid: torch.Tensor) -> ParisSearch:
+    """ParisKV's search among random keys, of which ``valid [B, n]`` are counted."""
+    keys = torch.randn(shape.batch, shape.heads, shape.n, shape.dim, generator=generator(2))
+    signs = paris.random_signs(paris.rotated_dim(shape.dim), 0)
+    levels = paris.magnitude_levels(shape.m)
+    out = paris.ParisCodes.empty(*keys.shape, m=shape.m, weight_dtype=shape.weight_dtype)
+    codes = paris.encode(keys, signs, levels, m=shape.m, out=out)
+    counts = paris.count_centroids(codes.sign, m=shape.m, valid=valid)
+    tiers = tuple((i + 1) / shape.tiers for i in range(shape.tiers))
+    count = max(1, shape.n // 4) if shape.candidates is None else shape.candidates
+    shares = paris.tier_shares(0.3, tiers)
+    return ParisSearch(
+        codes, counts, signs, levels, shares, shape.m, count, mean_query=shape.mean_query
+    )
+
+
+def cold_rows(shape: Shape, page_len: int = 16) -> tuple[PagedRows, torch.Tensor, torch.Tensor]:
+    """Random rows on shuffled pages, and the same rows in order.
+
+    Returns:
+        The pages; their keys ``[B, H, n, D]`` and values ``[B, H, n, 24]``, of ``dtype``.
+    """
+    count = -(-shape.n // page_len)
+    pages = torch.randn(
+        shape.batch * count, shape.heads, page_len, shape.dim + _VALUE_DIM, generator=generator(3)
+    ).to(shape.dtype)
+    order = torch.randperm(shape.batch * count, generator=generator(4)).int()
+    table = order.view(shape.batch, count)
+    rows = pages[table.long()].transpose(1, 2).flatten(2, 3)[:, :, : shape.n]
+    return PagedRows([pages], table, shape.dim), rows[..., : shape.dim], rows[..., shape.dim :]
+
+
+def near_window(shape: Shape, length: int, seed: int = 6) -> HostWindow:
+    """A window of ``length`` random rows, whose newest are valid; room behind them holds NaN."""
+    lead = (shape.batch, shape.heads, length + _SPARE_ROWS)
+    keys = torch.randn(*lead, shape.dim, generator=generator(seed)).to(shape.dtype)
+    values = torch.randn(*lead, _VALUE_DIM, generator=generator(seed + 1)).to(shape.dtype)
+    keys[:, :, length:] = values[:, :, length:] = math.nan
+    valid = torch.rand(shape.batch, length, generator=generator(seed + 2)) < _VALID_ROWS
+    valid[:, -shape.queries :] = True
+    return HostWindow(keys, values, length, valid)
+
+
+def expected_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    window: HostWindow,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention to a window and to chosen cold rows, in double, one query after the other.
+
+    Args:
+        query: ``[B, Hq, Q, D]``; of n queries, query i sees all of the window but its last
+            ``n - 1 - i`` rows.
+        keys: ``[B, Hkv, n, D]`` of the cold tokens, in order.
+        values: ``[B, Hkv, n, Dv]``.
+        ids: ``[B, Hkv, Q, K]`` cold tokens that a query attends to; negative for none.
+        window: rows that all query heads see.
+        scale: factor of the dot products.
+        softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
+        sinks: ``[Hq]`` learned attention sinks, or None.
+
+    Returns:
+        ``[B, Hq, Q, Dv]`` float64.
+    """
+    out = torch.zeros(*query.shape[:3], values.shape[-1], dtype=torch.double)
+    group = query.shape[1] // keys.shape[1]
+    for b, head, q in torch.cartesian_prod(*(torch.arange(n) for n in query.shape[:3])).tolist():
+        kv = head // group
+        seen = window.length - (query.shape[2] - 1 - q)
+        near = torch.arange(seen)
+        if window.valid is not None:
+            near = near[window.valid[b, :seen]]
+        chosen = ids[b, kv, q][ids[b, kv, q] >= 0].long()
+        k = torch.cat([window.keys[b, kv, near], keys[b, kv, chosen]]).double()
+        v = torch.cat([window.values[b, kv, near], values[b, kv, chosen]]).double()
+        logits = k @ query[b, head, q].double() * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        if sinks is not None:
+            logits = torch.cat([logits, sinks[head, None].double()])
+            v = torch.cat([v, v.new_zeros(1, v.shape[1])])
+        out[b, head, q] = logits.softmax(0) @ v
+    return out

@@ -1,0 +1,65 @@
+"""A2ATSIndex: recall of its selection against exact top-k."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hf_kvret import TokenBlock
+from hf_kvret.core.recall import measure_recall
+from hf_kvret.methods.a2ats.k_means import k_means
+from hf_kvret.methods.a2ats.vector_quantization import query_metric
+from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.testing.codebooks import (
+    DIM,
+    GROUP,
+    HEADS,
+    SCALE,
+    Prompt,
+    Turn,
+    filled,
+    normal,
+    write_book,
+)
+from hf_kvret.testing.cold import cold_tokens
+
+
+def test_recall_is_far_above_chance_and_rises_with_the_codewords(tmp_path: Path) -> None:
+    """Keys in loose clusters, queries in few directions; one codebook for two texts."""
+    turn, count, budget = Turn(pairs=2), 600, 30
+    shape = torch.linspace(0.2, 2.0, DIM)
+    centres = 2 * normal(10, HEADS, 1, 40, DIM)
+
+    def tokens(seed: int) -> Prompt:
+        chosen = torch.randint(40, (2, HEADS, count), generator=torch.Generator().manual_seed(seed))
+        keys = centres[:, 0].expand(2, -1, -1, -1).gather(
+            2, chosen.unsqueeze(-1).expand(-1, -1, -1, DIM)
+        ) + 0.5 * normal(seed + 1, 2, HEADS, count, DIM)
+        queries = shape * normal(seed + 2, 2, HEADS * GROUP, count, DIM)
+        return Prompt(turn, queries, keys, torch.arange(count).expand(2, count))
+
+    learned, asked = tokens(20), tokens(30)
+    far = learned.queries.unflatten(1, (HEADS, GROUP)).transpose(0, 1).flatten(1, 3)
+    metric, _ = query_metric(far.mT.double() @ far.double() / far.shape[1])
+    sample = learned.keys.transpose(0, 1).flatten(1, 2) @ metric
+    recalls = []
+    for codewords in (4, 12, 64):
+        words, _ = k_means(sample, codewords, rounds=20, seed=0)
+        book = write_book(tmp_path / str(codewords), turn, words=words, metric=metric)
+        index = filled(book.index(), asked)
+        store = PagedStore(DeviceMemory(torch.device("cpu")))
+        queries, keys = asked.seen
+        store.append(TokenBlock(keys, keys, 0))
+        index.on_forward(
+            queries[:, :, -8:], keys[:, :, -8:], count - 8, None, asked.positions[:, -8:]
+        )
+        valid, query = torch.ones(2, count, dtype=torch.bool), queries[:, :, -8:]
+        ids = index.search(query, cold_tokens(valid, SCALE, budget))
+        recalls.append(
+            measure_recall(query, ids, cold_tokens(valid, SCALE, 1, store=store)).overlap
+        )
+    chance = budget / count
+    assert recalls[0] > 1.5 * chance and recalls[2] > 8 * chance
+    assert recalls[1] > recalls[0] + 0.1 and recalls[2] > recalls[1] + 0.1
