@@ -290,3 +290,31 @@ def test_codes_are_those_of_algorithm_1_in_calibration(
             # A pair halfway between two grid points may round either way.
             same = torch.isclose(x, wanted, rtol=0, atol=1e-4).float().mean()
             assert same > 0.98
+
+
+class _GapCache(AquaKVCache):
+    """Its first layer has plain rows, which no layer above can be predicted from."""
+
+    @classmethod
+    def make_store(cls, options: Any, layer: int, *how: Any) -> Any:
+        made = super().make_store(options, layer, *how)
+        return PagedStore(DeviceMemory(made.memory.device)) if layer == 0 else made
+
+
+def test_a_layer_below_with_another_store_is_refused(model: PreTrainedModel, artifact: str) -> None:
+    cache = _GapCache(model.config, **COVERING_OPTIONS, artifact=artifact, bits=4)
+    with pytest.raises(RuntimeError, match=r"layer 1 is predicted from layer 0.*a PagedStore"):
+        _read(model, cache, prompt(1, 200, 0))
+        _read(model, cache, prompt(1, 1, 1))
+
+
+def test_a_block_without_positions_is_refused_where_keys_are_coded_before_rope(
+    model: PreTrainedModel, artifact: str
+) -> None:
+    cache = _small(model, artifact)
+    _read(model, cache, prompt(1, 200, 0))
+    store = _stores(cache)[0]
+    rows, before = torch.zeros(1, 2, 3, 16), store.nbytes()
+    with pytest.raises(ValueError, match="block.positions is None"):
+        store.append(TokenBlock(rows, rows, len(store)))
+    assert store.nbytes() == before

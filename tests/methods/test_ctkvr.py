@@ -281,3 +281,14 @@ def test_an_index_that_saw_nothing_says_so() -> None:
     with pytest.raises(RuntimeError, match="on_forward, add and build"):
         valid = torch.ones(1, 4, dtype=torch.bool)
         CTkvrIndex(_options()).search(torch.zeros(1, 2, 1, DIM), cold_tokens(valid, SCALE, 1))
+
+
+def test_codes_of_no_key_are_not_searched() -> None:
+    index, keys = CTkvrIndex(_options(rerank="codes")), torch.ones(1, 2, 40, DIM)
+    store = PagedStore(DeviceMemory(torch.device("cpu")))
+    store.append(TokenBlock(keys, keys, 0))
+    index.on_forward(keys, keys, 0, None)
+    cold = cold_tokens(torch.ones(1, 40, dtype=torch.bool), SCALE, 4, store=store)
+    index.build(cold)
+    with pytest.raises(RuntimeError, match="no key was coded: call add"):
+        index.search(keys[:, :, :1], cold)

@@ -342,3 +342,11 @@ def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
     assert hits(index.search(query, cold_tokens(valid, SCALE, 24))) < 0.9
     index._mean = torch.zeros_like(index._mean)
     assert hits(index.search(query, cold_tokens(valid, SCALE, 24, softcap))) < 0.9
+
+
+def test_an_empty_block_adds_nothing() -> None:
+    index, rows = LRQKIndex(LRQKConfig(rank=4)), torch.ones(1, HEADS, 3, DIM)
+    index.on_forward(rows, rows, 0, None)
+    index.add(TokenBlock(rows[:, :, :0], rows[:, :, :0], 0))
+    index.add(TokenBlock(rows, rows, 0))
+    assert len(index._proxies) == 3

@@ -14,6 +14,7 @@ from hf_kvret.methods.aqua.coder import RowCoder, Rows
 from hf_kvret.methods.aqua.config import NOT_CODED
 from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, joined, spans
 from hf_kvret.methods.aqua.plan import LayerPlan
+from hf_kvret.stores import Store
 from hf_kvret.stores.memory import PageMemory
 
 
@@ -61,6 +62,11 @@ class AquaStore(DecodedStore):
             raise ValueError(f"block starts at slot {block.start}, the store ends at {len(self)}")
         if len(block) == 0:
             return
+        if self.plan.keeps_positions and block.positions is None:
+            raise ValueError(
+                "block.positions is None: this store codes keys before RoPE, pass "
+                "TokenBlock(..., positions=[B, n])"
+            )
         if self._coder is None:
             shape = block.keys.shape[1], block.keys.shape[3], block.values.shape[3]
             lowest = self.below() is None
@@ -229,8 +235,16 @@ class AquaStore(DecodedStore):
         if self.plan.previous is None:
             return None
         below = self.below()
-        assert isinstance(below, AquaStore) and below.plan.layer == self.plan.previous
+        if not isinstance(below, AquaStore) or below.plan.layer != self.plan.previous:
+            raise self._wrong_store_below(below)
         return below
+
+    def _wrong_store_below(self, below: Store | None) -> RuntimeError:
+        name = "no store" if below is None else f"a {type(below).__name__}"
+        return RuntimeError(
+            f"layer {self.plan.layer} is predicted from layer {self.plan.previous}, which has "
+            f"{name}: make_store must give an AquaStore to every layer, or take predictor='none'"
+        )
 
     def _lend_below(self, first: int, last: int) -> Rows | None:
         below = self._source_store()
@@ -254,12 +268,13 @@ class AquaStore(DecodedStore):
             return None
         store: AquaStore = self
         while (below := store.below()) is not None:
-            assert isinstance(below, AquaStore)
+            if not isinstance(below, AquaStore):
+                raise self._wrong_store_below(below)
             store = below
         return store._positions.rows[:, 0, first:last]
 
     def _keep_positions(self, block: TokenBlock) -> None:
-        assert block.positions is not None, "the cache says that they are needed"
+        assert block.positions is not None, "append asks for them"
         buffer, new = self._positions, block.positions[:, None]
         behind = buffer.rows[:, :, block.end :].clone() if len(buffer) else new[:, :, :0]
         if len(buffer) > block.start:

@@ -63,7 +63,8 @@ class KeyCodes(Rerank):
 
         ``query [B, H, Q, G, D]``, ``ids [B, H, Q, M]`` int32.
         """
-        assert self._mean is not None and self._signs is not None and self._levels is not None
+        if self._mean is None or self._signs is None or self._levels is None:
+            raise RuntimeError("no key was coded: call add before search")
         query = query.float()
         codes = paris.ParisCodes(self._sign.rows, self._magnitude.rows, self._weight.rows)
         rotated = paris.rotate(query, self._signs)

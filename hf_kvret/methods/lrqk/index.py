@@ -75,6 +75,8 @@ class LRQKIndex(CapturableIndex, Index):
         self._since += queries.shape[2]
 
     def add(self, block: TokenBlock) -> None:
+        if len(block) == 0:
+            return
         # Used by ``build``: in a chunked prompt, the factors are made from the first chunk only.
         self._partial, self._flushed = self._to_query is not None, True
         self._keys.add(block.keys, block.valid)
