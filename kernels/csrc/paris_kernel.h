@@ -19,11 +19,14 @@ void subspace_points(const float *query, const int32_t *counts, const int64_t *l
     constexpr int kBins = 256;
     float sims[kCentroids];
     float size = 0.0f;
-    for (float &sim : sims) sim = 0.0f;
-    // One coordinate after the other, as the naive code adds them.
+    sims[0] = 0.0f;
+    // One coordinate after the other, as the naive code adds them; the first half has it negative.
     for (int j = 0; j < M; ++j) {
-        for (int c = 0; c < kCentroids; ++c) sims[c] += c >> j & 1 ? query[j] : -query[j];
-        size += std::fabs(query[j]);
+        const int half = 1 << j;
+        const float x = query[j];
+        for (int c = 0; c < half; ++c) sims[half + c] = sims[c] + x;
+        for (int c = 0; c < half; ++c) sims[c] -= x;
+        size += std::fabs(x);
     }
     // Falls with similarity, also after rounding. Numbers that are not finite stay within the bins.
     const float top = size * 1.000001f, scale = size > 0.0f ? 127.49f / size : 0.0f;
@@ -33,8 +36,15 @@ void subspace_points(const float *query, const int32_t *counts, const int64_t *l
         bin = bin > 0.0f ? bin : 0.0f;
         bins[c] = static_cast<int32_t>(bin < kBins - 1 ? bin : kBins - 1);
     }
+    // Keys of a bin, and its centroids: the last one, and before each the one ahead of it.
     int32_t held[kBins] = {}, before[kBins], earned[kBins] = {}, last[kBins] = {};
-    for (int c = 0; c < kCentroids; ++c) held[bins[c]] += counts[c];
+    int16_t newest[kBins], ahead_of[kCentroids];
+    std::fill(newest, newest + kBins, int16_t{-1});
+    for (int c = 0; c < kCentroids; ++c) {
+        held[bins[c]] += counts[c];
+        ahead_of[c] = newest[bins[c]];
+        newest[bins[c]] = static_cast<int16_t>(c);
+    }
     int32_t sum = 0;
     for (int b = 0; b < kBins; ++b) before[b] = sum, sum += held[b];
     for (int64_t t = 0; t < tiers; ++t) {
@@ -47,11 +57,11 @@ void subspace_points(const float *query, const int32_t *counts, const int64_t *l
     for (int c = 0; c < kCentroids; ++c) points[c] = static_cast<uint8_t>(earned[bins[c]]);
     for (int b = 0; b < kBins; ++b) {
         if (earned[b] == last[b]) continue;
+        // Numbers fall along the chain, so that one goes ahead of equal ones that are there.
         int members[kCentroids], count = 0;
-        for (int c = 0; c < kCentroids; ++c) {
-            if (bins[c] != b) continue;
+        for (int c = newest[b]; c >= 0; c = ahead_of[c]) {
             int place = count++;
-            for (; place > 0 && sims[members[place - 1]] < sims[c]; --place) {
+            for (; place > 0 && !(sims[members[place - 1]] > sims[c]); --place) {
                 members[place] = members[place - 1];
             }
             members[place] = c;
