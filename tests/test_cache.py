@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_kvret
-from hf_kvret import FlatKVCache, ParisConfig, ParisKVCache, RetrievalCache
+from hf_kvret import FlatKVCache, ParisConfig, ParisKVCache, RetrievalCache, registered_methods
 from hf_kvret.core.layer import HANDLE, RetrievalLayer
 from hf_kvret.stores.places import choose
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
@@ -53,6 +55,25 @@ def test_prompts_around_the_size_of_the_window(
     assert torch.equal(llama.generate(_ids(length), **RUN, past_key_values=cache), expected)
     assert cache.get_seq_length() == length + 15
     assert cache.stats()["layers"][0]["selected"] > 0
+
+
+@pytest.mark.parametrize("name", ["flat", "paris", "lrqk", "ctkvr", "h2o"])
+def test_the_memory_of_a_dropped_cache_is_free_at_once(llama: PreTrainedModel, name: str) -> None:
+    cache = registered_methods()[name](llama.config, **{**COVERING_OPTIONS, "top_k": 4})
+    gc.collect()
+    gc.disable()
+    try:
+        llama.generate(_ids(60), **RUN, past_key_values=cache)
+        fork = cache.fork()
+        held = [
+            weakref.ref(x)
+            for layer in (cache.retrieval_layers[0], fork.retrieval_layers[-1])
+            for x in (layer, layer.regions, layer.regions.index, layer.regions.store)
+        ]
+        del cache, fork
+        assert [x() for x in held] == [None] * 8
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("sink", [0, 1, 60])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -28,12 +29,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class RetrievalLayer(CacheLayerMixin):
     """Cache of one attention layer: window x index x store.
 
+    Nothing in it refers back to it but weakly, so that a cache's memory is free once it is dropped.
+
     ``update`` only notes the new tokens and returns them with a handle to this layer; the
     registered attention function finds the handle and calls ``attend``, which takes them in.
 
     Attributes:
         below: the retrieval layer before this one in the model; set by the cache.
-        above: the retrieval layer after this one; set by the cache.
         edits: goes up with everything that is done to the layer, but for a replayed step.
     """
 
@@ -53,7 +55,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.counters = LayerCounters()
         self.waiting = False
         self.below: RetrievalLayer | None = None
-        self.above: RetrievalLayer | None = None
+        self._above: weakref.ref[RetrievalLayer] | None = None
         self.edits = 0
         self._given: tuple[int, torch.Size, torch.Size] | None = None
         self._scoring: Scoring | None = None
@@ -63,9 +65,18 @@ class RetrievalLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the regions for tokens shaped like these, ``[B, Hkv, *, D]``."""
-        made = self.config, self._make_index(), self._new_store
+        made = self.config, self._make_index(), partial(_new_store, weakref.ref(self))
         self.regions = Regions(*made, key_states, value_states, self._needs_positions)
         self.is_initialized = True
+
+    @property
+    def above(self) -> RetrievalLayer | None:
+        """The retrieval layer after this one; set by the cache."""
+        return None if self._above is None else self._above()
+
+    @above.setter
+    def above(self, layer: RetrievalLayer | None) -> None:
+        self._above = None if layer is None else weakref.ref(layer)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -293,19 +304,12 @@ class RetrievalLayer(CacheLayerMixin):
         twin = type(self)(self.config, self._make_index, self._make_store, self._needs_positions)
         self._build_index()
         if self.regions is not None:
-            twin.regions, twin.is_initialized = self.regions.fork(twin._new_store), True
+            own = weakref.ref(twin)
+            twin.regions = self.regions.fork(partial(_new_store, own))
+            twin.is_initialized = True
             if twin.regions.store is not None:
-                twin.regions.store.below = twin._store_below
+                twin.regions.store.below = partial(_store_below, own)
         return twin
-
-    def _new_store(self, device: torch.device, cold_bytes: int) -> Store:
-        store = self._make_store(device, cold_bytes)
-        store.below = self._store_below
-        return store
-
-    def _store_below(self) -> Store | None:
-        below = None if self.below is None else self.below.regions
-        return None if below is None else below.store
 
     def _build_index(self) -> None:
         """Finish the index of what was taken in so far, if there is anything cold."""
@@ -342,3 +346,18 @@ class RetrievalLayer(CacheLayerMixin):
             self.lazy_initialization(*like)
             if self.regions is not None:
                 self.regions.load_state_dict(state, device)
+
+
+def _new_store(own: weakref.ref[RetrievalLayer], device: torch.device, cold_bytes: int) -> Store:
+    """The store of a layer, which knows the one of the layer below."""
+    layer = own()
+    assert layer is not None, "its regions ask for it"
+    store = layer._make_store(device, cold_bytes)
+    store.below = partial(_store_below, own)
+    return store
+
+
+def _store_below(own: weakref.ref[RetrievalLayer]) -> Store | None:
+    layer = own()
+    below = None if layer is None or layer.below is None else layer.below.regions
+    return None if below is None else below.store

@@ -167,6 +167,45 @@ def test_stores_and_indexes_that_give_no_descriptor_are_asked_step_by_step() -> 
         assert driver.cache.stats()["layers"][0]["selected"] > 0
 
 
+WITH_OWN_SEARCH = [name for name in METHODS if name != "h2o"]
+
+
+@pytest.mark.parametrize("method", WITH_OWN_SEARCH)
+def test_no_part_of_a_step_is_left_to_the_search_in_torch(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, options = METHODS[method]
+    driver = Driver(make_cache(kind, **options), None, False)
+    driver.forward(150)
+    index = driver.layer.regions.index  # type: ignore[union-attr]
+
+    def search(*args: object) -> None:
+        raise AssertionError("the library can do this search")
+
+    monkeypatch.setattr(type(index), "search", search)
+    for count in (1, 1, 3):
+        driver.forward(count)
+    assert driver.cache.stats()["layers"][0]["selected"] > 0
+
+
+def test_other_options_take_effect_at_the_next_step() -> None:
+    """What an index and the counters keep from step to step is for the options they had."""
+    changed, fresh = (Driver(make_cache(ParisKVCache), None, False) for _ in range(2))
+    for driver in (changed, fresh):
+        driver.forward(150)
+        driver.forward(1)
+        driver.cache = driver.cache.fork(top_k=130)
+    got = changed.forward(1)
+    with step_by_step():
+        torch.testing.assert_close(got, fresh.forward(1), rtol=1e-5, atol=ERROR)
+    searches = 2 * HEADS
+    assert changed.cache.stats()["layers"][0]["candidates"] == 130 * searches
+    # Of the same layer, too.
+    changed.layer.set_options(changed.cache.options.replace(top_k=140), lambda: None)
+    changed.forward(1)
+    assert changed.cache.stats()["layers"][0]["candidates"] == (130 + 140) * searches
+
+
 class NewestIndex(FlatIndex):
     """Another search, and the description that it inherits."""
 

@@ -59,6 +59,28 @@ def test_pages_come_in_the_order_of_the_table(
         assert torch.equal(got.cpu(), _by_hand(rows, first, last))
 
 
+@pytest.mark.parametrize("width", [1, 6, 12])
+@pytest.mark.parametrize("first_pages", [(0, 20, 7), (3, 3, 12)])
+def test_runs_of_pages_are_copied_across_chunks(
+    place: tuple[str, str], first_pages: tuple[int, ...], width: int
+) -> None:
+    """Consecutive pages, as of a store that only grew; some numbers of each row."""
+    backend, device = place
+    rows = _rows(torch.float32, 4, 12, (10, 5, 35), device)
+    table = torch.tensor(first_pages)[:, None] + torch.arange(30)
+    rows = PagedRows(rows.chunks, table.int().to(device), rows.key_dim)
+    for first, last in ((0, 30), (2, 9)):
+        got = copy_pages(rows, first, last, width=width, backend=backend)
+        assert torch.equal(got.cpu(), _by_hand(rows, first, last)[..., :width])
+
+
+def test_a_width_that_rows_do_not_have_is_refused() -> None:
+    rows = _rows(torch.float32, 4, 10, (7,))
+    for width in (0, 11):
+        with pytest.raises(ValueError, match=f"width={width}: rows have 10 numbers"):
+            copy_pages(rows, 0, 5, width=width)
+
+
 @pytest.mark.factor("programs", [1, 3, 1000])
 def test_any_number_of_programs_does_all_the_work(place: tuple[str, str], programs: int) -> None:
     backend, device = place

@@ -315,6 +315,6 @@ def test_a_block_without_positions_is_refused_where_keys_are_coded_before_rope(
     _read(model, cache, prompt(1, 200, 0))
     store = _stores(cache)[0]
     rows, before = torch.zeros(1, 2, 3, 16), store.nbytes()
-    with pytest.raises(ValueError, match="block.positions is None"):
+    with pytest.raises(ValueError, match=r"block\.positions is None"):
         store.append(TokenBlock(rows, rows, len(store)))
     assert store.nbytes() == before

@@ -65,6 +65,14 @@ def test_a_piece_is_nobodys_but_the_readers() -> None:
     assert torch.equal(torch.cat([piece[1] for piece in store.chunks(8)], dim=2), keys)
 
 
+def test_keys_are_read_without_values() -> None:
+    store, keys, _ = _filled(DeviceMemory(CPU), 37)
+    pieces = list(store.key_chunks(8))
+    assert [start for start, _ in pieces] == [0, 8, 16, 24, 32]
+    assert torch.equal(torch.cat([piece for _, piece in pieces], dim=2), keys)
+    assert list(PagedStore(DeviceMemory(CPU)).key_chunks()) == []
+
+
 def test_a_piece_that_was_dropped_is_gone_when_the_next_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
