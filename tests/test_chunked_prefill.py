@@ -294,9 +294,9 @@ def test_a_layer_holds_one_piece_at_a_time(
     pieces: list[StorageWeakRef] = []
     before: list[int] = []
 
-    def copy(rows: PagedRows, first: int, last: int, programs: int | None) -> torch.Tensor:
+    def copy(rows: PagedRows, first: int, last: int, **options: Any) -> torch.Tensor:
         before.append(sum(not piece.expired() for piece in pieces))
-        made = copy_pages(rows, first, last)
+        made = copy_pages(rows, first, last, **options)
         pieces.append(StorageWeakRef(made.untyped_storage()))
         return made
 

@@ -69,6 +69,15 @@ def test_of_equal_scores_the_right_number_is_taken(place: tuple[str, str], count
     check_top_k(place, scores, count)
 
 
+@pytest.mark.factor("count", [1, 500, 1999])
+def test_of_equal_scores_the_first_are_taken(place: tuple[str, str], count: int) -> None:
+    backend, device = place
+    scores = torch.randint(-2, 3, (1, 2, 2, 2100), generator=generator(9)).float()
+    expected = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    found = top_k(scores.to(device), count, backend=backend).cpu()
+    assert torch.equal(found.long().sort(-1).values, expected.sort(-1).values)
+
+
 @pytest.mark.factor("count", [1, 2, 5, 9, 10, 11, 12, 18, 19])
 def test_the_order_is_that_of_the_numbers(place: tuple[str, str], count: int) -> None:
     """Both signs and zeros, denormals, the greatest numbers and infinity."""

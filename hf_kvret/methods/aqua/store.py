@@ -62,11 +62,6 @@ class AquaStore(DecodedStore):
             raise ValueError(f"block starts at slot {block.start}, the store ends at {len(self)}")
         if len(block) == 0:
             return
-        if self.plan.keeps_positions and block.positions is None:
-            raise ValueError(
-                "block.positions is None: this store codes keys before RoPE, pass "
-                "TokenBlock(..., positions=[B, n])"
-            )
         if self._coder is None:
             shape = block.keys.shape[1], block.keys.shape[3], block.values.shape[3]
             lowest = self.below() is None
@@ -274,7 +269,11 @@ class AquaStore(DecodedStore):
         return store._positions.rows[:, 0, first:last]
 
     def _keep_positions(self, block: TokenBlock) -> None:
-        assert block.positions is not None, "append asks for them"
+        if block.positions is None:
+            raise ValueError(
+                "block.positions is None: this store codes keys before RoPE, pass "
+                "TokenBlock(..., positions=[B, n])"
+            )
         buffer, new = self._positions, block.positions[:, None]
         behind = buffer.rows[:, :, block.end :].clone() if len(buffer) else new[:, :, :0]
         if len(buffer) > block.start:

@@ -14,7 +14,7 @@ def top_k(scores: torch.Tensor, count: int, *, backend: str = "auto") -> torch.T
     """``[B, H, Q, count]`` int32 positions of the highest scores, in any order.
 
     Positions that score -inf are never taken: -1 stands for those that are missing. Among equal
-    scores any may be taken.
+    scores the first are taken.
 
     Args:
         scores: ``[B, H, Q, n]`` fp32 without NaN.

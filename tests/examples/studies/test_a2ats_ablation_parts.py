@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from dataclasses import replace
 from pathlib import Path
@@ -229,5 +230,8 @@ def test_exact_keys_select_what_codewords_do_where_every_token_has_its_own(
         choices.append(logits)
         recalls.append([one for x in twin.retrieval_layers for one in x.counters.recalls])
     assert isinstance(twin, ExactKeysCache)
-    assert recalls[0] == recalls[1] and 0 < recalls[0][0].overlap < 1
+    # Sums are of ids in another order.
+    for one, other in zip(*recalls, strict=True):
+        assert dataclasses.astuple(one) == pytest.approx(dataclasses.astuple(other), rel=1e-5)
+    assert 0 < recalls[0][0].overlap < 1
     torch.testing.assert_close(choices[0], choices[1], atol=1e-4, rtol=1e-4)

@@ -119,10 +119,14 @@ def test_it_answers_as_the_index_inside_and_its_counts_are_those_of_recall(
     plain = CTkvrCache(config=model.config, **OPTIONS)
     split = SplitCTkvrCache(config=model.config, **OPTIONS)
     expected, found = (_follow(model, cache, tokens, 80) for cache in (plain, split))
-    assert torch.equal(found, expected)
+    # One of them attends in one call of the CPU library, the other part by part.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     layers = zip(plain.stats()["layers"], split.stats()["layers"], strict=True)
     for number, (one, other) in enumerate(layers):
-        assert one == other
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            is_number = isinstance(value, float)
+            assert value == (pytest.approx(other[name], rel=1e-5) if is_number else other[name])
         regions = split.retrieval_layers[number].regions
         assert regions is not None
         index = regions.index
