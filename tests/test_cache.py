@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
+import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,6 +76,33 @@ def test_the_memory_of_a_dropped_cache_is_free_at_once(llama: PreTrainedModel, n
         assert [x() for x in held] == [None] * 8
     finally:
         gc.enable()
+
+
+def test_a_fork_does_not_keep_the_window_of_the_original(llama: PreTrainedModel) -> None:
+    cache = ParisKVCache(llama.config, **{**COVERING_OPTIONS, "top_k": 4})
+    llama.generate(_ids(60), **RUN, past_key_values=cache)
+    regions = cache.retrieval_layers[0].regions
+    assert regions is not None
+    window = weakref.ref(regions.window.keys)
+    fork = cache.fork()
+    del cache, regions
+    assert window() is None and fork.get_seq_length() == 75
+
+
+@pytest.mark.parametrize("name", ["flat", "paris", "lrqk", "ctkvr", "h2o"])
+def test_a_cache_can_be_pickled(llama: PreTrainedModel, name: str) -> None:
+    cls = registered_methods()[name]
+    empty = pickle.loads(pickle.dumps(cls(llama.config, **COVERING_OPTIONS)))
+    assert empty.get_seq_length() == 0
+    cache = cls(llama.config, **{**COVERING_OPTIONS, "top_k": 4})
+    llama.generate(_ids(60), **RUN, past_key_values=cache)
+    copy = pickle.loads(pickle.dumps(cache))
+    for lower, layer in itertools.pairwise(copy.retrieval_layers):
+        assert lower.above is layer and layer.below is lower
+        assert layer.regions.store.below() is lower.regions.store
+    going_on = torch.cat([_ids(60), _ids(30)], dim=1)
+    results = [llama.generate(going_on, **RUN, past_key_values=each) for each in (cache, copy)]
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("sink", [0, 1, 60])

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.core.recall import Recall
 
@@ -33,10 +32,13 @@ class LayerCounters:
         self.cold_rows += len(cold) * heads * queries
 
     def count_candidates(
-        self, index: Index, config: RetrievalConfig, cold: ColdTokens, searches: int
+        self, index: Index, changes: object, cold: ColdTokens, searches: int
     ) -> None:
-        """Count what ``searches`` searches score; ``index`` has the options ``config``."""
-        form = index, config, len(cold), cold.budget
+        """Count what ``searches`` searches score.
+
+        ``changes``: something else whenever the index or its options are no longer the same.
+        """
+        form = changes, cold.budget
         if form != self._form:
             self._form, self._candidates = form, index.cost(len(cold), cold.budget).candidates
         self.candidates += self._candidates * searches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -119,6 +120,12 @@ class Index(State):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         refuse_old_names(cls, Index, _NEW_NAMES, "docs/your-index.md and the changelog")
+        hook = vars(cls).get("after_search")
+        if hook is not None and len(inspect.signature(hook).parameters) < 2:
+            raise TypeError(
+                f"{cls.__name__}.after_search takes no ids: it is after_search(self, ids) now, see "
+                "docs/your-index.md"
+            )
 
     @abstractmethod
     def add(self, block: TokenBlock) -> None:
@@ -152,7 +159,7 @@ class Index(State):
     def cost(self, n: int, budget: int) -> SearchCost:
         """Cost of a search for ``budget`` of ``n`` tokens; by default the whole index is read.
 
-        Its candidates are asked for when one of these or the options have changed, not each step.
+        Its candidates are asked for when cold tokens, budget or options have changed.
         """
         return SearchCost(n, self.nbytes())
 

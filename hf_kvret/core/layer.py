@@ -26,6 +26,19 @@ HANDLE = "hf_kvret_layer"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class _Weakly:
+    """A layer, not kept alive; unlike a weak reference it can be pickled."""
+
+    def __init__(self, layer: RetrievalLayer | None) -> None:
+        self._reference = None if layer is None else weakref.ref(layer)
+
+    def __call__(self) -> RetrievalLayer | None:
+        return None if self._reference is None else self._reference()
+
+    def __reduce__(self) -> tuple[type[_Weakly], tuple[RetrievalLayer | None]]:
+        return _Weakly, (self(),)
+
+
 class RetrievalLayer(CacheLayerMixin):
     """Cache of one attention layer: window x index x store.
 
@@ -55,7 +68,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.counters = LayerCounters()
         self.waiting = False
         self.below: RetrievalLayer | None = None
-        self._above: weakref.ref[RetrievalLayer] | None = None
+        self._above = _Weakly(None)
         self.edits = 0
         self._given: tuple[int, torch.Size, torch.Size] | None = None
         self._scoring: Scoring | None = None
@@ -65,18 +78,18 @@ class RetrievalLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the regions for tokens shaped like these, ``[B, Hkv, *, D]``."""
-        made = self.config, self._make_index(), partial(_new_store, weakref.ref(self))
+        made = self.config, self._make_index(), partial(_new_store, _Weakly(self))
         self.regions = Regions(*made, key_states, value_states, self._needs_positions)
         self.is_initialized = True
 
     @property
     def above(self) -> RetrievalLayer | None:
         """The retrieval layer after this one; set by the cache."""
-        return None if self._above is None else self._above()
+        return self._above()
 
     @above.setter
     def above(self, layer: RetrievalLayer | None) -> None:
-        self._above = None if layer is None else weakref.ref(layer)
+        self._above = _Weakly(layer)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -304,7 +317,7 @@ class RetrievalLayer(CacheLayerMixin):
         twin = type(self)(self.config, self._make_index, self._make_store, self._needs_positions)
         self._build_index()
         if self.regions is not None:
-            own = weakref.ref(twin)
+            own = _Weakly(twin)
             twin.regions = self.regions.fork(partial(_new_store, own))
             twin.is_initialized = True
             if twin.regions.store is not None:
@@ -348,7 +361,7 @@ class RetrievalLayer(CacheLayerMixin):
                 self.regions.load_state_dict(state, device)
 
 
-def _new_store(own: weakref.ref[RetrievalLayer], device: torch.device, cold_bytes: int) -> Store:
+def _new_store(own: _Weakly, device: torch.device, cold_bytes: int) -> Store:
     """The store of a layer, which knows the one of the layer below."""
     layer = own()
     assert layer is not None, "its regions ask for it"
@@ -357,7 +370,7 @@ def _new_store(own: weakref.ref[RetrievalLayer], device: torch.device, cold_byte
     return store
 
 
-def _store_below(own: weakref.ref[RetrievalLayer]) -> Store | None:
+def _store_below(own: _Weakly) -> Store | None:
     layer = own()
     below = None if layer is None or layer.below is None else layer.below.regions
     return None if below is None else below.store

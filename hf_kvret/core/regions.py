@@ -50,6 +50,9 @@ class Regions:
         keys: any ``[B, Hkv, *, Dk]`` with the dtype and device of the tokens.
         values: the same for values, ``[B, Hkv, *, Dv]``.
         needs_positions: see ``RetrievalCache.needs_positions``.
+
+    Attributes:
+        changes: goes up whenever other tokens are cold, or other rows of the batch are held.
     """
 
     @_keeps_tensors
@@ -70,6 +73,7 @@ class Regions:
         self.positions = TokenBuffer(64)
         self.needs_positions = needs_positions
         self._make_store = make_store
+        self.changes = 0
         self._built = False
         self._retrievable: torch.Tensor | None = None
 
@@ -261,6 +265,7 @@ class Regions:
         # An index without tokens is like a new one: the next prompt builds it.
         self._built = self._built and cold > 0
         self._retrievable = None
+        self.changes += 1
 
     @_keeps_tensors
     def reorder(self, rows: torch.Tensor) -> None:
@@ -272,6 +277,7 @@ class Regions:
         if self.store is not None:
             self.store.reorder(rows)
         self._retrievable = None
+        self.changes += 1
 
     @_keeps_tensors
     def fork(self, make_store: MakeStore) -> Self:
@@ -334,6 +340,7 @@ class Regions:
         if self.index is not None:
             self.index.add(block)
         self._retrievable = None
+        self.changes += 1
 
 
 def _part(state: Tensors, prefix: str) -> Tensors:

@@ -82,6 +82,7 @@ def _note_search(
 ) -> None:
     batch, heads, count, _ = ids.shape
     counters.count(cold, batch * heads, count)
-    counters.count_candidates(index, regions.config, cold, batch * heads * count)
+    changes = regions.config, regions.changes
+    counters.count_candidates(index, changes, cold, batch * heads * count)
     if regions.config.track_recall:
         counters.recalls.append(measure_recall(query, ids, cold))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -39,7 +40,7 @@ class Window(State):
     Attributes:
         place: set while a decode step is captured. Its tensors then say where the token goes and
             which columns count; whole buffers are read, so nothing captured depends on the length.
-        host: what the CPU library last knew of the buffers.
+        host: describes the buffers to the CPU library; None where they are new to it.
     """
 
     keys: torch.Tensor = tensor()
@@ -197,6 +198,16 @@ class Window(State):
         self.length -= window_count
         return count - window_count
 
+    def fork(self) -> Self:
+        """As every state's; what the library knew is of the other's buffers."""
+        twin = super().fork()
+        twin.host = None
+        return twin
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        super().reorder(rows)
+        self.host = None
+
     def state_dict(self) -> Tensors:
         """As for every state, without spare capacity."""
         keys, values = self.tokens()
@@ -214,6 +225,7 @@ class Window(State):
 
     def _rehouse(self, capacity: int) -> None:
         length = self.sink + self.length
+        self.host = None
         for name in ("keys", "values"):
             old: torch.Tensor = getattr(self, name)
             larger = old.new_empty(*old.shape[:2], capacity, old.shape[3])

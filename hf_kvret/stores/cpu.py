@@ -129,6 +129,11 @@ class CpuStore(WrappedStore):
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         return self.rows.chunks(piece_len, stop, self._device)
 
+    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
+        """As for every store; a GPU reads whole rows, and the next piece while one is in use."""
+        here = self._device.type == "cpu"
+        return self.rows.key_chunks(piece_len) if here else super().key_chunks(piece_len)
+
     @property
     def bus_share(self) -> float:
         """0: the device reads no rows."""

@@ -121,7 +121,13 @@ class PagedStore(Store):
 
         ``device``: where pieces go; None for the page table's device.
         """
-        for start, piece in self._pieces(piece_len, stop, device):
+        return self._sides(self._pieces(piece_len, stop, device))
+
+    def _sides(
+        self, pieces: Iterator[tuple[int, torch.Tensor]]
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Keys and values of ``pieces``, the first of which may be on its way already."""
+        for start, piece in pieces:
             yield start, piece[..., : self._key_dim], piece[..., self._key_dim :]
             # Freed before the next one is made.
             del piece

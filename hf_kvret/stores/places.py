@@ -92,6 +92,11 @@ def choose(
         for place in PLACES.get(device.type, _ELSEWHERE)
         if options.takes_store(place.store) and (not place.is_coded or _codes(options, head_dim))
     ]
+    if not places:
+        raise ValueError(
+            f"store='auto' knows no store on {device.type} that these options take: name one, as "
+            "store='device'"
+        )
     reasons = []
     for place in places:
         coded = place.is_coded
@@ -109,7 +114,9 @@ def choose(
             "memory",
             place.store,
             reason,
-            ", fewer bits" if coded else "",
+            f", fewer bits (rows are coded in {options.bits}, which changes answers a little)"
+            if coded
+            else "",
         )
     elif coded:
         _log.warning(
@@ -118,7 +125,7 @@ def choose(
             place.store,
             options.bits,
             reason,
-            places[-2].store,
+            "host" if place.store == "higgs-host" else "device",
         )
     return Choice(place.store, reason)
 

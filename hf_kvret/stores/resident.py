@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +48,9 @@ class ResidentStore(WrappedStore):
     def append(self, block: TokenBlock) -> None:
         self._served = False
         self.rows.append(block)
+
+    def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
+        return self.rows.key_chunks(piece_len)
 
     def begin(
         self,

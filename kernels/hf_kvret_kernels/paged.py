@@ -66,6 +66,10 @@ class PagedRows:
                 f"{self.width - 1}"
             )
 
+    def __getstate__(self) -> dict[str, object]:
+        """Without addresses, which are good in this process alone, and for these chunks."""
+        return {**vars(self), "page_address": None}
+
     @property
     def page_len(self) -> int:
         """Tokens in a page."""

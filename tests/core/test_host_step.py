@@ -206,6 +206,22 @@ def test_other_options_take_effect_at_the_next_step() -> None:
     assert changed.cache.stats()["layers"][0]["candidates"] == (130 + 140) * searches
 
 
+def test_candidates_are_counted_anew_when_tokens_came_back() -> None:
+    driver = Driver(make_cache(CTkvrCache), None, False)
+    driver.forward(150)
+    driver.forward(1)
+    layer = driver.layer
+    driver.crop(60)
+    while layer.cold_len < 142:
+        driver.forward(1)
+    before = driver.cache.stats()["layers"][0]["candidates"]
+    driver.forward(1)
+    index, regions = layer.regions.index, layer.regions  # type: ignore[union-attr]
+    assert index is not None and regions is not None
+    each = index.cost(layer.cold_len, regions.config.budget(layer.cold_len)).candidates
+    assert driver.cache.stats()["layers"][0]["candidates"] - before == each * 2 * HEADS
+
+
 class NewestIndex(FlatIndex):
     """Another search, and the description that it inherits."""
 

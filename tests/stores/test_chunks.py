@@ -65,6 +65,26 @@ def test_a_piece_is_nobodys_but_the_readers() -> None:
     assert torch.equal(torch.cat([piece[1] for piece in store.chunks(8)], dim=2), keys)
 
 
+def test_reading_begins_before_the_first_piece_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that rows come over a bus while something else is done."""
+    store, _, _ = _filled(DeviceMemory(CPU), 37)
+    begun: list[int] = []
+    read_ahead = paged.read_ahead
+
+    def reading(*how: Any) -> Any:
+        begun.append(1)
+        return read_ahead(*how)
+
+    monkeypatch.setattr(paged, "read_ahead", reading)
+    for reader in (store.chunks, store.key_chunks):
+        begun.clear()
+        pieces = reader(8)
+        assert begun == [1]
+        assert len(list(pieces)) == 5
+
+
 def test_keys_are_read_without_values() -> None:
     store, keys, _ = _filled(DeviceMemory(CPU), 37)
     pieces = list(store.key_chunks(8))

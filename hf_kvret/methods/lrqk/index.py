@@ -266,10 +266,11 @@ class LRQKIndex(CapturableIndex, Index):
         """Proxies ``[B, F, *, r]`` fp32 of ``keys [B, Hkv, *, D]``, a piece at a time."""
         batch, heads, dim = mean.shape
         maps = factors.to_key.view(batch, heads, -1, dim, factors.to_key.shape[-1])
-        mean_proxies = mean[:, :, None, None] @ maps
         for block in keys:
             for piece in block.split(PIECE, dim=2):
-                yield (piece.float().unsqueeze(2) @ maps).sub_(mean_proxies).flatten(1, 2)
+                # The mean's proxy taken off later would cost digits where products are rounded.
+                deviations = (piece.float() - mean.unsqueeze(2)).unsqueeze(2)
+                yield (deviations @ maps).flatten(1, 2)
 
     def _heads(self) -> int:
         assert self._mean is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Self
 
 import torch
 
@@ -105,12 +106,12 @@ class ParisIndex(CapturableIndex, Index):
         if counts is None or signs is None or levels is None:
             raise RuntimeError("the index is empty: add a block first")
         form = options, cold.budget, cold.softcap is None
-        known = self._host_search
+        search = self._host_search
         # Whatever changes the codes makes new counts.
-        if known is None or known.counts is not counts or self._form != form:
+        if search is None or search.counts is not counts or self._form != form:
             _, rho = options.ratios(len(self._sign))
             self._form = form
-            known = self._host_search = ParisSearch(
+            search = self._host_search = ParisSearch(
                 self._codes(),
                 counts,
                 signs,
@@ -122,7 +123,7 @@ class ParisIndex(CapturableIndex, Index):
                 mean=None if cold.softcap is None else self._mean,
                 mean_query=options.group_reduce == "mean",
             )
-        return known
+        return search
 
     def _candidates(self, n: int, budget: int) -> int:
         beta, _ = self.options.ratios(n)
@@ -154,6 +155,16 @@ class ParisIndex(CapturableIndex, Index):
     def reset(self) -> None:
         super().reset()
         self._host_search = None
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        super().reorder(rows)
+        self._host_search = None
+
+    def fork(self) -> Self:
+        """As every state's; the original's codes are not kept alive by a description of them."""
+        twin = super().fork()
+        twin._host_search = None
+        return twin
 
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""

@@ -82,6 +82,10 @@ class HostWindow:
         """Tokens from one head to the next; ValueError where the buffers don't fit each other."""
         return window_capacity(self.keys, self.values)
 
+    def __getstate__(self) -> dict[str, object]:
+        """Without addresses, which are good for these buffers alone."""
+        return {name: value for name, value in vars(self).items() if name != "_addresses"}
+
     @functools.cached_property
     def _addresses(self) -> tuple[int, int]:
         return self.keys.data_ptr(), self.values.data_ptr()

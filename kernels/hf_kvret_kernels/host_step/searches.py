@@ -115,6 +115,10 @@ class ParisSearch:
     def tokens(self) -> int | None:
         return self.codes.sign.shape[2]
 
+    def __getstate__(self) -> dict[str, object]:
+        """Without addresses, which are good for these tensors alone."""
+        return {**vars(self), "_packed": None}
+
     def pack(self) -> bytes:
         if self._packed is None:
             self._packed = self._pack()
