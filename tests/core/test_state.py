@@ -13,6 +13,7 @@ from hf_kvret.core.index import CapturableIndex, capture_obstacle_of
 from hf_kvret.core.state import State, number, part, tensor
 from hf_kvret.core.store import Store
 from hf_kvret.core.token_buffer import TokenBuffer, passed, tokens
+from hf_kvret.methods.flat import FlatIndex
 
 
 class Inner(State):
@@ -221,6 +222,14 @@ def test_an_index_of_the_older_contract_is_told_the_new_methods() -> None:
     with pytest.raises(TypeError, match="Late has methods of an older contract: whole is"):
 
         class Late(Mixed, Index): ...
+
+
+def test_an_index_whose_after_search_takes_no_ids_is_told_so() -> None:
+    with pytest.raises(TypeError, match=r"Old.after_search takes no ids.*\(self, ids\)"):
+
+        class Old(FlatIndex):
+            def after_search(self) -> None:  # type: ignore[override]
+                """As it was."""
 
 
 @pytest.mark.parametrize(

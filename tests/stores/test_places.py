@@ -111,6 +111,32 @@ def test_rows_that_cannot_be_coded_stay_on_the_device_with_a_warning(
     assert "too little memory" in told and "fewer bits" not in told
 
 
+class HiggsConfig(FlatConfig):
+    """Takes coded rows on the device alone."""
+
+    @classmethod
+    def takes_store(cls, store: str) -> bool:
+        return store == "higgs"
+
+
+class StorelessConfig(FlatConfig):
+    """Takes nothing."""
+
+    @classmethod
+    def takes_store(cls, store: str) -> bool:
+        return False
+
+
+def test_options_may_take_few_stores_or_none(free: Any, caplog: pytest.LogCaptureFixture) -> None:
+    free(1000)
+    with pytest.raises(ValueError, match="store='auto' knows no store on cpu"):
+        choose(CPU, 1, StorelessConfig(), 16)
+    assert choose(CPU, 1, HiggsConfig(), 16).store == "higgs"
+    assert "changes answers a little" in warnings_of(caplog)[0]
+    assert choose(CPU, 1 << 30, HiggsConfig(), 16).store == "higgs"
+    assert "changes answers a little" in warnings_of(caplog)[1]
+
+
 def test_where_free_memory_is_unknown_rows_stay_as_they_are(
     free: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
