@@ -89,6 +89,17 @@ def test_a_fork_does_not_keep_the_window_of_the_original(llama: PreTrainedModel)
     assert window() is None and fork.get_seq_length() == 75
 
 
+def test_regions_that_outlive_their_cache_say_so(llama: PreTrainedModel) -> None:
+    cache = ParisKVCache(llama.config, **COVERING_OPTIONS)
+    llama.generate(_ids(2), max_new_tokens=1, past_key_values=cache)
+    regions = cache.retrieval_layers[0].regions
+    assert regions is not None and regions.store is None
+    rows = regions.window.keys.new_ones(1, *regions.window.keys.shape[1:2], 60, 16)
+    del cache
+    with pytest.raises(RuntimeError, match="the cache of these regions was dropped"):
+        regions.take_prompt(rows, rows, None)
+
+
 @pytest.mark.parametrize("name", ["flat", "paris", "lrqk", "ctkvr", "h2o"])
 def test_a_cache_can_be_pickled(llama: PreTrainedModel, name: str) -> None:
     cls = registered_methods()[name]

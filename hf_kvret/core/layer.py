@@ -364,7 +364,10 @@ class RetrievalLayer(CacheLayerMixin):
 def _new_store(own: _Weakly, device: torch.device, cold_bytes: int) -> Store:
     """The store of a layer, which knows the one of the layer below."""
     layer = own()
-    assert layer is not None, "its regions ask for it"
+    if layer is None:
+        raise RuntimeError(
+            "the cache of these regions was dropped: keep it as long as anything of it is used"
+        )
     store = layer._make_store(device, cold_bytes)
     store.below = partial(_store_below, own)
     return store

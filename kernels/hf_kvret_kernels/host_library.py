@@ -98,7 +98,9 @@ def run(
     request = pack_request(query, ids, where, sizes, out, lse, scale, softcap, threads, path)
     if call(function, threads, request) == BAD_ID:
         rows.check_range(ids)
-        raise AssertionError("the library refuses what check_range refuses")
+        raise RuntimeError(
+            "ids or page table changed while they were read: do not write to them in another thread"
+        )
 
 
 def pack_request(

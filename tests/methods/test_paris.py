@@ -14,6 +14,7 @@ from hf_kvret import ParisConfig, ParisKVCache, TokenBlock
 from hf_kvret.core.token_buffer import TokenBuffer
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.paris import ParisIndex
+from hf_kvret.methods.paris.ablations import UnrotatedIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, held_tokens
 from hf_kvret.testing.cold import cold_tokens
 
@@ -296,3 +297,11 @@ def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
     missed = (uncapped.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean()
     assert hits > 0.85
     assert hits > missed
+
+
+@pytest.mark.parametrize("kind", [ParisIndex, UnrotatedIndex])
+def test_an_empty_index_has_no_codes(kind: type[ParisIndex]) -> None:
+    index, rows = kind(ParisConfig()), torch.ones(1, 2, 3, 32)
+    for method in (index.rotate, index.encode):
+        with pytest.raises(RuntimeError, match="the index is empty: add a block first"):
+            method(rows)

@@ -30,12 +30,14 @@ class UnrotatedIndex(ParisIndex):
     """
 
     def rotate(self, query: torch.Tensor) -> torch.Tensor:
-        assert self._signs is not None, "the first block makes them"
+        if self._signs is None:
+            raise RuntimeError("the index is empty: add a block first")
         return torch.nn.functional.pad(query.float(), (0, len(self._signs) - query.shape[-1]))
 
     def encode(self, keys: torch.Tensor) -> paris.ParisCodes:
         signs, levels = self._signs, self._levels
-        assert signs is not None and levels is not None, "the first block makes them"
+        if signs is None or levels is None:
+            raise RuntimeError("the index is empty: add a block first")
         rows = self.rotate(_center(keys, self._mean))
         # Signs, then a symmetric transform that is its own inverse; undone in the other order.
         source = paris.rotate(rows, torch.ones_like(signs)) * signs

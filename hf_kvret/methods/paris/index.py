@@ -66,12 +66,14 @@ class ParisIndex(CapturableIndex, Index):
 
     def rotate(self, query: torch.Tensor) -> torch.Tensor:
         """``[..., P]`` fp32 of ``query [..., D]``, in the coordinates of the codes."""
-        assert self._signs is not None, "the first block makes them"
+        if self._signs is None:
+            raise RuntimeError("the index is empty: add a block first")
         return paris.rotate(query, self._signs)
 
     def encode(self, keys: torch.Tensor) -> paris.ParisCodes:
         """Codes of ``keys [B, Hkv, n, D]``."""
-        assert self._signs is not None and self._levels is not None, "the first block makes them"
+        if self._signs is None or self._levels is None:
+            raise RuntimeError("the index is empty: add a block first")
         m = self.options.subspace_dim
         return paris.encode(keys, self._signs, self._levels, m=m, mean=self._mean)
 

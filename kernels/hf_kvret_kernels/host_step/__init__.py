@@ -197,7 +197,9 @@ def run_step(
     step, _keep = _pack_step(request, window, capacity, cold, sink_logits, selected)
     if host_library.call("hfk_run_step", threads, step) == host_library.BAD_ID and cold is not None:
         cold.rows.check_range(ids)
-        raise AssertionError("the library refuses what check_range refuses")
+        raise RuntimeError(
+            "ids or page table changed while they were read: do not write to them in another thread"
+        )
     return out, ids
 
 
