@@ -43,8 +43,8 @@ def attend_to_all(
         )
         return out, None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out, _ = run_step(query, HostWindow(key, value, key.shape[2]), scale=scale)
-    return out.to(query.dtype).transpose(1, 2).contiguous(), None
+    out, _ = run_step(query, HostWindow(key, value, key.shape[2]), scale=scale, dtype=query.dtype)
+    return out.transpose(1, 2).contiguous(), None
 
 
 @contextmanager

@@ -95,12 +95,12 @@ class Regions:
     @property
     def batch_size(self) -> int:
         """Rows of the batch."""
-        return len(self.window.sink_slots)
+        return self.window.sink_slots.shape[0]
 
     def check_tokens(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """ValueError for new tokens of another batch, shape, dtype or device than those held."""
         keys, values = self.window.keys, self.window.values
-        if len(keys) != len(key):
+        if keys.shape[0] != key.shape[0]:
             raise ValueError(
                 f"this cache holds a batch of {len(keys)}, the new tokens are a batch of "
                 f"{len(key)}: use a new cache or reset(), or cache.batch_repeat_interleave(n)"

@@ -1,5 +1,6 @@
 // Whole decode steps: a search, and attention to what it finds and to the window.
 #include "fuzz_search.h"
+#include "numbers.h"
 
 namespace {
 
@@ -42,6 +43,11 @@ class StepCase {
         out_.assign(r.batch * r.query_heads * r.queries * r.value_dim, poison);
         lse_.assign(r.batch * r.query_heads * r.queries, poison);
         r.out = out_.data();
+        if (random.one_in(2)) {
+            result_.reset(new char[out_.size() * (r.dtype == HFK_FLOAT32 ? 4 : 2)]);
+            step_.result = result_.get();
+            r.out = nullptr;
+        }
         if (random.one_in(2)) r.lse = lse_.data();
     }
 
@@ -230,9 +236,18 @@ class StepCase {
         const double sink = step_.sink_logits == nullptr ? 0.0 : std::exp(sinks_[h]);
         for (int64_t d = 0; d < r.value_dim; ++d) {
             const double want = total > 0 ? sum[d] / (total + sink) : 0.0;
-            if (!is_near(out_[index * r.value_dim + d], want)) return false;
+            if (!is_result(index * r.value_dim + d, want)) return false;
         }
         return true;
+    }
+
+    // A result has 8 significant bits in bfloat16, 11 in float16.
+    bool is_result(int64_t place, double want) const {
+        if (step_.result == nullptr) return is_near(out_[place], want);
+        const int32_t dtype = step_.attention.dtype;
+        const double got = number_at(step_.result, dtype, place);
+        const double bits = dtype == HFK_FLOAT32 ? 24 : dtype == HFK_FLOAT16 ? 11 : 8;
+        return is_near(got, want) || std::abs(got - want) < 1e-4 + std::ldexp(std::abs(want), -bits);
     }
 
     // Scores of up to some hundred have an error of some 1e-5 in fp32, and so have their weights.
@@ -248,6 +263,7 @@ class StepCase {
     std::vector<int64_t> pages_;
     std::unique_ptr<uint8_t[]> valid_, near_valid_;
     std::vector<float> out_, lse_;
+    std::unique_ptr<char[]> result_;
     int64_t selected_ = kSelected;
 };
 

@@ -10,7 +10,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 5
+#define HFK_VERSION 6
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -100,6 +100,8 @@ struct hfk_step {
     const void *search;           // the struct of `search_kind`
     const float *sink_logits;     // [query_heads]: a token without value joins the softmax; or null
     int64_t *selected;            // the number of ids that are no holes is added; or null
+    void *result;                 // as attention.out, of the request's dtype, and in its place;
+                                  // null where attention.out is to be written
     int32_t search_kind;
     int32_t reserved;
 };

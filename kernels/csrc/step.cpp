@@ -3,6 +3,7 @@
 #include <new>
 
 #include "job.h"
+#include "numbers.h"
 #include "search.h"
 
 namespace {
@@ -45,7 +46,12 @@ class Step {
 
     int32_t run() {
         if (spans_ == 0) return HFK_OK;
-        lse_.resize(request_.batch * request_.query_heads * request_.queries);
+        rows_ = request_.batch * request_.query_heads * request_.queries;
+        lse_.resize(rows_);
+        if (step_.result != nullptr) {
+            out_.resize(rows_ * request_.value_dim);
+            request_.out = out_.data();
+        }
         // Whole selections keep what they read in a processor's cache. Few of them are shared out.
         if (threads_ == 1 || spans_ >= 2 * threads_) {
             Pool::instance().run(spans_, threads_, &Step::whole, this);
@@ -126,11 +132,10 @@ class Step {
                           self.ids(index));
     }
 
-    // Learned sinks, and what is counted.
+    // Learned sinks, the result's dtype, and what is counted.
     void finish() {
         if (step_.sink_logits != nullptr) {
-            const int64_t rows = request_.batch * request_.query_heads * request_.queries;
-            for (int64_t row = 0; row < rows; ++row) {
+            for (int64_t row = 0; row < rows_; ++row) {
                 const int64_t head = row / request_.queries % request_.query_heads;
                 // The share of the softmax that is left: 1 / (1 + exp(sink - lse)).
                 const float sink = step_.sink_logits[head];
@@ -139,6 +144,9 @@ class Step {
                 float *out = request_.out + row * request_.value_dim;
                 for (int64_t d = 0; d < request_.value_dim; ++d) out[d] *= share;
             }
+        }
+        if (step_.result != nullptr) {
+            write_numbers(request_.out, request_.dtype, step_.result, rows_ * request_.value_dim);
         }
         if (step_.selected != nullptr) {
             const int64_t places = spans_ * request_.count;
@@ -162,13 +170,14 @@ class Step {
     const hfk_window *window() const { return step_.window.length > 0 ? &step_.window : nullptr; }
 
     const hfk_step &step_;
-    const hfk_request &request_;
+    hfk_request request_;
     const Kernel &kernel_;
     const Search *const search_;
     const int64_t spans_;
     const int32_t threads_;
     const int64_t work_bytes_, scratch_bytes_;
-    std::vector<float> lse_;
+    int64_t rows_ = 0;
+    std::vector<float> lse_, out_;
     // Of work in pieces.
     char *work_ = nullptr;
     int stage_ = 0;

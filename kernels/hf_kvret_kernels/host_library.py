@@ -20,7 +20,7 @@ FILE_NAME = "libhf_kvret_host.so"
 PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
 # Names the instruction set to use where a call asks for none, one of PATHS.
 ISA_VARIABLE = "HF_KVRET_CPU_PATH"
-VERSION = 5
+VERSION = 6
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
 PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}
@@ -108,7 +108,7 @@ def pack_request(
     ids: torch.Tensor,
     pages: tuple[torch.Tensor, torch.Tensor, int] | None,
     sizes: tuple[int, int],
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     lse: torch.Tensor | None,
     scale: float,
     softcap: float | None,
@@ -127,7 +127,7 @@ def pack_request(
         ids.data_ptr(),
         0 if table is None else table.data_ptr(),
         0 if addresses is None else addresses.data_ptr(),
-        out.data_ptr(),
+        0 if out is None else out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
         batch,
         query_heads,
@@ -139,7 +139,7 @@ def pack_request(
         sizes[1],
         0 if table is None else table.shape[1],
         page_len,
-        0 if addresses is None else len(addresses),
+        0 if addresses is None else addresses.shape[0],
         scale,
         softcap or 0.0,
         DTYPES[query.dtype],

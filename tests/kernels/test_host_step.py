@@ -89,6 +89,38 @@ def test_a_window_alone_is_attended_to(shape: Shape, path: str) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=FP32_ERROR)
 
 
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.factor("threads", [1, 16])
+def test_a_result_is_rounded_as_torch_rounds(
+    dtype: torch.dtype, threads: int, path: str
+) -> None:
+    shape = Shape(1, group=3, queries=2, batch=2, dim=40, dtype=dtype)
+    query, window = shape.query(), near_window(shape, 90)
+    # Rows from subnormal halves to numbers beyond the largest half, and some that are none.
+    factors = torch.logspace(-9, 6, window.values.shape[3], base=10.0)
+    window.values.copy_((window.values.float() * factors).to(dtype))
+    window.values[0, 0, :, 5] = float("inf")
+    window.values[1, 0, :, 5] = float("nan")
+    sinks = torch.randn(query.shape[1], generator=generator(9))
+
+    def step(form: torch.dtype) -> torch.Tensor:
+        return run_step(
+            query, window, scale=0.1, sink_logits=sinks, dtype=form, threads=threads, path=path
+        )[0]
+
+    exact, rounded = step(torch.float32), step(dtype)
+    assert rounded.dtype == dtype
+    assert torch.equal(rounded.nan_to_num(7.0), exact.to(dtype).nan_to_num(7.0))
+    assert torch.equal(rounded.isnan(), exact.isnan())
+    assert rounded.isnan().any()
+
+
+def test_a_result_is_of_float32_or_the_querys_dtype() -> None:
+    shape = Shape(1, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="float16: a step writes float32 or its query's torch.bf"):
+        run_step(shape.query(), near_window(shape, 5), scale=1.0, dtype=torch.float16)
+
+
 @pytest.mark.factor("heads", [1, 2, 6])
 @pytest.mark.factor("threads", [1, 16])
 def test_ids_that_are_given_are_attended_to(heads: int, threads: int, path: str) -> None:

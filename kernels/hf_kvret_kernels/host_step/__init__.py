@@ -54,8 +54,8 @@ __all__ = [
 ]
 
 # What follows hfk_request in hfk_step: window; valid, its stride and the cold tokens; addresses of
-# search, sinks and the count of selected tokens; kind of the search, and a reserved number.
-_STEP = struct.Struct("@3P3qP2q3P2i")
+# search, sinks, the count of selected tokens and the result; kind of the search, a reserved number.
+_STEP = struct.Struct("@3P3qP2q4P2i")
 # hfk_paris_trace: five addresses.
 _TRACE = struct.Struct("@5P")
 
@@ -138,6 +138,7 @@ def run_step(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     selected: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
     threads: int | None = None,
     path: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,19 +152,22 @@ def run_step(
         softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
         sink_logits: ``[Hq]`` learned attention sinks, or None.
         selected: int64 of one element, to which the number of chosen tokens is added, in place.
+        dtype: of ``out``: float32, or the query's.
         threads: as of ``host_attention``.
         path: as of ``host_attention``.
 
     Returns:
-        ``out [B, Hq, Q, Dv]`` fp32, and the chosen ids ``[B, H, Q, budget]`` int32, -1 where fewer
+        ``out [B, Hq, Q, Dv]`` of ``dtype``, and the chosen ids ``[B, H, Q, budget]`` int32, -1 where fewer
         tokens are valid, H the heads that choose; those of ``GivenIds`` as they are.
 
     Raises:
         ImportError: no library; see ``why_not()``.
-        ValueError: a query of another dtype or another head dim than the rows, windows or cold rows
+        ValueError: ``dtype`` is neither, a query of another dtype or head dim than the rows, windows or cold rows
             that do not fit each other, ids that a short page table does not lead to.
         MemoryError: no room for the work space.
     """
+    if dtype not in (torch.float32, query.dtype):
+        raise ValueError(f"dtype {dtype}: a step writes float32 or its query's {query.dtype}")
     capacity = window.capacity
     check_window(query, window.keys, window.length)
     heads, value_dim = window.keys.shape[1], window.values.shape[3]
@@ -178,7 +182,8 @@ def run_step(
     query, threads = query.contiguous(), host_library.thread_count(threads)
     batch, query_heads, queries, _ = query.shape
     # Of the query's device and of fixed dtypes, whatever a user has made torch's defaults.
-    out = query.new_empty(batch, query_heads, queries, value_dim, dtype=torch.float32)
+    out = query.new_empty(batch, query_heads, queries, value_dim, dtype=dtype)
+    sums, result = (out, None) if dtype == torch.float32 else (None, out)
     if cold is not None and isinstance(cold.search, GivenIds):
         ids = cold.search.ids.contiguous()
         check_ids(query, ids, heads)
@@ -192,9 +197,9 @@ def run_step(
         pages = table, addresses, cold.rows.page_len
     sizes = heads, value_dim
     request = host_library.pack_request(
-        query, ids, pages, sizes, out, None, scale, softcap, threads, path
+        query, ids, pages, sizes, sums, None, scale, softcap, threads, path
     )
-    step, _keep = _pack_step(request, window, capacity, cold, sink_logits, selected)
+    step, _keep = _pack_step(request, window, capacity, cold, sink_logits, selected, result)
     if host_library.call("hfk_run_step", threads, step) == host_library.BAD_ID and cold is not None:
         cold.rows.check_range(ids)
         raise RuntimeError(
@@ -236,7 +241,7 @@ def trace_paris(
     empty = query.new_empty(batch, heads, 0, dim)
     no_rows = PagedRows([query.new_empty(1, heads, 1, 2 * dim)], trace.ids[0, :1, 0], dim)
     cold = HostCold(no_rows, search, valid, budget)
-    step, _keep = _pack_step(request, HostWindow(empty, empty, 0), 0, cold, None, None)
+    step, _keep = _pack_step(request, HostWindow(empty, empty, 0), 0, cold, None, None, None)
     arrays = (trace.rotated, trace.points, trace.scores, trace.candidates, trace.estimates)
     host_library.call(
         "hfk_search_ids", 1, step, _TRACE.pack(*(array.data_ptr() for array in arrays))
@@ -251,6 +256,7 @@ def _pack_step(
     cold: HostCold | None,
     sink_logits: torch.Tensor | None,
     selected: torch.Tensor | None,
+    result: torch.Tensor | None,
 ) -> tuple[bytes, tuple[object, ...]]:
     """``hfk_step``, and what must live until the call is over."""
     near = window.valid
@@ -273,6 +279,7 @@ def _pack_step(
         *chosen,
         0 if sink_logits is None else sink_logits.data_ptr(),
         0 if selected is None else selected.data_ptr(),
+        0 if result is None else result.data_ptr(),
         0 if cold is None else cold.search.kind,
         0,
     )

@@ -55,7 +55,7 @@ def check_cold(query: torch.Tensor, rows: PagedRows, valid: torch.Tensor, row_wi
             f"cold rows are {rows.dtype} of {rows.key_dim} + {rows.value_dim} dims, the window's "
             f"are {query.dtype} of {key_dim} + {row_width - key_dim}: pass rows of one form"
         )
-    if valid.dtype != torch.bool or len(valid) != batch or len(rows.table) != batch:
+    if valid.dtype != torch.bool or valid.shape[0] != batch or rows.table.shape[0] != batch:
         raise ValueError(
             f"valid is {valid.dtype} {tuple(valid.shape)}, the page table {tuple(rows.table.shape)}"
             f": pass a bool mask and a table for a batch of {batch}"
