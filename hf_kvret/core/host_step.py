@@ -26,9 +26,10 @@ def attend_on_host(
     ``selected`` is an int64 to which the number of tokens found is added, in place.
 
     Returns:
-        ``out [B, Hq, Q, Dv]`` of the query's dtype and the ids, as of ``Index.search``. None where the step is to
-        be done part by part: the device is another, the library is not there, a backend is
-        preferred, a graph is captured, or the store's rows don't lie where the library reads them.
+        ``out [B, Hq, Q, Dv]`` of the query's dtype and the ids, as of ``Index.search``. None where
+        the step is to be done part by part: the device is another, the library is not there, a
+        backend is preferred, a graph is captured, or the store's rows don't lie where the library
+        reads them.
     """
     if not query.is_cpu or query.dtype != window.keys.dtype or host_step.why_not():
         return None

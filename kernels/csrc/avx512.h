@@ -74,13 +74,15 @@ struct Avx512 {
     static float largest(V x) { return _mm512_reduce_max_ps(x); }
 
     // Adds within the four lanes of 128 bits first, so that one vector holds all four sums.
-    static void store_sums(float *to, V a, V b, V c, V d) {
+    static void store_sums(float *to, V a, V b, V c, V d) { _mm_storeu_ps(to, sums(a, b, c, d)); }
+
+    static __m128 sums(V a, V b, V c, V d) {
         const V ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
         const V cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
         const V lanes4 = _mm512_shuffle_ps(ab, cd, 0x44) + _mm512_shuffle_ps(ab, cd, 0xee);
         const __m256 lanes2 =
             _mm512_castps512_ps256(lanes4) + _mm512_extractf32x8_ps(lanes4, 1);
-        _mm_storeu_ps(to, _mm256_castps256_ps128(lanes2) + _mm256_extractf128_ps(lanes2, 1));
+        return _mm256_castps256_ps128(lanes2) + _mm256_extractf128_ps(lanes2, 1);
     }
 
     // Bit i says whether number i is at least `limit`.

@@ -3,7 +3,7 @@
 // rows go to the code for AVX-512. Bytes are looked up in tables that lie in registers.
 #include <type_traits>
 
-#include "avx512.h"
+#include "avx512_rerank.h"
 
 namespace {
 
@@ -245,5 +245,5 @@ const Kernel avx512_bf16_kernel = {
     dense_scores_any,         SelectEntry<Avx512>::proxy_scores_any,
     Entry<Avx512>::exp_all,   sign_points,
     NibbleScan::packed_bytes, NibbleScan::pack, NibbleScan::scan,
-    candidates<Avx512>,       rerank<Avx512>,   relevance<Avx512>,
+    candidates<Avx512>,       BlockRerank::rerank, relevance<Avx512>,
     best<Avx512>};

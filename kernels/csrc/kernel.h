@@ -21,6 +21,8 @@ struct ParisCodes {
     const uint8_t *sign;
     const uint8_t *magnitude;
     const char *weight;
+    int64_t magnitude_row; // bytes from one token to the next; signs lie side by side
+    int64_t weight_row;
     int64_t dim;
     int64_t m;
     int32_t weight_dtype;

@@ -195,6 +195,15 @@ inline int64_t put_places_one_by_one(uint64_t chosen, int32_t base, int32_t *to)
 constexpr int64_t kMostWeights = 64;   // of a key: 256 coordinates, four to a subspace
 constexpr int64_t kCandidatesAhead = 24;
 
+inline void prefetch_codes(const ParisCodes &codes, int64_t id) {
+    const int64_t bytes = codes.dim / 8;
+    const char *magnitude = reinterpret_cast<const char *>(codes.magnitude) + id * codes.magnitude_row;
+    __builtin_prefetch(codes.sign + id * bytes);
+    __builtin_prefetch(magnitude);
+    __builtin_prefetch(magnitude + 3 * bytes - 1);
+    __builtin_prefetch(codes.weight + id * codes.weight_row);
+}
+
 // Estimates of `H` heads' inner products with `R` candidates, H * R at most 4.
 template <class I, int H, int R>
 void estimate(const Rerank &work, int64_t first_head, int64_t place, const float *weights) {
@@ -206,7 +215,7 @@ void estimate(const Rerank &work, int64_t first_head, int64_t place, const float
     for (int i = 0; i < R; ++i) {
         const int64_t at = place + i < work.last ? place + i : work.last - 1;
         sign[i] = codes.sign + work.ids[at] * bytes;
-        magnitude[i] = codes.magnitude + work.ids[at] * 3 * bytes;
+        magnitude[i] = codes.magnitude + work.ids[at] * codes.magnitude_row;
     }
     V sums[4];
     HFK_UNROLL for (int i = 0; i < 4; ++i) sums[i] = I::set1(0.0f);
@@ -247,20 +256,13 @@ void estimate(const Rerank &work, int64_t first_head, int64_t place, const float
 template <class I, int R>
 void rerank_some(const Rerank &work, int64_t first_head, int64_t heads) {
     const ParisCodes &codes = work.codes;
-    const int64_t bytes = codes.dim / 8, count = codes.dim / codes.m;
-    const int64_t weight_bytes = count * (codes.weight_dtype == HFK_FLOAT32 ? 4 : 2);
+    const int64_t count = codes.dim / codes.m;
     float weights[R * kMostWeights];
     for (int64_t place = work.first; place < work.last; place += R) {
         for (int i = 0; i < R; ++i) {
             const int64_t at = std::min(place + i, work.last - 1);
-            const int64_t far = work.ids[std::min(at + kCandidatesAhead, work.last - 1)];
-            const char *lines[] = {
-                reinterpret_cast<const char *>(codes.sign) + far * bytes,
-                reinterpret_cast<const char *>(codes.magnitude) + far * 3 * bytes,
-                reinterpret_cast<const char *>(codes.magnitude) + (far + 1) * 3 * bytes - 1,
-                codes.weight + far * weight_bytes};
-            for (const char *line : lines) __builtin_prefetch(line);
-            const char *from = codes.weight + work.ids[at] * weight_bytes;
+            prefetch_codes(codes, work.ids[std::min(at + kCandidatesAhead, work.last - 1)]);
+            const char *from = codes.weight + work.ids[at] * codes.weight_row;
             float *to = weights + i * kMostWeights;
             int64_t s = 0;
             if (codes.weight_dtype == HFK_BFLOAT16) {
@@ -285,13 +287,8 @@ void rerank_some(const Rerank &work, int64_t first_head, int64_t heads) {
     }
 }
 
-template <class I> void rerank(const Rerank &work) {
-    for (int64_t g = 0; g < work.heads; g += 4) {
-        const int64_t heads = std::min<int64_t>(4, work.heads - g);
-        auto *run = heads == 1 ? rerank_some<I, 4> : heads == 2 ? rerank_some<I, 2>
-                                                                : rerank_some<I, 1>;
-        run(work, g, heads);
-    }
+// Inner products become scores.
+template <class I> void finish_estimates(const Rerank &work) {
     for (int64_t g = 0; g < work.heads; ++g) {
         float *scores = work.out + g * work.stride;
         const float offset = work.offsets == nullptr ? 0.0f : work.offsets[g];
@@ -306,6 +303,16 @@ template <class I> void rerank(const Rerank &work) {
             std::copy(some, some + count, scores + i);
         }
     }
+}
+
+template <class I> void rerank(const Rerank &work) {
+    for (int64_t g = 0; g < work.heads; g += 4) {
+        const int64_t heads = std::min<int64_t>(4, work.heads - g);
+        auto *run = heads == 1 ? rerank_some<I, 4> : heads == 2 ? rerank_some<I, 2>
+                                                                : rerank_some<I, 1>;
+        run(work, g, heads);
+    }
+    finish_estimates<I>(work);
 }
 
 } // namespace

@@ -169,7 +169,8 @@ class ParisSearch : public Search {
             static_cast<const char *>(paris_.weight) +
                 (selection.batch * paris_.weight_batch + selection.head * paris_.weight_head) *
                     weight_bytes,
-            paris_.dim, paris_.m, paris_.weight_dtype};
+            3 * row_bytes_, paris_.dim / paris_.m * weight_bytes, paris_.dim, paris_.m,
+            paris_.weight_dtype};
         estimates.queries = at<float>(work, rotated_);
         estimates.heads = tables_;
         estimates.ids = at<int32_t>(work, candidates_);

@@ -91,9 +91,7 @@ def test_a_window_alone_is_attended_to(shape: Shape, path: str) -> None:
 
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.factor("threads", [1, 16])
-def test_a_result_is_rounded_as_torch_rounds(
-    dtype: torch.dtype, threads: int, path: str
-) -> None:
+def test_a_result_is_rounded_as_torch_rounds(dtype: torch.dtype, threads: int, path: str) -> None:
     shape = Shape(1, group=3, queries=2, batch=2, dim=40, dtype=dtype)
     query, window = shape.query(), near_window(shape, 90)
     # Rows from subnormal halves to numbers beyond the largest half, and some that are none.
@@ -117,7 +115,7 @@ def test_a_result_is_rounded_as_torch_rounds(
 
 def test_a_result_is_of_float32_or_the_querys_dtype() -> None:
     shape = Shape(1, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="float16: a step writes float32 or its query's torch.bf"):
+    with pytest.raises(ValueError, match=r"float16: a step writes float32 or its query's torch.bf"):
         run_step(shape.query(), near_window(shape, 5), scale=1.0, dtype=torch.float16)
 
 

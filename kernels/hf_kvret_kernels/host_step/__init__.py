@@ -157,13 +157,14 @@ def run_step(
         path: as of ``host_attention``.
 
     Returns:
-        ``out [B, Hq, Q, Dv]`` of ``dtype``, and the chosen ids ``[B, H, Q, budget]`` int32, -1 where fewer
-        tokens are valid, H the heads that choose; those of ``GivenIds`` as they are.
+        ``out [B, Hq, Q, Dv]`` of ``dtype``, and the chosen ids ``[B, H, Q, budget]`` int32, -1
+        where fewer tokens are valid, H the heads that choose; those of ``GivenIds`` as they are.
 
     Raises:
         ImportError: no library; see ``why_not()``.
-        ValueError: ``dtype`` is neither, a query of another dtype or head dim than the rows, windows or cold rows
-            that do not fit each other, ids that a short page table does not lead to.
+        ValueError: another ``dtype`` than these two, a query of another dtype or head dim than the
+            rows, windows or cold rows that do not fit each other, ids that a short page table does
+            not lead to.
         MemoryError: no room for the work space.
     """
     if dtype not in (torch.float32, query.dtype):

@@ -1,0 +1,158 @@
+// ParisKV's estimates with AVX-512 VBMI: 64 coordinates of a candidate at a time.
+#pragma once
+
+#include "avx512.h"
+
+namespace {
+
+// Vectors whose dimension is a multiple of 64, with weights in bfloat16; others go to the code for
+// AVX-512. A byte of `codes()` is the place of a coordinate's level among sixteen, the lower half of
+// them negative. Lane j of a vector holds four of these, of coordinates 4j to 4j + 3, all of one
+// subspace: they are looked up one after the other, and their sum is weighted once.
+class BlockRerank {
+  public:
+    static void rerank(const Rerank &work) {
+        const ParisCodes &codes = work.codes;
+        if (codes.dim % kBlock != 0 || codes.weight_dtype != HFK_BFLOAT16) {
+            return ::rerank<Avx512>(work);
+        }
+        for (int64_t g = 0; g < work.heads; g += kHeads) {
+            alignas(64) float queries[kHeads * kMostDim];
+            const int64_t heads = std::min<int64_t>(kHeads, work.heads - g);
+            for (int64_t h = 0; h < heads; ++h) {
+                turn(work.queries + (g + h) * codes.dim, codes.dim, queries + h * codes.dim);
+            }
+            auto *run = codes.m == 8 ? choose<8>(codes.dim, heads) : choose<4>(codes.dim, heads);
+            run(work, queries, g);
+        }
+        finish_estimates<Avx512>(work);
+    }
+
+  private:
+    static constexpr int kBlock = 64, kHeads = 4, kMostDim = 256;
+
+    typedef void (*Run)(const Rerank &work, const float *queries, int64_t first_head);
+
+    template <int M> static Run choose(int64_t dim, int64_t heads) {
+        return dim == 64 ? choose<M, 1>(heads) : dim == 128 ? choose<M, 2>(heads)
+                                                            : choose<M, 4>(heads);
+    }
+
+    template <int M, int Blocks> static Run choose(int64_t heads) {
+        return heads == 1   ? estimate_all<M, Blocks, 1>
+               : heads == 2 ? estimate_all<M, Blocks, 2>
+               : heads == 3 ? estimate_all<M, Blocks, 3>
+                            : estimate_all<M, Blocks, 4>;
+    }
+
+    // The four coordinates of each lane, one after the other.
+    static void turn(const float *from, int64_t dim, float *to) {
+        for (int64_t d = 0; d < dim; d += kBlock) {
+            for (int64_t i = 0; i < kBlock; ++i) to[d + i % 4 * 16 + i / 4] = from[d + i];
+        }
+    }
+
+    template <int M, int Blocks, int Heads>
+    static void estimate_all(const Rerank &work, const float *queries, int64_t first_head) {
+        // Few heads leave room in four sums for more than one candidate.
+        constexpr int kRows = Heads == 1 ? 4 : Heads == 2 ? 2 : 1;
+        float both[16];
+        for (int i = 0; i < 8; ++i) both[i] = -work.levels[i], both[8 + i] = work.levels[i];
+        const __m512 levels = _mm512_loadu_ps(both);
+        float *out = work.out + first_head * work.stride;
+        int64_t place = work.first;
+        for (; place + kRows <= work.last; place += kRows) {
+            const __m128 sums = estimate<M, Blocks, Heads, kRows>(work, queries, levels, place);
+            store<Heads, kRows>(sums, out + place, work.stride);
+        }
+        for (; place < work.last; ++place) {
+            const __m128 sums = estimate<M, Blocks, Heads, 1>(work, queries, levels, place);
+            store<Heads, 1>(sums, out + place, work.stride);
+        }
+    }
+
+    // Sum `g * Rows + r` is of head g and the candidate at `place + r`.
+    template <int M, int Blocks, int Heads, int Rows>
+    static __m128 estimate(const Rerank &work, const float *queries, __m512 levels, int64_t place) {
+        constexpr int64_t kWeightBytes = kBlock / M * 2; // of a block
+        const ParisCodes &codes = work.codes;
+        __m512 sums[4];
+        HFK_UNROLL for (int i = 0; i < 4; ++i) sums[i] = _mm512_setzero_ps();
+        HFK_UNROLL for (int r = 0; r < Rows; ++r) {
+            const int64_t far = std::min(place + r + kCandidatesAhead, work.last - 1);
+            prefetch_codes(codes, work.ids[far]);
+            const int64_t id = work.ids[place + r];
+            const uint8_t *sign = codes.sign + id * 8 * Blocks;
+            const uint8_t *magnitude = codes.magnitude + id * codes.magnitude_row;
+            const char *weight = codes.weight + id * codes.weight_row;
+            HFK_UNROLL for (int b = 0; b < Blocks; ++b) {
+                const __m512i bytes = places(magnitude + 24 * b, sign + 8 * b);
+                const __m512 own = weights<M>(weight + kWeightBytes * b);
+                __m512 values[4];
+                values[0] = _mm512_permutexvar_ps(bytes, levels);
+                values[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 8), levels);
+                values[2] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 16), levels);
+                values[3] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 24), levels);
+                HFK_UNROLL for (int g = 0; g < Heads; ++g) {
+                    const float *query = queries + (g * Blocks + b) * kBlock;
+                    __m512 sum = _mm512_mul_ps(values[0], _mm512_load_ps(query));
+                    HFK_UNROLL for (int i = 1; i < 4; ++i) {
+                        sum = _mm512_fmadd_ps(values[i], _mm512_load_ps(query + 16 * i), sum);
+                    }
+                    __m512 &total = sums[g * Rows + r];
+                    total = b == 0 ? _mm512_mul_ps(sum, own) : _mm512_fmadd_ps(sum, own, total);
+                }
+            }
+        }
+        return Avx512::sums(sums[0], sums[1], sums[2], sums[3]);
+    }
+
+    template <int Heads, int Rows>
+    static void store(__m128 sums, float *to, int64_t stride) {
+        if constexpr (Rows == 4) {
+            _mm_storeu_ps(to, sums);
+        } else if constexpr (Rows == 2) {
+            _mm_storel_pi(reinterpret_cast<__m64 *>(to), sums);
+            _mm_storeh_pi(reinterpret_cast<__m64 *>(to + stride), sums);
+        } else {
+            for (int g = 0; g < Heads; ++g) to[g * stride] = sums[g];
+        }
+    }
+
+    // Of 64 coordinates with three bits each and a sign, a byte each; the high halves don't matter.
+    static __m512i places(const uint8_t *magnitude, const uint8_t *sign) {
+        // Eight codes are three bytes: these go to a quadword, which is cut at every third bit.
+        const __m512i spread = _mm512_setr_epi64(0x0000000000020100, 0x0000000000050403,
+                                                 0x0000000000080706, 0x00000000000b0a09,
+                                                 0x00000000000e0d0c, 0x000000000011100f,
+                                                 0x0000000000141312, 0x0000000000171615);
+        const __m512i cuts = _mm512_set1_epi64(0x15120f0c09060300);
+        const __m256i raw = _mm256_maskz_loadu_epi8(0xffffff, magnitude);
+        const __m512i lines = _mm512_permutexvar_epi8(spread, _mm512_castsi256_si512(raw));
+        const __m512i codes = _mm512_multishift_epi64_epi8(cuts, lines);
+        // Of all signs, each byte takes the eight whose fourth is its own.
+        const __m512i turns = _mm512_setr_epi64(
+            0x04030201003f3e3d, 0x0c0b0a0908070605, 0x14131211100f0e0d, 0x1c1b1a1918171615,
+            0x24232221201f1e1d, 0x2c2b2a2928272625, 0x34333231302f2e2d, 0x3c3b3a3938373635);
+        int64_t all;
+        __builtin_memcpy(&all, sign, sizeof all);
+        const __m512i signs = _mm512_multishift_epi64_epi8(turns, _mm512_set1_epi64(all));
+        // Bit 3 of the sign, the others of the code.
+        return _mm512_ternarylogic_epi32(_mm512_set1_epi8(8), signs, codes, 0xca);
+    }
+
+    // Of the subspaces of 64 coordinates, each for the lanes that it covers.
+    template <int M> static __m512 weights(const char *from) {
+        if constexpr (M == 4) return Avx512::load(reinterpret_cast<const Bf16 *>(from));
+        // The halves of a lane: 0, and the upper half of the float.
+        const __m512i twice = _mm512_setr_epi32(0, 0, 1 << 16, 1 << 16, 2 << 16, 2 << 16, 3 << 16,
+                                                3 << 16, 4 << 16, 4 << 16, 5 << 16, 5 << 16,
+                                                6 << 16, 6 << 16, 7 << 16, 7 << 16);
+        __m128i own;
+        __builtin_memcpy(&own, from, sizeof own);
+        return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(
+            0xaaaaaaaa, twice, _mm512_castsi128_si512(own)));
+    }
+};
+
+} // namespace
