@@ -142,6 +142,12 @@ def build(model_type: str, changes: dict[str, Any]) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, **options)
     spread_weights(model, seed=3)
     made: PreTrainedModel = model.eval()
+    # As generate does for its decode steps where the model is not on a CPU.
+    experts = made.get_experts_implementation()
+    if "grouped_mm" in experts.values():
+        made.set_experts_implementation(
+            {part: "batched_mm" if name == "grouped_mm" else name for part, name in experts.items()}
+        )
     return made
 
 
@@ -235,6 +241,10 @@ def test_a_number_that_a_model_counts_on_the_host_is_noticed_by_the_comparison(
 
     model.model.rotary_emb.forward = counting
     assert compare(model, False, steps) > 0.1
+
+
+def test_experts_are_those_of_a_device_that_is_no_cpu() -> None:
+    assert "batched_mm" in build("qwen3_moe", EXPERTS).get_experts_implementation().values()
 
 
 def test_every_type_was_tested() -> None:

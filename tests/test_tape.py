@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -69,10 +70,12 @@ def test_a_step_that_breaks_off_leaves_memory_as_it_was() -> None:
     assert total.tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
     "step",
     [
         lambda x: x.sum().item(),
+        lambda x: int(x[0]),
         lambda x: bool((x > 0).any()),
         lambda x: x.nonzero(),
         lambda x: x[x > 0],
@@ -81,13 +84,42 @@ def test_a_step_that_breaks_off_leaves_memory_as_it_was() -> None:
         lambda x: x.unique(),
         lambda x: torch.equal(x, x),
         lambda x: x.repeat_interleave(torch.tensor([1, 2])),
+        lambda x: torch.where(x > 0),
+        lambda x: torch.argwhere(x > 0),
+        lambda x: torch.is_nonzero(x[0]),
+        lambda x: torch.allclose(x, x),
+        lambda x: torch.nn.functional.one_hot(x.long().abs()),
+        lambda x: torch.histc(x),
+        lambda x: torch.bincount(x.long().abs()),
+        lambda x: torch.linalg.solve(x.diag(), x),
+        lambda x: torch.multinomial(x.abs(), 1),
     ],
-    ids=["item", "bool", "nonzero", "mask", "mask-again", "tensor", "unique", "equal", "repeats"],
-)
-def test_what_needs_the_host_is_refused(step: Callable[[torch.Tensor], Any]) -> None:
+    ids=[
+        "item", "int", "bool", "nonzero", "mask", "mask-again", "tensor", "unique", "equal",
+        "repeats", "where", "argwhere", "is_nonzero", "allclose", "one_hot", "histc", "bincount",
+        "solve", "multinomial",
+    ],
+)  # fmt: skip
+def test_what_needs_the_host_is_refused(
+    step: Callable[[torch.Tensor], Any], mode: Callable[[], AbstractContextManager[Any]]
+) -> None:
     x = torch.tensor([1.0, -1.0])
-    with pytest.raises(CaptureError):
+    with mode(), pytest.raises(CaptureError):
         _record(lambda: step(x))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_made_of_other_operations_is_replayed(
+    mode: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    x, weight = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
+    with mode():
+        out, replay = _record(lambda: torch.nn.functional.linear(x, weight).reshape(-1)[1:3])
+        limits = _record(lambda: torch.histc(x, 2, 0, 5))[0]
+    x.fill_(2.0)
+    replay()
+    assert out.tolist() == [6.0, 6.0]
+    assert limits.tolist() == [3.0, 3.0]
 
 
 def test_writing_under_a_mask_without_its_indices_is_fine() -> None:

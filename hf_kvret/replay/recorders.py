@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
-import warnings
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+
+from hf_kvret.replay.waits import waits
+
+# Where it is 1, a replay whose inputs were freed since the capture raises.
+CHECK_VARIABLE = "HF_KVRET_CHECK_CAPTURES"
 
 
 class Recorder(Protocol):
@@ -44,9 +49,9 @@ class CudaRecorder:
 
     def rehearse(self, step: Callable[[], Any]) -> tuple[Any, str | None]:
         """See ``Recorder.rehearse``. Runs on the capture stream, which gets its workspaces here."""
-        with torch.cuda.device(self._device), _on_capture_stream(self._device), _waits() as waits:
+        with torch.cuda.device(self._device), _on_capture_stream(self._device), waits() as found:
             result = step()
-        return result, f"a step waits for the device: {waits[0]}" if waits else None
+        return result, f"a step waits for the device: {found[0]}" if found else None
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """See ``Recorder.record``.
@@ -70,7 +75,9 @@ class CudaRecorder:
             _on_capture_stream(self._device),
         ):
             # Other threads may use the device meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(
+                pool=self._pool, capture_error_mode="thread_local", **_capture_options()
+            )
             try:
                 result = step()
             except BaseException:
@@ -79,7 +86,7 @@ class CudaRecorder:
             try:
                 graph.capture_end()
             except RuntimeError:
-                self._release_pool()
+                self._forget(graph)
                 raise
         self._graph = graph
         return result, graph.replay
@@ -90,12 +97,12 @@ class CudaRecorder:
             graph.capture_end()
         except RuntimeError:
             # The capture was already invalid, and reports it again.
-            self._release_pool()
+            self._forget(graph)
         if self._graph is None:
             # Nothing holds the pool any more.
             self._pool = torch.cuda.graph_pool_handle()
 
-    def _release_pool(self) -> None:
+    def _forget(self, graph: torch.cuda.CUDAGraph) -> None:
         """Have the allocator forget a capture that could not be ended.
 
         An invalid capture ends with an error before the allocator is notified. The allocator would
@@ -103,11 +110,16 @@ class CudaRecorder:
         """
         torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         torch._C._cuda_releasePool(self._device.index, self._pool)
+        _invalid_graphs.append(graph)
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
 """How steps are recorded, by type of device."""
 
+# Their captures could not be ended: to the end of the process the allocator of pinned memory asks
+# them whether a stream is theirs.
+_invalid_graphs: list[torch.cuda.CUDAGraph] = []
 # One for each device: the workspaces of matrix products belong to a stream and are never freed.
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -125,26 +137,9 @@ def _on_capture_stream(device: torch.device) -> Iterator[None]:
     current.wait_stream(stream)
 
 
-@contextmanager
-def _waits() -> Iterator[list[str]]:
-    """Collects host synchronizations in the body, a ``file:line`` each; complete after the body."""
-    messages: list[str] = []
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as records:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield messages
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-    for warning in records:
-        text = str(warning.message)
-        if "synchronizing CUDA operation" in text:
-            messages.append(f"{warning.filename}:{warning.lineno}")
-        else:
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
+def _capture_options() -> dict[str, bool]:
+    """Of ``capture_begin``, that not every torch has."""
+    return {"check_input_liveness": True} if os.environ.get(CHECK_VARIABLE) == "1" else {}
 
 
 @contextmanager

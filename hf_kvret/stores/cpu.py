@@ -27,8 +27,9 @@ class CpuStore(WrappedStore):
     """Selected rows never move: the CPU attends to them while the device attends to its window.
 
     Queries and ids are copied to the host, outputs and their lse back; keys and values stay. With
-    queries on a GPU, ``begin`` copies them on a separate stream and a worker thread waits for them,
-    so neither the GPU nor the launching thread waits before the two parts are merged.
+    queries on a GPU, ``begin`` copies them on a separate stream and a worker thread waits for them.
+    So the GPU does the window's part meanwhile; the launching thread waits for the worker when the
+    two parts are merged, at every step and layer.
     As in CTkvr (section 3.3) and A2ATS, for every index.
 
     Args:

@@ -16,6 +16,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ _FORBIDDEN = {
     _aten.unique_consecutive: "has a shape that depends on data",
     _aten.bincount: "has a shape that depends on data",
     _aten.equal: "reads a number of the device",
+    _aten.is_nonzero: "reads a number of the device",
+    _aten.allclose: "reads a number of the device",
+    _aten.multinomial: "checks its probabilities on the host",
+    _aten._linalg_check_errors: "checks on the host whether the matrix could be solved",
     _aten.lift_fresh: "copies numbers of the host to the device (torch.tensor)",
     _aten.resize_: "moves memory",
     _aten.set_: "moves memory",
@@ -113,6 +118,12 @@ class _Tape(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if _is_composite(func):
+            # In inference mode these come whole, and what they are made of would not be seen.
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         _check(func, args, kwargs)
         self.save(_written(func, args, kwargs))
         out = func(*args, **kwargs)
@@ -173,12 +184,20 @@ def _noted_launches(tape: _Tape) -> Iterator[None]:
         GridExecutor.__call__ = launch
 
 
+@cache
+def _is_composite(func: Any) -> bool:
+    key = "CompositeImplicitAutograd"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+
+
 def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     packet = func.overloadpacket
     reason = _FORBIDDEN.get(packet)
     if packet in (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_):
         masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
         reason = "takes a mask as an index" if masks else None
+    if packet is _aten.histc and not any((*args[2:], kwargs.get("min"), kwargs.get("max"))):
+        reason = "reads the limits that it was not given"
     counted = func in (_aten.repeat_interleave.Tensor, _aten.repeat_interleave.self_Tensor)
     if counted and kwargs.get("output_size") is None:
         reason = "has a shape that depends on data"

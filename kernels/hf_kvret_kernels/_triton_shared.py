@@ -185,6 +185,7 @@ def combine_splits(
         SPLITS=splits,
         BLOCK_S=triton.next_power_of_2(splits),
         BLOCK_DV=triton.next_power_of_2(value_dim),
+        enable_fp_fusion=True,
     )
 
 

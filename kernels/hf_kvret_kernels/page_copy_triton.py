@@ -77,5 +77,6 @@ def copy_pages(rows: PagedRows, first: int, last: int, programs: int | None) -> 
         TILE=tile,
         ALIGN=align,
         DTYPE=dtype,
+        enable_fp_fusion=True,
     )
     return out

@@ -107,5 +107,6 @@ def gather_rows(rows: PagedRows, ids: torch.Tensor) -> tuple[torch.Tensor, torch
         BLOCK_DV=triton.next_power_of_2(rows.value_dim),
         ALIGN=rows.alignment_bytes(),
         DTYPE=_ROW_DTYPES[rows.dtype],
+        enable_fp_fusion=True,
     )
     return keys, values

@@ -53,7 +53,7 @@ def closed_form(query_gram: torch.Tensor, key_gram: torch.Tensor, rank: int) -> 
     Raises:
         ValueError: a Gram that is not finite.
     """
-    g_q, g_k = _finite(query_gram), _finite(key_gram)
+    g_q, g_k = _finite(query_gram, key_gram)
     values, vectors = torch.linalg.eigh(g_k)
     root = vectors * values.clamp(min=0.0).sqrt().unsqueeze(-2)
     squares, turns = torch.linalg.eigh(root.mT @ g_q @ root)
@@ -120,7 +120,7 @@ def alternating(
     authors' code does, because decoding starts from it. A fixed number of rounds stands for the
     paper's tolerance, which may stop earlier.
     """
-    g_q, g_k = _finite(query_gram), _finite(key_gram)
+    g_q, g_k = _finite(query_gram, key_gram)
     a_q, a_k = query_start, key_start
     to_query = to_key = g_q.new_empty(0)
     for _ in range(iterations):
@@ -140,14 +140,17 @@ def _update(other: Sketch, basis: torch.Tensor, penalty: float) -> torch.Tensor:
     return solve(other.own + penalty * basis @ basis.mT, numerator.mT).mT
 
 
-def _finite(gram: torch.Tensor) -> torch.Tensor:
-    if not bool(torch.isfinite(gram).all()):
+def _finite(*grams: torch.Tensor) -> list[torch.Tensor]:
+    """The same in fp64; waits for the device once."""
+    # In fp64 a sum of finite numbers of a Gram stays finite.
+    sizes = torch.stack([gram.double().abs().sum() for gram in grams])
+    if not bool(torch.isfinite(sizes.sum())):
         raise ValueError(
             "queries or keys of this layer are NaN or infinite, or too large for sums of squares "
             "in fp32, so lrqk has no factors for them: run the model in bfloat16 or float32 rather "
             "than float16, or use cache_implementation='paris'"
         )
-    return gram.double()
+    return [gram.double() for gram in grams]
 
 
 def solve(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

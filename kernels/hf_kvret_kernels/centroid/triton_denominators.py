@@ -65,6 +65,7 @@ def denominators(
             **product_shape(queries, keys),
             num_warps=4,
             num_stages=2,
+            enable_fp_fusion=True,
         )
         lse = torch.logaddexp(lse, sums.logsumexp(-1))
     return lse.clamp_(min=-1e30).view(B, H, C, G)

@@ -109,6 +109,7 @@ def _write_relevance(
         **product_shape(queries, keys),
         num_warps=4,
         num_stages=2,
+        enable_fp_fusion=True,
     )
 
 

@@ -53,6 +53,7 @@ def similarity(
         **product_shape(query, centroids),
         num_warps=4,
         num_stages=2,
+        enable_fp_fusion=True,
     )
     return cosines
 
@@ -77,6 +78,7 @@ def take_lists(low: torch.Tensor, high: torch.Tensor | None, index: torch.Tensor
         blocks,
         HAS_HIGH=high is not None,
         BLOCK=_IDS,
+        enable_fp_fusion=True,
     )
     return ids
 
@@ -95,8 +97,25 @@ def unite(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         marks.fill_(M)
         grid = (min(step, rows - first) * blocks,)
         layout = (*valid.stride(), first, H * Q, M, n, blocks)
-        _mark_kernel[grid](ids, valid.view(torch.uint8), marks, *layout, BLOCK=_IDS)
-        _keep_kernel[grid](ids, marks, result, first, M, n, blocks, BLOCK=_IDS)
+        _mark_kernel[grid](
+            ids,
+            valid.view(torch.uint8),
+            marks,
+            *layout,
+            BLOCK=_IDS,
+            enable_fp_fusion=True,
+        )
+        _keep_kernel[grid](
+            ids,
+            marks,
+            result,
+            first,
+            M,
+            n,
+            blocks,
+            BLOCK=_IDS,
+            enable_fp_fusion=True,
+        )
     return result
 
 

@@ -76,10 +76,17 @@ def encode(
         DOT_DTYPE=dot_dtype(x.dtype) if short else tl.float32,
         num_warps=4,
         num_stages=2,
+        enable_fp_fusion=True,
     )
     if splits > 1:
         _merge_kernel[(triton.cdiv(codes.numel(), _MERGE_BLOCK),)](
-            best, which, codes, codes.numel(), splits, BLOCK=_MERGE_BLOCK
+            best,
+            which,
+            codes,
+            codes.numel(),
+            splits,
+            BLOCK=_MERGE_BLOCK,
+            enable_fp_fusion=True,
         )
     return codes
 

@@ -39,6 +39,7 @@ def code_counts(codes: torch.Tensor, codewords: int, valid: torch.Tensor | None)
         *mask_strides(valid),
         HAS_VALID=valid is not None,
         BLOCK=_TOKENS,
+        enable_fp_fusion=True,
     )
     return counts
 
@@ -62,6 +63,7 @@ def best_shares(table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         G=Hq // H,
         BLOCK=block,
         num_warps=8,
+        enable_fp_fusion=True,
     )
     return shares
 
@@ -88,6 +90,7 @@ def lookup(table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None)
         *mask_strides(valid),
         HAS_VALID=valid is not None,
         BLOCK=_TOKENS,
+        enable_fp_fusion=True,
     )
     return scores
 

@@ -219,6 +219,7 @@ def gather_attention(
         DOT_DTYPE=dot_dtype(rows.dtype),
         num_warps=choice.warps,
         num_stages=choice.stages,
+        enable_fp_fusion=True,
     )
     if splits > 1:
         combine_splits(part_out, part_lse, out, lse)

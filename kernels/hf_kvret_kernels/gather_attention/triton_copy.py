@@ -89,5 +89,6 @@ def copy_rows(rows: PagedRows, ids: torch.Tensor, block: int, warps: int) -> tor
         ALIGN=rows.alignment_bytes(),
         DTYPE=TL_DTYPES[rows.dtype],
         num_warps=warps,
+        enable_fp_fusion=True,
     )
     return row_copy

@@ -145,5 +145,6 @@ def gather_scores(
         DTYPE=TL_DTYPES[rows.dtype],
         DOT_DTYPE=dot_dtype(rows.dtype),
         num_warps=choice.warps,
+        enable_fp_fusion=True,
     )
     return scores

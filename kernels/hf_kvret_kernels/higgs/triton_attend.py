@@ -288,6 +288,7 @@ def attend(
         DOT_DTYPE=dot_dtype(query.dtype),
         num_warps=8 if full else 4,
         num_stages=3,
+        enable_fp_fusion=True,
     )
     if splits > 1:
         combine_splits(part_out, part_lse, out, lse)

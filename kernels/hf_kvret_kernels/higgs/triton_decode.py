@@ -61,6 +61,7 @@ def decode(
         PLANES=planes,
         HIGGS=higgs,
         EVEN=scales.stride(0) % 2 == 0 and scales.data_ptr() % 2 == 0,
+        enable_fp_fusion=True,
     )
     return out
 

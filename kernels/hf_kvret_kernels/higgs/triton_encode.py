@@ -51,6 +51,7 @@ def higgs_encode(
         CODE_BITS=code_bits,
         PER_WORD=per_word,
         PLANES=planes,
+        enable_fp_fusion=True,
     )
     return codes, scales
 
@@ -77,6 +78,7 @@ def minmax_encode(rows: torch.Tensor, group: int, bits: int) -> tuple[torch.Tens
         CODE_BITS=bits,
         PER_WORD=per_word,
         PLANES=planes,
+        enable_fp_fusion=True,
     )
     return codes, scales
 

@@ -41,6 +41,7 @@ def merge_partials(
         DV=value_dim,
         BLOCK=block,
         num_warps=max(1, min(4, block // _PER_WARP)),
+        enable_fp_fusion=True,
     )
     return out, lse
 

@@ -46,6 +46,7 @@ def bonus_words(
         SUBSPACES=dim // m,
         CHUNK=min(_CHUNK, 1 << m),
         num_warps=8,
+        enable_fp_fusion=True,
     )
     return bonus
 

@@ -29,9 +29,23 @@ def candidates(scores: torch.Tensor, histogram: torch.Tensor, count: int) -> tor
     histogram = histogram.contiguous()
     sums = torch.empty(rows, blocks, 2, dtype=torch.int32, device=scores.device)
     layout = (*scores.stride()[:3], heads, queries, length, count)
-    _block_sums_kernel[(blocks, rows)](scores, histogram, sums, *layout, BLOCK=_TOKENS)
+    _block_sums_kernel[(blocks, rows)](
+        scores,
+        histogram,
+        sums,
+        *layout,
+        BLOCK=_TOKENS,
+        enable_fp_fusion=True,
+    )
     _compact_kernel[(blocks, rows)](
-        scores, histogram, sums, ids, *layout, BLOCK=_TOKENS, SUMS=_SUMS
+        scores,
+        histogram,
+        sums,
+        ids,
+        *layout,
+        BLOCK=_TOKENS,
+        SUMS=_SUMS,
+        enable_fp_fusion=True,
     )
     return ids
 

@@ -35,6 +35,7 @@ def count_centroids(sign: torch.Tensor, m: int, valid: torch.Tensor | None) -> t
         M=m,
         BYTES=width,
         BLOCK=_TOKENS,
+        enable_fp_fusion=True,
     )
     return counts
 
@@ -80,6 +81,7 @@ def collisions(
         BYTES=width,
         BLOCK=block,
         num_warps=8,
+        enable_fp_fusion=True,
     )
     return scores[..., :length], histogram
 

@@ -31,6 +31,7 @@ def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
         DIM=dim,
         LOG_DIM=dim.bit_length() - 1,
         BLOCK=block,
+        enable_fp_fusion=True,
     )
     return out
 
@@ -68,6 +69,7 @@ def encode(
         DIM=dim,
         LOG_DIM=dim.bit_length() - 1,
         BLOCK=block,
+        enable_fp_fusion=True,
     )
 
 

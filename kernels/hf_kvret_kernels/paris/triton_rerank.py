@@ -52,6 +52,7 @@ def rerank(
         LEVELS=LEVELS,
         DIM=dim,
         BLOCK=block,
+        enable_fp_fusion=True,
     )
     return out
 

@@ -281,6 +281,7 @@ def prompt_attention(
         DOT_DTYPE=dot_dtype(query.dtype),
         num_warps=choice.warps,
         num_stages=choice.stages,
+        enable_fp_fusion=True,
     )
     if splits > 1:
         combine_splits(part_out, part_lse, out, lse)

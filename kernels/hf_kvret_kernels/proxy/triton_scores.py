@@ -80,11 +80,18 @@ def relevance(
         BLOCK_M=_READERS,
         BLOCK_N=block_n,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     if not is_grouped:
         return scores
     lse = scores.new_empty(len(sums), 1)
-    _total_kernel[(len(sums),)](sums, lse, blocks, BLOCK=_SUMS)
+    _total_kernel[(len(sums),)](
+        sums,
+        lse,
+        blocks,
+        BLOCK=_SUMS,
+        enable_fp_fusion=True,
+    )
     best = scores.new_empty(batch, heads, queries, length)
     write_best_shares(scores, lse, best, queries, query_heads // heads, 1)
     return best

@@ -43,7 +43,14 @@ def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:
     flat = ids.reshape(-1)
     if flat.numel():
         grid = (triton.cdiv(flat.numel(), _TOKENS),)
-        _count_kernel[grid](flat, total, flat.stride(0), flat.numel(), BLOCK=_TOKENS)
+        _count_kernel[grid](
+            flat,
+            total,
+            flat.stride(0),
+            flat.numel(),
+            BLOCK=_TOKENS,
+            enable_fp_fusion=True,
+        )
 
 
 def _relate(scores: torch.Tensor, best: torch.Tensor, queries: int, group: int) -> None:
@@ -53,7 +60,15 @@ def _relate(scores: torch.Tensor, best: torch.Tensor, queries: int, group: int) 
     piece_len = triton.cdiv(triton.cdiv(length, _TOKENS), _PIECES) * _TOKENS
     pieces = triton.cdiv(length, piece_len)
     sums = scores.new_empty(rows, pieces)
-    _piece_kernel[(rows * pieces,)](scores, sums, length, pieces, piece_len, BLOCK=_TOKENS)
+    _piece_kernel[(rows * pieces,)](
+        scores,
+        sums,
+        length,
+        pieces,
+        piece_len,
+        BLOCK=_TOKENS,
+        enable_fp_fusion=True,
+    )
     write_best_shares(scores, sums, best, queries, group, _PIECES)
 
 
@@ -77,7 +92,16 @@ def write_best_shares(
     blocks, pieces = triton.cdiv(length, _TOKENS), sums.shape[1]
     grid = (best.numel() // length * blocks,)
     layout = (length, blocks, pieces, queries)
-    _share_kernel[grid](scores, sums, best, *layout, G=group, BLOCK=_TOKENS, PIECES=most)
+    _share_kernel[grid](
+        scores,
+        sums,
+        best,
+        *layout,
+        G=group,
+        BLOCK=_TOKENS,
+        PIECES=most,
+        enable_fp_fusion=True,
+    )
 
 
 @triton.jit(do_not_specialize=_CHANGING)

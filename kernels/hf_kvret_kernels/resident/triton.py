@@ -56,6 +56,7 @@ def assign(slots: SlotMap, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         BLOCK_R=_block(count),
         BLOCK_S=_block(slots.slots),
         num_warps=_WARPS,
+        enable_fp_fusion=True,
     )
     return places, fetch_slots
 
@@ -87,6 +88,7 @@ def fetch(
         BLOCK_W=block_w,
         ALIGN=rows.alignment_bytes(),
         DTYPE=TL_DTYPES[rows.dtype],
+        enable_fp_fusion=True,
     )
 
 

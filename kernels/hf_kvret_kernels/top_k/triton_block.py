@@ -63,6 +63,7 @@ def _launch(scores: torch.Tensor, ids: torch.Tensor | None, count: int) -> torch
         G=group,
         BLOCK=block,
         num_warps=min(_MOST_WARPS, max(1, block // _PER_WARP)),
+        enable_fp_fusion=True,
     )
     return out
 

@@ -46,8 +46,22 @@ def radix_top_k(scores: torch.Tensor, count: int, ids: torch.Tensor | None = Non
     grid = (rows * blocks,)
     layout = (*scores.stride(), heads, queries, length, blocks, count)
     for level in range(levels):
-        _count_digits_kernel[grid](scores, histogram, *layout, LEVEL=level, BLOCK=_TOKENS)
-    _block_sums_kernel[grid](scores, histogram, sums, *layout, BLOCK=_TOKENS)
+        _count_digits_kernel[grid](
+            scores,
+            histogram,
+            *layout,
+            LEVEL=level,
+            BLOCK=_TOKENS,
+            enable_fp_fusion=True,
+        )
+    _block_sums_kernel[grid](
+        scores,
+        histogram,
+        sums,
+        *layout,
+        BLOCK=_TOKENS,
+        enable_fp_fusion=True,
+    )
     _compact_kernel[grid](
         scores,
         histogram,
@@ -58,6 +72,7 @@ def radix_top_k(scores: torch.Tensor, count: int, ids: torch.Tensor | None = Non
         HAS_IDS=ids is not None,
         BLOCK=_TOKENS,
         SUMS=_SUMS,
+        enable_fp_fusion=True,
     )
     return out
 
