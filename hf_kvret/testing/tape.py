@@ -82,7 +82,8 @@ class TapeRecorder:
         notes = tuple(tape.notes)
 
         def replay() -> None:
-            with torch.no_grad():
+            # Inference mode alone may write to both kinds of tensors.
+            with torch.inference_mode():
                 for note in notes:
                     note.redo()
 
