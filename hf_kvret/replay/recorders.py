@@ -124,6 +124,11 @@ _invalid_graphs: list[torch.cuda.CUDAGraph] = []
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
+def forget_streams() -> None:
+    """Captures make streams anew; for tests that put other streams in the place of torch's."""
+    _streams.clear()
+
+
 @contextmanager
 def _on_capture_stream(device: torch.device) -> Iterator[None]:
     """Run the body on a separate stream, ordered after earlier and before later work."""

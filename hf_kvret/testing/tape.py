@@ -73,9 +73,9 @@ class TapeRecorder:
 
         The step's work is done and then undone: memory that was there before is as it was.
         """
-        tape = _Tape()
+        tape = Tape()
         try:
-            with tape, _noted_launches(tape):
+            with tape, noted_launches(tape):
                 result = step()
         finally:
             tape.undo()
@@ -104,7 +104,13 @@ def taped() -> Iterator[None]:
         del RECORDERS["cpu"]
 
 
-class _Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode):
+    """Notes what is done while it is entered.
+
+    Attributes:
+        notes: in order.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[_Note] = []
@@ -156,7 +162,7 @@ class _Tape(TorchDispatchMode):
 
 
 @contextmanager
-def _noted_launches(tape: _Tape) -> Iterator[None]:
+def noted_launches(tape: Tape) -> Iterator[None]:
     """Kernels of Triton's interpreter are noted too, with the grid that they were launched on.
 
     Without Triton there are none.

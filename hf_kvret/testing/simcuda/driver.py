@@ -1,0 +1,171 @@
+"""What asks the CUDA driver, answered by a simulated GPU."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from hf_kvret.testing.simcuda import streams
+from hf_kvret.testing.simcuda.calls import Calls, record_stream
+from hf_kvret.testing.simcuda.clocks import MemoryLog
+from hf_kvret.testing.simcuda.operations import Operations
+from hf_kvret.testing.simcuda.simulation import Simulation, active
+
+_GIB = 1 << 30
+_PROPERTIES = types.SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    shared_memory_per_block=48 << 10,
+    shared_memory_per_block_optin=227 << 10,
+    total_memory=141 * _GIB,
+    max_threads_per_multi_processor=2048,
+    warp_size=32,
+    regs_per_multiprocessor=64 << 10,
+    L2_cache_size=50 << 20,
+)
+_MODES = {"default": 0, "warn": 1, "error": 2}
+
+
+class Runtime:
+    """In place of ``torch.cuda.cudart()``."""
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        """Pin host memory; 0 for success."""
+        del flags
+        simulation = active()
+        if simulation.capture is not None:
+            simulation.refuse_in_capture("cudaHostRegister")
+        simulation.registered[address] = address + size, MemoryLog(owner=simulation)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        """Unpin it; 0 for success."""
+        active().registered.pop(address, None)
+        return 0
+
+
+@contextmanager
+def followed() -> Iterator[None]:
+    """This thread's calls and operations are followed."""
+    with Calls(), Operations():
+        yield
+
+
+@contextmanager
+def driver(simulation: Simulation) -> Iterator[None]:
+    """torch, Triton's interpreter and thread pools ask the simulation in the body."""
+    importlib.import_module("hf_kvret_kernels.paged")
+    interpreter = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    launches = importlib.import_module("hf_kvret.testing.simcuda.launches")
+    pool = concurrent.futures.ThreadPoolExecutor
+    replaced = [
+        *((torch.cuda, name, answer) for name, answer in _answers(simulation).items()),
+        *((torch._C, name, _nothing) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")),
+        (torch.Tensor, "record_stream", record_stream),
+        (interpreter, "__call__", launches.checked(interpreter.__call__)),
+        (importlib.import_module("hf_kvret_kernels.paged"), "interpreted", lambda: False),
+        (pool, "submit", _followed_submit(simulation, pool.submit)),
+    ]
+    recorders = importlib.import_module("hf_kvret.replay.recorders")
+    with ExitStack() as undo:
+        undo.callback(streams.forget_choices)
+        undo.callback(recorders.forget_streams)
+        for owner, name, new in replaced:
+            _replace(undo, owner, name, new)
+        yield
+
+
+def _replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, new)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Nothing is to be done."""
+
+
+def _answers(simulation: Simulation) -> dict[str, Any]:
+    """What stands in ``torch.cuda`` instead, by name."""
+
+    def set_sync_debug_mode(mode: int | str) -> None:
+        simulation.sync_debug = _MODES[mode] if isinstance(mode, str) else mode
+
+    def synchronize(device: Any = None) -> None:
+        seen = streams.begin_work(streams.current_stream(device)).seen
+        simulation.wait_for(seen, "torch.cuda.synchronize")
+
+    def set_device(device: Any) -> None:
+        streams.choose_device(device)
+
+    return {
+        "Stream": streams.Stream,
+        "Event": streams.Event,
+        "CUDAGraph": streams.Graph,
+        "current_stream": streams.current_stream,
+        "default_stream": streams.default_stream,
+        "stream": streams.on_stream,
+        "device": streams.on_device,
+        "set_device": set_device,
+        "current_device": lambda: streams.current_device().index,
+        "device_count": lambda: simulation.device_count,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": _nothing,
+        "synchronize": synchronize,
+        "get_device_properties": lambda device=None: _PROPERTIES,
+        "get_device_capability": lambda device=None: (_PROPERTIES.major, _PROPERTIES.minor),
+        "get_device_name": lambda device=None: _PROPERTIES.name,
+        "mem_get_info": lambda device=None: (100 * _GIB, _PROPERTIES.total_memory),
+        **dict.fromkeys(
+            ("memory_reserved", "memory_allocated", "max_memory_allocated"), lambda device=None: 0
+        ),
+        "reset_peak_memory_stats": _nothing,
+        "empty_cache": _nothing,
+        "graph_pool_handle": object,
+        "cudart": Runtime,
+        "is_current_stream_capturing": lambda: simulation.capture is not None,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "set_sync_debug_mode": set_sync_debug_mode,
+        "get_sync_debug_mode": lambda: simulation.sync_debug,
+        "manual_seed": _nothing,
+        "manual_seed_all": _nothing,
+    }
+
+
+def _followed_submit(simulation: Simulation, submit: Callable[..., Any]) -> Callable[..., Any]:
+    """Work of a pool comes after what submitted it, and before what asked for its result."""
+
+    def followed_submit(pool: Any, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        start, end = dict(simulation.host().seen), {}
+
+        def run() -> Any:
+            simulation.host().join(start)
+            with followed():
+                try:
+                    return work(*args, **kwargs)
+                finally:
+                    end.update(simulation.host().seen)
+
+        future = submit(pool, run)
+        result = future.result
+
+        def joined(timeout: float | None = None) -> Any:
+            out = result(timeout)
+            simulation.host().join(end)
+            return out
+
+        future.result = joined
+        return future
+
+    return followed_submit

@@ -1,0 +1,145 @@
+"""Launches of Triton kernels on a simulated GPU: run by the interpreter, after a check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_kvret.testing.simcuda.clocks import Agent
+from hf_kvret.testing.simcuda.simulation import (
+    Simulation,
+    SimulationError,
+    active,
+    site,
+    tensors_in,
+)
+from hf_kvret.testing.simcuda.streams import begin_work, current_stream
+
+# Launches that CUDA refuses.
+_MOST_BLOCKS = (2**31 - 1, 65535, 65535)
+# Loads of whole vectors begin at multiples of this; Triton makes another kernel elsewhere.
+_ALIGNMENT = 16
+_LARGEST_INT32 = 2**31 - 1
+# The argument of our kernels that holds addresses of pages in host memory.
+_ADDRESSES = "page_address"
+
+
+def checked(launch: Callable[..., None]) -> Callable[..., None]:
+    """``launch`` of Triton's interpreter, as the simulated GPU does it."""
+
+    def run(executor: Any, *args: Any, **kwargs: Any) -> None:
+        simulation, name = active(), executor.fn.__name__
+        named = dict(zip(executor.arg_names, args, strict=False))
+        named |= {key: value for key, value in kwargs.items() if key in executor.arg_names}
+        with torch._C.DisableTorchFunction():
+            place = _check_arguments(simulation, name, named)
+            _check_grid(simulation, name, executor.grid, named)
+            _check_specialisation(simulation, name, named, kwargs)
+        simulation.launches[simulation.phase, name] += 1
+        agent = begin_work(current_stream(place))
+        given = [tensor for value in named.values() for tensor in tensors_in(value)]
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            before = [_bits(tensor).clone() for tensor in given]
+            launch(executor, *args, **kwargs)
+            # What a kernel writes shows only afterwards; what it leaves as it was counts as read.
+            is_written = [
+                not torch.equal(old, _bits(tensor))
+                for old, tensor in zip(before, given, strict=True)
+            ]
+        pairs = list(zip(given, is_written, strict=True))
+        simulation.access(
+            agent, [x for x, written in pairs if not written], False, f"kernel {name}"
+        )
+        simulation.access(agent, [x for x, written in pairs if written], True, f"kernel {name}")
+        _read_over_the_bus(simulation, agent, name, named.get(_ADDRESSES))
+
+    return run
+
+
+def _check_arguments(
+    simulation: Simulation, name: str, named: dict[str, Any]
+) -> torch.device | None:
+    """Where the kernel runs; SimulationError for a pointer that it can't follow."""
+    places: set[torch.device] = set()
+    for argument, value in named.items():
+        for tensor in tensors_in(value):
+            place = simulation.device_of(tensor)
+            places.add(place)
+            if place.type != "cuda":
+                message = (
+                    f"Pointer argument cannot be accessed from Triton (cpu tensor?): {argument} of "
+                    f"{name}, {tuple(tensor.shape)} {tensor.dtype}"
+                )
+                simulation.tell("device", message)
+                raise SimulationError(message)
+            offset = tensor.data_ptr() % _ALIGNMENT
+            if offset:
+                simulation.tell(
+                    "alignment", f"kernel {name}: {argument} begins at {offset} mod {_ALIGNMENT}"
+                )
+    if len(places) > 1:
+        message = f"kernel {name}: tensors of {', '.join(sorted(map(str, places)))}"
+        simulation.tell("device", message)
+        raise SimulationError(message)
+    found = next(iter(places), None)
+    current = current_stream().device
+    if found is not None and found != current:
+        message = f"kernel {name}: tensors of {found} while the current device is {current}"
+        simulation.tell("device", message)
+        raise SimulationError(message)
+    return found
+
+
+def _check_grid(simulation: Simulation, name: str, grid: Any, named: dict[str, Any]) -> None:
+    blocks = tuple(grid(named) if callable(grid) else grid)
+    for count, most in zip(blocks, _MOST_BLOCKS, strict=False):
+        if not 1 <= count <= most:
+            simulation.tell(
+                "grid", f"kernel {name}: grid {blocks}, a GPU takes 1 to {_MOST_BLOCKS}"
+            )
+            return
+
+
+def _check_specialisation(
+    simulation: Simulation, name: str, named: dict[str, Any], kwargs: dict[str, Any]
+) -> None:
+    """A compilation within a capture takes seconds, or breaks it."""
+    own = tuple((argument, _form(value)) for argument, value in named.items())
+    options = sorted((key, str(value)) for key, value in kwargs.items() if key not in named)
+    form = own, tuple(options)
+    known = simulation.specialisations.setdefault(name, set())
+    if form not in known and simulation.capture is not None:
+        simulation.tell("compile", f"kernel {name} may be compiled anew within a capture")
+    known.add(form)
+
+
+def _form(value: Any) -> Any:
+    """What the compiler looks at in an argument."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.data_ptr() % _ALIGNMENT == 0
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        return value == 1, value % _ALIGNMENT == 0, abs(value) > _LARGEST_INT32
+    if isinstance(value, float):
+        return "float"
+    return tuple(str(tensor.dtype) for tensor in tensors_in(value)) or str(value)
+
+
+def _read_over_the_bus(simulation: Simulation, agent: Agent, name: str, addresses: Any) -> None:
+    """A kernel that has addresses of registered memory reads what lies there."""
+    if not isinstance(addresses, torch.Tensor):
+        return
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        pages = addresses.flatten().tolist()
+    for first, (end, log) in list(simulation.registered.items()):
+        if any(first <= page < end for page in pages):
+            simulation.note(log, agent, False, f"kernel {name}, over the bus", site())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, so that NaN equals itself."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

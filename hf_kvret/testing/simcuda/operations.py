@@ -1,0 +1,228 @@
+"""torch's operations on a simulated GPU: where results lie, who reads and writes, who waits."""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_kvret.testing.simcuda.clocks import Agent
+from hf_kvret.testing.simcuda.simulation import CPU, SimulationError, active, tensors_in
+from hf_kvret.testing.simcuda.streams import begin_work, current_stream
+
+_aten = torch.ops.aten
+# These make the host wait where their tensors lie on a GPU.
+_WAITING = {
+    _aten._local_scalar_dense: "item, int or bool of a tensor",
+    _aten.nonzero: "nonzero",
+    _aten.masked_select: "masked_select",
+    _aten._unique2: "unique",
+    _aten.unique_dim: "unique",
+    _aten.unique_consecutive: "unique_consecutive",
+    _aten.bincount: "bincount",
+    _aten.equal: "equal",
+    _aten.is_nonzero: "is_nonzero",
+    _aten.allclose: "allclose",
+    _aten.multinomial: "multinomial",
+    _aten._linalg_check_errors: "linalg: checks for errors",
+}
+_VIEWS = {_aten.detach, _aten.alias, _aten.lift_fresh}
+_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
+_COPYING = {_aten.copy_, _aten._copy_from}
+_EMPTY = {
+    _aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided,
+}  # fmt: skip
+# Take a number that lies on the CPU beside tensors of a GPU.
+_TAKE_NUMBERS = {
+    _aten.where, _aten.fill_, _aten.masked_fill, _aten.masked_fill_, _aten.lerp,
+}  # fmt: skip
+
+
+class _Asked(threading.local):
+    device: torch.device | None = None
+
+
+asked = _Asked()
+"""Where the caller of this thread's operations wants new tensors; None: where the others lie."""
+
+
+class Operations(TorchDispatchMode):
+    """Follows every operation while it is entered."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _is_composite(func):
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        packet, given = func.overloadpacket, tensors_in((args, kwargs))
+        place = _place_of(func, args, given)
+        written = _written(func, args, kwargs)
+        if packet in _COPYING:
+            agent = _copying(args[0], args[1], bool(kwargs.get("non_blocking", _third(args))))
+        else:
+            if place is not None and place.type == "cuda":
+                _wait_where_due(func, args, kwargs, place)
+            agent = _agent_on(place or asked.device or CPU)
+        simulation = active()
+        if not (func.is_view or packet in _VIEWS):
+            reads = [x for x in given if not any(x is y for y in written)]
+            simulation.access(agent, reads, False, str(func))
+            simulation.access(agent, written, True, str(func))
+        out = _run(func, args, kwargs)
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        target = asked.device or place or CPU
+        for tensor in tensors_in(out):
+            if tensor.untyped_storage()._cdata not in known:
+                home = current_stream(target).agent if target.type == "cuda" else None
+                simulation.put(tensor, target, home)
+                if packet not in _EMPTY:
+                    simulation.access(agent, [tensor], True, str(func))
+        return out
+
+
+def _third(args: tuple[Any, ...]) -> Any:
+    return args[2] if len(args) > 2 else False
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func.overloadpacket is _aten.histc and not args[0].dtype.is_floating_point:
+        # A GPU takes integers.
+        return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
+
+
+def _place_of(func: Any, args: tuple[Any, ...], given: list[torch.Tensor]) -> torch.device | None:
+    """Where an operation runs; None without tensors.
+
+    SimulationError for tensors of several devices, as torch has it.
+    """
+    simulation, packet = active(), func.overloadpacket
+    places = {simulation.device_of(tensor) for tensor in given}
+    if len(places) <= 1:
+        return next(iter(places), None)
+    devices = [place for place in places if place.type == "cuda"]
+    if packet in _COPYING:
+        return devices[0]
+    own = simulation.device_of(given[0])
+    others = [
+        x for x in given if simulation.device_of(x) != (own if own in devices else devices[0])
+    ]
+    if len(devices) == 1 and all(simulation.device_of(x) == CPU for x in others):
+        if packet in _INDEXING and own.type == "cuda" and all(_is_index(x, args) for x in others):
+            simulation.wait_for(
+                current_stream(own).agent.seen, f"{func}: an index is copied to the device"
+            )
+            return own
+        numbers = all(tensor.dim() == 0 for tensor in others)
+        if numbers and (torch.Tag.pointwise in func.tags or packet in _TAKE_NUMBERS):
+            return devices[0]
+    forms = [(str(simulation.device_of(x)), tuple(x.shape), x.dtype) for x in given]
+    message = f"Expected all tensors to be on the same device: {func} of {forms}"
+    simulation.tell("device", message)
+    raise SimulationError(message)
+
+
+def _is_index(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
+    return any(tensor is index for index in args[1])
+
+
+def _wait_where_due(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: torch.device
+) -> None:
+    packet, reason = func.overloadpacket, _WAITING.get(func.overloadpacket)
+    if packet in _INDEXING:
+        masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
+        reason = "a mask as an index" if masks else None
+    counted = func in (_aten.repeat_interleave.Tensor, _aten.repeat_interleave.self_Tensor)
+    if counted and kwargs.get("output_size") is None:
+        reason = "repeat_interleave without output_size"
+    if packet is _aten.histc and not any((*args[2:], kwargs.get("min"), kwargs.get("max"))):
+        reason = "histc without limits"
+    if reason is not None:
+        active().wait_for(begin_work(current_stream(place)).seen, reason)
+
+
+def _agent_on(place: torch.device) -> Agent:
+    """Who does this thread's next work on a device."""
+    if place.type == "cuda":
+        return begin_work(current_stream(place))
+    host = active().host()
+    host.tick()
+    return host
+
+
+def _copying(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> Agent:
+    """Who copies; the host may wait for it."""
+    simulation = active()
+    to, from_ = simulation.device_of(target), simulation.device_of(source)
+    if to == from_:
+        return _agent_on(to)
+    stream = current_stream(to if to.type == "cuda" else from_)
+    agent = begin_work(stream)
+    if to.type == from_.type:
+        # Between two GPUs both wait for each other.
+        other = current_stream(from_)
+        agent.join(begin_work(other).seen)
+        other.agent.join(agent.seen)
+        return agent
+    direction = "to the device" if to.type == "cuda" else "to the host"
+    on_host = target if to == CPU else source
+    form = f"{tuple(source.shape)} {source.dtype}"
+    if not non_blocking:
+        simulation.wait_for(agent.seen, f"a copy {direction} of {form}")
+    elif not simulation.is_pinned(on_host):
+        simulation.tell(
+            "copy", f"non_blocking copy {direction} with memory that is not pinned: {form}"
+        )
+        if simulation.capture is not None:
+            simulation.tell("capture", f"a copy {direction} reads that address at every replay")
+    elif not _is_plain(target, source):
+        simulation.tell(
+            "copy",
+            f"non_blocking copy {direction} goes through a temporary: {form} {source.stride()} to "
+            f"{tuple(target.shape)} {target.dtype} {target.stride()}",
+        )
+    return agent
+
+
+def _is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
+    contiguous = target.is_contiguous() and source.is_contiguous()
+    return contiguous and target.dtype == source.dtype and target.shape == source.shape
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that ``func`` writes to."""
+    names = _written_names(func)
+    values = dict(zip(_names(func), args, strict=False)) | kwargs
+    return tensors_in([values[name] for name in names if name in values])
+
+
+@cache
+def _names(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+@cache
+def _written_names(func: Any) -> tuple[str, ...]:
+    return tuple(
+        argument.name
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    key = "CompositeImplicitAutograd"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))

@@ -1,0 +1,277 @@
+"""The state of a simulated GPU: devices of tensors, agents, findings and waits."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from hf_kvret.testing.simcuda.clocks import Agent, MemoryLog
+
+CPU = torch.device("cpu")
+# Lines of these stand in findings; what simulates does not.
+_TOLD = (
+    "/hf_kvret/",
+    "/hf_kvret_kernels/",
+    "/hf_kvret_model_patches/",
+    "/transformers/",
+    "/tests/",
+)
+_UNTOLD = ("/hf_kvret/testing/simcuda/", "/hf_kvret/testing/tape.py")
+_LINES = 3
+
+
+class SimulationError(RuntimeError):
+    """What a GPU would refuse."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that would be wrong on a GPU.
+
+    Attributes:
+        kind: ``"race"`` (a stream or the host did not wait), ``"freed"`` (memory was given back
+            while another stream used it), ``"device"``, ``"capture"``, ``"copy"``, ``"grid"``,
+            ``"compile"`` (a kernel may be compiled within a capture) or ``"alignment"``.
+        text: what, and on which memory.
+        site: lines that led to it, the innermost first.
+    """
+
+    kind: str
+    text: str
+    site: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The host waited for the device.
+
+    Attributes:
+        phase: ``Simulation.phase`` then.
+        text: what waited.
+        site: lines that led to it.
+    """
+
+    phase: str
+    text: str
+    site: str
+
+
+class Simulation:
+    """A CUDA device that is not there. See ``simulated``.
+
+    Attributes:
+        device_count: of the devices.
+        findings: what would be wrong, with how often.
+        waits: of the host, with how often.
+        launches: of Triton kernels, by phase and name.
+        phase: names what is going on, for waits and launches; yours to set.
+        capture: the stream and the notes of a capture under way; None.
+    """
+
+    def __init__(self, device_count: int = 1) -> None:
+        self.device_count = device_count
+        self.findings: Counter[Finding] = Counter()
+        self.waits: Counter[Wait] = Counter()
+        self.launches: Counter[tuple[str, str]] = Counter()
+        self.phase = ""
+        self.capture: Capture | None = None
+        self.sync_debug = 0
+        # Streams by device.
+        self.default_streams: dict[torch.device, Any] = {}
+        # First address and end of host memory that was registered, and the log of its rows.
+        self.registered: dict[int, tuple[int, MemoryLog]] = {}
+        # What kernels were specialised for.
+        self.specialisations: dict[str, set[Any]] = {}
+        self._lock = threading.RLock()
+        self._hosts: dict[int, Agent] = {}
+        # Accesses to memory that was given back, until it may be handed out again.
+        self._given_back: list[tuple[Agent, str, int, str, str]] = []
+
+    def tell(self, kind: str, text: str) -> None:
+        """Note a finding."""
+        with self._lock:
+            self.findings[Finding(kind, text, site())] += 1
+
+    def host(self) -> Agent:
+        """This thread."""
+        thread = threading.get_ident()
+        with self._lock:
+            if thread not in self._hosts:
+                self._hosts[thread] = Agent(f"host{len(self._hosts)}")
+            return self._hosts[thread]
+
+    def wait_for(self, seen: dict[str, int], text: str) -> None:
+        """The host waits. RuntimeError within a capture, which is then invalid."""
+        if self.capture is not None:
+            self.refuse_in_capture(text)
+        with self._lock:
+            self.waits[Wait(self.phase, text, site())] += 1
+        if self.sync_debug:
+            warnings.warn(f"called a synchronizing CUDA operation ({text})", stacklevel=4)
+        self.host().join(seen)
+
+    def refuse_in_capture(self, text: str) -> None:
+        """RuntimeError: the capture is invalid from now on."""
+        assert self.capture is not None, "asked for within a capture"
+        self.capture.is_valid = False
+        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({text})")
+
+    def waits_in(self, *phases: str) -> list[Wait]:
+        """Waits of these phases."""
+        return [wait for wait in self.waits if wait.phase in phases]
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        """Where a tensor is said to lie."""
+        place = getattr(tensor.untyped_storage(), "simulated_device", CPU)
+        assert isinstance(place, torch.device), "only put writes it"
+        return place
+
+    def put(self, tensor: torch.Tensor, device: torch.device, home: Agent | None) -> torch.Tensor:
+        """The memory of ``tensor`` lies on ``device``, allocated by the stream ``home``."""
+        storage: Any = tensor.untyped_storage()
+        if getattr(storage, "simulated_device", None) == device:
+            return tensor
+        storage.simulated_device = device
+        if device.type == "cuda":
+            log = MemoryLog(home=home, made_at=site(), owner=self)
+            storage.simulated_log = log
+            if home is not None:
+                self._hand_out(home)
+                weakref.finalize(storage, self._take_back, log).atexit = False
+        return tensor
+
+    def log_of(self, tensor: torch.Tensor) -> MemoryLog:
+        """Of the memory of ``tensor``."""
+        storage: Any = tensor.untyped_storage()
+        log = getattr(storage, "simulated_log", None)
+        # What an earlier simulation did is over, and its streams are gone.
+        if not isinstance(log, MemoryLog) or log.owner is not self:
+            log = storage.simulated_log = MemoryLog(owner=self)
+        return log
+
+    def access(
+        self, agent: Agent, tensors: Iterable[torch.Tensor], writes: bool, what: str
+    ) -> None:
+        """``agent`` reads or writes these tensors."""
+        line = site()
+        for tensor in tensors:
+            if tensor.numel():
+                log = self.log_of(tensor)
+                self._register(tensor, log)
+                self.note(log, agent, writes, what, line)
+
+    def note(self, log: MemoryLog, agent: Agent, writes: bool, what: str, line: str) -> None:
+        """One access to the memory of ``log``."""
+        log.note(agent, writes, what, line, self.tell)
+        if self.capture is not None and agent is self.capture.agent:
+            self.capture.accesses.append((log, writes, what))
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """A device may read the memory of ``tensor`` over the bus."""
+        storage: Any = tensor.untyped_storage()
+        storage.simulated_pin = True
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a device could read it over the bus."""
+        if getattr(tensor.untyped_storage(), "simulated_pin", False):
+            return True
+        address = tensor.data_ptr()
+        return any(first <= address < end for first, (end, _) in self.registered.items())
+
+    def _register(self, tensor: torch.Tensor, log: MemoryLog) -> None:
+        """Kernels find rows in host memory by their addresses, so note whose these are."""
+        address = tensor.data_ptr() if self.registered else 0
+        for first, (end, _) in self.registered.items():
+            if first <= address < end:
+                self.registered[first] = end, log
+
+    def _take_back(self, log: MemoryLog) -> None:
+        home = log.home
+        if home is not None:
+            with self._lock:
+                self._given_back += [
+                    (home, name, access.epoch, access.site, log.made_at)
+                    for name, access in log.unfinished()
+                ]
+
+    def _hand_out(self, home: Agent) -> None:
+        """Memory that ``home`` gave back may be handed out to it again from here on."""
+        with self._lock:
+            due = [entry for entry in self._given_back if entry[0] is home]
+            self._given_back = [entry for entry in self._given_back if entry[0] is not home]
+            for _, name, epoch, line, made_at in due:
+                if not home.has_seen(name, epoch):
+                    text = (
+                        f"memory of {home.name}, allocated at [{made_at}], was freed while {name} "
+                        "may still use it, and no record_stream told the allocator"
+                    )
+                    self.findings[Finding("freed", text, line)] += 1
+
+
+@dataclass(eq=False)
+class Capture:
+    """A capture under way.
+
+    Attributes:
+        stream: that is captured, a ``Stream``.
+        agent: of the stream.
+        leave: stops recording.
+        accesses: to memory so far, to be repeated by each replay.
+        is_valid: False once an operation was refused.
+    """
+
+    stream: Any
+    agent: Agent
+    leave: Callable[[], None]
+    accesses: list[tuple[MemoryLog, bool, str]] = field(default_factory=list)
+    is_valid: bool = True
+
+
+_active: Simulation | None = None
+
+
+def active() -> Simulation:
+    """The simulation that is entered. RuntimeError: none is."""
+    if _active is None:
+        raise RuntimeError("no simulated GPU: this belongs into `with simulated():`")
+    return _active
+
+
+@contextmanager
+def activate(simulation: Simulation) -> Iterator[None]:
+    """One at a time."""
+    global _active
+    if _active is not None:
+        raise RuntimeError("a simulated GPU is entered already")
+    _active = simulation
+    try:
+        yield
+    finally:
+        _active = None
+
+
+def site() -> str:
+    """``file:line`` of the innermost lines that are told, joined by `` < ``."""
+    lines: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(lines) < _LINES:
+        name = frame.f_code.co_filename
+        if any(part in name for part in _TOLD) and not any(part in name for part in _UNTOLD):
+            lines.append(f"{'/'.join(name.split('/')[-2:])}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(lines)
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]

@@ -1,0 +1,213 @@
+"""Prompts and decode steps of a tiny model with a cache, on a simulated GPU."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+import hf_kvret
+from hf_kvret import RetrievalCache
+from hf_kvret.replay import DecodeGraph
+from hf_kvret.testing import tiny_artifact
+from hf_kvret.testing.simcuda import Simulation, simulated, to_device
+from hf_kvret.testing.tiny import spread_weights
+
+METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o")
+STORES = ("device", "host", "split", "resident", "cpu", "higgs", "higgs-host")
+MODES = ("eager", "graph", "padded", "chunks", "fork", "crop", "saved", "two devices")
+_SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "bos_token_id": 1,
+    "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+_OPTIONS: dict[str, Any] = {
+    "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,
+}  # fmt: skip
+_OWN: dict[str, dict[str, Any]] = {"paris": {"subspace_dim": 4}}
+_PROMPT, _STEPS = 14, 9
+# Rows of some tokens of one layer.
+_BUDGET = 4096
+
+
+@dataclass(frozen=True)
+class Case:
+    """What runs.
+
+    Attributes:
+        method: name of a cache.
+        store: where its cold rows lie; empty where the method has its own.
+        mode: one of ``MODES``.
+    """
+
+    method: str
+    store: str
+    mode: str = "eager"
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.method, self.store, self.mode)))
+
+
+def cases() -> list[Case]:
+    """Every method with every store that a GPU serves in every mode."""
+    pairs = [*((method, store) for method in METHODS for store in STORES), ("aqua", "")]
+    return [Case(*pair, mode) for pair in pairs for mode in MODES]
+
+
+def run(case: Case) -> tuple[Simulation, list[torch.Tensor]]:
+    """What was found, and logits ``[B, V]`` of the prompt and of each step, on the CPU."""
+    model, artifact = _model(case.method)
+    hf_kvret.attach(model)
+    with (
+        simulated(2 if case.mode == "two devices" else 1) as gpu,
+        warnings.catch_warnings(),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        warnings.simplefilter("ignore")
+        to_device(model, "cuda:0")
+        session = _Session(case, gpu, _placed(model, case), artifact, Path(folder))
+        with torch.inference_mode():
+            logits = session.run()
+        gpu.phase = "after"
+        kept = [each.float().cpu() for each in logits]
+    return gpu, kept
+
+
+def run_on_cpu(case: Case) -> list[torch.Tensor]:
+    """The same logits without a GPU, by the same kernels in the interpreter."""
+    from hf_kvret_kernels._dispatch import prefer
+
+    model, artifact = _model(case.method)
+    hf_kvret.attach(model)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), prefer("triton"):
+        warnings.simplefilter("ignore")
+        session = _Session(case, Simulation(), model, artifact, Path(folder), device="cpu")
+        with torch.inference_mode():
+            return session.run()
+
+
+@cache
+def _model(method: str) -> tuple[PreTrainedModel, str]:
+    """A model that lies on no device yet, and the artifact of a method that needs one."""
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL))
+    spread_weights(made, seed=3)
+    if method not in ("a2ats", "aqua"):
+        return made.eval(), ""
+    folder = tempfile.mkdtemp(prefix="hf_kvret_simcuda_")
+    return made.eval(), tiny_artifact(made, method, Path(folder))
+
+
+def _placed(model: PreTrainedModel, case: Case) -> Callable[..., Any]:
+    """With two devices the second layer lies on the second, as ``device_map`` would have it."""
+    if case.mode != "two devices":
+        return model
+    to_device(model.model.layers[1], "cuda:1")
+
+    def forward(**inputs: Any) -> Any:
+        places = {model.model.layers[1]: "cuda:1", model.model.norm: "cuda:0"}
+        hooks = [
+            module.register_forward_pre_hook(_mover(place), with_kwargs=True)
+            for module, place in places.items()
+        ]
+        try:
+            return model(**inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return forward
+
+
+def _mover(place: str) -> Callable[..., Any]:
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(place)
+        return tuple(map(moved, value)) if isinstance(value, tuple) else value
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        del module
+        return moved(args), {name: moved(value) for name, value in kwargs.items()}
+
+    return hook
+
+
+@dataclass
+class _Session:
+    case: Case
+    gpu: Simulation
+    model: Callable[..., Any]
+    artifact: str
+    folder: Path
+    device: str = "cuda"
+
+    def run(self) -> list[torch.Tensor]:
+        mode, cached = self.case.mode, self._new_cache()
+        batch = 1 if mode == "chunks" else 2
+        tokens = torch.arange(batch * _PROMPT, device=self.device).view(batch, _PROMPT) * 7 % 50 + 10
+        mask = torch.ones_like(tokens)
+        if mode == "padded":
+            mask[1, :5] = 0
+        call = DecodeGraph(self.model, cached) if mode == "graph" else self.model  # type: ignore[arg-type]
+        self.gpu.phase = "prompt"
+        pieces = tokens.split(5, dim=1) if mode == "chunks" else (tokens,)
+        length, logits = 0, []
+        for piece in pieces:
+            length += piece.shape[1]
+            logits.append(self._feed(call, cached, piece, mask[:, :length]))
+        for number in range(_STEPS):
+            if number == _STEPS // 2 and mode in ("fork", "crop", "saved"):
+                cached, dropped = self._changed(cached)
+                mask = mask[:, : mask.shape[1] - dropped]
+            layer = cached.retrieval_layers[0]
+            assert layer.regions is not None, "the prompt went through it"
+            flushes = layer.regions.step_flushes()
+            # The first step makes the index, and so does one after a change.
+            self.gpu.phase = "flush" if flushes else "decode" if number % 4 else "first"
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+            logits.append(self._feed(call, cached, logits[-1].argmax(-1, keepdim=True), mask))
+        if isinstance(call, DecodeGraph) and call.reason is None:
+            assert call.replays > 0, "steps were replayed"
+        return logits
+
+    def _new_cache(self) -> RetrievalCache:
+        case = self.case
+        options = {**_OPTIONS, **_OWN.get(case.method, {})}
+        if case.store:
+            options["store"] = case.store
+        if case.store == "split":
+            options["device_budget"] = _BUDGET
+        if self.artifact:
+            options["artifact"] = self.artifact
+        kind = hf_kvret.registered_methods()[case.method]
+        config = _model(case.method)[0].config
+        return kind(config, **options, graph="auto" if case.mode == "graph" else False)
+
+    def _feed(
+        self, call: Callable[..., Any], cached: RetrievalCache, tokens: torch.Tensor, mask: Any
+    ) -> torch.Tensor:
+        places = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        given = {"attention_mask": mask} if self.case.mode == "padded" else {}
+        out = call(
+            input_ids=tokens, position_ids=places, past_key_values=cached, use_cache=True, **given
+        )
+        last: torch.Tensor = out.logits[:, -1]
+        return last
+
+    def _changed(self, cached: RetrievalCache) -> tuple[RetrievalCache, int]:
+        """The cache to go on with, and how many tokens it has dropped."""
+        self.gpu.phase = "change"
+        if self.case.mode == "crop":
+            cached.crop(-3)
+            return cached, 3
+        if self.case.mode == "fork":
+            return cached.fork(), 0
+        cached.save_pretrained(self.folder)
+        config = _model(self.case.method)[0].config
+        return type(cached).from_pretrained(self.folder, config, device=self.device), 0

@@ -1,0 +1,108 @@
+"""Launches of Triton kernels on a simulated GPU: their arguments, and what they read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hf_kvret.testing.simcuda import Simulation, SimulationError, simulated
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+
+@triton.jit
+def _add_kernel(x_ptr, y_ptr, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = tl.program_id(0) * block + tl.arange(0, block)
+    mask = places < count
+    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=mask) + 1.0, mask=mask)
+
+
+def add(x: torch.Tensor, y: torch.Tensor, blocks: int = 1, count: int = 16) -> None:
+    _add_kernel[(blocks,)](x, y, count, block=16)
+
+
+@pytest.fixture
+def gpu() -> Iterator[Simulation]:
+    with simulated(2) as simulation, torch.inference_mode():
+        yield simulation
+
+
+def kinds(gpu: Simulation) -> list[str]:
+    return [finding.kind for finding in gpu.findings]
+
+
+def test_a_kernel_runs_and_is_counted(gpu: Simulation) -> None:
+    x, y = torch.zeros(16, device="cuda"), torch.zeros(16, device="cuda")
+    gpu.phase = "step"
+    add(x, y)
+    add(y, x)
+    assert x.tolist() == [2.0] * 16
+    assert gpu.launches == {("step", "_add_kernel"): 2}
+    assert not gpu.findings
+
+
+@pytest.mark.parametrize("other", ["cpu", "cuda:1"])
+def test_pointers_that_it_can_not_follow_are_refused(gpu: Simulation, other: str) -> None:
+    x = torch.zeros(16, device="cuda")
+    with pytest.raises(SimulationError, match=r"cpu tensor\?|tensors of cuda:0, cuda:1"):
+        add(x, torch.zeros(16, device=other))
+    assert kinds(gpu) == ["device"]
+
+
+def test_it_is_launched_on_the_current_device(gpu: Simulation) -> None:
+    x = torch.zeros(16, device="cuda:1")
+    with pytest.raises(SimulationError, match="while the current device is cuda:0"):
+        add(x, x)
+    with torch.cuda.device(1):
+        add(x, x)
+
+
+@pytest.mark.parametrize("blocks", [0, 2**31])
+def test_grids_that_cuda_refuses_are_found(gpu: Simulation, blocks: int) -> None:
+    from hf_kvret.testing.simcuda import launches
+
+    class Kernel:
+        grid = (blocks,)
+
+    launches._check_grid(gpu, "kernel", Kernel.grid, {})
+    launches._check_grid(gpu, "kernel", lambda named: (1, 65536), {})
+    assert kinds(gpu) == ["grid", "grid"]
+    launches._check_grid(gpu, "kernel", (1, 65535, 7), {})
+    assert len(gpu.findings) == 2
+
+
+def test_what_begins_between_vectors_is_found(gpu: Simulation) -> None:
+    x = torch.zeros(32, device="cuda")
+    add(x[1:], x[1:], count=4)
+    assert set(kinds(gpu)) == {"alignment"}
+
+
+def test_another_specialisation_within_a_capture_is_found(gpu: Simulation) -> None:
+    x, y = torch.zeros(16, device="cuda"), torch.zeros(16, device="cuda")
+    add(x, y, count=16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for count, found in ((16, []), (32, []), (7, ["compile"])):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin()
+            add(x, y, count=count)
+            graph.capture_end()
+            assert kinds(gpu) == found
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_reads_and_writes_of_kernels_are_followed(gpu: Simulation, waits: bool) -> None:
+    x, y = torch.zeros(16, device="cuda"), torch.zeros(16, device="cuda")
+    add(x, y)
+    side = torch.cuda.Stream()
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        add(y, x)
+    assert set(kinds(gpu)) == (set() if waits else {"race"})
+    # What it reads was written, and what it overwrites was read and had been written.
+    assert len(gpu.findings) == (0 if waits else 3)

@@ -1,0 +1,186 @@
+"""Clocks of a simulated GPU: what is not waited for is found, what is waited for is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from hf_kvret.testing.simcuda import Simulation, simulated
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def gpu() -> Iterator[Simulation]:
+    # A worker thread is in no inference mode, and could not write to its tensors.
+    with simulated() as simulation, torch.no_grad():
+        yield simulation
+
+
+def kinds(gpu: Simulation) -> list[str]:
+    return [finding.kind for finding in gpu.findings]
+
+
+def test_work_of_one_stream_is_in_order(gpu: Simulation) -> None:
+    x = torch.ones(4, device="cuda")
+    y = (x + 1).mul_(2)
+    y.copy_(x)
+    assert not gpu.findings
+    assert not gpu.waits
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_stream_that_reads_what_another_wrote_has_to_wait(gpu: Simulation, waits: bool) -> None:
+    x = torch.ones(4, device="cuda")
+    side = torch.cuda.Stream()
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.sum()
+    assert kinds(gpu) == ([] if waits else ["race"])
+    if not waits:
+        assert "test_streams.py:" in next(iter(gpu.findings)).site
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_stream_that_overwrites_what_another_reads_has_to_wait(
+    gpu: Simulation, waits: bool
+) -> None:
+    x = torch.ones(4, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.sum()
+        event = side.record_event()
+    if waits:
+        torch.cuda.current_stream().wait_event(event)
+    x.zero_()
+    assert kinds(gpu) == ([] if waits else ["race"])
+
+
+def test_an_event_orders_only_what_came_before_it(gpu: Simulation) -> None:
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    event = torch.cuda.current_stream().record_event()
+    x.zero_()
+    side.wait_event(event)
+    with torch.cuda.stream(side):
+        x.sum()
+    assert kinds(gpu) == ["race"]
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_memory_that_another_stream_uses_is_not_handed_out_again(
+    gpu: Simulation, tells: bool
+) -> None:
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.sum()
+    if tells:
+        x.record_stream(side)
+    del x
+    torch.ones(4, device="cuda")
+    assert kinds(gpu) == ([] if tells else ["freed"])
+
+
+def test_memory_may_be_freed_once_its_stream_has_waited(gpu: Simulation) -> None:
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.sum()
+    torch.cuda.current_stream().wait_stream(side)
+    del x
+    torch.ones(4, device="cuda")
+    assert not gpu.findings
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_host_reads_pinned_memory_after_the_copy(gpu: Simulation, waits: bool) -> None:
+    target = torch.empty(4, pin_memory=True)
+    target.copy_(torch.ones(4, device="cuda"), non_blocking=True)
+    event = torch.cuda.current_stream().record_event()
+    if waits:
+        event.synchronize()
+    assert target.tolist() == [1.0] * 4
+    assert kinds(gpu) == ([] if waits else ["race"])
+    assert len(gpu.waits) == waits
+
+
+def test_a_worker_thread_goes_on_after_what_submitted_it(gpu: Simulation) -> None:
+    target = torch.empty(4, pin_memory=True)
+    with ThreadPoolExecutor(1) as pool:
+        target.copy_(torch.ones(4, device="cuda"), non_blocking=True)
+        event = torch.cuda.current_stream().record_event()
+
+        def turn() -> float:
+            event.synchronize()
+            return float(target.add_(1.0).sum())
+
+        assert pool.submit(turn).result() == 8.0
+        target.zero_()
+        assert not gpu.findings
+        pool.submit(target.zero_)
+        target.zero_()
+    assert "race" in kinds(gpu)
+
+
+def test_a_capture_does_its_work_at_each_replay(gpu: Simulation) -> None:
+    x, total = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        graph.capture_begin()
+        total.add_(x)
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(side)
+    graph.replay()
+    graph.replay()
+    assert not gpu.findings
+    # A replay reads and writes what the capture did.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        total.sum()
+    assert kinds(gpu) == ["race"]
+    assert total.tolist() == [2.0] * 4
+
+
+def test_captures_refuse_what_a_gpu_refuses(gpu: Simulation) -> None:
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        graph.capture_begin()
+    outside = torch.cuda.current_stream().record_event()
+    with torch.cuda.stream(side):
+        for refused in (
+            x.tolist,
+            lambda: x.sum().item(),
+            side.synchronize,
+            lambda: side.wait_event(outside),
+            lambda: torch.cuda.cudart().cudaHostRegister(0, 4096, 0),
+        ):
+            graph.capture_begin()
+            with pytest.raises(RuntimeError, match=r"CUDA error|reads a number"):
+                refused()
+            with pytest.raises(RuntimeError, match="error during capture"):
+                graph.capture_end()
+    assert not torch.cuda.is_current_stream_capturing()
+
+
+def test_nothing_is_left_behind() -> None:
+    before = dict(vars(torch.cuda)), torch.Tensor.record_stream, ThreadPoolExecutor.submit
+    with pytest.raises(KeyError), simulated():
+        assert torch.cuda.is_available()
+        raise KeyError
+    assert before == (
+        dict(vars(torch.cuda)),
+        torch.Tensor.record_stream,
+        ThreadPoolExecutor.submit,
+    )
+    assert torch.ones(1).device.type == "cpu"
+
+
+def test_one_at_a_time(gpu: Simulation) -> None:
+    with pytest.raises(RuntimeError, match="entered already"), simulated():
+        pass
