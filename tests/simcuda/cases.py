@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ _OPTIONS: dict[str, Any] = {
     "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,
 }  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {"paris": {"subspace_dim": 4}}
+_WITH_ARTIFACT = ("a2ats", "aqua")
 _PROMPT, _STEPS = 14, 9
 # Rows of some tokens of one layer.
 _BUDGET = 4096
@@ -61,68 +63,91 @@ def cases() -> list[Case]:
     return [Case(*pair, mode) for pair in pairs for mode in MODES]
 
 
-def run(case: Case) -> tuple[Simulation, list[torch.Tensor]]:
-    """What was found, and logits ``[B, V]`` of the prompt and of each step, on the CPU."""
-    model, artifact = _model(case.method)
+@dataclass
+class Outcome:
+    """What came of a case.
+
+    Attributes:
+        case: that ran.
+        gpu: what was found.
+        logits: ``[B, V]`` fp32 of the prompt's pieces and of each step, on the CPU.
+        replays: steps that were replayed.
+        error: that ended it, or None.
+    """
+
+    case: Case
+    gpu: Simulation
+    logits: list[torch.Tensor] = field(default_factory=list)
+    replays: int = 0
+    error: Exception | None = None
+
+
+def run(case: Case) -> Outcome:
+    """Run a case to its end."""
+    outcome = attempt(case)
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome
+
+
+def attempt(case: Case) -> Outcome:
+    """Run a case up to its first error."""
+    # A new one: a model remembers that its steps could not be captured.
+    model = _new_model()
     hf_kvret.attach(model)
+    if case.method in _WITH_ARTIFACT:
+        # Learned now, on the CPU.
+        _artifact(case.method)
     with (
         simulated(2 if case.mode == "two devices" else 1) as gpu,
         warnings.catch_warnings(),
         tempfile.TemporaryDirectory() as folder,
     ):
         warnings.simplefilter("ignore")
+        outcome = Outcome(case, gpu)
         to_device(model, "cuda:0")
-        session = _Session(case, gpu, _placed(model, case), artifact, Path(folder))
-        with torch.inference_mode():
-            logits = session.run()
-        gpu.phase = "after"
-        kept = [each.float().cpu() for each in logits]
-    return gpu, kept
+        session = _Session(case, gpu, model, Path(folder))
+        try:
+            with torch.inference_mode(), _spread_out(model, case):
+                logits = session.run()
+            gpu.phase = "after"
+            outcome.logits = [each.float().cpu() for each in logits]
+        except Exception as error:  # whatever a planted fault leads to
+            outcome.error = error
+        outcome.replays = session.replays
+    return outcome
 
 
-def run_on_cpu(case: Case) -> list[torch.Tensor]:
-    """The same logits without a GPU, by the same kernels in the interpreter."""
-    from hf_kvret_kernels._dispatch import prefer
-
-    model, artifact = _model(case.method)
-    hf_kvret.attach(model)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), prefer("triton"):
-        warnings.simplefilter("ignore")
-        session = _Session(case, Simulation(), model, artifact, Path(folder), device="cpu")
-        with torch.inference_mode():
-            return session.run()
+def _new_model() -> PreTrainedModel:
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL))
+    spread_weights(made, seed=3)
+    return made.eval()
 
 
 @cache
-def _model(method: str) -> tuple[PreTrainedModel, str]:
-    """A model that lies on no device yet, and the artifact of a method that needs one."""
-    made: PreTrainedModel = AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL))
-    spread_weights(made, seed=3)
-    if method not in ("a2ats", "aqua"):
-        return made.eval(), ""
+def _artifact(method: str) -> str:
+    """Where an artifact of the method lies."""
     folder = tempfile.mkdtemp(prefix="hf_kvret_simcuda_")
-    return made.eval(), tiny_artifact(made, method, Path(folder))
+    return tiny_artifact(_new_model(), method, Path(folder))
 
 
-def _placed(model: PreTrainedModel, case: Case) -> Callable[..., Any]:
+@contextmanager
+def _spread_out(model: PreTrainedModel, case: Case) -> Iterator[None]:
     """With two devices the second layer lies on the second, as ``device_map`` would have it."""
     if case.mode != "two devices":
-        return model
+        yield
+        return
+    places = {model.model.layers[1]: "cuda:1", model.model.norm: "cuda:0"}
     to_device(model.model.layers[1], "cuda:1")
-
-    def forward(**inputs: Any) -> Any:
-        places = {model.model.layers[1]: "cuda:1", model.model.norm: "cuda:0"}
-        hooks = [
-            module.register_forward_pre_hook(_mover(place), with_kwargs=True)
-            for module, place in places.items()
-        ]
-        try:
-            return model(**inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    return forward
+    hooks = [
+        module.register_forward_pre_hook(_mover(place), with_kwargs=True)
+        for module, place in places.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _mover(place: str) -> Callable[..., Any]:
@@ -142,19 +167,19 @@ def _mover(place: str) -> Callable[..., Any]:
 class _Session:
     case: Case
     gpu: Simulation
-    model: Callable[..., Any]
-    artifact: str
+    model: PreTrainedModel
     folder: Path
-    device: str = "cuda"
+    replays: int = 0
 
     def run(self) -> list[torch.Tensor]:
         mode, cached = self.case.mode, self._new_cache()
         batch = 1 if mode == "chunks" else 2
-        tokens = torch.arange(batch * _PROMPT, device=self.device).view(batch, _PROMPT) * 7 % 50 + 10
+        tokens = torch.arange(batch * _PROMPT, device="cuda").view(batch, _PROMPT) * 7 % 50 + 10
         mask = torch.ones_like(tokens)
         if mode == "padded":
             mask[1, :5] = 0
-        call = DecodeGraph(self.model, cached) if mode == "graph" else self.model  # type: ignore[arg-type]
+        graph = DecodeGraph(self.model, cached) if mode == "graph" else None
+        call = graph or self.model
         self.gpu.phase = "prompt"
         pieces = tokens.split(5, dim=1) if mode == "chunks" else (tokens,)
         length, logits = 0, []
@@ -172,8 +197,7 @@ class _Session:
             self.gpu.phase = "flush" if flushes else "decode" if number % 4 else "first"
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
             logits.append(self._feed(call, cached, logits[-1].argmax(-1, keepdim=True), mask))
-        if isinstance(call, DecodeGraph) and call.reason is None:
-            assert call.replays > 0, "steps were replayed"
+            self.replays = 0 if graph is None else graph.replays
         return logits
 
     def _new_cache(self) -> RetrievalCache:
@@ -183,11 +207,10 @@ class _Session:
             options["store"] = case.store
         if case.store == "split":
             options["device_budget"] = _BUDGET
-        if self.artifact:
-            options["artifact"] = self.artifact
+        if case.method in _WITH_ARTIFACT:
+            options["artifact"] = _artifact(case.method)
         kind = hf_kvret.registered_methods()[case.method]
-        config = _model(case.method)[0].config
-        return kind(config, **options, graph="auto" if case.mode == "graph" else False)
+        return kind(self.model.config, **options, graph="auto" if case.mode == "graph" else False)
 
     def _feed(
         self, call: Callable[..., Any], cached: RetrievalCache, tokens: torch.Tensor, mask: Any
@@ -209,5 +232,4 @@ class _Session:
         if self.case.mode == "fork":
             return cached.fork(), 0
         cached.save_pretrained(self.folder)
-        config = _model(self.case.method)[0].config
-        return type(cached).from_pretrained(self.folder, config, device=self.device), 0
+        return type(cached).from_pretrained(self.folder, self.model.config, device="cuda"), 0

@@ -14,7 +14,7 @@ tl = triton.language
 
 
 @triton.jit
-def _add_kernel(x_ptr, y_ptr, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_kernel(x_ptr, y_ptr, count, block: tl.constexpr):  # type: ignore[no-untyped-def,name-defined]
     places = tl.program_id(0) * block + tl.arange(0, block)
     mask = places < count
     tl.store(y_ptr + places, tl.load(x_ptr + places, mask=mask) + 1.0, mask=mask)

@@ -33,9 +33,18 @@ class Calls(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        answer = _ATTRIBUTES.get(func)
+        if answer is not None:
+            return answer(*args)
+        kind = _kind_with_calls_of_its_own(func, args)
+        if kind is not None:
+            asked.call = func, args[0]
+            with self:
+                return kind.__torch_function__(func, types, args, kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
-            return handler(*args, **kwargs)
+            with torch._C.DisableTorchFunctionSubclass():
+                return handler(*args, **kwargs)
         pinned = kwargs.pop("pin_memory", False)
         place = _asked_for(func, args, kwargs)
         if func in (torch.tensor, torch.as_tensor) and place is not None and place.type == "cuda":
@@ -49,6 +58,17 @@ class Calls(TorchFunctionMode):
             for tensor in tensors_in(out):
                 active().pin(tensor)
         return out
+
+
+def _kind_with_calls_of_its_own(func: Any, args: tuple[Any, ...]) -> Any:
+    """The class of a call's first argument, if it takes calls, and has not taken this one yet."""
+    kind = type(args[0]) if args and isinstance(args[0], torch.Tensor) else torch.Tensor
+    taken, of = asked.call
+    if taken is func and of is args[0]:
+        asked.call = None, None
+        return None
+    plain = (_T.__torch_function__, torch._C._disabled_torch_function_impl)
+    return None if kind.__torch_function__ in plain else kind
 
 
 def _asked_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
@@ -190,11 +210,13 @@ def _place(tensor: torch.Tensor) -> torch.device:
     return active().device_of(tensor)
 
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {
+_ATTRIBUTES: dict[Any, Callable[..., Any]] = {
     _getter("device"): _place,
     _getter("is_cuda"): lambda tensor: _place(tensor).type == "cuda",
     _getter("is_cpu"): lambda tensor: _place(tensor).type == "cpu",
     _T.get_device: lambda tensor: -1 if _place(tensor).index is None else _place(tensor).index,
+}
+_HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.is_pinned: lambda tensor, *args: active().is_pinned(tensor),
     _T.pin_memory: _pin_memory,
     _T.to: _to,

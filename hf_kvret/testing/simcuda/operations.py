@@ -42,11 +42,18 @@ _TAKE_NUMBERS = {
 
 
 class _Asked(threading.local):
+    """What this thread's caller asked for.
+
+    Attributes:
+        device: where new tensors go; None: where the others lie.
+        call: a function and its first argument, whose class is taking the call.
+    """
+
     device: torch.device | None = None
+    call: tuple[Any, Any] = (None, None)
 
 
 asked = _Asked()
-"""Where the caller of this thread's operations wants new tensors; None: where the others lie."""
 
 
 class Operations(TorchDispatchMode):

@@ -27,7 +27,7 @@ _TOLD = (
     "/tests/",
 )
 _UNTOLD = ("/hf_kvret/testing/simcuda/", "/hf_kvret/testing/tape.py")
-_LINES = 3
+_LINES = 4
 
 
 class SimulationError(RuntimeError):

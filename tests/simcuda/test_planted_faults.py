@@ -1,0 +1,252 @@
+"""Faults planted into the library: each is found by the simulated GPU, and none is without it.
+
+The list was fixed before the simulator was tried on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret.core import pieces
+from hf_kvret.methods.flat.index import FlatIndex
+from hf_kvret.methods.paris.index import ParisIndex
+from hf_kvret.replay import recorders
+from hf_kvret.stores import cpu, memory
+from hf_kvret.stores.paged import PagedStore
+from hf_kvret.testing.simcuda import streams
+
+from .cases import Case, Outcome, attempt
+
+pytest.importorskip("triton")
+
+HOST, GRAPH, CPU = Case("flat", "host"), Case("flat", "device", "graph"), Case("flat", "cpu")
+DEVICE, TWO = Case("flat", "device"), Case("flat", "device", "two devices")
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def put(owner: Any, name: str, new: Any) -> Patch:
+    """Replace an attribute."""
+    return lambda patch: patch.setattr(owner, name, new)
+
+
+def within(owner: Any, method: str, owner_2: Any, name: str, new: Any) -> Patch:
+    """Replace an attribute of ``owner_2`` while ``method`` of ``owner`` runs."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        real = getattr(owner, method)
+
+        def run_with(*args: Any, **kwargs: Any) -> Any:
+            with patch.context() as inner:
+                inner.setattr(owner_2, name, new)
+                return real(*args, **kwargs)
+
+        patch.setattr(owner, method, run_with)
+
+    return plant
+
+
+def found(change: Callable[[torch.Tensor], Any]) -> Patch:
+    """Do ``change`` with the ids that a search finds; where it gives some, they go on."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        search = FlatIndex.search
+
+        def searched(self: FlatIndex, *args: Any) -> torch.Tensor:
+            ids = search(self, *args)
+            other = change(ids)
+            return other if isinstance(other, torch.Tensor) else ids
+
+        patch.setattr(FlatIndex, "search", searched)
+
+    return plant
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Instead of what must be done."""
+
+
+@contextmanager
+def _capture_stream_without_order(device: torch.device) -> Iterator[None]:
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+@contextmanager
+def _no_capture_stream(device: torch.device) -> Iterator[None]:
+    del device
+    yield
+
+
+def read_aside(x: torch.Tensor) -> None:
+    """On another stream, which the allocator is not told of."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.sum()
+
+
+_make_basis = ParisIndex._make_basis
+
+
+def _basis_with_levels_on_the_cpu(self: ParisIndex, dim: int, device: torch.device) -> None:
+    _make_basis(self, dim, device)
+    assert self._levels is not None
+    self._levels = self._levels.cpu()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One mistake.
+
+    Attributes:
+        case: what runs with it.
+        plant: makes it.
+        kind: of the finding; ``"wait"`` for a wait in a decode step, ``"eager"`` where steps are
+            not captured any more.
+    """
+
+    case: Case
+    plant: Patch
+    kind: str
+
+
+FAULTS = {
+    # A stream or a thread that does not wait.
+    "readers of host rows do not wait": Fault(
+        HOST, put(memory.HostMemory, "wait", nothing), "race"
+    ),
+    "host rows are written before they are there": Fault(
+        HOST, within(memory.HostMemory, "write", streams.Stream, "wait_stream", nothing), "race"
+    ),
+    "queries are sent before they are there": Fault(
+        CPU, within(cpu._Staging, "send", streams.Stream, "wait_stream", nothing), "race"
+    ),
+    "results are read before they are back": Fault(
+        CPU, within(cpu._Staging, "receive", streams.Stream, "wait_event", nothing), "race"
+    ),
+    "the worker does not wait for the queries": Fault(
+        CPU, put(streams.Event, "synchronize", nothing), "race"
+    ),
+    "a rehearsal is not ordered before later steps": Fault(
+        GRAPH, put(recorders, "_on_capture_stream", _capture_stream_without_order), "race"
+    ),
+    "rows are read ahead before they are there": Fault(
+        Case("ctkvr", "host"),
+        within(pieces._Reader, "start", streams.Stream, "wait_stream", nothing),
+        "race",
+    ),
+    # Memory that goes back to the allocator too early.
+    "rows on their way to the host are freed": Fault(
+        HOST,
+        within(memory.HostMemory, "write", torch.Tensor, "record_stream", nothing),
+        "freed",
+    ),
+    "rows beyond the device's budget are freed on their way": Fault(
+        Case("lrqk", "split"),
+        within(memory.HostMemory, "write", torch.Tensor, "record_stream", nothing),
+        "freed",
+    ),
+    "what a side stream reads is freed": Fault(
+        DEVICE, found(lambda ids: read_aside(ids + 1)), "freed"
+    ),
+    # The host waits in a decode step.
+    "a step reads a number": Fault(DEVICE, found(lambda ids: int(ids[0, 0, 0, 0])), "wait"),
+    "a step takes a mask for an index": Fault(
+        DEVICE, found(lambda ids: bool(len(ids[ids > 0]))), "wait"
+    ),
+    "a step makes a tensor of numbers": Fault(
+        DEVICE,
+        found(lambda ids: ids + torch.tensor([0], dtype=ids.dtype, device=ids.device)),
+        "wait",
+    ),
+    "a step copies ids to the host": Fault(
+        DEVICE, found(lambda ids: bool(ids.cpu().numel())), "wait"
+    ),
+    "a step counts ids on the host": Fault(
+        DEVICE, found(lambda ids: bool(torch.nonzero(ids.flatten()).numel())), "wait"
+    ),
+    # Tensors of two devices.
+    "levels of codes lie on the CPU": Fault(
+        Case("paris", "device"),
+        put(ParisIndex, "_make_basis", _basis_with_levels_on_the_cpu),
+        "device",
+    ),
+    "a mask lies on the CPU": Fault(
+        DEVICE,
+        found(lambda ids: ids.masked_fill(torch.zeros(ids.shape, dtype=torch.bool), -1)),
+        "device",
+    ),
+    "ids of the second layer lie on the first device": Fault(
+        TWO, found(lambda ids: ids.to("cuda:0")), "device"
+    ),
+    # What breaks a capture.
+    "a captured step reads a number": Fault(
+        GRAPH, found(lambda ids: int(ids[0, 0, 0, 0])), "eager"
+    ),
+    "a captured step copies from memory that moves": Fault(
+        GRAPH,
+        found(lambda ids: bool(torch.zeros(4).to(ids.device, non_blocking=True).ndim)),
+        "capture",
+    ),
+    "a step is captured on the default stream": Fault(
+        GRAPH, put(recorders, "_on_capture_stream", _no_capture_stream), "eager"
+    ),
+    "pending copies are left for the capture": Fault(
+        Case("flat", "host", "graph"), put(PagedStore, "before_capture", nothing), "eager"
+    ),
+    # Launches.
+    "ids begin between two vectors": Fault(
+        DEVICE,
+        found(lambda ids: torch.cat([ids.flatten()[:1], ids.flatten()])[1:].view(ids.shape)),
+        "alignment",
+    ),
+    "a graph compiles a kernel": Fault(
+        GRAPH,
+        found(
+            lambda ids: ids.repeat(1, 1, 1, 4) if torch.cuda.is_current_stream_capturing() else None
+        ),
+        "compile",
+    ),
+}
+QUICK = ("readers of host rows do not wait", "a step reads a number")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAULTS]
+)
+def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = FAULTS[name]
+    fault.plant(monkeypatch)
+    outcome = attempt(fault.case)
+    assert fault.kind in signs(outcome), (outcome.error, outcome.gpu.findings, outcome.gpu.waits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", sorted({fault.case for fault in FAULTS.values()}, key=str), ids=str
+)
+def test_without_a_fault_nothing_is_found(case: Case) -> None:
+    outcome = attempt(case)
+    assert outcome.error is None
+    assert signs(outcome) <= ({"wait"} if case.store == "cpu" else set())
+
+
+def signs(outcome: Outcome) -> set[str]:
+    """Kinds of findings, ``"wait"`` and ``"eager"`` as in ``Fault.kind``."""
+    told = {finding.kind for finding in outcome.gpu.findings}
+    if isinstance(outcome.error, ValueError) and "cuda:" in str(outcome.error):
+        # The library looked where its tensors lie, and was told.
+        told.add("device")
+    if any("layer_step.py" not in wait.site for wait in outcome.gpu.waits_in("decode")):
+        told.add("wait")
+    if outcome.case.mode == "graph" and outcome.replays == 0:
+        told.add("eager")
+    return told
