@@ -22,10 +22,15 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return mapped(size).view(dtype).view(shape)
 
 
-def mapped(size: int) -> torch.Tensor:
+def mapped(size: int, inherited: bool = True) -> torch.Tensor:
     """``[size]`` uint8 on the CPU in its own memory pages; unmapped with its last view.
 
     The system zeroes each page at its first use. MemoryError if it refuses the mapping.
+
+    Args:
+        size: bytes; a multiple of memory pages where it is not ``inherited``.
+        inherited: whether child processes get it. Not where a device reads it: after a fork, a
+            page that the parent writes to would move, and the device go on with the old one.
     """
     huge = size >= _LEAST_HUGE
     length = size + _HUGE_PAGE if huge else size
@@ -37,14 +42,20 @@ def mapped(size: int) -> torch.Tensor:
             "smaller batches, or free memory"
         ) from error
     raw = torch.frombuffer(mapping, dtype=torch.uint8)
-    if not huge:
-        return raw
-    start = -raw.data_ptr() % _HUGE_PAGE
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    start = -raw.data_ptr() % _HUGE_PAGE if huge else 0
+    if not inherited:
+        _advise(mapping, "MADV_DONTFORK", start, size)
+    if huge:
         # Whole huge pages only: the remainder would take one that it does not fill.
-        with contextlib.suppress(OSError):  # a kernel without them; the memory works all the same
-            mapping.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE_PAGE * _HUGE_PAGE)
+        _advise(mapping, "MADV_HUGEPAGE", start, size // _HUGE_PAGE * _HUGE_PAGE)
     return raw[start : start + size]
+
+
+def _advise(mapping: mmap.mmap, advice: str, start: int, size: int) -> None:
+    """Where the system doesn't know the advice, the memory works all the same."""
+    if hasattr(mmap, advice):
+        with contextlib.suppress(OSError):
+            mapping.madvise(getattr(mmap, advice), start, size)
 
 
 def _private_mapping(length: int) -> mmap.mmap:

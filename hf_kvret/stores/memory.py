@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import weakref
 from abc import ABC, abstractmethod
+from functools import cache
 
 import torch
 
@@ -14,6 +16,8 @@ from hf_kvret.stores.under_way import copies_from
 
 CPU = torch.device("cpu")
 _MEMORY_PAGE = 4096
+# CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+_USES_HOST_POINTERS = 91
 
 
 class PageMemory(ABC):
@@ -75,10 +79,18 @@ class HostMemory(PageMemory):
         device: where rows come from.
         reader: the device that reads them and has the page tables; None: the same device. For the
             CPU, ``wait`` blocks.
+
+    Raises:
+        RuntimeError: the reader is a GPU that can't read pinned memory at the host's addresses.
     """
 
     def __init__(self, device: torch.device, reader: torch.device | None = None) -> None:
         super().__init__(reader or device)
+        if self.device.type == "cuda" and not _reads_host_addresses(self.device.index or 0):
+            raise RuntimeError(
+                f"{self.device} has other addresses for pinned memory than the host, which the "
+                "kernels here do not know of: use store='device', or store='cpu'"
+            )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last_write: torch.cuda.Event | None = None
 
@@ -170,6 +182,23 @@ class SplitMemory(PageMemory):
         self._far.synchronize()
 
 
+@cache
+def _reads_host_addresses(index: int) -> bool:
+    """Whether memory that is registered has one address for the host and GPU ``index``.
+
+    True where the driver can't be asked: nearly all GPUs on Linux do.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    device, answer = ctypes.c_int(), ctypes.c_int(1)
+    if driver.cuDeviceGet(ctypes.byref(device), index) != 0:
+        return True
+    status = driver.cuDeviceGetAttribute(ctypes.byref(answer), _USES_HOST_POINTERS, device)
+    return status != 0 or bool(answer.value)
+
+
 def _copy_runs(target: torch.Tensor, rows: torch.Tensor) -> None:
     """Asynchronous copies, one per contiguous run of ``target``: a strided copy would block."""
     if target.is_contiguous():
@@ -187,7 +216,7 @@ def _pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Strea
     runtime = torch.cuda.cudart()
     size = math.prod(shape) * dtype.itemsize
     pinned_bytes = -(-size // _MEMORY_PAGE) * _MEMORY_PAGE
-    raw = mapped(pinned_bytes)
+    raw = mapped(pinned_bytes, inherited=False)
     status = runtime.cudaHostRegister(raw.data_ptr(), pinned_bytes, 0)
     if int(status) != 0:
         raise MemoryError(

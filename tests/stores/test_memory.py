@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -122,6 +123,15 @@ def test_what_does_not_fit_is_refused_with_a_remedy() -> None:
         HostMemory(CPU).allocate((1 << 52,), torch.uint8)
 
 
+def _is_mapped(address: int) -> bool:
+    """Whether this process has memory there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(number, 16) for number in line.split()[0].split("-"))
+        if first <= address < last:
+            return True
+    return False
+
+
 class _Driver:
     """Stands in for the CUDA runtime: notes what is registered."""
 
@@ -173,6 +183,46 @@ def test_memory_that_can_not_be_pinned_is_refused_with_a_remedy(
     stream = _drive(monkeypatch, _Driver(status=2))
     with pytest.raises(MemoryError, match="ulimit -l"):
         memory._pinned(SMALL, LARGE_DTYPE, stream)
+
+
+@needs_linux
+@pytest.mark.parametrize("shape", [LARGE, SMALL], ids=str)
+def test_a_child_process_has_no_pinned_memory(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(mmap, "MADV_DONTFORK"):
+        pytest.skip("this system knows no such advice")
+    chunk = memory._pinned(shape, LARGE_DTYPE, _drive(monkeypatch, _Driver())).fill_(1.0)
+    child = os.fork()
+    if child == 0:
+        # Nothing but this: pytest goes on in the parent alone.
+        os._exit(_is_mapped(chunk.data_ptr()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert _is_mapped(chunk.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "answer", "expected"),
+    [(0, 0, 1, True), (0, 0, 0, False), (1, 0, 0, True), (0, 1, 0, True)],
+)
+def test_the_driver_says_whether_kernels_may_use_host_addresses(
+    found: int, status: int, answer: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attribute(target: Any, which: int, device: Any) -> int:
+        assert which == 91
+        target._obj.value = answer
+        return status
+
+    driver = SimpleNamespace(cuDeviceGet=lambda *args: found, cuDeviceGetAttribute=attribute)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    assert memory._reads_host_addresses.__wrapped__(0) is expected
+
+
+def test_a_gpu_that_can_not_use_host_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_reads_host_addresses", lambda index: False)
+    with pytest.raises(RuntimeError, match=r"cuda:1 has other addresses.*store='device'"):
+        HostMemory(CPU, reader=torch.device("cuda", 1))
+    HostMemory(CPU)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
