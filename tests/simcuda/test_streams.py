@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from hf_kvret.stores.memory import HostMemory
 from hf_kvret.testing.simcuda import Simulation, simulated
 
 pytest.importorskip("triton")
@@ -179,6 +180,18 @@ def test_nothing_is_left_behind() -> None:
         ThreadPoolExecutor.submit,
     )
     assert torch.ones(1).device.type == "cpu"
+
+
+def test_what_outlives_it_is_freed_in_silence() -> None:
+    with simulated():
+        rows = HostMemory(torch.device("cuda", 0)).allocate((4, 4), torch.float32)
+        assert rows.is_pinned()
+    del rows
+    with simulated() as gpu:
+        rows = HostMemory(torch.device("cuda", 0)).allocate((4, 4), torch.float32)
+        assert len(gpu.registered) == 1
+        del rows
+        assert not gpu.registered
 
 
 def test_one_at_a_time(gpu: Simulation) -> None:

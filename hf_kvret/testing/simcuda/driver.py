@@ -15,7 +15,7 @@ from hf_kvret.testing.simcuda import streams
 from hf_kvret.testing.simcuda.calls import Calls, record_stream
 from hf_kvret.testing.simcuda.clocks import MemoryLog
 from hf_kvret.testing.simcuda.operations import Operations
-from hf_kvret.testing.simcuda.simulation import Simulation, active
+from hf_kvret.testing.simcuda.simulation import Simulation, active, is_active
 
 _GIB = 1 << 30
 _PROPERTIES = types.SimpleNamespace(
@@ -66,12 +66,14 @@ def driver(simulation: Simulation) -> Iterator[None]:
     interpreter = importlib.import_module("triton.runtime.interpreter").GridExecutor
     launches = importlib.import_module("hf_kvret.testing.simcuda.launches")
     pool = concurrent.futures.ThreadPoolExecutor
+    memory = importlib.import_module("hf_kvret.stores.memory")
     replaced = [
         *((torch.cuda, name, answer) for name, answer in _answers(simulation).items()),
         *((torch._C, name, _nothing) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")),
         (torch.Tensor, "record_stream", record_stream),
         (interpreter, "__call__", launches.checked(interpreter.__call__)),
         (importlib.import_module("hf_kvret_kernels.paged"), "interpreted", lambda: False),
+        (memory, "_unpin", _while_it_lasts(simulation, memory._unpin)),
         (pool, "submit", _followed_submit(simulation, pool.submit)),
     ]
     recorders = importlib.import_module("hf_kvret.replay.recorders")
@@ -93,6 +95,16 @@ def _replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Nothing is to be done."""
+
+
+def _while_it_lasts(simulation: Simulation, finalizer: Callable[..., None]) -> Callable[..., None]:
+    """Of what outlives the simulation nothing is left to be undone."""
+
+    def finalize(*args: Any) -> None:
+        if is_active(simulation):
+            finalizer(*args)
+
+    return finalize
 
 
 def _answers(simulation: Simulation) -> dict[str, Any]:

@@ -247,6 +247,11 @@ def active() -> Simulation:
     return _active
 
 
+def is_active(simulation: Simulation) -> bool:
+    """Whether it is the one that is entered."""
+    return _active is simulation
+
+
 @contextmanager
 def activate(simulation: Simulation) -> Iterator[None]:
     """One at a time."""
