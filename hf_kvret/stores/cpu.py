@@ -172,6 +172,8 @@ class _Staging:
 
     def send(self, query: torch.Tensor, ids: torch.Tensor) -> torch.cuda.Event:
         """Start copying to ``self.query`` and ``self.ids``; the event marks their arrival."""
+        # A strided copy would go through a temporary, which the launching thread waits for.
+        query, ids = query.contiguous(), ids.contiguous()
         self.query, self.ids = _pinned_like(self.query, query), _pinned_like(self.ids, ids)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

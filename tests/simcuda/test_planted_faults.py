@@ -187,6 +187,11 @@ FAULTS = {
     "ids of the second layer lie on the first device": Fault(
         TWO, found(lambda ids: ids.to("cuda:0")), "device"
     ),
+    "pages on the host are not pinned": Fault(
+        HOST,
+        put(memory, "_pinned", lambda shape, dtype, stream: torch.empty(shape, dtype=dtype)),
+        "device",
+    ),
     # What breaks a capture.
     "a captured step reads a number": Fault(
         GRAPH, found(lambda ids: int(ids[0, 0, 0, 0])), "eager"

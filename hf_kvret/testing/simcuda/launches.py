@@ -38,6 +38,8 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
             place = _check_arguments(simulation, name, named)
             _check_grid(simulation, name, executor.grid, named)
             _check_specialisation(simulation, name, named, kwargs)
+            pages = _page_addresses(named.get(_ADDRESSES))
+            _check_pages(simulation, name, current_stream(place).device, pages)
         simulation.launches[simulation.phase, name] += 1
         agent = begin_work(current_stream(place))
         given = [tensor for value in named.values() for tensor in tensors_in(value)]
@@ -54,7 +56,7 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
             agent, [x for x, written in pairs if not written], False, f"kernel {name}"
         )
         simulation.access(agent, [x for x, written in pairs if written], True, f"kernel {name}")
-        _read_over_the_bus(simulation, agent, name, named.get(_ADDRESSES))
+        _read_over_the_bus(simulation, agent, name, pages)
 
     return run
 
@@ -129,12 +131,28 @@ def _form(value: Any) -> Any:
     return tuple(str(tensor.dtype) for tensor in tensors_in(value)) or str(value)
 
 
-def _read_over_the_bus(simulation: Simulation, agent: Agent, name: str, addresses: Any) -> None:
-    """A kernel that has addresses of registered memory reads what lies there."""
+def _page_addresses(addresses: Any) -> list[int]:
     if not isinstance(addresses, torch.Tensor):
-        return
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        pages = addresses.flatten().tolist()
+        return []
+    with _disable_current_modes():
+        pages: list[int] = addresses.flatten().tolist()
+    return pages
+
+
+def _check_pages(simulation: Simulation, name: str, place: torch.device, pages: list[int]) -> None:
+    """SimulationError for pages whose memory the kernel can't read."""
+    for page in pages:
+        if page and not simulation.can_read(place, page):
+            message = (
+                f"an illegal memory access was encountered: kernel {name} on {place} has the "
+                "address of a page that is neither its own memory nor registered on the host"
+            )
+            simulation.tell("device", message)
+            raise SimulationError(message)
+
+
+def _read_over_the_bus(simulation: Simulation, agent: Agent, name: str, pages: list[int]) -> None:
+    """A kernel that has addresses of registered memory reads what lies there."""
     for first, (end, log) in list(simulation.registered.items()):
         if any(first <= page < end for page in pages):
             simulation.note(log, agent, False, f"kernel {name}, over the bus", site())

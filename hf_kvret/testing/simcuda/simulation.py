@@ -90,6 +90,8 @@ class Simulation:
         self.default_streams: dict[torch.device, Any] = {}
         # First address and end of host memory that was registered, and the log of its rows.
         self.registered: dict[int, tuple[int, MemoryLog]] = {}
+        # First address and end of memory on the devices.
+        self._on_devices: dict[int, tuple[int, torch.device]] = {}
         # What kernels were specialised for.
         self.specialisations: dict[str, set[Any]] = {}
         self._lock = threading.RLock()
@@ -145,10 +147,20 @@ class Simulation:
         if device.type == "cuda":
             log = MemoryLog(home=home, made_at=site(), owner=self)
             storage.simulated_log = log
+            first = storage.data_ptr()
+            self._on_devices[first] = first + storage.nbytes(), device
+            weakref.finalize(storage, self._on_devices.pop, first, None).atexit = False
             if home is not None:
                 self._hand_out(home)
                 weakref.finalize(storage, self._take_back, log).atexit = False
         return tensor
+
+    def can_read(self, device: torch.device, address: int) -> bool:
+        """Whether a kernel on ``device`` can: memory of its own, or registered host memory."""
+        if any(first <= address < end for first, (end, _) in self.registered.items()):
+            return True
+        places = list(self._on_devices.items())
+        return any(first <= address < end for first, (end, own) in places if own == device)
 
     def log_of(self, tensor: torch.Tensor) -> MemoryLog:
         """Of the memory of ``tensor``."""
