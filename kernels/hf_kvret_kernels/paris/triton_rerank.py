@@ -87,7 +87,6 @@ def _rerank_kernel(
     BLOCK: tl.constexpr,
 ):
     BYTES: tl.constexpr = DIM // 8
-    SUBSPACES: tl.constexpr = DIM // M
     row = tl.program_id(1).to(tl.int64)
     b = row // queries // heads
     h = row // queries % heads
@@ -95,7 +94,10 @@ def _rerank_kernel(
     ids = tl.load(ids_ptr + row * count + slots, mask=slots < count, other=-1).to(tl.int64)
     id_mask = (ids >= 0)[:, None]
 
-    places = ids[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+    # A thread holds whole bytes of signs. Their eight coordinates are taken one after the other, so
+    # that nothing crosses threads before the sums over a key.
+    byte_ids = tl.arange(0, BYTES)[None, :]
+    places = ids[:, None] * BYTES + byte_ids
     sign_ptr += b * sign_stride_b + h * sign_stride_h
     magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
     weight_ptr += b * weight_stride_b + h * weight_stride_h
@@ -104,23 +106,40 @@ def _rerank_kernel(
     for i in tl.static_range(3):
         part = tl.load(magnitude_ptr + 3 * places + i, mask=id_mask, other=0).to(tl.int32)
         word += part << (8 * i)
+    # Of the byte's subspace, or of its two.
+    PER_BYTE: tl.constexpr = 8 // M
+    low = tl.load(weight_ptr + places * PER_BYTE, mask=id_mask, other=0.0).to(tl.float32)
+    high = low
+    if PER_BYTE == 2:
+        high = tl.load(weight_ptr + places * 2 + 1, mask=id_mask, other=0.0).to(tl.float32)
 
-    bit = tl.arange(0, 8)[None, None, :]
-    level_ids = (word[:, :, None] >> (3 * bit)) & (LEVELS - 1)
-    magnitude = tl.load(levels_ptr + level_ids)
-    v = tl.where(((byte[:, :, None] >> bit) & 1) == 1, magnitude, -magnitude)
-    v_b = tl.reshape(v, (BLOCK, SUBSPACES, M))
-    s = tl.arange(0, SUBSPACES)
-    weight = tl.load(weight_ptr + ids[:, None] * SUBSPACES + s[None, :], mask=id_mask, other=0.0)
-    weight = weight.to(tl.float32)
-
-    coordinate = s[:, None] * M + tl.arange(0, M)[None, :]
-    for g in range(TABLES):
-        q_b = tl.load(q_ptr + (row * TABLES + g) * DIM + coordinate)
-        products = tl.sum(v_b * q_b[None, :, :], axis=2)
-        estimate = tl.sum(products * weight, axis=1)
-        if HAS_OFFSET:
-            estimate += tl.load(offset_ptr + row * TABLES + g)
-        estimate = capped_scores(estimate, inner, outer, SOFTCAP)
-        estimate = tl.where(ids >= 0, estimate, float("-inf"))
-        tl.store(out_ptr + (row * TABLES + g) * count + slots, estimate, mask=slots < count)
+    for first in tl.static_range(0, TABLES, 4):
+        sum0 = tl.zeros((BLOCK, BYTES), dtype=tl.float32)
+        sum1 = sum0
+        sum2 = sum0
+        sum3 = sum0
+        q = q_ptr + (row * TABLES + first) * DIM + 8 * byte_ids
+        for j in tl.static_range(8):
+            level = tl.load(levels_ptr + ((word >> (3 * j)) & (LEVELS - 1)))
+            v = tl.where(((byte >> j) & 1) == 1, level, -level)
+            if PER_BYTE == 2:
+                v *= low if j < 4 else high
+            sum0 += v * tl.load(q + j)
+            if first + 1 < TABLES:
+                sum1 += v * tl.load(q + DIM + j)
+            if first + 2 < TABLES:
+                sum2 += v * tl.load(q + 2 * DIM + j)
+            if first + 3 < TABLES:
+                sum3 += v * tl.load(q + 3 * DIM + j)
+        for g in tl.static_range(4):
+            if first + g < TABLES:
+                total = sum0 if g == 0 else sum1 if g == 1 else sum2 if g == 2 else sum3
+                if PER_BYTE == 1:
+                    total *= low
+                estimate = tl.sum(total, axis=1)
+                table = row * TABLES + first + g
+                if HAS_OFFSET:
+                    estimate += tl.load(offset_ptr + table)
+                estimate = capped_scores(estimate, inner, outer, SOFTCAP)
+                estimate = tl.where(ids >= 0, estimate, float("-inf"))
+                tl.store(out_ptr + table * count + slots, estimate, mask=slots < count)
