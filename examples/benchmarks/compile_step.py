@@ -86,6 +86,14 @@ class Launch:
         """CTAs that fit on a multiprocessor."""
         return H200.ctas_at_once(self.registers, self.warps, self.shared_bytes)
 
+    @property
+    def load_widths(self) -> dict[str, int]:
+        """As of a block, of all of them."""
+        widths: Counter[str] = Counter()
+        for block in (self.straight, *self.loops):
+            widths.update(block.load_widths)
+        return dict(widths)
+
     def in_loops(self, name: str) -> int:
         """The sum over all loops of a count of ``Block``, as ``"shuffles"``."""
         return sum(getattr(loop, name) for loop in self.loops)

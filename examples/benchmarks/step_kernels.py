@@ -21,6 +21,8 @@ _HALF = torch.bfloat16
 PAGE_LEN = 64
 WINDOW_LEN = 4 + 256 + 512
 """Sink tokens, recent ones, and those until a flush."""
+LEAST_CONTEXT = 32_768
+"""From there on ParisKV's shares and LRQK's budget are those below."""
 PARIS_SHARES = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 PARIS_RHO, PARIS_BETA = 0.20, 0.10
 PARIS_K, LRQK_K, LRQK_RANK, HIGGS_BITS = 100, 2048, 32, 4
