@@ -26,6 +26,10 @@ LEAST_CONTEXT = 32_768
 PARIS_SHARES = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 PARIS_RHO, PARIS_BETA = 0.20, 0.10
 PARIS_K, LRQK_K, LRQK_RANK, HIGGS_BITS = 100, 2048, 32, 4
+A2ATS_RATIO, CODEWORDS = 0.06, 4096
+CENTROIDS, NPROBE, LIST_LEN, PENDING = 2048, 4, 2560, 512
+RECALLED = NPROBE * LIST_LEN + PENDING
+"""Tokens that CTkvr compares by their keys."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,11 @@ class StepShape:
     def candidates(self) -> int:
         """Of ParisKV's second stage."""
         return max(PARIS_K, math.ceil(PARIS_BETA * self.cold_len))
+
+    @property
+    def a2ats_k(self) -> int:
+        """Tokens that A²ATS selects."""
+        return int(A2ATS_RATIO * self.cold_len)
 
     @property
     def scale(self) -> float:
@@ -130,6 +139,40 @@ def _lrqk(shape: StepShape) -> None:
     triton.top_k(relevance, LRQK_K)
 
 
+def _a2ats(shape: StepShape) -> None:
+    from hf_kvret_kernels.codebook import triton_lookup
+    from hf_kvret_kernels.proxy import triton_scores
+    from hf_kvret_kernels.top_k import triton
+
+    words = torch.empty(shape.heads, CODEWORDS, shape.head_dim, dtype=_HALF, device=_META)
+    rows = words.expand(shape.batch, -1, -1, -1)
+    query, hq = shape.query().float(), shape.query_heads
+    table = triton_scores.relevance(query, rows, hq, None, None, None)
+    codes, valid = shape.tokens(dtype=torch.int16), shape.valid()
+    counts = triton_lookup.code_counts(codes, CODEWORDS, valid)
+    shares = triton_lookup.best_shares(table, counts)
+    triton.top_k(triton_lookup.lookup(shares, codes, valid), shape.a2ats_k)
+
+
+def _ctkvr(shape: StepShape) -> None:
+    from hf_kvret_kernels.centroid import triton_recall
+    from hf_kvret_kernels.gather_scores import triton
+    from hf_kvret_kernels.relevance import triton_shares
+
+    lead = shape.batch, shape.heads
+    queries = torch.empty(*lead, 1, shape.group, shape.head_dim, dtype=_HALF, device=_META)
+    centroids = queries.new_empty(*lead, CENTROIDS, shape.group, shape.head_dim)
+    norms = torch.empty(*lead, CENTROIDS, shape.group, device=_META)
+    triton_recall.similarity(queries, centroids, norms)
+    low = torch.empty(*lead, CENTROIDS, LIST_LEN, dtype=torch.int16, device=_META)
+    nearest = torch.empty(*lead, 1, NPROBE, dtype=torch.int64, device=_META)
+    triton_recall.take_lists(low, low.to(torch.uint8), nearest)
+    ids = triton_recall.unite(shape.ids(RECALLED), shape.valid())
+    rows = shape.pages(2 * shape.head_dim, shape.head_dim, _HALF)
+    scores = triton.gather_scores(shape.query(), rows, ids, shape.scale, None)
+    triton_shares.group_relevance(scores, shape.heads)
+
+
 def _flat(shape: StepShape) -> None:
     from hf_kvret_kernels.relevance import triton_shares
 
@@ -195,6 +238,8 @@ def _merge(shape: StepShape) -> None:
 PARTS: dict[str, Callable[[StepShape], None]] = {
     "paris": _paris,
     "lrqk": _lrqk,
+    "a2ats": _a2ats,
+    "ctkvr": _ctkvr,
     "flat": _flat,
     "count": _count,
     "attend-100": lambda shape: _attend(shape, PARIS_K),

@@ -11,7 +11,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from step_kernels import HIGGS_BITS, LRQK_K, LRQK_RANK, PARIS_K, WINDOW_LEN, StepShape
+from step_kernels import (
+    CENTROIDS,
+    CODEWORDS,
+    HIGGS_BITS,
+    LIST_LEN,
+    LRQK_K,
+    LRQK_RANK,
+    NPROBE,
+    PARIS_K,
+    RECALLED,
+    WINDOW_LEN,
+    StepShape,
+)
 
 Grid = tuple[int, int, int]
 
@@ -58,10 +70,11 @@ def work_of(part: str, kernel: str, shape: StepShape, grid: Grid) -> Work:
 
 
 _Describe = Callable[[StepShape, Grid], Work]
+_Length = Callable[[StepShape], int]
 
 
-def _selection(length: Callable[[StepShape], int], count: int) -> dict[str, _Describe]:
-    """Radix selection of ``count`` of rows of fp32, one for each KV head."""
+def _selection(length: _Length, count: _Length) -> dict[str, _Describe]:
+    """Radix selection of ``count`` in each of the KV heads' rows of fp32."""
 
     def scores(s: StepShape) -> int:
         return 4 * s.batch * s.heads * length(s)
@@ -77,14 +90,14 @@ def _selection(length: Callable[[StepShape], int], count: int) -> dict[str, _Des
         "top_k.block_sums": lambda s, grid: Work(scores(s) + histogram(s), sums(s)),
         "top_k.compact": lambda s, grid: Work(
             scores(s) + histogram(s) + sums(s),
-            4 * s.batch * s.heads * count,
+            4 * s.batch * s.heads * count(s),
             # On average half of the blocks lie before one; nothing is left empty.
             (math.ceil(length(s) / _TOKENS / 2 / _SUMS), 0),
         ),
     }
 
 
-def _relevance(length: Callable[[StepShape], int]) -> dict[str, _Describe]:
+def _relevance(length: _Length) -> dict[str, _Describe]:
     """The best share of G query heads; rows of fp32."""
 
     def scores(s: StepShape) -> int:
@@ -148,6 +161,21 @@ def _kept(s: StepShape) -> int:
     return s.batch * s.heads * s.candidates
 
 
+def _score_table_bytes(s: StepShape) -> int:
+    """Of A²ATS: a score of fp32 for each codeword and query head."""
+    return 4 * s.batch * s.query_heads * CODEWORDS
+
+
+def _listed(s: StepShape, each: int) -> int:
+    """Bytes of the ids in the lists that CTkvr recalls, ``each`` of one."""
+    return each * s.batch * s.heads * NPROBE * LIST_LEN
+
+
+def _recalled(s: StepShape, grid: Grid) -> int:
+    """Ids of the rows that one launch takes."""
+    return grid[0] // math.ceil(RECALLED / _TOKENS) * RECALLED
+
+
 def _window(s: StepShape, grid: Grid) -> Work:
     rows = s.batch * WINDOW_LEN * (4 * s.heads * s.head_dim + 1)
     blocks = math.ceil(WINDOW_LEN / _WINDOW_ROWS)
@@ -190,7 +218,7 @@ _WORK: dict[str, dict[str, _Describe]] = {
             4 * s.group * _kept(s), 4 * s.batch * s.heads * PARIS_K, (s.group, _HALVINGS)
         ),
         **_relevance(lambda s: s.candidates),
-        **_selection(lambda s: s.candidates, PARIS_K),
+        **_selection(lambda s: s.candidates, lambda s: PARIS_K),
     },
     "lrqk": {
         "proxy.scores": lambda s, grid: Work(
@@ -201,7 +229,40 @@ _WORK: dict[str, dict[str, _Describe]] = {
             _proxy_sums(s), 4 * s.batch * s.query_heads, _total_trips(s)
         ),
         **_relevance(lambda s: s.cold_len),
-        **_selection(lambda s: s.cold_len, LRQK_K),
+        **_selection(lambda s: s.cold_len, lambda s: LRQK_K),
+    },
+    "a2ats": {
+        "proxy.scores": lambda s, grid: Work(
+            2 * s.heads * CODEWORDS * s.head_dim + _rotated_bytes(s), _score_table_bytes(s)
+        ),
+        "codebook.count": lambda s, grid: Work(
+            2 * _rows(s) + s.batch * s.cold_len, _score_table_bytes(s) // s.group
+        ),
+        "codebook.share": lambda s, grid: Work(
+            _score_table_bytes(s) + _score_table_bytes(s) // s.group,
+            _score_table_bytes(s) // s.group,
+            (s.group,),
+        ),
+        "codebook.lookup": lambda s, grid: Work(
+            2 * _rows(s) + s.batch * s.cold_len + _score_table_bytes(s) // s.group, 4 * _rows(s)
+        ),
+        **_selection(lambda s: s.cold_len, lambda s: s.a2ats_k),
+    },
+    "ctkvr": {
+        "centroid.similarity": lambda s, grid: Work(
+            s.batch * s.query_heads * CENTROIDS * (2 * s.head_dim + 4),
+            4 * s.batch * s.heads * CENTROIDS,
+            (s.group,),
+        ),
+        "centroid.take": lambda s, grid: Work(_listed(s, 3), _listed(s, 4)),
+        # A mark for each id, somewhere in a row of all tokens; rows come in several launches.
+        "centroid.mark": lambda s, grid: Work(_recalled(s, grid) * 5, _recalled(s, grid) * 4),
+        "centroid.keep": lambda s, grid: Work(_recalled(s, grid) * 8, _recalled(s, grid) * 4),
+        "gather_scores.gather_scores": lambda s, grid: Work(
+            s.batch * s.heads * RECALLED * (2 * s.head_dim + 16) + _query_bytes(s),
+            4 * s.batch * s.query_heads * RECALLED,
+        ),
+        **_relevance(lambda s: RECALLED),
     },
     "flat": _relevance(lambda s: s.cold_len),
     "count": {"relevance.count": lambda s, grid: Work(4 * s.batch * s.heads * PARIS_K, 8)},
@@ -210,9 +271,11 @@ _WORK: dict[str, dict[str, _Describe]] = {
     # Codes of a key and a value, and a scale of two bytes for each.
     "higgs": _attention(LRQK_K, 2 * (HIGGS_BITS * 128 // 8 + 2), "higgs.attend"),
     "resident": {
-        # Stamps are read once for each halving.
         "resident.assign": lambda s, grid: Work(
-            3 * 4 * s.batch * s.heads * LRQK_K, 4 * 4 * s.batch * s.heads * LRQK_K, (1,)
+            3 * 4 * s.batch * s.heads * LRQK_K,
+            4 * 4 * s.batch * s.heads * LRQK_K,
+            # The third halves the range of stamps.
+            (1, 1, _HALVINGS, 1),
         ),
         "resident.fetch": lambda s, grid: Work(
             (512 + 16) * s.batch * s.heads * LRQK_K, 512 * s.batch * s.heads * LRQK_K
