@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from step_work import work_of
 
 from hf_kvret.benchmark import timed
 from hf_kvret.evaluation import common_options as common
-from hf_kvret.evaluation.arguments import known_names
+from hf_kvret.evaluation.arguments import file_path, known_names
 from hf_kvret.evaluation.measurement import Progress, Row
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell, Results
@@ -46,10 +47,20 @@ class MachineCodeOfStep(timed.TimedTogether):
     )
     context: tuple[int, ...] = common.lengths_option((131_072, 1 << 20), "tokens of a sequence")
     batch: tuple[int, ...] = common.batch_option((1, 8))
+    before: Path | None = option(
+        None,
+        "results of an earlier run: its times stand beside those of the same kernels",
+        kind=file_path,
+        metavar="FILE",
+    )
 
     def check(self) -> None:
-        """See ``compile_step.check_tools``; ValueError for a context that is all window."""
+        """Errors as of ``check_tools``; ValueError for a short context, or other earlier results.
+
+        Those are of another bench, or modelled with other figures of the chip.
+        """
         check_tools()
+        _ = self._earlier
         if min(self.context) < LEAST_CONTEXT:
             raise ValueError(
                 f"--context {min(self.context)}: give at least {LEAST_CONTEXT:,} tokens, for which "
@@ -57,9 +68,7 @@ class MachineCodeOfStep(timed.TimedTogether):
             )
 
     def setup(self) -> dict[str, Any]:
-        figures = ("multiprocessors", "clock", "bandwidth")
-        chip = {"chip": H200.name} | {name: getattr(H200, name) for name in figures}
-        return chip | {"rates": dict(H200.rates)} | tool_versions()
+        return chip_figures() | tool_versions()
 
     def cells(self) -> list[Cell]:
         return [
@@ -74,10 +83,37 @@ class MachineCodeOfStep(timed.TimedTogether):
         """Of all parts of a size; one process compiles them."""
         context, batch = group[0]["context"], group[0]["batch"]
         launches = compile_parts([cell["cache"] for cell in group], context, batch)
-        return [
-            {"kernels": [kernel_row(one) for one in launches if one.part == cell["cache"]]}
-            for cell in group
-        ]
+        rows: list[Row] = []
+        for cell in group:
+            kernels = [kernel_row(one) for one in launches if one.part == cell["cache"]]
+            rows.append({"kernels": [self._beside_earlier(cell, one) for one in kernels]})
+        return rows
+
+    def _beside_earlier(self, cell: Cell, kernel: Row) -> Row:
+        """With the seconds that ``before`` has of the same kernel; None where it has none."""
+        if self._earlier is None:
+            return kernel
+        row = self._earlier.find(cell) or {}
+        same = [one for one in row.get("kernels", ()) if one["kernel"] == kernel["kernel"]]
+        return kernel | {
+            f"{name}_before": same[0][name] if same else None
+            for name in ("issue_seconds", "dram_seconds")
+        }
+
+    @cached_property
+    def _earlier(self) -> Results | None:
+        if self.before is None:
+            return None
+        results = Results.load(self.before)
+        figures = chip_figures()
+        if results.name != self.title():
+            raise ValueError(f"--before {self.before} holds {results.name}: give {self.title()}")
+        if any(results.setup.get(name) != value for name, value in figures.items()):
+            raise ValueError(
+                f"--before {self.before} was modelled with other figures of the chip than those in "
+                "machine_model.py: make it again from the code that it is of"
+            )
+        return results
 
     @classmethod
     def table(cls, results: Results) -> str:
@@ -86,6 +122,13 @@ class MachineCodeOfStep(timed.TimedTogether):
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         plot_machine(path, results)
+
+
+def chip_figures() -> dict[str, Any]:
+    """What times depend on, as plain JSON values."""
+    figures = ("multiprocessors", "clock", "bandwidth")
+    chip = {"chip": H200.name} | {name: getattr(H200, name) for name in figures}
+    return chip | {"rates": dict(H200.rates)}
 
 
 def kernel_row(launch: Launch) -> Row:

@@ -36,6 +36,11 @@ def machine_table(results: Results) -> str:
         ("DRAM us", lambda cell, row: _microseconds(row["dram_seconds"])),
         ("issue / DRAM", lambda cell, row: f"{row['issue_seconds'] / row['dram_seconds']:.3g}"),
     )
+    if any("issue_seconds_before" in row for _, row in _kernels(results)):
+        columns += (
+            ("issue us before", lambda cell, row: _earlier(row, "issue_seconds")),
+            ("DRAM us before", lambda cell, row: _earlier(row, "dram_seconds")),
+        )
     return timed.rows_table(columns, _kernels(results), 3, _said(results.setup))
 
 
@@ -79,6 +84,12 @@ def _said(setup: dict[str, Any]) -> str:
         f"{setup['bandwidth'] / 1e12:g} TB/s. All figures of the {setup['chip']} stand in "
         f"machine_model.py, trips of loops and bytes in step_work.py."
     )
+
+
+def _earlier(row: Row, name: str) -> str:
+    """Of a kernel that was there before; ``-`` for a new one."""
+    seconds = row.get(f"{name}_before")
+    return "-" if seconds is None else _microseconds(seconds)
 
 
 def _both(name: str) -> Callable[[Cell, Row], str]:

@@ -87,6 +87,40 @@ def test_finished_sizes_are_not_compiled_again(tmp_path: Path, bench: Run, compi
     assert [batch for *_, batch in compiled] == [1, 8]
 
 
+def test_times_of_an_earlier_run_stand_beside(tmp_path: Path, bench: Run, compiled: list) -> None:
+    old, new, table = (str(tmp_path / name) for name in ("old.json", "new.json", "new.md"))
+    assert bench("machine-code", "--parts", "merge", *SMALL[2:], "--json", old) == 0
+    content = json.loads(Path(old).read_text())
+    content["cells"][0]["result"]["kernels"][0]["issue_seconds"] = 0.25
+    Path(old).write_text(json.dumps(content))
+    assert bench("machine-code", *SMALL, "--before", old, "--json", new, "--table", table) == 0
+    rows = {cell["cache"]: row["kernels"][0] for cell, row in Results.load(Path(new))}
+    assert rows["merge"]["issue_seconds_before"] == 0.25
+    assert rows["merge"]["dram_seconds_before"] == rows["merge"]["dram_seconds"]
+    assert rows["count"]["issue_seconds_before"] is None
+    header, *lines = [line for line in Path(table).read_text().splitlines() if line[:1] == "|"]
+    assert [word.strip() for word in header.split("|")[-3:-1]] == [
+        "issue us before",
+        "DRAM us before",
+    ]
+    assert [line.split("|")[-3].strip() for line in lines[1:]] == ["2.5e+05", "-"]
+
+
+def test_earlier_results_of_another_model_or_bench_are_refused(
+    tmp_path: Path, bench: Run, compiled: list
+) -> None:
+    old = tmp_path / "old.json"
+    assert bench("machine-code", *SMALL, "--json", str(old)) == 0
+    content = json.loads(old.read_text())
+    for change, message in (
+        ({"setup": content["setup"] | {"clock": 1.0}}, "other figures of the chip"),
+        ({"name": "bench kernels"}, "holds bench kernels: give bench machine-code"),
+    ):
+        old.write_text(json.dumps(content | change))
+        with pytest.raises(ValueError, match=message):
+            bench("machine-code", *SMALL, "--before", str(old))
+
+
 def test_compile_only_is_this_bench(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Run, compiled: list
 ) -> None:
