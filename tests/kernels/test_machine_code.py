@@ -69,7 +69,7 @@ def test_other_versions_warn_and_hold_no_limits(launches: list[Launch]) -> None:
 def test_work_is_described_of_every_kernel_with_limits() -> None:
     for part, kernels in json.loads(LIMITS.read_text())["limits"].items():
         for kernel in kernels:
-            work = work_of(part, kernel, StepShape(CONTEXTS[0], 1), (8, 8, 8))
+            work = work_of(part, kernel, StepShape(CONTEXTS[0], 1), (88, 8, 8))
             assert work.read_bytes > 0 and work.written_bytes > 0, (part, kernel)
             assert all(trips >= 0 for trips in work.trips), (part, kernel)
 
