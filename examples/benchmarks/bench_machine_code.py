@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from compile_step import Launch, check_tools, compile_parts, tool_versions
+from compile_step import check_tools, compile_parts, tool_versions
+from kernel_launch import Launch
 from machine_model import H200
 from machine_tables import machine_table, plot_machine
 from step_kernels import LEAST_CONTEXT, PARTS, StepShape

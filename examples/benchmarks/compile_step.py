@@ -14,101 +14,17 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kernel_launch import Launch, block_of, launch_of
 from machine_code import MachineCode, main_width, parse_sass
-from machine_model import H200, pipe_of, pipe_slots
+from machine_model import H200
 
 CAPABILITY = 90
-_SHUFFLES, _SHARED_STORES, _BARRIERS = ("SHFL",), ("STS", "STSM"), ("BAR",)
-
-
-@dataclass(frozen=True)
-class Block:
-    """Instructions that are executed equally often: all outside of loops, or those of one loop.
-
-    Attributes:
-        instructions, shuffles, shared_stores, barriers: how many there are.
-        slots: that a warp takes in each pipe, see ``machine_model.pipe_slots``.
-        load_widths: loads from global memory by their width in bytes (text, as in JSON).
-    """
-
-    instructions: int
-    slots: Mapping[str, float]
-    shuffles: int
-    shared_stores: int
-    barriers: int
-    load_widths: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel as a part of a step launches it.
-
-    Attributes:
-        part, context, batch: of the step.
-        kernel: operation and name, as ``"paris.collide"``; other machine code of the same name
-            later in the part has a number behind it, as ``"top_k.count_digits 2"``.
-        launches: how often the part launches this code.
-        grid: of the first launch.
-        registers, spill_bytes: of a thread; ``spill_bytes`` is its stack.
-        shared_bytes: of a CTA.
-        load_bytes: the width in which most bytes are loaded, in all of the code.
-        straight: what lies outside of loops.
-        loops: the outermost loops in the order of their addresses.
-    """
-
-    part: str
-    context: int
-    batch: int
-    kernel: str
-    launches: int
-    grid: tuple[int, int, int]
-    warps: int
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    load_bytes: int
-    straight: Block
-    loops: Sequence[Block]
-
-    @property
-    def ctas(self) -> int:
-        """Of the grid."""
-        return self.grid[0] * self.grid[1] * self.grid[2]
-
-    @property
-    def ctas_at_once(self) -> int:
-        """CTAs that fit on a multiprocessor."""
-        return H200.ctas_at_once(self.registers, self.warps, self.shared_bytes)
-
-    @property
-    def load_widths(self) -> dict[str, int]:
-        """As of a block, of all of them."""
-        widths: Counter[str] = Counter()
-        for block in (self.straight, *self.loops):
-            widths.update(block.load_widths)
-        return dict(widths)
-
-    def in_loops(self, name: str) -> int:
-        """The sum over all loops of a count of ``Block``, as ``"shuffles"``."""
-        return sum(getattr(loop, name) for loop in self.loops)
-
-    def issue_seconds(self, trips: Sequence[float]) -> float:
-        """Modelled, of all launches; ``trips`` of each loop, the last one for those that follow."""
-        blocks = [(1.0, self.straight)]
-        for number, loop in enumerate(self.loops):
-            blocks.append((trips[min(number, len(trips) - 1)], loop))
-        instructions = sum(count * block.instructions for count, block in blocks)
-        slots: dict[str, float] = {}
-        for count, block in blocks:
-            for pipe, taken in block.slots.items():
-                slots[pipe] = slots.get(pipe, 0.0) + count * taken
-        return self.launches * H200.issue_seconds(instructions, slots, self.warps, self.ctas)
 
 
 def check_tools() -> None:
@@ -147,15 +63,6 @@ def compile_parts(names: Sequence[str], context: int, batch: int) -> list[Launch
     return [launch_of(fields) for fields in json.loads(done.stdout)]
 
 
-def launch_of(fields: Mapping[str, Any]) -> Launch:
-    """A launch from plain JSON values, as ``dataclasses.asdict`` makes them."""
-    blocks = {
-        "straight": Block(**fields["straight"]),
-        "loops": [Block(**loop) for loop in fields["loops"]],
-    }
-    return Launch(**{**fields, "grid": tuple(fields["grid"]), **blocks})
-
-
 def read_cubin(cubin: bytes) -> dict[str, Any]:
     """Of the one kernel in ``cubin``: the fields of ``Launch`` that machine code alone decides."""
     with tempfile.TemporaryDirectory() as folder:
@@ -169,24 +76,9 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
         "registers": _usage(usage, "REG"),
         "spill_bytes": _usage(usage, "STACK"),
         "load_bytes": main_width(code.load_widths()),
-        "straight": _block(code, straight),
-        "loops": [_block(code, loop) for loop in loops],
+        "straight": block_of(code, straight),
+        "loops": [block_of(code, loop) for loop in loops],
     }
-
-
-def _block(code: MachineCode, places: frozenset[int]) -> Block:
-    slots: dict[str, float] = {}
-    for one in (code.instructions[place] for place in places):
-        pipe = pipe_of(one.name)
-        slots[pipe] = slots.get(pipe, 0.0) + pipe_slots(pipe, one.width)
-    return Block(
-        len(places),
-        dict(sorted(slots.items())),
-        code.count(_SHUFFLES, places),
-        code.count(_SHARED_STORES, places),
-        code.count(_BARRIERS, places),
-        {str(width): count for width, count in code.load_widths(places).items()},
-    )
 
 
 def _tool(name: str) -> Path:
@@ -210,54 +102,56 @@ def _label(module: str, name: str) -> str:
     return f"{operation}.{name.removeprefix('_').removesuffix('_kernel')}"
 
 
-class _Recorder:
-    """Makes Triton compile for sm_90 and keep what it would launch, for the whole process."""
+_Compiled = tuple[str, tuple[int, int, int], Any]
+"""Label, grid and Triton's own object of a kernel."""
 
-    def __init__(self) -> None:
-        from triton.backends.compiler import GPUTarget
-        from triton.runtime import driver
-        from triton.runtime.jit import JITFunction
 
-        import hf_kvret_kernels._triton_shared as shared
-        from hf_kvret_kernels.prompt_attention import triton as prompt
+def _compile_instead_of_launching() -> list[_Compiled]:
+    """Make Triton compile for sm_90 in this process; the list gets what it would launch."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
 
-        class NamedTarget:
-            """A driver without a device."""
+    import hf_kvret_kernels._triton_shared as shared
+    from hf_kvret_kernels.prompt_attention import triton as prompt
 
-            def get_current_device(self) -> int:
-                return 0
+    class NamedTarget:
+        """A driver without a device."""
 
-            def get_current_stream(self, device: int) -> int:
-                return 0
+        def get_current_device(self) -> int:
+            return 0
 
-            def get_current_target(self) -> GPUTarget:
-                return GPUTarget("cuda", CAPABILITY, 32)
+        def get_current_stream(self, device: int) -> int:
+            return 0
 
-        def limits(device: Any) -> tuple[int, int]:
-            return H200.multiprocessors, H200.shared_bytes_of_cta
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", CAPABILITY, 32)
 
-        driver.set_active(NamedTarget())
-        shared.device_limits = limits
-        prompt.device_limits = limits
-        self.kernels: list[tuple[str, tuple[int, int, int], Any]] = []
-        run, kernels = JITFunction.run, self.kernels
+    def device_limits(device: Any) -> tuple[int, int]:
+        return H200.multiprocessors, H200.shared_bytes_of_cta
 
-        def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            kernel = run(function, *args, grid=grid, warmup=True, **options)
-            label = _label(function.fn.__module__, function.fn.__name__)
-            kernels.append((label, (*grid, 1, 1)[:3], kernel))
-            return kernel
+    driver.set_active(NamedTarget())
+    shared.device_limits = prompt.device_limits = device_limits
+    compiled: list[_Compiled] = []
+    run = JITFunction.run
 
-        JITFunction.run = compile_only
+    def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(function, *args, grid=grid, warmup=True, **options)
+        label = _label(function.fn.__module__, function.fn.__name__)
+        compiled.append((label, (*grid, 1, 1)[:3], kernel))
+        return kernel
 
-    def launches(self, part: str, context: int, batch: int) -> list[Launch]:
-        """What was compiled since the last call, the same machine code once."""
-        counts = Counter(kernel.hash for _, _, kernel in self.kernels)
-        names: Counter[str] = Counter()
-        launches = []
-        for label, grid, kernel in self.kernels:
-            if not counts[kernel.hash]:
-                continue
+    JITFunction.run = compile_only
+    return compiled
+
+
+def _launches(compiled: Sequence[_Compiled], part: str, context: int, batch: int) -> list[Launch]:
+    """The same machine code once, in the order of first launches."""
+    counts = Counter(kernel.hash for _, _, kernel in compiled)
+    names: Counter[str] = Counter()
+    launches = []
+    for label, grid, kernel in compiled:
+        if kernel.hash in counts:
             names[label] += 1
             launch = Launch(
                 part,
@@ -271,24 +165,23 @@ class _Recorder:
                 **read_cubin(kernel.asm["cubin"]),
             )
             launches.append(launch)
-        self.kernels.clear()
-        return launches
+    return launches
 
 
 def main() -> None:
     """Print the launches of the parts named on the command line."""
-    from step_kernels import PARTS, StepShape, check_parts
+    from step_kernels import PARTS, StepShape
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="+")
+    parser.add_argument("parts", nargs="+", choices=tuple(PARTS), metavar="PART")
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
     options = parser.parse_args()
-    check_parts(options.parts)
-    recorder, launches = _Recorder(), []
+    compiled, launches = _compile_instead_of_launching(), []
     for part in options.parts:
+        compiled.clear()
         PARTS[part](StepShape(options.context, options.batch))
-        launches += recorder.launches(part, options.context, options.batch)
+        launches += _launches(compiled, part, options.context, options.batch)
     print(json.dumps([asdict(launch) for launch in launches]))
 
 

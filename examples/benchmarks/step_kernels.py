@@ -7,7 +7,7 @@ shapes and strides, and no memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -249,10 +249,4 @@ PARTS: dict[str, Callable[[StepShape], None]] = {
     "window": _window,
     "merge": _merge,
 }
-
-
-def check_parts(names: Sequence[str]) -> None:
-    """ValueError for a name that no part has."""
-    for name in names:
-        if name not in PARTS:
-            raise ValueError(f"no part {name!r} of a step: choose of {', '.join(PARTS)}")
+"""By name: what launches the kernels of a part. One more needs its work in ``step_work``."""

@@ -56,7 +56,7 @@ def work_of(part: str, kernel: str, shape: StepShape, grid: Grid) -> Work:
     """The work of a launch.
 
     Args:
-        kernel: as in ``compile_step.Launch``.
+        kernel: as in ``kernel_launch.Launch``.
 
     Raises:
         KeyError: nobody has described this kernel in that part.

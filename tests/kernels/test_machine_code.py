@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
-from compile_step import Launch, check_tools, compile_parts, tool_versions
+from compile_step import check_tools, compile_parts, tool_versions
+from kernel_launch import Launch
 from step_kernels import PARTS, StepShape
 from step_work import work_of
 
@@ -122,16 +123,18 @@ def figures_of(launch: Launch) -> Figures:
 
 
 def write_limits() -> None:
-    """What all kernels have now, the worst of all contexts and batches."""
+    """What all kernels have now, the worst of all contexts and batches; prints what got worse."""
     check_tools()
+    sizes = [(context, batch) for batch in BATCHES for context in CONTEXTS]
+    launches = [one for size in sizes for one in compile_parts(tuple(PARTS), *size)]
+    if LIMITS.is_file():
+        print("\n".join(faults(launches, json.loads(LIMITS.read_text())["limits"])))
     limits: dict[str, dict[str, Figures]] = {}
-    for batch in BATCHES:
-        for context in CONTEXTS:
-            for launch in compile_parts(tuple(PARTS), context, batch):
-                known = limits.setdefault(launch.part, {}).setdefault(launch.kernel, {})
-                for name, figure in figures_of(launch).items():
-                    worst = min if name in AT_LEAST else max
-                    known[name] = worst(figure, known.get(name, figure))
+    for launch in launches:
+        known = limits.setdefault(launch.part, {}).setdefault(launch.kernel, {})
+        for name, figure in figures_of(launch).items():
+            worst = min if name in AT_LEAST else max
+            known[name] = worst(figure, known.get(name, figure))
     LIMITS.write_text(json.dumps(tool_versions() | {"limits": limits}, indent=1) + "\n")
 
 

@@ -13,7 +13,7 @@ import compile_step
 import pytest
 import step_kernels
 from bench_machine_code import MachineCodeOfStep
-from compile_step import Block, Launch
+from kernel_launch import Block, Launch
 from step_kernels import LEAST_CONTEXT, StepShape
 
 from hf_kvret.config import RetrievalConfig
