@@ -96,7 +96,7 @@ def _usage(text: str, name: str) -> int:
     return int(text.split(f" {name}:")[1].split()[0])
 
 
-def _label(module: str, name: str) -> str:
+def label_of(module: str, name: str) -> str:
     """``hf_kvret_kernels.paris.triton_collide`` and ``_collide_kernel`` to ``paris.collide``."""
     operation = module.split(".")[1].removeprefix("_triton_")
     return f"{operation}.{name.removeprefix('_').removesuffix('_kernel')}"
@@ -137,7 +137,7 @@ def _compile_instead_of_launching() -> list[_Compiled]:
 
     def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(function, *args, grid=grid, warmup=True, **options)
-        label = _label(function.fn.__module__, function.fn.__name__)
+        label = label_of(function.fn.__module__, function.fn.__name__)
         compiled.append((label, (*grid, 1, 1)[:3], kernel))
         return kernel
 

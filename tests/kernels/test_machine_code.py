@@ -8,6 +8,7 @@ adds one, ``python tests/kernels/test_machine_code.py`` writes the limits anew.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
-from compile_step import check_tools, compile_parts, tool_versions
+from compile_step import check_tools, compile_parts, label_of, tool_versions
 from kernel_launch import Launch
 from step_kernels import PARTS, StepShape
 from step_work import work_of
@@ -27,6 +28,14 @@ CHEAP = ("merge", "count", "flat", "attend-100")
 CONTEXTS, BATCHES = (131_072, 1 << 20), (1, 8)
 AT_LEAST = ("ctas_at_batch_1", "widest_load_bytes", "load_bytes")
 Figures = dict[str, int]
+KERNELS = Path(__file__).parents[2] / "kernels" / "hf_kvret_kernels"
+# Of prompts, of flushes, of steps of AQUA-KV and of variants that no rule takes.
+OTHERS = {
+    *("centroid.denominators", "centroid.relevance"),
+    *("codebook.encode", "codebook.merge", "paris.encode", "paris.count"),
+    *("higgs.higgs", "higgs.minmax", "higgs.decode"),
+    *("paged_triton.gather", "page_copy_triton.copy", "gather_attention.copy"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +82,17 @@ def test_work_is_described_of_every_kernel_with_limits() -> None:
             work = work_of(part, kernel, StepShape(CONTEXTS[0], 1), (88, 8, 8))
             assert work.read_bytes > 0 and work.written_bytes > 0, (part, kernel)
             assert all(trips >= 0 for trips in work.trips), (part, kernel)
+
+
+def test_every_kernel_has_limits_or_is_known_to_be_no_part_of_these_steps() -> None:
+    kernels = set()
+    for file in KERNELS.rglob("*.py"):
+        module = ".".join(file.relative_to(KERNELS.parent).with_suffix("").parts)
+        names = re.findall(r"\ndef (_\w+_kernel)\(", file.read_text())
+        kernels |= {label_of(module, name) for name in names}
+    limits = json.loads(LIMITS.read_text())["limits"]
+    limited = {kernel.partition(" ")[0] for part in limits.values() for kernel in part}
+    assert kernels - limited == OTHERS and limited <= kernels
 
 
 def check(launches: Iterable[Launch], pinned: dict[str, Any] | None = None) -> None:
