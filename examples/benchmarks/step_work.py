@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from machine_model import H200
 from step_kernels import (
     CENTROIDS,
     CODEWORDS,
@@ -123,11 +124,15 @@ def _attention(count: int, row_bytes: int, kernel: str) -> dict[str, _Describe]:
         read = s.batch * s.heads * count * (row_bytes + 16) + _query_bytes(s)
         return Work(read, partials(s, grid[1]), (math.ceil(math.ceil(count / _ROWS) / grid[1]),))
 
-    return {kernel: attend, "shared.combine": _combine(math.ceil(count / _ROWS))}
+    return {kernel: attend, "shared.combine": _combine(count, _ROWS, 4)}
 
 
-def _combine(splits: int) -> _Describe:
+def _combine(length: int, least_len: int, waves: int) -> _Describe:
+    """Of pieces of ``length`` rows, ``waves`` programs a multiprocessor, as ``split_plan`` cuts."""
+
     def combine(s: StepShape, grid: Grid) -> Work:
+        fill = waves * H200.multiprocessors // (s.batch * s.heads)
+        splits = max(1, min(math.ceil(length / least_len), fill))
         out = 4 * s.batch * s.query_heads * (s.head_dim + 1)
         return Work(out * splits, out)
 
@@ -283,7 +288,7 @@ _WORK: dict[str, dict[str, _Describe]] = {
     },
     "window": {
         "prompt_attention.attend": _window,
-        "shared.combine": _combine(math.ceil(WINDOW_LEN / 128)),
+        "shared.combine": _combine(WINDOW_LEN, 128, 1),
     },
     "merge": {
         "merge.merge": lambda s, grid: Work(

@@ -116,6 +116,20 @@ def test_bytes_of_kernels_at_the_8b_shape() -> None:
     assert twice == 2 * work_of("paris", "paris.rerank", shape, grid).moved_bytes
 
 
+@pytest.mark.parametrize(
+    ("part", "batch", "splits"),
+    [
+        *(("attend-100", 1, 4), ("attend-2048", 1, 64), ("window", 1, 7)),
+        *(("attend-100", 8, 4), ("attend-2048", 8, 8), ("window", 8, 2)),
+    ],
+)
+def test_merging_reads_as_many_pieces_as_attention_makes(
+    part: str, batch: int, splits: int
+) -> None:
+    work = work_of(part, "shared.combine", StepShape(131_072, batch), (32 * batch, 1, 1))
+    assert work.read_bytes == splits * work.written_bytes
+
+
 def test_a_kernel_or_part_that_nobody_described_is_named() -> None:
     pytest.importorskip("triton", reason="Triton compiles on Linux only")
     shape = StepShape(LEAST_CONTEXT, 1)
