@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,10 +23,10 @@ from hf_kvret.benchmark import timed
 from hf_kvret.benchmark.timing import measure_bandwidth
 from hf_kvret.evaluation import common_options as common
 from hf_kvret.evaluation.arguments import DTYPES, check_device, known_names, names
-from hf_kvret.evaluation.measurement import Progress, Row
+from hf_kvret.evaluation.measurement import Measurement, Outputs, Progress, Row
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell, Results
-from hf_kvret.evaluation.scripts import run_script
+from hf_kvret.evaluation.scripts import load_measurement, run_script
 
 OPS: dict[str, KernelOp] = {
     op.name: op for op in (*CODEBOOK_OPS, *SEARCH_OPS, *PARIS_OPS, *HIGGS_OPS, *ATTENTION_OPS)
@@ -56,6 +56,7 @@ class Kernels(timed.TimedTogether):
         "--json kernels.json",
         "python examples/benchmarks/bench_kernels.py --device cuda --batch 1,8 "
         "--json gpu.json --plot gpu.png",
+        "python examples/benchmarks/bench_kernels.py --compile-only --json kernels_sm90.json",
     )
 
     ops: str = option(
@@ -82,6 +83,15 @@ class Kernels(timed.TimedTogether):
     dtype: str = common.dtype_option("bfloat16")
     device: str = common.device_option()
     seed: int = common.seed_option()
+    compile_only: bool = option(
+        False,
+        "measure nothing: compile the kernels of a decode step for sm_90 and read their machine "
+        "code; goes with --json, --plot and --table alone",
+    )
+
+    def beside(self, outputs: Outputs) -> Any:
+        """With ``--compile-only`` the measurement that compiles, which is another script."""
+        return self._compiled() if self.compile_only else self
 
     def check(self) -> None:
         if self.top_k > min(self.lengths):
@@ -91,6 +101,18 @@ class Kernels(timed.TimedTogether):
             )
         check_device(self.device)
         self.cells()
+
+    def _compiled(self) -> Measurement:
+        """ValueError for options that compiling has no use for."""
+        for one in fields(self):
+            if one.name != "compile_only" and getattr(self, one.name) != one.default:
+                raise ValueError(
+                    f"--{one.name.replace('_', '-')} with --compile-only: the kernels of a decode "
+                    "step are compiled in the shape of Llama-3.1-8B; leave it out, and choose "
+                    "parts, contexts and batches with "
+                    "python examples/benchmarks/bench_machine_code.py"
+                )
+        return load_measurement("bench machine-code")()
 
     def surroundings(self) -> AbstractContextManager[Any]:
         """torch runs on ``--threads`` threads."""

@@ -29,6 +29,7 @@ SCRIPTS = {
     "bench host-attention": "benchmarks/bench_host_attention.py",
     "bench kernels": "benchmarks/bench_kernels.py",
     "bench tune": "benchmarks/bench_tune.py",
+    "bench machine-code": "benchmarks/bench_machine_code.py",
     "bench llama-cpp": "benchmarks/bench_llama_cpp.py",
 }
 """Each script by the name in its result files, which is that of the command that it once was."""

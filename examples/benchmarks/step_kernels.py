@@ -1,0 +1,252 @@
+"""The kernels of a decode step in the shape of Llama-3.1-8B: who launches them, with what.
+
+A step is cut into parts, as methods share them. Tensors are on the device ``meta``: they have
+shapes and strides, and no memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hf_kvret_kernels import paris
+from hf_kvret_kernels.higgs import HiggsCodec
+from hf_kvret_kernels.paged import PagedRows
+
+_META = torch.device("meta")
+_HALF = torch.bfloat16
+PAGE_LEN = 64
+WINDOW_LEN = 4 + 256 + 512
+"""Sink tokens, recent ones, and those until a flush."""
+LEAST_CONTEXT = 32_768
+"""From there on ParisKV's shares and LRQK's budget are those below."""
+PARIS_SHARES = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
+PARIS_RHO, PARIS_BETA = 0.20, 0.10
+PARIS_K, LRQK_K, LRQK_RANK, HIGGS_BITS = 100, 2048, 32, 4
+A2ATS_RATIO, CODEWORDS = 0.06, 4096
+CENTROIDS, NPROBE, LIST_LEN, PENDING = 2048, 4, 2560, 512
+RECALLED = NPROBE * LIST_LEN + PENDING
+"""Tokens that CTkvr compares by their keys."""
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of a step: B sequences of ``context`` tokens, Hkv KV heads of D, G query heads each."""
+
+    context: int
+    batch: int
+    heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+
+    @property
+    def query_heads(self) -> int:
+        """Hq."""
+        return self.heads * self.group
+
+    @property
+    def cold_len(self) -> int:
+        """Tokens that an index chooses from: all but the sink and the recent ones."""
+        return self.context - 260
+
+    @property
+    def candidates(self) -> int:
+        """Of ParisKV's second stage."""
+        return max(PARIS_K, math.ceil(PARIS_BETA * self.cold_len))
+
+    @property
+    def a2ats_k(self) -> int:
+        """Tokens that A²ATS selects."""
+        return int(A2ATS_RATIO * self.cold_len)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the dot products."""
+        return self.head_dim**-0.5
+
+    def query(self) -> torch.Tensor:
+        """``[B, Hq, 1, D]``."""
+        return torch.empty(
+            self.batch, self.query_heads, 1, self.head_dim, dtype=_HALF, device=_META
+        )
+
+    def tokens(self, *width: int, dtype: torch.dtype) -> torch.Tensor:
+        """``[B, Hkv, n, *width]``: the cold tokens, in a buffer with room for more."""
+        shape = self.batch, self.heads, self.context + self.context // 16, *width
+        return torch.empty(shape, dtype=dtype, device=_META)[:, :, : self.cold_len]
+
+    def valid(self) -> torch.Tensor:
+        """``[B, n]`` bool, of which tokens there are."""
+        mask = torch.empty(self.batch, self.context, dtype=torch.bool, device=_META)
+        return mask[:, : self.cold_len]
+
+    def ids(self, count: int) -> torch.Tensor:
+        """``[B, Hkv, 1, count]`` int32."""
+        return torch.empty(self.batch, self.heads, 1, count, dtype=torch.int32, device=_META)
+
+    def pages(self, width: int, key_width: int, dtype: torch.dtype) -> PagedRows:
+        """A store of all cold rows, a row ``width`` numbers."""
+        pages = -(-self.context // PAGE_LEN)
+        shape = self.batch * pages, self.heads, PAGE_LEN, width
+        chunk = torch.empty(shape, dtype=dtype, device=_META)
+        table = torch.empty(self.batch, pages, dtype=torch.int32, device=_META)
+        # Their own would look at the chunks' memory, which there is none of.
+        address = torch.empty(len(chunk), dtype=torch.int64, device=_META)
+        return PagedRows([chunk], table, key_width, address)
+
+
+def _paris(shape: StepShape) -> None:
+    from hf_kvret_kernels.paris import (
+        triton_candidates,
+        triton_collide,
+        triton_encode,
+        triton_rerank,
+    )
+    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.top_k import triton_block
+
+    grouped = shape.query().view(shape.batch, shape.heads, shape.group, 1, shape.head_dim)
+    signs = torch.empty(shape.head_dim, device=_META)
+    rotated = triton_encode.rotate(grouped.transpose(2, 3), signs)
+    codes = paris.ParisCodes(
+        shape.tokens(16, dtype=torch.uint8),
+        shape.tokens(48, dtype=torch.uint8),
+        shape.tokens(16, dtype=_HALF),
+    )
+    counts = torch.empty(shape.batch, shape.heads, 16, 256, dtype=torch.int32, device=_META)
+    shares = tuple(round(1_000_000 * PARIS_RHO * tier) for tier in PARIS_SHARES)
+    points, histogram = triton_collide.collisions(
+        rotated, counts, codes.sign, shares, 8, shape.valid()
+    )
+    kept = triton_candidates.candidates(points, histogram, shape.candidates)
+    levels = torch.empty(8, device=_META)
+    scores = triton_rerank.rerank(rotated, codes, kept, levels, 8, shape.scale, None, None)
+    in_one = shape.candidates <= triton_block.MOST
+    best_ids = triton_block.best_ids if in_one else triton_shares.best_ids
+    best_ids(scores, kept, PARIS_K)
+
+
+def _lrqk(shape: StepShape) -> None:
+    from hf_kvret_kernels.proxy import triton_scores
+    from hf_kvret_kernels.top_k import triton
+
+    query = torch.empty(shape.batch, shape.query_heads, 1, LRQK_RANK, device=_META)
+    proxies = shape.tokens(LRQK_RANK, dtype=_HALF)
+    relevance = triton_scores.relevance(query, proxies, shape.heads, shape.valid(), None, None)
+    triton.top_k(relevance, LRQK_K)
+
+
+def _a2ats(shape: StepShape) -> None:
+    from hf_kvret_kernels.codebook import triton_lookup
+    from hf_kvret_kernels.proxy import triton_scores
+    from hf_kvret_kernels.top_k import triton
+
+    words = torch.empty(shape.heads, CODEWORDS, shape.head_dim, dtype=_HALF, device=_META)
+    rows = words.expand(shape.batch, -1, -1, -1)
+    query, hq = shape.query().float(), shape.query_heads
+    table = triton_scores.relevance(query, rows, hq, None, None, None)
+    codes, valid = shape.tokens(dtype=torch.int16), shape.valid()
+    counts = triton_lookup.code_counts(codes, CODEWORDS, valid)
+    shares = triton_lookup.best_shares(table, counts)
+    triton.top_k(triton_lookup.lookup(shares, codes, valid), shape.a2ats_k)
+
+
+def _ctkvr(shape: StepShape) -> None:
+    from hf_kvret_kernels.centroid import triton_recall
+    from hf_kvret_kernels.gather_scores import triton
+    from hf_kvret_kernels.relevance import triton_shares
+
+    lead = shape.batch, shape.heads
+    queries = torch.empty(*lead, 1, shape.group, shape.head_dim, dtype=_HALF, device=_META)
+    centroids = queries.new_empty(*lead, CENTROIDS, shape.group, shape.head_dim)
+    norms = torch.empty(*lead, CENTROIDS, shape.group, device=_META)
+    triton_recall.similarity(queries, centroids, norms)
+    low = torch.empty(*lead, CENTROIDS, LIST_LEN, dtype=torch.int16, device=_META)
+    nearest = torch.empty(*lead, 1, NPROBE, dtype=torch.int64, device=_META)
+    triton_recall.take_lists(low, low.to(torch.uint8), nearest)
+    ids = triton_recall.unite(shape.ids(RECALLED), shape.valid())
+    rows = shape.pages(2 * shape.head_dim, shape.head_dim, _HALF)
+    scores = triton.gather_scores(shape.query(), rows, ids, shape.scale, None)
+    triton_shares.group_relevance(scores, shape.heads)
+
+
+def _flat(shape: StepShape) -> None:
+    from hf_kvret_kernels.relevance import triton_shares
+
+    scores = torch.empty(shape.batch, shape.query_heads, 1, shape.cold_len, device=_META)
+    triton_shares.group_relevance(scores, shape.heads)
+
+
+def _count(shape: StepShape) -> None:
+    from hf_kvret_kernels.relevance import triton_shares
+
+    triton_shares.count_ids(shape.ids(PARIS_K), torch.empty((), dtype=torch.int64, device=_META))
+
+
+def _attend(shape: StepShape, count: int) -> None:
+    from hf_kvret_kernels.gather_attention import triton
+
+    rows = shape.pages(2 * shape.head_dim, shape.head_dim, _HALF)
+    triton.gather_attention(shape.query(), rows, shape.ids(count), shape.scale, None)
+
+
+def _higgs(shape: StepShape) -> None:
+    from hf_kvret_kernels.higgs import triton_attend
+
+    dim = shape.head_dim
+    codec = HiggsCodec(HIGGS_BITS, dim)
+    codes, scales = 2 * codec.code_bytes(dim), 2 * codec.scale_bytes(dim)
+    rows = shape.pages(codes + scales, codes, torch.uint8)
+    ids = shape.ids(LRQK_K)
+    triton_attend.attend(shape.query(), rows, ids, codec, dim, dim, shape.scale, None)
+
+
+def _resident(shape: StepShape) -> None:
+    from hf_kvret_kernels.resident import SlotMap, triton
+
+    wanted, held, slots = (shape.ids(LRQK_K)[:, :, 0] for _ in range(3))
+    where = shape.tokens(dtype=torch.int32)
+    clock = torch.empty(1, dtype=torch.int32, device=_META)
+    triton.assign(SlotMap(where, held, slots, clock), wanted)
+    width = 2 * shape.head_dim
+    buffer = torch.empty(shape.batch, shape.heads, LRQK_K, width, dtype=_HALF, device=_META)
+    triton.fetch(shape.pages(width, shape.head_dim, _HALF), wanted, slots, buffer)
+
+
+def _window(shape: StepShape) -> None:
+    from hf_kvret_kernels.prompt_attention import triton
+
+    sizes = shape.batch, shape.heads, WINDOW_LEN, shape.head_dim
+    keys, values = (torch.empty(sizes, dtype=_HALF, device=_META) for _ in range(2))
+    mask = torch.empty(shape.batch, WINDOW_LEN, dtype=torch.bool, device=_META)
+    triton.prompt_attention(
+        shape.query(), keys, values, shape.scale, None, mask, None, torch.float32
+    )
+
+
+def _merge(shape: StepShape) -> None:
+    from hf_kvret_kernels.merge import triton
+
+    outs = [torch.empty(shape.query().shape, device=_META) for _ in range(2)]
+    lses = [torch.empty(shape.query().shape[:3], device=_META) for _ in range(2)]
+    triton.merge_partials(outs, lses, None, _HALF)
+
+
+PARTS: dict[str, Callable[[StepShape], None]] = {
+    "paris": _paris,
+    "lrqk": _lrqk,
+    "a2ats": _a2ats,
+    "ctkvr": _ctkvr,
+    "flat": _flat,
+    "count": _count,
+    "attend-100": lambda shape: _attend(shape, PARIS_K),
+    "attend-2048": lambda shape: _attend(shape, LRQK_K),
+    "higgs": _higgs,
+    "resident": _resident,
+    "window": _window,
+    "merge": _merge,
+}
+"""By name: what launches the kernels of a part. One more needs its work in ``step_work``."""

@@ -1,0 +1,298 @@
+"""What the kernels of a decode step have to do: bytes they can't do without, trips of their loops.
+
+Every input that matters is read once, every output written once, all from DRAM: what a kernel finds
+in the L2 cache is not known here. Trips are those of the machine code that the pinned compiler
+makes, in which a loop may be unrolled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from machine_model import H200
+from step_kernels import (
+    CENTROIDS,
+    CODEWORDS,
+    HIGGS_BITS,
+    LIST_LEN,
+    LRQK_K,
+    LRQK_RANK,
+    NPROBE,
+    PARIS_K,
+    RECALLED,
+    WINDOW_LEN,
+    StepShape,
+)
+
+Grid = tuple[int, int, int]
+
+# Tokens of a program of the selecting kernels, of a tile of proxies and of selected rows.
+_TOKENS, _PROXIES, _ROWS, _WINDOW_ROWS = 1024, 128, 32, 64
+# Most halvings of a range of 32 bits; sums that a program adds up at a time.
+_HALVINGS, _SUMS = 32, 256
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one launch.
+
+    Attributes:
+        trips: of each outermost loop, in the order of addresses; the last one also for those that
+            follow.
+    """
+
+    read_bytes: int
+    written_bytes: int
+    trips: tuple[float, ...] = (1,)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Read and written."""
+        return self.read_bytes + self.written_bytes
+
+
+def work_of(part: str, kernel: str, shape: StepShape, grid: Grid) -> Work:
+    """The work of a launch.
+
+    Args:
+        kernel: as in ``kernel_launch.Launch``.
+
+    Raises:
+        KeyError: nobody has described this kernel in that part.
+    """
+    operation = kernel.partition(" ")[0]
+    try:
+        describe = _WORK[part][operation]
+    except KeyError:
+        raise KeyError(f"step_work.py has no {operation} in {part}: describe it there") from None
+    return describe(shape, grid)
+
+
+_Describe = Callable[[StepShape, Grid], Work]
+_Length = Callable[[StepShape], int]
+
+
+def _selection(length: _Length, count: _Length) -> dict[str, _Describe]:
+    """Radix selection of ``count`` in each of the KV heads' rows of fp32."""
+
+    def scores(s: StepShape) -> int:
+        return 4 * s.batch * s.heads * length(s)
+
+    def histogram(s: StepShape) -> int:
+        return 4 * 4 * 256 * s.batch * s.heads
+
+    def sums(s: StepShape) -> int:
+        return 8 * s.batch * s.heads * math.ceil(length(s) / _TOKENS)
+
+    return {
+        "top_k.count_digits": lambda s, grid: Work(scores(s) + histogram(s), histogram(s) // 4),
+        "top_k.block_sums": lambda s, grid: Work(scores(s) + histogram(s), sums(s)),
+        "top_k.compact": lambda s, grid: Work(
+            scores(s) + histogram(s) + sums(s),
+            4 * s.batch * s.heads * count(s),
+            # On average half of the blocks lie before one; nothing is left empty.
+            (math.ceil(length(s) / _TOKENS / 2 / _SUMS), 0),
+        ),
+    }
+
+
+def _relevance(length: _Length) -> dict[str, _Describe]:
+    """The best share of G query heads; rows of fp32."""
+
+    def scores(s: StepShape) -> int:
+        return 4 * s.batch * s.query_heads * length(s)
+
+    def piece_blocks(s: StepShape) -> int:
+        return math.ceil(math.ceil(length(s) / _TOKENS) / 256)
+
+    return {
+        "relevance.piece": lambda s, grid: Work(scores(s), 4 * grid[0], (piece_blocks(s),)),
+        "relevance.share": lambda s, grid: Work(scores(s), scores(s) // s.group, (s.group,)),
+    }
+
+
+def _attention(count: int, row_bytes: int, kernel: str) -> dict[str, _Describe]:
+    """Attention to ``count`` selected rows of each KV head, in pieces that are merged."""
+
+    def partials(s: StepShape, splits: int) -> int:
+        return 4 * s.batch * s.query_heads * splits * (s.head_dim + 1)
+
+    def attend(s: StepShape, grid: Grid) -> Work:
+        # An id, a page number and an address lead to a row.
+        read = s.batch * s.heads * count * (row_bytes + 16) + _query_bytes(s)
+        return Work(read, partials(s, grid[1]), (math.ceil(math.ceil(count / _ROWS) / grid[1]),))
+
+    return {kernel: attend, "shared.combine": _combine(count, _ROWS, 4)}
+
+
+def _combine(length: int, least_len: int, waves: int) -> _Describe:
+    """Of pieces of ``length`` rows, ``waves`` programs a multiprocessor, as ``split_plan`` cuts."""
+
+    def combine(s: StepShape, grid: Grid) -> Work:
+        fill = waves * H200.multiprocessors // (s.batch * s.heads)
+        splits = max(1, min(math.ceil(length / least_len), fill))
+        out = 4 * s.batch * s.query_heads * (s.head_dim + 1)
+        return Work(out * splits, out)
+
+    return combine
+
+
+def _query_bytes(s: StepShape) -> int:
+    return 2 * s.batch * s.query_heads * s.head_dim
+
+
+def _rotated_bytes(s: StepShape) -> int:
+    return 2 * _query_bytes(s)
+
+
+def _table_bytes(s: StepShape) -> int:
+    """Of ParisKV: one number of 32 bits for each centroid of 16 subspaces."""
+    return 4 * 16 * 256 * s.batch * s.heads
+
+
+def _histogram_bytes(s: StepShape) -> int:
+    return 4 * 256 * s.batch * s.heads
+
+
+def _rows(s: StepShape) -> int:
+    """Cold tokens of all KV heads."""
+    return s.batch * s.heads * s.cold_len
+
+
+def _kept(s: StepShape) -> int:
+    """Candidates of all KV heads."""
+    return s.batch * s.heads * s.candidates
+
+
+def _score_table_bytes(s: StepShape) -> int:
+    """Of A²ATS: a score of fp32 for each codeword and query head."""
+    return 4 * s.batch * s.query_heads * CODEWORDS
+
+
+def _listed(s: StepShape, each: int) -> int:
+    """Bytes of the ids in the lists that CTkvr recalls, ``each`` of one."""
+    return each * s.batch * s.heads * NPROBE * LIST_LEN
+
+
+def _recalled(s: StepShape, grid: Grid) -> int:
+    """Ids of the rows that one launch takes."""
+    return grid[0] // math.ceil(RECALLED / _TOKENS) * RECALLED
+
+
+def _window(s: StepShape, grid: Grid) -> Work:
+    rows = s.batch * WINDOW_LEN * (4 * s.heads * s.head_dim + 1)
+    blocks = math.ceil(WINDOW_LEN / _WINDOW_ROWS)
+    written = 4 * s.batch * s.query_heads * grid[2] * (s.head_dim + 1)
+    return Work(rows + _query_bytes(s), written, (math.ceil(blocks / grid[2]),))
+
+
+def _proxy_sums(s: StepShape) -> int:
+    return 4 * s.batch * s.query_heads * math.ceil(s.cold_len / _PROXIES)
+
+
+def _total_trips(s: StepShape) -> tuple[int, int]:
+    """Of blocks of 512 sums; the compiler unrolls the first loop four times."""
+    blocks = math.ceil(s.cold_len / _PROXIES / 512)
+    return math.ceil(blocks / 4), blocks
+
+
+_WORK: dict[str, dict[str, _Describe]] = {
+    "paris": {
+        "paris.rotate": lambda s, grid: Work(_query_bytes(s), _rotated_bytes(s)),
+        "paris.bonus": lambda s, grid: Work(
+            _table_bytes(s) + _rotated_bytes(s), _table_bytes(s) + _histogram_bytes(s), (8,)
+        ),
+        "paris.collide": lambda s, grid: Work(
+            16 * _rows(s) + s.batch * s.cold_len + _table_bytes(s), _rows(s) + _histogram_bytes(s)
+        ),
+        "paris.block_sums": lambda s, grid: Work(
+            _rows(s) + _histogram_bytes(s), 8 * grid[0] * grid[1]
+        ),
+        "paris.compact": lambda s, grid: Work(
+            _rows(s) + _histogram_bytes(s) + 8 * grid[0] * grid[1],
+            4 * _kept(s),
+            (math.ceil(grid[0] / 2 / _SUMS), 0),
+        ),
+        # An id, signs, magnitudes and weights of a candidate.
+        "paris.rerank": lambda s, grid: Work(
+            (4 + 16 + 48 + 32) * _kept(s) + _rotated_bytes(s), 4 * s.group * _kept(s)
+        ),
+        "top_k.best": lambda s, grid: Work(
+            4 * s.group * _kept(s), 4 * s.batch * s.heads * PARIS_K, (s.group, _HALVINGS)
+        ),
+        **_relevance(lambda s: s.candidates),
+        **_selection(lambda s: s.candidates, lambda s: PARIS_K),
+    },
+    "lrqk": {
+        "proxy.scores": lambda s, grid: Work(
+            2 * LRQK_RANK * _rows(s) + s.batch * s.cold_len,
+            4 * s.group * _rows(s) + _proxy_sums(s),
+        ),
+        "proxy.total": lambda s, grid: Work(
+            _proxy_sums(s), 4 * s.batch * s.query_heads, _total_trips(s)
+        ),
+        **_relevance(lambda s: s.cold_len),
+        **_selection(lambda s: s.cold_len, lambda s: LRQK_K),
+    },
+    "a2ats": {
+        "proxy.scores": lambda s, grid: Work(
+            2 * s.heads * CODEWORDS * s.head_dim + _rotated_bytes(s), _score_table_bytes(s)
+        ),
+        "codebook.count": lambda s, grid: Work(
+            2 * _rows(s) + s.batch * s.cold_len, _score_table_bytes(s) // s.group
+        ),
+        "codebook.share": lambda s, grid: Work(
+            _score_table_bytes(s) + _score_table_bytes(s) // s.group,
+            _score_table_bytes(s) // s.group,
+            (s.group,),
+        ),
+        "codebook.lookup": lambda s, grid: Work(
+            2 * _rows(s) + s.batch * s.cold_len + _score_table_bytes(s) // s.group, 4 * _rows(s)
+        ),
+        **_selection(lambda s: s.cold_len, lambda s: s.a2ats_k),
+    },
+    "ctkvr": {
+        "centroid.similarity": lambda s, grid: Work(
+            s.batch * s.query_heads * CENTROIDS * (2 * s.head_dim + 4),
+            4 * s.batch * s.heads * CENTROIDS,
+            (s.group,),
+        ),
+        "centroid.take": lambda s, grid: Work(_listed(s, 3), _listed(s, 4)),
+        # A mark for each id, somewhere in a row of all tokens; rows come in several launches.
+        "centroid.mark": lambda s, grid: Work(_recalled(s, grid) * 5, _recalled(s, grid) * 4),
+        "centroid.keep": lambda s, grid: Work(_recalled(s, grid) * 8, _recalled(s, grid) * 4),
+        "gather_scores.gather_scores": lambda s, grid: Work(
+            s.batch * s.heads * RECALLED * (2 * s.head_dim + 16) + _query_bytes(s),
+            4 * s.batch * s.query_heads * RECALLED,
+        ),
+        **_relevance(lambda s: RECALLED),
+    },
+    "flat": _relevance(lambda s: s.cold_len),
+    "count": {"relevance.count": lambda s, grid: Work(4 * s.batch * s.heads * PARIS_K, 8)},
+    "attend-100": _attention(PARIS_K, 512, "gather_attention.attend"),
+    "attend-2048": _attention(LRQK_K, 512, "gather_attention.attend"),
+    # Codes of a key and a value, and a scale of two bytes for each.
+    "higgs": _attention(LRQK_K, 2 * (HIGGS_BITS * 128 // 8 + 2), "higgs.attend"),
+    "resident": {
+        "resident.assign": lambda s, grid: Work(
+            3 * 4 * s.batch * s.heads * LRQK_K,
+            4 * 4 * s.batch * s.heads * LRQK_K,
+            # The third halves the range of stamps.
+            (1, 1, _HALVINGS, 1),
+        ),
+        "resident.fetch": lambda s, grid: Work(
+            (512 + 16) * s.batch * s.heads * LRQK_K, 512 * s.batch * s.heads * LRQK_K
+        ),
+    },
+    "window": {
+        "prompt_attention.attend": _window,
+        "shared.combine": _combine(WINDOW_LEN, 128, 1),
+    },
+    "merge": {
+        "merge.merge": lambda s, grid: Work(
+            2 * 4 * s.batch * s.query_heads * (s.head_dim + 1), _query_bytes(s)
+        )
+    },
+}
