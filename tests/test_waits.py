@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from hf_kvret.replay import recorders
 from hf_kvret.replay.waits import waits
 
 MESSAGE = "called a synchronizing CUDA operation (Triggered internally at somewhere)"
@@ -117,3 +118,45 @@ def test_a_mode_that_was_on_stays_on(mode: Mode) -> None:
         assert mode.value == 1
     assert mode.value == 2
     mode.set("default")
+
+
+def test_filters_of_another_thread_that_outlast_it_do_no_harm(mode: Mode) -> None:
+    caught = warnings.catch_warnings()
+    with waits():
+        caught.__enter__()
+    # Puts back what stood there in the body.
+    caught.__exit__(None, None, None)
+    with pytest.warns(UserWarning, match="something else"), waits() as found:
+        warnings.warn("something else", stacklevel=1)
+        mode.wait()
+    assert len(found) == 1
+    mode.set("warn")
+    with pytest.warns(UserWarning, match="synchronizing"):
+        mode.wait()
+    mode.set("default")
+
+
+def test_a_mode_that_can_not_be_set_leaves_all_as_it_was(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = warnings.showwarning
+    with monkeypatch.context() as patch:
+        patch.delattr(torch.cuda, "set_sync_debug_mode")
+        with pytest.raises(AttributeError), waits():
+            pass
+    assert warnings.showwarning == before
+    with waits() as found:
+        mode.wait()
+    assert len(found) == 1
+
+
+def test_captures_are_checked_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recorders._capture_options() == {}
+    monkeypatch.setenv(recorders.CHECK_VARIABLE, "1")
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "capture_begin", lambda self, check_input_liveness=False: None
+    )
+    assert recorders._capture_options() == {"check_input_liveness": True}
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda self, pool=None: None)
+    with pytest.raises(RuntimeError, match=r"HF_KVRET_CHECK_CAPTURES=1: torch .* unset it"):
+        recorders._capture_options()

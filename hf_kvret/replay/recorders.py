@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,9 +50,9 @@ class CudaRecorder:
 
     def rehearse(self, step: Callable[[], Any]) -> tuple[Any, str | None]:
         """See ``Recorder.rehearse``. Runs on the capture stream, which gets its workspaces here."""
-        with torch.cuda.device(self._device), _on_capture_stream(self._device), waits() as found:
+        with torch.cuda.device(self._device), _on_capture_stream(self._device), waits() as places:
             result = step()
-        return result, f"a step waits for the device: {found[0]}" if found else None
+        return result, f"a step waits for the device: {places[0]}" if places else None
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """See ``Recorder.record``.
@@ -98,9 +99,10 @@ class CudaRecorder:
         except RuntimeError:
             # The capture was already invalid, and reports it again.
             self._forget(graph)
-        if self._graph is None:
-            # Nothing holds the pool any more.
-            self._pool = torch.cuda.graph_pool_handle()
+        else:
+            if self._graph is None:
+                # Nothing holds the pool any more.
+                self._pool = torch.cuda.graph_pool_handle()
 
     def _forget(self, graph: torch.cuda.CUDAGraph) -> None:
         """Have the allocator forget a capture that could not be ended.
@@ -110,6 +112,10 @@ class CudaRecorder:
         """
         torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         torch._C._cuda_releasePool(self._device.index, self._pool)
+        tracker = getattr(graph, "_tracker", None)
+        if tracker is not None:
+            # A check of captures ends with the capture, which did not end.
+            tracker.stop()
         _invalid_graphs.append(graph)
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -143,8 +149,16 @@ def _on_capture_stream(device: torch.device) -> Iterator[None]:
 
 
 def _capture_options() -> dict[str, bool]:
-    """Of ``capture_begin``, that not every torch has."""
-    return {"check_input_liveness": True} if os.environ.get(CHECK_VARIABLE) == "1" else {}
+    """Of ``capture_begin``. RuntimeError for a check that this torch does not have."""
+    if os.environ.get(CHECK_VARIABLE) != "1":
+        return {}
+    name = "check_input_liveness"
+    if name not in inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters:
+        raise RuntimeError(
+            f"{CHECK_VARIABLE}=1: torch {torch.__version__} can't check captures; unset it, or "
+            "install a newer torch"
+        )
+    return {name: True}
 
 
 @contextmanager

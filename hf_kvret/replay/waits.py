@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any, TextIO
 import torch
 
 _MESSAGE = "called a synchronizing CUDA operation"
+_FILTER = ("always", re.compile(_MESSAGE), Warning, None, 0)
 
 
 @contextmanager
@@ -18,11 +20,12 @@ def waits() -> Iterator[list[str]]:
     """Collects the host synchronizations of this thread in the body, a ``file:line`` each.
 
     torch's debug mode and Python's warnings belong to the process: while any thread is in a body,
-    what others are told about waits is dropped, and all other warnings go their way.
+    what others are told about waits is dropped. A thread that changes the filters of warnings
+    meanwhile may hide waits.
     """
-    found = _watch.begin()
+    places = _watch.begin()
     try:
-        yield found
+        yield places
     finally:
         _watch.end()
 
@@ -32,37 +35,41 @@ class _Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: dict[int, list[list[str]]] = {}
-        self._saved: warnings.catch_warnings[None] | None = None
+        self._places: dict[int, list[list[str]]] = {}
         self._mode = 0
+        # Where warnings go on to. Never this object: ``catch_warnings`` of another thread may put
+        # it back after the end, where the next beginning then comes upon it.
         self._show: Any = None
 
     def begin(self) -> list[str]:
         """Collect for this thread, too."""
-        found: list[str] = []
+        places: list[str] = []
         with self._lock:
-            if self._saved is None:
-                self._mode = torch.cuda.get_sync_debug_mode()
-                self._saved = warnings.catch_warnings()
-                self._saved.__enter__()
-                self._show = warnings.showwarning
-                warnings.filterwarnings("always", message=_MESSAGE)
-                warnings.showwarning = self._note
+            if not self._places:
+                mode = torch.cuda.get_sync_debug_mode()
                 torch.cuda.set_sync_debug_mode("warn")
-            self._found.setdefault(threading.get_ident(), []).append(found)
-        return found
+                self._mode = mode
+                if warnings.showwarning != self._note:
+                    self._show, warnings.showwarning = warnings.showwarning, self._note
+            # First again, whatever others have put there.
+            _remove_filter()
+            warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined]
+            _filters_changed()
+            self._places.setdefault(threading.get_ident(), []).append(places)
+        return places
 
     def end(self) -> None:
         """The newest collection of this thread is over."""
         with self._lock:
-            mine = self._found[threading.get_ident()]
-            mine.pop()
-            if not mine:
-                del self._found[threading.get_ident()]
-            if not self._found and self._saved is not None:
+            own = self._places[threading.get_ident()]
+            own.pop()
+            if not own:
+                del self._places[threading.get_ident()]
+            if not self._places:
+                _remove_filter()
+                if warnings.showwarning == self._note:
+                    warnings.showwarning = self._show
                 torch.cuda.set_sync_debug_mode(self._mode)
-                self._saved.__exit__(None, None, None)
-                self._saved = None
 
     def _note(
         self,
@@ -74,11 +81,22 @@ class _Watch:
         line: str | None = None,
     ) -> None:
         """Called in the thread that warns."""
-        if not str(message).startswith(_MESSAGE):
+        if not self._places or not str(message).startswith(_MESSAGE):
             self._show(message, category, filename, lineno, file, line)
             return
-        for found in self._found.get(threading.get_ident(), []):
-            found.append(f"{filename}:{lineno}")
+        for places in self._places.get(threading.get_ident(), []):
+            places.append(f"{filename}:{lineno}")
+
+
+def _remove_filter() -> None:
+    if _FILTER in warnings.filters:
+        warnings.filters.remove(_FILTER)  # type: ignore[attr-defined]
+        _filters_changed()
+
+
+def _filters_changed() -> None:
+    """Python looks at filters anew for lines that have warned before; not every version has it."""
+    getattr(warnings, "_filters_mutated", lambda: None)()
 
 
 _watch = _Watch()

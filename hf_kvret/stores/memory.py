@@ -86,7 +86,7 @@ class HostMemory(PageMemory):
 
     def __init__(self, device: torch.device, reader: torch.device | None = None) -> None:
         super().__init__(reader or device)
-        if self.device.type == "cuda" and not _reads_host_addresses(self.device.index or 0):
+        if self.device.type == "cuda" and not _reads_host_addresses(_index_of(self.device)):
             raise RuntimeError(
                 f"{self.device} has other addresses for pinned memory than the host, which the "
                 "kernels here do not know of: use store='device', or store='cpu'"
@@ -182,6 +182,10 @@ class SplitMemory(PageMemory):
         self._far.synchronize()
 
 
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 @cache
 def _reads_host_addresses(index: int) -> bool:
     """Whether memory that is registered has one address for the host and GPU ``index``.
@@ -193,7 +197,7 @@ def _reads_host_addresses(index: int) -> bool:
     except OSError:
         return True
     device, answer = ctypes.c_int(), ctypes.c_int(1)
-    if driver.cuDeviceGet(ctypes.byref(device), index) != 0:
+    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(device), index) != 0:
         return True
     status = driver.cuDeviceGetAttribute(ctypes.byref(answer), _USES_HOST_POINTERS, device)
     return status != 0 or bool(answer.value)

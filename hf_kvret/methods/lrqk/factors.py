@@ -141,16 +141,16 @@ def _update(other: Sketch, basis: torch.Tensor, penalty: float) -> torch.Tensor:
 
 
 def _finite(*grams: torch.Tensor) -> list[torch.Tensor]:
-    """The same in fp64; waits for the device once."""
+    """The same in fp64, after one wait for the device. ValueError where one is not finite."""
+    doubles = [gram.double() for gram in grams]
     # In fp64 a sum of finite numbers of a Gram stays finite.
-    sizes = torch.stack([gram.double().abs().sum() for gram in grams])
-    if not bool(torch.isfinite(sizes.sum())):
+    if not bool(torch.isfinite(torch.stack([gram.abs().sum() for gram in doubles]).sum())):
         raise ValueError(
             "queries or keys of this layer are NaN or infinite, or too large for sums of squares "
             "in fp32, so lrqk has no factors for them: run the model in bfloat16 or float32 rather "
             "than float16, or use cache_implementation='paris'"
         )
-    return [gram.double() for gram in grams]
+    return doubles
 
 
 def solve(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
