@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_kvret.testing.simcuda import Simulation, SimulationError, simulated
+from hf_kvret_kernels.paged import PagedRows
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -92,6 +93,22 @@ def test_another_specialisation_within_a_capture_is_found(gpu: Simulation) -> No
             add(x, y, count=count)
             graph.capture_end()
             assert kinds(gpu) == found
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_rows_that_are_read_by_address_are_followed(gpu: Simulation, waits: bool) -> None:
+    pages = torch.zeros(2, 1, 4, 16, device="cuda")
+    table = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
+    ids = torch.zeros(1, 1, 1, 2, dtype=torch.int32, device="cuda")
+    rows, side = PagedRows([pages], table, 8), torch.cuda.Stream()
+    rows.addresses()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        pages.fill_(1.0)
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    rows.gather(ids)
+    assert set(kinds(gpu)) == (set() if waits else {"race"})
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -150,4 +152,30 @@ def test_a_model_can_be_put_on_a_device(gpu: Simulation) -> None:
 def test_numpy_is_refused_as_by_torch(gpu: Simulation) -> None:
     with pytest.raises(TypeError, match="can't convert cuda:0"):
         torch.ones(2, device="cuda").numpy()
-    assert torch.ones(2).numpy().sum() == 2
+    with pytest.raises(TypeError, match="can't convert cuda:0"):
+        np.asarray(torch.ones(2, device="cuda"))
+    assert torch.ones(2).numpy().sum() == np.asarray(torch.ones(2)).sum() == 2
+
+
+def test_copies_of_objects_stay_on_their_device(gpu: Simulation) -> None:
+    module = to_device(torch.nn.Linear(2, 2), "cuda:1")
+    twin = copy.deepcopy(module)
+    assert twin.weight.device.index == 1 and isinstance(twin.weight, torch.nn.Parameter)
+    assert copy.deepcopy(torch.ones(2, device="cuda")).is_cuda
+    assert copy.deepcopy(torch.ones(2)).is_cpu
+
+
+def test_devices_that_are_not_there_are_refused(gpu: Simulation) -> None:
+    for call in (
+        lambda: torch.ones(2, device="cuda:2"),
+        lambda: torch.ones(2).to("cuda:2"),
+        lambda: torch.cuda.set_device(2),
+    ):
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            call()
+
+
+def test_waits_raise_where_torch_was_told_to(gpu: Simulation) -> None:
+    torch.cuda.set_sync_debug_mode("error")
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        torch.ones(2, device="cuda").tolist()

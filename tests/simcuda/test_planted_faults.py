@@ -19,7 +19,7 @@ from hf_kvret.methods.paris.index import ParisIndex
 from hf_kvret.replay import recorders
 from hf_kvret.stores import cpu, memory
 from hf_kvret.stores.paged import PagedStore
-from hf_kvret.testing.simcuda import streams
+from hf_kvret.testing.simcuda import SimulationError, streams
 
 from .cases import Case, Outcome, attempt
 
@@ -247,6 +247,9 @@ def test_without_a_fault_nothing_is_found(case: Case) -> None:
 def signs(outcome: Outcome) -> set[str]:
     """Kinds of findings, ``"wait"`` and ``"eager"`` as in ``Fault.kind``."""
     told = {finding.kind for finding in outcome.gpu.findings}
+    if outcome.error is not None and not isinstance(outcome.error, (SimulationError, ValueError)):
+        # A mistake in the fault itself is no sign of it.
+        raise outcome.error
     if isinstance(outcome.error, ValueError) and "cuda:" in str(outcome.error):
         # The library looked where its tensors lie, and was told.
         told.add("device")

@@ -169,6 +169,51 @@ def test_captures_refuse_what_a_gpu_refuses(gpu: Simulation) -> None:
     assert not torch.cuda.is_current_stream_capturing()
 
 
+def test_only_a_capture_that_ended_well_is_replayed(gpu: Simulation) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
+        graph.replay()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        torch.ones(2, device="cuda").add_(1)
+        graph.capture_end()
+    graph.replay()
+    graph.reset()
+    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
+        graph.replay()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_stays_pinned_while_it_is_copied(gpu: Simulation, waits: bool) -> None:
+    rows, side = torch.zeros(8), torch.cuda.Stream()
+    ones = torch.ones(8, device="cuda")
+    runtime = torch.cuda.cudart()
+    runtime.cudaHostRegister(rows.data_ptr(), rows.nbytes, 0)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        rows.copy_(ones, non_blocking=True)
+    if waits:
+        side.synchronize()
+    runtime.cudaHostUnregister(rows.data_ptr())
+    assert kinds(gpu) == ([] if waits else ["freed"])
+
+
+def test_a_worker_that_fails_is_waited_for_all_the_same(gpu: Simulation) -> None:
+    target = torch.zeros(4)
+
+    def turn() -> None:
+        target.add_(1.0)
+        raise KeyError("broken")
+
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(KeyError, match="broken"):
+            pool.submit(turn).result()
+        target.add_(1.0)
+        assert isinstance(pool.submit(turn).exception(), KeyError)
+        target.add_(1.0)
+    assert not gpu.findings
+
+
 def test_nothing_is_left_behind() -> None:
     before = dict(vars(torch.cuda)), torch.Tensor.record_stream, ThreadPoolExecutor.submit
     with pytest.raises(KeyError), simulated():

@@ -191,6 +191,19 @@ def _numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return tensor.numpy(*args, **kwargs)
 
 
+def _array(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _numpy(tensor).__array__(*args, **kwargs)
+
+
+def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if id(tensor) not in memo:
+        copy = _moved(tensor.detach(), None, copy=True)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+    twin: torch.Tensor = memo[id(tensor)]
+    return twin
+
+
 def _pin_memory(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     out = tensor.clone()
     active().pin(out)
@@ -224,4 +237,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.cuda: _cuda,
     _T.tolist: _tolist,
     _T.numpy: _numpy,
+    _T.__array__: _array,
+    _T.__deepcopy__: _deepcopy,
 }

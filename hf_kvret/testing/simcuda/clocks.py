@@ -88,17 +88,21 @@ class MemoryLog:
         self.reads = {}
         self.writer, self.write = agent.name, Access(agent.seen[agent.name], site)
 
+    def accesses(self) -> dict[str, Access]:
+        """The newest one of each agent since the last write, and that write."""
+        accesses = dict(self.reads)
+        if self.write is not None:
+            accesses.setdefault(self.writer, self.write)
+        return accesses
+
     def unfinished(self) -> list[tuple[str, Access]]:
         """Accesses by other streams, unseen by its own, that the allocator was not told of."""
         home = self.home
         if home is None:
             return []
-        accesses = dict(self.reads)
-        if self.write is not None:
-            accesses.setdefault(self.writer, self.write)
         return [
             (name, access)
-            for name, access in accesses.items()
+            for name, access in self.accesses().items()
             if name.startswith("stream")
             and name not in self.used_by
             and not home.has_seen(name, access.epoch)

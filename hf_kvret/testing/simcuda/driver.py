@@ -31,6 +31,7 @@ _PROPERTIES = types.SimpleNamespace(
     regs_per_multiprocessor=64 << 10,
     L2_cache_size=50 << 20,
 )
+_ALLOCATOR = ("_cuda_endAllocateToPool", "_cuda_releasePool", "_host_emptyCache")
 _MODES = {"default": 0, "warn": 1, "error": 2}
 
 
@@ -48,7 +49,7 @@ class Runtime:
 
     def cudaHostUnregister(self, address: int) -> int:
         """Unpin it; 0 for success."""
-        active().registered.pop(address, None)
+        active().unregister(address)
         return 0
 
 
@@ -69,7 +70,8 @@ def driver(simulation: Simulation) -> Iterator[None]:
     memory = importlib.import_module("hf_kvret.stores.memory")
     replaced = [
         *((torch.cuda, name, answer) for name, answer in _answers(simulation).items()),
-        *((torch._C, name, _nothing) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")),
+        *((torch._C, name, _nothing) for name in _ALLOCATOR),
+        (torch.cuda.graph, "default_capture_stream", None),
         (torch.Tensor, "record_stream", record_stream),
         (interpreter, "__call__", launches.checked(interpreter.__call__)),
         (importlib.import_module("hf_kvret_kernels.paged"), "interpreted", lambda: False),
@@ -94,7 +96,7 @@ def _replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Nothing is to be done."""
+    """For calls that change nothing here."""
 
 
 def _while_it_lasts(simulation: Simulation, finalizer: Callable[..., None]) -> Callable[..., None]:
@@ -117,9 +119,6 @@ def _answers(simulation: Simulation) -> dict[str, Any]:
         seen = streams.begin_work(streams.current_stream(device)).seen
         simulation.wait_for(seen, "torch.cuda.synchronize")
 
-    def set_device(device: Any) -> None:
-        streams.choose_device(device)
-
     return {
         "Stream": streams.Stream,
         "Event": streams.Event,
@@ -128,7 +127,7 @@ def _answers(simulation: Simulation) -> dict[str, Any]:
         "default_stream": streams.default_stream,
         "stream": streams.on_stream,
         "device": streams.on_device,
-        "set_device": set_device,
+        "set_device": streams.choose_device,
         "current_device": lambda: streams.current_device().index,
         "device_count": lambda: simulation.device_count,
         "is_available": lambda: True,
@@ -169,15 +168,17 @@ def _followed_submit(simulation: Simulation, submit: Callable[..., Any]) -> Call
                 finally:
                     end.update(simulation.host().seen)
 
+        def joined(wait: Callable[[float | None], Any]) -> Callable[[float | None], Any]:
+            def waited(timeout: float | None = None) -> Any:
+                try:
+                    return wait(timeout)
+                finally:
+                    simulation.host().join(end)
+
+            return waited
+
         future = submit(pool, run)
-        result = future.result
-
-        def joined(timeout: float | None = None) -> Any:
-            out = result(timeout)
-            simulation.host().join(end)
-            return out
-
-        future.result = joined
+        future.result, future.exception = joined(future.result), joined(future.exception)
         return future
 
     return followed_submit

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_kvret.testing.simcuda.clocks import Agent
+from hf_kvret.testing.simcuda.clocks import MemoryLog
 from hf_kvret.testing.simcuda.simulation import (
     Simulation,
     SimulationError,
@@ -23,7 +23,7 @@ _MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 # Loads of whole vectors begin at multiples of this; Triton makes another kernel elsewhere.
 _ALIGNMENT = 16
 _LARGEST_INT32 = 2**31 - 1
-# The argument of our kernels that holds addresses of pages in host memory.
+# The argument of our kernels that holds addresses of pages.
 _ADDRESSES = "page_address"
 
 
@@ -39,7 +39,7 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
             _check_grid(simulation, name, executor.grid, named)
             _check_specialisation(simulation, name, named, kwargs)
             pages = _page_addresses(named.get(_ADDRESSES))
-            _check_pages(simulation, name, current_stream(place).device, pages)
+            logs = _page_logs(simulation, name, current_stream(place).device, pages)
         simulation.launches[simulation.phase, name] += 1
         agent = begin_work(current_stream(place))
         given = [tensor for value in named.values() for tensor in tensors_in(value)]
@@ -56,7 +56,8 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
             agent, [x for x, written in pairs if not written], False, f"kernel {name}"
         )
         simulation.access(agent, [x for x, written in pairs if written], True, f"kernel {name}")
-        _read_over_the_bus(simulation, agent, name, pages)
+        for log in logs:
+            simulation.note(log, agent, False, f"kernel {name}, by address", site())
 
     return run
 
@@ -139,23 +140,23 @@ def _page_addresses(addresses: Any) -> list[int]:
     return pages
 
 
-def _check_pages(simulation: Simulation, name: str, place: torch.device, pages: list[int]) -> None:
-    """SimulationError for pages whose memory the kernel can't read."""
+def _page_logs(
+    simulation: Simulation, name: str, place: torch.device, pages: list[int]
+) -> list[MemoryLog]:
+    """Of the memory that pages lie in; SimulationError for what the kernel can't read."""
+    logs: dict[int, MemoryLog] = {}
     for page in pages:
-        if page and not simulation.can_read(place, page):
+        log = simulation.memory_at(place, page) if page else None
+        if log is not None:
+            logs[id(log)] = log
+        elif page:
             message = (
                 f"an illegal memory access was encountered: kernel {name} on {place} has the "
                 "address of a page that is neither its own memory nor registered on the host"
             )
             simulation.tell("device", message)
             raise SimulationError(message)
-
-
-def _read_over_the_bus(simulation: Simulation, agent: Agent, name: str, pages: list[int]) -> None:
-    """A kernel that has addresses of registered memory reads what lies there."""
-    for first, (end, log) in list(simulation.registered.items()):
-        if any(first <= page < end for page in pages):
-            simulation.note(log, agent, False, f"kernel {name}, over the bus", site())
+    return list(logs.values())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import sysconfig
 import threading
 import warnings
 import weakref
@@ -18,16 +20,13 @@ from torch.utils._pytree import tree_leaves
 from hf_kvret.testing.simcuda.clocks import Agent, MemoryLog
 
 CPU = torch.device("cpu")
-# Lines of these stand in findings; what simulates does not.
-_TOLD = (
-    "/hf_kvret/",
-    "/hf_kvret_kernels/",
-    "/hf_kvret_model_patches/",
-    "/transformers/",
-    "/tests/",
-)
-_UNTOLD = ("/hf_kvret/testing/simcuda/", "/hf_kvret/testing/tape.py")
+# Of torch's modes for waits: 0 says nothing, 1 warns.
+_RAISES = 2
+# Lines of these don't stand in findings: what simulates, what is simulated, and Python's own.
+_OTHERS = ("/hf_kvret/testing/simcuda/", "/hf_kvret/testing/tape.py", "/torch/", "/triton/")
+_PYTHON = sysconfig.get_path("stdlib")
 _LINES = 4
+_host_numbers = itertools.count()
 
 
 class SimulationError(RuntimeError):
@@ -90,8 +89,8 @@ class Simulation:
         self.default_streams: dict[torch.device, Any] = {}
         # First address and end of host memory that was registered, and the log of its rows.
         self.registered: dict[int, tuple[int, MemoryLog]] = {}
-        # First address and end of memory on the devices.
-        self._on_devices: dict[int, tuple[int, torch.device]] = {}
+        # First address, end, device and log of memory on the devices.
+        self._on_devices: dict[int, tuple[int, torch.device, MemoryLog]] = {}
         # What kernels were specialised for.
         self.specialisations: dict[str, set[Any]] = {}
         self._lock = threading.RLock()
@@ -109,7 +108,7 @@ class Simulation:
         thread = threading.get_ident()
         with self._lock:
             if thread not in self._hosts:
-                self._hosts[thread] = Agent(f"host{len(self._hosts)}")
+                self._hosts[thread] = Agent(f"host{next(_host_numbers)}")
             return self._hosts[thread]
 
     def wait_for(self, seen: dict[str, int], text: str) -> None:
@@ -118,6 +117,8 @@ class Simulation:
             self.refuse_in_capture(text)
         with self._lock:
             self.waits[Wait(self.phase, text, site())] += 1
+        if self.sync_debug == _RAISES:
+            raise RuntimeError(f"called a synchronizing CUDA operation ({text})")
         if self.sync_debug:
             warnings.warn(f"called a synchronizing CUDA operation ({text})", stacklevel=4)
         self.host().join(seen)
@@ -141,26 +142,39 @@ class Simulation:
     def put(self, tensor: torch.Tensor, device: torch.device, home: Agent | None) -> torch.Tensor:
         """The memory of ``tensor`` lies on ``device``, allocated by the stream ``home``."""
         storage: Any = tensor.untyped_storage()
-        if getattr(storage, "simulated_device", None) == device:
+        log = getattr(storage, "simulated_log", None)
+        known = isinstance(log, MemoryLog) and log.owner is self
+        if getattr(storage, "simulated_device", None) == device and known:
             return tensor
         storage.simulated_device = device
         if device.type == "cuda":
             log = MemoryLog(home=home, made_at=site(), owner=self)
             storage.simulated_log = log
             first = storage.data_ptr()
-            self._on_devices[first] = first + storage.nbytes(), device
+            self._on_devices[first] = first + storage.nbytes(), device, log
             weakref.finalize(storage, self._on_devices.pop, first, None).atexit = False
             if home is not None:
                 self._hand_out(home)
                 weakref.finalize(storage, self._take_back, log).atexit = False
         return tensor
 
-    def can_read(self, device: torch.device, address: int) -> bool:
-        """Whether a kernel on ``device`` can: memory of its own, or registered host memory."""
-        if any(first <= address < end for first, (end, _) in self.registered.items()):
-            return True
-        places = list(self._on_devices.items())
-        return any(first <= address < end for first, (end, own) in places if own == device)
+    def memory_at(self, device: torch.device, address: int) -> MemoryLog | None:
+        """The log of what a kernel on ``device`` reads there: its own or registered memory."""
+        for first, (end, log) in list(self.registered.items()):
+            if first <= address < end:
+                return log
+        for first, (end, own, log) in list(self._on_devices.items()):
+            if own == device and first <= address < end:
+                return log
+        return None
+
+    def unregister(self, address: int) -> None:
+        """Host memory is pinned no longer; a stream that may still use it is a finding."""
+        _, log = self.registered.pop(address, (0, None))
+        for name, access in () if log is None else log.accesses().items():
+            if name.startswith("stream") and not self.host().has_seen(name, access.epoch):
+                text = f"host memory was unpinned while {name} may still use it at [{access.site}]"
+                self.tell("freed", text)
 
     def log_of(self, tensor: torch.Tensor) -> MemoryLog:
         """Of the memory of ``tensor``."""
@@ -283,10 +297,16 @@ def site() -> str:
     frame = sys._getframe(1)
     while frame is not None and len(lines) < _LINES:
         name = frame.f_code.co_filename
-        if any(part in name for part in _TOLD) and not any(part in name for part in _UNTOLD):
+        if not _is_others(name):
             lines.append(f"{'/'.join(name.split('/')[-2:])}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(lines)
+
+
+def _is_others(name: str) -> bool:
+    if name.startswith("<") or any(part in name for part in _OTHERS):
+        return True
+    return name.startswith(_PYTHON) and "-packages" not in name
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:

@@ -66,7 +66,7 @@ class Stream:
         self._entered.__enter__()
         return self
 
-    def __exit__(self, *told: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._entered.__exit__(None, None, None)
 
 
@@ -127,7 +127,8 @@ class Graph:
         del args, kwargs
         self._entered = ExitStack()
         self._capture: Capture | None = None
-        self._redo: tuple[Callable[[], None], ...] = ()
+        # None until a capture has ended well.
+        self._redo: tuple[Callable[[], None], ...] | None = None
         self._tape: Any = None
 
     def capture_begin(self, pool: Any = None, **options: Any) -> None:
@@ -139,6 +140,7 @@ class Graph:
         if stream is default_stream(stream.device):
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         self._entered = ExitStack()
+        self._redo = None
         self._capture = simulation.capture = Capture(stream, stream.agent, self._entered.close)
         self._tape = _CaptureTape(self._capture)
         self._entered.enter_context(self._tape)
@@ -147,7 +149,8 @@ class Graph:
     def capture_end(self) -> None:
         """RuntimeError: an operation was refused meanwhile."""
         simulation, capture = active(), self._capture
-        assert capture is not None, "capture_begin comes first"
+        if capture is None:
+            raise RuntimeError("capture_end without capture_begin")
         capture.leave()
         simulation.capture = None
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -160,8 +163,9 @@ class Graph:
 
     def replay(self) -> None:
         """Do the recorded work on the current stream."""
+        if self._redo is None or self._capture is None:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
         simulation, agent = active(), begin_work(current_stream())
-        assert self._capture is not None, "a graph that was captured"
         for log, writes, what in self._capture.accesses:
             simulation.note(log, agent, writes, f"replayed {what}", site())
         with torch.inference_mode(), _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -169,7 +173,8 @@ class Graph:
                 redo()
 
     def reset(self) -> None:
-        """Nothing is held."""
+        """Forget the work."""
+        self._capture = self._redo = None
 
 
 def begin_work(stream: Stream) -> Agent:
@@ -184,7 +189,15 @@ def device_named(device: Any) -> torch.device:
     if device is None:
         return current_device()
     place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return current_device() if place.type == "cuda" and place.index is None else place
+    if place.type != "cuda":
+        return place
+    if place.index is None:
+        return current_device()
+    if place.index >= active().device_count:
+        raise RuntimeError(
+            f"CUDA error: invalid device ordinal: {place} of {active().device_count}"
+        )
+    return place
 
 
 def current_device() -> torch.device:
