@@ -39,6 +39,12 @@ class Rows:
             ]
         return cls(start, *buffers)
 
+    def to(self, device: torch.device) -> Rows:
+        """The same on a device; these themselves if they lie there."""
+        if self.keys.device == device:
+            return self
+        return Rows(self.start, self.keys.to(device), self.values.to(device))
+
     @property
     def end(self) -> int:
         """Slot after the last token."""

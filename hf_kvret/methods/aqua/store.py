@@ -243,7 +243,7 @@ class AquaStore(DecodedStore):
 
     def _lend_below(self, first: int, last: int) -> Rows | None:
         below = self._source_store()
-        return None if below is None else below._lend(first, last)
+        return None if below is None else below._lend(first, last).to(self.memory.device)
 
     def _take_below(self, first: int, last: int) -> Rows | None:
         """Take over the reconstruction of the layer below, if it has exactly these slots."""
@@ -256,7 +256,7 @@ class AquaStore(DecodedStore):
         ):
             return None
         below._reconstruction = None
-        return reconstruction
+        return reconstruction.to(self.memory.device)
 
     def _positions_of(self, first: int, last: int) -> torch.Tensor | None:
         if self._coder is None or not self._coder.turns:
@@ -266,7 +266,8 @@ class AquaStore(DecodedStore):
             if not isinstance(below, AquaStore):
                 raise self._wrong_store_below(below)
             store = below
-        return store._positions.rows[:, 0, first:last]
+        # Layers of a model may lie on several devices.
+        return store._positions.rows[:, 0, first:last].to(self.memory.device)
 
     def _keep_positions(self, block: TokenBlock) -> None:
         if block.positions is None:
