@@ -27,8 +27,8 @@ from hf_kvret.replay.recorders import RECORDERS
 from hf_kvret_kernels._dispatch import prefer
 
 _aten = torch.ops.aten
-# Operations that wait for the device, or whose result has as many elements as the data says.
-_FORBIDDEN = {
+# Operations that wait for the device, most of them for the number of elements of their result.
+_WAITING = {
     _aten._local_scalar_dense: "reads a number of the device (item, int, bool)",
     _aten.nonzero: "has a shape that depends on data",
     _aten.masked_select: "has a shape that depends on data",
@@ -41,6 +41,9 @@ _FORBIDDEN = {
     _aten.allclose: "reads a number of the device",
     _aten.multinomial: "checks its probabilities on the host",
     _aten._linalg_check_errors: "checks on the host whether the matrix could be solved",
+}
+# Others that can't be captured.
+_FORBIDDEN = {
     _aten.lift_fresh: "copies numbers of the host to the device (torch.tensor)",
     _aten.resize_: "moves memory",
     _aten.set_: "moves memory",
@@ -125,14 +128,14 @@ class Tape(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if _is_composite(func):
+        if is_composite(func):
             # In inference mode these come whole, and what they are made of would not be seen.
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         _check(func, args, kwargs)
-        self.save(_written(func, args, kwargs))
+        self.save(written_by(func, args, kwargs))
         out = func(*args, **kwargs)
         read = {_memory(tensor) for tensor in _tensors((args, kwargs))}
         fresh = [tensor for tensor in _tensors(out) if _memory(tensor) not in read]
@@ -192,27 +195,33 @@ def noted_launches(tape: Tape) -> Iterator[None]:
 
 
 @cache
-def _is_composite(func: Any) -> bool:
+def is_composite(func: Any) -> bool:
+    """Whether it is made of other operations, which inference mode hides."""
     key = "CompositeImplicitAutograd"
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
 
-def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def why_it_waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why the host waits for the device in this operation; None where it does not."""
     packet = func.overloadpacket
-    reason = _FORBIDDEN.get(packet)
     if packet in (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_):
         masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
-        reason = "takes a mask as an index" if masks else None
+        return "takes a mask as an index" if masks else None
     if packet is _aten.histc and not any((*args[2:], kwargs.get("min"), kwargs.get("max"))):
-        reason = "reads the limits that it was not given"
+        return "reads the limits that it was not given"
     counted = func in (_aten.repeat_interleave.Tensor, _aten.repeat_interleave.self_Tensor)
     if counted and kwargs.get("output_size") is None:
-        reason = "has a shape that depends on data"
+        return "has a shape that depends on data"
+    return _WAITING.get(packet)
+
+
+def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    reason = why_it_waits(func, args, kwargs) or _FORBIDDEN.get(func.overloadpacket)
     if reason is not None:
         raise CaptureError(f"{func} {reason}")
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments that ``func`` writes to."""
     named = [(argument.name, argument) for argument in func._schema.arguments]
     values = dict(zip([name for name, _ in named], args, strict=False)) | kwargs

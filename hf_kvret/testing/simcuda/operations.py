@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,23 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_kvret.testing.simcuda.clocks import Agent
 from hf_kvret.testing.simcuda.simulation import CPU, SimulationError, active, tensors_in
 from hf_kvret.testing.simcuda.streams import begin_work, current_stream
+from hf_kvret.testing.tape import is_composite, why_it_waits, written_by
 
 _aten = torch.ops.aten
-# These make the host wait where their tensors lie on a GPU.
-_WAITING = {
-    _aten._local_scalar_dense: "item, int or bool of a tensor",
-    _aten.nonzero: "nonzero",
-    _aten.masked_select: "masked_select",
-    _aten._unique2: "unique",
-    _aten.unique_dim: "unique",
-    _aten.unique_consecutive: "unique_consecutive",
-    _aten.bincount: "bincount",
-    _aten.equal: "equal",
-    _aten.is_nonzero: "is_nonzero",
-    _aten.allclose: "allclose",
-    _aten.multinomial: "multinomial",
-    _aten._linalg_check_errors: "linalg: checks for errors",
-}
 _VIEWS = {_aten.detach, _aten.alias, _aten.lift_fresh}
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 _COPYING = {_aten.copy_, _aten._copy_from}
@@ -67,19 +52,20 @@ class Operations(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if _is_composite(func):
+        if is_composite(func):
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         packet, given = func.overloadpacket, tensors_in((args, kwargs))
         place = _place_of(func, args, given)
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if packet in _COPYING:
             agent = _copying(args[0], args[1], bool(kwargs.get("non_blocking", _third(args))))
         else:
-            if place is not None and place.type == "cuda":
-                _wait_where_due(func, args, kwargs, place)
+            reason = why_it_waits(func, args, kwargs)
+            if reason is not None and place is not None and place.type == "cuda":
+                active().wait_for(begin_work(current_stream(place)).seen, f"{func} {reason}")
             agent = _agent_on(place or asked.device or CPU)
         simulation = active()
         if not (func.is_view or packet in _VIEWS):
@@ -144,22 +130,6 @@ def _is_index(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
     return any(tensor is index for index in args[1])
 
 
-def _wait_where_due(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: torch.device
-) -> None:
-    packet, reason = func.overloadpacket, _WAITING.get(func.overloadpacket)
-    if packet in _INDEXING:
-        masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
-        reason = "a mask as an index" if masks else None
-    counted = func in (_aten.repeat_interleave.Tensor, _aten.repeat_interleave.self_Tensor)
-    if counted and kwargs.get("output_size") is None:
-        reason = "repeat_interleave without output_size"
-    if packet is _aten.histc and not any((*args[2:], kwargs.get("min"), kwargs.get("max"))):
-        reason = "histc without limits"
-    if reason is not None:
-        active().wait_for(begin_work(current_stream(place)).seen, reason)
-
-
 def _agent_on(place: torch.device) -> Agent:
     """Who does this thread's next work on a device."""
     if place.type == "cuda":
@@ -206,30 +176,3 @@ def _copying(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> 
 def _is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
     contiguous = target.is_contiguous() and source.is_contiguous()
     return contiguous and target.dtype == source.dtype and target.shape == source.shape
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments that ``func`` writes to."""
-    names = _written_names(func)
-    values = dict(zip(_names(func), args, strict=False)) | kwargs
-    return tensors_in([values[name] for name in names if name in values])
-
-
-@cache
-def _names(func: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in func._schema.arguments)
-
-
-@cache
-def _written_names(func: Any) -> tuple[str, ...]:
-    return tuple(
-        argument.name
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-@cache
-def _is_composite(func: Any) -> bool:
-    key = "CompositeImplicitAutograd"
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
