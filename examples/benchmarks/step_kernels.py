@@ -99,34 +99,27 @@ class StepShape:
 
 
 def _paris(shape: StepShape) -> None:
-    from hf_kvret_kernels.paris import (
-        triton_candidates,
-        triton_collide,
-        triton_encode,
-        triton_rerank,
-    )
-    from hf_kvret_kernels.relevance import triton_shares
-    from hf_kvret_kernels.top_k import triton_block
-
     grouped = shape.query().view(shape.batch, shape.heads, shape.group, 1, shape.head_dim)
-    signs = torch.empty(shape.head_dim, device=_META)
-    rotated = triton_encode.rotate(grouped.transpose(2, 3), signs)
     codes = paris.ParisCodes(
         shape.tokens(16, dtype=torch.uint8),
         shape.tokens(48, dtype=torch.uint8),
         shape.tokens(16, dtype=_HALF),
     )
     counts = torch.empty(shape.batch, shape.heads, 16, 256, dtype=torch.int32, device=_META)
-    shares = tuple(round(1_000_000 * PARIS_RHO * tier) for tier in PARIS_SHARES)
-    points, histogram = triton_collide.collisions(
-        rotated, counts, codes.sign, shares, 8, shape.valid()
+    paris.search(
+        grouped.transpose(2, 3),
+        torch.empty(shape.head_dim, device=_META),
+        codes,
+        counts,
+        torch.empty(8, device=_META),
+        PARIS_K,
+        survivors=shape.candidates,
+        rho=PARIS_RHO,
+        tiers=PARIS_SHARES,
+        valid=shape.valid(),
+        scale=shape.scale,
+        backend="triton",
     )
-    kept = triton_candidates.candidates(points, histogram, shape.candidates)
-    levels = torch.empty(8, device=_META)
-    scores = triton_rerank.rerank(rotated, codes, kept, levels, 8, shape.scale, None, None)
-    in_one = shape.candidates <= triton_block.MOST
-    best_ids = triton_block.best_ids if in_one else triton_shares.best_ids
-    best_ids(scores, kept, PARIS_K)
 
 
 def _lrqk(shape: StepShape) -> None:
