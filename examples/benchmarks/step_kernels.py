@@ -28,6 +28,7 @@ PARIS_RHO, PARIS_BETA = 0.20, 0.10
 PARIS_K, LRQK_K, LRQK_RANK, HIGGS_BITS = 100, 2048, 32, 4
 A2ATS_RATIO, CODEWORDS = 0.06, 4096
 CENTROIDS, NPROBE, LIST_LEN, PENDING = 2048, 4, 2560, 512
+CTKVR_K = FLAT_K = 1024
 RECALLED = NPROBE * LIST_LEN + PENDING
 """Tokens that CTkvr compares by their keys."""
 
@@ -250,3 +251,96 @@ PARTS: dict[str, Callable[[StepShape], None]] = {
     "merge": _merge,
 }
 """By name: what launches the kernels of a part. One more needs its work in ``step_work``."""
+
+ATTENDED = {"attend-100": PARIS_K, "attend-2048": LRQK_K, "higgs": LRQK_K}
+"""Rows of a KV head that a part attends to; steps that select more or fewer scale its bytes."""
+
+
+@dataclass(frozen=True)
+class MethodStep:
+    """A layer's decode step of a method: whose kernels it takes.
+
+    Attributes:
+        parts: of ``PARTS``, in the order in which they are launched.
+        selected: rows of a KV head that are attended to.
+        compared: of which a search reads the keys in the store.
+        torch_launches: operations of torch in the index, as ``bench step`` counts them, less the
+            Triton kernels.
+        torch_bytes: that these move; 0 where they are small.
+        replayed: whether a CUDA graph holds the step.
+        hosted: whether rows may lie in pinned host memory instead.
+    """
+
+    parts: tuple[str, ...]
+    selected: Callable[[StepShape], int]
+    compared: int = 0
+    torch_launches: int = 0
+    torch_bytes: Callable[[StepShape], int] = lambda shape: 0
+    replayed: bool = True
+    hosted: bool = True
+
+
+def _flat_bytes(shape: StepShape) -> int:
+    """Keys are copied to fp32 for their product; scores scaled, masked, and selected from."""
+    tokens = shape.batch * shape.cold_len
+    keys = shape.heads * shape.head_dim * (2 + 4 + 4)
+    scores = 4 * (shape.query_heads * (1 + 2 + 2) + shape.heads * 5)
+    return tokens * (keys + scores)
+
+
+def _encode_bytes(shape: StepShape) -> int:
+    """A²ATS compares the new key with all codewords."""
+    return 2 * shape.heads * CODEWORDS * shape.head_dim
+
+
+STEPS: dict[str, MethodStep] = {
+    "paris": MethodStep(("paris", "count", "attend-100", "window", "merge"), lambda shape: PARIS_K),
+    "lrqk": MethodStep(
+        ("lrqk", "count", "attend-2048", "window", "merge"), lambda shape: LRQK_K, torch_launches=5
+    ),
+    "lrqk:store=higgs": MethodStep(
+        ("lrqk", "count", "higgs", "window", "merge"),
+        lambda shape: LRQK_K,
+        torch_launches=5,
+        hosted=False,
+    ),
+    "a2ats": MethodStep(
+        ("a2ats", "count", "attend-2048", "window", "merge"),
+        lambda shape: shape.a2ats_k,
+        torch_launches=48,
+        torch_bytes=_encode_bytes,
+        replayed=False,
+    ),
+    "ctkvr": MethodStep(
+        ("ctkvr", "count", "attend-2048", "window", "merge"),
+        lambda shape: CTKVR_K,
+        compared=RECALLED,
+        torch_launches=17,
+        replayed=False,
+    ),
+    # A top-k of torch over long rows is 15 kernels: two for each of four digits, then counts,
+    # sums of these, the selection, a sort.
+    "flat": MethodStep(
+        ("flat", "count", "attend-2048", "window", "merge"),
+        lambda shape: FLAT_K,
+        torch_launches=9 + 15,
+        torch_bytes=_flat_bytes,
+    ),
+}
+"""By the cache's name. A part that vanishes from ``PARTS`` must go here too."""
+
+_UNKNOWN = {part for step in STEPS.values() for part in step.parts}.difference(PARTS)
+assert not _UNKNOWN, f"STEPS names parts that PARTS has not: {', '.join(sorted(_UNKNOWN))}"
+
+FIRST_STEPS: dict[str, tuple[str, ...]] = {
+    name: (search, "count", attend, "window", "merge")
+    for name, search, attend in (
+        ("paris", "paris", "attend-100"),
+        ("lrqk", "lrqk", "attend-2048"),
+        ("lrqk:store=higgs", "lrqk", "higgs"),
+        ("a2ats", "a2ats", "attend-2048"),
+        ("ctkvr", "ctkvr", "attend-2048"),
+        ("flat", "flat", "attend-2048"),
+    )
+}
+"""Parts of a step in results of ``bench machine-code`` that don't say theirs: the first ones."""
