@@ -253,7 +253,8 @@ PARTS: dict[str, Callable[[StepShape], None]] = {
 """By name: what launches the kernels of a part. One more needs its work in ``step_work``."""
 
 ATTENDED = {"attend-100": PARIS_K, "attend-2048": LRQK_K, "higgs": LRQK_K}
-"""Rows of a KV head that a part attends to; steps that select more or fewer scale its bytes."""
+"""Rows of a KV head that a part attends to. Where a step selects others, its largest kernel is
+scaled. Parts that only earlier results have stay here."""
 
 
 @dataclass(frozen=True)
