@@ -13,7 +13,7 @@ from compile_step import check_tools, compile_parts, tool_versions
 from kernel_launch import Launch
 from machine_model import H200
 from machine_tables import machine_table, plot_machine
-from step_kernels import LEAST_CONTEXT, PARTS, STEPS, StepShape
+from step_kernels import LEAST_CONTEXT, PARTS, StepShape, told_steps
 from step_work import work_of
 
 from hf_kvret.benchmark import timed
@@ -69,8 +69,7 @@ class MachineCodeOfStep(timed.TimedTogether):
             )
 
     def setup(self) -> dict[str, Any]:
-        steps = {name: list(step.parts) for name, step in STEPS.items()}
-        return chip_figures() | tool_versions() | {"steps": steps}
+        return chip_figures() | tool_versions() | {"steps": told_steps()}
 
     def cells(self) -> list[Cell]:
         return [

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from bench_machine_code import MachineCodeOfStep, chip_figures, kernel_row, load_kernels
 from compile_step import check_tools, compile_parts, tool_versions
 from machine_model import ASSUMPTIONS
-from step_kernels import LEAST_CONTEXT, STEPS, StepShape
-from step_model import FULL, ModelSizes, full_row, parts_of, step_row
+from step_kernels import LEAST_CONTEXT, STEPS, StepShape, told_steps
+from step_model import FULL, ModelSizes, full_row, launches_of, step_row
 from step_tables import plot_step, step_table
 
 from hf_kvret.benchmark import timed
@@ -126,7 +126,7 @@ class ModelledStep(timed.TimedTogether):
         """Of all caches of a size; one process compiles their kernels, where no file has them."""
         kernels = self._saved
         if kernels is None:
-            kernels = Results(MachineCodeOfStep.title(), chip_figures() | {"steps": _steps()})
+            kernels = Results(MachineCodeOfStep.title(), chip_figures() | {"steps": told_steps()})
             context, batch = group[0]["context"], group[0]["batch"]
             if self._asked:
                 progress.say(f"{len(self._asked)} parts at {context:,} tokens: compiling")
@@ -154,7 +154,7 @@ class ModelledStep(timed.TimedTogether):
     @property
     def _asked(self) -> list[str]:
         """Parts of the caches."""
-        steps = (STEPS[cache].parts for cache in self.caches if cache != FULL)
+        steps = (STEPS[cache].launched.parts for cache in self.caches if cache != FULL)
         return list(dict.fromkeys(part for parts in steps for part in parts))
 
     @cached_property
@@ -167,11 +167,11 @@ class ModelledStep(timed.TimedTogether):
         if self.kernels is None:
             return None
         results = load_kernels("--kernels", self.kernels)
-        unknown = [one for one in self.caches if one != FULL and parts_of(results, one) is None]
+        unknown = [one for one in self.caches if one != FULL and launches_of(results, one) is None]
         if unknown:
             raise ValueError(
-                f"--kernels {self.kernels} says of no step of {', '.join(unknown)} what its parts "
-                "are: make it again with hf-kvret bench kernels --compile-only, or leave "
+                f"--kernels {self.kernels} does not tell what a step of {', '.join(unknown)} "
+                "launches: make it again with hf-kvret bench kernels --compile-only, or leave "
                 "them out of --caches"
             )
         return results
@@ -198,10 +198,6 @@ def check_compiler() -> None:
             f"{error}. Or give the machine code of an earlier run: "
             "--kernels docs/results/kernels_sm90.json"
         ) from error
-
-
-def _steps() -> dict[str, list[str]]:
-    return {name: list(step.parts) for name, step in STEPS.items()}
 
 
 def _named(file: Path) -> str:

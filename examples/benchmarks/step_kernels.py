@@ -6,9 +6,11 @@ shapes and strides, and no memory.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -258,90 +260,90 @@ scaled. Parts that only earlier results have stay here."""
 
 
 @dataclass(frozen=True)
-class MethodStep:
-    """A layer's decode step of a method: whose kernels it takes.
+class LayerLaunches:
+    """What a layer's decode step launches for the cache, besides taking in the token.
 
     Attributes:
         parts: of ``PARTS``, in the order in which they are launched.
+        torch_launches: operations of torch in the index, as ``bench step`` counts them less the
+            Triton kernels; those of torch with several kernels count as these.
+        torch_bytes: that they move in a step, and ``torch_token_bytes`` for each cold token of a
+            sequence; 0 where they are small.
+    """
+
+    parts: tuple[str, ...]
+    torch_launches: int = 0
+    torch_bytes: int = 0
+    torch_token_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class MethodStep:
+    """A layer's decode step of a method.
+
+    Attributes:
+        launched: in this version.
         selected: rows of a KV head that are attended to.
-        compared: of which a search reads the keys in the store.
-        torch_launches: operations of torch in the index, as ``bench step`` counts them, less the
-            Triton kernels.
-        torch_bytes: that these move; 0 where they are small.
+        compared: rows of which a search reads the keys in the store.
         replayed: whether a CUDA graph holds the step.
         hosted: whether rows may lie in pinned host memory instead.
     """
 
-    parts: tuple[str, ...]
+    launched: LayerLaunches
     selected: Callable[[StepShape], int]
     compared: int = 0
-    torch_launches: int = 0
-    torch_bytes: Callable[[StepShape], int] = lambda shape: 0
     replayed: bool = True
     hosted: bool = True
 
 
-def _flat_bytes(shape: StepShape) -> int:
-    """Keys are copied to fp32 for their product; scores scaled, masked, and selected from."""
-    tokens = shape.batch * shape.cold_len
-    keys = shape.heads * shape.head_dim * (2 + 4 + 4)
-    scores = 4 * (shape.query_heads * (1 + 2 + 2) + shape.heads * 5)
-    return tokens * (keys + scores)
-
-
-def _encode_bytes(shape: StepShape) -> int:
-    """A²ATS compares the new key with all codewords."""
-    return 2 * shape.heads * CODEWORDS * shape.head_dim
-
-
 STEPS: dict[str, MethodStep] = {
-    "paris": MethodStep(("paris", "count", "attend-100", "window", "merge"), lambda shape: PARIS_K),
+    "paris": MethodStep(
+        LayerLaunches(("paris", "count", "attend-100", "window", "merge")), lambda shape: PARIS_K
+    ),
     "lrqk": MethodStep(
-        ("lrqk", "count", "attend-2048", "window", "merge"), lambda shape: LRQK_K, torch_launches=5
+        LayerLaunches(("lrqk", "count", "attend-2048", "window", "merge"), torch_launches=5),
+        lambda shape: LRQK_K,
     ),
     "lrqk:store=higgs": MethodStep(
-        ("lrqk", "count", "higgs", "window", "merge"),
+        LayerLaunches(("lrqk", "count", "higgs", "window", "merge"), torch_launches=5),
         lambda shape: LRQK_K,
-        torch_launches=5,
         hosted=False,
     ),
     "a2ats": MethodStep(
-        ("a2ats", "count", "attend-2048", "window", "merge"),
+        LayerLaunches(
+            ("a2ats", "count", "attend-2048", "window", "merge"),
+            torch_launches=48,
+            # The new key is compared with all codewords of 8 heads.
+            torch_bytes=2 * 8 * 128 * CODEWORDS,
+        ),
         lambda shape: shape.a2ats_k,
-        torch_launches=48,
-        torch_bytes=_encode_bytes,
         replayed=False,
     ),
     "ctkvr": MethodStep(
-        ("ctkvr", "count", "attend-2048", "window", "merge"),
+        LayerLaunches(("ctkvr", "count", "attend-2048", "window", "merge"), torch_launches=17),
         lambda shape: CTKVR_K,
         compared=RECALLED,
-        torch_launches=17,
         replayed=False,
     ),
-    # A top-k of torch over long rows is 15 kernels: two for each of four digits, then counts,
-    # sums of these, the selection, a sort.
     "flat": MethodStep(
-        ("flat", "count", "attend-2048", "window", "merge"),
+        LayerLaunches(
+            ("flat", "count", "attend-2048", "window", "merge"),
+            # A top-k of torch over long rows is 15 kernels: two for each of four digits, then
+            # counts, sums of these, the selection, a sort.
+            torch_launches=9 + 15,
+            # Keys of 8 heads are copied to fp32 and read again for the product; scores of 32 query
+            # heads are written, scaled and masked, and those of 8 heads read five times.
+            torch_token_bytes=8 * 128 * (2 + 4 + 4) + 4 * (32 * (1 + 2 + 2) + 8 * 5),
+        ),
         lambda shape: FLAT_K,
-        torch_launches=9 + 15,
-        torch_bytes=_flat_bytes,
     ),
 }
 """By the cache's name. A part that vanishes from ``PARTS`` must go here too."""
 
-_UNKNOWN = {part for step in STEPS.values() for part in step.parts}.difference(PARTS)
+_UNKNOWN = {part for step in STEPS.values() for part in step.launched.parts}.difference(PARTS)
 assert not _UNKNOWN, f"STEPS names parts that PARTS has not: {', '.join(sorted(_UNKNOWN))}"
 
-FIRST_STEPS: dict[str, tuple[str, ...]] = {
-    name: (search, "count", attend, "window", "merge")
-    for name, search, attend in (
-        ("paris", "paris", "attend-100"),
-        ("lrqk", "lrqk", "attend-2048"),
-        ("lrqk:store=higgs", "lrqk", "higgs"),
-        ("a2ats", "a2ats", "attend-2048"),
-        ("ctkvr", "ctkvr", "attend-2048"),
-        ("flat", "flat", "attend-2048"),
-    )
-}
-"""Parts of a step in results of ``bench machine-code`` that don't say theirs: the first ones."""
+
+def told_steps() -> dict[str, dict[str, Any]]:
+    """What steps launch in this version, as plain JSON values, for results to keep."""
+    return {name: json.loads(json.dumps(asdict(step.launched))) for name, step in STEPS.items()}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from machine_model import H200, QUICK, SLOW, Pace
-from step_kernels import ATTENDED, FIRST_STEPS, STEPS, MethodStep, StepShape
+from step_kernels import ATTENDED, STEPS, LayerLaunches, MethodStep, StepShape
 
 from hf_kvret.evaluation.measurement import Row
 from hf_kvret.evaluation.results import Results
@@ -21,6 +21,16 @@ FULL = "static"
 NORMS = ("norms", "rotations")
 """The model's own small kernels that a fused implementation would be rid of."""
 _TYPE_BYTES = 2
+
+FIRST_LAUNCHES = {
+    "paris": LayerLaunches(("paris", "count", "attend-100", "window", "merge")),
+    "lrqk": LayerLaunches(("lrqk", "count", "attend-2048", "window", "merge"), 5),
+    "lrqk:store=higgs": LayerLaunches(("lrqk", "count", "higgs", "window", "merge"), 5),
+    "a2ats": LayerLaunches(("a2ats", "count", "attend-2048", "window", "merge"), 48, 8_388_608),
+    "ctkvr": LayerLaunches(("ctkvr", "count", "attend-2048", "window", "merge"), 17),
+    "flat": LayerLaunches(("flat", "count", "attend-2048", "window", "merge"), 24, 0, 11_040),
+}
+"""Of results of ``bench machine-code`` that don't tell their steps: those of the first kernels."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +127,12 @@ class ModelSizes:
         return Kernels(FULL, 2 * self.layers, H200.dram_seconds(size))
 
 
-def parts_of(kernels: Results, cache: str) -> tuple[str, ...] | None:
-    """Parts of a step in results of ``bench machine-code``; None where they know no such cache."""
-    steps = kernels.setup.get("steps", FIRST_STEPS)
-    return tuple(steps[cache]) if cache in steps else None
+def launches_of(kernels: Results, cache: str) -> LayerLaunches | None:
+    """Of a step in results of ``bench machine-code``; None where they know no such cache."""
+    if "steps" not in kernels.setup:
+        return FIRST_LAUNCHES.get(cache)
+    told = kernels.setup["steps"].get(cache)
+    return None if told is None else LayerLaunches(**(told | {"parts": tuple(told["parts"])}))
 
 
 def own_kernels(
@@ -176,12 +188,13 @@ def step_row(cache: str, kernels: Results, model: ModelSizes, shape: StepShape) 
     Raises:
         ValueError: as ``own_kernels``.
     """
-    parts, step = parts_of(kernels, cache), STEPS[cache]
-    if parts is None:
+    launched, step = launches_of(kernels, cache), STEPS[cache]
+    if launched is None:
         return None
-    ours = own_kernels(parts, kernels, step, shape, model.layers)
-    torch_seconds = model.layers * H200.dram_seconds(step.torch_bytes(shape))
-    torch = [Kernels("torch", model.layers * step.torch_launches, torch_seconds)]
+    ours = own_kernels(launched.parts, kernels, step, shape, model.layers)
+    moved = launched.torch_bytes + shape.batch * shape.cold_len * launched.torch_token_bytes
+    torch_seconds = model.layers * H200.dram_seconds(moved)
+    torch = [Kernels("torch", model.layers * launched.torch_launches, torch_seconds)]
     row = _row(model, shape.batch, ours, torch) | {"replayed": step.replayed}
     if step.hosted:
         key = _TYPE_BYTES * shape.head_dim

@@ -20,8 +20,8 @@ from bench_machine_code import MachineCodeOfStep, chip_figures
 from bench_step_modelled import ModelledStep
 from kernel_launch import Block, Launch
 from machine_model import ASSUMPTIONS, H200, QUICK, SLOW, Pace
-from step_kernels import ATTENDED, FIRST_STEPS, PARTS, STEPS, StepShape
-from step_model import ModelSizes, full_row, step_row
+from step_kernels import ATTENDED, PARTS, STEPS, StepShape, told_steps
+from step_model import FIRST_LAUNCHES, ModelSizes, full_row, step_row
 from step_ops import counted_ops
 from transformers.models.llama import modeling_llama
 
@@ -59,6 +59,12 @@ def kernels_file(
             row = {"kernels": [kernel | {"issue_seconds": seconds / 2}]}
             results.add({"cache": part, "context": CONTEXT, "batch": 1}, row)
     return path
+
+
+def tells(*parts: str, torch_launches: int = 0) -> dict[str, Any]:
+    """What results tell of a step."""
+    none = {"torch_bytes": 0, "torch_token_bytes": 0}
+    return {"parts": list(parts), "torch_launches": torch_launches} | none
 
 
 def cells(file: Path) -> dict[str, dict[str, Any]]:
@@ -125,13 +131,19 @@ def test_a_step_of_a_method_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert row is not None
     # Five parts, a kernel each in two layers: 80 seconds at half of the bandwidth, and two gaps.
     assert row["kernel_seconds"][0] == 5 * (160 + 2) and row["launches_a_layer"] == 5
-    assert row["torch_seconds"][0] == 2 * STEPS["lrqk"].torch_launches * 11
+    assert row["torch_seconds"][0] == 2 * STEPS["lrqk"].launched.torch_launches * 11
     assert row["host_bytes"] == 2 * 8 * 2048 * 512 and row["replayed"]
     assert row["host_seconds"][0] == row["seconds"][0] + row["host_bytes"]
     # Half of the rows that the part attends to; keys of the others are compared.
     ctkvr = step_row("ctkvr", kernels, TINY, shape)
     assert ctkvr is not None and ctkvr["kernel_seconds"][0] == 4 * (160 + 2) + 80 + 2
     assert ctkvr["host_bytes"] == 2 * 8 * (1024 * 512 + step_kernels.RECALLED * 256)
+    # Keys: read, written, read; scores: written, read and written twice, those of heads read.
+    moved = shape.cold_len * (8 * 128 * 10 + 32 * 4 * 5 + 8 * 4 * 5)
+    bare = Pace(0.0, 0.0, 1.0, 1.0)
+    monkeypatch.setattr(step_model, "QUICK", bare)
+    row = step_row("flat", kernels, TINY, shape)
+    assert row is not None and row["torch_seconds"][0] == pytest.approx(2 * moved / H200.bandwidth)
     higgs = step_row("lrqk:store=higgs", kernels, TINY, shape)
     assert higgs is not None and "host_seconds" not in higgs
 
@@ -169,12 +181,12 @@ def test_small_kernels_are_what_transformers_launches() -> None:
 
 
 def test_every_part_is_in_a_step_or_depends_on_what_is_hit() -> None:
-    named = {part for step in STEPS.values() for part in step.parts}
+    named = {part for step in STEPS.values() for part in step.launched.parts}
     assert set(PARTS) - named == {"resident"} and named <= set(PARTS)
     # One part of each step attends to what was selected, also in earlier results.
-    for parts in (*(step.parts for step in STEPS.values()), *FIRST_STEPS.values()):
-        assert len(set(parts) & set(ATTENDED)) == 1
-    assert all(name.partition(":")[0] in bench_caches() for name in (*STEPS, *FIRST_STEPS))
+    for launched in (*(step.launched for step in STEPS.values()), *FIRST_LAUNCHES.values()):
+        assert len(set(launched.parts) & set(ATTENDED)) == 1
+    assert all(name.partition(":")[0] in bench_caches() for name in (*STEPS, *FIRST_LAUNCHES))
 
 
 def test_steps_have_the_methods_own_numbers() -> None:
@@ -194,9 +206,7 @@ def test_steps_have_the_methods_own_numbers() -> None:
 
 
 def test_rows_table_picture_and_page(tmp_path: Path, bench: Run) -> None:
-    new = kernels_file(
-        tmp_path / "new.json", 1e-5, {"paris": ["paris", "window"], "lrqk": ["lrqk"]}
-    )
+    new = kernels_file(tmp_path / "new.json", 1e-5, {"paris": tells("paris", "window")})
     old = kernels_file(tmp_path / "old.json", 2e-5)
     (pages := tmp_path / "pages").mkdir()
     file = pages / "step.json"
@@ -252,7 +262,7 @@ def test_parts_are_compiled_where_no_file_has_them(
     monkeypatch.setattr(bench_step_modelled, "tool_versions", lambda: versions)
     file = tmp_path / "step.json"
     assert bench("step", "--modelled", "--caches", "paris", "--json", str(file)) == 0
-    assert asked == [(STEPS["paris"].parts, context, 1) for context in (131_072, 1 << 20)]
+    assert asked == [(STEPS["paris"].launched.parts, context, 1) for context in (131_072, 1 << 20)]
     results = Results.load(file)
     assert results.setup["triton"] == "3.9.0" and results.setup["kernels"] is None
     assert all(row["launches_a_layer"] == 10 for _, row in results)
@@ -260,8 +270,12 @@ def test_parts_are_compiled_where_no_file_has_them(
 
 def test_machine_code_tells_the_parts_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_machine_code, "tool_versions", dict)
-    told = json.loads(json.dumps(MachineCodeOfStep().setup()["steps"]))
-    assert told == {name: list(step.parts) for name, step in STEPS.items()}
+    told = MachineCodeOfStep().setup()["steps"]
+    assert told == told_steps() == json.loads(json.dumps(told))
+    results = Results("any", {"steps": told})
+    for name, step in STEPS.items():
+        assert step_model.launches_of(results, name) == step.launched
+    assert step_model.launches_of(results, "static") is None
 
 
 def test_what_a_file_lacks_is_named(tmp_path: Path, bench: Run) -> None:
@@ -274,8 +288,10 @@ def test_what_a_file_lacks_is_named(tmp_path: Path, bench: Run) -> None:
     part = str(kernels_file(tmp_path / "p.json", without="merge"))
     with pytest.raises(ValueError, match=r"--before .*p.json: no machine code of merge at 131,072"):
         bench("step", "--modelled", "--context", "128K", "--kernels", file, "--before", part)
-    few = str(kernels_file(tmp_path / "f.json", steps={"lrqk": ["lrqk"]}))
-    with pytest.raises(ValueError, match=r"f.json says of no step of paris, flat what its parts"):
+    few = str(kernels_file(tmp_path / "f.json", steps={"lrqk": tells("lrqk")}))
+    with pytest.raises(
+        ValueError, match=r"f.json does not tell what a step of paris, flat launches"
+    ):
         bench("step-modelled", "--caches", "paris,lrqk,flat", "--kernels", few)
     # An earlier version may have had no such method.
     wanted = ["--caches", "paris,lrqk", "--context", "128K", "--kernels", file, "--before", few]
