@@ -181,7 +181,9 @@ class _Session:
         graph = DecodeGraph(self.model, cached) if mode == "graph" else None
         call = graph or self.model
         self.gpu.phase = "prompt"
-        pieces = tokens.split(5, dim=1) if mode == "chunks" else (tokens,)
+        piece_len = 5 if mode == "chunks" else _PROMPT
+        cached.expect(_PROMPT, piece_len, _STEPS)
+        pieces = tokens.split(piece_len, dim=1)
         length, logits = 0, []
         for piece in pieces:
             length += piece.shape[1]

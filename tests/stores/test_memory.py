@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.stores import memory
+from hf_kvret.stores import memory, pinning
 from hf_kvret.stores.memory import HostMemory
 
 CPU = torch.device("cpu")
@@ -151,12 +151,16 @@ def _drive(monkeypatch: pytest.MonkeyPatch, driver: _Driver) -> Any:
     return stream
 
 
+def _pinned(shape: tuple[int, ...], stream: Any) -> torch.Tensor:
+    return pinning.pinned(pinning.Chunk(shape, LARGE_DTYPE, CPU), stream)
+
+
 @pytest.mark.parametrize("shape", [LARGE, SMALL], ids=str)
 def test_pinned_chunks_are_registered_at_their_size_while_they_live(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = _Driver()
-    chunk = memory._pinned(shape, LARGE_DTYPE, _drive(monkeypatch, driver)).fill_(1.0)
+    chunk = _pinned(shape, _drive(monkeypatch, driver)).fill_(1.0)
     assert tuple(chunk.shape) == shape
     (address, size), *others = driver.registered.items()
     assert not others
@@ -174,7 +178,7 @@ def test_memory_that_can_not_be_pinned_is_refused_with_a_remedy(
 ) -> None:
     stream = _drive(monkeypatch, _Driver(status=2))
     with pytest.raises(MemoryError, match="ulimit -l"):
-        memory._pinned(SMALL, LARGE_DTYPE, stream)
+        _pinned(SMALL, stream)
 
 
 @needs_linux
@@ -182,7 +186,7 @@ def test_memory_that_can_not_be_pinned_is_refused_with_a_remedy(
 def test_a_child_process_finds_zeros_and_may_free_them(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunk = memory._pinned(shape, LARGE_DTYPE, _drive(monkeypatch, _Driver())).fill_(1.0)
+    chunk = _pinned(shape, _drive(monkeypatch, _Driver())).fill_(1.0)
     child = os.fork()
     if child == 0:
         # Nothing but this: pytest goes on in the parent alone.

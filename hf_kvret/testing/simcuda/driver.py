@@ -42,13 +42,13 @@ class Runtime:
         """Pin host memory; 0 for success."""
         del flags
         simulation = active()
-        if simulation.capture is not None:
-            simulation.refuse_in_capture("cudaHostRegister")
+        simulation.check_capture("cudaHostRegister")
         simulation.registered[address] = address + size, MemoryLog(owner=simulation)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
         """Unpin it; 0 for success."""
+        active().check_capture("cudaHostUnregister")
         active().unregister(address)
         return 0
 
@@ -67,7 +67,7 @@ def driver(simulation: Simulation) -> Iterator[None]:
     interpreter = importlib.import_module("triton.runtime.interpreter").GridExecutor
     launches = importlib.import_module("hf_kvret.testing.simcuda.launches")
     pool = concurrent.futures.ThreadPoolExecutor
-    memory = importlib.import_module("hf_kvret.stores.memory")
+    pinning = importlib.import_module("hf_kvret.stores.pinning")
     replaced = [
         *((torch.cuda, name, answer) for name, answer in _answers(simulation).items()),
         *((torch._C, name, _nothing) for name in _ALLOCATOR),
@@ -75,7 +75,11 @@ def driver(simulation: Simulation) -> Iterator[None]:
         (torch.Tensor, "record_stream", record_stream),
         (interpreter, "__call__", launches.checked(interpreter.__call__)),
         (importlib.import_module("hf_kvret_kernels.paged"), "interpreted", lambda: False),
-        (memory, "_unpin", _while_it_lasts(simulation, memory._unpin)),
+        *(
+            (pinning, name, _while_it_lasts(simulation, vars(pinning)[name]))
+            for name in ("_unpin", "_unregister")
+        ),
+        (pinning, "_beside_captures", lambda: _relaxed(simulation)),
         (pool, "submit", _followed_submit(simulation, pool.submit)),
     ]
     recorders = importlib.import_module("hf_kvret.replay.recorders")
@@ -107,6 +111,15 @@ def _while_it_lasts(simulation: Simulation, finalizer: Callable[..., None]) -> C
             finalizer(*args)
 
     return finalize
+
+
+@contextmanager
+def _relaxed(simulation: Simulation) -> Iterator[None]:
+    before, simulation.relaxed.is_on = simulation.relaxed.is_on, True
+    try:
+        yield
+    finally:
+        simulation.relaxed.is_on = before
 
 
 def _answers(simulation: Simulation) -> dict[str, Any]:
@@ -154,6 +167,28 @@ def _answers(simulation: Simulation) -> dict[str, Any]:
     }
 
 
+class _Followed(concurrent.futures.Future[Any]):
+    """What a pool's ``submit`` gives: who asks for the result goes on after the work.
+
+    Attributes:
+        end: what the thread has seen in the end, by name.
+    """
+
+    end: dict[str, int]
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return super().result(timeout)
+        finally:
+            active().host().join(self.end)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            active().host().join(self.end)
+
+
 def _followed_submit(simulation: Simulation, submit: Callable[..., Any]) -> Callable[..., Any]:
     """Work of a pool comes after what submitted it, and before what asked for its result."""
 
@@ -168,17 +203,8 @@ def _followed_submit(simulation: Simulation, submit: Callable[..., Any]) -> Call
                 finally:
                     end.update(simulation.host().seen)
 
-        def joined(wait: Callable[[float | None], Any]) -> Callable[[float | None], Any]:
-            def waited(timeout: float | None = None) -> Any:
-                try:
-                    return wait(timeout)
-                finally:
-                    simulation.host().join(end)
-
-            return waited
-
         future = submit(pool, run)
-        future.result, future.exception = joined(future.result), joined(future.exception)
+        future.__class__, future.end = _Followed, end
         return future
 
     return followed_submit

@@ -75,6 +75,7 @@ class Simulation:
         launches: of Triton kernels, by phase and name.
         phase: names what is going on, for waits and launches; yours to set.
         capture: the stream and the notes of a capture under way; None.
+        relaxed: whether this thread may do what captures forbid.
     """
 
     def __init__(self, device_count: int = 1) -> None:
@@ -84,6 +85,7 @@ class Simulation:
         self.launches: Counter[tuple[str, str]] = Counter()
         self.phase = ""
         self.capture: Capture | None = None
+        self.relaxed = _Relaxed()
         self.sync_debug = 0
         # Streams by device.
         self.default_streams: dict[torch.device, Any] = {}
@@ -113,8 +115,7 @@ class Simulation:
 
     def wait_for(self, seen: dict[str, int], text: str) -> None:
         """The host waits. RuntimeError within a capture, which is then invalid."""
-        if self.capture is not None:
-            self.refuse_in_capture(text)
+        self.check_capture(text)
         with self._lock:
             self.waits[Wait(self.phase, text, site())] += 1
         if self.sync_debug == _RAISES:
@@ -123,11 +124,19 @@ class Simulation:
             warnings.warn(f"called a synchronizing CUDA operation ({text})", stacklevel=4)
         self.host().join(seen)
 
-    def refuse_in_capture(self, text: str) -> None:
-        """RuntimeError: the capture is invalid from now on."""
-        assert self.capture is not None, "asked for within a capture"
-        self.capture.is_valid = False
-        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({text})")
+    def check_capture(self, text: str) -> None:
+        """RuntimeError where a capture forbids ``text`` to this thread; it is invalid from then on.
+
+        It forbids it to its own thread and, if its mode is global, to all others.
+        """
+        capture = self.capture
+        if capture is None or self.relaxed.is_on:
+            return
+        if capture.is_global or capture.thread == threading.get_ident():
+            capture.is_valid = False
+            raise RuntimeError(
+                f"CUDA error: operation not permitted when stream is capturing ({text})"
+            )
 
     def waits_in(self, *phases: str) -> list[Wait]:
         """Waits of these phases."""
@@ -212,12 +221,12 @@ class Simulation:
         if getattr(tensor.untyped_storage(), "simulated_pin", False):
             return True
         address = tensor.data_ptr()
-        return any(first <= address < end for first, (end, _) in self.registered.items())
+        return any(first <= address < end for first, (end, _) in list(self.registered.items()))
 
     def _register(self, tensor: torch.Tensor, log: MemoryLog) -> None:
         """Kernels find rows in host memory by their addresses, so note whose these are."""
         address = tensor.data_ptr() if self.registered else 0
-        for first, (end, _) in self.registered.items():
+        for first, (end, _) in list(self.registered.items()):
             if first <= address < end:
                 self.registered[first] = end, log
 
@@ -244,6 +253,10 @@ class Simulation:
                     self.findings[Finding("freed", text, line)] += 1
 
 
+class _Relaxed(threading.local):
+    is_on = False
+
+
 @dataclass(eq=False)
 class Capture:
     """A capture under way.
@@ -252,6 +265,8 @@ class Capture:
         stream: that is captured, a ``Stream``.
         agent: of the stream.
         leave: stops recording.
+        is_global: whether it forbids things to all threads, or to its own alone.
+        thread: that captures.
         accesses: to memory so far, to be repeated by each replay.
         is_valid: False once an operation was refused.
     """
@@ -259,6 +274,8 @@ class Capture:
     stream: Any
     agent: Agent
     leave: Callable[[], None]
+    is_global: bool
+    thread: int = field(default_factory=threading.get_ident)
     accesses: list[tuple[MemoryLog, bool, str]] = field(default_factory=list)
     is_valid: bool = True
 

@@ -131,7 +131,9 @@ class Graph:
         self._redo: tuple[Callable[[], None], ...] | None = None
         self._tape: Any = None
 
-    def capture_begin(self, pool: Any = None, **options: Any) -> None:
+    def capture_begin(
+        self, pool: Any = None, capture_error_mode: str = "global", **options: Any
+    ) -> None:
         """Work of the current stream is recorded from here on; its device does nothing."""
         del pool, options
         simulation, stream = active(), current_stream()
@@ -141,7 +143,9 @@ class Graph:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         self._entered = ExitStack()
         self._redo = None
-        self._capture = simulation.capture = Capture(stream, stream.agent, self._entered.close)
+        is_global = capture_error_mode == "global"
+        capture = Capture(stream, stream.agent, self._entered.close, is_global)
+        self._capture = simulation.capture = capture
         self._tape = _CaptureTape(self._capture)
         self._entered.enter_context(self._tape)
         self._entered.enter_context(tape.noted_launches(self._tape))
