@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,6 +27,10 @@ _RELAXED = 2
 
 # One worker: populating and pinning are bound by the system's locks.
 _worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_kvret-pinning")
+# Python waits at its end for all that the worker was given. The main thread is alive meanwhile, and
+# functions of ``atexit`` come later.
+_is_ending = threading.Event()
+threading._register_atexit(_is_ending.set)  # type: ignore[attr-defined]
 
 
 class Chunk(NamedTuple):
@@ -59,7 +64,10 @@ def pinned(form: Chunk, stream: torch.cuda.Stream) -> torch.Tensor:
     Raises:
         MemoryError: there is no such memory, or it can't be pinned.
     """
-    return _registered(form).as_chunk(form, stream)
+    # Who captures should have its chunks before.
+    capturing = torch.cuda.is_current_stream_capturing()
+    with nullcontext() if capturing else _beside_captures():
+        return _registered(form).as_chunk(form, stream)
 
 
 class PendingChunk:
@@ -74,9 +82,15 @@ class PendingChunk:
 
     def __init__(self, form: Chunk) -> None:
         self.form = form
+        # A child process has no thread that would go on.
+        self._process = os.getpid()
         is_dropped = threading.Event()
-        self._future = _worker.submit(_prepared, form, is_dropped)
-        weakref.finalize(self, _drop, self._future, is_dropped).atexit = False
+        try:
+            self._future = _worker.submit(_prepared, form, is_dropped)
+        except RuntimeError:
+            # Python has begun to end, in another thread. This will not be begun.
+            self._future = Future()
+        _when_gone(self, _drop, self._future, is_dropped)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -87,7 +101,7 @@ class PendingChunk:
 
     def take(self, stream: torch.cuda.Stream) -> torch.Tensor:
         """As ``pinned``, once. Waits while the thread makes it; makes it here if none has begun."""
-        if self._future.cancel():
+        if self._process != os.getpid() or self._future.cancel():
             return pinned(self.form, stream)
         try:
             made = self._future.result()
@@ -142,8 +156,8 @@ class LayerChunks:
 
 
 def may_prepare() -> bool:
-    """Whether the background thread takes work: it ends with the main thread."""
-    return threading.main_thread().is_alive()
+    """Whether the background thread takes work: not once Python has begun to end."""
+    return not _is_ending.is_set()
 
 
 class _Registered(NamedTuple):
@@ -156,11 +170,26 @@ class _Registered(NamedTuple):
         """The tensor that is unpinned, once ``stream`` and its readers are done, when it ends."""
         chunk = self.raw[: form.nbytes].view(form.dtype).view(form.shape)
         self.release.detach()
-        weakref.finalize(chunk, _unpin, chunk.data_ptr(), stream).atexit = False
+        _when_gone(chunk, _unpin, chunk.data_ptr(), stream)
         return chunk
 
 
-def _drop(future: Any, is_dropped: threading.Event) -> None:
+def _when_gone(owner: object, undo: Callable[..., None], *args: Any) -> weakref.finalize[Any, Any]:
+    """Call ``undo`` when ``owner`` is freed, but not at the end of Python.
+
+    Nor in a child process: it has neither a GPU nor the thread, and locks may stay locked.
+    """
+    handle = weakref.finalize(owner, _undo_in, os.getpid(), undo, *args)
+    handle.atexit = False
+    return handle
+
+
+def _undo_in(process: int, undo: Callable[..., None], *args: Any) -> None:
+    if process == os.getpid():
+        undo(*args)
+
+
+def _drop(future: Future[_Registered], is_dropped: threading.Event) -> None:
     is_dropped.set()
     future.cancel()
 
@@ -172,8 +201,7 @@ def _prepared(form: Chunk, is_dropped: threading.Event) -> _Registered:
         if is_dropped.is_set() or not may_prepare():
             raise CancelledError
 
-    # A new thread's device is the first GPU, which may not be in use at all.
-    with torch.cuda.device(form.device), _beside_captures():
+    with _beside_captures():
         return _registered(form, check)
 
 
@@ -189,37 +217,38 @@ def _registered(form: Chunk, check: Callable[[], None] | None = None) -> _Regist
         for piece in raw.split(_PIECE_BYTES):
             check()
             populate(piece)
-    status = int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), size, 0))
+    # Else, in a new thread, the first GPU would be set up, which may not be in use at all.
+    with torch.cuda.device(form.device):
+        status = int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), size, 0))
     if status != 0:
         raise MemoryError(
             f"cudaHostRegister could not pin {size / 2**30:.1f} GiB of host memory (error "
             f"{status}): raise the locked-memory limit (ulimit -l), or use store='device'"
         )
-    release = weakref.finalize(raw, _unregister, raw.data_ptr())
-    release.atexit = False
-    return _Registered(raw, release)
+    return _Registered(raw, _when_gone(raw, _unregister, raw.data_ptr(), form.device))
 
 
-def _unregister(address: int) -> None:
+def _unregister(address: int, device: torch.device) -> None:
     """Unpin memory that nothing has used."""
-    with _beside_captures():
+    with _beside_captures(), torch.cuda.device(device):
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _unpin(address: int, stream: torch.cuda.Stream) -> None:
     """Unregister once no copy and no kernel can still be using the memory."""
-    stream.synchronize()
-    torch.cuda.current_stream(stream.device).synchronize()
-    finish_reading(stream.device)
-    torch.cuda.cudart().cudaHostUnregister(address)
+    with _beside_captures(), torch.cuda.device(stream.device):
+        stream.synchronize()
+        torch.cuda.current_stream(stream.device).synchronize()
+        finish_reading(stream.device)
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @contextmanager
 def _beside_captures() -> Iterator[None]:
-    """Context for registering memory that breaks no capture of another thread.
+    """Context for registering memory, and waiting, that breaks no capture of another thread.
 
-    CUDA counts it among the calls that may be unsafe while a stream is captured. Our captures
-    forbid these to their own thread alone (``capture_error_mode="thread_local"`` in
+    CUDA counts these among the calls that may be unsafe while a stream is captured. Our captures
+    forbid them to their own thread alone (``capture_error_mode="thread_local"`` in
     ``replay.recorders``). But torch's default is "global": such a call in any thread makes the
     capture invalid, unless the caller's mode is relaxed, as in here. It puts no work on a stream,
     so a graph loses nothing by it.

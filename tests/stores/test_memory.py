@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,6 +149,8 @@ def _drive(monkeypatch: pytest.MonkeyPatch, driver: _Driver) -> Any:
     stream = SimpleNamespace(synchronize=lambda: None, device=None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return stream
 
 

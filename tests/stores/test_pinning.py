@@ -6,10 +6,15 @@ import copy
 import ctypes
 import gc
 import mmap
+import os
 import pickle
+import signal
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -256,6 +261,75 @@ def test_errors_of_the_thread_reach_who_takes_the_chunk(
     check(store, 20)
 
 
+def test_python_does_not_wait_for_chunks_at_its_end(
+    gpu: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    monkeypatch.setattr(pinning, "_PIECE_BYTES", PAGE_BYTES)
+    begun, queued = PendingChunk(FORM), PendingChunk(FORM)
+    assert gate.reached.wait(30)
+    monkeypatch.setattr(pinning, "_is_ending", threading.Event())
+    pinning._is_ending.set()
+    gate.open()
+    assert not gpu.registered
+    assert not HostMemory(GPU).prepares(1)
+    # Another thread may go on meanwhile, and finds that no work is taken any more.
+    monkeypatch.setattr(pinning._worker, "submit", _refuses)
+    chunks = [each.take(torch.cuda.Stream(GPU)) for each in (begun, queued, PendingChunk(FORM))]
+    assert len(gpu.registered) == len(chunks) == 3
+
+
+def _refuses(*args: Any) -> None:
+    raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+
+_ENDS = """
+import contextlib, time, types, torch
+from hf_kvret.stores import pinning
+
+def populate(raw):
+    print("piece", flush=True)
+    time.sleep(0.5)
+
+pinning.populate, pinning._PIECE_BYTES = populate, 4096
+torch.cuda.device = lambda device: contextlib.nullcontext()
+form = pinning.Chunk((64, 1024), torch.float32, torch.device("cuda", 0))
+kept = [pinning.PendingChunk(form) for _ in range(3)]
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_after_the_piece_that_is_under_way() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() in ([], ["piece"])
+    assert not done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no child processes like this here")
+def test_a_child_process_neither_waits_for_the_thread_nor_unpins(
+    gpu: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, stream = Gate(monkeypatch), torch.cuda.Stream(GPU)
+    taken = HostMemory(GPU).allocate((3, 4), torch.float32)
+    pending, dropped = PendingChunk(FORM), PendingChunk(FORM)
+    assert gate.reached.wait(30)
+    # As if the thread were about to begin.
+    dropped._future._condition.acquire()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        before = len(gpu.registered)
+        del taken, dropped
+        unpinned = before - len(gpu.registered)
+        made = pending.take(stream)
+        os._exit(unpinned + 2 * (not made.is_pinned()))
+    dropped._future._condition.release()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    gate.open()
+
+
 def test_a_pending_chunk_is_none_in_another_process(gpu: Simulation) -> None:
     pending = PendingChunk(FORM)
     assert pickle.loads(pickle.dumps(pending)) is None
@@ -282,6 +356,38 @@ def test_registering_in_the_background_breaks_no_capture(
             return
         graph.capture_end()
     assert pending.take(torch.cuda.Stream(GPU)).is_pinned()
+
+
+@pytest.mark.parametrize("mode", ["thread_local", "global"])
+def test_no_chunk_that_comes_or_goes_breaks_the_capture_of_another_thread(
+    gpu: Simulation, mode: str
+) -> None:
+    memory = HostMemory(GPU)
+    old = [memory.allocate((3, 4), torch.float32)]
+    graph, x = torch.cuda.CUDAGraph(), torch.ones(2, device="cuda")
+
+    def turn() -> torch.Tensor:
+        memory.write(old[0], torch.ones(3, 4, device="cuda"))
+        old.pop()
+        return memory.allocate((5, 4), torch.float32)
+
+    with ThreadPoolExecutor(1) as pool, torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode=mode)
+        new = pool.submit(turn).result()
+        x.add_(1)
+        graph.capture_end()
+    assert new.is_pinned() and len(gpu.registered) == 1
+    assert not gpu.findings
+
+
+def test_a_capture_makes_no_chunk_of_its_own(gpu: Simulation) -> None:
+    memory, graph = HostMemory(GPU), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="thread_local")
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            memory.allocate((3, 4), torch.float32)
+        with pytest.raises(RuntimeError, match="error during capture"):
+            graph.capture_end()
 
 
 def test_the_thread_is_relaxed_only_while_it_registers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,10 @@ def _answers(simulation: Simulation) -> dict[str, Any]:
         seen = streams.begin_work(streams.current_stream(device)).seen
         simulation.wait_for(seen, "torch.cuda.synchronize")
 
+    def is_current_stream_capturing() -> bool:
+        capture = simulation.capture
+        return capture is not None and streams.current_stream() is capture.stream
+
     return {
         "Stream": streams.Stream,
         "Event": streams.Event,
@@ -158,7 +162,7 @@ def _answers(simulation: Simulation) -> dict[str, Any]:
         "empty_cache": _nothing,
         "graph_pool_handle": object,
         "cudart": Runtime,
-        "is_current_stream_capturing": lambda: simulation.capture is not None,
+        "is_current_stream_capturing": is_current_stream_capturing,
         "is_bf16_supported": lambda *args, **kwargs: True,
         "set_sync_debug_mode": set_sync_debug_mode,
         "get_sync_debug_mode": lambda: simulation.sync_debug,

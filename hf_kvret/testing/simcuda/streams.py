@@ -53,7 +53,12 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        """The host waits for all of the work so far."""
+        """The host waits for all of the work so far. RuntimeError within its own capture."""
+        capture = active().capture
+        if capture is not None and self is capture.stream:
+            # No mode allows it: what is captured is never done.
+            capture.is_valid = False
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         active().wait_for(self.agent.seen, "Stream.synchronize")
 
     def query(self) -> bool:
