@@ -21,7 +21,7 @@ from hf_kvret.stores import cpu, memory, pinning
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.testing.simcuda import SimulationError, streams
 
-from .cases import Case, Outcome, attempt
+from .cases import Case, Outcome, attempt, check_logits
 
 pytest.importorskip("triton")
 
@@ -241,7 +241,18 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_without_a_fault_nothing_is_found(case: Case) -> None:
     outcome = attempt(case)
     assert outcome.error is None
+    check_logits(outcome)
     assert signs(outcome) <= ({"wait"} if case.store == "cpu" else set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [DEVICE, GRAPH], ids=str)
+def test_other_rows_than_on_a_cpu_change_the_logits(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(lambda ids: (ids - 1).clamp(min=0) if ids.is_cuda else None)(monkeypatch)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        check_logits(attempt(case))
 
 
 def signs(outcome: Outcome) -> set[str]:
