@@ -8,10 +8,12 @@ import sysconfig
 import threading
 import warnings
 import weakref
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -167,15 +169,26 @@ class Simulation:
                 weakref.finalize(storage, self._take_back, log).atexit = False
         return tensor
 
-    def memory_at(self, device: torch.device, address: int) -> MemoryLog | None:
-        """The log of what a kernel on ``device`` reads there: its own or registered memory."""
-        for first, (end, log) in list(self.registered.items()):
-            if first <= address < end:
-                return log
-        for first, (end, own, log) in list(self._on_devices.items()):
-            if own == device and first <= address < end:
-                return log
-        return None
+    def memories_at(self, device: torch.device, addresses: list[int]) -> list[MemoryLog | None]:
+        """The logs of what a kernel on ``device`` reads there: its own and registered memory.
+
+        None for an address in neither.
+        """
+        spans = [(first, end, log) for first, (end, log) in list(self.registered.items())]
+        spans += [
+            (first, end, log)
+            for first, (end, own, log) in list(self._on_devices.items())
+            if own == device
+        ]
+        # They don't overlap.
+        spans = sorted((span for span in spans if span[0] < span[1]), key=itemgetter(0))
+
+        def at(address: int) -> MemoryLog | None:
+            place = bisect_right(spans, address, key=itemgetter(0))
+            _, end, log = spans[place - 1] if place else (0, 0, None)
+            return log if address < end else None
+
+        return [at(address) for address in addresses]
 
     def unregister(self, address: int) -> None:
         """Host memory is pinned no longer; a stream that may still use it is a finding."""
