@@ -157,6 +157,7 @@ def test_captures_refuse_what_a_gpu_refuses(gpu: Simulation) -> None:
         for refused in (
             x.tolist,
             lambda: x.sum().item(),
+            lambda: repr(x),
             side.synchronize,
             lambda: side.wait_event(outside),
             lambda: torch.cuda.cudart().cudaHostRegister(0, 4096, 0),
