@@ -209,7 +209,8 @@ class _Session:
     def run(self) -> list[torch.Tensor]:
         mode, cached = self.case.mode, self._new_cache()
         batch = 1 if mode == "chunks" else 2
-        tokens = torch.arange(batch * _PROMPT, device=self._device).view(batch, _PROMPT) * 7 % 50 + 10
+        places = torch.arange(batch * _PROMPT, device=self._device).view(batch, _PROMPT)
+        tokens = places * 7 % 50 + 10
         mask = torch.ones_like(tokens)
         if mode == "padded":
             mask[1, :5] = 0
