@@ -67,6 +67,19 @@ def found(change: Callable[[torch.Tensor], Any]) -> Patch:
     return plant
 
 
+def _adds_from_before(take: Callable[[list[torch.Tensor]], torch.Tensor]) -> Patch:
+    """Add zeros to ids that are made before a capture, and taken out of their list by ``take``."""
+    made: list[torch.Tensor] = []
+
+    def change(ids: torch.Tensor) -> torch.Tensor:
+        if not made:
+            made.append(torch.zeros_like(ids[:1, :1, :1, :1]))
+        capturing = torch.cuda.is_current_stream_capturing()
+        return ids + (take(made) if capturing else made[0])
+
+    return found(change)
+
+
 def nothing(*args: Any, **kwargs: Any) -> None:
     """Instead of what must be done."""
 
@@ -207,6 +220,7 @@ FAULTS = {
     "pending copies are left for the capture": Fault(
         Case("flat", "host", "graph"), put(PagedStore, "before_capture", nothing), "eager"
     ),
+    "a captured step reads what is then freed": Fault(GRAPH, _adds_from_before(list.pop), "stale"),
     # Launches.
     "ids begin between two vectors": Fault(
         DEVICE,
@@ -243,6 +257,14 @@ def test_without_a_fault_nothing_is_found(case: Case) -> None:
     assert outcome.error is None
     check_logits(outcome)
     assert signs(outcome) <= ({"wait"} if case.store == "cpu" else set())
+
+
+@pytest.mark.slow
+def test_a_captured_step_may_read_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    _adds_from_before(lambda made: made[0])(monkeypatch)
+    outcome = attempt(GRAPH)
+    assert outcome.error is None and outcome.replays > 0
+    assert not signs(outcome)
 
 
 @pytest.mark.slow
