@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import weakref
 from abc import ABC, abstractmethod
-from functools import cache
 
 import torch
 
 from hf_kvret.core.host_memory import empty
+from hf_kvret.stores.driver import reads_host_addresses
+from hf_kvret.stores.numa import node_of
 from hf_kvret.stores.pinning import Chunk, LayerChunks, PendingChunk, may_prepare
 from hf_kvret.stores.under_way import copies_from
 
 CPU = torch.device("cpu")
-# CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-_USES_HOST_POINTERS = 91
 
 
 class PageMemory(ABC):
@@ -85,9 +83,10 @@ class HostMemory(PageMemory):
     """Rows in host memory, pinned where there is a GPU that reads them over the bus.
 
     Chunks of 4 MiB and more are aligned to huge pages, which Linux is asked to use, so that random
-    reads need fewer page table walks. Chunks are registered with CUDA at their exact size (torch's
-    pinned allocator rounds up to a power of two). Writes run on a side stream; ``wait`` orders the
-    reader behind them.
+    reads need fewer page table walks. Where there are several NUMA nodes, pinned chunks lie on that
+    of the GPU that reads them, while it has memory. Chunks are registered with CUDA at their exact
+    size (torch's pinned allocator rounds up to a power of two). Writes run on a side stream;
+    ``wait`` orders the reader behind them.
 
     Args:
         device: where rows come from.
@@ -106,7 +105,7 @@ class HostMemory(PageMemory):
         layers: LayerChunks | None = None,
     ) -> None:
         super().__init__(reader or device)
-        if self.device.type == "cuda" and not _reads_host_addresses(_index_of(self.device)):
+        if self.device.type == "cuda" and not reads_host_addresses(_index_of(self.device)):
             raise RuntimeError(
                 f"{self.device} has other addresses for pinned memory than the host, which the "
                 "kernels here do not know of: use store='device', or store='cpu'"
@@ -114,6 +113,7 @@ class HostMemory(PageMemory):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last_write: torch.cuda.Event | None = None
         self._layers = layers or LayerChunks(1)
+        self._node = node_of(_index_of(self.device)) if self.device.type == "cuda" else None
 
     @property
     def over_bus(self) -> bool:
@@ -122,14 +122,15 @@ class HostMemory(PageMemory):
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         if self._stream is None:
             return empty(shape, dtype, CPU)
-        return self._layers.take(Chunk(shape, dtype, self._stream.device), self._stream)
+        form = Chunk(shape, dtype, self._stream.device, self._node)
+        return self._layers.take(form, self._stream)
 
     def prepares(self, size: int) -> bool:
         return self._stream is not None and may_prepare()
 
     def prepare(self, shape: tuple[int, ...], dtype: torch.dtype) -> PendingChunk:
         assert self._stream is not None, "only pinned memory is prepared"
-        return PendingChunk(Chunk(shape, dtype, self._stream.device))
+        return PendingChunk(Chunk(shape, dtype, self._stream.device, self._node))
 
     def take(self, pending: PendingChunk) -> torch.Tensor:
         assert self._stream is not None, "only pinned memory is prepared"
@@ -232,23 +233,6 @@ class SplitMemory(PageMemory):
 
 def _index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
-
-
-@cache
-def _reads_host_addresses(index: int) -> bool:
-    """Whether memory that is registered has one address for the host and GPU ``index``.
-
-    True where the driver can't be asked: nearly all GPUs on Linux do.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return True
-    device, answer = ctypes.c_int(), ctypes.c_int(1)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(device), index) != 0:
-        return True
-    status = driver.cuDeviceGetAttribute(ctypes.byref(answer), _USES_HOST_POINTERS, device)
-    return status != 0 or bool(answer.value)
 
 
 def _copy_runs(target: torch.Tensor, rows: torch.Tensor) -> None:

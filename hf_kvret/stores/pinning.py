@@ -18,6 +18,7 @@ import torch
 
 from hf_kvret.core.host_memory import mapped, populate
 from hf_kvret.core.pieces import finish_reading
+from hf_kvret.stores.numa import prefer
 
 _MEMORY_PAGE = 4096
 # Populated at a time: whoever drops a chunk waits for no more.
@@ -40,11 +41,13 @@ class Chunk(NamedTuple):
         shape: its pages first.
         dtype: of its rows.
         device: the GPU that writes it.
+        node: of NUMA, whose memory it takes while there is some; None leaves that to the system.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    node: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -213,6 +216,8 @@ def _registered(form: Chunk, check: Callable[[], None] | None = None) -> _Regist
     """
     size = -(-form.nbytes // _MEMORY_PAGE) * _MEMORY_PAGE
     raw = mapped(size, inherited=False)
+    if form.node is not None:
+        prefer(raw, form.node)
     if check is not None:
         for piece in raw.split(_PIECE_BYTES):
             check()

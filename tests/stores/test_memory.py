@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from hf_kvret.stores import memory, pinning
+from hf_kvret.stores.driver import reads_host_addresses
 from hf_kvret.stores.memory import HostMemory
 
 CPU = torch.device("cpu")
@@ -221,11 +222,11 @@ def test_the_driver_says_whether_kernels_may_use_host_addresses(
         cuDeviceGetAttribute=attribute,
     )
     monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
-    assert memory._reads_host_addresses.__wrapped__(0) is expected
+    assert reads_host_addresses.__wrapped__(0) is expected
 
 
 def test_a_gpu_that_can_not_use_host_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_reads_host_addresses", lambda index: False)
+    monkeypatch.setattr(memory, "reads_host_addresses", lambda index: False)
     with pytest.raises(RuntimeError, match=r"cuda:1 has other addresses.*store='device'"):
         HostMemory(CPU, reader=torch.device("cuda", 1))
     HostMemory(CPU)
