@@ -47,7 +47,6 @@ from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import load_subject
-from hf_kvret.methods.paris import ParisConfig, ParisKVCache
 from hf_kvret.registry import registered_methods
 
 _WARMUP_TOKENS = 512
@@ -163,12 +162,8 @@ class IndexBuild(Measurement):
         """By name; None for what is not installed."""
         faiss = find_faiss()
         kinds = [FAISS_WAYS[name] for name in self.faiss]
-        ways: list[Way] = [MethodWay.of(_METHODS[name], self.top_k) for name in self.methods]
-        paris = ParisConfig.from_options(top_k=self.top_k, store="device")
-        ways += [
-            MethodWay(ParisKVCache, paris.with_candidates(share), f"paris, {share:.3g} of all")
-            for share in self.candidates
-        ]
+        ways: list[Way] = [MethodWay(_METHODS[name], self.top_k) for name in self.methods]
+        ways += [MethodWay(_METHODS["paris"], self.top_k, beta) for beta in self.candidates]
         ours: dict[str, Way | None] = {way.name: way for way in ways}
         return ours | {kind.name: None if faiss is None else kind(faiss) for kind in kinds}
 

@@ -13,12 +13,12 @@ import torch
 
 from hf_kvret.benchmark.index_build_keys import RECENT, LayerKeys
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.core.recall import exact_scores
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.methods.ctkvr import CTkvrConfig
+from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.stores import STORES
 from hf_kvret_kernels.relevance import group_relevance
 
@@ -92,23 +92,17 @@ class Way(ABC):
 class MethodWay(Way):
     """A retrieval method of ours: on_forward, add and build.
 
-    Args:
-        options: rows are on the device.
-        name: in tables; None for the method's.
+    ``beta`` is a share of candidates other than its own, of ParisKV.
     """
 
     def __init__(
-        self, cache_class: type[RetrievalCache], options: RetrievalConfig, name: str | None = None
+        self, cache_class: type[RetrievalCache], top_k: int, beta: float | None = None
     ) -> None:
-        self.name = cache_class.name if name is None else name
-        self._class = cache_class
-        self._options = options
-
-    @classmethod
-    def of(cls, cache_class: type[RetrievalCache], top_k: int) -> Self:
-        """With its configuration's defaults."""
-        options = cache_class.config_class.from_options(top_k=top_k, store="device")
-        return cls(cache_class, options)
+        self.name, self._class = cache_class.name, cache_class
+        self._options = cache_class.config_class.from_options(top_k=top_k, store="device")
+        if beta is not None:
+            self.name = f"{self.name}, {beta:.3g} of all"
+            self._options = ParisConfig.from_options(**vars(self._options)).with_candidates(beta)
 
     def check(self, head_dim: int) -> None:
         """ValueError for heads that the method has no index of."""

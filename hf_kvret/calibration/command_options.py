@@ -14,7 +14,7 @@ from hf_kvret.evaluation.arguments import (
     length,
     length_or_none,
     number,
-    share_below_one,
+    share,
     whole_number,
 )
 from hf_kvret.evaluation.common_options import (
@@ -64,7 +64,7 @@ class CalibrateOptions(ABC):
     )
     length: int = option(4096, "most tokens of a sequence", kind=length)
     held_out: float = option(
-        0.1, "share of the text that only measures quality", kind=share_below_one
+        0.1, "share of the text that only measures quality", kind=share(zero=True)
     )
     layers_at_once: int = count_option(4, "held in memory; fewer take more passes")
     name: str | None = option(

@@ -174,20 +174,18 @@ def seconds_at_most(text: str) -> float:
     return value
 
 
-def share_below_one(text: str) -> float:
-    """A share from 0, below 1."""
-    value = _finite(text)
-    if value is None or not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0, below 1")
-    return value
+def share(*, zero: bool = False) -> Callable[[str], float]:
+    """Shares below 1 and above 0, or from 0 on."""
 
+    def read(text: str) -> float:
+        value = _finite(text)
+        if value is None or not 0 <= value < 1 or (value == 0 and not zero):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no share {'from' if zero else 'above'} 0, below 1"
+            )
+        return value
 
-def share_inside(text: str) -> float:
-    """A share above 0, below 1."""
-    value = _finite(text)
-    if value is None or not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share above 0, below 1")
-    return value
+    return read
 
 
 def several(kind: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:

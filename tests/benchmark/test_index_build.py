@@ -89,7 +89,7 @@ def test_a_prompt_holds_its_tokens_in_a_store_and_the_queries_behind_them(prompt
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_makes_a_new_index_that_finds_keys(name: str, prompt: Prompt) -> None:
-    way = MethodWay.of(registered_methods()[name], top_k=16)
+    way = MethodWay(registered_methods()[name], top_k=16)
     build = way.prepare(prompt)
     first, second = build(), build()
     assert first is not second

@@ -62,14 +62,14 @@ def test_each_stage_of_paris_is_the_naive_one(name: str, path: str) -> None:
 
     # From here on each stage is given what the stage before it left, to be compared bit by bit.
     bonus = naive.bonus_table(trace.rotated, search.counts, tuple(search.shares.tolist()), shape.m)
-    scores, histogram = naive.collide(search.codes.sign, bonus, shape.m, valid)
+    scores = naive.collide(search.codes.sign, bonus, shape.m, valid)
     by_byte = bonus
     if shape.m == 4:
         byte, halves = torch.arange(256), bonus.unflatten(-2, (-1, 2))
         by_byte = halves[..., 0, :][..., byte & 15] + halves[..., 1, :][..., byte >> 4]
     assert torch.equal(trace.points, by_byte)
     assert torch.equal(trace.scores, torch.where(scores == 255, 0, scores + 1))
-    candidates = naive.candidates(scores, histogram, search.candidates)
+    candidates = naive.candidates(scores, search.candidates)
     assert torch.equal(trace.candidates, candidates)
     estimates = naive.rerank(
         trace.rotated, search.codes, candidates, search.levels, shape.m, 0.1, None, None

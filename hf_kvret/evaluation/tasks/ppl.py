@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from tqdm import tqdm
 
-from hf_kvret.evaluation.arguments import share_inside
+from hf_kvret.evaluation.arguments import share
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
 from hf_kvret.evaluation.contexts import describe_file
@@ -45,7 +45,7 @@ class Perplexity(Task):
     text: Path = text_option("WikiText-2 raw test, or any")
     lengths: tuple[int, ...] = lengths_option((4096,), "window sizes in tokens")
     windows: int = count_option(8, "at most this many of each size")
-    prefill: float = option(0.5, "share read in one pass", kind=share_inside)
+    prefill: float = option(0.5, "share read in one pass", kind=share())
     step: int = count_option(
         1,
         "tokens a forward pass; retrieval caches select for each of them up to max_draft (32) and "
