@@ -31,9 +31,10 @@ WEIGHTS, NORMS, WINDOW = "weights", "norms", "window"
 SELECT, STORE, MERGE = "index", "store", "merge"
 CACHE, ATTENTION, OTHER = "cache, rest", "attention, rest", "other"
 PARTS = (WEIGHTS, NORMS, WINDOW, SELECT, STORE, MERGE, CACHE, ATTENTION, OTHER)
-"""Parts of a step: matrices of the model; norms; attention over the window, which merges the two
-where it can; finding tokens; reading and attending to them; merging the two by itself; what else a retrieval layer does; what else the model's
-attention does (rotations, and all of it where the cache does not retrieve); all the rest."""
+"""Parts of a step: matrices of the model; norms; attention over the window, and where the store's
+part is at hand already the merge of both; finding tokens; reading and attending to them; merging
+the two elsewhere; what else a retrieval layer does; what else the model's attention does
+(rotations, and all of it where the cache does not retrieve); all the rest."""
 
 _RANGE_PREFIX = "hf_kvret.part/"
 # Work on the device, which says by its correlation which call on the host launched it.

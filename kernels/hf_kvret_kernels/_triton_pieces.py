@@ -34,13 +34,19 @@ def load_pieces(
         rows: ``[R]`` int64; where ``row_mask [R]`` is false, a query has no pieces.
         CACHE: modifier of the loads, ``".cg"`` for what other programs of the launch wrote.
     """
-    pieces = first + tl.arange(0, BLOCK_S)
+    pieces = tl.arange(0, BLOCK_S)
     columns = tl.arange(0, BLOCK_DV)
-    piece_mask = (pieces < last)[:, None] & row_mask[None, :]
-    places = rows[None, :] * splits + pieces[:, None]
-    logs = tl.load(lses + places, mask=piece_mask, other=float("-inf"), cache_modifier=CACHE)
+    piece_mask = (pieces < last - first)[:, None] & row_mask[None, :]
+    # What differs between the pieces of a query is known when this is compiled.
+    starts = rows * splits + first
+    logs = tl.load(
+        (lses + starts)[None, :] + pieces[:, None],
+        mask=piece_mask,
+        other=float("-inf"),
+        cache_modifier=CACHE,
+    )
     means = tl.load(
-        outs + places[:, :, None] * DV + columns[None, None, :],
+        (outs + starts * DV)[None, :, None] + (pieces * DV)[:, None, None] + columns[None, None, :],
         mask=piece_mask[:, :, None] & (columns < DV)[None, None, :],
         other=0.0,
         cache_modifier=CACHE,
