@@ -105,7 +105,7 @@ def softmax_step(scores, peak, total):  # type: ignore[no-untyped-def]
 def finish_softmax(acc, peak, total):  # type: ignore[no-untyped-def]
     """``(out, lse)`` from the running softmax; 0 and -inf where nothing was seen."""
     safe = tl.where(total > 0.0, total, 1.0)
-    return acc / safe[:, None], softmax_lse(peak, total)
+    return acc * (1.0 / safe)[:, None], softmax_lse(peak, total)
 
 
 @triton.jit

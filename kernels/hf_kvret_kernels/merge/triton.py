@@ -80,7 +80,7 @@ def _merge_kernel(
             DV, BLOCKS[i], BLOCK, "",
         )  # fmt: skip
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + rows // queries % heads).to(tl.float32)
+        sink = tl.load(sinks_ptr + (rows // queries % heads)[:, None]).to(tl.float32)
         peak, mass, total = add_sinks(sink, peak, mass, total)
     mean, log = finish_pieces(peak, mass, total)
     tl.store(
@@ -88,4 +88,4 @@ def _merge_kernel(
         mean.to(out_ptr.dtype.element_ty),
         mask=(columns < DV)[None, :],
     )
-    tl.store(lse_ptr + rows, log)
+    tl.store(lse_ptr + rows[:, None], log)

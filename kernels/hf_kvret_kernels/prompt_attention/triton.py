@@ -20,6 +20,7 @@ from hf_kvret_kernels._triton_shared import (
     TL_DTYPES,
     device_limits,
     dot_dtype,
+    finish_softmax,
     score_factors,
     split_plan,
 )
@@ -45,6 +46,7 @@ def _attend_kernel(
     split_len,
     inner,
     outer,
+    STRIDES: tl.constexpr,
     G: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -52,6 +54,7 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    ONCE: tl.constexpr,
     CAUSAL: tl.constexpr,
     VALID: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -63,11 +66,12 @@ def _attend_kernel(
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
     split = tl.program_id(2)
-    result, log_total = attend_tile(
+    acc, peak, total = attend_tile(
         query, key, value, valid, strides, b, h, block, split, queries, tokens, causal_offset,
-        split_len, inner, outer,
-        G, DK, DV, BLOCK_M, BLOCK_N, BLOCK_DK, BLOCK_DV, CAUSAL, VALID, SOFTCAP, DTYPE, DOT_DTYPE,
+        split_len, inner, outer, STRIDES, G, DK, DV, BLOCK_M, BLOCK_N, BLOCK_DK, BLOCK_DV,
+        ONCE, CAUSAL, VALID, SOFTCAP, DTYPE, DOT_DTYPE,
     )  # fmt: skip
+    result, log_total = finish_softmax(acc, peak, total)
     targets, real = query_places(block, b, h, heads, queries, G, BLOCK_M)
     targets = targets * tl.num_programs(2) + split
     value_columns = tl.arange(0, BLOCK_DV)
@@ -150,9 +154,9 @@ def tile_numbers(
     softcap: float | None,
 ) -> tuple[Any, ...]:
     """What kernels of tiles take from ``strides`` to ``outer``."""
-    of_rows = (stride for tensor in (query, key, value) for stride in tensor.stride()[:3])
+    strides = *query.stride()[:3], *key.stride()[:2], *value.stride()[:2], mask_strides(valid)[0]
     return (
-        (*of_rows, *mask_strides(valid)),
+        strides,
         value.shape[1],
         query.shape[2],
         value.shape[2],
@@ -165,6 +169,7 @@ def tile_numbers(
 def tile_constants(
     plan: TilePlan,
     query: torch.Tensor,
+    key: torch.Tensor,
     value: torch.Tensor,
     causal_offset: int | None,
     valid: torch.Tensor | None,
@@ -172,7 +177,10 @@ def tile_constants(
 ) -> dict[str, Any]:
     """What kernels of tiles are compiled for, and how they are launched."""
     key_dim, value_dim = query.shape[3], value.shape[3]
+    # A piece that is no longer than a tile needs no pipeline.
+    once = plan.split_len <= plan.choice.block_n
     return {
+        "STRIDES": (key.stride(2), value.stride(2), mask_strides(valid)[1]),
         "G": query.shape[1] // value.shape[1],
         "DK": key_dim,
         "DV": value_dim,
@@ -180,13 +188,14 @@ def tile_constants(
         "BLOCK_N": plan.choice.block_n,
         "BLOCK_DK": max(16, triton.next_power_of_2(key_dim)),
         "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
+        "ONCE": once,
         "CAUSAL": causal_offset is not None,
         "VALID": valid is not None,
         "SOFTCAP": softcap is not None,
         "DTYPE": TL_DTYPES[query.dtype],
         "DOT_DTYPE": dot_dtype(query.dtype),
         "num_warps": plan.choice.warps,
-        "num_stages": plan.choice.stages,
+        "num_stages": 1 if once else plan.choice.stages,
         "enable_fp_fusion": True,
     }
 
@@ -247,6 +256,6 @@ def prompt_pieces(
             outs,
             lses,
             *tile_numbers(plan, query, key, value, scale, causal_offset, valid, softcap),
-            **tile_constants(plan, query, value, causal_offset, valid, softcap),
+            **tile_constants(plan, query, key, value, causal_offset, valid, softcap),
         )
     return Pieces(outs, lses)

@@ -10,12 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_shared import (
-    capped_scores,
-    finish_softmax,
-    load_rows,
-    softmax_step,
-)
+from hf_kvret_kernels._triton_log_sums import finite_base
+from hf_kvret_kernels._triton_shared import capped_scores, load_rows, softmax_step
 
 
 @triton.jit
@@ -28,14 +24,12 @@ def _visit_keys(
     key,
     value,
     valid,
-    stride_k_t,
-    stride_v_t,
-    stride_valid_t,
     first,
     last,
     causal_offset,
     inner,
     outer,
+    STRIDES: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -48,32 +42,24 @@ def _visit_keys(
     DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Keys ``first .. last`` into the running softmax; unless MASKED, all rows see all of them."""
+    """Keys ``first .. last`` into the running softmax; unless MASKED, all rows see all of them.
+
+    STRIDES: of the tokens of key, value and valid, a tuple.
+    """
     key_columns = tl.arange(0, BLOCK_DK)
     value_columns = tl.arange(0, BLOCK_DV)
+    rows = tl.arange(0, BLOCK_N).to(tl.int64)
+    k_rows = key + rows[:, None] * STRIDES[0] + key_columns[None, :]
+    v_rows = value + rows[:, None] * STRIDES[1] + value_columns[None, :]
+    valid_rows = valid + rows * STRIDES[2]
     for start in range(first, last, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         inside = tokens < last
-        places = tokens.to(tl.int64)
+        place = start.to(tl.int64)
         if VALID:
-            inside = inside & (tl.load(valid + places * stride_valid_t, mask=inside, other=0) != 0)
-        rows = places[:, None]
-        k = load_rows(
-            key + rows * stride_k_t + key_columns[None, :],
-            inside,
-            key_columns,
-            DK,
-            BLOCK_DK,
-            MASKED,
-        )
-        v = load_rows(
-            value + rows * stride_v_t + value_columns[None, :],
-            inside,
-            value_columns,
-            DV,
-            BLOCK_DV,
-            MASKED,
-        )
+            inside = inside & (tl.load(valid_rows + place * STRIDES[2], mask=inside, other=0) != 0)
+        k = load_rows(k_rows + place * STRIDES[0], inside, key_columns, DK, BLOCK_DK, MASKED)
+        v = load_rows(v_rows + place * STRIDES[1], inside, value_columns, DV, BLOCK_DV, MASKED)
         dots = tl.dot(q.to(DOT_DTYPE), tl.trans(k).to(DOT_DTYPE), input_precision="ieee")
         scores = capped_scores(dots, inner, outer, SOFTCAP)
         if MASKED:
@@ -85,6 +71,61 @@ def _visit_keys(
         weights = weights.to(DTYPE).to(DOT_DTYPE)
         acc = tl.dot(weights, v.to(DOT_DTYPE), acc * shrink[:, None], input_precision="ieee")
     return acc, peak, total
+
+
+@triton.jit
+def _visit_once(
+    q,
+    q_index,
+    key,
+    value,
+    valid,
+    first,
+    last,
+    causal_offset,
+    inner,
+    outer,
+    STRIDES: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    VALID: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """Keys ``first .. last``, at most BLOCK_N, into a new running softmax.
+
+    All loads are under way before one is waited for, so none goes by the mask.
+    """
+    key_columns = tl.arange(0, BLOCK_DK)
+    value_columns = tl.arange(0, BLOCK_DV)
+    tokens = first + tl.arange(0, BLOCK_N)
+    seen = tokens < last
+    place = first.to(tl.int64)
+    rows = tl.arange(0, BLOCK_N).to(tl.int64)
+    v_rows = value + place * STRIDES[1] + rows[:, None] * STRIDES[1] + value_columns[None, :]
+    v = load_rows(v_rows, seen, value_columns, DV, BLOCK_DV, True)
+    k_rows = key + place * STRIDES[0] + rows[:, None] * STRIDES[0] + key_columns[None, :]
+    k = load_rows(k_rows, seen, key_columns, DK, BLOCK_DK, True)
+    if VALID:
+        seen &= tl.load(valid + place * STRIDES[2] + rows * STRIDES[2], mask=seen, other=0) != 0
+        # A weight of 0 does not make nothing of NaN.
+        v = tl.where(seen[:, None], v, 0.0)
+    dots = tl.dot(q.to(DOT_DTYPE), tl.trans(k).to(DOT_DTYPE), input_precision="ieee")
+    scores = capped_scores(dots, inner, outer, SOFTCAP)
+    score_mask = seen[None, :]
+    if CAUSAL:
+        score_mask = score_mask & (tokens[None, :] <= causal_offset + q_index[:, None])
+    scores = tl.where(score_mask, scores, float("-inf"))
+    peak = tl.max(scores, 1)
+    weights = tl.exp2(scores - finite_base(peak)[:, None])
+    total = tl.sum(weights, 1)
+    weights = weights.to(DTYPE).to(DOT_DTYPE)
+    return tl.dot(weights, v.to(DOT_DTYPE), input_precision="ieee"), peak, total
 
 
 @triton.jit
@@ -104,6 +145,7 @@ def attend_tile(
     split_len,
     inner,
     outer,
+    STRIDES: tl.constexpr,
     G: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -111,18 +153,23 @@ def attend_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    ONCE: tl.constexpr,
     CAUSAL: tl.constexpr,
     VALID: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """``(out [BLOCK_M, BLOCK_DV], lse [BLOCK_M])`` of a tile of query rows, over a piece of keys.
+    """The running softmax of a tile of query rows over a piece of the keys.
+
+    ``(acc [BLOCK_M, BLOCK_DV], peak [BLOCK_M], total [BLOCK_M])``, for ``finish_softmax``.
 
     Args:
-        strides: of query ``(b, h, q)``, key and value ``(b, h, t)`` and valid ``(b, t)``, a tuple.
+        strides: of query ``(b, h, q)``, key and value ``(b, h)`` and valid ``(b)``, a tuple.
         b, h: batch row and KV head, int64.
         block, split: numbers of the tile and of the piece.
+        STRIDES: of the tokens of key, value and valid, a tuple.
+        ONCE: a piece is no longer than BLOCK_N.
     """
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q_index = rows // G
@@ -139,28 +186,33 @@ def attend_tile(
         newest = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // G, queries - 1)
         last = tl.minimum(last, causal_offset + newest + 1)
         all_see = tl.minimum(last, causal_offset + (block * BLOCK_M) // G + 1)
-    masked_from = first
-    if not VALID:
-        masked_from = first + tl.maximum(all_see - first, 0) // BLOCK_N * BLOCK_N
-
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     keys = key + b * strides[3] + h * strides[4]
-    values = value + b * strides[6] + h * strides[7]
-    validity = valid + b * strides[9]
-    if not VALID:
+    values = value + b * strides[5] + h * strides[6]
+    validity = valid + b * strides[7]
+    if ONCE:
+        acc, peak, total = _visit_once(
+            q, q_index, keys, values, validity, first, last, causal_offset, inner, outer,
+            STRIDES, DK, DV, BLOCK_N, BLOCK_DK, BLOCK_DV, CAUSAL, VALID, SOFTCAP, DTYPE, DOT_DTYPE,
+        )  # fmt: skip
+    else:
+        masked_from = first
+        if not VALID:
+            masked_from = first + tl.maximum(all_see - first, 0) // BLOCK_N * BLOCK_N
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        if not VALID:
+            acc, peak, total = _visit_keys(
+                acc, peak, total, q, q_index, keys, values, validity,
+                first, masked_from, causal_offset, inner, outer, STRIDES, DK, DV,
+                BLOCK_N, BLOCK_DK, BLOCK_DV, CAUSAL, VALID, SOFTCAP, False, DTYPE, DOT_DTYPE,
+            )  # fmt: skip
         acc, peak, total = _visit_keys(
             acc, peak, total, q, q_index, keys, values, validity,
-            strides[5], strides[8], strides[10], first, masked_from, causal_offset, inner, outer,
-            DK, DV, BLOCK_N, BLOCK_DK, BLOCK_DV, CAUSAL, VALID, SOFTCAP, False, DTYPE, DOT_DTYPE,
+            masked_from, last, causal_offset, inner, outer, STRIDES, DK, DV,
+            BLOCK_N, BLOCK_DK, BLOCK_DV, CAUSAL, VALID, SOFTCAP, True, DTYPE, DOT_DTYPE,
         )  # fmt: skip
-    acc, peak, total = _visit_keys(
-        acc, peak, total, q, q_index, keys, values, validity,
-        strides[5], strides[8], strides[10], masked_from, last, causal_offset, inner, outer,
-        DK, DV, BLOCK_N, BLOCK_DK, BLOCK_DV, CAUSAL, VALID, SOFTCAP, True, DTYPE, DOT_DTYPE,
-    )  # fmt: skip
-    return finish_softmax(acc, peak, total)
+    return acc, peak, total
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from hf_kvret_kernels._triton_pieces import (
     load_pieces,
     no_pieces,
 )
+from hf_kvret_kernels._triton_shared import LN_2
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.prompt_attention.triton import tile_constants, tile_numbers, tile_plan
 from hf_kvret_kernels.prompt_attention.triton_tile import attend_tile, query_places
@@ -71,6 +72,7 @@ def _finish_kernel(
     OTHERS: tl.constexpr,
     OWN: tl.constexpr,
     IDS: tl.constexpr,
+    STRIDES: tl.constexpr,
     G: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -78,6 +80,7 @@ def _finish_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    ONCE: tl.constexpr,
     CAUSAL: tl.constexpr,
     VALID: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -96,14 +99,16 @@ def _finish_kernel(
     logs, means = load_pieces(
         other_outs, other_lses, rows, row_mask, other_splits, first, last, DV, OTHERS, BLOCK_DV, ""
     )
-    mean, log = attend_tile(
+    near, near_peak, near_mass = attend_tile(
         query, key, value, valid, strides, b, h, block, split, queries, tokens, causal_offset,
-        split_len, inner, outer,
-        G, DK, DV, BLOCK_M, BLOCK_N, BLOCK_DK, BLOCK_DV, CAUSAL, VALID, SOFTCAP, DTYPE, DOT_DTYPE,
+        split_len, inner, outer, STRIDES, G, DK, DV, BLOCK_M, BLOCK_N, BLOCK_DK, BLOCK_DV,
+        ONCE, CAUSAL, VALID, SOFTCAP, DTYPE, DOT_DTYPE,
     )  # fmt: skip
     peak, mass, total = no_pieces(ROWS, BLOCK_DV)
     peak, mass, total = add_pieces(logs, means, peak, mass, total)
-    mean, log = _union(mean, log, peak, mass, total, ROWS, BLOCK_M, BLOCK_DV)
+    mean, log = _union(
+        near, near_peak * LN_2, near_mass, peak, mass, total, ROWS, BLOCK_M, BLOCK_DV
+    )
 
     tile_rows, tile_mask = query_places(block, b, h, heads, queries, G, BLOCK_M)
     targets = tile_rows * splits + split
@@ -112,7 +117,7 @@ def _finish_kernel(
         mean,
         mask=tile_mask[:, None] & (columns < DV)[None, :],
     )
-    tl.store(lses + targets, log, mask=tile_mask)
+    tl.store((lses + targets)[:, None], log, mask=tile_mask[:, None])
     # All threads' stores come before the ticket, which the last program takes after all others.
     tl.debug_barrier()
     place = tickets + pair * tl.num_programs(0) + block
@@ -132,8 +137,9 @@ def _finish_kernel(
 
 @triton.jit
 def _union(
-    mean,
-    log,
+    near,
+    near_peak,
+    near_mass,
     peak,
     mass,
     total,
@@ -141,19 +147,23 @@ def _union(
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Attention ``mean [BLOCK_M, Dv]``, ``log`` and a running merge of the first ROWS, as one."""
+    """``(mean [BLOCK_M, Dv], lse [BLOCK_M, 1])`` of two sets of tokens.
+
+    ``near [BLOCK_M, Dv]`` and ``near_mass [BLOCK_M]`` are sums relative to ``near_peak``, a natural
+    logarithm; the other three are a running merge of the first ROWS.
+    """
     repeats: tl.constexpr = BLOCK_M // ROWS
-    peak = tl.reshape(tl.broadcast_to(peak[None, :], (repeats, ROWS)), (BLOCK_M,))
-    mass = tl.reshape(tl.broadcast_to(mass[None, :], (repeats, ROWS)), (BLOCK_M,))
+    peak = tl.reshape(tl.broadcast_to(peak[None, :, :], (repeats, ROWS, 1)), (BLOCK_M, 1))
+    mass = tl.reshape(tl.broadcast_to(mass[None, :, :], (repeats, ROWS, 1)), (BLOCK_M, 1))
     total = tl.reshape(
         tl.broadcast_to(total[None, :, :], (repeats, ROWS, BLOCK_DV)), (BLOCK_M, BLOCK_DV)
     )
-    base = finite_base(tl.maximum(log, peak))
-    weight, shrink = tl.exp(log - base), tl.exp(peak - base)
-    mass = weight + shrink * mass
+    base = finite_base(tl.maximum(near_peak[:, None], peak))
+    weight, shrink = tl.exp(near_peak[:, None] - base), tl.exp(peak - base)
+    mass = near_mass[:, None] * weight + mass * shrink
     # At least 1 where there is a peak, and 0 without.
-    mean = (mean * weight[:, None] + total * shrink[:, None]) / tl.maximum(mass, 1.0)[:, None]
-    return mean, log_total(base, mass)
+    factor = 1.0 / tl.maximum(mass, 1.0)
+    return near * (weight * factor) + total * (shrink * factor), log_total(base, mass)
 
 
 @triton.jit
@@ -179,7 +189,7 @@ def _merge_own(
         outs, lses, rows, row_mask, splits, peak, mass, total, DV, OWN, BLOCK_DV, ".cg"
     )
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + query_heads).to(tl.float32)
+        sink = tl.load(sinks_ptr + query_heads[:, None]).to(tl.float32)
         peak, mass, total = add_sinks(sink, peak, mass, total)
     mean, log = finish_pieces(peak, mass, total)
     columns = tl.arange(0, BLOCK_DV)
@@ -188,7 +198,7 @@ def _merge_own(
         mean.to(out_ptr.dtype.element_ty),
         mask=row_mask[:, None] & (columns < DV)[None, :],
     )
-    tl.store(lse_ptr + rows, log, mask=row_mask)
+    tl.store(lse_ptr + rows[:, None], log, mask=row_mask[:, None])
 
 
 @triton.jit
@@ -227,7 +237,7 @@ def step_attention(
     if lse.numel() == 0:
         return out, lse
     plan = tile_plan(query, value, valid is not None, splits)
-    constants = tile_constants(plan, query, value, causal_offset, valid, softcap)
+    constants = tile_constants(plan, query, key, value, causal_offset, valid, softcap)
     tile_rows = min(plan.rows, triton.next_power_of_2(shape[2] * constants["G"]))
     columns_of_thread = tile_rows * constants["BLOCK_DV"] // (32 * plan.choice.warps)
     at_once = max(1, min(_MOST_OTHERS, _OTHERS_OF_THREAD // max(1, columns_of_thread)))
