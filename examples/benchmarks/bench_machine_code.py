@@ -13,7 +13,7 @@ from compile_step import check_tools, compile_parts, tool_versions
 from kernel_launch import Launch
 from machine_model import H200
 from machine_tables import machine_table, plot_machine
-from step_kernels import LEAST_CONTEXT, PARTS, StepShape
+from step_kernels import LEAST_CONTEXT, PARTS, StepShape, told_steps
 from step_work import work_of
 
 from hf_kvret.benchmark import timed
@@ -69,7 +69,7 @@ class MachineCodeOfStep(timed.TimedTogether):
             )
 
     def setup(self) -> dict[str, Any]:
-        return chip_figures() | tool_versions()
+        return chip_figures() | tool_versions() | {"steps": told_steps()}
 
     def cells(self) -> list[Cell]:
         return [
@@ -103,18 +103,7 @@ class MachineCodeOfStep(timed.TimedTogether):
 
     @cached_property
     def _earlier(self) -> Results | None:
-        if self.before is None:
-            return None
-        results = Results.load(self.before)
-        figures = chip_figures()
-        if results.name != self.title():
-            raise ValueError(f"--before {self.before} holds {results.name}: give {self.title()}")
-        if any(results.setup.get(name) != value for name, value in figures.items()):
-            raise ValueError(
-                f"--before {self.before} was modelled with other figures of the chip than those in "
-                "machine_model.py: make it again from the code that it is of"
-            )
-        return results
+        return None if self.before is None else load_kernels("--before", self.before)
 
     @classmethod
     def table(cls, results: Results) -> str:
@@ -123,6 +112,23 @@ class MachineCodeOfStep(timed.TimedTogether):
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         plot_machine(path, results)
+
+
+def load_kernels(option: str, file: Path) -> Results:
+    """Results of this bench, modelled with the figures of now; ``option`` named the file.
+
+    Raises:
+        FileNotFoundError, ValueError: no file, results of another bench, or of other figures.
+    """
+    results = Results.load(file)
+    if results.name != MachineCodeOfStep.title():
+        raise ValueError(f"{option} {file} holds {results.name}: give {MachineCodeOfStep.title()}")
+    if any(results.setup.get(name) != value for name, value in chip_figures().items()):
+        raise ValueError(
+            f"{option} {file} was modelled with other figures of the chip than those in "
+            "machine_model.py: make it again from the code that it is of"
+        )
+    return results
 
 
 def chip_figures() -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from step_ops import counted_ops, counted_waits
@@ -19,11 +19,12 @@ from hf_kvret.benchmark.filling import Turn
 from hf_kvret.benchmark.model_measurement import ModelMeasurement
 from hf_kvret.benchmark.stepping import Steps, make_steps
 from hf_kvret.benchmark.tables import SIZE, Column, ms, of, table_of, tenths, why_missing
-from hf_kvret.evaluation.measurement import Row
-from hf_kvret.evaluation.options import with_default
+from hf_kvret.evaluation.arguments import file_path, names
+from hf_kvret.evaluation.measurement import Measurement, Outputs, Row
+from hf_kvret.evaluation.options import option, with_default
 from hf_kvret.evaluation.plots import plot_groups
 from hf_kvret.evaluation.results import Cell, Results
-from hf_kvret.evaluation.scripts import run_script
+from hf_kvret.evaluation.scripts import load_measurement, run_script
 from hf_kvret_kernels._dispatch import interpreted, prefer
 
 # A replayed step comes after at most this many: as usual, captured.
@@ -47,12 +48,60 @@ class Step(ModelMeasurement):
         "python examples/benchmarks/bench_step.py --shape llama-3.1-8b --context 128K "
         "--dtype bfloat16 --caches "
         "dense,paris:top_k=100 --json step.json",
+        "python examples/benchmarks/bench_step.py --modelled --kernels "
+        "docs/results/kernels_sm90.json",
     )
 
     caches: str = with_default(ModelMeasurement, "caches", "dense,flat,paris")
     steps: int = with_default(ModelMeasurement, "steps", 4)
     warmup: int = with_default(ModelMeasurement, "warmup", 4)
     rounds: int = with_default(ModelMeasurement, "rounds", 1)
+    modelled: bool = option(
+        False,
+        "measure nothing: model the time of a step of Llama-3.1-8B on an H200; goes with "
+        "--caches, --context, --batch, --kernels and --before",
+    )
+    kernels: Path | None = option(
+        None,
+        "with --modelled: results of bench kernels --compile-only (default: compile now, about "
+        "100 s)",
+        kind=file_path,
+        metavar="FILE",
+    )
+    before: Path | None = option(
+        None,
+        "with --modelled: the same of an earlier version, whose step stands beside",
+        kind=file_path,
+        metavar="FILE",
+    )
+
+    def beside(self, outputs: Outputs) -> Any:
+        """With ``--modelled`` the measurement that models, which is another script."""
+        return self._as_modelled() if self.modelled else self
+
+    def check(self) -> None:
+        for name in ("kernels", "before"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"--{name} goes with --modelled: give that too, or leave it out")
+        super().check()
+
+    def _as_modelled(self) -> Measurement:
+        """ValueError for options that modelling has no use for."""
+        kind = load_measurement("bench step-modelled")
+        shared, given = {one.name: one for one in fields(kind)}, {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name == "modelled" or value == one.default:
+                continue
+            if one.name not in shared:
+                raise ValueError(
+                    f"--{one.name.replace('_', '-')} with --modelled: a step of Llama-3.1-8B in "
+                    "bfloat16 is modelled on an H200; leave it out"
+                )
+            given[one.name] = value
+        if "caches" in given:
+            given["caches"] = tuple(names(given["caches"]))
+        return kind(**given)
 
     @torch.inference_mode()
     def once(self, turn: Turn) -> Row:

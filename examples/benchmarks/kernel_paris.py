@@ -33,17 +33,23 @@ def _code_error(found: Sequence[Any], want: Sequence[Any]) -> float:
     return max(unequal(found[:2], want[:2]), distance(found[2:], want[2:]))
 
 
-def _collisions(shape: KernelShape, draw: Draw, **more: Any) -> Any:
-    sign, queries = _draw_codes(shape, draw).sign, _draw_queries(shape, draw)
-    counts = paris.count_centroids(sign, m=_M)
+def _collisions(shape: KernelShape, draw: Draw) -> Any:
+    return partial(paris.collisions, *_stage_one(shape, draw), **_stage_one_options(shape, draw))
+
+
+def _candidates(shape: KernelShape, draw: Draw) -> Any:
+    best, options = shape.count("best"), _stage_one_options(shape, draw)
+    return partial(paris.candidates, *_stage_one(shape, draw), best, **options)
+
+
+def _stage_one(shape: KernelShape, draw: Draw) -> tuple[torch.Tensor, ...]:
+    sign = _draw_codes(shape, draw).sign
+    return _draw_queries(shape, draw), paris.count_centroids(sign, m=_M), sign
+
+
+def _stage_one_options(shape: KernelShape, draw: Draw) -> dict[str, Any]:
     _, rho = PARIS.ratios(shape.length)
-    tiers = PARIS.tiers
-    return partial(paris.collisions, queries, counts, sign, rho=rho, tiers=tiers, m=_M, **more)
-
-
-def _best(shape: KernelShape, draw: Draw) -> Any:
-    points, histogram = _collisions(shape, draw)()
-    return partial(paris.candidates, points, histogram, shape.count("best"))
+    return {"rho": rho, "tiers": PARIS.tiers, "m": _M, "valid": draw.all_valid(shape)}
 
 
 def _rerank(shape: KernelShape, draw: Draw) -> Any:
@@ -93,13 +99,12 @@ PARIS_OPS = (
         check=(_code_error, 1e-2),
         copies=8,
     ),
-    # Points of all tokens by their sign patterns, for each query head of a group, and how many
-    # tokens have each number of points.
+    # Points of all tokens by their sign patterns, the most that any query head of a group gives.
     KernelOp(
         name="paris.collisions",
         read="B H n signs + B Hq P f32 + B H S patterns i32 + B n",
-        written="B H n + B H 256 i32",
-        inputs=lambda shape, draw: _collisions(shape, draw, valid=draw.all_valid(shape)),
+        written="B H n",
+        inputs=_collisions,
         # Patterns at the border of two tiers go to either.
         check=(unequal, 1e-2),
         copies=16,
@@ -107,12 +112,12 @@ PARIS_OPS = (
     # The tokens with the most points.
     KernelOp(
         name="paris.candidates",
-        read="B H n + B H 256 i32",
+        read="B H n signs + B Hq P f32 + B H S patterns i32 + B n",
         written="B H best i32",
-        inputs=_best,
-        check=(unequal, 0.0),
+        inputs=_candidates,
+        check=(not_shared, 1e-2),
         sizes="{best:,} candidates",
-        copies=32,
+        copies=16,
     ),
     # Estimated scores of the candidates, for each query head of a group; there are 8 levels.
     KernelOp(

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,74 @@ H200 = Chip(
         }
     ),
 )
+
+
+class Assumption(NamedTuple):
+    """A figure that no data sheet has, as a range: of the quickest step and of the slowest."""
+
+    quick: float
+    slow: float
+    source: str
+
+
+ASSUMPTIONS: Mapping[str, Assumption] = MappingProxyType(
+    {
+        "gap_seconds": Assumption(
+            0.5e-6,
+            1.2e-6,
+            "assumed: from the end of a kernel to the beginning of the next one in a CUDA graph",
+        ),
+        "least_seconds": Assumption(
+            1.4e-6,
+            2.0e-6,
+            "assumed: a kernel of nothing but latencies; with the gap, 849 kernels of norms and "
+            "rotations take 1.6 to 2.7 ms",
+        ),
+        "dram_share": Assumption(
+            1.0, 0.9, "assumed: of the bandwidth above, which is nine tenths of the data sheet's"
+        ),
+        "bus_bandwidth": Assumption(
+            55e9,
+            40e9,
+            "assumed: of 64 GB/s of PCIe 5.0 x16, rows of 512 bytes read by a kernel from pinned "
+            "memory",
+        ),
+    }
+)
+"""Of a whole step, beside the chip's figures."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """One end of what is assumed of a step; see ``ASSUMPTIONS``.
+
+    Attributes:
+        gap_seconds: between a kernel and the next one.
+        least_seconds: of the shortest kernel.
+        dram_share: of ``Chip.bandwidth``.
+        bus_bandwidth: bytes a second from pinned host memory.
+    """
+
+    gap_seconds: float
+    least_seconds: float
+    dram_share: float
+    bus_bandwidth: float
+
+    def kernel_seconds(
+        self, launches: int, dram_seconds: float, issue_seconds: float = 0.0
+    ) -> float:
+        """Of ``launches`` kernels in a row; ``dram_seconds`` and ``issue_seconds`` of them all."""
+        least = launches * self.least_seconds
+        work = max(issue_seconds, dram_seconds / self.dram_share, least)
+        return work + launches * self.gap_seconds
+
+    def bus_seconds(self, moved_bytes: float) -> float:
+        """Of reading so many bytes from host memory."""
+        return moved_bytes / self.bus_bandwidth
+
+
+QUICK = Pace(**{name: one.quick for name, one in ASSUMPTIONS.items()})
+SLOW = Pace(**{name: one.slow for name, one in ASSUMPTIONS.items()})
 
 _LANE_BYTES = 4
 _PIPES = {

@@ -6,9 +6,11 @@ shapes and strides, and no memory.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -29,6 +31,7 @@ PARIS_RHO, PARIS_BETA = 0.20, 0.10
 PARIS_K, LRQK_K, LRQK_RANK, HIGGS_BITS = 100, 2048, 32, 4
 A2ATS_RATIO, CODEWORDS = 0.06, 4096
 CENTROIDS, NPROBE, LIST_LEN, PENDING = 2048, 4, 2560, 512
+CTKVR_K = FLAT_K = 1024
 RECALLED = NPROBE * LIST_LEN + PENDING
 """Tokens that CTkvr compares by their keys."""
 
@@ -100,34 +103,27 @@ class StepShape:
 
 
 def _paris(shape: StepShape) -> None:
-    from hf_kvret_kernels.paris import (
-        triton_candidates,
-        triton_collide,
-        triton_encode,
-        triton_rerank,
-    )
-    from hf_kvret_kernels.relevance import triton_shares
-    from hf_kvret_kernels.top_k import triton_block
-
     grouped = shape.query().view(shape.batch, shape.heads, shape.group, 1, shape.head_dim)
-    signs = torch.empty(shape.head_dim, device=_META)
-    rotated = triton_encode.rotate(grouped.transpose(2, 3), signs)
     codes = paris.ParisCodes(
         shape.tokens(16, dtype=torch.uint8),
         shape.tokens(48, dtype=torch.uint8),
         shape.tokens(16, dtype=_HALF),
     )
     counts = torch.empty(shape.batch, shape.heads, 16, 256, dtype=torch.int32, device=_META)
-    shares = tuple(round(1_000_000 * PARIS_RHO * tier) for tier in PARIS_SHARES)
-    points, histogram = triton_collide.collisions(
-        rotated, counts, codes.sign, shares, 8, shape.valid()
+    paris.search(
+        grouped.transpose(2, 3),
+        torch.empty(shape.head_dim, device=_META),
+        codes,
+        counts,
+        torch.empty(8, device=_META),
+        PARIS_K,
+        survivors=shape.candidates,
+        rho=PARIS_RHO,
+        tiers=PARIS_SHARES,
+        valid=shape.valid(),
+        scale=shape.scale,
+        backend="triton",
     )
-    kept = triton_candidates.candidates(points, histogram, shape.candidates)
-    levels = torch.empty(8, device=_META)
-    scores = triton_rerank.rerank(rotated, codes, kept, levels, 8, shape.scale, None, None)
-    in_one = shape.candidates <= triton_block.MOST
-    best_ids = triton_block.best_ids if in_one else triton_shares.best_ids
-    best_ids(scores, kept, PARIS_K)
 
 
 def _lrqk(shape: StepShape) -> None:
@@ -279,3 +275,97 @@ PARTS: dict[str, Callable[[StepShape], None]] = {
 Attention to the selected rows is followed by "finish"; "count", "window" and "merge" stand in its
 place where a store attends elsewhere, and gives its part when that is ready.
 """
+
+ATTENDED = {"attend-100": PARIS_K, "attend-2048": LRQK_K, "higgs": LRQK_K}
+"""Rows of a KV head that a part attends to. Where a step selects others, its largest kernel is
+scaled. Parts that only earlier results have stay here."""
+
+
+@dataclass(frozen=True)
+class LayerLaunches:
+    """What a layer's decode step launches for the cache, besides taking in the token.
+
+    Attributes:
+        parts: of ``PARTS``, in the order in which they are launched.
+        torch_launches: operations of torch in the index, as ``bench step`` counts them less the
+            Triton kernels; those of torch with several kernels count as these.
+        torch_bytes: that they move in a step, and ``torch_token_bytes`` for each cold token of a
+            sequence; 0 where they are small.
+    """
+
+    parts: tuple[str, ...]
+    torch_launches: int = 0
+    torch_bytes: int = 0
+    torch_token_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class MethodStep:
+    """A layer's decode step of a method.
+
+    Attributes:
+        launched: in this version.
+        selected: rows of a KV head that are attended to.
+        compared: rows of which a search reads the keys in the store.
+        replayed: whether a CUDA graph holds the step.
+        hosted: whether rows may lie in pinned host memory instead.
+    """
+
+    launched: LayerLaunches
+    selected: Callable[[StepShape], int]
+    compared: int = 0
+    replayed: bool = True
+    hosted: bool = True
+
+
+STEPS: dict[str, MethodStep] = {
+    "paris": MethodStep(
+        LayerLaunches(("paris", "attend-100", "finish")), lambda shape: PARIS_K
+    ),
+    "lrqk": MethodStep(
+        LayerLaunches(("lrqk", "attend-2048", "finish"), torch_launches=5),
+        lambda shape: LRQK_K,
+    ),
+    "lrqk:store=higgs": MethodStep(
+        LayerLaunches(("lrqk", "higgs", "finish"), torch_launches=5),
+        lambda shape: LRQK_K,
+        hosted=False,
+    ),
+    "a2ats": MethodStep(
+        LayerLaunches(
+            ("a2ats", "attend-2048", "finish"),
+            torch_launches=48,
+            # The new key is compared with all codewords of 8 heads.
+            torch_bytes=2 * 8 * 128 * CODEWORDS,
+        ),
+        lambda shape: shape.a2ats_k,
+        replayed=False,
+    ),
+    "ctkvr": MethodStep(
+        LayerLaunches(("ctkvr", "attend-2048", "finish"), torch_launches=17),
+        lambda shape: CTKVR_K,
+        compared=RECALLED,
+        replayed=False,
+    ),
+    "flat": MethodStep(
+        LayerLaunches(
+            ("flat", "attend-2048", "finish"),
+            # A top-k of torch over long rows is 15 kernels: two for each of four digits, then
+            # counts, sums of these, the selection, a sort.
+            torch_launches=9 + 15,
+            # Keys of 8 heads are copied to fp32 and read again for the product; scores of 32 query
+            # heads are written, scaled and masked, and those of 8 heads read five times.
+            torch_token_bytes=8 * 128 * (2 + 4 + 4) + 4 * (32 * (1 + 2 + 2) + 8 * 5),
+        ),
+        lambda shape: FLAT_K,
+    ),
+}
+"""By the cache's name. A part that vanishes from ``PARTS`` must go here too."""
+
+_UNKNOWN = {part for step in STEPS.values() for part in step.launched.parts}.difference(PARTS)
+assert not _UNKNOWN, f"STEPS names parts that PARTS has not: {', '.join(sorted(_UNKNOWN))}"
+
+
+def told_steps() -> dict[str, dict[str, Any]]:
+    """What steps launch in this version, as plain JSON values, for results to keep."""
+    return {name: json.loads(json.dumps(asdict(step.launched))) for name, step in STEPS.items()}

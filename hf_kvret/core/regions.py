@@ -228,7 +228,9 @@ class Regions:
         cold = self.cold_len
         if self._retrievable is None:
             slots = self.window.sink_slots
-            marks = torch.ones(len(slots), cold + 1, dtype=torch.bool, device=slots.device)
+            # A column more for slots that are not cold; rows of whole words, for wide loads.
+            width = (cold // 16 + 1) * 16
+            marks = torch.ones(len(slots), width, dtype=torch.bool, device=slots.device)
             marks.scatter_(1, slots.masked_fill(slots < 0, cold), False)
             self._retrievable = marks[:, :cold]
         return self._retrievable if valid is None else self._retrievable & valid[:, :cold]

@@ -31,6 +31,13 @@ def log_sum_exp(scores):
 
 
 @triton.jit
+def log_sum_exps(scores):
+    """The log-sum-exps of the rows of ``scores [M, N]``; -inf where all of a row are."""
+    base = finite_base(tl.max(scores, axis=1))
+    return log_total(base, tl.sum(tl.exp(scores - base[:, None]), axis=1))
+
+
+@triton.jit
 def best_share(best, scores, lse):
     """The larger of ``best`` and the log-shares that a head with log-sum-exp ``lse`` gives.
 

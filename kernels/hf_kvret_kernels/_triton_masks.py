@@ -13,3 +13,23 @@ def mask_bytes(valid: torch.Tensor | None, unread: torch.Tensor) -> torch.Tensor
 def mask_strides(valid: torch.Tensor | None) -> tuple[int, int]:
     """Strides of rows of the batch and of tokens; zeros where there is no mask."""
     return (0, 0) if valid is None else (valid.stride(0), valid.stride(1))
+
+
+# Bytes that a load takes at once where rows begin at multiples of them.
+_UNIT = 16
+
+
+def mask_layout(valid: torch.Tensor | None) -> tuple[int, int, int]:
+    """Stride of the batch's rows in units, stride of tokens, and the bytes of a unit.
+
+    Rows begin at multiples of a unit and can be read to the end of their last one, though it may
+    lie behind the mask: told to the compiler, this makes wide loads.
+    """
+    if valid is None:
+        return 0, 0, 1
+    row = valid.stride(0) if len(valid) > 1 else 0
+    units = -(-valid.shape[1] // _UNIT)
+    end = valid.storage_offset() + row * (len(valid) - 1) + units * _UNIT
+    whole = valid.stride(1) == 1 and row % _UNIT == 0 and end <= valid.untyped_storage().nbytes()
+    unit = _UNIT if whole else 1
+    return row // unit, valid.stride(1), unit

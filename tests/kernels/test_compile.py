@@ -206,31 +206,24 @@ def _calls(operation: str) -> Iterator[functools.partial]:
             arguments = (query, key, key, 0.1, 512 - queries, valid, None, torch.float32)
             yield functools.partial(prompt.prompt_attention, *arguments)
     else:
-        from hf_kvret_kernels.paris import (
-            triton_candidates,
-            triton_collide,
-            triton_encode,
-            triton_rerank,
-        )
+        from hf_kvret_kernels.paris import triton_count, triton_encode
 
         keys = torch.zeros(1, 2, 512, 128, dtype=half)
         signs, levels = paris.random_signs(128, 0), paris.magnitude_levels(8)
         codes = paris.ParisCodes.empty(1, 2, 512, 128, m=8)
-        rotated = torch.zeros(1, 2, 1, 4, 128)
         counts = torch.zeros(1, 2, 16, 256, dtype=torch.int32)
-        scores = torch.zeros(1, 2, 1, 512, dtype=torch.uint8)
-        histogram = torch.zeros(1, 2, 1, 256, dtype=torch.int32)
         valid = torch.ones(1, 512, dtype=torch.bool)
         yield functools.partial(triton_encode.rotate, keys, signs)
         yield functools.partial(triton_encode.encode, keys, signs, levels, 8, None, codes)
-        yield functools.partial(triton_collide.count_centroids, codes.sign, 8, valid)
-        yield functools.partial(triton_candidates.candidates, scores, histogram, 100)
-        for mask in (None, valid):
-            arguments = (rotated, counts, codes.sign, (50_000, 200_000), 8, mask)
-            yield functools.partial(triton_collide.collisions, *arguments)
-        for softcap, offset in ((None, None), (50.0, torch.zeros(1, 2, 1, 4))):
-            arguments = (rotated, codes, ids, levels, 8, 0.1, softcap, offset)
-            yield functools.partial(triton_rerank.rerank, *arguments)
+        yield functools.partial(triton_count.count_centroids, codes.sign, 8, valid)
+        query, rotated = torch.zeros(1, 2, 1, 4, 128, dtype=half), torch.zeros(1, 2, 1, 4, 128)
+        options = {"survivors": 200, "rho": 0.2, "tiers": (0.5, 1.0), "backend": "triton"}
+        for q, turn, more in (
+            (query, signs, {"valid": valid}),
+            (rotated, None, {"softcap": 50.0, "offset": torch.zeros(1, 2, 1, 4)}),
+        ):
+            arguments = (q, turn, codes, counts, levels, 100)
+            yield functools.partial(paris.search, *arguments, **options, **more)
 
 
 def _calls_of_merging() -> Iterator[functools.partial]:

@@ -48,10 +48,9 @@ def select(
     codes = paris.encode(keys, signs, levels, m=m, mean=mean)
     q_rot = paris.rotate(query, signs)
     counts = paris.count_centroids(codes.sign, m=m, valid=valid, backend=backend)
-    scores, histogram = paris.collisions(
-        q_rot, counts, codes.sign, rho=rho, tiers=TIERS, m=m, valid=valid, backend=backend
+    ids = paris.candidates(
+        q_rot, counts, codes.sign, count, rho=rho, tiers=TIERS, m=m, valid=valid, backend=backend
     )
-    ids = paris.candidates(scores, histogram, count, backend=backend)
     return ids, paris.rerank(q_rot, codes, ids, levels, m=m, backend=backend)
 
 
@@ -192,10 +191,9 @@ def test_a_padded_row_selects_what_it_selects_alone(backend: str) -> None:
         paris.encode(keys[:, :, start:end], signs, levels, out=part)
         counts += paris.count_centroids(part.sign, valid=valid[:, start:end], backend=backend)
     q_rot = paris.rotate(query, signs).expand(2, -1, -1, -1, -1)
-    scores, histogram = paris.collisions(
-        q_rot, counts, codes.sign, rho=0.5, tiers=TIERS, valid=valid, backend=backend
+    ids = paris.candidates(
+        q_rot, counts, codes.sign, count, rho=0.5, tiers=TIERS, valid=valid, backend=backend
     )
-    ids = paris.candidates(scores, histogram, count, backend=backend)
     estimates = paris.rerank(q_rot, codes, ids, levels, backend=backend)
     assert torch.equal(ids[0], alone_ids[0] + padding)
     torch.testing.assert_close(estimates[0], alone[0], rtol=1e-6, atol=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -97,12 +98,6 @@ def every_sign(batch: int, width: int) -> torch.Tensor:
     return signs.expand(batch, 1, 256, width).contiguous().to(DEVICE)
 
 
-def histogram_by_hand(scores: torch.Tensor) -> torch.Tensor:
-    histogram = torch.stack([scores.eq(value).sum(-1) for value in range(256)], dim=-1).int()
-    histogram[..., 255] = 0
-    return histogram
-
-
 @pytest.mark.factor("backend", BACKENDS)
 @pytest.mark.factor("m", [4, 8])
 @pytest.mark.factor("tables", [1, 3, 5])
@@ -116,7 +111,7 @@ def test_points_are_those_of_a_literal_walk(tables: int, m: int, backend: str) -
     counts = torch.randint(0, 4, shape, generator=generator(1), dtype=torch.int32)
     counts[1] *= 1000
     sign, valid = every_sign(2, width), random_valid(3, 256)[:2]
-    scores, histogram = paris.collisions(
+    scores = paris.collisions(
         q_rot.to(DEVICE),
         counts.to(DEVICE),
         sign,
@@ -126,7 +121,7 @@ def test_points_are_those_of_a_literal_walk(tables: int, m: int, backend: str) -
         valid=valid,
         backend=backend,
     )
-    assert scores.dtype == torch.uint8 and histogram.dtype == torch.int32
+    assert scores.dtype == torch.uint8
     ids = torch.tensor(
         [
             [centroid(token, s, m) for s in range(8 * width // m)]
@@ -143,7 +138,6 @@ def test_points_are_those_of_a_literal_walk(tables: int, m: int, backend: str) -
         expected[b, 0, q] = expected[b, 0, q].maximum(total)
     expected.masked_fill_(~valid.cpu()[:, None, None], 255)
     assert torch.equal(scores.cpu().long(), expected)
-    assert torch.equal(histogram.cpu(), histogram_by_hand(expected))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -155,7 +149,7 @@ def test_thresholds_are_exact_where_floats_are_not(backend: str) -> None:
     # the second all are as similar, and 15 is the last.
     counts[..., 15], counts[..., 7] = 7, 93
     sign = torch.tensor([0xFF, 0xF7], dtype=torch.uint8, device=DEVICE).view(1, 1, 2, 1)
-    scores, _ = paris.collisions(
+    scores = paris.collisions(
         q_rot, counts.to(DEVICE), sign, rho=0.07, tiers=(1.0,), m=4, backend=backend
     )
     assert math.ceil(100 * 0.07) == 8
@@ -166,7 +160,7 @@ def test_thresholds_are_exact_where_floats_are_not(backend: str) -> None:
 def test_without_keys_there_are_no_points(backend: str) -> None:
     counts = torch.zeros(1, 1, 2, 16, dtype=torch.int32, device=DEVICE)
     q_rot = torch.ones(1, 1, 1, 1, 8, device=DEVICE)
-    scores, _ = paris.collisions(
+    scores = paris.collisions(
         q_rot, counts, every_sign(1, 1), rho=1.0, tiers=TIERS, m=4, backend=backend
     )
     assert scores.eq(0).all()
@@ -189,10 +183,10 @@ def test_triton_collides_as_the_reference_does(length: int, m: int, dim: int) ->
         )
         for backend in BOTH
     )
-    assert torch.equal(naive[0], triton[0]) and torch.equal(naive[1], triton[1])
+    assert torch.equal(naive, triton)
     packed = sign.contiguous()
     again = paris.collisions(q_rot, counts, packed, rho=0.4, tiers=tiers, m=m, valid=valid)
-    assert torch.equal(naive[0], again[0])
+    assert torch.equal(naive, again)
 
 
 @needs_triton
@@ -206,16 +200,14 @@ def test_there_is_a_bin_for_every_sum_of_points(length: int, most: int, m: int) 
     q_rot = torch.randn(2, 1, 1, 3, 8, generator=generator(9)).to(DEVICE)
     counts = paris.count_centroids(sign, m=m, valid=valid)
     for mask in (None, valid):
+        options = {"rho": 0.4, "tiers": tiers, "m": m, "valid": mask}
         naive, triton = (
-            paris.collisions(
-                q_rot, counts, sign, rho=0.4, tiers=tiers, m=m, valid=mask, backend=backend
-            )
-            for backend in BOTH
+            paris.collisions(q_rot, counts, sign, backend=backend, **options) for backend in BOTH
         )
-        assert length < 30 or naive[0][naive[0] < 255].max() == most
-        assert torch.equal(naive[0], triton[0]) and torch.equal(naive[1], triton[1])
-        ids = paris.candidates(*triton, 20, backend="triton")
-        assert torch.equal(ids, paris.candidates(*naive, 20))
+        assert length < 30 or naive[naive < 255].max() == most
+        assert torch.equal(naive, triton)
+        ids = paris.candidates(q_rot, counts, sign, 20, backend="triton", **options)
+        assert torch.equal(ids, candidates_by_sorting(naive, 20))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -224,11 +216,9 @@ def test_the_greatest_score_is_not_taken_for_an_excluded_token(backend: str) -> 
     sign = random_sign(1, 1, 1, 1).expand(1, 1, 5, 1).contiguous()
     counts = paris.count_centroids(sign, m=4)
     q_rot = torch.randn(1, 1, 1, 5, 8, generator=generator(5)).to(DEVICE)
-    scores, histogram = paris.collisions(
-        q_rot, counts, sign, rho=1.0, tiers=(1.0,) * 127, m=4, backend=backend
-    )
-    assert scores.eq(254).all() and histogram[..., 254].eq(5).all()
-    ids = paris.candidates(scores, histogram, 3, backend=backend)
+    options = {"rho": 1.0, "tiers": (1.0,) * 127, "m": 4, "backend": backend}
+    assert paris.collisions(q_rot, counts, sign, **options).eq(254).all()
+    ids = paris.candidates(q_rot, counts, sign, 3, **options)
     assert ids.flatten().tolist() == [0, 1, 2]
 
 
@@ -242,41 +232,81 @@ def candidates_by_sorting(scores: torch.Tensor, count: int) -> torch.Tensor:
     return ids.to(DEVICE)
 
 
+class Drawn(NamedTuple):
+    """Few different keys, so that many have the same score."""
+
+    q_rot: torch.Tensor
+    counts: torch.Tensor
+    sign: torch.Tensor
+    valid: torch.Tensor
+
+    @classmethod
+    def of(cls, length: int, queries: int) -> Drawn:
+        """Of three rows; the last one has no valid token."""
+        patterns = random_sign(1, 1, 5, 1, seed=3).expand(3, -1, -1, -1)
+        chosen = torch.randint(0, 5, (3, 1, length, 1), generator=generator(7)).to(DEVICE)
+        sign, valid = patterns.gather(2, chosen), random_valid(3, length, seed=8)
+        q_rot = torch.randn(3, 1, queries, 2, 8, generator=generator(9)).to(DEVICE)
+        return cls(q_rot, paris.count_centroids(sign, m=4, valid=valid), sign, valid)
+
+    def run(self, count: int, backend: str, masked: bool = True) -> torch.Tensor:
+        """Its candidates, which are those of a stable sort of its scores."""
+        valid = self.valid if masked else None
+        options = {"rho": 0.6, "tiers": TIERS, "m": 4, "valid": valid}
+        scores = paris.collisions(*self[:3], backend="naive", **options)
+        ids = paris.candidates(*self[:3], count, backend=backend, **options)
+        assert ids.shape == (*scores.shape[:3], count) and ids.dtype == torch.int32
+        assert torch.equal(ids, candidates_by_sorting(scores, count))
+        return ids
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "length, count", [(1, 1), (1, 4), (37, 0), (37, 10), (37, 37), (1024, 100), (2600, 700)]
 )
 def test_candidates_are_the_head_of_a_stable_sort(length: int, count: int, backend: str) -> None:
-    scores = torch.randint(0, 9, (3, 1, 2, length), generator=generator(7), dtype=torch.uint8)
-    scores[torch.rand(scores.shape, generator=generator(8)) < 0.2] = 255
-    scores[2] = 255
-    scores = scores.to(DEVICE)
-    histogram = histogram_by_hand(scores)
-    ids = paris.candidates(scores, histogram, count, backend=backend)
-    assert ids.shape == (3, 1, 2, count) and ids.dtype == torch.int32
-    assert torch.equal(ids, candidates_by_sorting(scores, count))
+    drawn = Drawn.of(length, queries=2)
+    drawn.run(count, backend)
+    drawn.run(count, backend, masked=False)
 
 
 @needs_triton
 def test_sums_of_many_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of more than 256 blocks do."""
-    from hf_kvret_kernels.paris import triton_candidates
+    from hf_kvret_kernels.paris import triton_collide
 
-    monkeypatch.setattr(triton_candidates, "_SUMS", 1)
-    scores = torch.randint(0, 9, (1, 1, 1, 3500), generator=generator(10), dtype=torch.uint8)
-    scores = scores.to(DEVICE)
-    histogram = histogram_by_hand(scores)
-    ids = paris.candidates(scores, histogram, 900, backend="triton")
-    assert torch.equal(ids, candidates_by_sorting(scores, 900))
+    monkeypatch.setattr(triton_collide, "_BLOCKS", 2)
+    Drawn.of(7100, queries=1).run(900, "triton")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_slots_of_several_blocks_stay_empty(backend: str) -> None:
-    scores = torch.full((1, 2, 1, 3500), 255, dtype=torch.uint8, device=DEVICE)
-    scores[0, 1, 0, 1500] = 3
-    histogram = histogram_by_hand(scores)
-    ids = paris.candidates(scores, histogram, 3400, backend=backend)
-    assert ids[0, 0].eq(-1).all() and ids[0, 1, 0, 0] == 1500 and ids[0, 1, 0, 1:].eq(-1).all()
+    drawn = Drawn.of(3500, queries=1)
+    drawn.valid.fill_(False)
+    drawn.valid[1, 1500] = True
+    ids = drawn.run(3400, backend)
+    assert ids[0].eq(-1).all() and ids[1, 0, 0, 0] == 1500 and ids[1, 0, 0, 1:].eq(-1).all()
+
+
+@needs_triton
+@pytest.mark.parametrize("part", [1, 2])
+def test_a_program_may_take_any_number_of_subspaces(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's takes one; here one takes all of them, as the others can't be told apart."""
+    from hf_kvret_kernels.paris import triton_bonus
+
+    whole = Drawn.of(50, queries=1)
+    signs = paris.random_signs(8, seed=3).to(DEVICE)
+    query = whole.q_rot[..., :5].contiguous()
+    shares = (100_000, 400_000)
+    expected = triton_bonus.bonus(query, signs, whole.counts, shares, 4)
+    monkeypatch.setattr(triton_bonus, "subspaces_of_program", lambda count: part)
+    found = triton_bonus.bonus(query, signs, whole.counts, shares, 4)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    rotated = paris.rotate(query, signs, backend="naive")
+    torch.testing.assert_close(found.queries, triton_bonus.by_planes(rotated))
+    assert found.histogram.eq(0).all() and found.tickets.eq(0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -285,9 +315,9 @@ def test_an_empty_store_has_no_candidates(backend: str) -> None:
     counts = paris.count_centroids(sign, backend=backend)
     assert counts.shape == (1, 2, 2, 256) and counts.eq(0).all()
     q_rot = torch.ones(1, 2, 1, 1, 16, device=DEVICE)
-    scores, histogram = paris.collisions(q_rot, counts, sign, rho=0.5, tiers=TIERS, backend=backend)
-    assert scores.shape == (1, 2, 1, 0) and histogram.eq(0).all()
-    ids = paris.candidates(scores, histogram, 3, backend=backend)
+    options = {"rho": 0.5, "tiers": TIERS, "backend": backend}
+    assert paris.collisions(q_rot, counts, sign, **options).shape == (1, 2, 1, 0)
+    ids = paris.candidates(q_rot, counts, sign, 3, **options)
     assert ids.shape == (1, 2, 1, 3) and ids.eq(-1).all()
 
 
@@ -316,7 +346,6 @@ def test_what_does_not_fit_is_named() -> None:
         paris.collisions(q_rot, counts, sign, valid=short, **options)
     with pytest.raises(ValueError, match="tokens must be contiguous"):
         paris.collisions(q_rot, counts, sign[:, :, ::2], **options)
-    scores, histogram = paris.collisions(q_rot, counts, sign, **options)
     with pytest.raises(ValueError, match="must be the same"):
         paris.collisions(q_rot, counts, sign[:, :1], **options)
     with pytest.raises(ValueError, match="must be the same"):
@@ -324,6 +353,6 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match="G = 0"):
         paris.collisions(q_rot[:, :, :, :0], counts, sign, **options)
     with pytest.raises(ValueError, match="count=-1"):
-        paris.candidates(scores, histogram, -1)
+        paris.candidates(q_rot, counts, sign, -1, **options)
     with pytest.raises(ValueError, match="backend='cuda'"):
-        paris.candidates(scores, histogram, 1, backend="cuda")
+        paris.candidates(q_rot, counts, sign, 1, backend="cuda", **options)

@@ -43,6 +43,9 @@ class UnrotatedIndex(ParisIndex):
         source = paris.rotate(rows, torch.ones_like(signs)) * signs
         return paris.encode(source, signs, levels, m=self.options.subspace_dim)
 
+    def search_query(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.rotate(query), None
+
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> None:
         """None: the CPU library would rotate the query."""
 

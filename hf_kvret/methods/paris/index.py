@@ -14,7 +14,6 @@ from hf_kvret.core.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.paris.config import ParisConfig
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.host_step import HostSearch, ParisSearch
-from hf_kvret_kernels.relevance import best_ids
 
 _MOST_POINTS = 254
 _LARGEST_HEAD = 256
@@ -87,20 +86,30 @@ class ParisIndex(CapturableIndex, Index):
         grouped = query.view(batch, heads, -1, query.shape[2], query.shape[3])
         if options.group_reduce == "mean":
             grouped = grouped.float().mean(dim=2, keepdim=True)
-        rotated = self.rotate(grouped.transpose(2, 3))
         _, rho = options.ratios(held)
-        points, histogram = paris.collisions(
-            rotated, counts, codes.sign, rho=rho, tiers=options.tiers, m=m, valid=cold.valid
-        )
-        kept = paris.candidates(points, histogram, self._candidates(held, cold.budget))
         offset = None
         if cold.softcap is not None and self._mean is not None:
             # A cap bends the whole score, the mean key's part included.
             offset = torch.einsum("bhgqd,bhd->bhqg", grouped.float(), self._mean)
-        estimates = paris.rerank(
-            rotated, codes, kept, levels, m=m, scale=cold.scale, softcap=cold.softcap, offset=offset
+        return paris.search(
+            *self.search_query(grouped.transpose(2, 3)),
+            codes,
+            counts,
+            levels,
+            cold.budget,
+            survivors=self._candidates(held, cold.budget),
+            rho=rho,
+            tiers=options.tiers,
+            m=m,
+            valid=cold.valid,
+            scale=cold.scale,
+            softcap=cold.softcap,
+            offset=offset,
         )
-        return best_ids(estimates, kept, cold.budget)
+
+    def search_query(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``query [B, Hkv, Q, G, D]`` as ``paris.search`` takes it, and signs of a rotation."""
+        return query, self._signs
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         options = self.options

@@ -1,8 +1,9 @@
 """ParisKV's operations: compact codes of keys, and a two-stage search over them.
 
 A key becomes a *sign plane* (one bit a coordinate), a *magnitude plane* (three bits a
-coordinate) and one *weight* a subspace. Stage 1 reads the sign plane alone: ``collisions``, then
-``candidates``. Stage 2 estimates inner products from the full codes: ``rerank``.
+coordinate) and one *weight* a subspace. Stage 1 reads the sign plane alone: ``candidates`` are the
+tokens with the highest scores of ``collisions``. Stage 2 estimates inner products from the full
+codes: ``rerank``. ``search`` is all of it.
 
 Paper: ParisKV, sections 4.1 and 4.2. Dimensions: B batch, H kv heads, Q queries at once, G query
 tables of a kv head (1 after a mean over the group, or the group's size), n tokens, D head dim,
@@ -13,6 +14,7 @@ C candidates.
 from hf_kvret_kernels.paris.codes import ParisCodes, rotated_dim
 from hf_kvret_kernels.paris.encoding import decode, encode, random_signs, rotate
 from hf_kvret_kernels.paris.levels import magnitude_levels
+from hf_kvret_kernels.paris.search import search
 from hf_kvret_kernels.paris.selection import (
     candidates,
     collisions,
@@ -33,5 +35,6 @@ __all__ = [
     "rerank",
     "rotate",
     "rotated_dim",
+    "search",
     "tier_shares",
 ]

@@ -45,17 +45,22 @@ def rotate(x: torch.Tensor, signs: torch.Tensor, *, backend: str = "auto") -> to
     Raises:
         ValueError: a shape, dtype or device that does not fit, or gradients are asked for.
     """
-    if x.dim() < 1:
-        raise ValueError("x is a scalar, expected [..., D]")
-    check_no_grad(x=x)
-    check_tensor("x", x, x.shape, _FLOATS, x.device)
-    check_tensor("signs", signs, (rotated_dim(x.shape[-1]),), [torch.float32], x.device)
+    check_signs(x, signs)
     if choose_backend(backend, x) == "naive":
         return naive.rotate(x, signs)
     from hf_kvret_kernels.paris import triton_encode
 
     with launching_on(x):
         return triton_encode.rotate(x, signs)
+
+
+def check_signs(x: torch.Tensor, signs: torch.Tensor) -> None:
+    """ValueError for vectors that can't be rotated, or not with these signs."""
+    if x.dim() < 1:
+        raise ValueError("x is a scalar, expected [..., D]")
+    check_no_grad(x=x)
+    check_tensor("x", x, x.shape, _FLOATS, x.device)
+    check_tensor("signs", signs, (rotated_dim(x.shape[-1]),), [torch.float32], x.device)
 
 
 def encode(

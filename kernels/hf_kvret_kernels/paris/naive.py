@@ -138,7 +138,7 @@ def bonus_table(
 
 def collide(
     sign: torch.Tensor, bonus: torch.Tensor, m: int, valid: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     batch, heads, queries, tables = bonus.shape[:4]
     length = sign.shape[2]
     device = sign.device
@@ -154,10 +154,7 @@ def collide(
                 scores[b, h, q] = points.amax(0)
     if valid is not None:
         scores.masked_fill_(~valid[:, None, None], EXCLUDED)
-    histogram = torch.zeros(batch, heads, queries, 256, dtype=torch.int32, device=device)
-    histogram.scatter_add_(-1, scores.long(), histogram.new_ones(1).expand(scores.shape))
-    histogram[..., EXCLUDED] = 0
-    return scores, histogram
+    return scores
 
 
 def _points(entries: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -168,8 +165,10 @@ def _points(entries: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def candidates(scores: torch.Tensor, histogram: torch.Tensor, count: int) -> torch.Tensor:
-    bin_counts = histogram[..., :EXCLUDED].long()
+def candidates(scores: torch.Tensor, count: int) -> torch.Tensor:
+    histogram = torch.zeros(*scores.shape[:3], 256, dtype=torch.int64, device=scores.device)
+    histogram.scatter_add_(-1, scores.long(), histogram.new_ones(1).expand(scores.shape))
+    bin_counts = histogram[..., :EXCLUDED]
     at_least = bin_counts.flip(-1).cumsum(-1).flip(-1)
     levels = torch.arange(EXCLUDED, device=scores.device)
     threshold = torch.where(at_least >= count, levels, 0).amax(-1, keepdim=True)

@@ -47,10 +47,10 @@ def count_centroids(
     check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
     if choose_backend(backend, sign) == "naive":
         return naive.count_centroids(sign, m, valid)
-    from hf_kvret_kernels.paris import triton_collide
+    from hf_kvret_kernels.paris import triton_count
 
     with launching_on(sign):
-        return triton_collide.count_centroids(sign, m, valid)
+        return triton_count.count_centroids(sign, m, valid)
 
 
 @functools.cache
@@ -71,8 +71,8 @@ def collisions(
     m: int = 8,
     valid: torch.Tensor | None = None,
     backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores ``[B, H, Q, n]`` uint8 and their histogram ``[B, H, Q, 256]`` int32.
+) -> torch.Tensor:
+    """Scores ``[B, H, Q, n]`` uint8 of all tokens.
 
     In each subspace the centroids are ordered by the inner product of the query with their
     sign pattern, descending, ties by lower id; ``before(c)`` is the number of keys that the
@@ -80,7 +80,7 @@ def collisions(
     ``before(c) < ceil(N * rho * t)``, N the keys counted. Each ``rho * t`` is rounded to a
     millionth and the rest is integer arithmetic, so that all backends agree to the last key.
     A token's score is the sum over subspaces of its centroids' points, and the greatest of
-    those sums over the G queries. Tokens that are not valid score 255 and are not counted.
+    those sums over the G queries. Tokens that are not valid score 255.
 
     Args:
         q_rot: ``[B, H, Q, G, P]`` fp32, queries after ``rotate``, G at least 1. Their lengths don't
@@ -99,49 +99,56 @@ def collisions(
     Raises:
         ValueError: a number out of range, or a tensor that does not fit.
     """
-    shares = _check_bonus(q_rot, counts, rho, tiers, m)
-    if not q_rot.shape[3]:
-        raise ValueError("q_rot has no queries of a head (G = 0), at least one is needed")
-    if _check_sign(sign, m) != q_rot.shape[-1] or sign.shape[:2] != q_rot.shape[:2]:
-        raise ValueError(
-            f"sign has shape {tuple(sign.shape)}, q_rot {tuple(q_rot.shape)}: batch, heads and "
-            "dims (8 a byte) must be the same"
-        )
-    check_tensor("sign", sign, sign.shape, _UINT8, q_rot.device)
-    check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
+    check_queries(q_rot, sign.device)
+    shares = check_stage_one(q_rot.shape, counts, sign, rho, tiers, m, valid)
     if choose_backend(backend, sign) == "naive":
         return naive.collide(sign, naive.bonus_table(q_rot, counts, shares, m), m, valid)
-    from hf_kvret_kernels.paris import triton_collide
+    from hf_kvret_kernels.paris import triton_bonus, triton_collide
 
     with launching_on(sign):
-        return triton_collide.collisions(q_rot, counts, sign, shares, m, valid)
+        bonus = triton_bonus.bonus(q_rot, None, counts, shares, m)
+        return triton_collide.collide(bonus, sign, m, valid, most_points(shares, counts), 0).scores
 
 
 def candidates(
-    scores: torch.Tensor, histogram: torch.Tensor, count: int, *, backend: str = "auto"
+    q_rot: torch.Tensor,
+    counts: torch.Tensor,
+    sign: torch.Tensor,
+    count: int,
+    *,
+    rho: float,
+    tiers: Sequence[float],
+    m: int = 8,
+    valid: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """``[B, H, Q, count]`` int32 positions of the ``count`` highest scores, ascending.
 
-    Equal scores go to lower positions first; tokens that score 255 are never taken. Where a
-    row has fewer than ``count`` tokens to take, the tail is -1. Nothing is sorted and the
-    host never waits: the histogram gives the lowest score taken, prefix sums the slots.
+    Scores are those of ``collisions``, whose arguments the others are. Equal scores go to lower
+    positions first; tokens that are not valid are never taken. Where a row has fewer than ``count``
+    tokens to take, the tail is -1. Nothing is sorted and the host never waits: histograms give the
+    lowest score taken, prefix sums the slots.
 
     Args:
-        scores: ``[B, H, Q, n]`` uint8 of ``collisions``.
-        histogram: ``[B, H, Q, 256]`` int32 of ``collisions``: of these very scores, 255 left out.
         count: at least 0, may exceed n.
-        backend: "auto", "naive" or "triton".
+
+    Raises:
+        ValueError: as of ``collisions``, or a count below 0.
     """
-    check_tensor("scores", scores, (None, None, None, None), _UINT8, scores.device)
-    check_tensor("histogram", histogram, (*scores.shape[:3], 256), _INT32, scores.device)
     if count < 0:
         raise ValueError(f"count={count}: the number of candidates is 0 or more")
-    if choose_backend(backend, scores) == "naive":
-        return naive.candidates(scores, histogram, count)
-    from hf_kvret_kernels.paris import triton_candidates
+    check_queries(q_rot, sign.device)
+    shares = check_stage_one(q_rot.shape, counts, sign, rho, tiers, m, valid)
+    if choose_backend(backend, sign) == "naive":
+        scores = naive.collide(sign, naive.bonus_table(q_rot, counts, shares, m), m, valid)
+        return naive.candidates(scores, count)
+    from hf_kvret_kernels.paris import triton_bonus, triton_candidates, triton_collide
 
-    with launching_on(scores):
-        return triton_candidates.candidates(scores, histogram, count)
+    with launching_on(sign):
+        bonus = triton_bonus.bonus(q_rot, None, counts, shares, m)
+        points = most_points(shares, counts)
+        found = triton_collide.collide(bonus, sign, m, valid, points, count)
+        return triton_candidates.compact(found, count)
 
 
 def rerank(
@@ -174,27 +181,85 @@ def rerank(
             scale; None for 0. With a cap it matters: the mean key's part is bent too.
         backend: "auto", "naive" or "triton".
     """
-    batch, heads, queries, tables, dim = _check_queries(q_rot)
+    check_queries(q_rot, codes.sign.device)
+    check_stage_two(q_rot.shape, codes, levels, m, softcap, offset)
+    check_tensor("ids", ids, (*q_rot.shape[:3], None), _INT32, q_rot.device)
+    arguments = (q_rot, codes, ids, levels, m, scale, softcap, offset)
+    if choose_backend(backend, q_rot) == "naive":
+        return naive.rerank(*arguments)
+    from hf_kvret_kernels.paris import triton_bonus, triton_rerank
+
+    with launching_on(q_rot):
+        return triton_rerank.rerank(triton_bonus.by_planes(q_rot), *arguments[1:]).scores
+
+
+def check_stage_one(
+    shape: torch.Size,
+    counts: torch.Tensor,
+    sign: torch.Tensor,
+    rho: float,
+    tiers: Sequence[float],
+    m: int,
+    valid: torch.Tensor | None,
+) -> tuple[int, ...]:
+    """The tiers' shares of all keys, in units of 1 / SHARE_UNIT.
+
+    Args:
+        shape: ``[B, H, Q, G, P]`` of the rotated queries.
+
+    Raises:
+        ValueError: a number out of range, or a tensor that does not fit the queries.
+    """
+    batch, heads, _, tables, dim = shape
     check_subspace_dim(m)
-    check_codes(codes, dim, m, q_rot.device)
+    check_tensor("counts", counts, (batch, heads, dim // m, 1 << m), _INT32, sign.device)
+    if not 0 < rho <= 1:
+        raise ValueError(f"rho={rho}: a share above 0 and at most 1")
+    if not tiers or not all(0 < tier <= 1 for tier in tiers):
+        raise ValueError(f"tiers={tuple(tiers)}: at least one, each above 0 and at most 1")
+    if len(tiers) * (dim // m) >= EXCLUDED:
+        raise ValueError(
+            f"{len(tiers)} tiers in {dim // m} subspaces make scores that a byte can't hold; "
+            f"use at most {(EXCLUDED - 1) // (dim // m)} tiers or larger subspaces"
+        )
+    if not tables:
+        raise ValueError("q_rot has no queries of a head (G = 0), at least one is needed")
+    if _check_sign(sign, m) != dim or sign.shape[:2] != shape[:2]:
+        raise ValueError(
+            f"sign has shape {tuple(sign.shape)}, q_rot {tuple(shape)}: batch, heads and "
+            "dims (8 a byte) must be the same"
+        )
+    check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
+    return tuple(round(rho * tier * naive.SHARE_UNIT) for tier in tiers)
+
+
+def check_stage_two(
+    shape: torch.Size,
+    codes: ParisCodes,
+    levels: torch.Tensor,
+    m: int,
+    softcap: float | None,
+    offset: torch.Tensor | None,
+) -> None:
+    """ValueError for codes, levels or offsets that don't fit queries of ``shape``."""
+    batch, heads, _, _, dim = shape
+    device = codes.sign.device
+    check_subspace_dim(m)
+    check_codes(codes, dim, m, device)
     if tuple(codes.sign.shape[:2]) != (batch, heads):
         raise ValueError(
             f"codes are of {tuple(codes.sign.shape[:2])} batch rows and heads, the queries of "
             f"{(batch, heads)}"
         )
-    check_tensor("ids", ids, (batch, heads, queries, None), _INT32, q_rot.device)
-    check_tensor("levels", levels, (LEVELS,), [torch.float32], q_rot.device)
+    check_tensor("levels", levels, (LEVELS,), [torch.float32], device)
     if offset is not None:
-        shape = (batch, heads, queries, tables)
-        check_tensor("offset", offset, shape, [torch.float32], q_rot.device)
+        check_tensor("offset", offset, shape[:4], [torch.float32], device)
     check_softcap(softcap)
-    arguments = (q_rot, codes, ids, levels, m, scale, softcap, offset)
-    if choose_backend(backend, q_rot) == "naive":
-        return naive.rerank(*arguments)
-    from hf_kvret_kernels.paris import triton_rerank
 
-    with launching_on(q_rot):
-        return triton_rerank.rerank(*arguments)
+
+def most_points(shares: Sequence[int], counts: torch.Tensor) -> int:
+    """The highest score there can be: a point a tier in each subspace."""
+    return len(shares) * counts.shape[2]
 
 
 def _check_sign(sign: torch.Tensor, m: int) -> int:
@@ -207,27 +272,8 @@ def _check_sign(sign: torch.Tensor, m: int) -> int:
     return dim
 
 
-def _check_queries(q_rot: torch.Tensor) -> torch.Size:
+def check_queries(q_rot: torch.Tensor, device: torch.device) -> None:
+    """ValueError for what are no rotated queries ``[B, H, Q, G, P]``."""
     check_no_grad(q_rot=q_rot)
-    check_tensor("q_rot", q_rot, (None,) * 5, [torch.float32], q_rot.device)
+    check_tensor("q_rot", q_rot, (None,) * 5, [torch.float32], device)
     check_rotated("q_rot", q_rot.shape[-1])
-    return q_rot.shape
-
-
-def _check_bonus(
-    q_rot: torch.Tensor, counts: torch.Tensor, rho: float, tiers: Sequence[float], m: int
-) -> tuple[int, ...]:
-    """The tiers' shares of all keys, in units of 1 / SHARE_UNIT."""
-    batch, heads, _, _, dim = _check_queries(q_rot)
-    check_subspace_dim(m)
-    check_tensor("counts", counts, (batch, heads, dim // m, 1 << m), _INT32, q_rot.device)
-    if not 0 < rho <= 1:
-        raise ValueError(f"rho={rho}: a share above 0 and at most 1")
-    if not tiers or not all(0 < tier <= 1 for tier in tiers):
-        raise ValueError(f"tiers={tuple(tiers)}: at least one, each above 0 and at most 1")
-    if len(tiers) * (dim // m) >= EXCLUDED:
-        raise ValueError(
-            f"{len(tiers)} tiers in {dim // m} subspaces make scores that a byte can't hold; "
-            f"use at most {(EXCLUDED - 1) // (dim // m)} tiers or larger subspaces"
-        )
-    return tuple(round(rho * tier * naive.SHARE_UNIT) for tier in tiers)

@@ -1,0 +1,106 @@
+"""Both stages of the search in one operation (ParisKV, section 4.2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_kvret_kernels._dispatch import choose_backend, launching_on
+from hf_kvret_kernels.paris.codes import ParisCodes
+from hf_kvret_kernels.paris.encoding import check_signs, rotate
+from hf_kvret_kernels.paris.selection import (
+    candidates,
+    check_queries,
+    check_stage_one,
+    check_stage_two,
+    most_points,
+    rerank,
+)
+from hf_kvret_kernels.relevance import best_ids
+
+
+def search(
+    query: torch.Tensor,
+    signs: torch.Tensor | None,
+    codes: ParisCodes,
+    counts: torch.Tensor,
+    levels: torch.Tensor,
+    count: int,
+    *,
+    survivors: int,
+    rho: float,
+    tiers: Sequence[float],
+    m: int = 8,
+    valid: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    offset: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``[B, H, Q, count]`` int32: the tokens that matter most by their codes, -1 for missing ones.
+
+    ``rotate``, ``candidates``, ``rerank`` and ``relevance.best_ids`` one after the other, which say
+    what is computed; Triton shares work between them.
+
+    Args:
+        query: ``[B, H, Q, G, D]`` of any float dtype, contiguous or not.
+        signs: ``[P]`` fp32 of the rotation; None for queries that are ``[B, H, Q, G, P]`` fp32 in
+            the coordinates of the codes already.
+        codes: of n tokens.
+        counts: ``[B, H, S, 2**m]`` int32 of ``count_centroids``.
+        levels: ``[8]`` fp32, the levels that ``encode`` was given.
+        count: tokens to find, 1 to ``survivors``.
+        survivors: candidates that stage 1 leaves, up to n.
+        rho, tiers, m, valid: as of ``collisions``.
+        scale, softcap, offset: as of ``rerank``.
+        backend: "auto", "naive" or "triton".
+
+    Raises:
+        ValueError: a number out of range, tensors that do not fit, gradients.
+    """
+    length = codes.sign.shape[2]
+    if not 1 <= count <= survivors <= length:
+        raise ValueError(
+            f"count={count}, survivors={survivors}: 1 <= count <= survivors <= {length}, the "
+            "number of tokens"
+        )
+    if query.dim() != 5:
+        raise ValueError(f"query has shape {tuple(query.shape)}, expected [B, H, Q, G, D]")
+    sign = codes.sign
+    if choose_backend(backend, query) == "naive":
+        q_rot = query if signs is None else rotate(query, signs, backend=backend)
+        ids = candidates(
+            *(q_rot, counts, sign, survivors),
+            rho=rho,
+            tiers=tiers,
+            m=m,
+            valid=valid,
+            backend=backend,
+        )
+        bent = {"scale": scale, "softcap": softcap, "offset": offset}
+        scores = rerank(q_rot, codes, ids, levels, m=m, backend=backend, **bent)
+        return best_ids(scores, ids, count, backend=backend)
+    from hf_kvret_kernels.paris import (
+        triton_bonus,
+        triton_candidates,
+        triton_collide,
+        triton_rerank,
+    )
+
+    if signs is None:
+        check_queries(query, sign.device)
+    else:
+        check_signs(query, signs)
+    dim = query.shape[-1] if signs is None else len(signs)
+    shape = torch.Size((*query.shape[:-1], dim))
+    shares = check_stage_one(shape, counts, sign, rho, tiers, m, valid)
+    check_stage_two(shape, codes, levels, m, softcap, offset)
+    points = most_points(shares, counts)
+    bent = (scale, softcap, offset)
+    with launching_on(query):
+        bonus = triton_bonus.bonus(query, signs, counts, shares, m)
+        found = triton_collide.collide(bonus, sign, m, valid, points, survivors)
+        ids = triton_candidates.compact(found, survivors)
+        estimates = triton_rerank.rerank(bonus.queries, codes, ids, levels, m, *bent)
+        return best_ids(estimates.scores, ids, count, backend="triton")
