@@ -322,9 +322,7 @@ class MethodStep:
 
 
 STEPS: dict[str, MethodStep] = {
-    "paris": MethodStep(
-        LayerLaunches(("paris", "attend-100", "finish")), lambda shape: PARIS_K
-    ),
+    "paris": MethodStep(LayerLaunches(("paris", "attend-100", "finish")), lambda shape: PARIS_K),
     "lrqk": MethodStep(
         LayerLaunches(("lrqk", "attend-2048", "finish"), torch_launches=5),
         lambda shape: LRQK_K,
