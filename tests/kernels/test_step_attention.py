@@ -119,8 +119,9 @@ def test_groups_queries_and_lengths(place: Place, tokens: int, heads: int, queri
 @pytest.mark.factor("queries", [1, 5])
 @pytest.mark.factor("softcap", [None, 2.0])
 @pytest.mark.factor("with_sinks", [False, True])
+@pytest.mark.factor("splits", [None, 9], ids=["long pieces", "a tile each"])
 def test_padding_caps_and_learned_sinks(
-    place: Place, with_sinks: bool, softcap: float | None, queries: int
+    place: Place, splits: int | None, with_sinks: bool, softcap: float | None, queries: int
 ) -> None:
     query, key, value = inputs(place, batch=4, heads=6, queries=queries, tokens=75)
     valid = torch.ones(4, 75, dtype=torch.bool, device=place[1])
@@ -136,6 +137,7 @@ def test_padding_caps_and_learned_sinks(
     out, lse = check(
         place, query, key, value, others,
         causal_offset=offset, valid=valid, softcap=softcap, sinks=sinks,
+        splits=splits if place[0] == "triton" else None,
     )  # fmt: skip
     assert (out[2] == 0).all()
     assert lse[2].isfinite().all() if with_sinks else (lse[2] == -INF).all()
@@ -149,6 +151,37 @@ def test_however_the_work_is_shared_out(place: Place, others: int, splits: int) 
         pytest.skip("only the Triton kernel shares it out")
     tensors = inputs(place, queries=2, tokens=200)
     check(place, *tensors, some_pieces(tensors[0], others, 16), causal_offset=198, splits=splits)
+
+
+@pytest.mark.factor("count", [0, 1, 512, 513, 2600])
+@pytest.mark.factor("dtype", [torch.int32, torch.int64])
+def test_ids_are_counted_once_each_time(place: Place, count: int, dtype: torch.dtype) -> None:
+    """As a replayed step does it again: with the same tickets, and other ids in the same memory.
+
+    Of two programs each has none, a block, or several, the last of which is not whole.
+    """
+    query, key, value = inputs(place, batch=1, queries=1, tokens=9)
+    others = some_pieces(query, 2, 16)
+    ids = torch.arange(count, device=place[1]).to(dtype).view(1, 1, 1, count)
+    selected = torch.tensor(5, device=place[1])
+    options: dict[str, Any] = {"scale": 0.3, "causal_offset": None, "backend": place[0]}
+    results = []
+    for missing in (0, min(count, 600), count):
+        ids[..., count - missing :] = -1
+        before = selected.item()
+        results += [
+            step_attention(query, key, value, others, **options, ids=ids, selected=selected)
+        ]
+        assert selected.item() == before + count - missing
+        assert others.tickets is not None and not others.tickets.any()
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+def test_more_query_rows_than_a_tile_has(place: Place) -> None:
+    """Tickets of each tile are its own."""
+    tensors = inputs(place, heads=16, queries=19, tokens=40, dims=(24, 16))
+    check(place, *tensors, some_pieces(tensors[0], 3, 16), causal_offset=21)
 
 
 def test_pieces_without_tickets_strided_masks_and_views(place: Place) -> None:
@@ -210,6 +243,26 @@ def test_after_the_selected_rows(place: Place, heads: int) -> None:
     seen = torch.cat([chosen.repeat_interleave(4 // heads, 1), near], -1)
     weights = scores.masked_fill(~seen, -INF).softmax(-1)
     torch.testing.assert_close(out.double(), weights @ all_values, rtol=0, atol=FP32_ERROR)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_a_growing_window_is_the_same_kernel(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """Step by step, with and without a mask; but pieces of a tile are a kernel of their own."""
+    prompt = pytest.importorskip("hf_kvret_kernels.prompt_attention.triton")
+    shared = pytest.importorskip("hf_kvret_kernels._triton_shared")
+    for module in (prompt, shared):
+        monkeypatch.setattr(module, "device_limits", lambda device: (132, 227 << 10))
+    query = torch.empty(batch, 32, 1, 128, dtype=torch.bfloat16, device="meta")
+    buffer = torch.empty(batch, 8, 772, 128, dtype=torch.bfloat16, device="meta")
+    for masked in (False, True):
+        kernels = set()
+        for length in range(260, 773):
+            window = buffer[:, :, :length]
+            mask = torch.empty(batch, length, dtype=torch.bool, device="meta") if masked else None
+            plan = prompt.tile_plan(query, window, masked)
+            constants = prompt.tile_constants(plan, query, window, window, None, mask, None)
+            kernels.add(tuple(map(str, constants.items())))
+        assert len(kernels) == (2 if batch == 2 else 1)
 
 
 def test_what_does_not_fit_is_named() -> None:

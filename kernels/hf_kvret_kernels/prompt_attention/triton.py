@@ -180,6 +180,7 @@ def tile_constants(
     # A piece that is no longer than a tile needs no pipeline.
     once = plan.split_len <= plan.choice.block_n
     return {
+        # Of tokens: a row of numbers or of all heads, whatever the length.
         "STRIDES": (key.stride(2), value.stride(2), mask_strides(valid)[1]),
         "G": query.shape[1] // value.shape[1],
         "DK": key_dim,
