@@ -116,6 +116,7 @@ def _visit_once(
         seen &= tl.load(valid + place * STRIDES[2] + rows * STRIDES[2], mask=inside, other=0) != 0
     k_rows = key + place * STRIDES[0] + rows[:, None] * STRIDES[0] + key_columns[None, :]
     k = load_rows(k_rows, inside, key_columns, DK, BLOCK_DK, True)
+    # Rows that are not real read the last query: a load with a mask is waited for where it stands.
     q = tl.where(real[:, None], q, 0.0)
     if VALID:
         # A weight of 0 does not make nothing of NaN.
