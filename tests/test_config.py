@@ -129,6 +129,14 @@ def test_paris_ratios_follow_the_schedule_to_its_end() -> None:
     assert options.ratios(100_000) == (0.2, 0.1)
 
 
+def test_paris_has_fewer_candidates_than_the_paper_from_512k_tokens_on() -> None:
+    ours, paper = ParisConfig(), ParisConfig.paper()
+    for length in (4_999, 9_999, 29_999, 524_287):
+        assert ours.ratios(length) == paper.ratios(length)
+    for length in (524_288, 10**9):
+        assert (ours.ratios(length), paper.ratios(length)) == ((0.07, 0.20), (0.10, 0.20))
+
+
 def test_the_published_options_are_their_own_and_can_be_changed() -> None:
     paper = ParisConfig.paper()
     assert (paper.top_k, paper.group_reduce, paper.center) == (100, "mean", False)

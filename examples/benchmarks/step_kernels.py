@@ -27,7 +27,7 @@ WINDOW_LEN = 4 + 256 + 512
 LEAST_CONTEXT = 32_768
 """From there on ParisKV's shares and LRQK's budget are those below."""
 PARIS_SHARES = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
-PARIS_RHO, PARIS_BETA = 0.20, 0.10
+PARIS_RHO, PARIS_BETA, PARIS_LONG, PARIS_LONG_BETA = 0.20, 0.10, 512 << 10, 0.07
 PARIS_K, LRQK_K, LRQK_RANK, HIGGS_BITS = 100, 2048, 32, 4
 A2ATS_RATIO, CODEWORDS = 0.06, 4096
 CENTROIDS, NPROBE, LIST_LEN, PENDING = 2048, 4, 2560, 512
@@ -59,7 +59,8 @@ class StepShape:
     @property
     def candidates(self) -> int:
         """Of ParisKV's second stage."""
-        return max(PARIS_K, math.ceil(PARIS_BETA * self.cold_len))
+        share = PARIS_BETA if self.cold_len < PARIS_LONG else PARIS_LONG_BETA
+        return max(PARIS_K, math.ceil(share * self.cold_len))
 
     @property
     def a2ats_k(self) -> int:

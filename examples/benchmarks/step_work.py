@@ -214,10 +214,11 @@ def _best(s: StepShape, grid: Grid) -> Work:
     chosen = 8 * rows * blocks * PARIS_K
     # Log-sum-exps of blocks of 128.
     sums = math.ceil(s.candidates / 128)
+    at_once = 256 if blocks == math.ceil(s.candidates / _TOKENS) else 1024
     return Work(
         4 * s.group * (_kept(s) + rows * sums) + chosen,
         4 * rows * PARIS_K + chosen,
-        (s.group * math.ceil(sums / _SUMS), _HALVINGS, _HALVINGS),
+        (s.group * math.ceil(sums / at_once), _HALVINGS, _HALVINGS),
         last_ctas=rows,
     )
 

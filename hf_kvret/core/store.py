@@ -13,7 +13,7 @@ from hf_kvret.core.contract import refuse_old_names
 from hf_kvret.core.state import State, Tensors
 from hf_kvret_kernels.host_attention import host_rank
 from hf_kvret_kernels.paged import PagedRows
-from hf_kvret_kernels.relevance import group_relevance
+from hf_kvret_kernels.relevance import best_ids
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 # ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32, the natural log of the denominator.
@@ -261,7 +261,6 @@ def best_of(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor
     """``Store.best`` of known ``scores [B, Hq, Q, k]`` fp32."""
     if scores.device.type == "cpu":
         return host_rank(scores, ids, count)
-    relevance = group_relevance(scores, ids.shape[1])
-    found = relevance.topk(min(count, relevance.shape[-1]), dim=-1)
-    best = ids.gather(-1, found.indices).masked_fill(found.values == float("-inf"), -1)
+    of_groups = scores.unflatten(1, (ids.shape[1], -1)).transpose(2, 3)
+    best = best_ids(of_groups, ids, min(count, ids.shape[-1]))
     return torch.nn.functional.pad(best, (0, count - best.shape[-1]), value=-1)

@@ -74,6 +74,33 @@ def test_large_scores_stay_finite(place: tuple[str, str]) -> None:
     assert found[0, 0, 0, 2] == 0.0
 
 
+@pytest.mark.factor(
+    "batch, heads, group, queries, tokens, count",
+    [(1, 1, 1, 1, 1, 1), (2, 2, 4, 1, 37, 37), (1, 2, 3, 2, 1024, 100), (2, 1, 2, 3, 1025, 900)],
+)
+def test_the_tokens_that_matter_most_are_taken(
+    place: tuple[str, str],
+    batch: int,
+    heads: int,
+    group: int,
+    queries: int,
+    tokens: int,
+    count: int,
+) -> None:
+    """The first of equal ones, which rounding tells from each other by the last bits at most."""
+    backend, device = place
+    scores = some_scores(batch, heads * group, queries, tokens).round()
+    scores[0, :, 0, tokens // 3 :] = -INF
+    found = relevance.top_places(scores.to(device), heads, count, backend=backend).cpu()
+    assert found.shape == (batch, heads, queries, count) and found.dtype == torch.int32
+    grouped = scores.unflatten(1, (heads, group)).transpose(2, 3)
+    expected = relevance_by_hand(grouped).round(decimals=4)
+    order = expected.sort(dim=-1, descending=True, stable=True)
+    missing = order.values[..., :count] == -INF
+    best = order.indices[..., :count].masked_fill(missing, tokens).sort(-1).values
+    assert torch.equal(found.long(), best.masked_fill(best == tokens, -1))
+
+
 def check_best(
     place: tuple[str, str], scores: torch.Tensor, count: int, ids: torch.Tensor | None = None
 ) -> None:
@@ -187,6 +214,9 @@ def test_what_does_not_fit_is_named() -> None:
         relevance.group_relevance(scores.double(), 2)
     with pytest.raises(ValueError, match="heads=3: must divide the 4"):
         relevance.group_relevance(scores, 3)
+    for count in (0, 10):
+        with pytest.raises(ValueError, match=f"count={count}: 1 to 9"):
+            relevance.top_places(scores, 2, count)
     grouped, ids = scores.view(1, 2, 1, 2, 9), torch.zeros(1, 2, 1, 9, dtype=torch.int32)
     with pytest.raises(ValueError, match="G above 0"):
         relevance.best_ids(grouped[:, :, :, :0], ids, 3)

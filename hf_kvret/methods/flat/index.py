@@ -9,7 +9,7 @@ from hf_kvret.core.index import CapturableIndex, ColdTokens, Index, SearchCost
 from hf_kvret.core.recall import exact_scores
 from hf_kvret.core.token_buffer import TokenBuffer, tokens
 from hf_kvret_kernels.host_step import FlatSearch, HostSearch
-from hf_kvret_kernels.relevance import group_relevance
+from hf_kvret_kernels.relevance import top_places
 
 
 class FlatIndex(CapturableIndex, Index):
@@ -28,8 +28,7 @@ class FlatIndex(CapturableIndex, Index):
         keys = self._keys.rows
         scores = exact_scores(query, keys, cold.scale, cold.softcap)
         scores = scores.masked_fill(~cold.valid[:, None, None], float("-inf"))
-        best = group_relevance(scores, keys.shape[1]).topk(cold.budget, dim=-1)
-        return best.indices.masked_fill(best.values == float("-inf"), -1).int()
+        return top_places(scores, keys.shape[1], cold.budget)
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
         return FlatSearch(self._keys.rows)

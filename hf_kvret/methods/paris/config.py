@@ -9,6 +9,12 @@ from typing import Any, Self
 from hf_kvret.config import RetrievalConfig
 
 _PAPER_LEVELS = (0.0420, 0.1266, 0.2129, 0.3023, 0.3968, 0.4990, 0.6148, 0.7604)
+_PAPER_SCHEDULE = (
+    (5_000, 0.50, 0.50),
+    (10_000, 0.25, 0.30),
+    (30_000, 0.20, 0.25),
+    (math.inf, 0.10, 0.20),
+)
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,9 @@ class ParisConfig(RetrievalConfig):
     subspace_dim: int = 8
     tiers: tuple[float, ...] = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
     schedule: tuple[tuple[float, float, float], ...] = (
-        (5_000, 0.50, 0.50),
-        (10_000, 0.25, 0.30),
-        (30_000, 0.20, 0.25),
-        (math.inf, 0.10, 0.20),
+        *_PAPER_SCHEDULE[:-1],
+        (512 << 10, 0.10, 0.20),
+        (math.inf, 0.07, 0.20),
     )
     group_reduce: str = "max"
     center: bool = True
@@ -82,12 +87,13 @@ class ParisConfig(RetrievalConfig):
 
     @classmethod
     def paper(cls, **changes: Any) -> Self:
-        """The published algorithm: k = 100, mean of the group's queries, the authors' levels."""
+        """The published algorithm: k = 100, the group's mean query, its levels and schedule."""
         options = {
             "top_k": 100,
             "group_reduce": "mean",
             "center": False,
             "levels": _PAPER_LEVELS,
+            "schedule": _PAPER_SCHEDULE,
             **changes,
         }
         return cls.from_options(**options)

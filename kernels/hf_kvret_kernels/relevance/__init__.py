@@ -12,7 +12,7 @@ import torch
 from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
 from hf_kvret_kernels.relevance import naive
 
-__all__ = ["best_ids", "count_ids", "group_relevance"]
+__all__ = ["best_ids", "count_ids", "group_relevance", "top_places"]
 
 
 def group_relevance(scores: torch.Tensor, heads: int, *, backend: str = "auto") -> torch.Tensor:
@@ -29,17 +29,40 @@ def group_relevance(scores: torch.Tensor, heads: int, *, backend: str = "auto") 
     Raises:
         ValueError: scores of another form, heads that do not divide, gradients.
     """
-    check_no_grad(scores=scores)
-    if scores.ndim != 4 or scores.dtype != torch.float32:
-        raise ValueError(f"scores is {scores.dtype} {tuple(scores.shape)}: pass fp32 [B, Hq, Q, n]")
-    if heads < 1 or scores.shape[1] % heads:
-        raise ValueError(f"heads={heads}: must divide the {scores.shape[1]} query heads")
+    _check_scores(scores, heads)
     if choose_backend(backend, scores) == "naive":
         return naive.group_relevance(scores, heads)
     from hf_kvret_kernels.relevance import triton_shares
 
     with launching_on(scores):
         return triton_shares.group_relevance(scores, heads)
+
+
+def top_places(
+    scores: torch.Tensor, heads: int, count: int, *, backend: str = "auto"
+) -> torch.Tensor:
+    """``[B, H, Q, count]`` int32: places of the tokens that matter most to a group's heads.
+
+    They ascend; of tokens that matter equally the first are taken. Tokens that score -inf with all
+    heads are never taken: -1 stands for those that are missing, behind the others.
+
+    Args:
+        scores, heads: as of ``group_relevance``.
+        count: 1 to n.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Raises:
+        ValueError: as ``group_relevance``, and a count out of range.
+    """
+    _check_scores(scores, heads)
+    if not 1 <= count <= scores.shape[-1]:
+        raise ValueError(f"count={count}: 1 to {scores.shape[-1]} of {scores.shape[-1]} tokens")
+    if choose_backend(backend, scores) == "naive":
+        return naive.top_places(scores, heads, count)
+    from hf_kvret_kernels.relevance import triton_shares
+
+    with launching_on(scores):
+        return triton_shares.top_places(scores, heads, count)
 
 
 def best_ids(
@@ -107,3 +130,12 @@ def count_ids(ids: torch.Tensor, total: torch.Tensor, *, backend: str = "auto") 
 
     with launching_on(ids):
         triton_shares.count_ids(ids, total)
+
+
+def _check_scores(scores: torch.Tensor, heads: int) -> None:
+    """ValueError unless they are what ``group_relevance`` takes."""
+    check_no_grad(scores=scores)
+    if scores.ndim != 4 or scores.dtype != torch.float32:
+        raise ValueError(f"scores is {scores.dtype} {tuple(scores.shape)}: pass fp32 [B, Hq, Q, n]")
+    if heads < 1 or scores.shape[1] % heads:
+        raise ValueError(f"heads={heads}: must divide the {scores.shape[1]} query heads")

@@ -5,12 +5,18 @@ from __future__ import annotations
 import torch
 
 from hf_kvret_kernels._naive import log_shares
+from hf_kvret_kernels.top_k.naive import top_k
 
 
 def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
     """See ``hf_kvret_kernels.relevance.group_relevance``."""
     B, Hq, Q, n = scores.shape
     return log_shares(scores).view(B, heads, Hq // heads, Q, n).amax(dim=2)
+
+
+def top_places(scores: torch.Tensor, heads: int, count: int) -> torch.Tensor:
+    """See ``hf_kvret_kernels.relevance.top_places``."""
+    return top_k(group_relevance(scores, heads), count)
 
 
 def best_ids(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from hf_kvret_kernels._triton_log_sums import best_share, finite_base, log_sum_exp
 from hf_kvret_kernels.top_k import triton_best
+from hf_kvret_kernels.top_k.triton import top_k
 from hf_kvret_kernels.top_k.triton_split import split_top_k
 
 # Tokens of a program, and the most pieces that a row is cut into.
@@ -51,6 +52,16 @@ def best_ids(
     if triton_best.fits(scores.shape[4], count):
         return triton_best.best_ids(scores, ids, count, sums, tickets)
     return split_top_k(scores, count, ids.contiguous(), sums)
+
+
+def top_places(scores: torch.Tensor, heads: int, count: int) -> torch.Tensor:
+    """See ``hf_kvret_kernels.relevance.top_places``."""
+    if scores.shape[1] == heads:
+        return top_k(scores, count)
+    scores = scores.contiguous()
+    sums = _piece_sums(scores)
+    groups = [rows.unflatten(1, (heads, -1)).transpose(2, 3) for rows in (scores, sums)]
+    return split_top_k(groups[0], count, sums=groups[1])
 
 
 def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:

@@ -16,22 +16,27 @@ import triton.language as tl
 from hf_kvret_kernels._triton_log_sums import best_share, sum_up
 from hf_kvret_kernels.top_k.triton_order import NOTHING, choose, order_of
 
-# Log-sum-exps of pieces that a program adds up at a time.
-_PIECES = 256
 # Arguments that change with the number of tokens held.
 _CHANGING = ("stride_b", "stride_h", "stride_q", "stride_g", "length", "pieces", "count")
 
 
 class _Blocks(NamedTuple):
-    """Candidates of a program, the most that the last one chooses from, and warps."""
+    """Sizes of a program.
+
+    Attributes:
+        block: candidates.
+        last: the most that the last one chooses from.
+        pieces: log-sum-exps that are added up at a time.
+    """
 
     block: int
     last: int
+    pieces: int
     warps: int
 
 
 # Few sizes, since each of them is compiled. Small blocks fill a GPU, large ones leave few rivals.
-_SIZES = (_Blocks(1024, 2048, 4), _Blocks(4096, 4096, 8))
+_SIZES = (_Blocks(1024, 2048, 256, 4), _Blocks(4096, 4096, 1024, 8))
 
 
 def fits(length: int, count: int) -> bool:
@@ -107,7 +112,7 @@ def _launch(
         G=group,
         BLOCK=size.block,
         LAST=size.last,
-        PIECES=_PIECES,
+        PIECES=size.pieces,
         num_warps=size.warps,
         enable_fp_fusion=True,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -164,8 +165,10 @@ def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_the_step_has_the_methods_own_numbers() -> None:
     for context in (LEAST_CONTEXT, 131_072, 1 << 20):
-        paris, length = ParisConfig(), StepShape(context, 1).cold_len
-        assert paris.ratios(length) == (step_kernels.PARIS_BETA, step_kernels.PARIS_RHO)
+        paris, shape = ParisConfig(), StepShape(context, 1)
+        length = shape.cold_len
+        beta, rho = paris.ratios(length)
+        assert (math.ceil(beta * length), rho) == (shape.candidates, step_kernels.PARIS_RHO)
         assert paris.tiers == step_kernels.PARIS_SHARES and paris.subspace_dim == 8
         ctkvr = CTkvrConfig()
         assert ctkvr.list_len(length, 1024) == step_kernels.LIST_LEN
