@@ -16,6 +16,7 @@ import torch
 
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.higgs import HiggsCodec
+from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.paged import PagedRows
 
 _META = torch.device("meta")
@@ -186,7 +187,7 @@ def _attend(shape: StepShape, count: int) -> None:
     from hf_kvret_kernels.gather_attention import triton
 
     rows = shape.pages(2 * shape.head_dim, shape.head_dim, _HALF)
-    triton.gather_attention(shape.query(), rows, shape.ids(count), shape.scale, None)
+    triton.gather_pieces(shape.query(), rows, shape.ids(count), shape.scale, None)
 
 
 def _higgs(shape: StepShape) -> None:
@@ -197,7 +198,7 @@ def _higgs(shape: StepShape) -> None:
     codes, scales = 2 * codec.code_bytes(dim), 2 * codec.scale_bytes(dim)
     rows = shape.pages(codes + scales, codes, torch.uint8)
     ids = shape.ids(LRQK_K)
-    triton_attend.attend(shape.query(), rows, ids, codec, dim, dim, shape.scale, None)
+    triton_attend.attend_pieces(shape.query(), rows, ids, codec, dim, dim, shape.scale, None)
 
 
 def _resident(shape: StepShape) -> None:
@@ -212,23 +213,46 @@ def _resident(shape: StepShape) -> None:
     triton.fetch(shape.pages(width, shape.head_dim, _HALF), wanted, slots, buffer)
 
 
+def _near(shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values of the window, and its mask."""
+    sizes = shape.batch, shape.heads, WINDOW_LEN, shape.head_dim
+    keys, values = (torch.empty(sizes, dtype=_HALF, device=_META) for _ in range(2))
+    return keys, values, torch.empty(shape.batch, WINDOW_LEN, dtype=torch.bool, device=_META)
+
+
+def _pieces(shape: StepShape, count: int, waves: int) -> Pieces:
+    """As attention to ``count`` rows leaves them, in tiles of 32."""
+    from hf_kvret_kernels._triton_shared import piece_buffers, split_plan
+
+    programs = shape.batch * shape.heads
+    splits, _ = split_plan(count, 32, programs, _META, waves=waves, most=64)
+    return piece_buffers(shape.batch, shape.query_heads, 1, splits, shape.head_dim, _META)
+
+
+def _finish(shape: StepShape) -> None:
+    from hf_kvret_kernels.step_attention import triton
+
+    keys, values, mask = _near(shape)
+    total = torch.empty((), dtype=torch.int64, device=_META)
+    others, ids = _pieces(shape, LRQK_K, 4), shape.ids(LRQK_K)
+    given = shape.query(), keys, values, others, shape.scale
+    triton.step_attention(*given, None, mask, None, None, ids, total, _HALF)
+
+
 def _window(shape: StepShape) -> None:
     from hf_kvret_kernels.prompt_attention import triton
 
-    sizes = shape.batch, shape.heads, WINDOW_LEN, shape.head_dim
-    keys, values = (torch.empty(sizes, dtype=_HALF, device=_META) for _ in range(2))
-    mask = torch.empty(shape.batch, WINDOW_LEN, dtype=torch.bool, device=_META)
-    triton.prompt_attention(
-        shape.query(), keys, values, shape.scale, None, mask, None, torch.float32
-    )
+    keys, values, mask = _near(shape)
+    triton.prompt_pieces(shape.query(), keys, values, shape.scale, None, mask, None)
 
 
 def _merge(shape: StepShape) -> None:
     from hf_kvret_kernels.merge import triton
 
-    outs = [torch.empty(shape.query().shape, device=_META) for _ in range(2)]
-    lses = [torch.empty(shape.query().shape[:3], device=_META) for _ in range(2)]
-    triton.merge_partials(outs, lses, None, _HALF)
+    near = _pieces(shape, WINDOW_LEN, 1)
+    out = torch.empty(shape.query().shape, device=_META)
+    lse = torch.empty(shape.query().shape[:3], device=_META)
+    triton.merge_partials([near.outs, out], [near.lses, lse], None, _HALF)
 
 
 PARTS: dict[str, Callable[[StepShape], None]] = {
@@ -237,15 +261,20 @@ PARTS: dict[str, Callable[[StepShape], None]] = {
     "a2ats": _a2ats,
     "ctkvr": _ctkvr,
     "flat": _flat,
-    "count": _count,
     "attend-100": lambda shape: _attend(shape, PARIS_K),
     "attend-2048": lambda shape: _attend(shape, LRQK_K),
     "higgs": _higgs,
     "resident": _resident,
+    "finish": _finish,
+    "count": _count,
     "window": _window,
     "merge": _merge,
 }
-"""By name: what launches the kernels of a part. One more needs its work in ``step_work``."""
+"""By name: what launches the kernels of a part. One more needs its work in ``step_work``.
+
+Attention to the selected rows is followed by "finish"; "count", "window" and "merge" stand in its
+place where a store attends elsewhere, and gives its part when that is ready.
+"""
 
 ATTENDED = {"attend-100": PARIS_K, "attend-2048": LRQK_K, "higgs": LRQK_K}
 """Rows of a KV head that a part attends to. Where a step selects others, its largest kernel is
@@ -291,20 +320,20 @@ class MethodStep:
 
 STEPS: dict[str, MethodStep] = {
     "paris": MethodStep(
-        LayerLaunches(("paris", "count", "attend-100", "window", "merge")), lambda shape: PARIS_K
+        LayerLaunches(("paris", "attend-100", "finish")), lambda shape: PARIS_K
     ),
     "lrqk": MethodStep(
-        LayerLaunches(("lrqk", "count", "attend-2048", "window", "merge"), torch_launches=5),
+        LayerLaunches(("lrqk", "attend-2048", "finish"), torch_launches=5),
         lambda shape: LRQK_K,
     ),
     "lrqk:store=higgs": MethodStep(
-        LayerLaunches(("lrqk", "count", "higgs", "window", "merge"), torch_launches=5),
+        LayerLaunches(("lrqk", "higgs", "finish"), torch_launches=5),
         lambda shape: LRQK_K,
         hosted=False,
     ),
     "a2ats": MethodStep(
         LayerLaunches(
-            ("a2ats", "count", "attend-2048", "window", "merge"),
+            ("a2ats", "attend-2048", "finish"),
             torch_launches=48,
             # The new key is compared with all codewords of 8 heads.
             torch_bytes=2 * 8 * 128 * CODEWORDS,
@@ -313,14 +342,14 @@ STEPS: dict[str, MethodStep] = {
         replayed=False,
     ),
     "ctkvr": MethodStep(
-        LayerLaunches(("ctkvr", "count", "attend-2048", "window", "merge"), torch_launches=17),
+        LayerLaunches(("ctkvr", "attend-2048", "finish"), torch_launches=17),
         lambda shape: CTKVR_K,
         compared=RECALLED,
         replayed=False,
     ),
     "flat": MethodStep(
         LayerLaunches(
-            ("flat", "count", "attend-2048", "window", "merge"),
+            ("flat", "attend-2048", "finish"),
             # A top-k of torch over long rows is 15 kernels: two for each of four digits, then
             # counts, sums of these, the selection, a sort.
             torch_launches=9 + 15,

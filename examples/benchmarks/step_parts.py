@@ -25,14 +25,16 @@ from hf_kvret.benchmark.timing import synchronize
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.core import selected_attention
 from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret_kernels.merge import Pieces
 
 WEIGHTS, NORMS, WINDOW = "weights", "norms", "window"
 SELECT, STORE, MERGE = "index", "store", "merge"
 CACHE, ATTENTION, OTHER = "cache, rest", "attention, rest", "other"
 PARTS = (WEIGHTS, NORMS, WINDOW, SELECT, STORE, MERGE, CACHE, ATTENTION, OTHER)
-"""Parts of a step: matrices of the model; norms; attention over the window; finding tokens; reading
-and attending to them; merging the two; what else a retrieval layer does; what else the model's
-attention does (rotations, and all of it where the cache does not retrieve); all the rest."""
+"""Parts of a step: matrices of the model; norms; attention over the window, and where the store's
+part is at hand already the merge of both; finding tokens; reading and attending to them; merging
+the two elsewhere; what else a retrieval layer does; what else the model's attention does
+(rotations, and all of it where the cache does not retrieve); all the rest."""
 
 _RANGE_PREFIX = "hf_kvret.part/"
 # Work on the device, which says by its correlation which call on the host launched it.
@@ -79,7 +81,9 @@ class Parts:
                 return work(*args, **kwargs)
             with self.named(name):
                 result = work(*args, **kwargs)
-            return self.wrap(result, name) if callable(result) else result
+            # Of pieces nothing is left to be done, and what merges them must know them.
+            left = callable(result) and not isinstance(result, Pieces)
+            return self.wrap(result, name) if left else result
 
         return named
 
@@ -106,7 +110,8 @@ def _methods(model: PreTrainedModel, cache: Cache) -> Iterator[tuple[Any, str, s
         return
     yield RetrievalLayer, "attend", CACHE
     yield selected_attention, "attend_all", STORE
-    yield selected_attention, "attend_dense", WINDOW
+    yield selected_attention, "prompt_pieces", WINDOW
+    yield selected_attention, "step_attention", WINDOW
     yield selected_attention, "merge", MERGE
     for layer in cache.retrieval_layers:
         if layer.regions is not None and layer.regions.store is not None:

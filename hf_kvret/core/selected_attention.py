@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.counters import LayerCounters
-from hf_kvret.core.exact_attention import attend_cold, attend_dense
+from hf_kvret.core.exact_attention import attend_cold
 from hf_kvret.core.host_step import attend_on_host
 from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.core.merge import merge
@@ -17,7 +18,10 @@ from hf_kvret.core.pieces import piece_len
 from hf_kvret.core.recall import Recall, measure_recall
 from hf_kvret.core.regions import Regions
 from hf_kvret.core.store import AttentionResult
+from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.prompt_attention import prompt_pieces
 from hf_kvret_kernels.relevance import count_ids
+from hf_kvret_kernels.step_attention import step_attention
 
 
 def attend_selected(
@@ -32,26 +36,39 @@ def attend_selected(
     selected = None if cold is None else counters.total(cold)
     step = attend_on_host(query, regions.window, index, cold, call, selected)
     if step is not None:
-        out, ids = step
+        out, host_ids = step
         if cold is not None and index is not None:
-            _note_search(regions, index, query, ids, cold, counters)
-            index.after_search(ids)
+            _note_search(regions, index, query, host_ids, cold, counters)
+            index.after_search(host_ids)
         return out
     finish_cold: Callable[[], AttentionResult] | None = None
+    ids: torch.Tensor | None = None
     if cold is not None and index is None:
         finish_cold = partial(attend_all, regions, query, cold, counters)
     elif cold is not None and index is not None:
         ids = index.search(query, cold)
-        count_ids(ids, counters.total(cold))
         _note_search(regions, index, query, ids, cold, counters)
         # First, so that a store elsewhere works while the device does all the rest.
         finish_cold = cold.store.begin(query, ids, cold.scale, cold.softcap)
         index.after_search(ids)
     keys, values = regions.window.tokens()
-    near = call.scoring.of(regions.window.validity(call.scoring.valid))
     # One query sees all that is held; there may be room behind it.
     offset = keys.shape[2] - query.shape[2] if query.shape[2] > 1 else None
-    parts = [attend_dense(query, keys, values, near, causal_offset=offset)]
+    options: dict[str, Any] = {
+        "scale": call.scoring.scale,
+        "causal_offset": offset,
+        "valid": regions.window.validity(call.scoring.valid),
+        "softcap": call.scoring.softcap,
+    }
+    if isinstance(finish_cold, Pieces):
+        # Launched already: one launch more does all that is left.
+        options |= {"sink_logits": call.sink_logits, "ids": ids, "selected": selected}
+        out, _ = step_attention(query, keys, values, finish_cold, **options)
+        return out
+    near = prompt_pieces(query, keys, values, **options)
+    parts = [(near.outs, near.lses)]
+    if ids is not None and selected is not None:
+        count_ids(ids, selected)
     if finish_cold is not None:
         parts.append(finish_cold())
     out, _ = merge(parts, call.sink_logits, query.dtype)

@@ -92,7 +92,9 @@ class Store(State):
 
         Returns:
             What gives ``out [B, Hq, Q, Dv]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the
-            query's device; a query without tokens has out 0 and lse -inf.
+            query's device; a query without tokens has out 0 and lse -inf. ``Pieces`` (of
+            ``hf_kvret_kernels.merge``) give it, too: where the device's current stream has all its
+            work already, they save the launch that would merge them.
         """
 
     def attend(

@@ -17,7 +17,7 @@ from hf_kvret.core.pieces import BUS_PROGRAMS, read_ahead, reading_stream
 from hf_kvret.core.store import AttentionResult, Store
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.chunks import select
-from hf_kvret_kernels.gather_attention import gather_attention
+from hf_kvret_kernels.gather_attention import gather_pieces
 from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows
@@ -92,8 +92,7 @@ class PagedStore(Store):
         scale: float,
         softcap: float | None = None,
     ) -> Callable[[], AttentionResult]:
-        result = gather_attention(query, self.paged_rows(), ids, scale=scale, softcap=softcap)
-        return lambda: result
+        return gather_pieces(query, self.paged_rows(), ids, scale=scale, softcap=softcap)
 
     def host_rows(self) -> PagedRows | None:
         rows = self.paged_rows()

@@ -58,7 +58,7 @@ class QuantizedStore(WrappedStore):
         if self._codec is None:
             raise RuntimeError("the store is empty: append first")
         key_dim, value_dim = self._dims
-        result = higgs.attend(
+        return higgs.attend_pieces(
             query,
             self.rows.paged_rows(),
             ids,
@@ -68,7 +68,6 @@ class QuantizedStore(WrappedStore):
             scale=scale,
             softcap=softcap,
         )
-        return lambda: result
 
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As for every store, in the dtype of the model."""

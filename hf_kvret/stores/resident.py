@@ -15,7 +15,8 @@ from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.stores.slots import SlotBuffer
 from hf_kvret.stores.wrapped import WrappedStore
-from hf_kvret_kernels.gather_attention import gather_attention
+from hf_kvret_kernels.gather_attention import gather_pieces
+from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.paged import PagedRows
 
 
@@ -64,7 +65,7 @@ class ResidentStore(WrappedStore):
         buffer = self._roomy_buffer(rows, share, count)
         at_once = buffer.slots // (share * count)
         results = [
-            gather_attention(
+            gather_pieces(
                 part_query, buffer.rows, buffer.bring(rows, part_ids), scale=scale, softcap=softcap
             )
             for part_query, part_ids in zip(
@@ -72,9 +73,10 @@ class ResidentStore(WrappedStore):
             )
         ]
         self._served = True
-        outs, lses = zip(*results, strict=True)
-        result = results[0] if len(results) == 1 else (torch.cat(outs, 2), torch.cat(lses, 2))
-        return lambda: result
+        if len(results) == 1:
+            return results[0]
+        outs, lses = zip(*(pieces() for pieces in results), strict=True)
+        return Pieces.whole(torch.cat(outs, 2), torch.cat(lses, 2))
 
     def scores(
         self,

@@ -1,4 +1,4 @@
-"""Pieces that the Triton attention kernels share: loads, online softmax, merging of splits."""
+"""What the Triton attention kernels share: loads, online softmax, how a walk is split."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._dispatch import interpreted
-from hf_kvret_kernels._triton_log_sums import finite_base, log_total
+from hf_kvret_kernels._triton_log_sums import finite_base
+from hf_kvret_kernels.merge import Pieces
 
 LOG2_E = 1.4426950408889634
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -50,7 +51,7 @@ def split_plan(
 
     Args:
         block: what a program takes at a time; ``split_len`` is a multiple of it.
-        programs: how many walk if nothing is cut.
+        programs: how many walk if nothing is cut; may be 0.
         waves: programs per multiprocessor to aim at.
         most: pieces, at most.
         least_len: of a piece that is worth its share of the merge; None for ``block``.
@@ -60,7 +61,7 @@ def split_plan(
     if splits is None:
         processors, _ = device_limits(device)
         worth = triton.cdiv(length, least_len or block)
-        splits = max(1, min(most, worth, waves * processors // programs))
+        splits = max(1, min(most, worth, waves * processors // max(1, programs)))
     split_len = max(1, triton.cdiv(triton.cdiv(length, block), splits)) * block
     return max(1, triton.cdiv(length, split_len)), split_len
 
@@ -104,7 +105,7 @@ def softmax_step(scores, peak, total):  # type: ignore[no-untyped-def]
 def finish_softmax(acc, peak, total):  # type: ignore[no-untyped-def]
     """``(out, lse)`` from the running softmax; 0 and -inf where nothing was seen."""
     safe = tl.where(total > 0.0, total, 1.0)
-    return acc / safe[:, None], softmax_lse(peak, total)
+    return acc * (1.0 / safe)[:, None], softmax_lse(peak, total)
 
 
 @triton.jit
@@ -137,67 +138,16 @@ def load_rows(  # type: ignore[no-untyped-def]
     return tile
 
 
-@triton.jit
-def _combine_kernel(  # type: ignore[no-untyped-def]
-    part_out,
-    part_lse,
-    out,
-    lse,
-    DV: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    splits = tl.arange(0, BLOCK_S)
-    columns = tl.arange(0, BLOCK_DV)
-    parts = tl.load(part_lse + row * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
-    base = finite_base(tl.max(parts, 0))
-    weights = tl.exp(parts - base)
-    total = tl.sum(weights, 0)
-    safe = tl.where(total > 0.0, total, 1.0)
-    tile = tl.load(
-        part_out + (row * SPLITS + splits)[:, None] * DV + columns[None, :],
-        mask=(splits < SPLITS)[:, None] & (columns < DV)[None, :],
-        other=0.0,
+def piece_buffers(
+    batch: int, heads: int, queries: int, splits: int, value_dim: int, device: torch.device
+) -> Pieces:
+    """Where a kernel writes ``splits`` pieces, and zeros the tickets: uninitialised memory."""
+    shape = batch, heads, queries
+    return Pieces(
+        torch.empty(*shape, splits, value_dim, dtype=torch.float32, device=device),
+        torch.empty(*shape, splits, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.int32, device=device),
     )
-    mean = tl.sum(tile * weights[:, None], 0) / safe
-    tl.store(out + row * DV + columns, mean.to(out.dtype.element_ty), mask=columns < DV)
-    tl.store(lse + row, log_total(base, total))
-
-
-def combine_splits(
-    part_out: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    """Merge S partial results of the same queries into ``out`` and ``lse``, in place.
-
-    Args:
-        part_out: ``[..., S, Dv]`` fp32, contiguous; part_lse: ``[..., S]`` fp32, contiguous.
-        out: ``[..., Dv]``, contiguous; lse: ``[...]`` fp32, contiguous. Both are overwritten.
-    """
-    splits, value_dim = part_out.shape[-2:]
-    _combine_kernel[(lse.numel(),)](
-        part_out,
-        part_lse,
-        out,
-        lse,
-        DV=value_dim,
-        SPLITS=splits,
-        BLOCK_S=triton.next_power_of_2(splits),
-        BLOCK_DV=triton.next_power_of_2(value_dim),
-        enable_fp_fusion=True,
-    )
-
-
-def partial_buffers(
-    out: torch.Tensor, lse: torch.Tensor, splits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where kernels write: ``out`` and ``lse`` with an axis of splits, or themselves for one."""
-    if splits == 1:
-        return out, lse
-    shape = (*lse.shape, splits)
-    part_out = torch.empty(*shape, out.shape[-1], dtype=torch.float32, device=out.device)
-    return part_out, torch.empty(shape, dtype=torch.float32, device=out.device)
 
 
 @triton.jit

@@ -231,9 +231,9 @@ def test_splitting_the_ids_changes_nothing(place: Place) -> None:
     rows = paged(place, [[0, 1, 2, 3, 4, 5, 6, 7]], (8,), page_len=16, kv_heads=1)
     query, ids = random_query(place, rows, 2, batch=1), random_ids(rows, 1, 1, 128)
     ids[..., 32:64] = -1
-    whole = triton.gather_attention(query, rows, ids, 0.3, None, splits=1)
+    whole = triton.gather_pieces(query, rows, ids, 0.3, None, splits=1)("triton")
     for splits in (2, 3, 4, 64):
-        parts = triton.gather_attention(query, rows, ids, 0.3, None, splits=splits)
+        parts = triton.gather_pieces(query, rows, ids, 0.3, None, splits=splits)("triton")
         torch.testing.assert_close(parts, whole, rtol=0, atol=FP32_ERROR)
 
 

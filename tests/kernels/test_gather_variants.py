@@ -119,7 +119,7 @@ def test_no_choice_changes_the_result(device: str, field: str, variant: str) -> 
     first = replace(rule(size_of(query, rows, ids)), variant=variant)
     for value in CHOICES.space[field]:
         choice = replace(first, **{field: value})
-        found = triton.gather_attention(query, rows, ids, 0.3, None, choice=choice)
+        found = triton.gather_pieces(query, rows, ids, 0.3, None, choice=choice)("triton")
         torch.testing.assert_close(found, want, rtol=0, atol=ERRORS[torch.float32])
 
 

@@ -230,9 +230,9 @@ def test_splitting_the_ids_changes_nothing(place: Place) -> None:
     query, ids = torch.randn(1, 2, 1, 64).to(place[1]), random_ids(rows, 1, 1, 128)
     ids[..., 32:64] = -1
     options = (query, rows, ids, codec, 64, 64, 0.3, None)
-    whole = triton_attend.attend(*options, splits=1)
+    whole = triton_attend.attend_pieces(*options, splits=1)("triton")
     for splits in (2, 3, 64):
-        parts = triton_attend.attend(*options, splits=splits)
+        parts = triton_attend.attend_pieces(*options, splits=splits)("triton")
         torch.testing.assert_close(parts, whole, rtol=0, atol=FP32_ERROR)
 
 

@@ -15,9 +15,10 @@ from hf_kvret_kernels._dispatch import (
 from hf_kvret_kernels.gather_attention import naive
 from hf_kvret_kernels.gather_attention.checks import check_chosen_rows
 from hf_kvret_kernels.gather_attention.choices import VARIANTS
+from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.paged import PagedRows
 
-__all__ = ["BACKENDS", "choose_row_backend", "gather_attention"]
+__all__ = ["BACKENDS", "choose_row_backend", "gather_attention", "gather_pieces"]
 
 BACKENDS = ("auto", "naive", "triton", "cpp")
 
@@ -65,6 +66,27 @@ def gather_attention(
 
     Token numbers are not checked against the table: that would have to look at the data.
     """
+    pieces = gather_pieces(
+        query, rows, ids, scale=scale, softcap=softcap, backend=backend, variant=variant
+    )
+    # Only Triton gives several.
+    return pieces("triton")
+
+
+def gather_pieces(
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    backend: str = "auto",
+    variant: str = "auto",
+) -> Pieces:
+    """``gather_attention``, its pieces left unmerged: a launch less where others follow.
+
+    Arguments and errors are the same. On a CPU it is always one piece, without tickets.
+    """
     check_chosen_rows(query, rows, ids, softcap)
     backend_name = choose_row_backend(backend, query)
     if variant not in ("auto", *VARIANTS):
@@ -75,13 +97,13 @@ def gather_attention(
             "it at 'auto'"
         )
     if backend_name == "naive":
-        return naive.gather_attention(query, rows, ids, scale, softcap)
+        return Pieces.whole(*naive.gather_attention(query, rows, ids, scale, softcap))
     if backend_name == "cpp":
-        return host_library.attend(query, rows, ids, scale, softcap)
+        return Pieces.whole(*host_library.attend(query, rows, ids, scale, softcap))
     from hf_kvret_kernels.gather_attention import triton
 
     with launching_on(query):
-        return triton.gather_attention(query, rows, ids, scale, softcap, variant=variant)
+        return triton.gather_pieces(query, rows, ids, scale, softcap, variant=variant)
 
 
 def choose_row_backend(backend: str, query: torch.Tensor) -> Literal["naive", "triton", "cpp"]:

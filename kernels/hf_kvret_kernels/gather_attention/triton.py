@@ -2,7 +2,7 @@
 
 A program takes one selection (a batch row, a selecting head, a query) and a piece of its ids,
 follows them through the page table to rows in device or pinned host memory, and attends with all
-query heads that share the selection. A second small kernel merges the pieces.
+query heads that share the selection. The pieces are merged by whoever needs them merged.
 
 With the variant "gather" a kernel that does nothing else copies the rows to the device first, all
 loads of a program under way at once; attention then reads them one after the other, the next ones
@@ -28,17 +28,17 @@ from hf_kvret_kernels._triton_shared import (
     LOG2_E,
     TL_DTYPES,
     capped_scores,
-    combine_splits,
     dot_dtype,
     finish_softmax,
     load_rows,
-    partial_buffers,
+    piece_buffers,
     score_factors,
     softmax_step,
     split_plan,
 )
 from hf_kvret_kernels.gather_attention import choices
 from hf_kvret_kernels.gather_attention.triton_copy import copy_rows
+from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.paged import PagedRows
 
 
@@ -51,6 +51,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     row_copy,
     out,
     lse,
+    tickets,
     stride_q_b,
     stride_q_h,
     stride_q_q,
@@ -133,7 +134,11 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         acc = tl.dot(weights, value.to(DOT_DTYPE), acc * shrink[:, None], input_precision="ieee")
 
     result, log_total = finish_softmax(acc, peak, total)
-    target = ((b * heads * G + query_heads) * queries + q_index) * tl.num_programs(1) + split
+    row = (b * heads * G + query_heads) * queries + q_index
+    if split == 0:
+        # For the kernel that merges the pieces: nothing has to be launched for it.
+        tl.store(tickets + row, tl.zeros([BLOCK_G], tl.int32), mask=group < G)
+    target = row * tl.num_programs(1) + split
     tl.store(
         out + target[:, None] * DV + value_columns[None, :],
         result,
@@ -142,7 +147,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse + target, log_total, mask=group < G)
 
 
-def gather_attention(
+def gather_pieces(
     query: torch.Tensor,
     rows: PagedRows,
     ids: torch.Tensor,
@@ -151,28 +156,19 @@ def gather_attention(
     splits: int | None = None,
     variant: str = "auto",
     choice: choices.GatherChoice | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``hf_kvret_kernels.gather_attention.gather_attention``.
+) -> Pieces:
+    """See ``hf_kvret_kernels.gather_attention.gather_pieces``.
 
     ``splits`` is the number of pieces the ids are cut into, None for as many as fill the device;
     ``choice`` how to launch, None for what was measured or the rule.
     """
     batch, query_heads, queries, _ = query.shape
     heads, count = ids.shape[1], ids.shape[3]
-    out = torch.empty(
-        batch, query_heads, queries, rows.value_dim, dtype=torch.float32, device=query.device
-    )
-    lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device)
-    if lse.numel() == 0:
-        return out, lse
     if choice is None:
         size = choices.size_of(query, rows, ids)
         choice = tuning.choice(choices.CHOICES, size, choices.rule(size), query.device)
     if variant != "auto":
         choice = replace(choice, variant=variant)
-    gather = choice.variant == "gather"
-    # A kernel argument must be some pointer; with rows where they lie it is never read.
-    row_copy = copy_rows(rows, ids, choice.copy_rows, choice.warps) if gather else query
     group = query_heads // heads
     programs = batch * heads * queries
     splits, split_len = split_plan(
@@ -184,7 +180,12 @@ def gather_attention(
         most=choice.most_splits,
         splits=splits,
     )
-    part_out, part_lse = partial_buffers(out, lse, splits)
+    pieces = piece_buffers(batch, query_heads, queries, splits, rows.value_dim, query.device)
+    if not programs:
+        return pieces
+    gather = choice.variant == "gather"
+    # A kernel argument must be some pointer; with rows where they lie it is never read.
+    row_copy = copy_rows(rows, ids, choice.copy_rows, choice.warps) if gather else query
     inner, outer = score_factors(scale, softcap, LOG2_E)
     _attend_kernel[(programs, splits)](
         query,
@@ -192,8 +193,9 @@ def gather_attention(
         rows.table,
         rows.addresses(),
         row_copy,
-        part_out,
-        part_lse,
+        pieces.outs,
+        pieces.lses,
+        pieces.tickets,
         *query.stride()[:3],
         *ids.stride(),
         *rows.table.stride(),
@@ -221,6 +223,4 @@ def gather_attention(
         num_stages=choice.stages,
         enable_fp_fusion=True,
     )
-    if splits > 1:
-        combine_splits(part_out, part_lse, out, lse)
-    return out, lse
+    return pieces

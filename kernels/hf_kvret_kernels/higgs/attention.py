@@ -8,6 +8,7 @@ from hf_kvret_kernels._dispatch import choose_backend, launching_on
 from hf_kvret_kernels.gather_attention import naive
 from hf_kvret_kernels.gather_attention.checks import check_chosen_rows
 from hf_kvret_kernels.higgs.codec import Codec
+from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.paged import PagedRows
 
 
@@ -59,13 +60,46 @@ def attend(
 
     Token numbers are not checked against the table: that would have to look at the data.
     """
+    pieces = attend_pieces(
+        query,
+        rows,
+        ids,
+        codec,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        scale=scale,
+        softcap=softcap,
+        backend=backend,
+    )
+    # Only Triton gives several.
+    return pieces("triton")
+
+
+def attend_pieces(
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    codec: Codec,
+    *,
+    key_dim: int,
+    value_dim: int,
+    scale: float,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Pieces:
+    """``attend``, its pieces left unmerged: a launch less where others follow.
+
+    Arguments and errors are the same. On a CPU it is always one piece, without tickets.
+    """
     _check_rows(rows, codec, key_dim, value_dim)
     check_chosen_rows(query, rows, ids, softcap, coded_dim=key_dim)
     if choose_backend(backend, query) == "triton":
         from hf_kvret_kernels.higgs import triton_attend
 
         with launching_on(query):
-            return triton_attend.attend(query, rows, ids, codec, key_dim, value_dim, scale, softcap)
+            return triton_attend.attend_pieces(
+                query, rows, ids, codec, key_dim, value_dim, scale, softcap
+            )
     codes, scales = rows.gather_with_torch(ids)
     keys, values = (
         codec.decode(
@@ -75,7 +109,7 @@ def attend(
         )
         for half in (0, 1)
     )
-    return naive.attention(query, keys, values, ids, scale, softcap)
+    return Pieces.whole(*naive.attention(query, keys, values, ids, scale, softcap))
 
 
 def _check_rows(rows: PagedRows, codec: Codec, key_dim: int, value_dim: int) -> None:

@@ -22,11 +22,10 @@ from hf_kvret_kernels._triton_shared import (
     LOG2_E,
     TL_DTYPES,
     capped_scores,
-    combine_splits,
     dot_dtype,
     finish_softmax,
     load_rows,
-    partial_buffers,
+    piece_buffers,
     score_factors,
     softmax_step,
     split_plan,
@@ -36,6 +35,7 @@ from hf_kvret_kernels.higgs.codec import Codec, HiggsCodec
 from hf_kvret_kernels.higgs.packing import WORDS
 from hf_kvret_kernels.higgs.tables import grid_words
 from hf_kvret_kernels.higgs.triton_tiles import load_numbers
+from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.paged import PagedRows
 
 # Programs per multiprocessor to aim at: the loads have a long way, so several must be under way.
@@ -75,6 +75,7 @@ def _attend_kernel(
     grid_ptr,
     out,
     lse,
+    tickets,
     stride_q_b,
     stride_q_h,
     stride_q_q,
@@ -195,7 +196,11 @@ def _attend_kernel(
     if HIGGS:
         signs = tl.load(signs_ptr + value_columns % GROUP)[None, :]
         result = _transform(result, signs, factor, BLOCK_G, BLOCK_VALUE, GROUP, LOG_GROUP, True)
-    target = ((b * heads * G + query_heads) * queries + q_index) * tl.num_programs(1) + split
+    row = (b * heads * G + query_heads) * queries + q_index
+    if split == 0:
+        # For the kernel that merges the pieces: nothing has to be launched for it.
+        tl.store(tickets + row, tl.zeros([BLOCK_G], tl.int32), mask=group < G)
+    target = row * tl.num_programs(1) + split
     tl.store(
         out + target[:, None] * DV + value_columns[None, :],
         result,
@@ -204,7 +209,7 @@ def _attend_kernel(
     tl.store(lse + target, log_total, mask=group < G)
 
 
-def attend(
+def attend_pieces(
     query: torch.Tensor,
     rows: PagedRows,
     ids: torch.Tensor,
@@ -214,19 +219,13 @@ def attend(
     scale: float,
     softcap: float | None,
     splits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``hf_kvret_kernels.higgs.attend``.
+) -> Pieces:
+    """See ``hf_kvret_kernels.higgs.attend_pieces``.
 
     ``splits`` is the number of pieces the ids are cut into, None for as many as fill the device.
     """
     batch, query_heads, queries, _ = query.shape
     heads, count = ids.shape[1], ids.shape[3]
-    out = torch.empty(
-        batch, query_heads, queries, value_dim, dtype=torch.float32, device=query.device
-    )
-    lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device)
-    if lse.numel() == 0:
-        return out, lse
     shared = query_heads // heads
     group = codec.group
     # A dot of tensor cores has at least 16 numbers.
@@ -239,7 +238,9 @@ def attend(
     splits, split_len = split_plan(
         count, block_k, programs, query.device, waves=_WAVES, most=_MOST_SPLITS, splits=splits
     )
-    part_out, part_lse = partial_buffers(out, lse, splits)
+    pieces = piece_buffers(batch, query_heads, queries, splits, value_dim, query.device)
+    if not programs:
+        return pieces
     inner, outer = score_factors(scale, softcap, LOG2_E)
     per_word, planes = WORDS[codec.code_bits]
     # Min-max looks nothing up: any pointer will do.
@@ -253,8 +254,9 @@ def attend(
         rows.addresses(),
         signs,
         grid,
-        part_out,
-        part_lse,
+        pieces.outs,
+        pieces.lses,
+        pieces.tickets,
         *query.stride()[:3],
         *ids.stride(),
         *rows.table.stride(),
@@ -290,6 +292,4 @@ def attend(
         num_stages=3,
         enable_fp_fusion=True,
     )
-    if splits > 1:
-        combine_splits(part_out, part_lse, out, lse)
-    return out, lse
+    return pieces

@@ -1,19 +1,21 @@
 """Attention over the union of disjoint token sets, from attention over each of them.
 
 Attention over a set is a pair: ``out``, the softmax-weighted mean of the values, and ``lse``, the
-natural log of the softmax's denominator.
+natural log of the softmax's denominator. A kernel that shares a set among several programs gives it
+in pieces, each the attention over some of its tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
 from hf_kvret_kernels.merge import naive
 
-__all__ = ["merge_partials"]
+__all__ = ["Pieces", "merge_partials"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -31,8 +33,9 @@ def merge_partials(
     Sums are fp32. Where every set is empty, out is 0 and lse -inf.
 
     Args:
-        outs: one ``[B, Hq, Q, Dv]`` for each set, fp32, fp16 or bf16, finite.
-        lses: one ``[B, Hq, Q]`` fp32 for each; -inf for an empty set.
+        outs: one ``[B, Hq, Q, Dv]`` for each set, or ``[B, Hq, Q, S, Dv]`` of a set in S pieces,
+            1 or more; fp32, fp16 or bf16, finite.
+        lses: one ``[B, Hq, Q]`` or ``[B, Hq, Q, S]`` fp32 for each; -inf for an empty set or piece.
         sink_logits: ``[Hq]`` floats, a learned token without value for each head whose logit
             joins the softmax (GPT-OSS); None for models without.
         out_dtype: fp32, fp16 or bf16.
@@ -44,15 +47,21 @@ def merge_partials(
     if not outs or len(outs) != len(lses):
         raise ValueError(f"{len(outs)} outs and {len(lses)} lses: pass one of each for every set")
     first = outs[0]
-    if first.ndim != 4:
-        raise ValueError(f"outs[0] has shape {tuple(first.shape)}: pass [B, Hq, Q, Dv]")
+    if first.ndim not in (4, 5):
+        raise ValueError(
+            f"outs[0] has shape {tuple(first.shape)}: pass [B, Hq, Q, Dv] or [B, Hq, Q, S, Dv]"
+        )
+    queries, width = first.shape[:3], first.shape[-1:]
     for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         check_no_grad(**{f"outs[{number}]": out, f"lses[{number}]": lse})
-        _check(f"outs[{number}]", out, first.shape, first.device, _FLOATS)
-        _check(f"lses[{number}]", lse, first.shape[:3], first.device, (torch.float32,))
+        pieces = out.shape[3:4] if out.ndim == 5 else torch.Size()
+        if pieces == (0,):
+            raise ValueError(f"outs[{number}] has shape {tuple(out.shape)}: pass a piece or more")
+        _check(f"outs[{number}]", out, queries + pieces + width, first.device, _FLOATS)
+        _check(f"lses[{number}]", lse, queries + pieces, first.device, (torch.float32,))
     if sink_logits is not None:
         check_no_grad(sink_logits=sink_logits)
-        _check("sink_logits", sink_logits, first.shape[1:2], first.device, _FLOATS)
+        _check("sink_logits", sink_logits, queries[1:2], first.device, _FLOATS)
     if out_dtype not in _FLOATS:
         raise ValueError(f"out_dtype={out_dtype}: choose one of {_FLOATS}")
     if choose_backend(backend, first) == "naive":
@@ -61,6 +70,33 @@ def merge_partials(
 
     with launching_on(first):
         return triton.merge_partials(outs, lses, sink_logits, out_dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Attention of queries over a set of tokens in S pieces, not merged. Called, it is merged.
+
+    Attributes:
+        outs: ``[B, Hq, Q, S, Dv]`` fp32.
+        lses: ``[B, Hq, Q, S]`` fp32; -inf for an empty piece.
+        tickets: ``[B, Hq, Q]`` int32, contiguous, zeros, for ``step_attention`` to count in, which
+            leaves zeros again; None: it makes its own.
+    """
+
+    outs: torch.Tensor
+    lses: torch.Tensor
+    tickets: torch.Tensor | None = None
+
+    @classmethod
+    def whole(cls, out: torch.Tensor, lse: torch.Tensor) -> Pieces:
+        """A single piece, of ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]``."""
+        return cls(out.unsqueeze(3), lse.unsqueeze(3))
+
+    def __call__(self, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+        """``(out [B, Hq, Q, Dv], lse [B, Hq, Q])`` fp32; ``backend`` as of ``merge_partials``."""
+        if self.lses.shape[3] == 1:
+            return self.outs.squeeze(3), self.lses.squeeze(3)
+        return merge_partials([self.outs], [self.lses], backend=backend)
 
 
 def _check(

@@ -9,10 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_log_sums import finite_base, log_total
+from hf_kvret_kernels._triton_pieces import add_all_pieces, add_sinks, finish_pieces, no_pieces
 
-# Values that a warp holds: 16 bytes of fp32 a thread.
-_PER_WARP = 128
+# Pieces of a set that a program loads at once, and numbers of them that a warp holds.
+_MOST_AT_ONCE = 64
+_PER_WARP = 1024
 
 
 def merge_partials(
@@ -22,34 +23,38 @@ def merge_partials(
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.merge.merge_partials``."""
-    batch, query_heads, queries, value_dim = outs[0].shape
-    out = torch.empty(outs[0].shape, dtype=out_dtype, device=outs[0].device)
-    lse = torch.empty(outs[0].shape[:3], dtype=torch.float32, device=outs[0].device)
+    shape, value_dim = lses[0].shape[:3], outs[0].shape[-1]
+    out = torch.empty(*shape, value_dim, dtype=out_dtype, device=outs[0].device)
+    lse = torch.empty(shape, dtype=torch.float32, device=outs[0].device)
     if lse.numel() == 0:
         return out, lse
+    splits = tuple(part.shape[3] if part.ndim == 4 else 1 for part in lses)
+    blocks = tuple(min(_MOST_AT_ONCE, triton.next_power_of_2(count)) for count in splits)
     block = triton.next_power_of_2(max(1, value_dim))
-    _merge_kernel[(batch * query_heads * queries,)](
+    _merge_kernel[(lse.numel(),)](
         tuple(part.contiguous() for part in outs),
         tuple(part.contiguous() for part in lses),
+        splits,
         lse if sink_logits is None else sink_logits.contiguous(),
         out,
         lse,
-        query_heads,
-        queries,
+        *shape[1:],
         HAS_SINKS=sink_logits is not None,
         PARTS=len(outs),
+        BLOCKS=blocks,
         DV=value_dim,
         BLOCK=block,
-        num_warps=max(1, min(4, block // _PER_WARP)),
+        num_warps=max(1, min(8, max(blocks) * block // _PER_WARP)),
         enable_fp_fusion=True,
     )
     return out, lse
 
 
-@triton.jit(do_not_specialize=["queries"])
+@triton.jit(do_not_specialize=["splits", "queries"])
 def _merge_kernel(
     outs,
     lses,
+    splits,
     sinks_ptr,
     out_ptr,
     lse_ptr,
@@ -57,29 +62,30 @@ def _merge_kernel(
     queries,
     HAS_SINKS: tl.constexpr,
     PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     DV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One query of a head; ``outs`` and ``lses`` are tuples of PARTS pointers."""
-    row = tl.program_id(0).to(tl.int64)
+    """One query of a head.
+
+    ``outs`` and ``lses`` are tuples of PARTS pointers, ``splits`` says in how many pieces each part
+    comes, BLOCKS how many of them are loaded at once.
+    """
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     columns = tl.arange(0, BLOCK)
-    peak = tl.full((), float("-inf"), tl.float32)
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + row // queries % heads).to(tl.float32)
-        peak = sink
+    peak, mass, total = no_pieces(1, BLOCK)
     for i in tl.static_range(PARTS):
-        peak = tl.maximum(peak, tl.load(lses[i] + row))
-    base = finite_base(peak)
-    mass = tl.zeros((), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for i in tl.static_range(PARTS):
-        weight = tl.exp(tl.load(lses[i] + row) - base)
-        part = tl.load(outs[i] + row * DV + columns, mask=columns < DV, other=0.0)
-        total += weight * part.to(tl.float32)
-        mass += weight
+        peak, mass, total = add_all_pieces(
+            outs[i], lses[i], rows, rows >= 0, splits[i], peak, mass, total,
+            DV, BLOCKS[i], BLOCK, "",
+        )  # fmt: skip
     if HAS_SINKS:
-        mass += tl.exp(sink - base)
-    # At least 1 where there is a peak, and 0 without.
-    mean = total / tl.maximum(mass, 1.0)
-    tl.store(out_ptr + row * DV + columns, mean.to(out_ptr.dtype.element_ty), mask=columns < DV)
-    tl.store(lse_ptr + row, log_total(base, mass))
+        sink = tl.load(sinks_ptr + (rows // queries % heads)[:, None]).to(tl.float32)
+        peak, mass, total = add_sinks(sink, peak, mass, total)
+    mean, log = finish_pieces(peak, mass, total)
+    tl.store(
+        out_ptr + rows[:, None] * DV + columns[None, :],
+        mean.to(out_ptr.dtype.element_ty),
+        mask=(columns < DV)[None, :],
+    )
+    tl.store(lse_ptr + rows[:, None], log)

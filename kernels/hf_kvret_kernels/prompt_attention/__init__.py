@@ -10,9 +10,10 @@ from hf_kvret_kernels._dispatch import (
     choose_backend,
     launching_on,
 )
+from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.prompt_attention import naive
 
-__all__ = ["prompt_attention"]
+__all__ = ["check_dense_inputs", "prompt_attention", "prompt_pieces"]
 
 
 def prompt_attention(
@@ -50,6 +51,54 @@ def prompt_attention(
         ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
         ImportError: ``"triton"`` without Triton.
     """
+    check_dense_inputs(query, key, value, valid, softcap)
+    out_dtype = query.dtype if out_dtype is None else out_dtype
+    arguments = (query, key, value, scale, causal_offset, valid, softcap, out_dtype)
+    if choose_backend(backend, query) == "naive":
+        return naive.prompt_attention(*arguments)
+    from hf_kvret_kernels.prompt_attention import triton
+
+    with launching_on(query):
+        return triton.prompt_attention(*arguments)
+
+
+def prompt_pieces(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    causal_offset: int | None,
+    valid: torch.Tensor | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Pieces:
+    """``prompt_attention`` in fp32, its pieces left unmerged: a launch less where others follow.
+
+    Arguments and errors are the same. In torch it is always one piece.
+    """
+    check_dense_inputs(query, key, value, valid, softcap)
+    arguments = (query, key, value, scale, causal_offset, valid, softcap)
+    if choose_backend(backend, query) == "naive":
+        return Pieces.whole(*naive.prompt_attention(*arguments, torch.float32))
+    from hf_kvret_kernels.prompt_attention import triton
+
+    with launching_on(query):
+        return triton.prompt_pieces(*arguments)
+
+
+def check_dense_inputs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    softcap: float | None,
+) -> None:
+    """Check the arguments of attention to dense keys, as of ``prompt_attention``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, gradients, a cap that is no cap.
+    """
     check_attention_inputs(query=query, key=key, value=value)
     batch, heads, _, width = query.shape
     if (
@@ -74,11 +123,3 @@ def prompt_attention(
             f"[{batch}, {key.shape[2]}] on {query.device} (True = token, False = padding)"
         )
     check_softcap(softcap)
-    out_dtype = query.dtype if out_dtype is None else out_dtype
-    arguments = (query, key, value, scale, causal_offset, valid, softcap, out_dtype)
-    if choose_backend(backend, query) == "naive":
-        return naive.prompt_attention(*arguments)
-    from hf_kvret_kernels.prompt_attention import triton
-
-    with launching_on(query):
-        return triton.prompt_attention(*arguments)

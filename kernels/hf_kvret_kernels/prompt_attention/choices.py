@@ -115,4 +115,4 @@ def rule(rows: int, columns: int, itemsize: int, shared_bytes: int) -> PromptCho
     row_bytes = columns * itemsize
     room = shared_bytes - tile_rows(rows, columns, itemsize) * row_bytes // 2
     stages = max(1, min(most_stages, room // (block_n * row_bytes)))
-    return PromptChoice(block_n, warps, stages, waves=1, most_splits=64, least_split_len=128)
+    return PromptChoice(block_n, warps, stages, waves=1, most_splits=64, least_split_len=64)

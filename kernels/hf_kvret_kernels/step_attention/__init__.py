@@ -1,0 +1,120 @@
+"""The end of a decode step's attention: the window, merged with what was selected elsewhere.
+
+One launch on a GPU. Dimensions: B batch, Hq query heads, Hkv KV heads, Q queries at once, S pieces.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
+from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.prompt_attention import check_dense_inputs
+from hf_kvret_kernels.step_attention import naive
+
+__all__ = ["step_attention"]
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def step_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    others: Pieces,
+    *,
+    scale: float,
+    causal_offset: int | None,
+    valid: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to dense keys, and to other tokens, to which attention is known already.
+
+    Args:
+        query, key, value, scale, causal_offset, valid, softcap: as of ``prompt_attention``.
+        others: of the same queries over the other tokens. Its tickets are counted in, and zeros
+            again in the end: no other kernel may use them at the same time.
+        sink_logits: ``[Hq]`` floats, a learned token without value for each head whose logit joins
+            the softmax (GPT-OSS); None for models without.
+        ids: int32 or int64 of any shape, or None.
+        selected: int64 of one element, to which the number of ``ids`` that are not -1 is added, in
+            place; None exactly where ``ids`` is.
+        out_dtype: fp32, fp16 or bf16; None means the query's.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Returns:
+        ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32 (natural log). A query without any token
+        has out 0 and lse -inf. Softmax, merge and sums are fp32; the Triton kernel rounds softmax
+        weights of the dense keys to the input dtype before they meet the values.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
+        ImportError: ``"triton"`` without Triton.
+    """
+    check_dense_inputs(query, key, value, valid, softcap)
+    out_dtype = query.dtype if out_dtype is None else out_dtype
+    if out_dtype not in _FLOATS:
+        raise ValueError(f"out_dtype={out_dtype}: choose one of {_FLOATS}")
+    _check_others(others, query, value)
+    if sink_logits is not None:
+        check_no_grad(sink_logits=sink_logits)
+        _check("sink_logits", sink_logits, query.shape[1:2], query.device, *_FLOATS)
+    _check_counting(ids, selected, query.device)
+    arguments = (query, key, value, others, scale, causal_offset, valid, softcap)
+    more = (sink_logits, ids, selected, out_dtype)
+    if choose_backend(backend, query) == "naive":
+        return naive.step_attention(*arguments, *more)
+    from hf_kvret_kernels.step_attention import triton
+
+    with launching_on(query):
+        return triton.step_attention(*arguments, *more)
+
+
+def _check_others(others: Pieces, query: torch.Tensor, value: torch.Tensor) -> None:
+    queries, device = query.shape[:3], query.device
+    outs, lses, tickets = others.outs, others.lses, others.tickets
+    check_no_grad(outs=outs, lses=lses)
+    splits = lses.shape[-1:]
+    if lses.ndim != 4 or splits == (0,):
+        raise ValueError(
+            f"others.lses has shape {tuple(lses.shape)}: pass [B, Hq, Q, S], S 1 or more"
+        )
+    _check("others.lses", lses, queries + splits, device, torch.float32)
+    _check("others.outs", outs, queries + splits + value.shape[3:], device, torch.float32)
+    if tickets is not None:
+        _check("others.tickets", tickets, queries, device, torch.int32)
+        if not tickets.is_contiguous():
+            raise ValueError(
+                f"others.tickets has strides {tickets.stride()}: pass contiguous zeros, or None"
+            )
+
+
+def _check_counting(
+    ids: torch.Tensor | None, selected: torch.Tensor | None, device: torch.device
+) -> None:
+    if (ids is None) != (selected is None):
+        raise ValueError("ids without selected, or selected without ids: pass both, or none")
+    if ids is not None and selected is not None:
+        _check("ids", ids, ids.shape, device, torch.int32, torch.int64)
+        _check("selected", selected, selected.shape, device, torch.int64)
+        if selected.numel() != 1:
+            raise ValueError(f"selected has shape {tuple(selected.shape)}: pass one number")
+
+
+def _check(
+    name: str,
+    tensor: torch.Tensor,
+    shape: torch.Size,
+    device: torch.device,
+    *dtypes: torch.dtype,
+) -> None:
+    if tensor.shape != shape or tensor.device != device or tensor.dtype not in dtypes:
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: pass "
+            f"{tuple(shape)} on {device}, of {', '.join(map(str, dtypes))}"
+        )

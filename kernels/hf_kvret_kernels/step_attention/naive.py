@@ -1,0 +1,33 @@
+"""The end of a decode step's attention in plain torch, one operation after the other."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.merge.naive import merge_partials
+from hf_kvret_kernels.prompt_attention.naive import prompt_attention
+from hf_kvret_kernels.relevance.naive import count_ids
+
+
+def step_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    others: Pieces,
+    scale: float,
+    causal_offset: int | None,
+    valid: torch.Tensor | None,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    selected: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``hf_kvret_kernels.step_attention.step_attention``."""
+    if ids is not None and selected is not None:
+        count_ids(ids, selected)
+    out, lse = prompt_attention(
+        query, key, value, scale, causal_offset, valid, softcap, torch.float32
+    )
+    return merge_partials([out, others.outs], [lse, others.lses], sink_logits, out_dtype)

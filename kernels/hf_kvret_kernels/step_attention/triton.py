@@ -1,0 +1,280 @@
+"""The end of a decode step's attention in Triton, in one launch.
+
+A program attends to a piece of the window, as ``prompt_attention`` cuts it, and merges into it its
+share of the pieces of the other tokens: these loads are under way while it attends. The program
+that is the last of a tile of queries to finish merges all programs' pieces. Who is last does not
+change the order of the sums. No program waits for another one.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvret_kernels._triton_log_sums import finite_base, log_total
+from hf_kvret_kernels._triton_masks import mask_bytes
+from hf_kvret_kernels._triton_pieces import (
+    add_all_pieces,
+    add_pieces,
+    add_sinks,
+    finish_pieces,
+    load_pieces,
+    no_pieces,
+)
+from hf_kvret_kernels._triton_shared import LN_2
+from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.prompt_attention.triton import tile_constants, tile_numbers, tile_plan
+from hf_kvret_kernels.prompt_attention.triton_tile import attend_tile, query_places
+
+# Numbers of other pieces that a thread holds while it attends, and of its own at the end.
+_OTHERS_OF_THREAD, _OWN_OF_THREAD = 32, 64
+_MOST_OTHERS = 8
+# Ids that a program counts at a time.
+_IDS = 1024
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("queries", "tokens", "causal_offset", "split_len"),
+        *("other_splits", "share", "count"),
+    ]
+)
+def _finish_kernel(
+    query,
+    key,
+    value,
+    valid,
+    other_outs,
+    other_lses,
+    outs,
+    lses,
+    tickets,
+    sinks_ptr,
+    ids_ptr,
+    selected_ptr,
+    out_ptr,
+    lse_ptr,
+    strides,
+    heads,
+    queries,
+    tokens,
+    causal_offset,
+    split_len,
+    inner,
+    outer,
+    other_splits,
+    share,
+    count,
+    HAS_SINKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OTHERS: tl.constexpr,
+    OWN: tl.constexpr,
+    IDS: tl.constexpr,
+    STRIDES: tl.constexpr,
+    G: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ONCE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    VALID: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """A tile of query rows, ROWS of which are real, and a piece of the keys and of the others."""
+    block, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(2)
+    b, h = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+    rows, row_mask = query_places(block, b, h, heads, queries, G, ROWS)
+    columns = tl.arange(0, BLOCK_DV)
+
+    first = split * share
+    last = tl.minimum(first + share, other_splits)
+    logs, means = load_pieces(
+        other_outs, other_lses, rows, row_mask, other_splits, first, last, DV, OTHERS, BLOCK_DV, ""
+    )
+    near, near_peak, near_mass = attend_tile(
+        query, key, value, valid, strides, b, h, block, split, queries, tokens, causal_offset,
+        split_len, inner, outer, STRIDES, G, DK, DV, BLOCK_M, BLOCK_N, BLOCK_DK, BLOCK_DV,
+        ONCE, CAUSAL, VALID, SOFTCAP, DTYPE, DOT_DTYPE,
+    )  # fmt: skip
+    peak, mass, total = no_pieces(ROWS, BLOCK_DV)
+    peak, mass, total = add_pieces(logs, means, peak, mass, total)
+    mean, log = _union(
+        near, near_peak * LN_2, near_mass, peak, mass, total, ROWS, BLOCK_M, BLOCK_DV
+    )
+
+    tile_rows, tile_mask = query_places(block, b, h, heads, queries, G, BLOCK_M)
+    targets = tile_rows * splits + split
+    tl.store(
+        outs + targets[:, None] * DV + columns[None, :],
+        mean,
+        mask=tile_mask[:, None] & (columns < DV)[None, :],
+    )
+    tl.store((lses + targets)[:, None], log, mask=tile_mask[:, None])
+    # All threads' stores come before the ticket, which the last program takes after all others.
+    tl.debug_barrier()
+    place = tickets + pair * tl.num_programs(0) + block
+    ticket = tl.atomic_add(place, 1, sem="acq_rel", scope="gpu")
+    if ticket == splits - 1:
+        tl.store(place, 0)
+        _merge_own(
+            outs, lses, sinks_ptr, out_ptr, lse_ptr, rows, row_mask,
+            h * G + (block * ROWS + tl.arange(0, ROWS)) % G,
+            splits, HAS_SINKS, OWN, DV, ROWS, BLOCK_DV,
+        )  # fmt: skip
+    program = (split * tl.num_programs(1) + pair) * tl.num_programs(0) + block
+    programs = splits * tl.num_programs(1) * tl.num_programs(0)
+    if program * IDS < count:
+        _count(ids_ptr, selected_ptr, program * IDS, count, programs * IDS, IDS)
+
+
+@triton.jit
+def _union(
+    near,
+    near_peak,
+    near_mass,
+    peak,
+    mass,
+    total,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """``(mean [BLOCK_M, Dv], lse [BLOCK_M, 1])`` of two sets of tokens.
+
+    ``near [BLOCK_M, Dv]`` and ``near_mass [BLOCK_M]`` are sums relative to ``near_peak``, a natural
+    logarithm; the other three are a running merge of the first ROWS.
+    """
+    repeats: tl.constexpr = BLOCK_M // ROWS
+    peak = tl.reshape(tl.broadcast_to(peak[None, :, :], (repeats, ROWS, 1)), (BLOCK_M, 1))
+    mass = tl.reshape(tl.broadcast_to(mass[None, :, :], (repeats, ROWS, 1)), (BLOCK_M, 1))
+    total = tl.reshape(
+        tl.broadcast_to(total[None, :, :], (repeats, ROWS, BLOCK_DV)), (BLOCK_M, BLOCK_DV)
+    )
+    base = finite_base(tl.maximum(near_peak[:, None], peak))
+    weight, shrink = tl.exp(near_peak[:, None] - base), tl.exp(peak - base)
+    mass = near_mass[:, None] * weight + mass * shrink
+    # At least 1 where there is a peak, and 0 without.
+    factor = 1.0 / tl.maximum(mass, 1.0)
+    return near * (weight * factor) + total * (shrink * factor), log_total(base, mass)
+
+
+@triton.jit
+def _merge_own(
+    outs,
+    lses,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    rows,
+    row_mask,
+    query_heads,
+    splits,
+    HAS_SINKS: tl.constexpr,
+    OWN: tl.constexpr,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """The pieces of all programs of the queries at ``rows``, and learned sinks, into the result."""
+    peak, mass, total = no_pieces(ROWS, BLOCK_DV)
+    peak, mass, total = add_all_pieces(
+        outs, lses, rows, row_mask, splits, peak, mass, total, DV, OWN, BLOCK_DV, ".cg"
+    )
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + query_heads[:, None]).to(tl.float32)
+        peak, mass, total = add_sinks(sink, peak, mass, total)
+    mean, log = finish_pieces(peak, mass, total)
+    columns = tl.arange(0, BLOCK_DV)
+    tl.store(
+        out_ptr + rows[:, None] * DV + columns[None, :],
+        mean.to(out_ptr.dtype.element_ty),
+        mask=row_mask[:, None] & (columns < DV)[None, :],
+    )
+    tl.store(lse_ptr + rows[:, None], log, mask=row_mask[:, None])
+
+
+@triton.jit
+def _count(ids_ptr, selected_ptr, first, count, step, IDS: tl.constexpr):
+    """How many ids of blocks from ``first`` on, ``step`` apart, are not -1, added to a total."""
+    found = tl.zeros([IDS], tl.int32)
+    for start in range(first, count, step):
+        places = start + tl.arange(0, IDS)
+        ids = tl.load(ids_ptr + places, mask=places < count, other=-1)
+        found += (ids >= 0).to(tl.int32)
+    tl.atomic_add(selected_ptr, tl.sum(found, axis=0).to(tl.int64), sem="relaxed")
+
+
+def step_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    others: Pieces,
+    scale: float,
+    causal_offset: int | None,
+    valid: torch.Tensor | None,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    selected: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``hf_kvret_kernels.step_attention.step_attention``.
+
+    ``splits`` is the number of pieces the keys are cut into, None for as many as fill the device.
+    """
+    shape, device, value_dim = query.shape[:3], query.device, value.shape[3]
+    out = torch.empty(*shape, value_dim, dtype=out_dtype, device=device)
+    lse = torch.empty(shape, dtype=torch.float32, device=device)
+    if lse.numel() == 0:
+        return out, lse
+    plan = tile_plan(query, value, valid is not None, splits)
+    constants = tile_constants(plan, query, key, value, causal_offset, valid, softcap)
+    tile_rows = min(plan.rows, triton.next_power_of_2(shape[2] * constants["G"]))
+    columns_of_thread = tile_rows * constants["BLOCK_DV"] // (32 * plan.choice.warps)
+    at_once = max(1, min(_MOST_OTHERS, _OTHERS_OF_THREAD // max(1, columns_of_thread)))
+    other_splits = others.lses.shape[3]
+    # Programs without keys take others only.
+    splits = max(plan.splits, triton.cdiv(other_splits, at_once))
+    outs = torch.empty(*shape, splits, value_dim, dtype=torch.float32, device=device)
+    lses = torch.empty(*shape, splits, dtype=torch.float32, device=device)
+    tickets = others.tickets
+    if tickets is None:
+        tickets = torch.zeros(shape, dtype=torch.int32, device=device)
+    # A kernel argument must be some pointer; without ids they are never read.
+    flat = tickets if ids is None else ids.reshape(-1)
+    _finish_kernel[(plan.row_blocks, value.shape[0] * value.shape[1], splits)](
+        query,
+        key,
+        value,
+        mask_bytes(valid, query),
+        others.outs.contiguous(),
+        others.lses.contiguous(),
+        outs,
+        lses,
+        tickets,
+        lse if sink_logits is None else sink_logits.contiguous(),
+        flat.contiguous(),
+        tickets if selected is None else selected,
+        out,
+        lse,
+        *tile_numbers(plan, query, key, value, scale, causal_offset, valid, softcap),
+        other_splits,
+        triton.cdiv(other_splits, splits),
+        0 if ids is None else flat.numel(),
+        HAS_SINKS=sink_logits is not None,
+        ROWS=tile_rows,
+        OTHERS=at_once,
+        OWN=max(1, min(16, _OWN_OF_THREAD // max(1, columns_of_thread))),
+        IDS=_IDS,
+        **constants,
+    )
+    return out, lse

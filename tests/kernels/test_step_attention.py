@@ -1,0 +1,238 @@
+"""The end of a step at once: the window, pieces of other tokens, learned sinks, a count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret_kernels.gather_attention import gather_pieces
+from hf_kvret_kernels.merge import Pieces, merge_partials
+from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.prompt_attention import prompt_attention
+from hf_kvret_kernels.step_attention import step_attention
+
+INF = float("inf")
+# Sums of some dozen fp32 products of size 1, added up in another order.
+FP32_ERROR = 1e-5
+# Half a unit in the last place, to which Triton rounds softmax weights of 16-bit inputs.
+HALF_ULP = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
+Place = tuple[str, str]
+
+
+def inputs(
+    place: Place,
+    *,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    queries: int = 1,
+    tokens: int = 70,
+    dims: tuple[int, int] = (16, 16),
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(tokens + queries)
+    query = torch.randn(batch, heads, queries, dims[0])
+    key = torch.randn(batch, kv_heads, tokens, dims[0])
+    value = torch.randn(batch, kv_heads, tokens, dims[1])
+    return query.to(place[1], dtype), key.to(place[1], dtype), value.to(place[1], dtype)
+
+
+def some_pieces(query: torch.Tensor, splits: int, dim: int, tickets: bool = True) -> Pieces:
+    """Attention to anything in ``splits`` pieces, some of them empty; of the first query all."""
+    shape, device = query.shape[:3], query.device
+    outs, lses = torch.randn(*shape, splits, dim), 3 * torch.randn(*shape, splits)
+    lses[torch.rand(lses.shape) < 0.3] = -INF
+    lses[0, 0, 0] = -INF
+    outs[lses == -INF] = 0.0
+    zeros = torch.zeros(shape, dtype=torch.int32, device=device) if tickets else None
+    return Pieces(outs.to(device), lses.to(device), zeros)
+
+
+def check(
+    place: Place,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    others: Pieces,
+    *,
+    causal_offset: int | None = None,
+    valid: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In ``place`` with fp32 output: as attention, merge and count after one another, in torch."""
+    ids = torch.randint(-2, 9, (3, 5, 7), device=place[1]).clamp(min=-1)
+    options: dict[str, Any] = {"scale": 0.3, "causal_offset": causal_offset, "softcap": softcap}
+    selected = torch.tensor(5, device=place[1])
+    if splits is None:
+        out, lse = step_attention(
+            query, key, value, others, **options, valid=valid, sink_logits=sinks, ids=ids,
+            selected=selected, out_dtype=torch.float32, backend=place[0],
+        )  # fmt: skip
+    else:
+        from hf_kvret_kernels.step_attention import triton
+
+        out, lse = triton.step_attention(
+            query, key, value, others, 0.3, causal_offset, valid, softcap, sinks, ids, selected,
+            torch.float32, splits,
+        )  # fmt: skip
+    near = prompt_attention(
+        query, key, value, **options, valid=valid, out_dtype=torch.float32, backend="naive"
+    )
+    outs, lses = [near[0], others.outs], [near[1], others.lses]
+    want_out, want_lse = merge_partials(outs, lses, sink_logits=sinks, backend="naive")
+    assert out.shape == want_out.shape and lse.shape == want_lse.shape
+    assert out.dtype == lse.dtype == torch.float32
+    largest = value.abs().nan_to_num(0).max().item() if value.numel() else 0.0
+    rounding = HALF_ULP[query.dtype] * largest if place[0] == "triton" else 0.0
+    torch.testing.assert_close(out, want_out, rtol=0, atol=FP32_ERROR + rounding)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=FP32_ERROR)
+    assert selected.item() == 5 + (ids >= 0).sum().item()
+    assert others.tickets is None or not others.tickets.any()
+    return out, lse
+
+
+@pytest.mark.factor("dtype", HALF_ULP)
+@pytest.mark.factor("dims", [(16, 16), (40, 24), (9, 5), (64, 128)], ids=str)
+@pytest.mark.factor("splits", [1, 2, 9])
+def test_dims_dtypes_and_numbers_of_pieces(
+    place: Place, splits: int, dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    tensors = inputs(place, dims=dims, dtype=dtype)
+    check(place, *tensors, some_pieces(tensors[0], splits, dims[1]))
+
+
+@pytest.mark.factor("queries", [1, 3, 20])
+@pytest.mark.factor("heads", [2, 6, 8, 40])
+@pytest.mark.factor("tokens", [0, 1, 64, 130])
+def test_groups_queries_and_lengths(place: Place, tokens: int, heads: int, queries: int) -> None:
+    # With more queries than tokens the first ones see none of these.
+    tensors = inputs(place, batch=1, heads=heads, queries=queries, tokens=tokens)
+    offset = None if queries == 1 else tokens - queries
+    check(place, *tensors, some_pieces(tensors[0], 5, 16), causal_offset=offset)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.factor("queries", [1, 5])
+@pytest.mark.factor("softcap", [None, 2.0])
+@pytest.mark.factor("with_sinks", [False, True])
+def test_padding_caps_and_learned_sinks(
+    place: Place, with_sinks: bool, softcap: float | None, queries: int
+) -> None:
+    query, key, value = inputs(place, batch=4, heads=6, queries=queries, tokens=75)
+    valid = torch.ones(4, 75, dtype=torch.bool, device=place[1])
+    valid[0, :70] = False
+    valid[1, 30:66] = False
+    valid[2] = False
+    sinks = torch.linspace(-3.0, 5.0, 6, device=place[1]) if with_sinks else None
+    dirty = ~valid[:, None, :, None]
+    key, value = key.masked_fill(dirty, float("nan")), value.masked_fill(dirty, float("nan"))
+    others = some_pieces(query, 4, 16)
+    others.outs[2], others.lses[2] = 0.0, -INF
+    offset = None if queries == 1 else 70
+    out, lse = check(
+        place, query, key, value, others,
+        causal_offset=offset, valid=valid, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    assert (out[2] == 0).all()
+    assert lse[2].isfinite().all() if with_sinks else (lse[2] == -INF).all()
+
+
+@pytest.mark.factor("splits", [1, 2, 3, 20])
+@pytest.mark.factor("others", [1, 3, 40])
+def test_however_the_work_is_shared_out(place: Place, others: int, splits: int) -> None:
+    """More programs than keys, more pieces than programs, and one program for all."""
+    if place[0] != "triton":
+        pytest.skip("only the Triton kernel shares it out")
+    tensors = inputs(place, queries=2, tokens=200)
+    check(place, *tensors, some_pieces(tensors[0], others, 16), causal_offset=198, splits=splits)
+
+
+def test_pieces_without_tickets_strided_masks_and_views(place: Place) -> None:
+    query, key, value = inputs(place, queries=2, tokens=40)
+    others = some_pieces(query, 3, 16, tickets=False)
+    turned = query.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.rand(2, 80, device=place[1]) > 0.5
+    rows = torch.cat([key, value], -1).transpose(1, 2).contiguous().transpose(1, 2)
+    valid = wide[:, ::2]
+    found = check(place, turned, rows[..., :16], rows[..., 16:], others, valid=valid)
+    plain = check(place, query, key, value, others, valid=valid.contiguous())
+    torch.testing.assert_close(found, plain, rtol=0, atol=FP32_ERROR)
+
+
+def test_the_output_has_the_querys_dtype_unless_asked(place: Place) -> None:
+    query, key, value = inputs(place, dtype=torch.float16)
+    others = some_pieces(query, 2, 16)
+    options: dict[str, Any] = {"scale": 0.3, "causal_offset": None, "backend": place[0]}
+    out, lse = step_attention(query, key, value, others, **options)
+    exact, _ = step_attention(query, key, value, others, **options, out_dtype=torch.float32)
+    assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
+    assert torch.equal(out, exact.half())
+
+
+def test_no_queries(place: Place) -> None:
+    query, key, value = inputs(place, queries=0)
+    ids = torch.empty(2, 2, 0, 4, dtype=torch.int32, device=place[1])
+    selected = torch.tensor(3, device=place[1])
+    others = Pieces(query.new_zeros(2, 4, 0, 2, 16), query.new_zeros(2, 4, 0, 2))
+    out, lse = step_attention(
+        query, key, value, others,
+        scale=1.0, causal_offset=None, ids=ids, selected=selected, backend=place[0],
+    )  # fmt: skip
+    assert out.shape == (2, 4, 0, 16) and lse.shape == (2, 4, 0) and selected.item() == 3
+
+
+@pytest.mark.factor("heads", [2, 4], ids=["per kv head", "per query head"])
+def test_after_the_selected_rows(place: Place, heads: int) -> None:
+    """What ``gather_pieces`` leaves, tickets among it, is what is taken."""
+    query, key, value = inputs(place, queries=2, tokens=20)
+    pages = [torch.randn(8, 2, 8, 32).to(place[1])]
+    table = torch.arange(8, dtype=torch.int32, device=place[1]).view(2, 4)
+    rows = PagedRows(pages, table, 16)
+    ids = torch.rand(2, heads, 2, 32).argsort(-1).int().to(place[1])
+    ids[..., 20:] = -1
+    pieces = gather_pieces(query, rows, ids, scale=0.3, backend=place[0])
+    check(place, query, key, value, pieces, causal_offset=18)
+    every = torch.arange(32, dtype=torch.int32, device=place[1]).expand(2, 2, 1, 32)
+    keys, values = rows.gather(every)
+    chosen = (ids.unsqueeze(-1) == every[:, :1].unsqueeze(3)).any(-2)
+    options: dict[str, Any] = {"scale": 0.3, "causal_offset": 18, "backend": place[0]}
+    out, _ = step_attention(query, key, value, pieces, **options)
+    all_keys, all_values = (
+        torch.cat([cold[:, :, 0], near], 2).repeat_interleave(2, 1).double()
+        for cold, near in ((keys, key), (values, value))
+    )
+    scores = query.double() @ all_keys.transpose(2, 3) * 0.3
+    near = torch.ones(2, 20, dtype=torch.bool, device=place[1]).tril(18).expand(2, 4, 2, 20)
+    seen = torch.cat([chosen.repeat_interleave(4 // heads, 1), near], -1)
+    weights = scores.masked_fill(~seen, -INF).softmax(-1)
+    torch.testing.assert_close(out.double(), weights @ all_values, rtol=0, atol=FP32_ERROR)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    query, key, value = inputs(("naive", "cpu"))
+    good = some_pieces(query, 3, 16)
+    none = Pieces(good.outs[:, :, :, :0], good.lses[:, :, :, :0])
+    one, ids = torch.zeros((), dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    turned = torch.zeros(1, 4, 2, dtype=torch.int32).transpose(0, 2)
+    for message, others, options in (
+        ("do not fit", good, {"key": key[:, :1]}),
+        (r"others.lses has shape \(2, 4, 1\)", Pieces(good.outs, good.lses[..., 0]), {}),
+        ("S 1 or more", none, {}),
+        (r"others.outs is .* pass \(2, 4, 1, 3, 16\)", Pieces(good.outs[..., :3], good.lses), {}),
+        ("others.outs is torch.float16", Pieces(good.outs.half(), good.lses), {}),
+        ("others.tickets is torch.int64", Pieces(good.outs, good.lses, ids.long()), {}),
+        ("pass contiguous zeros", Pieces(good.outs, good.lses, turned), {}),
+        ("sink_logits is", good, {"sink_logits": torch.zeros(3)}),
+        ("ids without selected", good, {"ids": ids}),
+        ("ids is torch.float32", good, {"ids": ids.float(), "selected": one}),
+        ("pass one number", good, {"ids": ids, "selected": one.expand(2)}),
+        ("out_dtype=torch.float64", good, {"out_dtype": torch.float64}),
+        ("backend='cuda'", good, {"backend": "cuda"}),
+    ):
+        arguments: dict[str, Any] = {"query": query, "key": key, "value": value}
+        with pytest.raises(ValueError, match=message):
+            step_attention(**(arguments | options), others=others, scale=1.0, causal_offset=None)
