@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +15,7 @@ from hf_kvret_kernels.chunks import select
 
 @dataclass(eq=False)
 class PagedRows:
-    """Pages of rows; a row is a key followed by its value.
+    """Pages of rows; a row is a key followed by its value, or these lie apart.
 
     Attributes:
         chunks: ``[pages_i, Hkv, page_len, Dk + Dv]`` each, contiguous, all of one dtype, in device
@@ -23,6 +25,9 @@ class PagedRows:
             ``table[b, t // page_len]``. Entries that no id leads to may be anything.
         key_dim: Dk.
         page_address: what ``addresses()`` returned for the same chunks, or None.
+        apart: of a head's ``page_len * (Dk + Dv)`` numbers in a page the keys come first, all of
+            them, and then the values: both are aligned where rows of both would not be. The
+            chunks' shape stays. For coded rows; only some operations take them.
 
     Raises:
         ValueError: no chunks, chunks or table of another form, or ``key_dim`` not below the width.
@@ -32,6 +37,7 @@ class PagedRows:
     table: torch.Tensor
     key_dim: int
     page_address: torch.Tensor | None = field(default=None, repr=False)
+    apart: bool = False
 
     def __post_init__(self) -> None:
         if not self.chunks:
@@ -119,6 +125,16 @@ class PagedRows:
         itemsize = self.chunks[0].element_size()
         offsets = [self.width * itemsize, self.key_dim * itemsize]
         return math.gcd(16, *offsets, *(chunk.data_ptr() for chunk in self.chunks))
+
+    def side_alignments(self) -> tuple[int, int]:
+        """``alignment_bytes`` of keys and of values where they lie apart."""
+        itemsize = self.chunks[0].element_size()
+        starts = [chunk.data_ptr() for chunk in self.chunks]
+        keys, values = (self.page_len * dim * itemsize for dim in (self.key_dim, self.value_dim))
+        return (
+            math.gcd(16, keys + values, self.key_dim * itemsize, *starts),
+            math.gcd(16, keys + values, keys, self.value_dim * itemsize, *starts),
+        )
 
     def gather(self, ids: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[B, H, Q, K, Dk]`` and values ``[B, H, Q, K, Dv]``; rows of holes are zero.
@@ -212,8 +228,18 @@ class PagedRows:
         pages = self.table[batch_rows, tokens // self.page_len].long()
         if holes is not None:
             pages = pages.masked_fill_(holes, 0)
+        if self.apart:
+            place = kv_heads, tokens % self.page_len
+            return torch.cat([_take(side, pages, *place) for side in self._sides()], dim=-1)
         index = (pages * self.heads + kv_heads) * self.page_len + tokens % self.page_len
         return select([chunk.view(-1, self.width) for chunk in self.chunks], index)
+
+    def _sides(self) -> Iterator[list[torch.Tensor]]:
+        """Views ``[pages_i, Hkv, page_len, D]`` of the chunks' keys, then of their values."""
+        ends = 0, self.page_len * self.key_dim, self.page_len * self.width
+        for first, last in itertools.pairwise(ends):
+            runs = (chunk.flatten(2)[..., first:last] for chunk in self.chunks)
+            yield [run.unflatten(2, (self.page_len, -1)) for run in runs]
 
     def _check_readable(self) -> None:
         device = self.table.device
@@ -235,3 +261,31 @@ class PagedRows:
                     f"rows in host memory are not pinned, {device} cannot read them: allocate them "
                     "with pin_memory=True or register them with cudaHostRegister"
                 )
+
+
+def lay_apart(rows: torch.Tensor, key_dim: int) -> torch.Tensor:
+    """Pages ``[..., page_len, Dk + Dv]`` of rows, made ``apart``; a new, contiguous tensor."""
+    sides = [rows[..., :key_dim].flatten(-2), rows[..., key_dim:].flatten(-2)]
+    return torch.cat(sides, dim=-1).view(rows.shape)
+
+
+def join_sides(pages: torch.Tensor, key_dim: int) -> torch.Tensor:
+    """Rows of pages ``[..., page_len, Dk + Dv]`` that are ``apart``; a new, contiguous tensor."""
+    page_len, width = pages.shape[-2:]
+    sides = pages.flatten(-2).split([page_len * key_dim, page_len * (width - key_dim)], dim=-1)
+    return torch.cat([side.unflatten(-1, (page_len, -1)) for side in sides], dim=-1)
+
+
+def _take(
+    chunks: list[torch.Tensor], pages: torch.Tensor, heads: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    """``[N, D]`` of chunks ``[pages_i, Hkv, page_len, D]``, whose pages are numbered in order."""
+    if len(chunks) == 1:
+        return chunks[0][pages, heads, slots]
+    result = chunks[0].new_empty(len(pages), chunks[0].shape[-1])
+    first = 0
+    for chunk in chunks:
+        inside = ((pages >= first) & (pages < first + len(chunk))).nonzero()[:, 0]
+        result[inside] = chunk[pages[inside] - first, heads[inside], slots[inside]]
+        first += len(chunk)
+    return result

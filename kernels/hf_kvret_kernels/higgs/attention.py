@@ -28,7 +28,8 @@ def attend(
 
     A row holds, for one token and KV head, four runs of bytes: codes of the key, codes of the
     value, scales of the key, scales of the value, each as ``codec.encode`` makes them of the
-    ``key_dim`` or ``value_dim`` numbers. ``rows.key_dim`` is the length of both codes.
+    ``key_dim`` or ``value_dim`` numbers. ``rows.key_dim`` is the length of both codes; scales lie
+    apart from them (``rows.apart``), so that codes are aligned to their own length.
 
     The Triton kernel never forms a key or a value: with HIGGS the query is transformed instead of
     the keys, values are summed up as they lie, and the sum is transformed back, once for each

@@ -15,8 +15,8 @@ import triton.language as tl
 from hf_kvret_kernels._triton_rows import (
     CHANGING_STRIDES,
     load_ids,
-    row_pointers,
     selection_place,
+    side_pointers,
 )
 from hf_kvret_kernels._triton_shared import (
     LOG2_E,
@@ -109,7 +109,8 @@ def _attend_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
-    ALIGN: tl.constexpr,
+    CODE_ALIGN: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -120,8 +121,8 @@ def _attend_kernel(
     BLOCK_DK: tl.constexpr = BLOCK_KEY * GROUP
     BLOCK_DV: tl.constexpr = BLOCK_VALUE * GROUP
     SCALE_BYTES: tl.constexpr = 2 if HIGGS else 4
-    SCALES: tl.constexpr = KEY_BYTES + VALUE_BYTES
-    WIDTH: tl.constexpr = SCALES + (KEY_GROUPS + VALUE_GROUPS) * SCALE_BYTES
+    CODES: tl.constexpr = KEY_BYTES + VALUE_BYTES
+    SCALES: tl.constexpr = (KEY_GROUPS + VALUE_GROUPS) * SCALE_BYTES
     index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     b, h, q_index = selection_place(index, heads, queries)
@@ -148,12 +149,22 @@ def _attend_kernel(
         positions = start + tl.arange(0, BLOCK_K)
         ids = load_ids(ids_row, positions, positions < last, stride_ids_k)
         id_mask = ids >= 0
-        rows = row_pointers(
-            ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, tl.uint8
+        codes, scales = side_pointers(
+            ids,
+            h // SHARE,
+            table_row,
+            page_address,
+            stride_table,
+            PAGE_LEN,
+            CODES,
+            SCALES,
+            CODE_ALIGN,
+            SCALE_ALIGN,
+            tl.uint8,
         )
         key = load_numbers(
-            rows,
-            rows + SCALES,
+            codes,
+            scales,
             id_mask,
             KEY_BYTES // PLANES,
             grid_ptr,
@@ -165,7 +176,7 @@ def _attend_kernel(
             PER_WORD,
             PLANES,
             HIGGS,
-            ALIGN % 2 == 0,
+            SCALE_ALIGN % 2 == 0,
         )
         key = key.to(DTYPE).to(DOT_DTYPE)
         dots = tl.dot(q, tl.trans(key), input_precision="ieee")
@@ -173,8 +184,8 @@ def _attend_kernel(
         scores = tl.where(id_mask[None, :], scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
         value = load_numbers(
-            rows + KEY_BYTES,
-            rows + SCALES + KEY_GROUPS * SCALE_BYTES,
+            codes + KEY_BYTES,
+            scales + KEY_GROUPS * SCALE_BYTES,
             id_mask,
             VALUE_BYTES // PLANES,
             grid_ptr,
@@ -186,7 +197,7 @@ def _attend_kernel(
             PER_WORD,
             PLANES,
             HIGGS,
-            ALIGN % 2 == 0,
+            SCALE_ALIGN % 2 == 0,
         )
         value = value.to(DTYPE).to(DOT_DTYPE)
         weights = weights.to(DTYPE).to(DOT_DTYPE)
@@ -243,6 +254,7 @@ def attend_pieces(
         return pieces
     inner, outer = score_factors(scale, softcap, LOG2_E)
     per_word, planes = WORDS[codec.code_bits]
+    code_align, scale_align = rows.side_alignments()
     # Min-max looks nothing up: any pointer will do.
     signs, grid = rows.table, rows.table
     if isinstance(codec, HiggsCodec):
@@ -284,7 +296,8 @@ def attend_pieces(
         BLOCK_K=block_k,
         BLOCK_KEY=block_key,
         BLOCK_VALUE=block_value,
-        ALIGN=rows.alignment_bytes(),
+        CODE_ALIGN=code_align,
+        SCALE_ALIGN=scale_align,
         SOFTCAP=softcap is not None,
         DTYPE=TL_DTYPES[query.dtype],
         DOT_DTYPE=dot_dtype(query.dtype),
