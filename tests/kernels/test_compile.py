@@ -329,7 +329,7 @@ def _calls_of_higgs() -> Iterator[functools.partial]:
         query, ids = torch.zeros(1, 8, 1, 128, dtype=dtype), torch.zeros(1, 2, 1, 256).int()
         options = (query, paged, ids, codec, 128, 128, 0.1)
         for softcap in (None, 50.0) if codec.bits == 2 else (None,):
-            yield functools.partial(triton_attend.attend, *options, softcap)
+            yield functools.partial(triton_attend.attend_pieces, *options, softcap)
 
 
 if __name__ == "__main__":
