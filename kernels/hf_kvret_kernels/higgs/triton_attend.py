@@ -2,7 +2,8 @@
 
 As in ``gather_attention``, a program takes one selection and a piece of its ids, and a second small
 kernel merges the pieces. Rows are unpacked in registers and stay transformed: the queries of the
-program are transformed once, and so is what it summed up.
+program are transformed once, and so is what it summed up. Products have rows, and then dims, for
+their rows: query heads are few, and tensor cores pad columns to 8 but rows to 16.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -41,6 +42,8 @@ from hf_kvret_kernels.paged import PagedRows
 # Programs per multiprocessor to aim at: the loads have a long way, so several must be under way.
 _WAVES = 4
 _MOST_SPLITS = 64
+# Columns of products, which tensor cores pad to 8: with fewer than 4 nothing becomes less.
+_FEWEST_HEADS = 4
 
 
 @triton.jit
@@ -136,13 +139,13 @@ def _attend_kernel(
     if HIGGS:
         signs = tl.load(signs_ptr + key_columns % GROUP)[None, :]
         q = _transform(q.to(tl.float32), signs, factor, BLOCK_G, BLOCK_KEY, GROUP, LOG_GROUP, False)
-    q = q.to(DTYPE).to(DOT_DTYPE)
+    q = tl.trans(q.to(DTYPE).to(DOT_DTYPE))
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
     table_row = table + b * stride_table_b
 
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_DV, BLOCK_G], tl.float32)
     first = split * split_len
     last = tl.minimum(first + split_len, count)
     for start in range(first, last, BLOCK_K):
@@ -179,7 +182,7 @@ def _attend_kernel(
             SCALE_ALIGN % 2 == 0,
         )
         key = key.to(DTYPE).to(DOT_DTYPE)
-        dots = tl.dot(q, tl.trans(key), input_precision="ieee")
+        dots = tl.trans(tl.dot(key, q, input_precision="ieee"))
         scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(id_mask[None, :], scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
@@ -201,9 +204,10 @@ def _attend_kernel(
         )
         value = value.to(DTYPE).to(DOT_DTYPE)
         weights = weights.to(DTYPE).to(DOT_DTYPE)
-        acc = tl.dot(weights, value, acc * shrink[:, None], input_precision="ieee")
+        acc = acc * shrink[None, :]
+        acc = tl.dot(tl.trans(value), tl.trans(weights), acc, input_precision="ieee")
 
-    result, log_total = finish_softmax(acc, peak, total)
+    result, log_total = finish_softmax(tl.trans(acc), peak, total)
     if HIGGS:
         signs = tl.load(signs_ptr + value_columns % GROUP)[None, :]
         result = _transform(result, signs, factor, BLOCK_G, BLOCK_VALUE, GROUP, LOG_GROUP, True)
@@ -292,7 +296,7 @@ def attend_pieces(
         PER_WORD=per_word,
         PLANES=planes,
         HIGGS=isinstance(codec, HiggsCodec),
-        BLOCK_G=max(16, triton.next_power_of_2(shared)),
+        BLOCK_G=max(_FEWEST_HEADS, triton.next_power_of_2(shared)),
         BLOCK_K=block_k,
         BLOCK_KEY=block_key,
         BLOCK_VALUE=block_value,
@@ -302,7 +306,8 @@ def attend_pieces(
         DTYPE=TL_DTYPES[query.dtype],
         DOT_DTYPE=dot_dtype(query.dtype),
         num_warps=8 if full else 4,
-        num_stages=3,
+        # Loads are made tiles ahead where there are several; for one that would be instructions.
+        num_stages=3 if split_len > block_k else 1,
         enable_fp_fusion=True,
     )
     return pieces
