@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -147,7 +145,7 @@ class PagedRows:
 
         Returns:
             Tensors of the chunks' dtype on the table's device (with ``"naive"``, views of one
-            buffer).
+            buffer, unless they lie apart).
 
         Raises:
             ValueError: ids of another form, or chunks that the backend cannot read.
@@ -206,12 +204,14 @@ class PagedRows:
         kv_heads = torch.arange(heads, device=ids.device) // (heads // self.heads)
         kv_heads = kv_heads.view(1, -1, 1, 1).expand_as(ids)
         slots = ids.clamp_min(0).long()
-        result = self.take(rows.flatten(), kv_heads.flatten(), slots.flatten(), hole.flatten())
-        holes = hole.flatten().nonzero()[:, 0]
+        places = rows.flatten(), kv_heads.flatten(), slots.flatten(), hole.flatten()
+        holes = places[3].nonzero()[:, 0]
+        taken = self._take_sides(*places) if self.apart else [self.take(*places)]
         if len(holes):
-            result.index_fill_(0, holes, 0.0)
-        result = result.view(*ids.shape, self.width)
-        return result[..., : self.key_dim], result[..., self.key_dim :]
+            for part in taken:
+                part.index_fill_(0, holes, 0.0)
+        keys, values = taken if self.apart else taken[0].tensor_split([self.key_dim], dim=-1)
+        return keys.view(*ids.shape, self.key_dim), values.view(*ids.shape, self.value_dim)
 
     def take(
         self,
@@ -223,23 +223,58 @@ class PagedRows:
         """``[N, Dk + Dv]``: one row each for ``[N]`` int64 batch rows, KV heads and tokens.
 
         ``holes [N]`` bool marks places that may get any row. The chunks must lie on the device of
-        the table.
+        the table, and keys beside their values.
         """
-        pages = self.table[batch_rows, tokens // self.page_len].long()
-        if holes is not None:
-            pages = pages.masked_fill_(holes, 0)
-        if self.apart:
-            place = kv_heads, tokens % self.page_len
-            return torch.cat([_take(side, pages, *place) for side in self._sides()], dim=-1)
+        assert not self.apart, "rows that lie apart are gathered, not taken"
+        pages = self._pages_of(batch_rows, tokens, holes)
         index = (pages * self.heads + kv_heads) * self.page_len + tokens % self.page_len
         return select([chunk.view(-1, self.width) for chunk in self.chunks], index)
 
-    def _sides(self) -> Iterator[list[torch.Tensor]]:
-        """Views ``[pages_i, Hkv, page_len, D]`` of the chunks' keys, then of their values."""
-        ends = 0, self.page_len * self.key_dim, self.page_len * self.width
-        for first, last in itertools.pairwise(ends):
-            runs = (chunk.flatten(2)[..., first:last] for chunk in self.chunks)
-            yield [run.unflatten(2, (self.page_len, -1)) for run in runs]
+    def _pages_of(
+        self, batch_rows: torch.Tensor, tokens: torch.Tensor, holes: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``[N]`` int64 pages that hold tokens; some page for ``holes``."""
+        pages = self.table[batch_rows, tokens // self.page_len].long()
+        return pages if holes is None else pages.masked_fill_(holes, 0)
+
+    def _take_sides(
+        self,
+        batch_rows: torch.Tensor,
+        kv_heads: torch.Tensor,
+        tokens: torch.Tensor,
+        holes: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """``take`` where they lie apart: keys ``[N, Dk]`` and values ``[N, Dv]``."""
+        blocks = self._pages_of(batch_rows, tokens, holes) * self.heads + kv_heads
+        slots, first = tokens % self.page_len, self.page_len * self.key_dim
+        return [
+            self._take_side(blocks, slots, 0, self.key_dim),
+            self._take_side(blocks, slots, first, self.value_dim),
+        ]
+
+    def _take_side(
+        self, blocks: torch.Tensor, slots: torch.Tensor, first: int, dim: int
+    ) -> torch.Tensor:
+        """``[N, dim]``: keys or values of slots in blocks, each a head of a page, from ``first``.
+
+        Rows begin at multiples of some numbers: selecting from all that do copies them whole.
+        """
+        size = self.page_len * self.width
+        unit = math.gcd(size, first, dim)
+        units = size // unit
+        starts = [
+            chunk.as_strided(((chunk.numel() - dim) // unit + 1, dim), (unit, 1))
+            for chunk in self.chunks
+        ]
+        index = blocks * units + (first + slots * dim) // unit
+        if len(starts) == 1:
+            return starts[0].index_select(0, index)
+        result = self.chunks[0].new_empty(len(index), dim)
+        for chunk, rows in zip(self.chunks, starts, strict=True):
+            inside = ((index >= 0) & (index < chunk.numel() // unit)).nonzero()[:, 0]
+            result.index_copy_(0, inside, rows.index_select(0, index[inside]))
+            index = index - chunk.numel() // unit
+        return result
 
     def _check_readable(self) -> None:
         device = self.table.device
@@ -274,18 +309,3 @@ def join_sides(pages: torch.Tensor, key_dim: int) -> torch.Tensor:
     page_len, width = pages.shape[-2:]
     sides = pages.flatten(-2).split([page_len * key_dim, page_len * (width - key_dim)], dim=-1)
     return torch.cat([side.unflatten(-1, (page_len, -1)) for side in sides], dim=-1)
-
-
-def _take(
-    chunks: list[torch.Tensor], pages: torch.Tensor, heads: torch.Tensor, slots: torch.Tensor
-) -> torch.Tensor:
-    """``[N, D]`` of chunks ``[pages_i, Hkv, page_len, D]``, whose pages are numbered in order."""
-    if len(chunks) == 1:
-        return chunks[0][pages, heads, slots]
-    result = chunks[0].new_empty(len(pages), chunks[0].shape[-1])
-    first = 0
-    for chunk in chunks:
-        inside = ((pages >= first) & (pages < first + len(chunk))).nonzero()[:, 0]
-        result[inside] = chunk[pages[inside] - first, heads[inside], slots[inside]]
-        first += len(chunk)
-    return result
