@@ -142,7 +142,7 @@ def kernel_row(launch: Launch) -> Row:
     """A kernel of a part, as plain JSON values; seconds are of all its launches."""
     shape = StepShape(launch.context, launch.batch)
     work = work_of(launch.part, launch.kernel, shape, launch.grid)
-    blocks = (launch.straight, *launch.loops)
+    blocks = (*launch.outside_loops, *launch.loops)
     counts = ("instructions", "shuffles", "shared_stores", "barriers")
     kept = (
         *("kernel", "launches", "grid", "ctas", "warps", "registers", "spill_bytes"),
@@ -152,10 +152,11 @@ def kernel_row(launch: Launch) -> Row:
         {name: getattr(launch, name) for name in kept}
         | {name: sum(getattr(block, name) for block in blocks) for name in counts}
         | {f"loop_{name}": launch.in_loops(name) for name in counts}
-        | {"loops": len(launch.loops), "trips": list(work.trips)}
+        | {"last_instructions": sum(one.instructions for one in blocks if one.of_last)}
+        | {"loops": len(launch.loops), "trips": list(work.trips), "last_ctas": work.last_ctas}
         | {"read_bytes": work.read_bytes, "written_bytes": work.written_bytes}
         | {
-            "issue_seconds": launch.issue_seconds(work.trips),
+            "issue_seconds": launch.issue_seconds(work.trips, work.last_ctas),
             "dram_seconds": launch.launches * H200.dram_seconds(work.moved_bytes),
         }
     )

@@ -72,12 +72,14 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
     code = MachineCode(parse_sass(sass))
     loops = sorted(code.loops, key=min)
     straight = code.reachable.difference(*loops)
+    last = straight & code.of_last
     return {
         "registers": _usage(usage, "REG"),
         "spill_bytes": _usage(usage, "STACK"),
         "load_bytes": main_width(code.load_widths()),
-        "straight": block_of(code, straight),
-        "loops": [block_of(code, loop) for loop in loops],
+        "straight": block_of(code, straight - last),
+        "loops": [block_of(code, loop, loop <= code.of_last) for loop in loops],
+        "last": block_of(code, last, True) if last else None,
     }
 
 

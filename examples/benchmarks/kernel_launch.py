@@ -21,6 +21,7 @@ class Block:
         instructions, shuffles, shared_stores, barriers: how many there are.
         slots: that a warp takes in each pipe, see ``machine_model.pipe_slots``.
         load_widths: loads from global memory by their width in bytes (text, as in JSON).
+        of_last: only the last of several CTAs executes them, see ``MachineCode.of_last``.
     """
 
     instructions: int
@@ -29,6 +30,7 @@ class Block:
     shared_stores: int
     barriers: int
     load_widths: Mapping[str, int]
+    of_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Launch:
         load_bytes: the width in which most bytes are loaded, in all of the code.
         straight: what lies outside of loops.
         loops: the outermost loops in the order of their addresses.
+        last: what lies outside of loops and is left to the last of several CTAs.
     """
 
     part: str
@@ -61,6 +64,7 @@ class Launch:
     load_bytes: int
     straight: Block
     loops: Sequence[Block]
+    last: Block | None = None
 
     @property
     def ctas(self) -> int:
@@ -73,10 +77,15 @@ class Launch:
         return H200.ctas_at_once(self.registers, self.warps, self.shared_bytes)
 
     @property
+    def outside_loops(self) -> list[Block]:
+        """``straight``, and ``last`` where there is one."""
+        return [self.straight] if self.last is None else [self.straight, self.last]
+
+    @property
     def load_widths(self) -> dict[str, int]:
         """As of a block, of all of them."""
         widths: Counter[str] = Counter()
-        for block in (self.straight, *self.loops):
+        for block in (*self.outside_loops, *self.loops):
             widths.update(block.load_widths)
         return dict(widths)
 
@@ -84,17 +93,27 @@ class Launch:
         """The sum over all loops of a count of ``Block``, as ``"shuffles"``."""
         return sum(getattr(loop, name) for loop in self.loops)
 
-    def issue_seconds(self, trips: Sequence[float]) -> float:
-        """Modelled, of all launches; ``trips`` of each loop, the last one for those that follow."""
-        blocks = [(1.0, self.straight)]
+    def issue_seconds(self, trips: Sequence[float], last_ctas: int = 1) -> float:
+        """Modelled, of all launches.
+
+        Args:
+            trips: of each loop, the last one for those that follow.
+            last_ctas: how many are the last of several, each of others; they begin when all have
+                done the rest.
+        """
+        counted = [(1.0, block) for block in self.outside_loops]
         for number, loop in enumerate(self.loops):
-            blocks.append((trips[min(number, len(trips) - 1)], loop))
-        instructions = sum(count * block.instructions for count, block in blocks)
-        slots: dict[str, float] = {}
-        for count, block in blocks:
-            for pipe, taken in block.slots.items():
-                slots[pipe] = slots.get(pipe, 0.0) + count * taken
-        return self.launches * H200.issue_seconds(instructions, slots, self.warps, self.ctas)
+            counted.append((trips[min(number, len(trips) - 1)], loop))
+        seconds = 0.0
+        for of_last, ctas in ((False, self.ctas), (True, last_ctas)):
+            blocks = [(count, block) for count, block in counted if block.of_last == of_last]
+            instructions = sum(count * block.instructions for count, block in blocks)
+            slots: dict[str, float] = {}
+            for count, block in blocks:
+                for pipe, taken in block.slots.items():
+                    slots[pipe] = slots.get(pipe, 0.0) + count * taken
+            seconds += H200.issue_seconds(instructions, slots, self.warps, ctas)
+        return self.launches * seconds
 
 
 def launch_of(fields: Mapping[str, Any]) -> Launch:
@@ -102,11 +121,12 @@ def launch_of(fields: Mapping[str, Any]) -> Launch:
     blocks = {
         "straight": Block(**fields["straight"]),
         "loops": [Block(**loop) for loop in fields["loops"]],
+        "last": None if fields["last"] is None else Block(**fields["last"]),
     }
     return Launch(**{**fields, "grid": tuple(fields["grid"]), **blocks})
 
 
-def block_of(code: MachineCode, places: Collection[int]) -> Block:
+def block_of(code: MachineCode, places: Collection[int], of_last: bool = False) -> Block:
     """Of the instructions at these places."""
     slots: dict[str, float] = {}
     for one in (code.instructions[place] for place in places):
@@ -119,4 +139,5 @@ def block_of(code: MachineCode, places: Collection[int]) -> Block:
         code.count(_SHARED_STORES, places),
         code.count(_BARRIERS, places),
         {str(width): count for width, count in code.load_widths(places).items()},
+        of_last,
     )

@@ -33,8 +33,16 @@ def _code_error(found: Sequence[Any], want: Sequence[Any]) -> float:
     return max(unequal(found[:2], want[:2]), distance(found[2:], want[2:]))
 
 
-def _collisions(shape: KernelShape, draw: Draw) -> Any:
-    return partial(paris.collisions, *_stage_one(shape, draw), **_stage_one_options(shape, draw))
+def _search(shape: KernelShape, draw: Draw) -> Any:
+    codes, (signs, levels) = _draw_codes(shape, draw), _basis(shape, draw)
+    query = draw.normal(shape.batch, shape.heads, 1, shape.group, shape.head_dim, dtype=shape.dtype)
+    counts = paris.count_centroids(codes.sign, m=_M)
+    return partial(
+        paris.search,
+        *(query, signs, codes, counts, levels, shape.top_k),
+        survivors=shape.count("best"),
+        **_stage_one_options(shape, draw),
+    )
 
 
 def _candidates(shape: KernelShape, draw: Draw) -> Any:
@@ -99,17 +107,20 @@ PARIS_OPS = (
         check=(_code_error, 1e-2),
         copies=8,
     ),
-    # Points of all tokens by their sign patterns, the most that any query head of a group gives.
+    # All of a step's search: the tokens that matter most, by the full codes of the candidates.
     KernelOp(
-        name="paris.collisions",
-        read="B H n signs + B Hq P f32 + B H S patterns i32 + B n",
-        written="B H n",
-        inputs=_collisions,
+        name="paris.search",
+        read="B H n signs + B Hq D x + P f32 + B H S patterns i32 + B n + B H best signs "
+        "+ B H best magnitudes + B H best S bf16 + 8 f32",
+        written="B H K i32",
+        products="B H best G P",
+        inputs=_search,
         # Patterns at the border of two tiers go to either.
-        check=(unequal, 1e-2),
+        check=(not_shared, 1e-2),
         copies=16,
+        stored="B H n magnitudes + B H n S bf16",
     ),
-    # The tokens with the most points.
+    # Its first stage: the tokens with the most points by their sign patterns, of any query head.
     KernelOp(
         name="paris.candidates",
         read="B H n signs + B Hq P f32 + B H S patterns i32 + B n",
@@ -119,7 +130,7 @@ PARIS_OPS = (
         sizes="{best:,} candidates",
         copies=16,
     ),
-    # Estimated scores of the candidates, for each query head of a group; there are 8 levels.
+    # Its second stage: estimated scores of the candidates, for each query head; 8 levels.
     KernelOp(
         name="paris.rerank",
         read="B H best i32 + B H best signs + B H best magnitudes + B H best S bf16 + B Hq P f32 "

@@ -170,10 +170,10 @@ def unequal(found: Sequence[Any], want: Sequence[Any]) -> float:
 
 
 def not_shared(found: Sequence[Any], want: Sequence[Any]) -> float:
-    """Share of the ids of ``want [..., K]`` that the same row of ``found`` lacks; distinct ids."""
+    """Share of the ids of ``want [..., K]`` that the same row of ``found [..., K]`` lacks."""
     (one,), (other,) = found, want
     if one.shape != other.shape:
         return float("inf")
-    both = torch.cat([one, other], dim=-1).sort(dim=-1).values
-    pairs = (both[..., 1:] == both[..., :-1]).sum()
-    return 1.0 - pairs.item() / other.numel()
+    own = one.sort(dim=-1).values
+    place = torch.searchsorted(own, other).clamp(max=own.shape[-1] - 1)
+    return (own.gather(-1, place) != other).float().mean().item()

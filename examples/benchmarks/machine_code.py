@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -87,13 +87,25 @@ class MachineCode:
     @cached_property
     def reachable(self) -> frozenset[int]:
         """Places of the instructions that control may come to, subroutines left out."""
-        known, waiting = {0}, [0]
-        while waiting:
-            for place in self._followers[waiting.pop()]:
-                if place not in known:
-                    known.add(place)
-                    waiting.append(place)
-        return frozenset(known)
+        return self._reached({})
+
+    @cached_property
+    def of_last(self) -> frozenset[int]:
+        """Places that only the last CTA of several comes to, which knows by a ticket that it is.
+
+        The ticket is an atomic that gives what was there, and is followed by an invalidation of
+        the L1 cache: its CTA reads what the others wrote. The next guarded EXIT is for all others.
+        """
+        opcodes = [one.opcode for one in self.instructions]
+        tickets = [
+            place
+            for place, opcode in enumerate(opcodes[:-1])
+            if opcode.startswith("ATOMG") and opcodes[place + 1] == "CCTL.IVALL"
+        ]
+        for place in range(tickets[-1] + 1 if tickets else len(opcodes), len(opcodes)):
+            if self.instructions[place].name == "EXIT" and self.instructions[place].is_guarded:
+                return self.reachable - self._reached({place: []})
+        return frozenset()
 
     @cached_property
     def loops(self) -> list[frozenset[int]]:
@@ -126,6 +138,17 @@ class MachineCode:
 
     def _places(self, places: Collection[int] | None) -> Collection[int]:
         return self.reachable if places is None else places
+
+    def _reached(self, instead: Mapping[int, Sequence[int]]) -> frozenset[int]:
+        """From the first place on; some places have other followers than ``_followers``."""
+        known, waiting = {0}, [0]
+        while waiting:
+            leader = waiting.pop()
+            for place in instead.get(leader, self._followers[leader]):
+                if place not in known:
+                    known.add(place)
+                    waiting.append(place)
+        return frozenset(known)
 
     @cached_property
     def _followers(self) -> list[list[int]]:

@@ -29,6 +29,7 @@ def machine_table(results: Results) -> str:
         ("load bytes", lambda cell, row: str(row["load_bytes"])),
         ("loads", lambda cell, row: _widths(row["load_widths"])),
         ("instructions", _both("instructions")),
+        ("of the last", lambda cell, row: str(row.get("last_instructions", 0) or "")),
         ("SHFL", _both("shuffles")),
         ("STS", _both("shared_stores")),
         ("BAR", _both("barriers")),

@@ -103,6 +103,8 @@ class StepShape:
 
 
 def _paris(shape: StepShape) -> None:
+    from hf_kvret_kernels.paris import triton_search
+
     grouped = shape.query().view(shape.batch, shape.heads, shape.group, 1, shape.head_dim)
     codes = paris.ParisCodes(
         shape.tokens(16, dtype=torch.uint8),
@@ -110,19 +112,20 @@ def _paris(shape: StepShape) -> None:
         shape.tokens(16, dtype=_HALF),
     )
     counts = torch.empty(shape.batch, shape.heads, 16, 256, dtype=torch.int32, device=_META)
-    paris.search(
+    triton_search.search(
         grouped.transpose(2, 3),
         torch.empty(shape.head_dim, device=_META),
         codes,
         counts,
         torch.empty(8, device=_META),
         PARIS_K,
-        survivors=shape.candidates,
-        rho=PARIS_RHO,
-        tiers=PARIS_SHARES,
-        valid=shape.valid(),
-        scale=shape.scale,
-        backend="triton",
+        shape.candidates,
+        tuple(round(1_000_000 * PARIS_RHO * tier) for tier in PARIS_SHARES),
+        8,
+        shape.valid(),
+        shape.scale,
+        None,
+        None,
     )
 
 

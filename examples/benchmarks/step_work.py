@@ -21,6 +21,7 @@ from step_kernels import (
     LRQK_RANK,
     NPROBE,
     PARIS_K,
+    PARIS_SHARES,
     RECALLED,
     WINDOW_LEN,
     StepShape,
@@ -41,11 +42,13 @@ class Work:
     Attributes:
         trips: of each outermost loop, in the order of addresses; the last one also for those that
             follow.
+        last_ctas: of which each is the last of several, and does what is left to it.
     """
 
     read_bytes: int
     written_bytes: int
     trips: tuple[float, ...] = (1,)
+    last_ctas: int = 1
 
     @property
     def moved_bytes(self) -> int:
@@ -166,6 +169,20 @@ def _kept(s: StepShape) -> int:
     return s.batch * s.heads * s.candidates
 
 
+def _collide(s: StepShape, grid: Grid) -> Work:
+    """Sums of all tokens; the last program of a row plans what is taken, 256 blocks at a time."""
+    rows = s.batch * s.heads
+    # How many tokens of a block reach each sum, in two bytes, and how many come before it.
+    bins = 1 << (16 * len(PARIS_SHARES) + 1).bit_length()
+    planned = grid[0] * rows * (2 * bins + 8)
+    return Work(
+        16 * _rows(s) + s.batch * s.cold_len + _table_bytes(s),
+        _rows(s) + _histogram_bytes(s) + planned,
+        (math.ceil(grid[0] / 256),),
+        last_ctas=rows,
+    )
+
+
 def _score_table_bytes(s: StepShape) -> int:
     """Of A²ATS: a score of fp32 for each codeword and query head."""
     return 4 * s.batch * s.query_heads * CODEWORDS
@@ -200,24 +217,16 @@ def _total_trips(s: StepShape) -> tuple[int, int]:
 
 _WORK: dict[str, dict[str, _Describe]] = {
     "paris": {
-        "paris.rotate": lambda s, grid: Work(_query_bytes(s), _rotated_bytes(s)),
         "paris.bonus": lambda s, grid: Work(
-            _table_bytes(s) + _rotated_bytes(s), _table_bytes(s) + _histogram_bytes(s), (8,)
+            _query_bytes(s) + _table_bytes(s),
+            _table_bytes(s) + _rotated_bytes(s) + _histogram_bytes(s),
         ),
-        "paris.collide": lambda s, grid: Work(
-            16 * _rows(s) + s.batch * s.cold_len + _table_bytes(s), _rows(s) + _histogram_bytes(s)
-        ),
-        "paris.block_sums": lambda s, grid: Work(
-            _rows(s) + _histogram_bytes(s), 8 * grid[0] * grid[1]
-        ),
-        "paris.compact": lambda s, grid: Work(
-            _rows(s) + _histogram_bytes(s) + 8 * grid[0] * grid[1],
-            4 * _kept(s),
-            (math.ceil(grid[0] / 2 / _SUMS), 0),
-        ),
+        "paris.collide": _collide,
+        "paris.compact": lambda s, grid: Work(_rows(s) + 8 * grid[0] * grid[1], 4 * _kept(s), (0,)),
         # An id, signs, magnitudes and weights of a candidate.
         "paris.rerank": lambda s, grid: Work(
-            (4 + 16 + 48 + 32) * _kept(s) + _rotated_bytes(s), 4 * s.group * _kept(s)
+            (4 + 16 + 48 + 32) * _kept(s) + _rotated_bytes(s),
+            4 * s.group * (_kept(s) + grid[0] * grid[1]),
         ),
         "top_k.best": lambda s, grid: Work(
             4 * s.group * _kept(s), 4 * s.batch * s.heads * PARIS_K, (s.group, _HALVINGS)

@@ -78,15 +78,6 @@ DRIFT: dict[str, type[RetrievalCache]] = {
 }
 
 
-def at_ratio(options: ParisConfig, ratio: float) -> ParisConfig:
-    """``options`` with that share of candidates at every length.
-
-    At least as many keys earn points in a subspace (section 4.2.2: rho >= beta).
-    """
-    schedule = tuple((length, ratio, max(rho, ratio)) for length, _, rho in options.schedule)
-    return options.replace(schedule=schedule)
-
-
 def variant(
     part: str, name: str, given: ParisConfig, ratio: float = 0.1, clusters: int = 256
 ) -> CacheChoice:
@@ -97,13 +88,13 @@ def variant(
     if name == SHIPPED:
         return made(name, ParisKVCache, given)
     if part == "ratios":
-        return made(f"ratio {name}", ParisKVCache, at_ratio(given, float(name)))
+        return made(f"ratio {name}", ParisKVCache, given.with_candidates(float(name)))
     if part == "switches":
         switch = SWITCHES[name]
-        chosen = at_ratio(given, switch.ratio or ratio).replace(**switch.changes)
+        chosen = given.with_candidates(switch.ratio or ratio).replace(**switch.changes)
         return made(name, switch.cache_class, chosen)
     if DRIFT[name] is ParisKVCache:
-        return made(name, ParisKVCache, at_ratio(given, ratio))
+        return made(name, ParisKVCache, given.with_candidates(ratio))
     common = {one.name: getattr(given, one.name) for one in fields(RetrievalConfig)}
     options = ClusterConfig(**common, candidate_ratio=ratio, clusters=clusters)
     return made(name, DRIFT[name], options)

@@ -33,13 +33,21 @@ from hf_kvret.benchmark.index_build_ways import (
 from hf_kvret.benchmark.timing import synchronize
 from hf_kvret.core.recall import measure_recall
 from hf_kvret.evaluation import common_options as common
-from hf_kvret.evaluation.arguments import DTYPES, check_device, known_names, whole_number
+from hf_kvret.evaluation.arguments import (
+    DTYPES,
+    check_device,
+    known_names,
+    number,
+    several,
+    whole_number,
+)
 from hf_kvret.evaluation.bundled import default_model
 from hf_kvret.evaluation.measurement import Measurement, Progress, Row
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.subject import load_subject
+from hf_kvret.methods.paris import ParisConfig, ParisKVCache
 from hf_kvret.registry import registered_methods
 
 _WARMUP_TOKENS = 512
@@ -87,6 +95,12 @@ class IndexBuild(Measurement):
         f"of {', '.join(FAISS_WAYS)}; '' for none",
         kind=known_names(FAISS_WAYS, none=True),
     )
+    candidates: tuple[float, ...] = option(
+        (),
+        "shares of all keys that paris compares by their codes, an index for each beside that of "
+        "its schedule",
+        kind=several(number(0, 1)),
+    )
     top_k: int = common.count_option(256, "keys that a query selects")
     keys: str = option("random", "synthetic, or a model's", choices=_ONLY)
     heads: int | None = _size_option("heads", "KV heads")
@@ -125,7 +139,7 @@ class IndexBuild(Measurement):
             )
         check_device(self.device)
         if not self.cells():
-            raise ValueError("--methods and --faiss are empty: name an index to make")
+            raise ValueError("--methods, --candidates and --faiss are empty: name an index to make")
 
     def setup(self) -> dict[str, Any]:
         keys = ("top_k", "queries", "repeats", "seed", "dtype", "device")
@@ -149,7 +163,13 @@ class IndexBuild(Measurement):
         """By name; None for what is not installed."""
         faiss = find_faiss()
         kinds = [FAISS_WAYS[name] for name in self.faiss]
-        ours = {name: MethodWay(_METHODS[name], self.top_k) for name in self.methods}
+        ways: list[Way] = [MethodWay.of(_METHODS[name], self.top_k) for name in self.methods]
+        paris = ParisConfig.from_options(top_k=self.top_k, store="device")
+        ways += [
+            MethodWay(ParisKVCache, paris.with_candidates(share), f"paris, {share:.3g} of all")
+            for share in self.candidates
+        ]
+        ours: dict[str, Way | None] = {way.name: way for way in ways}
         return ours | {kind.name: None if faiss is None else kind(faiss) for kind in kinds}
 
     @cached_property

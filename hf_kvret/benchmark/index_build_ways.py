@@ -13,6 +13,7 @@ import torch
 
 from hf_kvret.benchmark.index_build_keys import RECENT, LayerKeys
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.core.recall import exact_scores
@@ -89,12 +90,25 @@ class Way(ABC):
 
 
 class MethodWay(Way):
-    """A retrieval method of ours, with its configuration's defaults: on_forward, add and build."""
+    """A retrieval method of ours: on_forward, add and build.
 
-    def __init__(self, cache_class: type[RetrievalCache], top_k: int) -> None:
-        self.name = cache_class.name
+    Args:
+        options: rows are on the device.
+        name: in tables; None for the method's.
+    """
+
+    def __init__(
+        self, cache_class: type[RetrievalCache], options: RetrievalConfig, name: str | None = None
+    ) -> None:
+        self.name = cache_class.name if name is None else name
         self._class = cache_class
-        self._options = cache_class.config_class.from_options(top_k=top_k, store="device")
+        self._options = options
+
+    @classmethod
+    def of(cls, cache_class: type[RetrievalCache], top_k: int) -> Self:
+        """With its configuration's defaults."""
+        options = cache_class.config_class.from_options(top_k=top_k, store="device")
+        return cls(cache_class, options)
 
     def check(self, head_dim: int) -> None:
         """ValueError for heads that the method has no index of."""

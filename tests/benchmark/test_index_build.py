@@ -89,7 +89,7 @@ def test_a_prompt_holds_its_tokens_in_a_store_and_the_queries_behind_them(prompt
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_makes_a_new_index_that_finds_keys(name: str, prompt: Prompt) -> None:
-    way = MethodWay(registered_methods()[name], top_k=16)
+    way = MethodWay.of(registered_methods()[name], top_k=16)
     build = way.prepare(prompt)
     first, second = build(), build()
     assert first is not second
@@ -100,6 +100,19 @@ def test_a_method_makes_a_new_index_that_finds_keys(name: str, prompt: Prompt) -
     if name == "flat":
         assert found["recall"] == 1.0 and found["compared"] == 512
         assert found["mass"] == pytest.approx(found["best_mass"], abs=1e-6)
+
+
+def test_an_index_of_paris_for_each_share_of_candidates(tmp_path: Path, measure: Run) -> None:
+    file = tmp_path / "build.json"
+    shares = ["--methods", "", "--faiss", "", "--candidates", "0.1,0.5,1"]
+    assert measure(*shares, "--context", "256", "--json", str(file)) == 0
+    rows = rows_of(file)
+    assert [name for name, _ in rows] == [f"paris, {share} of all" for share in ("0.1", "0.5", "1")]
+    assert [row["compared"] for row in rows.values()] == [26, 128, 256]
+    recalls = [row["recall"] for row in rows.values()]
+    assert recalls[0] < recalls[1] <= recalls[2]
+    with pytest.raises(SystemExit):
+        measure("--candidates", "1.5")
 
 
 def test_recall_is_that_of_what_was_selected_however_queries_are_cut(

@@ -60,7 +60,6 @@ EXPECTED = {
         "_count_kernel",
         "_bonus_kernel",
         "_collide_kernel",
-        "_block_sums_kernel",
         "_compact_kernel",
         "_rerank_kernel",
     },

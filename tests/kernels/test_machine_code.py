@@ -138,7 +138,8 @@ def figures_of(launch: Launch) -> Figures:
     }
     for name in ("instructions", "shuffles", "shared_stores", "barriers"):
         figures[f"loop_{name}"] = launch.in_loops(name)
-        figures[name] = figures[f"loop_{name}"] + getattr(launch.straight, name)
+        outside = sum(getattr(block, name) for block in launch.outside_loops)
+        figures[name] = figures[f"loop_{name}"] + outside
     return figures | ({"ctas_at_batch_1": launch.ctas} if launch.batch == 1 else {})
 
 

@@ -80,13 +80,11 @@ def selection_launches(
     )
 
 
-def test_a_selection_is_seven_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_selection_is_five_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, operations = selection_launches(monkeypatch, ParisConfig())
     assert kernels == [
-        "_rotate_kernel",
         "_bonus_kernel",
         "_collide_kernel",
-        "_block_sums_kernel",
         "_compact_kernel",
         "_rerank_kernel",
         "_best_kernel",
@@ -103,7 +101,7 @@ def test_a_cap_a_mean_of_queries_and_drafts_take_two_more(
 ) -> None:
     """The mean key's part of a score, a mean over the group, drafted queries laid in order."""
     kernels, operations = selection_launches(monkeypatch, options, softcap, queries)
-    assert len(kernels) == 7 and 1 <= len(operations) <= 2, operations
+    assert len(kernels) == 5 and 1 <= len(operations) <= 2, operations
 
 
 def test_what_is_counted_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ C candidates.
 from hf_kvret_kernels.paris.codes import ParisCodes, rotated_dim
 from hf_kvret_kernels.paris.encoding import decode, encode, random_signs, rotate
 from hf_kvret_kernels.paris.levels import magnitude_levels
-from hf_kvret_kernels.paris.search import search
 from hf_kvret_kernels.paris.selection import (
     candidates,
     collisions,
@@ -22,6 +21,7 @@ from hf_kvret_kernels.paris.selection import (
     rerank,
     tier_shares,
 )
+from hf_kvret_kernels.paris.stages import search
 
 __all__ = [
     "ParisCodes",

@@ -15,7 +15,7 @@ from hf_kvret_kernels._triton_shared import capped_scores, score_factors
 from hf_kvret_kernels.paris.codes import LEVELS, ParisCodes
 
 # Coordinates that a program of four warps holds in registers, and bytes of signs of a thread.
-_TILE = 8192
+_TILE = 16384
 _INNER = 4
 
 
@@ -51,11 +51,16 @@ def rerank(
     log_sums = torch.empty(*lead, blocks, dtype=torch.float32, device=queries.device)
     if not codes.sign.shape[2]:
         return Estimates(scores.fill_(-math.inf), log_sums.fill_(-math.inf))
+    magnitude = codes.magnitude
+    # Their words are those of four bytes of signs.
+    in_words = width % 4 == 0 and all(stride % 4 == 0 for stride in magnitude.stride()[:2])
+    if in_words:
+        magnitude = magnitude.view(torch.int32)
     if scores.numel():
         _rerank_kernel[(blocks, batch * heads * count)](
             queries,
             codes.sign,
-            codes.magnitude,
+            magnitude,
             codes.weight,
             ids.contiguous(),
             levels.contiguous(),
@@ -67,8 +72,9 @@ def rerank(
             heads,
             count,
             *codes.sign.stride()[:2],
-            *codes.magnitude.stride()[:2],
+            *magnitude.stride()[:2],
             *codes.weight.stride()[:2],
+            IN_WORDS=in_words,
             HAS_OFFSET=offset is not None,
             SOFTCAP=softcap is not None,
             TABLES=tables,
@@ -90,6 +96,22 @@ def _pairs_of_levels(levels_ptr, LEVELS: tl.constexpr):
     first = tl.load(levels_ptr + numbers % LEVELS).to(tl.uint32, bitcast=True)
     second = tl.load(levels_ptr + numbers // LEVELS).to(tl.uint32, bitcast=True)
     return (second.to(tl.uint64) << 32) | first.to(tl.uint64)
+
+
+@triton.jit
+def _split_words(words_ptr, rows, BYTES: tl.constexpr):
+    """``[rows, BYTES // 4, 4]`` int32, in whose lowest 24 bits are eight codes of three bits.
+
+    There are three words to each four of them.
+    """
+    QUARTER: tl.constexpr = BYTES // 4
+    words_ptr += rows[:, None] * (3 * QUARTER) + 3 * tl.arange(0, QUARTER)[None, :]
+    first = tl.load(words_ptr).to(tl.uint32, bitcast=True)
+    second = tl.load(words_ptr + 1).to(tl.uint32, bitcast=True)
+    third = tl.load(words_ptr + 2).to(tl.uint32, bitcast=True)
+    even = tl.join(first, (second >> 16) | (third << 16))
+    odd = tl.join((first >> 24) | (second << 8), third >> 8)
+    return tl.reshape(tl.join(even, odd), (rows.shape[0], QUARTER, 4)).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -114,6 +136,7 @@ def _rerank_kernel(
     magnitude_stride_h,
     weight_stride_b,
     weight_stride_h,
+    IN_WORDS: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TABLES: tl.constexpr,
@@ -139,15 +162,19 @@ def _rerank_kernel(
     byte_ids = tl.arange(0, BYTES // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
     byte_ids = byte_ids[None, :, :]
     # Of the first token where there is none: what comes of it is dropped.
-    places = tl.maximum(ids, 0).to(tl.int64)[:, None, None] * BYTES + byte_ids
+    rows = tl.maximum(ids, 0).to(tl.int64)
+    places = rows[:, None, None] * BYTES + byte_ids
     sign_ptr += b * sign_stride_b + h * sign_stride_h
     magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
     weight_ptr += b * weight_stride_b + h * weight_stride_h
     byte = tl.load(sign_ptr + places).to(tl.int32)
-    word = tl.zeros(SHAPE, dtype=tl.int32)
-    for i in tl.static_range(3):
-        part = tl.load(magnitude_ptr + 3 * places + i).to(tl.int32)
-        word += part << (8 * i)
+    if IN_WORDS:
+        word = _split_words(magnitude_ptr, rows, BYTES)
+    else:
+        word = tl.zeros(SHAPE, dtype=tl.int32)
+        for i in tl.static_range(3):
+            part = tl.load(magnitude_ptr + 3 * places + i).to(tl.int32)
+            word += part << (8 * i)
     # Of the byte's subspace, or of its two.
     low = tl.load(weight_ptr + places * PER_BYTE).to(tl.float32)
     high = low

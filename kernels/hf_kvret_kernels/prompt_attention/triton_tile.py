@@ -55,7 +55,7 @@ def _visit_keys(
     for start in range(first, last, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         inside = tokens < last
-        place = start.to(tl.int64)
+        place = tl.cast(start, tl.int64)
         if VALID:
             inside = inside & (tl.load(valid_rows + place * STRIDES[2], mask=inside, other=0) != 0)
         k = load_rows(k_rows + place * STRIDES[0], inside, key_columns, DK, BLOCK_DK, MASKED)
@@ -75,7 +75,8 @@ def _visit_keys(
 
 @triton.jit
 def _visit_once(
-    q,
+    q_rows,
+    real,
     q_index,
     key,
     value,
@@ -103,16 +104,20 @@ def _visit_once(
     """
     key_columns = tl.arange(0, BLOCK_DK)
     value_columns = tl.arange(0, BLOCK_DV)
-    tokens = first + tl.arange(0, BLOCK_N)
-    seen = tokens < last
-    place = first.to(tl.int64)
     rows = tl.arange(0, BLOCK_N).to(tl.int64)
+    tokens = first + tl.arange(0, BLOCK_N)
+    inside = tokens < last
+    seen = inside
+    place = tl.cast(first, tl.int64)
+    q = load_rows(q_rows, real, key_columns, DK, BLOCK_DK, False)
     v_rows = value + place * STRIDES[1] + rows[:, None] * STRIDES[1] + value_columns[None, :]
-    v = load_rows(v_rows, seen, value_columns, DV, BLOCK_DV, True)
-    k_rows = key + place * STRIDES[0] + rows[:, None] * STRIDES[0] + key_columns[None, :]
-    k = load_rows(k_rows, seen, key_columns, DK, BLOCK_DK, True)
+    v = load_rows(v_rows, inside, value_columns, DV, BLOCK_DV, True)
     if VALID:
-        seen &= tl.load(valid + place * STRIDES[2] + rows * STRIDES[2], mask=seen, other=0) != 0
+        seen &= tl.load(valid + place * STRIDES[2] + rows * STRIDES[2], mask=inside, other=0) != 0
+    k_rows = key + place * STRIDES[0] + rows[:, None] * STRIDES[0] + key_columns[None, :]
+    k = load_rows(k_rows, inside, key_columns, DK, BLOCK_DK, True)
+    q = tl.where(real[:, None], q, 0.0)
+    if VALID:
         # A weight of 0 does not make nothing of NaN.
         v = tl.where(seen[:, None], v, 0.0)
     dots = tl.dot(q.to(DOT_DTYPE), tl.trans(k).to(DOT_DTYPE), input_precision="ieee")
@@ -176,8 +181,9 @@ def attend_tile(
     query_heads = h * G + rows % G
     real = q_index < queries
     key_columns = tl.arange(0, BLOCK_DK)
-    q_rows = query + b * strides[0] + query_heads * strides[1] + q_index.to(tl.int64) * strides[2]
-    q = load_rows(q_rows[:, None] + key_columns[None, :], real, key_columns, DK, BLOCK_DK, True)
+    q_rows = query + b * strides[0] + query_heads * strides[1]
+    q_rows += tl.minimum(q_index, queries - 1).to(tl.int64) * strides[2]
+    q_rows = q_rows[:, None] + key_columns[None, :]
 
     first = split * split_len
     last = tl.minimum(first + split_len, tokens)
@@ -191,10 +197,11 @@ def attend_tile(
     validity = valid + b * strides[7]
     if ONCE:
         acc, peak, total = _visit_once(
-            q, q_index, keys, values, validity, first, last, causal_offset, inner, outer,
+            q_rows, real, q_index, keys, values, validity, first, last, causal_offset, inner, outer,
             STRIDES, DK, DV, BLOCK_N, BLOCK_DK, BLOCK_DV, CAUSAL, VALID, SOFTCAP, DTYPE, DOT_DTYPE,
         )  # fmt: skip
     else:
+        q = load_rows(q_rows, real, key_columns, DK, BLOCK_DK, True)
         masked_from = first
         if not VALID:
             masked_from = first + tl.maximum(all_see - first, 0) // BLOCK_N * BLOCK_N

@@ -32,7 +32,7 @@ from hf_kvret_kernels.prompt_attention.triton_tile import attend_tile, query_pla
 _OTHERS_OF_THREAD, _OWN_OF_THREAD = 32, 64
 _MOST_OTHERS = 8
 # Ids that a program counts at a time.
-_IDS = 1024
+_IDS = 512
 
 
 @triton.jit(
@@ -94,6 +94,9 @@ def _finish_kernel(
     rows, row_mask = query_places(block, b, h, heads, queries, G, ROWS)
     columns = tl.arange(0, BLOCK_DV)
 
+    program = (split * tl.num_programs(1) + pair) * tl.num_programs(0) + block
+    places = program * IDS + tl.arange(0, IDS)
+    ids = tl.load(ids_ptr + places, mask=places < count, other=-1)
     first = split * share
     last = tl.minimum(first + share, other_splits)
     logs, means = load_pieces(
@@ -118,6 +121,9 @@ def _finish_kernel(
         mask=tile_mask[:, None] & (columns < DV)[None, :],
     )
     tl.store((lses + targets)[:, None], log, mask=tile_mask[:, None])
+    if program * IDS < count:
+        programs = splits * tl.num_programs(1) * tl.num_programs(0)
+        _count(ids, ids_ptr, selected_ptr, (program + programs) * IDS, count, programs * IDS, IDS)
     # All threads' stores come before the ticket, which the last program takes after all others.
     tl.debug_barrier()
     place = tickets + pair * tl.num_programs(0) + block
@@ -129,10 +135,6 @@ def _finish_kernel(
             h * G + (block * ROWS + tl.arange(0, ROWS)) % G,
             splits, HAS_SINKS, OWN, DV, ROWS, BLOCK_DV,
         )  # fmt: skip
-    program = (split * tl.num_programs(1) + pair) * tl.num_programs(0) + block
-    programs = splits * tl.num_programs(1) * tl.num_programs(0)
-    if program * IDS < count:
-        _count(ids_ptr, selected_ptr, program * IDS, count, programs * IDS, IDS)
 
 
 @triton.jit
@@ -202,13 +204,13 @@ def _merge_own(
 
 
 @triton.jit
-def _count(ids_ptr, selected_ptr, first, count, step, IDS: tl.constexpr):
-    """How many ids of blocks from ``first`` on, ``step`` apart, are not -1, added to a total."""
-    found = tl.zeros([IDS], tl.int32)
+def _count(ids, ids_ptr, selected_ptr, first, count, step, IDS: tl.constexpr):
+    """How many of ``ids [IDS]``, and of blocks from ``first`` on, are not -1, added to a total."""
+    found = (ids >= 0).to(tl.int32)
     for start in range(first, count, step):
         places = start + tl.arange(0, IDS)
-        ids = tl.load(ids_ptr + places, mask=places < count, other=-1)
-        found += (ids >= 0).to(tl.int32)
+        more = tl.load(ids_ptr + places, mask=places < count, other=-1)
+        found += (more >= 0).to(tl.int32)
     tl.atomic_add(selected_ptr, tl.sum(found, axis=0).to(tl.int64), sem="relaxed")
 
 

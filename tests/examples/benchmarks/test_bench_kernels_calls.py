@@ -43,13 +43,16 @@ CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "centroid.top_keys": ("ctkvr", {}, (f"{KERNELS}centroid.key_lists",)),
     "centroid.similarity": ("ctkvr", {}, (f"{KERNELS}centroid.similarity",)),
     **{
-        f"paris.{name}": ("paris", {}, (f"{KERNELS}paris.{name}",))
-        for name in ("encode", "collisions", "candidates", "rerank")
+        f"paris.{name}": ("paris", {}, (f"{KERNELS}paris.{name}",)) for name in ("encode", "search")
+    },
+    **{
+        f"paris.{name}": ("paris", {}, (f"{KERNELS}paris.stages.{name}", f"{KERNELS}paris.{name}"))
+        for name in ("candidates", "rerank")
     },
     "relevance.best_ids": (
         "paris",
         {},
-        ("hf_kvret.methods.paris.index.best_ids", f"{KERNELS}relevance.best_ids"),
+        (f"{KERNELS}paris.stages.best_ids", f"{KERNELS}relevance.best_ids"),
     ),
     "higgs.encode": ("flat", {"store": "higgs"}, (f"{CODEC}encode",)),
     "higgs.decode": ("flat", {"store": "higgs"}, (f"{CODEC}decode",)),

@@ -43,8 +43,10 @@ COUNTED = {
     # A code has 2 bytes of signs, 6 of magnitudes and two weights of 2.
     "paris.encode": Work(600 * 32 + 6 * 16 * 4 + 16 * 4, 600 * 12),
     # Queries, and how many tokens have each of 256 patterns in each of two subspaces.
-    "paris.collisions": Work(600 * 2 + 12 * 16 * 4 + 12 * 256 * 4 + 200, 600),
     # Half of the tokens are candidates.
+    "paris.search": Work(
+        600 * 2 + 300 * 12 + 12 * 32 + 16 * 4 + 12 * 256 * 4 + 8 * 4 + 200, 60 * 4, 600 * 16
+    ),
     "paris.candidates": Work(600 * 2 + 12 * 16 * 4 + 12 * 256 * 4 + 200, 300 * 4),
     "paris.rerank": Work(300 * (4 + 12) + 12 * 16 * 4 + 8 * 4, 600 * 4, 600 * 16),
     "relevance.best_ids": Work(300 * (4 + 2 * 4), 60 * 4),

@@ -72,7 +72,7 @@ def test_rows_table_picture_and_page(tmp_path: Path, bench: Run, compiled: list)
     words = [word.strip() for word in lines[0].split("|")]
     assert words[1:8] == ["merge", "131,072", "1", "merge.merge", "32x2x1", "64", "4"]
     assert words[8:14] == ["40", "8", "2", "12", "16", "16: 3, 4: 1"]
-    assert words[14:18] == ["110 / 10", "5 / 1", "4 / 1", "3 / 1"]
+    assert words[14:19] == ["110 / 10", "", "5 / 1", "4 / 1", "3 / 1"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     table.unlink()
     write_report(tmp_path, {"bench machine-code": MachineCodeOfStep})

@@ -241,7 +241,7 @@ def test_another_file_of_kernels_is_not_gone_on_with(tmp_path: Path, bench: Run)
 def test_parts_are_compiled_where_no_file_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Run
 ) -> None:
-    kernels = {"paris": "paris.rotate", "count": "relevance.count"} | {
+    kernels = {"paris": "paris.bonus", "count": "relevance.count"} | {
         "attend-100": "shared.combine",
         "window": "shared.combine",
         "merge": "merge.merge",

@@ -93,9 +93,20 @@ def test_loops_run_as_often_as_their_trips_say() -> None:
     assert launch(10, 50).load_widths == {"16": 3}
 
 
+def test_what_is_left_to_the_last_of_several_is_done_once() -> None:
+    last = replace(block(30), of_last=True)
+    own = replace(launch(10), last=last, grid=(2 * H200.multiprocessors, 1, 1))
+    own = replace(own, loops=[block(10), replace(block(5), of_last=True)])
+    # Two CTAs of four warps a multiprocessor; then one on some of them, or two.
+    assert own.issue_seconds((1, 4)) == pytest.approx(2 * (220 + 50) / H200.clock)
+    many = H200.multiprocessors + 1
+    assert own.issue_seconds((1, 4), many) == pytest.approx(2 * (220 + 100) / H200.clock)
+
+
 def test_a_launch_comes_back_from_json() -> None:
     one = launch(10)
-    assert launch_of(json.loads(json.dumps(asdict(one)))) == one
+    for own in (one, replace(one, last=replace(block(3), of_last=True))):
+        assert launch_of(json.loads(json.dumps(asdict(own)))) == own
 
 
 def test_bytes_of_kernels_at_the_8b_shape() -> None:
@@ -104,15 +115,16 @@ def test_bytes_of_kernels_at_the_8b_shape() -> None:
     assert shape.cold_len == cold and shape.candidates == 13_082
     signs, mask, words, histogram = 8 * cold * 16, cold, 8 * 16 * 256 * 4, 8 * 256 * 4
     grid = (511, 8, 1)
+    counts = 8 * 511 * (2 * 128 + 8)
     assert work_of("paris", "paris.collide", shape, grid) == Work(
-        signs + mask + words, 8 * cold + histogram
+        signs + mask + words, 8 * cold + histogram + counts, (2,), last_ctas=8
     )
     # 2,048 rows of 512 bytes for 8 heads, in 64 pieces of one tile.
     work = work_of("attend-2048", "gather_attention.attend", shape, (8, 64, 1))
     assert work.trips == (1,) and work.read_bytes > 8 * 2048 * 512
     work = work_of("attend-2048", "gather_attention.attend", shape, (8, 16, 1))
     assert work.trips == (4,)
-    twice = work_of("paris", "paris.rerank", StepShape(131_072, 2), grid).moved_bytes
+    twice = work_of("paris", "paris.rerank", StepShape(131_072, 2), (511, 16, 1)).moved_bytes
     assert twice == 2 * work_of("paris", "paris.rerank", shape, grid).moved_bytes
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from paris_ablation import DRIFT, MEASUREMENT, SWITCHES, at_ratio
+from paris_ablation import DRIFT, MEASUREMENT, SWITCHES
 from paris_ablation import variant as made_variant
 from prefill_clusters import PrefillClusterCache, RefittedClusterCache
 
@@ -137,7 +137,7 @@ def test_the_variants_are_what_they_are_called(subject: Subject) -> None:
         return choice.make(config, 100)
 
     assert made(made_variant("switches", "as shipped", options, 0.2)).options == options
-    at = at_ratio(options, 0.4)
+    at = options.with_candidates(0.4)
     assert [row[1:] for row in at.schedule] == [(0.4, 0.5), (0.4, 0.4), (0.4, 0.4), (0.4, 0.4)]
     assert made(made_variant("ratios", "0.4", options)).options == at
     for name, (cache_class, changes) in {
@@ -153,7 +153,7 @@ def test_the_variants_are_what_they_are_called(subject: Subject) -> None:
         cache = made(made_variant("switches", name, options, 0.4))
         assert type(cache) is cache_class and cache.options == at.replace(**changes)
     alone = made(made_variant("switches", "stage 2 alone, alpha off", options, 0.4))
-    assert type(alone) is UncorrectedParisKVCache and alone.options == at_ratio(options, 1.0)
+    assert type(alone) is UncorrectedParisKVCache and alone.options == options.with_candidates(1.0)
     for name, kind in (
         ("prefill clusters", PrefillClusterCache),
         ("refitted clusters", RefittedClusterCache),

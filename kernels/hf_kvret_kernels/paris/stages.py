@@ -14,7 +14,6 @@ from hf_kvret_kernels.paris.selection import (
     check_queries,
     check_stage_one,
     check_stage_two,
-    most_points,
     rerank,
 )
 from hf_kvret_kernels.relevance import best_ids
@@ -78,15 +77,16 @@ def search(
             valid=valid,
             backend=backend,
         )
-        bent = {"scale": scale, "softcap": softcap, "offset": offset}
-        scores = rerank(q_rot, codes, ids, levels, m=m, backend=backend, **bent)
+        scores = rerank(
+            *(q_rot, codes, ids, levels),
+            m=m,
+            scale=scale,
+            softcap=softcap,
+            offset=offset,
+            backend=backend,
+        )
         return best_ids(scores, ids, count, backend=backend)
-    from hf_kvret_kernels.paris import (
-        triton_bonus,
-        triton_candidates,
-        triton_collide,
-        triton_rerank,
-    )
+    from hf_kvret_kernels.paris import triton_search
 
     if signs is None:
         check_queries(query, sign.device)
@@ -96,11 +96,8 @@ def search(
     shape = torch.Size((*query.shape[:-1], dim))
     shares = check_stage_one(shape, counts, sign, rho, tiers, m, valid)
     check_stage_two(shape, codes, levels, m, softcap, offset)
-    points = most_points(shares, counts)
-    bent = (scale, softcap, offset)
     with launching_on(query):
-        bonus = triton_bonus.bonus(query, signs, counts, shares, m)
-        found = triton_collide.collide(bonus, sign, m, valid, points, survivors)
-        ids = triton_candidates.compact(found, survivors)
-        estimates = triton_rerank.rerank(bonus.queries, codes, ids, levels, m, *bent)
-        return best_ids(estimates.scores, ids, count, backend="triton")
+        return triton_search.search(
+            *(query, signs, codes, counts, levels, count, survivors, shares, m, valid),
+            *(scale, softcap, offset),
+        )
