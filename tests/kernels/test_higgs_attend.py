@@ -237,6 +237,27 @@ def test_splitting_the_ids_changes_nothing(place: Place) -> None:
         torch.testing.assert_close(parts, whole, rtol=0, atol=FP32_ERROR)
 
 
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.factor("size", [1e-3, 3e4])
+def test_scales_of_whole_rows_have_the_range_of_fp16(
+    place: Place, dtype: torch.dtype, size: float
+) -> None:
+    """Scaled, some of the larger numbers are no numbers of fp16."""
+    codec, generator = HiggsCodec(4, 64), torch.Generator().manual_seed(5)
+    keys, values = (torch.randn(2, 1, 8, 64, generator=generator) * part for part in (1.0, size))
+    coded = [codec.encode(part, backend="naive") for part in (keys, values)]
+    both = torch.cat([part.codes for part in coded] + [part.scales for part in coded], -1)
+    pages, table = lay_apart(both, 64).to(place[1]), torch.tensor([[1, 0]], dtype=torch.int32)
+    rows = PagedRows([pages], table.to(place[1]), 64, apart=True)
+    query = torch.randn(1, 2, 1, 64, generator=generator).to(place[1], dtype)
+    options: dict[str, Any] = {"key_dim": 64, "value_dim": 64, "scale": 0.125}
+    ids = random_ids(rows, 1, 1, 13)
+    out, _ = attend(query, rows, ids, codec, **options, backend=place[0])
+    wanted, _ = attend(query.float(), rows, ids, codec, **options, backend="naive")
+    rounding = 6 * ULP[dtype] if place[0] == "triton" else 0.0
+    torch.testing.assert_close(out / size, wanted / size, rtol=0, atol=FP32_ERROR + rounding)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_pinned_host_rows_are_read_from_the_gpu() -> None:

@@ -35,7 +35,7 @@ from hf_kvret_kernels._triton_shared import (
 from hf_kvret_kernels.higgs.codec import Codec, HiggsCodec
 from hf_kvret_kernels.higgs.packing import WORDS
 from hf_kvret_kernels.higgs.tables import grid_words
-from hf_kvret_kernels.higgs.triton_tiles import load_numbers
+from hf_kvret_kernels.higgs.triton_tiles import load_halves, load_numbers, load_points
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.paged import PagedRows
 
@@ -66,6 +66,64 @@ def _transform(
     if BACK:
         x = x * signs
     return x
+
+
+@triton.jit
+def _load_side(
+    codes,
+    scales,
+    id_mask,
+    grid_ptr,
+    BYTES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    PLANES: tl.constexpr,
+    HIGGS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PAIR: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+):
+    """Keys or values ``[K, BLOCK_GROUPS * GROUP]``, and factors ``[1, K]`` that they still lack.
+
+    A scale of a whole row is such a factor: it is cheaper in the products than in each number.
+    """
+    if ONE_GROUP:
+        numbers = load_points(
+            codes,
+            id_mask,
+            BYTES // PLANES,
+            grid_ptr,
+            PAIR,
+            BLOCK_K,
+            GROUP,
+            CODE_BITS,
+            PER_WORD,
+            PLANES,
+        )
+        factors = tl.trans(load_halves(scales, id_mask[:, None], EVEN))
+    else:
+        numbers = load_numbers(
+            codes,
+            scales,
+            id_mask,
+            BYTES // PLANES,
+            grid_ptr,
+            GROUPS,
+            GROUP,
+            BLOCK_K,
+            BLOCK_GROUPS,
+            CODE_BITS,
+            PER_WORD,
+            PLANES,
+            HIGGS,
+            EVEN,
+        )
+        factors = tl.full([1, BLOCK_K], 1.0, tl.float32)
+    return numbers, factors
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "count", "split_len", *CHANGING_STRIDES])
@@ -108,6 +166,8 @@ def _attend_kernel(
     PER_WORD: tl.constexpr,
     PLANES: tl.constexpr,
     HIGGS: tl.constexpr,
+    PAIR: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
@@ -165,12 +225,12 @@ def _attend_kernel(
             SCALE_ALIGN,
             tl.uint8,
         )
-        key = load_numbers(
+        key, key_factors = _load_side(
             codes,
             scales,
             id_mask,
-            KEY_BYTES // PLANES,
             grid_ptr,
+            KEY_BYTES,
             KEY_GROUPS,
             GROUP,
             BLOCK_K,
@@ -180,18 +240,20 @@ def _attend_kernel(
             PLANES,
             HIGGS,
             SCALE_ALIGN % 2 == 0,
+            PAIR,
+            ONE_GROUP,
         )
         key = key.to(DTYPE).to(DOT_DTYPE)
-        dots = tl.trans(tl.dot(key, q, input_precision="ieee"))
+        dots = tl.trans(tl.dot(key, q, input_precision="ieee")) * key_factors
         scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(id_mask[None, :], scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
-        value = load_numbers(
+        value, value_factors = _load_side(
             codes + KEY_BYTES,
             scales + KEY_GROUPS * SCALE_BYTES,
             id_mask,
-            VALUE_BYTES // PLANES,
             grid_ptr,
+            VALUE_BYTES,
             VALUE_GROUPS,
             GROUP,
             BLOCK_K,
@@ -201,9 +263,11 @@ def _attend_kernel(
             PLANES,
             HIGGS,
             SCALE_ALIGN % 2 == 0,
+            PAIR,
+            ONE_GROUP,
         )
         value = value.to(DTYPE).to(DOT_DTYPE)
-        weights = weights.to(DTYPE).to(DOT_DTYPE)
+        weights = (weights * value_factors).to(DTYPE).to(DOT_DTYPE)
         acc = acc * shrink[None, :]
         acc = tl.dot(tl.trans(value), tl.trans(weights), acc, input_precision="ieee")
 
@@ -260,9 +324,12 @@ def attend_pieces(
     per_word, planes = WORDS[codec.code_bits]
     code_align, scale_align = rows.side_alignments()
     # Min-max looks nothing up: any pointer will do.
-    signs, grid = rows.table, rows.table
+    signs, grid, one_group, pair = rows.table, rows.table, False, torch.float16
     if isinstance(codec, HiggsCodec):
-        signs, grid = codec.sign_tensor(query.device), grid_words(codec.bits, query.device)
+        one_group = block_key == block_value == 1
+        if one_group and query.dtype == torch.bfloat16:
+            pair = torch.bfloat16
+        signs, grid = codec.sign_tensor(query.device), grid_words(codec.bits, query.device, pair)
     _attend_kernel[(programs, splits)](
         query,
         ids,
@@ -296,6 +363,8 @@ def attend_pieces(
         PER_WORD=per_word,
         PLANES=planes,
         HIGGS=isinstance(codec, HiggsCodec),
+        PAIR=TL_DTYPES[pair],
+        ONE_GROUP=one_group,
         BLOCK_G=max(_FEWEST_HEADS, triton.next_power_of_2(shared)),
         BLOCK_K=block_k,
         BLOCK_KEY=block_key,
