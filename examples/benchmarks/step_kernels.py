@@ -223,21 +223,21 @@ def _near(shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return keys, values, torch.empty(shape.batch, WINDOW_LEN, dtype=torch.bool, device=_META)
 
 
-def _pieces(shape: StepShape, count: int, waves: int) -> Pieces:
-    """As attention to ``count`` rows leaves them, in tiles of 32."""
+def _pieces(shape: StepShape, count: int, tile_rows: int, waves: int) -> Pieces:
+    """As attention to ``count`` rows leaves them, ``waves`` programs a multiprocessor."""
     from hf_kvret_kernels._triton_shared import piece_buffers, split_plan
 
     programs = shape.batch * shape.heads
-    splits, _ = split_plan(count, 32, programs, _META, waves=waves, most=64)
+    splits, _ = split_plan(count, tile_rows, programs, _META, waves=waves, most=64)
     return piece_buffers(shape.batch, shape.query_heads, 1, splits, shape.head_dim, _META)
 
 
-def _finish(shape: StepShape) -> None:
+def _finish(shape: StepShape, count: int) -> None:
     from hf_kvret_kernels.step_attention import triton
 
     keys, values, mask = _near(shape)
     total = torch.empty((), dtype=torch.int64, device=_META)
-    others, ids = _pieces(shape, LRQK_K, 4), shape.ids(LRQK_K)
+    others, ids = _pieces(shape, count, 32, 4), shape.ids(count)
     given = shape.query(), keys, values, others, shape.scale
     triton.step_attention(*given, None, mask, None, None, ids, total, _HALF)
 
@@ -252,7 +252,7 @@ def _window(shape: StepShape) -> None:
 def _merge(shape: StepShape) -> None:
     from hf_kvret_kernels.merge import triton
 
-    near = _pieces(shape, WINDOW_LEN, 1)
+    near = _pieces(shape, WINDOW_LEN, 64, 1)
     out = torch.empty(shape.query().shape, device=_META)
     lse = torch.empty(shape.query().shape[:3], device=_META)
     triton.merge_partials([near.outs, out], [near.lses, lse], None, _HALF)
@@ -268,14 +268,15 @@ PARTS: dict[str, Callable[[StepShape], None]] = {
     "attend-2048": lambda shape: _attend(shape, LRQK_K),
     "higgs": _higgs,
     "resident": _resident,
-    "finish": _finish,
+    "finish-100": lambda shape: _finish(shape, PARIS_K),
+    "finish-2048": lambda shape: _finish(shape, LRQK_K),
     "count": _count,
     "window": _window,
     "merge": _merge,
 }
 """By name: what launches the kernels of a part. One more needs its work in ``step_work``.
 
-Attention to the selected rows is followed by "finish"; "count", "window" and "merge" stand in its
+A "finish" follows attention to as many selected rows; "count", "window" and "merge" stand in its
 place where a store attends elsewhere, and gives its part when that is ready.
 """
 
@@ -322,19 +323,21 @@ class MethodStep:
 
 
 STEPS: dict[str, MethodStep] = {
-    "paris": MethodStep(LayerLaunches(("paris", "attend-100", "finish")), lambda shape: PARIS_K),
+    "paris": MethodStep(
+        LayerLaunches(("paris", "attend-100", "finish-100")), lambda shape: PARIS_K
+    ),
     "lrqk": MethodStep(
-        LayerLaunches(("lrqk", "attend-2048", "finish"), torch_launches=5),
+        LayerLaunches(("lrqk", "attend-2048", "finish-2048"), torch_launches=5),
         lambda shape: LRQK_K,
     ),
     "lrqk:store=higgs": MethodStep(
-        LayerLaunches(("lrqk", "higgs", "finish"), torch_launches=5),
+        LayerLaunches(("lrqk", "higgs", "finish-2048"), torch_launches=5),
         lambda shape: LRQK_K,
         hosted=False,
     ),
     "a2ats": MethodStep(
         LayerLaunches(
-            ("a2ats", "attend-2048", "finish"),
+            ("a2ats", "attend-2048", "finish-2048"),
             torch_launches=48,
             # The new key is compared with all codewords of 8 heads.
             torch_bytes=2 * 8 * 128 * CODEWORDS,
@@ -343,14 +346,14 @@ STEPS: dict[str, MethodStep] = {
         replayed=False,
     ),
     "ctkvr": MethodStep(
-        LayerLaunches(("ctkvr", "attend-2048", "finish"), torch_launches=17),
+        LayerLaunches(("ctkvr", "attend-2048", "finish-2048"), torch_launches=17),
         lambda shape: CTKVR_K,
         compared=RECALLED,
         replayed=False,
     ),
     "flat": MethodStep(
         LayerLaunches(
-            ("flat", "attend-2048", "finish"),
+            ("flat", "attend-2048", "finish-2048"),
             # A top-k of torch over long rows is 15 kernels: two for each of four digits, then
             # counts, sums of these, the selection, a sort.
             torch_launches=9 + 15,

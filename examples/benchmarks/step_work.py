@@ -31,6 +31,8 @@ Grid = tuple[int, int, int]
 
 # Tokens of a program of the selecting kernels, of a sum of proxies' scores, of selected rows.
 _TOKENS, _PROXIES, _ROWS, _WINDOW_ROWS = 1024, 128, 32, 64
+# Ids that a program counts at a time; pieces of the window that the last one merges at a time.
+_IDS, _OWN_PIECES = 512, 16
 # Most halvings of a range of 32 bits; sums that a program adds up at a time.
 _HALVINGS, _SUMS = 32, 256
 
@@ -117,29 +119,46 @@ def _relevance(length: _Length) -> dict[str, _Describe]:
 
 
 def _attention(count: int, row_bytes: int, kernel: str) -> dict[str, _Describe]:
-    """Attention to ``count`` selected rows of each KV head, in pieces that are merged."""
-
-    def partials(s: StepShape, splits: int) -> int:
-        return 4 * s.batch * s.query_heads * splits * (s.head_dim + 1)
+    """Attention to ``count`` selected rows of each KV head, in pieces that others merge."""
 
     def attend(s: StepShape, grid: Grid) -> Work:
         # An id, a page number and an address lead to a row.
         read = s.batch * s.heads * count * (row_bytes + 16) + _query_bytes(s)
-        return Work(read, partials(s, grid[1]), (math.ceil(math.ceil(count / _ROWS) / grid[1]),))
+        trips = math.ceil(math.ceil(count / _ROWS) / grid[1])
+        return Work(read, _pieces_bytes(s, grid[1]), (trips,))
 
-    return {kernel: attend, "shared.combine": _combine(count, _ROWS, 4)}
+    return {kernel: attend}
 
 
-def _combine(length: int, least_len: int, waves: int) -> _Describe:
-    """Of pieces of ``length`` rows, ``waves`` programs a multiprocessor, as ``split_plan`` cuts."""
+def _piece_count(s: StepShape, length: int, least_len: int, waves: int) -> int:
+    """Of attention to ``length`` rows, ``waves`` programs a multiprocessor, as ``split_plan``."""
+    fill = waves * H200.multiprocessors // (s.batch * s.heads)
+    return max(1, min(math.ceil(length / least_len), fill))
 
-    def combine(s: StepShape, grid: Grid) -> Work:
-        fill = waves * H200.multiprocessors // (s.batch * s.heads)
-        splits = max(1, min(math.ceil(length / least_len), fill))
-        out = 4 * s.batch * s.query_heads * (s.head_dim + 1)
-        return Work(out * splits, out)
 
-    return combine
+def _pieces_bytes(s: StepShape, count: int) -> int:
+    """Of ``count`` pieces of each query: a mean and the logarithm of its weight, in fp32."""
+    return 4 * s.batch * s.query_heads * count * (s.head_dim + 1)
+
+
+def _finish(count: int) -> dict[str, _Describe]:
+    """The window, merged with ``count`` rows that were attended to; their ids are counted."""
+
+    def finish(s: StepShape, grid: Grid) -> Work:
+        splits, programs, ids = grid[2], math.prod(grid), s.batch * s.heads * count
+        others = _pieces_bytes(s, _piece_count(s, count, _ROWS, 4))
+        tiles = math.ceil(math.ceil(WINDOW_LEN / _WINDOW_ROWS) / splits)
+        # A program has a first block of ids before its loop; there is none over a single tile.
+        of_ids = math.ceil(math.ceil(ids / _IDS) / programs) - 1
+        of_all = (of_ids, math.ceil(splits / _OWN_PIECES))
+        return Work(
+            _window_bytes(s) + others + 4 * ids,
+            _pieces_bytes(s, splits) + _query_bytes(s) + 4 * s.batch * s.query_heads + 8,
+            of_all if tiles == 1 else (tiles, *of_all),
+            last_ctas=s.batch * s.heads,
+        )
+
+    return {"step_attention.finish": finish}
 
 
 def _query_bytes(s: StepShape) -> int:
@@ -198,11 +217,20 @@ def _recalled(s: StepShape, grid: Grid) -> int:
     return grid[0] // math.ceil(RECALLED / _TOKENS) * RECALLED
 
 
+def _window_bytes(s: StepShape) -> int:
+    """Of keys, values and mask of the window, and of the queries."""
+    return s.batch * WINDOW_LEN * (4 * s.heads * s.head_dim + 1) + _query_bytes(s)
+
+
 def _window(s: StepShape, grid: Grid) -> Work:
-    rows = s.batch * WINDOW_LEN * (4 * s.heads * s.head_dim + 1)
-    blocks = math.ceil(WINDOW_LEN / _WINDOW_ROWS)
-    written = 4 * s.batch * s.query_heads * grid[2] * (s.head_dim + 1)
-    return Work(rows + _query_bytes(s), written, (math.ceil(blocks / grid[2]),))
+    tiles = math.ceil(math.ceil(WINDOW_LEN / _WINDOW_ROWS) / grid[2])
+    return Work(_window_bytes(s), _pieces_bytes(s, grid[2]), (tiles,))
+
+
+def _merge(s: StepShape, grid: Grid) -> Work:
+    """The window's pieces and one of the rest, which has none that are loaded at once."""
+    pieces = _piece_count(s, WINDOW_LEN, _WINDOW_ROWS, 1)
+    return Work(_pieces_bytes(s, pieces + 1), _query_bytes(s))
 
 
 def _proxy_sums(s: StepShape) -> int:
@@ -295,13 +323,8 @@ _WORK: dict[str, dict[str, _Describe]] = {
             (512 + 16) * s.batch * s.heads * LRQK_K, 512 * s.batch * s.heads * LRQK_K
         ),
     },
-    "window": {
-        "prompt_attention.attend": _window,
-        "shared.combine": _combine(WINDOW_LEN, 128, 1),
-    },
-    "merge": {
-        "merge.merge": lambda s, grid: Work(
-            2 * 4 * s.batch * s.query_heads * (s.head_dim + 1), _query_bytes(s)
-        )
-    },
+    "finish-100": _finish(PARIS_K),
+    "finish-2048": _finish(LRQK_K),
+    "window": {"prompt_attention.attend": _window},
+    "merge": {"merge.merge": _merge},
 }

@@ -1,8 +1,14 @@
 """Masks ``[B, n]`` of valid tokens as arguments of kernels, which may go without one."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
+
+# Bytes that a load takes at once where rows begin at multiples of them.
+_UNIT = 16
 
 
 def mask_bytes(valid: torch.Tensor | None, unread: torch.Tensor) -> torch.Tensor:
@@ -13,10 +19,6 @@ def mask_bytes(valid: torch.Tensor | None, unread: torch.Tensor) -> torch.Tensor
 def mask_strides(valid: torch.Tensor | None) -> tuple[int, int]:
     """Strides of rows of the batch and of tokens; zeros where there is no mask."""
     return (0, 0) if valid is None else (valid.stride(0), valid.stride(1))
-
-
-# Bytes that a load takes at once where rows begin at multiples of them.
-_UNIT = 16
 
 
 def mask_layout(valid: torch.Tensor | None) -> tuple[int, int, int]:
@@ -33,3 +35,14 @@ def mask_layout(valid: torch.Tensor | None) -> tuple[int, int, int]:
     whole = valid.stride(1) == 1 and row % _UNIT == 0 and end <= valid.untyped_storage().nbytes()
     unit = _UNIT if whole else 1
     return row // unit, valid.stride(1), unit
+
+
+@triton.jit
+def load_mask(mask_ptr, b, tokens, length, stride_b, stride_n, UNIT: tl.constexpr):
+    """Which of ``tokens [N]`` of row ``b``, an int64, are valid; none from ``length`` on.
+
+    The strides and UNIT are those of ``mask_layout``.
+    """
+    mask_ptr += b * stride_b * UNIT + tokens.to(tl.int64) * stride_n
+    readable = tokens < tl.cdiv(length, UNIT) * UNIT
+    return (tl.load(mask_ptr, mask=readable, other=0) != 0) & (tokens < length)

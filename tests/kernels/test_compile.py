@@ -39,6 +39,7 @@ EXPECTED = {
     "higgs": {"_higgs_kernel", "_minmax_kernel", "_decode_kernel", "_attend_kernel"},
     "merge": {"_merge_kernel"},
     "prompt_attention": {"_attend_kernel"},
+    "step_attention": {"_finish_kernel"},
     "paged": {"_gather_kernel", "_copy_kernel"},
     "proxy": {
         "_scores_kernel",
@@ -142,10 +143,10 @@ def _calls(operation: str) -> Iterator[functools.partial]:
         for softcap, variant in ((None, "direct"), (50.0, "direct"), (None, "gather")):
             query = torch.zeros(1, 8, 1, 128, dtype=half)
             arguments = (query, rows, ids, 0.1, softcap, None, variant)
-            yield functools.partial(gather.gather_attention, *arguments)
+            yield functools.partial(gather.gather_pieces, *arguments)
         # With many stages the loads of rows are made a tile ahead, behind three others.
         deep = gather.choices.GatherChoice("direct", 32, 32, 4, 6, 4, 64)
-        yield functools.partial(gather.gather_attention, query, rows, ids, 0.1, None, choice=deep)
+        yield functools.partial(gather.gather_pieces, query, rows, ids, 0.1, None, choice=deep)
     elif operation == "gather_scores":
         for softcap in (None, 50.0):
             query = torch.zeros(1, 8, 1, 128, dtype=half)
@@ -206,6 +207,8 @@ def _calls(operation: str) -> Iterator[functools.partial]:
             key = torch.zeros(1, 2, 512, dim, dtype=half)
             arguments = (query, key, key, 0.1, 512 - queries, valid, None, torch.float32)
             yield functools.partial(prompt.prompt_attention, *arguments)
+    elif operation == "step_attention":
+        yield from _calls_of_steps()
     else:
         from hf_kvret_kernels.paris import triton_count, triton_encode
 
@@ -237,6 +240,27 @@ def _calls_of_merging() -> Iterator[functools.partial]:
     yield functools.partial(
         merging.merge_partials, [full, full, half], [lse, lse, lse], None, torch.bfloat16
     )
+
+
+def _calls_of_steps() -> Iterator[functools.partial]:
+    """A piece that is a tile and a longer one, with and without all that a model may lack."""
+    from hf_kvret_kernels.merge import Pieces
+    from hf_kvret_kernels.step_attention import triton as step
+
+    total, ids = torch.zeros((), dtype=torch.int64), torch.zeros(1, 2, 1, 100, dtype=torch.int32)
+    sinks = torch.zeros(8, dtype=torch.bfloat16)
+    for dtype, dims, queries, splits in (
+        (torch.bfloat16, (128, 128), 1, None),
+        (torch.bfloat16, (192, 128), 3, 2),
+        (torch.float32, (128, 128), 1, 1),
+    ):
+        query = torch.zeros(1, 8, queries, dims[0], dtype=dtype)
+        key, value = (torch.zeros(1, 2, 512, dim, dtype=dtype) for dim in dims)
+        others = Pieces(torch.zeros(1, 8, queries, 9, dims[1]), torch.zeros(1, 8, queries, 9))
+        given = functools.partial(step.step_attention, query, key, value, others, 0.1, None)
+        yield functools.partial(given, None, None, None, None, None, dtype, splits)
+        valid, counted = torch.ones(1, 512).bool(), (ids, total)
+        yield functools.partial(given, valid, 50.0, sinks, *counted, torch.float32, splits)
 
 
 def _calls_of_relevance() -> Iterator[functools.partial]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._triton_log_sums import best_share, finite_base, log_total
-from hf_kvret_kernels._triton_masks import mask_bytes, mask_strides
+from hf_kvret_kernels._triton_masks import load_mask, mask_bytes, mask_layout
 
 # Tokens of a program that counts or looks up.
 _TOKENS = 1024
@@ -36,7 +36,7 @@ def code_counts(codes: torch.Tensor, codewords: int, valid: torch.Tensor | None)
         codewords,
         blocks,
         *codes.stride(),
-        *mask_strides(valid),
+        *mask_layout(valid),
         HAS_VALID=valid is not None,
         BLOCK=_TOKENS,
         enable_fp_fusion=True,
@@ -87,7 +87,7 @@ def lookup(table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None)
         blocks,
         Hq // H * Q,
         *codes.stride(),
-        *mask_strides(valid),
+        *mask_layout(valid),
         HAS_VALID=valid is not None,
         BLOCK=_TOKENS,
         enable_fp_fusion=True,
@@ -108,14 +108,16 @@ def _held_codes(
     stride_n,
     valid_stride_b,
     valid_stride_n,
+    VALID_UNIT: tl.constexpr,
     HAS_VALID: tl.constexpr,
 ):
     """``(codes, held)`` of a block of tokens; 0 and False where none is valid."""
     b, h = index // heads, index % heads
     token_mask = tokens < length
     if HAS_VALID:
-        mask_ptr = valid_ptr + b * valid_stride_b + tokens * valid_stride_n
-        token_mask = token_mask & (tl.load(mask_ptr, mask=token_mask, other=0) != 0)
+        token_mask = load_mask(
+            valid_ptr, b, tokens, length, valid_stride_b, valid_stride_n, VALID_UNIT
+        )
     codes_ptr += b * stride_b + h * stride_h
     return tl.load(codes_ptr + tokens * stride_n, mask=token_mask, other=0).to(tl.int32), token_mask
 
@@ -134,6 +136,7 @@ def _count_kernel(
     stride_n,
     valid_stride_b,
     valid_stride_n,
+    VALID_UNIT: tl.constexpr,
     HAS_VALID: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -151,6 +154,7 @@ def _count_kernel(
         stride_n,
         valid_stride_b,
         valid_stride_n,
+        VALID_UNIT,
         HAS_VALID,
     )
     tl.atomic_add(counts_ptr + index * codewords + codes, 1, mask=token_mask, sem="relaxed")
@@ -219,6 +223,7 @@ def _lookup_kernel(
     stride_n,
     valid_stride_b,
     valid_stride_n,
+    VALID_UNIT: tl.constexpr,
     HAS_VALID: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -237,6 +242,7 @@ def _lookup_kernel(
         stride_n,
         valid_stride_b,
         valid_stride_n,
+        VALID_UNIT,
         HAS_VALID,
     )
     for reader in range(readers):

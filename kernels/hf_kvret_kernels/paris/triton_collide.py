@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._triton_masks import mask_bytes, mask_layout
+from hf_kvret_kernels._triton_masks import load_mask, mask_bytes, mask_layout
 from hf_kvret_kernels.paris.codes import EXCLUDED
 from hf_kvret_kernels.paris.triton_bonus import PER_WORD, Bonus
 
@@ -144,10 +144,9 @@ def _collide_kernel(
     inside = tokens < length
     counted = inside
     if HAS_VALID:
-        mask_ptr = valid_ptr + b * valid_stride_b * VALID_UNIT
-        mask_ptr += tokens.to(tl.int64) * valid_stride_n
-        readable = tokens < tl.cdiv(length, VALID_UNIT) * VALID_UNIT
-        counted = counted & (tl.load(mask_ptr, mask=readable, other=0) != 0)
+        counted = load_mask(
+            valid_ptr, b, tokens, length, valid_stride_b, valid_stride_n, VALID_UNIT
+        )
     column = tl.arange(0, BYTES)[None, :]
     places = b * sign_stride_b + h * sign_stride_h + tokens.to(tl.int64)[:, None] * BYTES + column
     byte = tl.load(sign_ptr + places, mask=inside[:, None], other=0).to(tl.int32)

@@ -30,7 +30,8 @@ from hf_kvret_kernels.prompt_attention.triton_tile import attend_tile, query_pla
 
 # Numbers of other pieces that a thread holds while it attends, and of its own at the end.
 _OTHERS_OF_THREAD, _OWN_OF_THREAD = 32, 64
-_MOST_OTHERS = 8
+# Pieces of each query at once, at most.
+_MOST_OTHERS, _MOST_OWN = 8, 16
 # Ids that a program counts at a time.
 _IDS = 512
 
@@ -246,6 +247,8 @@ def step_attention(
     other_splits = others.lses.shape[3]
     # Programs without keys take others only.
     splits = max(plan.splits, triton.cdiv(other_splits, at_once))
+    share = triton.cdiv(other_splits, splits)
+    own_at_once = min(_MOST_OWN, max(1, _OWN_OF_THREAD // max(1, columns_of_thread)))
     outs = torch.empty(*shape, splits, value_dim, dtype=torch.float32, device=device)
     lses = torch.empty(*shape, splits, dtype=torch.float32, device=device)
     tickets = others.tickets
@@ -270,12 +273,12 @@ def step_attention(
         lse,
         *tile_numbers(plan, query, key, value, scale, causal_offset, valid, softcap),
         other_splits,
-        triton.cdiv(other_splits, splits),
+        share,
         0 if ids is None else flat.numel(),
         HAS_SINKS=sink_logits is not None,
         ROWS=tile_rows,
-        OTHERS=at_once,
-        OWN=max(1, min(16, _OWN_OF_THREAD // max(1, columns_of_thread))),
+        OTHERS=triton.next_power_of_2(share),
+        OWN=min(own_at_once, triton.next_power_of_2(splits)),
         IDS=_IDS,
         **constants,
     )

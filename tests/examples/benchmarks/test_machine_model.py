@@ -129,17 +129,27 @@ def test_bytes_of_kernels_at_the_8b_shape() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "batch", "splits"),
+    ("count", "batch", "pieces", "own_pieces", "trips"),
     [
-        *(("attend-100", 1, 4), ("attend-2048", 1, 64), ("window", 1, 7)),
-        *(("attend-100", 8, 4), ("attend-2048", 8, 8), ("window", 8, 2)),
+        # Heads fill the device with 13 pieces of one tile; a block of ids for each program.
+        *((100, 1, 4, 13, (0, 1)), (2048, 1, 64, 13, (0, 1))),
+        # Two pieces of seven tiles; 100 ids of 64 heads are 13 blocks, 2,048 are 256.
+        *((100, 8, 4, 2, (7, 0, 1)), (2048, 8, 8, 2, (7, 1, 1))),
     ],
 )
 def test_merging_reads_as_many_pieces_as_attention_makes(
-    part: str, batch: int, splits: int
+    count: int, batch: int, pieces: int, own_pieces: int, trips: tuple[int, ...]
 ) -> None:
-    work = work_of(part, "shared.combine", StepShape(131_072, batch), (32 * batch, 1, 1))
-    assert work.read_bytes == splits * work.written_bytes
+    shape, grid = StepShape(131_072, batch), (1, 8 * batch, own_pieces)
+    rows = (8 * batch, pieces, 1)
+    made = work_of(f"attend-{count}", "gather_attention.attend", shape, rows).written_bytes
+    window = work_of("window", "prompt_attention.attend", shape, grid)
+    finish = work_of(f"finish-{count}", "step_attention.finish", shape, grid)
+    assert finish.read_bytes == made + window.read_bytes + 4 * 8 * batch * count
+    assert finish.written_bytes > window.written_bytes
+    assert finish.trips == trips and finish.last_ctas == 8 * batch
+    merge = work_of("merge", "merge.merge", shape, (32 * batch, 1, 1))
+    assert merge.read_bytes * own_pieces == window.written_bytes * (own_pieces + 1)
 
 
 def test_a_kernel_or_part_that_nobody_described_is_named() -> None:
