@@ -33,8 +33,8 @@ Grid = tuple[int, int, int]
 _TOKENS, _PROXIES, _ROWS, _WINDOW_ROWS = 1024, 128, 32, 64
 # Ids that a program counts at a time; pieces of the window that the last one merges at a time.
 _IDS, _OWN_PIECES = 512, 16
-# Most halvings of a range of 32 bits; sums that a program adds up at a time.
-_HALVINGS, _SUMS = 32, 256
+# Most halvings of a range of 32 bits; bins of scores; log-sum-exps that are added up at a time.
+_HALVINGS, _BINS, _SUMS = 32, 2048, 256
 
 
 @dataclass(frozen=True)
@@ -79,26 +79,31 @@ _Describe = Callable[[StepShape, Grid], Work]
 _Length = Callable[[StepShape], int]
 
 
-def _selection(length: _Length, count: _Length) -> dict[str, _Describe]:
-    """Radix selection of ``count`` in each of the KV heads' rows of fp32."""
+def _selection(length: _Length, count: _Length, group: int = 1) -> dict[str, _Describe]:
+    """Of ``count`` in each of the KV heads' rows of fp32, in three launches."""
 
-    def scores(s: StepShape) -> int:
+    def orders(s: StepShape) -> int:
         return 4 * s.batch * s.heads * length(s)
 
-    def histogram(s: StepShape) -> int:
-        return 4 * 4 * 256 * s.batch * s.heads
+    def bins(s: StepShape) -> int:
+        return 4 * _BINS * s.batch * s.heads
 
-    def sums(s: StepShape) -> int:
-        return 8 * s.batch * s.heads * math.ceil(length(s) / _TOKENS)
+    def blocks(s: StepShape) -> int:
+        return 4 * s.batch * s.heads * math.ceil(length(s) / _TOKENS)
+
+    def chunks(s: StepShape) -> int:
+        return math.ceil(length(s) / _TOKENS / 1024)
 
     return {
-        "top_k.count_digits": lambda s, grid: Work(scores(s) + histogram(s), histogram(s) // 4),
-        "top_k.block_sums": lambda s, grid: Work(scores(s) + histogram(s), sums(s)),
+        "top_k.count": lambda s, grid: Work(
+            group * orders(s) + bins(s), orders(s) + bins(s), (group,), s.batch * s.heads
+        ),
+        # The threshold's bin is taken to have up to 1,024 scores, and no two at the threshold.
+        "top_k.border": lambda s, grid: Work(
+            orders(s), blocks(s), (1, 1, 1, 1, 0, 0, 0, 0, 1, chunks(s)), s.batch * s.heads
+        ),
         "top_k.compact": lambda s, grid: Work(
-            scores(s) + histogram(s) + sums(s),
-            4 * s.batch * s.heads * count(s),
-            # On average half of the blocks lie before one; nothing is left empty.
-            (math.ceil(length(s) / _TOKENS / 2 / _SUMS), 0),
+            orders(s) + blocks(s), 4 * s.batch * s.heads * count(s), (0,)
         ),
     }
 
@@ -202,6 +207,21 @@ def _collide(s: StepShape, grid: Grid) -> Work:
     )
 
 
+def _best(s: StepShape, grid: Grid) -> Work:
+    """The best of each block of ParisKV's candidates, and by the last program those of all."""
+    rows, blocks = s.batch * s.heads, grid[0]
+    # An order and a place of each, written and read again.
+    chosen = 8 * rows * blocks * PARIS_K
+    # Log-sum-exps of blocks of 128.
+    sums = math.ceil(s.candidates / 128)
+    return Work(
+        4 * s.group * (_kept(s) + rows * sums) + chosen,
+        4 * rows * PARIS_K + chosen,
+        (s.group * math.ceil(sums / _SUMS), _HALVINGS, _HALVINGS),
+        last_ctas=rows,
+    )
+
+
 def _score_table_bytes(s: StepShape) -> int:
     """Of A²ATS: a score of fp32 for each codeword and query head."""
     return 4 * s.batch * s.query_heads * CODEWORDS
@@ -256,11 +276,7 @@ _WORK: dict[str, dict[str, _Describe]] = {
             (4 + 16 + 48 + 32) * _kept(s) + _rotated_bytes(s),
             4 * s.group * (_kept(s) + grid[0] * grid[1]),
         ),
-        "top_k.best": lambda s, grid: Work(
-            4 * s.group * _kept(s), 4 * s.batch * s.heads * PARIS_K, (s.group, _HALVINGS)
-        ),
-        **_relevance(lambda s: s.candidates),
-        **_selection(lambda s: s.candidates, lambda s: PARIS_K),
+        "top_k.best": _best,
     },
     "lrqk": {
         "proxy.scores": lambda s, grid: Work(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -12,6 +12,7 @@ from hf_kvret.core.store import Store
 from hf_kvret.stores.cpu import CpuStore
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.stores.paged import PagedStore
+from hf_kvret.stores.pinning import LayerChunks
 from hf_kvret.stores.places import CODED, choose
 from hf_kvret.stores.quantized import QuantizedStore
 from hf_kvret.stores.resident import ResidentStore
@@ -27,13 +28,24 @@ __all__ = [
     "store_names",
 ]
 
-STORES: dict[str, Callable[[torch.device, RetrievalConfig], Store]] = {
-    "device": lambda device, options: PagedStore(DeviceMemory(device)),
-    "host": lambda device, options: PagedStore(HostMemory(device)),
-    "resident": lambda device, options: ResidentStore(device, options.slots),
-    "cpu": lambda device, options: CpuStore(device),
-    "higgs": lambda device, options: _coded(DeviceMemory(device), options),
-    "higgs-host": lambda device, options: _coded(HostMemory(device), options),
+
+class MakeStore(Protocol):
+    """Makes an empty store for queries on ``device``; ``layers`` as for ``HostMemory``."""
+
+    def __call__(
+        self, device: torch.device, options: RetrievalConfig, layers: LayerChunks | None = None
+    ) -> Store: ...
+
+
+STORES: dict[str, MakeStore] = {
+    "device": lambda device, options, layers=None: PagedStore(DeviceMemory(device)),
+    "host": lambda device, options, layers=None: PagedStore(HostMemory(device, layers=layers)),
+    "resident": lambda device, options, layers=None: ResidentStore(device, options.slots, layers),
+    "cpu": lambda device, options, layers=None: CpuStore(device, layers),
+    "higgs": lambda device, options, layers=None: _coded(DeviceMemory(device), options),
+    "higgs-host": lambda device, options, layers=None: _coded(
+        HostMemory(device, layers=layers), options
+    ),
 }
 
 
@@ -80,6 +92,7 @@ class StoreChoice:
         self._share: int | None = None
         self._tokens, self._chunk = 0, 0
         self._prompt_len, self._new_tokens = 0, 0
+        self._layer_chunks = LayerChunks(layers)
 
     @property
     def codes_rows(self) -> bool:
@@ -93,6 +106,7 @@ class StoreChoice:
         """
         self._tokens, self._chunk = tokens, chunk
         self._prompt_len, self._new_tokens = tokens, new_tokens
+        self._layer_chunks.begin_pass()
 
     def note_pass(self, tokens: int) -> None:
         """Note the start of a pass of ``tokens``: one token, or all expected, end the prompt.
@@ -103,6 +117,7 @@ class StoreChoice:
             self._prompt_len, self._new_tokens = 0, 0
         if tokens == 1 or tokens >= self._tokens:
             self._tokens, self._chunk = 0, 0
+        self._layer_chunks.begin_pass()
 
     def make(self, device: torch.device, cold_bytes: int) -> Store:
         """An empty store for queries on ``device``, whose first block takes ``cold_bytes``.
@@ -120,11 +135,13 @@ class StoreChoice:
         if self.name == SPLIT:
             if self._share is None:
                 self._share = self._budget(device) // self._layers
-            store = PagedStore(SplitMemory(device, self._share))
+            store = PagedStore(SplitMemory(device, self._share, self._layer_chunks))
         else:
-            store = STORES[self.name](device, self._options)
-        if self._chunk < self._tokens:
-            store.expect(self._tokens)
+            store = STORES[self.name](device, self._options, self._layer_chunks)
+        tokens = self._tokens if self._chunk < self._tokens else 0
+        final_len = max(0, self._prompt_len + self._new_tokens - self._options.recent)
+        if tokens or final_len:
+            store.expect(tokens, final_len)
         return store
 
     def _expected_bytes(self, cold_bytes: int) -> int:

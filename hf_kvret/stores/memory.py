@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import weakref
 from abc import ABC, abstractmethod
-from functools import cache
 
 import torch
 
-from hf_kvret.core.host_memory import empty, mapped
-from hf_kvret.core.pieces import finish_reading
+from hf_kvret.core.host_memory import empty
+from hf_kvret.stores.driver import reads_host_addresses
+from hf_kvret.stores.numa import node_of
+from hf_kvret.stores.pinning import Chunk, LayerChunks, PendingChunk, may_prepare
 from hf_kvret.stores.under_way import copies_from
 
 CPU = torch.device("cpu")
-_MEMORY_PAGE = 4096
-# CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-_USES_HOST_POINTERS = 91
 
 
 class PageMemory(ABC):
@@ -33,6 +30,21 @@ class PageMemory(ABC):
         If that memory is short, it may have fewer pages (dim 0), a multiple of ``least``; callers
         allocate the rest with another call, in another memory.
         """
+
+    def prepares(self, size: int) -> bool:
+        """Whether the next chunk, of ``size`` bytes or more, is to come from ``prepare``.
+
+        Where allocating takes long.
+        """
+        return False
+
+    def prepare(self, shape: tuple[int, ...], dtype: torch.dtype) -> PendingChunk:
+        """Begin to allocate a chunk in the background. Only where ``prepares``."""
+        raise NotImplementedError
+
+    def take(self, pending: PendingChunk) -> torch.Tensor:
+        """The chunk that ``prepare`` began, as ``allocate`` gives it. MemoryError if it failed."""
+        raise NotImplementedError
 
     @abstractmethod
     def on_host(self, chunk: torch.Tensor) -> bool:
@@ -71,28 +83,37 @@ class HostMemory(PageMemory):
     """Rows in host memory, pinned where there is a GPU that reads them over the bus.
 
     Chunks of 4 MiB and more are aligned to huge pages, which Linux is asked to use, so that random
-    reads need fewer page table walks. Chunks are registered with CUDA at their exact size (torch's
-    pinned allocator rounds up to a power of two). Writes run on a side stream; ``wait`` orders the
-    reader behind them.
+    reads need fewer page table walks. Where there are several NUMA nodes, pinned chunks lie on that
+    of the GPU that reads them, while it has memory. Chunks are registered with CUDA at their exact
+    size (torch's pinned allocator rounds up to a power of two). Writes run on a side stream;
+    ``wait`` orders the reader behind them.
 
     Args:
         device: where rows come from.
         reader: the device that reads them and has the page tables; None: the same device. For the
             CPU, ``wait`` blocks.
+        layers: for chunks of the other layers of a cache, which are pinned in the background.
 
     Raises:
         RuntimeError: the reader is a GPU that can't read pinned memory at the host's addresses.
     """
 
-    def __init__(self, device: torch.device, reader: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        reader: torch.device | None = None,
+        layers: LayerChunks | None = None,
+    ) -> None:
         super().__init__(reader or device)
-        if self.device.type == "cuda" and not _reads_host_addresses(_index_of(self.device)):
+        if self.device.type == "cuda" and not reads_host_addresses(_index_of(self.device)):
             raise RuntimeError(
                 f"{self.device} has other addresses for pinned memory than the host, which the "
                 "kernels here do not know of: use store='device', or store='cpu'"
             )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last_write: torch.cuda.Event | None = None
+        self._layers = layers or LayerChunks(1)
+        self._node = node_of(_index_of(self.device)) if self.device.type == "cuda" else None
 
     @property
     def over_bus(self) -> bool:
@@ -101,7 +122,19 @@ class HostMemory(PageMemory):
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         if self._stream is None:
             return empty(shape, dtype, CPU)
-        return _pinned(shape, dtype, self._stream)
+        form = Chunk(shape, dtype, self._stream.device, self._node)
+        return self._layers.take(form, self._stream)
+
+    def prepares(self, size: int) -> bool:
+        return self._stream is not None and may_prepare()
+
+    def prepare(self, shape: tuple[int, ...], dtype: torch.dtype) -> PendingChunk:
+        assert self._stream is not None, "only pinned memory is prepared"
+        return PendingChunk(Chunk(shape, dtype, self._stream.device, self._node))
+
+    def take(self, pending: PendingChunk) -> torch.Tensor:
+        assert self._stream is not None, "only pinned memory is prepared"
+        return pending.take(self._stream)
 
     def on_host(self, chunk: torch.Tensor) -> bool:
         return True
@@ -143,12 +176,15 @@ class SplitMemory(PageMemory):
     Args:
         device: where rows come from and where they are read.
         budget: bytes of device memory, spare capacity included.
+        layers: see ``HostMemory``.
     """
 
-    def __init__(self, device: torch.device, budget: int) -> None:
+    def __init__(
+        self, device: torch.device, budget: int, layers: LayerChunks | None = None
+    ) -> None:
         super().__init__(device)
         self.budget = budget
-        self._near, self._far = DeviceMemory(device), HostMemory(device)
+        self._near, self._far = DeviceMemory(device), HostMemory(device, layers=layers)
         # Bytes of live chunks on the device, by address.
         self._chunk_bytes: dict[int, int] = {}
 
@@ -158,14 +194,27 @@ class SplitMemory(PageMemory):
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         page_bytes = math.prod(shape[1:]) * dtype.itemsize
-        room = self.budget - sum(list(self._chunk_bytes.values()))
-        pages = room // (page_bytes * least) * least
+        pages = self._room // (page_bytes * least) * least
         if pages < least:
             return self._far.allocate(shape, dtype)
         chunk = self._near.allocate((min(pages, shape[0]), *shape[1:]), dtype)
         self._chunk_bytes[chunk.data_ptr()] = chunk.nbytes
         weakref.finalize(chunk, self._chunk_bytes.pop, chunk.data_ptr()).atexit = False
         return chunk
+
+    def prepares(self, size: int) -> bool:
+        return self._room < size and self._far.prepares(size)
+
+    def prepare(self, shape: tuple[int, ...], dtype: torch.dtype) -> PendingChunk:
+        return self._far.prepare(shape, dtype)
+
+    def take(self, pending: PendingChunk) -> torch.Tensor:
+        return self._far.take(pending)
+
+    @property
+    def _room(self) -> int:
+        """Bytes of the budget that are left."""
+        return self.budget - sum(list(self._chunk_bytes.values()))
 
     def on_host(self, chunk: torch.Tensor) -> bool:
         return chunk.data_ptr() not in self._chunk_bytes
@@ -186,23 +235,6 @@ def _index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-@cache
-def _reads_host_addresses(index: int) -> bool:
-    """Whether memory that is registered has one address for the host and GPU ``index``.
-
-    True where the driver can't be asked: nearly all GPUs on Linux do.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return True
-    device, answer = ctypes.c_int(), ctypes.c_int(1)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(device), index) != 0:
-        return True
-    status = driver.cuDeviceGetAttribute(ctypes.byref(answer), _USES_HOST_POINTERS, device)
-    return status != 0 or bool(answer.value)
-
-
 def _copy_runs(target: torch.Tensor, rows: torch.Tensor) -> None:
     """Asynchronous copies, one per contiguous run of ``target``: a strided copy would block."""
     if target.is_contiguous():
@@ -210,31 +242,3 @@ def _copy_runs(target: torch.Tensor, rows: torch.Tensor) -> None:
         return
     for part, source in zip(target, rows, strict=True):
         _copy_runs(part, source)
-
-
-def _pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Stream) -> torch.Tensor:
-    """Pinned memory of exactly ``shape``, in its own memory pages; unpinned with the tensor.
-
-    Callers must keep the tensor itself, not just a view of it.
-    """
-    runtime = torch.cuda.cudart()
-    size = math.prod(shape) * dtype.itemsize
-    pinned_bytes = -(-size // _MEMORY_PAGE) * _MEMORY_PAGE
-    raw = mapped(pinned_bytes, inherited=False)
-    status = runtime.cudaHostRegister(raw.data_ptr(), pinned_bytes, 0)
-    if int(status) != 0:
-        raise MemoryError(
-            f"cudaHostRegister could not pin {size / 2**30:.1f} GiB of host memory (error "
-            f"{int(status)}): raise the locked-memory limit (ulimit -l), or use store='device'"
-        )
-    chunk = raw[:size].view(dtype).view(shape)
-    weakref.finalize(chunk, _unpin, chunk.data_ptr(), stream).atexit = False
-    return chunk
-
-
-def _unpin(address: int, stream: torch.cuda.Stream) -> None:
-    """Unregister once no copy and no kernel can still be using the memory."""
-    stream.synchronize()
-    torch.cuda.current_stream(stream.device).synchronize()
-    finish_reading(stream.device)
-    torch.cuda.cudart().cudaHostUnregister(address)

@@ -7,6 +7,7 @@ forking a cache touch the table alone, and growing never moves a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Self
 
@@ -16,6 +17,7 @@ from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.pieces import BUS_PROGRAMS, read_ahead, reading_stream
 from hf_kvret.core.store import AttentionResult, Store
 from hf_kvret.stores.memory import PageMemory
+from hf_kvret.stores.pinning import PendingChunk
 from hf_kvret_kernels.chunks import select
 from hf_kvret_kernels.gather_attention import gather_pieces
 from hf_kvret_kernels.gather_scores import gather_scores
@@ -49,7 +51,8 @@ class PagedStore(Store):
         self._chunks: list[torch.Tensor] = []
         self._free_pages = 0
         self._own_pages = 0
-        self._expected_len = 0
+        self._expected_len = self._final_len = 0
+        self._pending: PendingChunk | None = None
         self._table: torch.Tensor | None = None
         self._tail: torch.Tensor | None = None
         self._key_dim = 0
@@ -68,8 +71,8 @@ class PagedStore(Store):
         far = torch.tensor(places, dtype=torch.double).repeat_interleave(lengths)
         return far[self._table[:, : self._page_count].cpu().long()].mean().item()
 
-    def expect(self, tokens: int) -> None:
-        self._expected_len = tokens
+    def expect(self, tokens: int, final_len: int = 0) -> None:
+        self._expected_len, self._final_len = tokens, final_len
 
     def append(self, block: TokenBlock) -> None:
         if block.start != self.length:
@@ -186,8 +189,9 @@ class PagedStore(Store):
     def reorder(self, rows: torch.Tensor) -> None:
         if self._table is not None:
             self._table = self._table.index_select(0, rows.to(self._table.device))
-            # The expected length was for other batch rows.
-            self._tail, self._expected_len = None, 0
+            # The expected lengths were for other batch rows.
+            self._tail, self._pending = None, None
+            self._expected_len = self._final_len = 0
             self._forget_rows()
 
     def crop(self, length: int) -> None:
@@ -203,10 +207,15 @@ class PagedStore(Store):
     def nbytes(self) -> int:
         """Bytes of pages and table. Pages shared with a fork count in both."""
         table = 0 if self._table is None else self._table.nbytes
-        return sum(chunk.nbytes for chunk in self._chunks) + table
+        return sum(chunk.nbytes for chunk in self._chunks) + self._pending_nbytes + table
 
     def host_nbytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self._chunks if self.memory.on_host(chunk))
+        chunks = sum(chunk.nbytes for chunk in self._chunks if self.memory.on_host(chunk))
+        return chunks + self._pending_nbytes
+
+    @property
+    def _pending_nbytes(self) -> int:
+        return 0 if self._pending is None else self._pending.form.nbytes
 
     def before_capture(self) -> None:
         self.memory.synchronize()
@@ -308,23 +317,57 @@ class PagedStore(Store):
     ) -> tuple[int, torch.Tensor]:
         """Number of the first of ``pages`` consecutive new pages, and the view of them.
 
-        There may be fewer, a multiple of ``least``, if the memory has no room for all in one place.
-        The first chunk has exactly the size of the prompt, or the expected size; later ones have
-        at least an eighth of the pages made so far, so that there are few. A fork starts from 0.
+        There may be fewer, a multiple of ``least``, where a chunk has no room for all.
         """
-        if pages > self._free_pages:
-            expected_pages = least * -(-self._expected_len // self.page_len)
-            shortfall = expected_pages - self._own_pages
-            size = max(pages, shortfall if shortfall > 0 else self._own_pages // 8)
-            chunk = self.memory.allocate((size, *shape), dtype, least)
-            self._own_pages += len(chunk)
-            if self._own_pages >= expected_pages:
-                self._expected_len = 0
-            self._chunks = [*self._chunks, chunk]
-            self._addresses = None
-            self._free_pages = len(chunk)
-        chunk, pages = self._chunks[-1], min(pages, self._free_pages)
+        if self._free_pages < least:
+            self._add_chunk(least, pages, shape, dtype)
+        chunk, pages = self._chunks[-1], min(pages, self._free_pages // least * least)
         start = len(chunk) - self._free_pages
         self._free_pages -= pages
         first = sum(len(other) for other in self._chunks[:-1]) + start
         return first, chunk[start : start + pages]
+
+    def _add_chunk(
+        self, least: int, pages: int, shape: tuple[int, int, int], dtype: torch.dtype
+    ) -> None:
+        """A chunk with room for ``pages`` pages of ``shape``, or for ``least`` of them at least.
+
+        The first chunk has exactly the size of the prompt, or the expected size; later ones have
+        at least an eighth of the pages made so far, so that there are few. A fork starts from 0.
+        Where the memory prepares chunks, the first one has the size of the prompt's first block,
+        and each other is prepared when the one before it is taken.
+        """
+        pending, self._pending = self._pending, None
+        least_bytes = least * math.prod(shape) * dtype.itemsize
+        if pending is not None and len(pending) % least == 0:
+            chunk = self.memory.take(pending)
+        else:
+            shortfall = self._pages_for(self._expected_len, least) - self._own_pages
+            if self.memory.prepares(least_bytes):
+                shortfall = min(shortfall, pages)
+            size = max(pages, shortfall if shortfall > 0 else self._own_pages // 8)
+            chunk = self.memory.allocate((size, *shape), dtype, least)
+        self._own_pages += len(chunk)
+        self._chunks = [*self._chunks, chunk]
+        self._addresses = None
+        self._free_pages = len(chunk)
+        if self._own_pages >= self._pages_for(self._expected_len, least):
+            self._expected_len = 0
+        more = self._more_pages(least)
+        if more and self.memory.prepares(least_bytes):
+            self._pending = self.memory.prepare((more, *shape), dtype)
+
+    def _more_pages(self, least: int) -> int:
+        """Pages of the chunk after the newest; 0: none is expected.
+
+        As much again while the prompt goes on, so that chunks are few and soon ready; then as far
+        as tokens may be generated, but an eighth at a time, since that may end early.
+        """
+        shortfall = self._pages_for(self._expected_len, least) - self._own_pages
+        if shortfall > 0:
+            return min(shortfall, self._own_pages)
+        shortfall = self._pages_for(self._final_len, least) - self._own_pages
+        return max(0, min(shortfall, -(-self._own_pages // (8 * least)) * least))
+
+    def _pages_for(self, tokens: int, least: int) -> int:
+        return least * -(-tokens // self.page_len)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_kvret.replay.recorders import RECORDERS
 from hf_kvret_kernels._dispatch import prefer
@@ -140,6 +140,7 @@ class Tape(TorchDispatchMode):
         read = {_memory(tensor) for tensor in _tensors((args, kwargs))}
         fresh = [tensor for tensor in _tensors(out) if _memory(tensor) not in read]
         self._born |= {_memory(tensor) for tensor in fresh}
+        args, kwargs = self.for_replays((args, kwargs))
 
         def redo() -> None:
             again = func(*args, **kwargs)
@@ -162,6 +163,19 @@ class Tape(TorchDispatchMode):
         """Put back what stood in memory that was there before."""
         for whole, before in self._saved.values():
             whole.copy_(before)
+        self._saved = {}
+
+    def held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What replays use for ``tensor``, which was there before: the same, which so stays."""
+        return tensor
+
+    def for_replays(self, values: Any) -> Any:
+        """``values`` with ``held`` tensors for those that were there before."""
+
+        def kept(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if _memory(tensor) in self._born else self.held(tensor)
+
+        return tree_map_only(torch.Tensor, kept, values)
 
 
 @contextmanager
@@ -184,6 +198,7 @@ def noted_launches(tape: Tape) -> Iterator[None]:
 
         with _disable_current_modes():
             tape.save(_tensors((args, kwargs)))
+            args, kwargs = tape.for_replays((args, kwargs))
         redo()
         tape.notes.append(_Note(redo))
 

@@ -44,3 +44,22 @@ def best_share(best, scores, lse):
     ``-inf`` stays so, also where a head's ``lse`` is.
     """
     return tl.maximum(best, scores - finite_base(lse))
+
+
+@triton.jit
+def sum_up(sums_ptr, pieces, PIECES: tl.constexpr):
+    """The log-sum-exp of ``pieces`` log-sum-exps, PIECES at a time."""
+    if PIECES == 1:
+        # There is but one.
+        return tl.load(sums_ptr)
+    peaks = tl.full((PIECES,), float("-inf"), tl.float32)
+    totals = tl.zeros((PIECES,), tl.float32)
+    for start in range(0, pieces, PIECES):
+        places = start + tl.arange(0, PIECES)
+        part = tl.load(sums_ptr + places, mask=places < pieces, other=float("-inf"))
+        peak = tl.maximum(peaks, part)
+        base = finite_base(peak)
+        totals = totals * tl.exp(peaks - base) + tl.exp(part - base)
+        peaks = peak
+    base = finite_base(tl.max(peaks, axis=0))
+    return log_total(base, tl.sum(totals * tl.exp(peaks - base), axis=0))

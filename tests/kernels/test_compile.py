@@ -46,13 +46,14 @@ EXPECTED = {
         "_total_kernel",
         "_share_kernel",
     },
-    "top_k": {"_count_digits_kernel", "_block_sums_kernel", "_compact_kernel", "_best_kernel"},
+    "top_k": {"_best_kernel", "_count_kernel", "_border_kernel", "_compact_kernel"},
     "relevance": {
         "_best_kernel",
         "_piece_kernel",
         "_share_kernel",
-        "_compact_kernel",
         "_count_kernel",
+        "_border_kernel",
+        "_compact_kernel",
     },
     "resident": {"_assign_kernel", "_fetch_kernel"},
     "paris": {
@@ -180,10 +181,10 @@ def _calls(operation: str) -> Iterator[functools.partial]:
                 arguments = (query, proxies, heads, valid, offset, softcap)
                 yield functools.partial(triton_scores.relevance, *arguments)
     elif operation == "top_k":
-        from hf_kvret_kernels.top_k import triton, triton_radix
+        from hf_kvret_kernels.top_k import triton
 
-        for choose in (triton.top_k, triton_radix.radix_top_k):
-            yield functools.partial(choose, torch.zeros(1, 2, 1, 501), 100)
+        for length, count in ((501, 100), (5001, 1000), (5001, 5000)):
+            yield functools.partial(triton.top_k, torch.zeros(1, 2, 1, length), count)
     elif operation in ("merge", "relevance"):
         yield from _calls_of_merging() if operation == "merge" else _calls_of_relevance()
     elif operation == "resident":
@@ -264,15 +265,14 @@ def _calls_of_steps() -> Iterator[functools.partial]:
 
 
 def _calls_of_relevance() -> Iterator[functools.partial]:
-    """The most candidates that a program takes, of one head and of a group; and more of them."""
+    """Of one head and of a group, in one launch and in several."""
     from hf_kvret_kernels.relevance import triton_shares
-    from hf_kvret_kernels.top_k import triton_block
 
-    for length, group in ((100, 4), (triton_block.MOST, 1), (triton_block.MOST, 4)):
-        scores, ids = torch.zeros(1, 2, 1, group, length), torch.zeros(1, 2, 1, length).int()
-        yield functools.partial(triton_block.best_ids, scores, ids, 100)
-        yield functools.partial(triton_block.top_places, scores[:, :, :, 0], 100)
-        yield functools.partial(triton_shares.best_ids, scores, ids, 100)
+    for group in (1, 4):
+        # Blocks of both sizes, and more than one launch takes.
+        for length, count in ((501, 100), (5001, 1000), (5001, 5000)):
+            scores, ids = torch.zeros(1, 2, 1, group, length), torch.zeros(1, 2, 1, length).int()
+            yield functools.partial(triton_shares.best_ids, scores, ids, count)
     for group in (1, 4):
         yield functools.partial(
             triton_shares.group_relevance, torch.zeros(1, 8, 1, 501), 8 // group

@@ -29,9 +29,9 @@ def check_top_k(place: tuple[str, str], scores: torch.Tensor, count: int) -> Non
     ids = top_k(moved, count, backend=backend)
     if backend == "triton":
         # Where there are more scores than one program holds; the results are the same.
-        from hf_kvret_kernels.top_k.triton_radix import radix_top_k
+        from hf_kvret_kernels.top_k.triton_split import split_top_k
 
-        assert torch.equal(ids, radix_top_k(moved, count))
+        assert torch.equal(ids, split_top_k(moved.unsqueeze(3), count))
     assert ids.shape == (*scores.shape[:3], count) and ids.dtype == torch.int32
     assert ids.device.type == device
     for place_ in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
@@ -115,9 +115,9 @@ def test_sums_of_many_blocks_add_up(
 ) -> None:
     """As those of more than 256 blocks do."""
     if place[0] == "triton":
-        from hf_kvret_kernels.top_k import triton_radix
+        from hf_kvret_kernels.top_k import triton_split
 
-        monkeypatch.setattr(triton_radix, "_SUMS", 1)
+        monkeypatch.setattr(triton_split, "_CHUNK", 32)
     check_top_k(place, torch.randn(1, 1, 1, 3500, generator=generator(12)), 900)
 
 

@@ -111,6 +111,22 @@ def test_rows_that_are_read_by_address_are_followed(gpu: Simulation, waits: bool
     assert set(kinds(gpu)) == (set() if waits else {"race"})
 
 
+def test_memory_is_known_by_any_of_its_addresses(gpu: Simulation) -> None:
+    own = [torch.zeros(4, 4, device="cuda") for _ in range(20)]
+    other, host, empty = torch.zeros(4, device="cuda:1"), torch.zeros(16), own[0].new_empty(0)
+    torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+    host[:1].zero_()
+    known = [*own, host]
+    for offset in (0, 7, 4 * 16 - 1):
+        logs = gpu.memories_at(own[0].device, [x.data_ptr() + offset for x in known])
+        assert all(log is gpu.log_of(x) for x, log in zip(known, logs, strict=True))
+    strange = [other.data_ptr(), empty.data_ptr(), 1, 2**63 - 1]
+    assert gpu.memories_at(own[0].device, strange) == [None] * 4
+    assert gpu.memories_at(other.device, strange[:1]) == [gpu.log_of(other)]
+    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+    assert gpu.memories_at(own[0].device, [host.data_ptr()]) == [None]
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_reads_and_writes_of_kernels_are_followed(gpu: Simulation, waits: bool) -> None:
     x, y = torch.zeros(16, device="cuda"), torch.zeros(16, device="cuda")

@@ -98,11 +98,14 @@ def test_numbers_of_the_host_go_along(gpu: Simulation) -> None:
         lambda x: torch.nn.functional.one_hot(x.long()),
         lambda x: torch.linalg.solve(torch.eye(4, device="cuda"), x),
         lambda x: torch.cuda.synchronize(),
+        repr,
+        "{}".format,
+        "{!r:.3}".format,
     ],
     ids=[
         "item", "bool", "tolist", "cpu", "to", "nonzero", "mask", "unique", "equal", "allclose",
         "tensor", "from the host", "index of the host", "repeats", "one_hot", "solve",
-        "synchronize",
+        "synchronize", "repr", "format", "cut",
     ],
 )  # fmt: skip
 def test_what_makes_the_host_wait_is_told_with_its_phase_and_place(
@@ -118,6 +121,17 @@ def test_what_makes_the_host_wait_is_told_with_its_phase_and_place(
         assert gpu.waits_in("decode")
         assert all("test_operations.py:" in wait.site for wait in gpu.waits)
         assert not gpu.waits_in("prompt")
+
+
+def test_a_printed_tensor_says_where_it_lies(gpu: Simulation) -> None:
+    x = torch.ones(2, device="cuda")
+    assert repr(x) == str(x) == f"{x}" == "tensor([1., 1.], device='cuda:0')"
+    assert "device='cuda:1')" in repr(torch.nn.Parameter(torch.ones(2, device="cuda:1")))
+    assert f"{x.sum():.2f}" == "2.00"
+    before = gpu.waits.total()
+    assert repr(torch.ones(0, device="cuda")) == "tensor([], device='cuda:0')"
+    assert repr(torch.ones(2)) == "tensor([1., 1.])"
+    assert gpu.waits.total() == before
 
 
 def test_what_does_not_wait_is_not_told(gpu: Simulation) -> None:

@@ -17,11 +17,11 @@ from hf_kvret.core import pieces
 from hf_kvret.methods.flat.index import FlatIndex
 from hf_kvret.methods.paris.index import ParisIndex
 from hf_kvret.replay import recorders
-from hf_kvret.stores import cpu, memory
+from hf_kvret.stores import cpu, memory, pinning
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.testing.simcuda import SimulationError, streams
 
-from .cases import Case, Outcome, attempt
+from .cases import Case, Outcome, attempt, check_logits
 
 pytest.importorskip("triton")
 
@@ -65,6 +65,19 @@ def found(change: Callable[[torch.Tensor], Any]) -> Patch:
         patch.setattr(FlatIndex, "search", searched)
 
     return plant
+
+
+def _adds_from_before(take: Callable[[list[torch.Tensor]], torch.Tensor]) -> Patch:
+    """Add zeros to ids that are made before a capture, and taken out of their list by ``take``."""
+    made: list[torch.Tensor] = []
+
+    def change(ids: torch.Tensor) -> torch.Tensor:
+        if not made:
+            made.append(torch.zeros_like(ids[:1, :1, :1, :1]))
+        capturing = torch.cuda.is_current_stream_capturing()
+        return ids + (take(made) if capturing else made[0])
+
+    return found(change)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
@@ -189,7 +202,7 @@ FAULTS = {
     ),
     "pages on the host are not pinned": Fault(
         HOST,
-        put(memory, "_pinned", lambda shape, dtype, stream: torch.empty(shape, dtype=dtype)),
+        put(pinning, "pinned", lambda form, stream: torch.empty(form.shape, dtype=form.dtype)),
         "device",
     ),
     # What breaks a capture.
@@ -207,6 +220,7 @@ FAULTS = {
     "pending copies are left for the capture": Fault(
         Case("flat", "host", "graph"), put(PagedStore, "before_capture", nothing), "eager"
     ),
+    "a captured step reads what is then freed": Fault(GRAPH, _adds_from_before(list.pop), "stale"),
     # Launches.
     "ids begin between two vectors": Fault(
         DEVICE,
@@ -241,7 +255,26 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_without_a_fault_nothing_is_found(case: Case) -> None:
     outcome = attempt(case)
     assert outcome.error is None
+    check_logits(outcome)
     assert signs(outcome) <= ({"wait"} if case.store == "cpu" else set())
+
+
+@pytest.mark.slow
+def test_a_captured_step_may_read_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    _adds_from_before(lambda made: made[0])(monkeypatch)
+    outcome = attempt(GRAPH)
+    assert outcome.error is None and outcome.replays > 0
+    assert not signs(outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [DEVICE, GRAPH], ids=str)
+def test_other_rows_than_on_a_cpu_change_the_logits(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(lambda ids: (ids - 1).clamp(min=0) if ids.is_cuda else None)(monkeypatch)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        check_logits(attempt(case))
 
 
 def signs(outcome: Outcome) -> set[str]:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from hf_kvret.stores.memory import HostMemory
-from hf_kvret.testing.simcuda import Simulation, simulated
+from hf_kvret.testing.simcuda import Simulation, SimulationError, simulated
+
+from .test_launches import add
 
 pytest.importorskip("triton")
 
@@ -147,6 +149,90 @@ def test_a_capture_does_its_work_at_each_replay(gpu: Simulation) -> None:
     assert total.tolist() == [2.0] * 4
 
 
+@pytest.mark.parametrize("how", ["kept", "freed", "replaced", "freed at once"])
+@pytest.mark.parametrize("kind", ["tensor", "view", "written", "kernel", "pinned"])
+def test_what_a_graph_reads_has_to_stay(gpu: Simulation, kind: str, how: str) -> None:
+    x, total = torch.arange(16.0, device="cuda"), torch.zeros(16, device="cuda")
+    if kind == "pinned":
+        x = torch.arange(16.0).pin_memory()
+    graph, side, kept = torch.cuda.CUDAGraph(), torch.cuda.Stream(), [x]
+    add(total.clone(), total)
+    total.zero_()
+    side.wait_stream(torch.cuda.current_stream())
+
+    def step() -> torch.Tensor:
+        x = kept.pop() if how == "freed at once" else kept[0]
+        if kind == "kernel":
+            add(x, total)
+        elif kind == "written":
+            x.add_(0)
+            total.copy_(x)
+        elif kind == "pinned":
+            total.copy_(x, non_blocking=True)
+        else:
+            total.copy_(x if kind == "tensor" else x.view(4, 4)[:].view(-1))
+        # What the graph has made itself stays with it.
+        return (total + 1).view(4, 4)
+
+    del x
+    with torch.cuda.stream(side):
+        graph.capture_begin()
+        out = step()
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(side)
+    assert total.sum().item() == 0
+    if how in ("freed", "replaced"):
+        old = kept.pop()
+        if how == "replaced":
+            kept.append(old.clone())
+        del old
+    if how == "kept":
+        for number in (7.0, 8.0):
+            kept[0][:] = number
+            graph.replay()
+            expected = number + (kind == "kernel")
+            assert total.tolist() == [expected] * 16 and out[3, 3].item() == expected + 1
+        assert not gpu.findings
+    else:
+        with pytest.raises(SimulationError, match="a replay uses memory that was freed"):
+            graph.replay()
+        (finding,) = gpu.findings
+        assert finding.kind == "stale" and "test_streams.py:" in finding.text
+
+
+def test_numbers_of_the_host_go_into_a_graph(gpu: Simulation) -> None:
+    total, number = torch.zeros(4, device="cuda"), torch.tensor(3.0)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        graph.capture_begin()
+        total.add_(number)
+        graph.capture_end()
+        del number
+        graph.replay()
+    side.synchronize()
+    assert total.tolist() == [3.0] * 4
+    assert not gpu.findings
+
+
+def test_a_graph_of_a_pool_is_stale_with_the_graph_whose_memory_it_reads(gpu: Simulation) -> None:
+    graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graphs[0].capture_begin()
+        made = torch.ones(4, device="cuda")
+        graphs[0].capture_end()
+        graphs[1].capture_begin()
+        total = made + 1
+        graphs[1].capture_end()
+        del made
+        graphs[0].replay()
+        graphs[1].replay()
+        assert total.tolist() == [2.0] * 4
+        graphs[0].reset()
+        with pytest.raises(SimulationError, match="a replay uses memory that was freed"):
+            graphs[1].replay()
+
+
 def test_captures_refuse_what_a_gpu_refuses(gpu: Simulation) -> None:
     x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
@@ -157,6 +243,7 @@ def test_captures_refuse_what_a_gpu_refuses(gpu: Simulation) -> None:
         for refused in (
             x.tolist,
             lambda: x.sum().item(),
+            lambda: repr(x),
             side.synchronize,
             lambda: side.wait_event(outside),
             lambda: torch.cuda.cudart().cudaHostRegister(0, 4096, 0),

@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.stores import memory
+from hf_kvret.stores import memory, pinning
+from hf_kvret.stores.driver import reads_host_addresses
 from hf_kvret.stores.memory import HostMemory
 
 CPU = torch.device("cpu")
@@ -148,7 +150,13 @@ def _drive(monkeypatch: pytest.MonkeyPatch, driver: _Driver) -> Any:
     stream = SimpleNamespace(synchronize=lambda: None, device=None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return stream
+
+
+def _pinned(shape: tuple[int, ...], stream: Any) -> torch.Tensor:
+    return pinning.pinned(pinning.Chunk(shape, LARGE_DTYPE, CPU), stream)
 
 
 @pytest.mark.parametrize("shape", [LARGE, SMALL], ids=str)
@@ -156,7 +164,7 @@ def test_pinned_chunks_are_registered_at_their_size_while_they_live(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = _Driver()
-    chunk = memory._pinned(shape, LARGE_DTYPE, _drive(monkeypatch, driver)).fill_(1.0)
+    chunk = _pinned(shape, _drive(monkeypatch, driver)).fill_(1.0)
     assert tuple(chunk.shape) == shape
     (address, size), *others = driver.registered.items()
     assert not others
@@ -174,7 +182,7 @@ def test_memory_that_can_not_be_pinned_is_refused_with_a_remedy(
 ) -> None:
     stream = _drive(monkeypatch, _Driver(status=2))
     with pytest.raises(MemoryError, match="ulimit -l"):
-        memory._pinned(SMALL, LARGE_DTYPE, stream)
+        _pinned(SMALL, stream)
 
 
 @needs_linux
@@ -182,7 +190,7 @@ def test_memory_that_can_not_be_pinned_is_refused_with_a_remedy(
 def test_a_child_process_finds_zeros_and_may_free_them(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunk = memory._pinned(shape, LARGE_DTYPE, _drive(monkeypatch, _Driver())).fill_(1.0)
+    chunk = _pinned(shape, _drive(monkeypatch, _Driver())).fill_(1.0)
     child = os.fork()
     if child == 0:
         # Nothing but this: pytest goes on in the parent alone.
@@ -214,11 +222,11 @@ def test_the_driver_says_whether_kernels_may_use_host_addresses(
         cuDeviceGetAttribute=attribute,
     )
     monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
-    assert memory._reads_host_addresses.__wrapped__(0) is expected
+    assert reads_host_addresses.__wrapped__(0) is expected
 
 
 def test_a_gpu_that_can_not_use_host_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_reads_host_addresses", lambda index: False)
+    monkeypatch.setattr(memory, "reads_host_addresses", lambda index: False)
     with pytest.raises(RuntimeError, match=r"cuda:1 has other addresses.*store='device'"):
         HostMemory(CPU, reader=torch.device("cuda", 1))
     HostMemory(CPU)

@@ -195,6 +195,27 @@ def _array(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return _numpy(tensor).__array__(*args, **kwargs)
 
 
+def _repr(tensor: torch.Tensor, **kwargs: Any) -> str:
+    """The host waits for the numbers, as ``print`` has them."""
+    place = active().device_of(tensor)
+    if place.type != "cuda":
+        return _T.__repr__(tensor, **kwargs)
+    if tensor.numel():
+        _read(tensor, "repr")
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        text = _T.__repr__(tensor, **kwargs)
+    return f"{text.removesuffix(')')}, device='{place}')"
+
+
+def _format(tensor: torch.Tensor, form: str) -> str:
+    if tensor.dim() == 0:
+        # As a number.
+        return _T.__format__(tensor, form)
+    with Calls():
+        text = str(tensor)
+    return object.__format__(text, form)
+
+
 def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     if id(tensor) not in memo:
         copy = _moved(tensor.detach(), None, copy=True)
@@ -238,5 +259,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.tolist: _tolist,
     _T.numpy: _numpy,
     _T.__array__: _array,
+    _T.__repr__: _repr,
+    _T.__format__: _format,
     _T.__deepcopy__: _deepcopy,
 }

@@ -42,13 +42,13 @@ class Runtime:
         """Pin host memory; 0 for success."""
         del flags
         simulation = active()
-        if simulation.capture is not None:
-            simulation.refuse_in_capture("cudaHostRegister")
+        simulation.check_capture("cudaHostRegister")
         simulation.registered[address] = address + size, MemoryLog(owner=simulation)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
         """Unpin it; 0 for success."""
+        active().check_capture("cudaHostUnregister")
         active().unregister(address)
         return 0
 
@@ -67,7 +67,7 @@ def driver(simulation: Simulation) -> Iterator[None]:
     interpreter = importlib.import_module("triton.runtime.interpreter").GridExecutor
     launches = importlib.import_module("hf_kvret.testing.simcuda.launches")
     pool = concurrent.futures.ThreadPoolExecutor
-    memory = importlib.import_module("hf_kvret.stores.memory")
+    pinning = importlib.import_module("hf_kvret.stores.pinning")
     replaced = [
         *((torch.cuda, name, answer) for name, answer in _answers(simulation).items()),
         *((torch._C, name, _nothing) for name in _ALLOCATOR),
@@ -75,7 +75,11 @@ def driver(simulation: Simulation) -> Iterator[None]:
         (torch.Tensor, "record_stream", record_stream),
         (interpreter, "__call__", launches.checked(interpreter.__call__)),
         (importlib.import_module("hf_kvret_kernels.paged"), "interpreted", lambda: False),
-        (memory, "_unpin", _while_it_lasts(simulation, memory._unpin)),
+        *(
+            (pinning, name, _while_it_lasts(simulation, vars(pinning)[name]))
+            for name in ("_unpin", "_unregister")
+        ),
+        (pinning, "_beside_captures", lambda: _relaxed(simulation)),
         (pool, "submit", _followed_submit(simulation, pool.submit)),
     ]
     recorders = importlib.import_module("hf_kvret.replay.recorders")
@@ -109,6 +113,15 @@ def _while_it_lasts(simulation: Simulation, finalizer: Callable[..., None]) -> C
     return finalize
 
 
+@contextmanager
+def _relaxed(simulation: Simulation) -> Iterator[None]:
+    before, simulation.relaxed.is_on = simulation.relaxed.is_on, True
+    try:
+        yield
+    finally:
+        simulation.relaxed.is_on = before
+
+
 def _answers(simulation: Simulation) -> dict[str, Any]:
     """What stands in ``torch.cuda`` instead, by name."""
 
@@ -118,6 +131,10 @@ def _answers(simulation: Simulation) -> dict[str, Any]:
     def synchronize(device: Any = None) -> None:
         seen = streams.begin_work(streams.current_stream(device)).seen
         simulation.wait_for(seen, "torch.cuda.synchronize")
+
+    def is_current_stream_capturing() -> bool:
+        capture = simulation.capture
+        return capture is not None and streams.current_stream() is capture.stream
 
     return {
         "Stream": streams.Stream,
@@ -145,13 +162,35 @@ def _answers(simulation: Simulation) -> dict[str, Any]:
         "empty_cache": _nothing,
         "graph_pool_handle": object,
         "cudart": Runtime,
-        "is_current_stream_capturing": lambda: simulation.capture is not None,
+        "is_current_stream_capturing": is_current_stream_capturing,
         "is_bf16_supported": lambda *args, **kwargs: True,
         "set_sync_debug_mode": set_sync_debug_mode,
         "get_sync_debug_mode": lambda: simulation.sync_debug,
         "manual_seed": _nothing,
         "manual_seed_all": _nothing,
     }
+
+
+class _Followed(concurrent.futures.Future[Any]):
+    """What a pool's ``submit`` gives: who asks for the result goes on after the work.
+
+    Attributes:
+        end: what the thread has seen in the end, by name.
+    """
+
+    end: dict[str, int]
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return super().result(timeout)
+        finally:
+            active().host().join(self.end)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            active().host().join(self.end)
 
 
 def _followed_submit(simulation: Simulation, submit: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,17 +207,8 @@ def _followed_submit(simulation: Simulation, submit: Callable[..., Any]) -> Call
                 finally:
                     end.update(simulation.host().seen)
 
-        def joined(wait: Callable[[float | None], Any]) -> Callable[[float | None], Any]:
-            def waited(timeout: float | None = None) -> Any:
-                try:
-                    return wait(timeout)
-                finally:
-                    simulation.host().join(end)
-
-            return waited
-
         future = submit(pool, run)
-        future.result, future.exception = joined(future.result), joined(future.exception)
+        future.__class__, future.end = _Followed, end
         return future
 
     return followed_submit

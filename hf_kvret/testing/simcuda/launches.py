@@ -145,11 +145,10 @@ def _page_logs(
 ) -> list[MemoryLog]:
     """Of the memory that pages lie in; SimulationError for what the kernel can't read."""
     logs: dict[int, MemoryLog] = {}
-    for page in pages:
-        log = simulation.memory_at(place, page) if page else None
+    for log in simulation.memories_at(place, [page for page in pages if page]):
         if log is not None:
             logs[id(log)] = log
-        elif page:
+        else:
             message = (
                 f"an illegal memory access was encountered: kernel {name} on {place} has the "
                 "address of a page that is neither its own memory nor registered on the host"

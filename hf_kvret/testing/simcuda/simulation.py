@@ -8,10 +8,12 @@ import sysconfig
 import threading
 import warnings
 import weakref
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -39,7 +41,8 @@ class Finding:
 
     Attributes:
         kind: ``"race"`` (a stream or the host did not wait), ``"freed"`` (memory was given back
-            while another stream used it), ``"device"``, ``"capture"``, ``"copy"``, ``"grid"``,
+            while another stream used it), ``"stale"`` (a graph is replayed whose memory was given
+            back), ``"device"``, ``"capture"``, ``"copy"``, ``"grid"``,
             ``"compile"`` (a kernel may be compiled within a capture) or ``"alignment"``.
         text: what, and on which memory.
         site: lines that led to it, the innermost first.
@@ -75,6 +78,7 @@ class Simulation:
         launches: of Triton kernels, by phase and name.
         phase: names what is going on, for waits and launches; yours to set.
         capture: the stream and the notes of a capture under way; None.
+        relaxed: whether this thread may do what captures forbid.
     """
 
     def __init__(self, device_count: int = 1) -> None:
@@ -84,6 +88,7 @@ class Simulation:
         self.launches: Counter[tuple[str, str]] = Counter()
         self.phase = ""
         self.capture: Capture | None = None
+        self.relaxed = _Relaxed()
         self.sync_debug = 0
         # Streams by device.
         self.default_streams: dict[torch.device, Any] = {}
@@ -113,8 +118,7 @@ class Simulation:
 
     def wait_for(self, seen: dict[str, int], text: str) -> None:
         """The host waits. RuntimeError within a capture, which is then invalid."""
-        if self.capture is not None:
-            self.refuse_in_capture(text)
+        self.check_capture(text)
         with self._lock:
             self.waits[Wait(self.phase, text, site())] += 1
         if self.sync_debug == _RAISES:
@@ -123,11 +127,19 @@ class Simulation:
             warnings.warn(f"called a synchronizing CUDA operation ({text})", stacklevel=4)
         self.host().join(seen)
 
-    def refuse_in_capture(self, text: str) -> None:
-        """RuntimeError: the capture is invalid from now on."""
-        assert self.capture is not None, "asked for within a capture"
-        self.capture.is_valid = False
-        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({text})")
+    def check_capture(self, text: str) -> None:
+        """RuntimeError where a capture forbids ``text`` to this thread; it is invalid from then on.
+
+        It forbids it to its own thread and, if its mode is global, to all others.
+        """
+        capture = self.capture
+        if capture is None or self.relaxed.is_on:
+            return
+        if capture.is_global or capture.thread == threading.get_ident():
+            capture.is_valid = False
+            raise RuntimeError(
+                f"CUDA error: operation not permitted when stream is capturing ({text})"
+            )
 
     def waits_in(self, *phases: str) -> list[Wait]:
         """Waits of these phases."""
@@ -158,15 +170,26 @@ class Simulation:
                 weakref.finalize(storage, self._take_back, log).atexit = False
         return tensor
 
-    def memory_at(self, device: torch.device, address: int) -> MemoryLog | None:
-        """The log of what a kernel on ``device`` reads there: its own or registered memory."""
-        for first, (end, log) in list(self.registered.items()):
-            if first <= address < end:
-                return log
-        for first, (end, own, log) in list(self._on_devices.items()):
-            if own == device and first <= address < end:
-                return log
-        return None
+    def memories_at(self, device: torch.device, addresses: list[int]) -> list[MemoryLog | None]:
+        """The logs of what a kernel on ``device`` reads there: its own and registered memory.
+
+        None for an address in neither.
+        """
+        spans = [(first, end, log) for first, (end, log) in list(self.registered.items())]
+        spans += [
+            (first, end, log)
+            for first, (end, own, log) in list(self._on_devices.items())
+            if own == device
+        ]
+        # They don't overlap.
+        spans = sorted((span for span in spans if span[0] < span[1]), key=itemgetter(0))
+
+        def at(address: int) -> MemoryLog | None:
+            place = bisect_right(spans, address, key=itemgetter(0))
+            _, end, log = spans[place - 1] if place else (0, 0, None)
+            return log if address < end else None
+
+        return [at(address) for address in addresses]
 
     def unregister(self, address: int) -> None:
         """Host memory is pinned no longer; a stream that may still use it is a finding."""
@@ -212,12 +235,12 @@ class Simulation:
         if getattr(tensor.untyped_storage(), "simulated_pin", False):
             return True
         address = tensor.data_ptr()
-        return any(first <= address < end for first, (end, _) in self.registered.items())
+        return any(first <= address < end for first, (end, _) in list(self.registered.items()))
 
     def _register(self, tensor: torch.Tensor, log: MemoryLog) -> None:
         """Kernels find rows in host memory by their addresses, so note whose these are."""
         address = tensor.data_ptr() if self.registered else 0
-        for first, (end, _) in self.registered.items():
+        for first, (end, _) in list(self.registered.items()):
             if first <= address < end:
                 self.registered[first] = end, log
 
@@ -244,6 +267,10 @@ class Simulation:
                     self.findings[Finding("freed", text, line)] += 1
 
 
+class _Relaxed(threading.local):
+    is_on = False
+
+
 @dataclass(eq=False)
 class Capture:
     """A capture under way.
@@ -252,6 +279,8 @@ class Capture:
         stream: that is captured, a ``Stream``.
         agent: of the stream.
         leave: stops recording.
+        is_global: whether it forbids things to all threads, or to its own alone.
+        thread: that captures.
         accesses: to memory so far, to be repeated by each replay.
         is_valid: False once an operation was refused.
     """
@@ -259,6 +288,8 @@ class Capture:
     stream: Any
     agent: Agent
     leave: Callable[[], None]
+    is_global: bool
+    thread: int = field(default_factory=threading.get_ident)
     accesses: list[tuple[MemoryLog, bool, str]] = field(default_factory=list)
     is_valid: bool = True
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_kvret.testing import tape
 from hf_kvret.testing.simcuda.clocks import Agent
+from hf_kvret.testing.simcuda.inputs import Inputs
 from hf_kvret.testing.simcuda.simulation import Capture, active, site
 
 _numbers = itertools.count(1)
@@ -53,7 +54,12 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        """The host waits for all of the work so far."""
+        """The host waits for all of the work so far. RuntimeError within its own capture."""
+        capture = active().capture
+        if capture is not None and self is capture.stream:
+            # No mode allows it: what is captured is never done.
+            capture.is_valid = False
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         active().wait_for(self.agent.seen, "Stream.synchronize")
 
     def query(self) -> bool:
@@ -106,11 +112,19 @@ class Event:
 
 
 class _CaptureTape(tape.Tape):
-    """What the tape refuses makes the capture invalid, as what the simulation refuses does."""
+    """What the tape refuses makes the capture invalid, as what the simulation refuses does.
+
+    Attributes:
+        inputs: memory that was there before, which is not kept.
+    """
 
     def __init__(self, capture: Capture) -> None:
         super().__init__()
         self._capture = capture
+        self.inputs = Inputs()
+
+    def held(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.inputs.held(tensor)
 
     def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -131,7 +145,9 @@ class Graph:
         self._redo: tuple[Callable[[], None], ...] | None = None
         self._tape: Any = None
 
-    def capture_begin(self, pool: Any = None, **options: Any) -> None:
+    def capture_begin(
+        self, pool: Any = None, capture_error_mode: str = "global", **options: Any
+    ) -> None:
         """Work of the current stream is recorded from here on; its device does nothing."""
         del pool, options
         simulation, stream = active(), current_stream()
@@ -141,7 +157,9 @@ class Graph:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         self._entered = ExitStack()
         self._redo = None
-        self._capture = simulation.capture = Capture(stream, stream.agent, self._entered.close)
+        is_global = capture_error_mode == "global"
+        capture = Capture(stream, stream.agent, self._entered.close, is_global)
+        self._capture = simulation.capture = capture
         self._tape = _CaptureTape(self._capture)
         self._entered.enter_context(self._tape)
         self._entered.enter_context(tape.noted_launches(self._tape))
@@ -162,9 +180,13 @@ class Graph:
         self._redo = tuple(note.redo for note in self._tape.notes)
 
     def replay(self) -> None:
-        """Do the recorded work on the current stream."""
+        """Do the recorded work on the current stream.
+
+        SimulationError where memory that it needs was freed since the capture.
+        """
         if self._redo is None or self._capture is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        self._tape.inputs.check()
         simulation, agent = active(), begin_work(current_stream())
         for log, writes, what in self._capture.accesses:
             simulation.note(log, agent, writes, f"replayed {what}", site())
@@ -174,7 +196,7 @@ class Graph:
 
     def reset(self) -> None:
         """Forget the work."""
-        self._capture = self._redo = None
+        self._capture = self._redo = self._tape = None
 
 
 def begin_work(stream: Stream) -> Agent:

@@ -13,7 +13,6 @@ from hf_kvret_kernels.paris import (
 from hf_kvret_kernels.paris.codes import ParisCodes
 from hf_kvret_kernels.paris.selection import most_points
 from hf_kvret_kernels.relevance import triton_shares
-from hf_kvret_kernels.top_k import triton_block
 
 
 def search(
@@ -37,5 +36,4 @@ def search(
     found = triton_collide.collide(bonus, codes.sign, m, valid, points, survivors)
     ids = triton_candidates.compact(found, survivors)
     estimates = triton_rerank.rerank(bonus.queries, codes, ids, levels, m, scale, softcap, offset)
-    best = triton_block if survivors <= triton_block.MOST else triton_shares
-    return best.best_ids(estimates.scores, ids, count)
+    return triton_shares.best_ids(estimates.scores, ids, count, estimates.log_sums, bonus.tickets)

@@ -77,11 +77,8 @@ def best_ids(
     if choose_backend(backend, scores) == "naive":
         return naive.best_ids(scores, ids, count)
     from hf_kvret_kernels.relevance import triton_shares
-    from hf_kvret_kernels.top_k import triton_block
 
     with launching_on(scores):
-        if shape[-1] <= triton_block.MOST:
-            return triton_block.best_ids(scores, ids, count)
         return triton_shares.best_ids(scores, ids, count)
 
 

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._triton_log_sums import best_share, finite_base, log_sum_exp
-from hf_kvret_kernels.top_k.triton_radix import radix_top_k
+from hf_kvret_kernels.top_k import triton_best
+from hf_kvret_kernels.top_k.triton_split import split_top_k
 
 # Tokens of a program, and the most pieces that a row is cut into.
 _TOKENS = 1024
@@ -23,19 +24,33 @@ def group_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
     best = scores.new_empty(batch, heads, queries, length)
     if best.numel() == 0:
         return best
-    _relate(scores.contiguous(), best, queries, group)
+    scores = scores.contiguous()
+    write_best_shares(scores, _piece_sums(scores), best, queries, group, _PIECES)
     return best
 
 
-def best_ids(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """See ``hf_kvret_kernels.relevance.best_ids``; any number of candidates."""
-    batch, heads, queries, group, length = scores.shape
-    relevance = scores[:, :, :, 0]
-    if group > 1:
-        relevance = scores.new_empty(batch, heads, queries, length)
-        # A row of its own for each query: the heads of a group follow each other.
-        _relate(scores.contiguous(), relevance, 1, group)
-    return radix_top_k(relevance, count, ids.contiguous())
+def best_ids(
+    scores: torch.Tensor,
+    ids: torch.Tensor,
+    count: int,
+    sums: torch.Tensor | None = None,
+    tickets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See ``hf_kvret_kernels.relevance.best_ids``; of equal candidates the first are taken.
+
+    Args:
+        sums: ``[B, H, Q, G, pieces]`` fp32, contiguous: log-sum-exps of pieces of ``scores``, where
+            somebody has them.
+        tickets: as of ``triton_best.best_ids``.
+    """
+    if scores.shape[3] == 1:
+        sums = None
+    elif sums is None:
+        scores = scores.contiguous()
+        sums = _piece_sums(scores)
+    if triton_best.fits(scores.shape[4], count):
+        return triton_best.best_ids(scores, ids, count, sums, tickets)
+    return split_top_k(scores, count, ids.contiguous(), sums)
 
 
 def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:
@@ -53,23 +68,23 @@ def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:
         )
 
 
-def _relate(scores: torch.Tensor, best: torch.Tensor, queries: int, group: int) -> None:
-    """Relevance of contiguous ``scores`` into ``best``: a head's queries follow each other."""
-    length = best.shape[-1]
-    rows = best.numel() // length * group
+def _piece_sums(scores: torch.Tensor) -> torch.Tensor:
+    """``[..., pieces]``: log-sum-exps of pieces of contiguous ``scores [..., n]``."""
+    length = scores.shape[-1]
     piece_len = triton.cdiv(triton.cdiv(length, _TOKENS), _PIECES) * _TOKENS
     pieces = triton.cdiv(length, piece_len)
-    sums = scores.new_empty(rows, pieces)
-    _piece_kernel[(rows * pieces,)](
-        scores,
-        sums,
-        length,
-        pieces,
-        piece_len,
-        BLOCK=_TOKENS,
-        enable_fp_fusion=True,
-    )
-    write_best_shares(scores, sums, best, queries, group, _PIECES)
+    sums = scores.new_empty(*scores.shape[:-1], pieces)
+    if sums.numel():
+        _piece_kernel[(sums.numel(),)](
+            scores,
+            sums,
+            length,
+            pieces,
+            piece_len,
+            BLOCK=_TOKENS,
+            enable_fp_fusion=True,
+        )
+    return sums
 
 
 def write_best_shares(
@@ -85,11 +100,11 @@ def write_best_shares(
     Args:
         scores: ``[rows, n]`` fp32 in any shape, contiguous; a head's ``queries`` rows follow each
             other, and so do the ``group`` heads that select together.
-        sums: ``[rows, pieces]`` fp32, contiguous.
+        sums: ``[rows, pieces]`` fp32 in any shape, contiguous.
         most: the number of pieces rounded up, a power of two: a compile for each.
     """
     length = best.shape[-1]
-    blocks, pieces = triton.cdiv(length, _TOKENS), sums.shape[1]
+    blocks, pieces = triton.cdiv(length, _TOKENS), sums.shape[-1]
     grid = (best.numel() // length * blocks,)
     layout = (length, blocks, pieces, queries)
     _share_kernel[grid](

@@ -1,11 +1,11 @@
-"""The highest scores in Triton, in a single launch where one program holds them all."""
+"""The highest scores in Triton, in a single launch where these are few."""
 
 from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels.top_k import triton_block
-from hf_kvret_kernels.top_k.triton_radix import radix_top_k
+from hf_kvret_kernels.top_k import triton_best
+from hf_kvret_kernels.top_k.triton_split import split_top_k
 
 
 def top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -13,6 +13,6 @@ def top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
 
     Positions ascend, the missing ones are last; of equal scores the first are taken.
     """
-    if scores.shape[-1] <= triton_block.MOST:
-        return triton_block.top_places(scores, count)
-    return radix_top_k(scores, count)
+    if triton_best.fits(scores.shape[-1], count):
+        return triton_best.top_places(scores, count)
+    return split_top_k(scores.unsqueeze(3), count)
