@@ -51,6 +51,23 @@ def test_a_saved_cache_goes_on_with_the_same_tokens(name: str, model: PreTrained
     assert torch.equal(got[told], want[told])
 
 
+@pytest.mark.parametrize("name", [name for name in EXPECTED if "higgs" in name])
+def test_coded_rows_are_saved_again_byte_for_byte(
+    name: str, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """However a store lays them out."""
+    folder, method = make.SAVED / "caches" / name, name.partition("-")[0]
+    cls = hf_kvret.registered_methods()[method]
+    cls.from_pretrained(folder, model.config, **make.place(method)).save_pretrained(tmp_path)
+    before, after = (load_file(where / "cache.safetensors") for where in (folder, tmp_path))
+    rows = {key for key in before if ".store." in key}
+    assert {key.rpartition(".")[2] for key in rows} >= {"codes", "scales", "bits"}
+    assert rows == {key for key in after if ".store." in key}
+    for key in rows:
+        assert before[key].dtype == after[key].dtype and before[key].shape == after[key].shape
+        assert before[key].numpy().tobytes() == after[key].numpy().tobytes()
+
+
 @pytest.mark.parametrize("method", ["a2ats", "aqua"])
 def test_a_saved_artifact_serves(method: str, model: PreTrainedModel) -> None:
     """A new cache with it selects, or codes, as ever.

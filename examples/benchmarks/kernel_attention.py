@@ -47,7 +47,7 @@ def _decode(shape: KernelShape, draw: Draw) -> Any:
 def _attend_coded(shape: KernelShape, draw: Draw) -> Any:
     codec, dim, table = coded(shape), shape.head_dim, draw.pages(shape)
     parts = _draw_coded(shape, draw, (table.numel(), shape.heads, PAGE_LEN), 2)
-    rows = PagedRows([torch.cat(parts, dim=-1)], table, 2 * codec.code_bytes(dim))
+    rows = PagedRows([torch.cat(parts, dim=-1)], table, 2 * codec.code_bytes(dim), apart=True)
     query, ids = draw.query(shape), draw.ids(shape, shape.top_k)
     attend = partial(higgs.attend, query, rows, ids, codec, scale=shape.scale)
     return partial(attend, key_dim=dim, value_dim=dim)

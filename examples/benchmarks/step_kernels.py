@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -200,7 +200,7 @@ def _higgs(shape: StepShape) -> None:
     dim = shape.head_dim
     codec = HiggsCodec(HIGGS_BITS, dim)
     codes, scales = 2 * codec.code_bytes(dim), 2 * codec.scale_bytes(dim)
-    rows = shape.pages(codes + scales, codes, torch.uint8)
+    rows = replace(shape.pages(codes + scales, codes, torch.uint8), apart=True)
     ids = shape.ids(LRQK_K)
     triton_attend.attend_pieces(shape.query(), rows, ids, codec, dim, dim, shape.scale, None)
 

@@ -29,7 +29,7 @@ from step_kernels import (
 
 Grid = tuple[int, int, int]
 
-# Tokens of a program of the selecting kernels, of a tile of proxies and of selected rows.
+# Tokens of a program of the selecting kernels, of a sum of proxies' scores, of selected rows.
 _TOKENS, _PROXIES, _ROWS, _WINDOW_ROWS = 1024, 128, 32, 64
 # Ids that a program counts at a time; pieces of the window that the last one merges at a time.
 _IDS, _OWN_PIECES = 512, 16

@@ -22,7 +22,7 @@ from hf_kvret_kernels.chunks import select
 from hf_kvret_kernels.gather_attention import gather_pieces
 from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.page_copy import copy_pages
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
 
 
 class PagedStore(Store):
@@ -31,13 +31,19 @@ class PagedStore(Store):
     Pages are written once and freed with the store only. A batch row or fork that may share the
     last, partial page copies it before writing. So the operations of ``State`` can't be derived
     from its fields.
+
+    Args:
+        memory: where pages lie.
+        page_len: tokens of a page.
+        apart: the keys of a page's head lie before its values, see ``PagedRows``.
     """
 
     capture_obstacle = None
 
-    def __init__(self, memory: PageMemory, page_len: int = 64) -> None:
+    def __init__(self, memory: PageMemory, page_len: int = 64, *, apart: bool = False) -> None:
         self.memory = memory
         self.page_len = page_len
+        self._apart = apart
         self.reset()
 
     def reset(self) -> None:
@@ -78,7 +84,7 @@ class PagedStore(Store):
         offset = self.length % self.page_len
         if offset and self._tail is not None:
             count = min(self.page_len - offset, rows.shape[2])
-            self.memory.write(self._tail[:, :, offset : offset + count], rows[:, :, :count])
+            self._write_tail(self._tail, offset, rows[:, :, :count])
             rows = rows[:, :, count:]
         elif offset:
             column = self.length // self.page_len
@@ -155,7 +161,8 @@ class PagedStore(Store):
         spans = [(first, min(first + step, count)) for first in range(0, count, step)]
         paged, stream, programs = self._placed_rows(), None, None
         if device is not None and device != paged.table.device:
-            paged = PagedRows(paged.chunks, paged.table.to(device), paged.key_dim)
+            table = paged.table.to(device)
+            paged = PagedRows(paged.chunks, table, paged.key_dim, apart=self._apart)
         if self.memory.over_bus and paged.table.is_cuda:
             stream, programs = reading_stream(paged.table.device), BUS_PROGRAMS
             # Allocated on the current stream, but read on the reading stream.
@@ -192,7 +199,7 @@ class PagedStore(Store):
             self.length, self._tail = length, None
 
     def fork(self) -> Self:
-        twin = type(self)(self.memory, self.page_len)
+        twin = type(self)(self.memory, self.page_len, apart=self._apart)
         twin.length, twin._key_dim = self.length, self._key_dim
         twin._chunks, twin._table, twin._rows = list(self._chunks), self._table, self._rows
         return twin
@@ -240,7 +247,9 @@ class PagedStore(Store):
         if self._table is None:
             raise RuntimeError("the store is empty: append first")
         if self._rows is None:
-            self._rows = PagedRows(self._chunks, self._table, self._key_dim, self._addresses)
+            self._rows = PagedRows(
+                self._chunks, self._table, self._key_dim, self._addresses, self._apart
+            )
         return self._rows
 
     def _dense(self, first: int, last: int, device: torch.device | None = None) -> torch.Tensor:
@@ -256,8 +265,21 @@ class PagedStore(Store):
         table = self._table[:, first:last]
         # Chunks may be on different devices.
         pages = select(self._chunks, table.reshape(-1).long(), device or self.memory.device)
+        if self._apart:
+            pages = join_sides(pages, self._key_dim)
         pages = pages.view(*table.shape, *pages.shape[1:]).transpose(1, 2)
         return pages.flatten(2, 3)
+
+    def _write_tail(self, page: torch.Tensor, offset: int, rows: torch.Tensor) -> None:
+        """Write ``rows [B, Hkv, n, W]`` to the slots of ``page [B, Hkv, page_len, W]`` from one."""
+        slots = slice(offset, offset + rows.shape[2])
+        if not self._apart:
+            self.memory.write(page[:, :, slots], rows)
+            return
+        first = self.page_len * self._key_dim
+        sides = page.flatten(2).tensor_split([first], dim=2)
+        for side, part in zip(sides, rows.tensor_split([self._key_dim], dim=-1), strict=True):
+            self.memory.write(side.unflatten(2, (self.page_len, -1))[:, :, slots], part)
 
     def _add_pages(self, rows: torch.Tensor, column: int) -> None:
         """Write ``rows [B, Hkv, n, W]`` to new pages, from table column ``column`` on."""
@@ -273,6 +295,8 @@ class PagedStore(Store):
             now, rows = rows.tensor_split([columns * self.page_len], dim=2)
             whole = torch.nn.functional.pad(now, (0, 0, 0, columns * self.page_len - now.shape[2]))
             by_page = whole.view(batch, heads, columns, self.page_len, width).transpose(1, 2)
+            if self._apart:
+                by_page = lay_apart(by_page, self._key_dim)
             self.memory.write(pages, by_page.reshape(pages.shape))
             self._tail = pages.view(batch, columns, *pages.shape[1:])[:, -1]
             # Made on the device: a copy from the host would wait for it.

@@ -23,7 +23,8 @@ class QuantizedStore(WrappedStore):
     Keys and values of each KV head are coded by themselves, so that single rows can be read:
     ``bits / 8 + 2 / group`` bytes a number, with the largest power of two that divides the head's
     dims as group. Codes are never recoded. Keys and values read back have the codec's error; if
-    they are appended again, they lose a little more, far less than the first time.
+    they are appended again, they lose a little more, far less than the first time. Scales lie apart
+    from the codes of a page, whose rows are then aligned to their own length.
 
     Args:
         memory: where the bytes lie.
@@ -31,7 +32,7 @@ class QuantizedStore(WrappedStore):
     """
 
     def __init__(self, memory: PageMemory, bits: int) -> None:
-        super().__init__(PagedStore(memory))
+        super().__init__(PagedStore(memory, apart=True))
         self._bits = bits
         self._codec: higgs.HiggsCodec | None = None
         self._dims = (0, 0)

@@ -56,3 +56,32 @@ def row_pointers(
     slot = kv_head * PAGE_LEN + ids % PAGE_LEN
     rows = address.to(tl.pointer_type(DTYPE)) + slot.to(tl.int64) * WIDTH
     return tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
+
+
+@triton.jit
+def side_pointers(
+    ids,
+    kv_head,
+    table_row,
+    page_address,
+    stride_table,
+    PAGE_LEN: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    KEY_ALIGN: tl.constexpr,
+    VALUE_ALIGN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """``row_pointers`` of rows whose sides lie apart: ``[K, 1]`` to keys, ``[K, 1]`` to values.
+
+    KEY_ALIGN and VALUE_ALIGN are ``PagedRows.side_alignments``.
+    """
+    row_mask = ids >= 0
+    columns = (ids // PAGE_LEN).to(tl.int64)
+    page = tl.load(table_row + columns * stride_table, mask=row_mask, other=0)
+    address = tl.load(page_address + page, mask=row_mask, other=0)
+    block = address.to(tl.pointer_type(DTYPE)) + kv_head * (PAGE_LEN * (DK + DV))
+    slot = ids % PAGE_LEN
+    keys, values = block + slot * DK, block + (PAGE_LEN * DK + slot * DV)
+    keys = tl.multiple_of(keys[:, None], (KEY_ALIGN, KEY_ALIGN))
+    return keys, tl.multiple_of(values[:, None], (VALUE_ALIGN, VALUE_ALIGN))

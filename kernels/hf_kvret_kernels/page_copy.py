@@ -11,7 +11,7 @@ import torch
 
 from hf_kvret_kernels._dispatch import choose_backend, launching_on
 from hf_kvret_kernels.chunks import select
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged import PagedRows, join_sides
 
 # Runs of consecutive pages that are copied one after the other: so many, or one for so many pages.
 _MOST_RUNS = 4
@@ -36,7 +36,8 @@ def copy_pages(
         rows: on the table's device; with ``"triton"`` also in pinned host memory, or in both.
         first, last: columns ``first .. last`` of the table, at least one.
         width: numbers of each row, from its first on; None for all, ``Dk + Dv``. The result is
-            contiguous, but with ``"triton"``, which copies whole rows, a view of all numbers.
+            contiguous, but with ``"triton"``, which copies whole rows, and of rows that lie apart
+            a view of all numbers.
         programs: of ``"triton"``, how many programs share the work; None for as many as there is
             work for. Few of them leave the rest of the device to others, for rows that come over a
             bus anyway.
@@ -58,12 +59,18 @@ def copy_pages(
     width = rows.width if width is None else width
     if not 0 < width <= rows.width:
         raise ValueError(f"width={width}: rows have {rows.width} numbers, ask for 1 to all of them")
+    copied_len = rows.width if rows.apart else width
     if choose_backend(backend, rows.table) == "naive":
-        return _copy_with_torch(rows, first, last, width)
-    from hf_kvret_kernels.page_copy_triton import copy_pages as copy_with_triton
+        result = _copy_with_torch(rows, first, last, copied_len)
+    else:
+        from hf_kvret_kernels.page_copy_triton import copy_pages as copy_with_triton
 
-    with launching_on(rows.table):
-        return copy_with_triton(rows, first, last, programs)[..., :width]
+        with launching_on(rows.table):
+            result = copy_with_triton(rows, first, last, programs)
+    if rows.apart:
+        pages = result.unflatten(2, (last - first, rows.page_len))
+        result = join_sides(pages, rows.key_dim).flatten(2, 3)
+    return result[..., :width]
 
 
 def _copy_with_torch(rows: PagedRows, first: int, last: int, width: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hf_kvret_kernels.chunks import select
 
 @dataclass(eq=False)
 class PagedRows:
-    """Pages of rows; a row is a key followed by its value.
+    """Pages of rows; a row is a key followed by its value, or these lie apart.
 
     Attributes:
         chunks: ``[pages_i, Hkv, page_len, Dk + Dv]`` each, contiguous, all of one dtype, in device
@@ -23,6 +23,9 @@ class PagedRows:
             ``table[b, t // page_len]``. Entries that no id leads to may be anything.
         key_dim: Dk.
         page_address: what ``addresses()`` returned for the same chunks, or None.
+        apart: of a head's ``page_len * (Dk + Dv)`` numbers in a page the keys come first, all of
+            them, and then the values: both are aligned where rows of both would not be. The
+            chunks' shape stays. For coded rows; only some operations take them.
 
     Raises:
         ValueError: no chunks, chunks or table of another form, or ``key_dim`` not below the width.
@@ -32,6 +35,7 @@ class PagedRows:
     table: torch.Tensor
     key_dim: int
     page_address: torch.Tensor | None = field(default=None, repr=False)
+    apart: bool = False
 
     def __post_init__(self) -> None:
         if not self.chunks:
@@ -120,6 +124,16 @@ class PagedRows:
         offsets = [self.width * itemsize, self.key_dim * itemsize]
         return math.gcd(16, *offsets, *(chunk.data_ptr() for chunk in self.chunks))
 
+    def side_alignments(self) -> tuple[int, int]:
+        """``alignment_bytes`` of keys and of values where they lie apart."""
+        itemsize = self.chunks[0].element_size()
+        starts = [chunk.data_ptr() for chunk in self.chunks]
+        keys, values = (self.page_len * dim * itemsize for dim in (self.key_dim, self.value_dim))
+        return (
+            math.gcd(16, keys + values, self.key_dim * itemsize, *starts),
+            math.gcd(16, keys + values, keys, self.value_dim * itemsize, *starts),
+        )
+
     def gather(self, ids: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[B, H, Q, K, Dk]`` and values ``[B, H, Q, K, Dv]``; rows of holes are zero.
 
@@ -131,7 +145,7 @@ class PagedRows:
 
         Returns:
             Tensors of the chunks' dtype on the table's device (with ``"naive"``, views of one
-            buffer).
+            buffer, unless they lie apart).
 
         Raises:
             ValueError: ids of another form, or chunks that the backend cannot read.
@@ -190,12 +204,14 @@ class PagedRows:
         kv_heads = torch.arange(heads, device=ids.device) // (heads // self.heads)
         kv_heads = kv_heads.view(1, -1, 1, 1).expand_as(ids)
         slots = ids.clamp_min(0).long()
-        result = self.take(rows.flatten(), kv_heads.flatten(), slots.flatten(), hole.flatten())
-        holes = hole.flatten().nonzero()[:, 0]
+        places = rows.flatten(), kv_heads.flatten(), slots.flatten(), hole.flatten()
+        holes = places[3].nonzero()[:, 0]
+        taken = self._take_sides(*places) if self.apart else [self.take(*places)]
         if len(holes):
-            result.index_fill_(0, holes, 0.0)
-        result = result.view(*ids.shape, self.width)
-        return result[..., : self.key_dim], result[..., self.key_dim :]
+            for part in taken:
+                part.index_fill_(0, holes, 0.0)
+        keys, values = taken if self.apart else taken[0].tensor_split([self.key_dim], dim=-1)
+        return keys.view(*ids.shape, self.key_dim), values.view(*ids.shape, self.value_dim)
 
     def take(
         self,
@@ -207,13 +223,58 @@ class PagedRows:
         """``[N, Dk + Dv]``: one row each for ``[N]`` int64 batch rows, KV heads and tokens.
 
         ``holes [N]`` bool marks places that may get any row. The chunks must lie on the device of
-        the table.
+        the table, and keys beside their values.
         """
-        pages = self.table[batch_rows, tokens // self.page_len].long()
-        if holes is not None:
-            pages = pages.masked_fill_(holes, 0)
+        assert not self.apart, "rows that lie apart are gathered, not taken"
+        pages = self._pages_of(batch_rows, tokens, holes)
         index = (pages * self.heads + kv_heads) * self.page_len + tokens % self.page_len
         return select([chunk.view(-1, self.width) for chunk in self.chunks], index)
+
+    def _pages_of(
+        self, batch_rows: torch.Tensor, tokens: torch.Tensor, holes: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``[N]`` int64 pages that hold tokens; some page for ``holes``."""
+        pages = self.table[batch_rows, tokens // self.page_len].long()
+        return pages if holes is None else pages.masked_fill_(holes, 0)
+
+    def _take_sides(
+        self,
+        batch_rows: torch.Tensor,
+        kv_heads: torch.Tensor,
+        tokens: torch.Tensor,
+        holes: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """``take`` where they lie apart: keys ``[N, Dk]`` and values ``[N, Dv]``."""
+        blocks = self._pages_of(batch_rows, tokens, holes) * self.heads + kv_heads
+        slots, first = tokens % self.page_len, self.page_len * self.key_dim
+        return [
+            self._take_side(blocks, slots, 0, self.key_dim),
+            self._take_side(blocks, slots, first, self.value_dim),
+        ]
+
+    def _take_side(
+        self, blocks: torch.Tensor, slots: torch.Tensor, first: int, dim: int
+    ) -> torch.Tensor:
+        """``[N, dim]``: keys or values of slots in blocks, each a head of a page, from ``first``.
+
+        Rows begin at multiples of some numbers: selecting from all that do copies them whole.
+        """
+        size = self.page_len * self.width
+        unit = math.gcd(size, first, dim)
+        units = size // unit
+        starts = [
+            chunk.as_strided(((chunk.numel() - dim) // unit + 1, dim), (unit, 1))
+            for chunk in self.chunks
+        ]
+        index = blocks * units + (first + slots * dim) // unit
+        if len(starts) == 1:
+            return starts[0].index_select(0, index)
+        result = self.chunks[0].new_empty(len(index), dim)
+        for chunk, rows in zip(self.chunks, starts, strict=True):
+            inside = ((index >= 0) & (index < chunk.numel() // unit)).nonzero()[:, 0]
+            result.index_copy_(0, inside, rows.index_select(0, index[inside]))
+            index = index - chunk.numel() // unit
+        return result
 
     def _check_readable(self) -> None:
         device = self.table.device
@@ -235,3 +296,16 @@ class PagedRows:
                     f"rows in host memory are not pinned, {device} cannot read them: allocate them "
                     "with pin_memory=True or register them with cudaHostRegister"
                 )
+
+
+def lay_apart(rows: torch.Tensor, key_dim: int) -> torch.Tensor:
+    """Pages ``[..., page_len, Dk + Dv]`` of rows, made ``apart``; a new, contiguous tensor."""
+    sides = [rows[..., :key_dim].flatten(-2), rows[..., key_dim:].flatten(-2)]
+    return torch.cat(sides, dim=-1).view(rows.shape)
+
+
+def join_sides(pages: torch.Tensor, key_dim: int) -> torch.Tensor:
+    """Rows of pages ``[..., page_len, Dk + Dv]`` that are ``apart``; a new, contiguous tensor."""
+    page_len, width = pages.shape[-2:]
+    sides = pages.flatten(-2).split([page_len * key_dim, page_len * (width - key_dim)], dim=-1)
+    return torch.cat([side.unflatten(-1, (page_len, -1)) for side in sides], dim=-1)

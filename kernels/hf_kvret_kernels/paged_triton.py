@@ -13,6 +13,7 @@ from hf_kvret_kernels._triton_rows import (
     load_ids,
     row_pointers,
     selection_place,
+    side_pointers,
 )
 from hf_kvret_kernels._triton_shared import TL_DTYPES
 
@@ -47,6 +48,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ALIGN: tl.constexpr,
+    VALUE_ALIGN: tl.constexpr,
+    APART: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
@@ -56,16 +59,19 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     inside = columns < count
     ids = load_ids(ids_row, columns, inside, stride_ids_k)
     table_row = table + b * stride_table_b
-    rows = row_pointers(
-        ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, DK + DV, ALIGN, DTYPE
-    )
+    place = (ids, h // SHARE, table_row, page_address, stride_table)
+    if APART:
+        keys_at, values_at = side_pointers(*place, PAGE_LEN, DK, DV, ALIGN, VALUE_ALIGN, DTYPE)
+    else:
+        keys_at = row_pointers(*place, PAGE_LEN, DK + DV, ALIGN, DTYPE)
+        values_at = keys_at + DK
     id_mask = ids >= 0
     key_columns = tl.arange(0, BLOCK_DK)
     value_columns = tl.arange(0, BLOCK_DV)
     key_mask = id_mask[:, None] & (key_columns < DK)[None, :]
     value_mask = id_mask[:, None] & (value_columns < DV)[None, :]
-    key = tl.load(rows + key_columns[None, :], mask=key_mask, other=0.0)
-    value = tl.load(rows + DK + value_columns[None, :], mask=value_mask, other=0.0)
+    key = tl.load(keys_at + key_columns[None, :], mask=key_mask, other=0.0)
+    value = tl.load(values_at + value_columns[None, :], mask=value_mask, other=0.0)
     target = (index * count + columns)[:, None]
     tl.store(
         keys + target * DK + key_columns[None, :],
@@ -87,6 +93,8 @@ def gather_rows(rows: PagedRows, ids: torch.Tensor) -> tuple[torch.Tensor, torch
     if ids.numel() == 0:
         return keys, values
     block = 32
+    aligned = rows.alignment_bytes()
+    aligns = rows.side_alignments() if rows.apart else (aligned, aligned)
     _gather_kernel[(batch * heads * queries, triton.cdiv(count, block))](
         ids,
         rows.table,
@@ -105,7 +113,9 @@ def gather_rows(rows: PagedRows, ids: torch.Tensor) -> tuple[torch.Tensor, torch
         BLOCK_K=block,
         BLOCK_DK=triton.next_power_of_2(rows.key_dim),
         BLOCK_DV=triton.next_power_of_2(rows.value_dim),
-        ALIGN=rows.alignment_bytes(),
+        ALIGN=aligns[0],
+        VALUE_ALIGN=aligns[1],
+        APART=rows.apart,
         DTYPE=_ROW_DTYPES[rows.dtype],
         enable_fp_fusion=True,
     )

@@ -163,6 +163,8 @@ def _calls(operation: str) -> Iterator[functools.partial]:
         from hf_kvret_kernels.paged_triton import gather_rows
 
         yield functools.partial(gather_rows, rows, ids)
+        coded = torch.zeros(8, 2, 64, 132, dtype=torch.uint8)
+        yield functools.partial(gather_rows, PagedRows([coded], rows.table, 128, apart=True), ids)
         odd = PagedRows([torch.zeros(8, 2, 1, 7, dtype=half)], torch.zeros(1, 8).int(), 5)
         lone = PagedRows([torch.zeros(1, 1, 64, 256, dtype=half)], torch.zeros(1, 1).int(), 128)
         for source, programs in ((rows, None), (odd, 3), (lone, 1)):
@@ -346,7 +348,7 @@ def _calls_of_higgs() -> Iterator[functools.partial]:
             continue
         sizes = 2 * codec.code_bytes(128), 2 * codec.scale_bytes(128)
         page = torch.zeros(8, 2, 64, sum(sizes), dtype=torch.uint8)
-        paged = PagedRows([page], torch.zeros(1, 8).int(), sizes[0])
+        paged = PagedRows([page], torch.zeros(1, 8).int(), sizes[0], apart=True)
         query, ids = torch.zeros(1, 8, 1, 128, dtype=dtype), torch.zeros(1, 2, 1, 256).int()
         options = (query, paged, ids, codec, 128, 128, 0.1)
         for softcap in (None, 50.0) if codec.bits == 2 else (None,):

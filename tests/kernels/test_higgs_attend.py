@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_kvret_kernels.higgs import Codec, HiggsCodec, MinMaxCodec, attend
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
 
 # Sums of a few hundred fp32 products of size 1, and butterflies before and after.
 FP32_ERROR = 2e-5
@@ -35,17 +35,17 @@ def coded_rows(
     """Rows coded in torch, and the fp64 keys and values of each page that they decode to."""
     generator = torch.Generator().manual_seed(sum(chunks))
     pages, plain = [], []
+    key_bytes = sum(codec.code_bytes(dim) for dim in dims)
     for count in chunks:
         lead = (count, kv_heads, page_len)
         both = [torch.randn(*lead, dim, generator=generator) for dim in dims]
         coded = [codec.encode(part, backend="naive") for part in both]
         pieces = [part.codes for part in coded] + [part.scales for part in coded]
-        pages.append(torch.cat(pieces, -1).to(place[1]))
+        pages.append(lay_apart(torch.cat(pieces, -1), key_bytes).to(place[1]))
         back = [codec.decode(*part, backend="naive").double() for part in coded]
         plain += list(torch.cat(back, -1))
-    key_bytes = sum(codec.code_bytes(dim) for dim in dims)
     numbers = torch.tensor(table, dtype=torch.int32, device=place[1])
-    return PagedRows(pages, numbers, key_bytes), plain
+    return PagedRows(pages, numbers, key_bytes, apart=True), plain
 
 
 def random_ids(
@@ -206,7 +206,8 @@ def test_rows_that_no_id_names_may_hold_anything(place: Place, codec: Codec) -> 
     used = torch.zeros(3, 2, 4, 1, dtype=torch.bool)
     for token in (6, 3, 5):
         used[token // 4, :, token % 4] = True
-    rows.chunks[0].masked_fill_(~used.to(place[1]), 255)
+    named = join_sides(rows.chunks[0], rows.key_dim).masked_fill_(~used.to(place[1]), 255)
+    rows.chunks[0].copy_(lay_apart(named, rows.key_dim))
     check(place, codec, coded, ids.to(place[1]))
 
 
@@ -236,12 +237,34 @@ def test_splitting_the_ids_changes_nothing(place: Place) -> None:
         torch.testing.assert_close(parts, whole, rtol=0, atol=FP32_ERROR)
 
 
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.factor("size", [1e-3, 3e4])
+def test_scales_of_whole_rows_have_the_range_of_fp16(
+    place: Place, dtype: torch.dtype, size: float
+) -> None:
+    """Scaled, some of the larger numbers are no numbers of fp16."""
+    codec, generator = HiggsCodec(4, 64), torch.Generator().manual_seed(5)
+    keys, values = (torch.randn(2, 1, 8, 64, generator=generator) * part for part in (1.0, size))
+    coded = [codec.encode(part, backend="naive") for part in (keys, values)]
+    both = torch.cat([part.codes for part in coded] + [part.scales for part in coded], -1)
+    pages, table = lay_apart(both, 64).to(place[1]), torch.tensor([[1, 0]], dtype=torch.int32)
+    rows = PagedRows([pages], table.to(place[1]), 64, apart=True)
+    query = torch.randn(1, 2, 1, 64, generator=generator).to(place[1], dtype)
+    options: dict[str, Any] = {"key_dim": 64, "value_dim": 64, "scale": 0.125}
+    ids = random_ids(rows, 1, 1, 13)
+    out, _ = attend(query, rows, ids, codec, **options, backend=place[0])
+    wanted, _ = attend(query.float(), rows, ids, codec, **options, backend="naive")
+    rounding = 6 * ULP[dtype] if place[0] == "triton" else 0.0
+    torch.testing.assert_close(out / size, wanted / size, rtol=0, atol=FP32_ERROR + rounding)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_pinned_host_rows_are_read_from_the_gpu() -> None:
     codec, place = HiggsCodec(2, 64), ("triton", "cuda")
     near, _ = coded_rows(place, codec, TWO_ROWS, (4, 5))
-    far = PagedRows([chunk.cpu().pin_memory() for chunk in near.chunks], near.table, near.key_dim)
+    pinned = [chunk.cpu().pin_memory() for chunk in near.chunks]
+    far = PagedRows(pinned, near.table, near.key_dim, apart=True)
     query, ids = torch.randn(2, 4, 1, 64).cuda().half(), random_ids(near, 2, 1, 20)
     options: dict[str, Any] = {"key_dim": 64, "value_dim": 64, "scale": 0.3}
     results = [attend(query, rows, ids, codec, **options) for rows in (near, far)]
@@ -279,6 +302,9 @@ def test_mistakes_are_refused_with_the_remedy(change: dict[str, Any], message: s
     }
     with pytest.raises(ValueError, match=message):
         attend(**(options | change))
+    together = PagedRows(rows.chunks, rows.table, rows.key_dim)
+    with pytest.raises(ValueError, match=r"rows have apart=False: .* must lie apart, as codes and"):
+        attend(**(options | {"rows": together}))
     floats = PagedRows([torch.zeros(9, 2, 8, 36)], rows.table, 32)
     with pytest.raises(ValueError, match=r"rows are torch\.float32: pass coded rows"):
         attend(**(options | {"rows": floats}))

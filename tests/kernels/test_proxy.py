@@ -135,6 +135,35 @@ def test_in_a_group_it_is_the_best_share(
     check_relevance(place, query, rows, 2, valid)
 
 
+@pytest.mark.factor("length", [127, 128, 129, 255, 256, 257, 260, 640])
+def test_lengths_around_the_borders_of_blocks_and_of_their_pieces(
+    place: tuple[str, str], length: int
+) -> None:
+    """Masks in rows of 16 bytes and of any length; a piece, and a whole block, without a token."""
+    rows = random_rows(2, 2, length, 20, dtype=torch.bfloat16, spare=3)
+    query = random_query(2, 8, 1, 20, dtype=torch.bfloat16)
+    for room in (-(-length // 16) * 16, length + 5):
+        valid = (torch.rand(2, room, generator=generator(7)) < 0.7)[:, :length]
+        valid[0, 128:384] = False
+        check_relevance(place, query, rows, 2, valid)
+
+
+@pytest.mark.factor("dtype", proxy.ROW_DTYPES, ids=str)
+@pytest.mark.factor("readers", [1, 3, 9])
+def test_a_query_keeps_the_digits_that_its_proxies_do_not_have(
+    place: tuple[str, str], dtype: torch.dtype, readers: int
+) -> None:
+    """Scores whose leading digits cancel: what stays is in the last bits of the query."""
+    backend, device = place
+    rows = torch.ones(1, 1, 40, 2)
+    rows[..., 1] = -1.0
+    query = torch.randn(1, readers, 1, 1, generator=generator(8)).expand(-1, -1, -1, 2).clone()
+    query[..., 1] *= 1 + 2.0**-20
+    expected = query[..., :1].double() - query[..., 1:].double()
+    got = proxy.relevance(query.to(device), rows.to(dtype).to(device), readers, backend=backend)
+    torch.testing.assert_close(got.cpu().double(), expected.expand(got.shape), rtol=0.2, atol=1e-8)
+
+
 def test_the_blocks_of_a_long_text_count_together(
     place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

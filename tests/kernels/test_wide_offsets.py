@@ -11,7 +11,7 @@ from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.higgs import MinMaxCodec, attend
 from hf_kvret_kernels.page_copy import copy_pages
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged import PagedRows, lay_apart
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
 Place = tuple[str, str]
@@ -78,8 +78,10 @@ def test_scores_and_copies_of_rows(room: torch.Tensor, rows: PagedRows, wide: st
 def test_attention_over_coded_rows(room: torch.Tensor, wide: str) -> None:
     codec = MinMaxCodec(4, DIM)
     codes, scales = codec.encode(torch.randn(3, 1, PAGE_LEN, 2, DIM), "naive")
-    pages = torch.cat([codes.flatten(3), scales.flatten(3)], dim=-1)
-    rows = PagedRows([pages], torch.arange(3, dtype=torch.int32).view(1, 3), 2 * codes.shape[-1])
+    code_bytes = 2 * codes.shape[-1]
+    pages = lay_apart(torch.cat([codes.flatten(3), scales.flatten(3)], dim=-1), code_bytes)
+    table = torch.arange(3, dtype=torch.int32).view(1, 3)
+    rows = PagedRows([pages], table, code_bytes, apart=True)
     query, dims = torch.randn(1, 2, 1, DIM), {"key_dim": DIM, "value_dim": DIM, "scale": 0.3}
     want = attend(query, rows, IDS, codec, **dims, backend="naive")
     got = attend(query, rows, spread(room, rows, wide), codec, **dims, backend="triton")

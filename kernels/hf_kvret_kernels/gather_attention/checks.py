@@ -27,6 +27,11 @@ def check_chosen_rows(
     """
     check_attention_inputs(query=query)
     rows.check_ids(ids)
+    if rows.apart is (coded_dim is None):
+        raise ValueError(
+            f"rows have apart={rows.apart}: keys and values must lie "
+            f"{'side by side' if coded_dim is None else 'apart, as codes and scales do'}"
+        )
     batch, heads, queries, width = query.shape
     dtype = rows.dtype if coded_dim is None else query.dtype
     key_dim = rows.key_dim if coded_dim is None else coded_dim

@@ -28,7 +28,8 @@ def attend(
 
     A row holds, for one token and KV head, four runs of bytes: codes of the key, codes of the
     value, scales of the key, scales of the value, each as ``codec.encode`` makes them of the
-    ``key_dim`` or ``value_dim`` numbers. ``rows.key_dim`` is the length of both codes.
+    ``key_dim`` or ``value_dim`` numbers. ``rows.key_dim`` is the length of both codes; scales lie
+    apart from them (``rows.apart``), so that codes are aligned to their own length.
 
     The Triton kernel never forms a key or a value: with HIGGS the query is transformed instead of
     the keys, values are summed up as they lie, and the sum is transformed back, once for each
@@ -50,8 +51,9 @@ def attend(
     Returns:
         ``out [B, Hq, Q, value_dim]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the query's
         device. A query without rows has out 0 and lse -inf. Softmax and sums are fp32; the Triton
-        kernel rounds the transformed query, scaled grid points and softmax weights to the query's
-        dtype before they are multiplied; in fp16 scaled points overflow from scales of 19000 on.
+        kernel rounds what it multiplies to the query's dtype: the transformed query, and with one
+        group of HIGGS a head grid points and softmax weights times scales, else softmax weights
+        and scaled numbers, which in fp16 overflow from scales of 19000 on.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, rows of another codec's size, an

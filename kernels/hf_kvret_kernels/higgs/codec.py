@@ -243,7 +243,8 @@ class HiggsCodec(Codec):
     def make_tables(self, device: torch.device) -> None:
         self.sign_tensor(device)
         tables.grid_merits(self.bits, device)
-        tables.grid_words(self.bits, device)
+        for dtype in (torch.float16, torch.bfloat16):
+            tables.grid_words(self.bits, device, dtype)
 
     def encode_rows(
         self, rows: torch.Tensor, backend: Backend
@@ -264,7 +265,7 @@ class HiggsCodec(Codec):
         if backend == "triton":
             from hf_kvret_kernels.higgs import triton_decode
 
-            words = tables.grid_words(self.bits, codes.device)
+            words = tables.grid_words(self.bits, codes.device, torch.float16)
             return triton_decode.decode(
                 codes, scales, dtype, self.group, self.code_bits, signs, words
             )

@@ -35,9 +35,12 @@ def grid_merits(bits: int, device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def grid_words(bits: int, device: torch.device) -> torch.Tensor:
-    """``[4^bits]`` int32: each point as two fp16 numbers, x in the low half; shared."""
-    return grid_points(bits, device).half().view(torch.int32).flatten()
+def grid_words(bits: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """``[4^bits]`` int32: each point as two numbers, x in the low half; shared.
+
+    ``dtype``: fp16, in which points are exact, or bf16, to which they are rounded.
+    """
+    return grid_points(bits, device).to(dtype).view(torch.int32).flatten()
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,8 @@
 
 As in ``gather_attention``, a program takes one selection and a piece of its ids, and a second small
 kernel merges the pieces. Rows are unpacked in registers and stay transformed: the queries of the
-program are transformed once, and so is what it summed up.
+program are transformed once, and so is what it summed up. Products have rows, and then dims, for
+their rows: query heads are few, and tensor cores pad columns to 8 but rows to 16.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -15,8 +16,8 @@ import triton.language as tl
 from hf_kvret_kernels._triton_rows import (
     CHANGING_STRIDES,
     load_ids,
-    row_pointers,
     selection_place,
+    side_pointers,
 )
 from hf_kvret_kernels._triton_shared import (
     LOG2_E,
@@ -34,13 +35,15 @@ from hf_kvret_kernels._triton_shared import (
 from hf_kvret_kernels.higgs.codec import Codec, HiggsCodec
 from hf_kvret_kernels.higgs.packing import WORDS
 from hf_kvret_kernels.higgs.tables import grid_words
-from hf_kvret_kernels.higgs.triton_tiles import load_numbers
+from hf_kvret_kernels.higgs.triton_tiles import load_halves, load_numbers, load_points
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.paged import PagedRows
 
 # Programs per multiprocessor to aim at: the loads have a long way, so several must be under way.
 _WAVES = 4
 _MOST_SPLITS = 64
+# Columns of products, which tensor cores pad to 8: with fewer than 4 nothing becomes less.
+_FEWEST_HEADS = 4
 
 
 @triton.jit
@@ -63,6 +66,64 @@ def _transform(
     if BACK:
         x = x * signs
     return x
+
+
+@triton.jit
+def _load_side(
+    codes,
+    scales,
+    id_mask,
+    grid_ptr,
+    BYTES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    PLANES: tl.constexpr,
+    HIGGS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PAIR: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+):
+    """Keys or values ``[K, BLOCK_GROUPS * GROUP]``, and factors ``[1, K]`` that they still lack.
+
+    A scale of a whole row is such a factor: it is cheaper in the products than in each number.
+    """
+    if ONE_GROUP:
+        numbers = load_points(
+            codes,
+            id_mask,
+            BYTES // PLANES,
+            grid_ptr,
+            PAIR,
+            BLOCK_K,
+            GROUP,
+            CODE_BITS,
+            PER_WORD,
+            PLANES,
+        )
+        factors = tl.trans(load_halves(scales, id_mask[:, None], EVEN))
+    else:
+        numbers = load_numbers(
+            codes,
+            scales,
+            id_mask,
+            BYTES // PLANES,
+            grid_ptr,
+            GROUPS,
+            GROUP,
+            BLOCK_K,
+            BLOCK_GROUPS,
+            CODE_BITS,
+            PER_WORD,
+            PLANES,
+            HIGGS,
+            EVEN,
+        )
+        factors = tl.full([1, BLOCK_K], 1.0, tl.float32)
+    return numbers, factors
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "count", "split_len", *CHANGING_STRIDES])
@@ -105,11 +166,14 @@ def _attend_kernel(
     PER_WORD: tl.constexpr,
     PLANES: tl.constexpr,
     HIGGS: tl.constexpr,
+    PAIR: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
-    ALIGN: tl.constexpr,
+    CODE_ALIGN: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -120,8 +184,8 @@ def _attend_kernel(
     BLOCK_DK: tl.constexpr = BLOCK_KEY * GROUP
     BLOCK_DV: tl.constexpr = BLOCK_VALUE * GROUP
     SCALE_BYTES: tl.constexpr = 2 if HIGGS else 4
-    SCALES: tl.constexpr = KEY_BYTES + VALUE_BYTES
-    WIDTH: tl.constexpr = SCALES + (KEY_GROUPS + VALUE_GROUPS) * SCALE_BYTES
+    CODES: tl.constexpr = KEY_BYTES + VALUE_BYTES
+    SCALES: tl.constexpr = (KEY_GROUPS + VALUE_GROUPS) * SCALE_BYTES
     index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     b, h, q_index = selection_place(index, heads, queries)
@@ -135,28 +199,38 @@ def _attend_kernel(
     if HIGGS:
         signs = tl.load(signs_ptr + key_columns % GROUP)[None, :]
         q = _transform(q.to(tl.float32), signs, factor, BLOCK_G, BLOCK_KEY, GROUP, LOG_GROUP, False)
-    q = q.to(DTYPE).to(DOT_DTYPE)
+    q = tl.trans(q.to(DTYPE).to(DOT_DTYPE))
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
     table_row = table + b * stride_table_b
 
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_DV, BLOCK_G], tl.float32)
     first = split * split_len
     last = tl.minimum(first + split_len, count)
     for start in range(first, last, BLOCK_K):
         positions = start + tl.arange(0, BLOCK_K)
         ids = load_ids(ids_row, positions, positions < last, stride_ids_k)
         id_mask = ids >= 0
-        rows = row_pointers(
-            ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, tl.uint8
+        codes, scales = side_pointers(
+            ids,
+            h // SHARE,
+            table_row,
+            page_address,
+            stride_table,
+            PAGE_LEN,
+            CODES,
+            SCALES,
+            CODE_ALIGN,
+            SCALE_ALIGN,
+            tl.uint8,
         )
-        key = load_numbers(
-            rows,
-            rows + SCALES,
+        key, key_factors = _load_side(
+            codes,
+            scales,
             id_mask,
-            KEY_BYTES // PLANES,
             grid_ptr,
+            KEY_BYTES,
             KEY_GROUPS,
             GROUP,
             BLOCK_K,
@@ -165,19 +239,21 @@ def _attend_kernel(
             PER_WORD,
             PLANES,
             HIGGS,
-            ALIGN % 2 == 0,
+            SCALE_ALIGN % 2 == 0,
+            PAIR,
+            ONE_GROUP,
         )
         key = key.to(DTYPE).to(DOT_DTYPE)
-        dots = tl.dot(q, tl.trans(key), input_precision="ieee")
+        dots = tl.trans(tl.dot(key, q, input_precision="ieee")) * key_factors
         scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(id_mask[None, :], scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
-        value = load_numbers(
-            rows + KEY_BYTES,
-            rows + SCALES + KEY_GROUPS * SCALE_BYTES,
+        value, value_factors = _load_side(
+            codes + KEY_BYTES,
+            scales + KEY_GROUPS * SCALE_BYTES,
             id_mask,
-            VALUE_BYTES // PLANES,
             grid_ptr,
+            VALUE_BYTES,
             VALUE_GROUPS,
             GROUP,
             BLOCK_K,
@@ -186,13 +262,16 @@ def _attend_kernel(
             PER_WORD,
             PLANES,
             HIGGS,
-            ALIGN % 2 == 0,
+            SCALE_ALIGN % 2 == 0,
+            PAIR,
+            ONE_GROUP,
         )
         value = value.to(DTYPE).to(DOT_DTYPE)
-        weights = weights.to(DTYPE).to(DOT_DTYPE)
-        acc = tl.dot(weights, value, acc * shrink[:, None], input_precision="ieee")
+        weights = (weights * value_factors).to(DTYPE).to(DOT_DTYPE)
+        acc = acc * shrink[None, :]
+        acc = tl.dot(tl.trans(value), tl.trans(weights), acc, input_precision="ieee")
 
-    result, log_total = finish_softmax(acc, peak, total)
+    result, log_total = finish_softmax(tl.trans(acc), peak, total)
     if HIGGS:
         signs = tl.load(signs_ptr + value_columns % GROUP)[None, :]
         result = _transform(result, signs, factor, BLOCK_G, BLOCK_VALUE, GROUP, LOG_GROUP, True)
@@ -243,10 +322,14 @@ def attend_pieces(
         return pieces
     inner, outer = score_factors(scale, softcap, LOG2_E)
     per_word, planes = WORDS[codec.code_bits]
+    code_align, scale_align = rows.side_alignments()
     # Min-max looks nothing up: any pointer will do.
-    signs, grid = rows.table, rows.table
+    signs, grid, one_group, pair = rows.table, rows.table, False, torch.float16
     if isinstance(codec, HiggsCodec):
-        signs, grid = codec.sign_tensor(query.device), grid_words(codec.bits, query.device)
+        one_group = block_key == block_value == 1
+        if one_group and query.dtype == torch.bfloat16:
+            pair = torch.bfloat16
+        signs, grid = codec.sign_tensor(query.device), grid_words(codec.bits, query.device, pair)
     _attend_kernel[(programs, splits)](
         query,
         ids,
@@ -280,16 +363,20 @@ def attend_pieces(
         PER_WORD=per_word,
         PLANES=planes,
         HIGGS=isinstance(codec, HiggsCodec),
-        BLOCK_G=max(16, triton.next_power_of_2(shared)),
+        PAIR=TL_DTYPES[pair],
+        ONE_GROUP=one_group,
+        BLOCK_G=max(_FEWEST_HEADS, triton.next_power_of_2(shared)),
         BLOCK_K=block_k,
         BLOCK_KEY=block_key,
         BLOCK_VALUE=block_value,
-        ALIGN=rows.alignment_bytes(),
+        CODE_ALIGN=code_align,
+        SCALE_ALIGN=scale_align,
         SOFTCAP=softcap is not None,
         DTYPE=TL_DTYPES[query.dtype],
         DOT_DTYPE=dot_dtype(query.dtype),
         num_warps=8 if full else 4,
-        num_stages=3,
+        # Loads are made tiles ahead where there are several; for one that would be instructions.
+        num_stages=3 if split_len > block_k else 1,
         enable_fp_fusion=True,
     )
     return pieces

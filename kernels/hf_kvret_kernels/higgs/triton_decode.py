@@ -27,8 +27,8 @@ def decode(
     """``[n, W]`` of ``dtype`` from ``codes [n, ...]`` and ``scales [n, ...]``, both uint8.
 
     Args:
-        signs: ``[group]`` fp32, grid: ``[points]`` int32 of ``grid_words``; both for HIGGS, None
-            for min-max.
+        signs: ``[group]`` fp32, grid: ``[points]`` int32 of ``grid_words`` in fp16; both for HIGGS,
+            None for min-max.
     """
     per_word, planes = WORDS[code_bits]
     codes = codes if codes.stride(1) == 1 else codes.contiguous()

@@ -57,28 +57,51 @@ def load_halves(bytes_ptr, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def unscaled_numbers(
+def _codes_of(
     words,
-    grid_ptr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
     CODE_BITS: tl.constexpr,
     PER_WORD: tl.constexpr,
-    HIGGS: tl.constexpr,
 ):
-    """fp32 ``[ROWS, n]`` of ``words [ROWS, WORDS]``: grid points, or with HIGGS false the codes."""
+    """int32 ``[ROWS, WORDS * PER_WORD]``: the codes of ``words [ROWS, WORDS]``."""
     shifts = CODE_BITS * tl.arange(0, PER_WORD)
     codes = (words[:, :, None] >> shifts[None, None, :]) & ((1 << CODE_BITS) - 1)
-    codes = tl.reshape(codes, (ROWS, WORDS * PER_WORD))
-    if HIGGS:
-        # A point is one word: x in its low half, y in its high half.
-        points = tl.load(grid_ptr + codes)
-        x = points.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        y = (points >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        numbers = tl.reshape(tl.join(x, y), (ROWS, 2 * WORDS * PER_WORD))
-    else:
-        numbers = codes.to(tl.float32)
-    return numbers
+    return tl.reshape(codes, (ROWS, WORDS * PER_WORD))
+
+
+@triton.jit
+def _points_of(codes, grid_ptr, PAIR: tl.constexpr, ROWS: tl.constexpr, NUMBERS: tl.constexpr):
+    """``[ROWS, NUMBERS]`` of PAIR, fp16 or bf16: points of a grid that has numbers of PAIR."""
+    # A point is one word: x in its low half, y in its high half.
+    points = tl.load(grid_ptr + codes)
+    x = points.to(tl.int16).to(PAIR, bitcast=True)
+    y = (points >> 16).to(tl.int16).to(PAIR, bitcast=True)
+    return tl.reshape(tl.join(x, y), (ROWS, NUMBERS))
+
+
+@triton.jit
+def load_points(
+    codes_ptr,
+    rows_mask,
+    plane_stride,
+    grid_ptr,
+    PAIR: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    PLANES: tl.constexpr,
+):
+    """``[ROWS, NUMBERS]`` of PAIR: coded numbers of HIGGS that nobody has scaled yet.
+
+    Arguments as of ``load_numbers`` and ``_points_of``; rows outside ``rows_mask`` hold some point.
+    """
+    WORDS: tl.constexpr = NUMBERS // (2 * PER_WORD)
+    columns = tl.arange(0, WORDS)[None, :]
+    words = load_words(codes_ptr + columns, rows_mask[:, None], plane_stride, PLANES)
+    codes = _codes_of(words, ROWS, WORDS, CODE_BITS, PER_WORD)
+    return _points_of(codes, grid_ptr, PAIR, ROWS, NUMBERS)
 
 
 @triton.jit
@@ -113,7 +136,11 @@ def load_numbers(
     columns = tl.arange(0, WORDS)[None, :]
     mask = rows_mask[:, None] & (columns < KNOWN)
     words = load_words(codes_ptr + columns, mask, plane_stride, PLANES)
-    numbers = unscaled_numbers(words, grid_ptr, ROWS, WORDS, CODE_BITS, PER_WORD, HIGGS)
+    codes = _codes_of(words, ROWS, WORDS, CODE_BITS, PER_WORD)
+    if HIGGS:
+        numbers = _points_of(codes, grid_ptr, tl.float16, ROWS, NUMBERS).to(tl.float32)
+    else:
+        numbers = codes.to(tl.float32)
     groups = tl.arange(0, BLOCK_GROUPS)[None, :]
     mask = rows_mask[:, None] & (groups < GROUPS)
     steps = load_halves(scales_ptr + groups * SCALE_BYTES, mask, EVEN)

@@ -15,22 +15,32 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._triton_log_sums import finite_base, log_total
-from hf_kvret_kernels._triton_masks import mask_bytes, mask_strides
-from hf_kvret_kernels._triton_shared import capped_scores, score_factors
+from hf_kvret_kernels._triton_masks import mask_bytes, mask_layout
+from hf_kvret_kernels._triton_shared import capped_scores, dot_dtype, score_factors
 from hf_kvret_kernels.relevance.triton_shares import write_best_shares
 
-# Numbers of a tile of proxies, within a fewest and a most of tokens (fewer than 32 leave warps
-# without a product of their own), and the rows of queries that meet it at a time, the fewest of a
-# tensor core's product. Compiled for sm80, rows of 256 numbers take 98 KiB of shared memory in fp32
-# and 66 else, common GPUs lend 99; no width spills registers.
+# Numbers of a tile of proxies of four bytes and of fewer, within a fewest and a most of tokens
+# (fewer than 32 leave warps without a product of their own), and the most readers that meet it at a
+# time. Compiled for sm80, programs take at most 72 KiB of shared memory in fp32 and 48 else, common
+# GPUs lend 99; no width spills registers.
 _TILE = 4096
+_NARROW_TILE = 8192
 _FEWEST_TOKENS = 32
-_MOST_TOKENS = 128
-_READERS = 16
+_MOST_TOKENS = 256
+_READERS = 8
+# The fewest columns of a product of tensor cores.
+_COLUMNS = 8
+# Numbers that a store takes at once where the length is a multiple of so many.
+_WIDE = 4
+# Tokens whose log-sum-exp is left as one number.
+_PIECE = 128
 # Block sums that a program adds up at a time.
 _SUMS = 512
+# By the proxies' dtype: copies of a query whose parts add up to it, and the bits that a part's
+# numbers have, sign and exponent among them. Proxies of fp32 leave this to the dot.
+_COPIES = {torch.bfloat16: (4, 16), torch.int8: (4, 16), torch.float16: (2, 19)}
 # Arguments that follow the length, which changes at every step, or the number of drafts.
-_CHANGING = ("length", "blocks", "readers", "rows_stride_b", "rows_stride_f", "valid_stride_b")
+_CHANGING = ("units", "pieces", "readers", "rows_stride_b", "rows_stride_f", "valid_stride_b")
 
 
 def relevance(
@@ -49,35 +59,42 @@ def relevance(
     if scores.numel() == 0:
         return scores.new_empty(batch, heads, queries, length)
     readers = query_heads // sets * queries
+    copies, bits = _COPIES.get(rows.dtype, (1, 32))
+    tile = _TILE if rows.element_size() == 4 else _NARROW_TILE
     block_r = max(16, triton.next_power_of_2(rank))
-    block_n = max(_FEWEST_TOKENS, min(_MOST_TOKENS, _TILE // block_r))
-    blocks = triton.cdiv(length, block_n)
+    block_n = max(_FEWEST_TOKENS, min(_MOST_TOKENS, tile // block_r))
+    piece = min(_PIECE, block_n)
+    pieces = triton.cdiv(length, piece)
+    unit = math.gcd(length, _WIDE)
     is_grouped = heads < query_heads
     # A pointer that the kernel ignores where every head selects by itself.
-    sums = scores.new_empty(batch * query_heads * queries, blocks) if is_grouped else scores
-    _scores_kernel[(batch * sets * blocks,)](
+    sums = scores.new_empty(batch * query_heads * queries, pieces) if is_grouped else scores
+    _scores_kernel[(triton.cdiv(length, block_n), sets, batch)](
         query.contiguous(),
         rows,
         mask_bytes(valid, rows),
         query if offset is None else offset,
         scores,
         sums,
-        length,
-        blocks,
+        length // unit,
+        pieces,
         readers,
-        sets,
         *rows.stride()[:2],
-        *mask_strides(valid),
+        *mask_layout(valid),
         *score_factors(1.0, softcap),
         SOFTCAP=softcap is not None,
         HAS_VALID=valid is not None,
         HAS_OFFSET=offset is not None,
         GROUPED=is_grouped,
-        EXACT_IN_TF32=rows.dtype != torch.float32,
+        DOT_DTYPE=dot_dtype(torch.bfloat16) if bits == 16 else tl.float32,
+        COPIES=copies,
+        BITS=bits,
         ALIGN=_alignment_bytes(rows),
+        UNIT=unit,
         R=rank,
+        PIECE=piece,
         BLOCK_R=block_r,
-        BLOCK_M=_READERS,
+        BLOCK_M=max(_COLUMNS // copies, min(_READERS, triton.next_power_of_2(readers))),
         BLOCK_N=block_n,
         num_warps=4,
         enable_fp_fusion=True,
@@ -88,7 +105,7 @@ def relevance(
     _total_kernel[(len(sums),)](
         sums,
         lse,
-        blocks,
+        pieces,
         BLOCK=_SUMS,
         enable_fp_fusion=True,
     )
@@ -104,22 +121,44 @@ def _alignment_bytes(rows: torch.Tensor) -> int:
 
 
 @triton.jit
-def _dots(query, proxies, EXACT_IN_TF32: tl.constexpr):
-    """``[M, N]`` inner products of fp32 ``query [M, R]`` and ``proxies [N, R]``, as good as fp32.
+def _top_bits(x, BITS: tl.constexpr):
+    """fp32 ``x`` cut off after its first BITS, sign and exponent among them."""
+    return (x.to(tl.int32, bitcast=True) & (-1 << (32 - BITS))).to(tl.float32, bitcast=True)
 
-    A cast of the query to the proxies' dtype would cost three digits, and fp32 without tensor
-    cores would take longer than the proxies' way from memory. Proxies of 8 and 16 bits are
-    numbers of tf32 already, so two dots do, with the query's leading bits and with the rest; those
-    of 32 bits are split as well.
+
+@triton.jit
+def _dots(
+    proxies,
+    query,
+    DOT_DTYPE: tl.constexpr,
+    COPIES: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """``[M, N]`` inner products of ``proxies [N, R]`` and fp32 ``query``, as good as fp32.
+
+    A cast of the query to the proxies' dtype would cost digits, and fp32 without tensor cores would
+    take longer than the proxies' way from memory. So each of the M queries is a column several
+    times, ``query [R, M * COPIES]``, of which every one takes a part, in numbers that tensor cores
+    take as they are: three of bf16 for proxies of bf16 or bytes and a fourth of nothing, two of
+    tf32 for fp16. One product has tokens for rows, as tensor cores take 64 of these but as few as 8
+    columns, and its columns are added up. Proxies of fp32 are split as well.
     """
-    columns = tl.trans(proxies.to(tl.float32))
-    if EXACT_IN_TF32:
-        high_part = (query.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        dots = tl.dot(query - high_part, columns, input_precision="tf32")
-        dots = tl.dot(high_part, columns, dots, input_precision="tf32")
+    if COPIES == 1:
+        dots = tl.dot(proxies, query, input_precision="tf32x3")
     else:
-        dots = tl.dot(query, columns, input_precision="tf32x3")
-    return dots
+        part = (tl.arange(0, BLOCK_M * COPIES) % COPIES)[None, :]
+        high = _top_bits(query, BITS)
+        parts = tl.where(part == 0, high, query - high)
+        if COPIES == 4:
+            middle = _top_bits(query - high, BITS)
+            parts = tl.where(part == 1, middle, parts)
+            parts = tl.where(part == 2, query - high - middle, parts)
+            parts = tl.where(part == 3, 0.0, parts)
+        dots = tl.dot(proxies.to(DOT_DTYPE), parts.to(DOT_DTYPE), input_precision="tf32")
+        dots = tl.sum(tl.reshape(dots, (BLOCK_N, BLOCK_M, COPIES)), axis=2)
+    return tl.trans(dots)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -130,64 +169,84 @@ def _scores_kernel(
     offset_ptr,
     scores_ptr,
     sums_ptr,
-    length,
-    blocks,
+    units,
+    pieces,
     readers,
-    sets,
     rows_stride_b,
     rows_stride_f,
     valid_stride_b,
     valid_stride_n,
+    VALID_UNIT: tl.constexpr,
     inner,
     outer,
     SOFTCAP: tl.constexpr,
     HAS_VALID: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     GROUPED: tl.constexpr,
-    EXACT_IN_TF32: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    COPIES: tl.constexpr,
+    BITS: tl.constexpr,
     ALIGN: tl.constexpr,
+    UNIT: tl.constexpr,
     R: tl.constexpr,
+    PIECE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A block of tokens of one set; its readers are the queries of its query heads, in order."""
-    block = tl.program_id(0) % blocks
-    index = (tl.program_id(0) // blocks).to(tl.int64)
-    tokens = block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """A block of tokens of one set; its readers are the queries of its query heads, in order.
+
+    Rows of scores are ``units * UNIT`` long.
+    """
+    HERE: tl.constexpr = BLOCK_N // PIECE
+    length = units * UNIT
+    first = tl.program_id(0) * BLOCK_N
+    batch = tl.program_id(2).to(tl.int64)
+    index = batch * tl.num_programs(1) + tl.program_id(1)
+    places = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_R)
-    inside = tokens < length
+    inside = places < length - first
     token_mask = inside
     if HAS_VALID:
-        mask_ptr = valid_ptr + (index // sets) * valid_stride_b + tokens * valid_stride_n
-        token_mask = token_mask & (tl.load(mask_ptr, mask=inside, other=0) != 0)
-    rows_ptr += (index // sets) * rows_stride_b + (index % sets) * rows_stride_f
-    rows_ptr = tl.multiple_of(rows_ptr, ALIGN)
+        mask_ptr = valid_ptr + batch * valid_stride_b * VALID_UNIT
+        mask_ptr += first.to(tl.int64) * valid_stride_n + places.to(tl.int64) * valid_stride_n
+        end = tl.cdiv(length, VALID_UNIT) * VALID_UNIT
+        valid = tl.load(mask_ptr, mask=places < end - first, other=0)
+        token_mask = token_mask & (valid != 0)
+    rows_ptr += batch * rows_stride_b + tl.program_id(1).to(tl.int64) * rows_stride_f
+    rows_ptr = tl.multiple_of(rows_ptr + first.to(tl.int64) * R, ALIGN)
     mask = inside[:, None] & (columns < R)[None, :]
-    proxies = tl.load(rows_ptr + tokens[:, None] * R + columns[None, :], mask=mask, other=0)
-    for start in range(0, readers, BLOCK_M):
+    proxies = tl.load(rows_ptr + (places[:, None] * R + columns[None, :]), mask=mask, other=0)
+    for start in tl.range(0, readers, BLOCK_M, num_stages=1):
         readers_here = start + tl.arange(0, BLOCK_M)
         reader_mask = readers_here < readers
         target = index * readers + readers_here
+        copied = start + tl.arange(0, BLOCK_M * COPIES) // COPIES
         query = tl.load(
-            query_ptr + target[:, None] * R + columns[None, :],
-            mask=reader_mask[:, None] & (columns < R)[None, :],
+            query_ptr + (index * readers + copied)[None, :] * R + columns[:, None],
+            mask=(copied < readers)[None, :] & (columns < R)[:, None],
             other=0.0,
         )
-        dots = _dots(query, proxies, EXACT_IN_TF32)
+        dots = _dots(proxies, query, DOT_DTYPE, COPIES, BITS, BLOCK_M, BLOCK_N)
         if HAS_OFFSET:
             dots += tl.load(offset_ptr + target, mask=reader_mask, other=0.0)[:, None]
         scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(token_mask[None, :], scores, float("-inf"))
         tl.store(
-            scores_ptr + target[:, None] * length + tokens[None, :],
+            scores_ptr + first + target[:, None] * length + places[None, :],
             scores,
             mask=reader_mask[:, None] & inside[None, :],
         )
         if GROUPED:
-            base = finite_base(tl.max(scores, 1))
-            lse = log_total(base, tl.sum(tl.exp(scores - base[:, None]), 1))
-            tl.store(sums_ptr + target * blocks + block, lse, mask=reader_mask)
+            parts = tl.reshape(scores, (BLOCK_M, HERE, PIECE))
+            base = finite_base(tl.max(parts, 2))
+            lse = log_total(base, tl.sum(tl.exp(parts - base[:, :, None]), 2))
+            pieces_here = tl.program_id(0) * HERE + tl.arange(0, HERE)
+            tl.store(
+                sums_ptr + target[:, None] * pieces + pieces_here[None, :],
+                lse,
+                mask=reader_mask[:, None] & (pieces_here < pieces)[None, :],
+            )
 
 
 @triton.jit(do_not_specialize=["blocks"])

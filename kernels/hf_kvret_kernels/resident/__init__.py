@@ -129,8 +129,8 @@ def fetch(
     """Copy the rows of missing tokens into their slots, in place.
 
     Args:
-        rows: all rows. ``"naive"`` needs them on the table's device; ``"triton"`` also reads
-            pinned host memory, over the bus.
+        rows: all rows, a key and its value side by side. ``"naive"`` needs them on the table's
+            device; ``"triton"`` also reads pinned host memory, over the bus.
         ids: ``[B, H, R]`` int32 tokens, as given to ``assign``; H are the rows' kv heads.
         fetched: ``[B, H, R]`` int32, what ``assign`` returned; only these rows are read.
         buffer: ``[B, H, S, W]`` of the rows' dtype on the device of ids, contiguous: the slots.
@@ -140,6 +140,8 @@ def fetch(
     Raises:
         ValueError: tensors that do not fit, or rows that the backend cannot read.
     """
+    if rows.apart:
+        raise ValueError("rows have apart=True: a slot has a key and its value side by side")
     lead = (rows.table.shape[0], rows.heads)
     for name, tensor in (("ids", ids), ("fetched", fetched)):
         if tuple(tensor.shape[:2]) != lead or tensor.ndim != 3 or tensor.dtype != torch.int32:
