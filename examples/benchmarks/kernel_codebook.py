@@ -96,11 +96,13 @@ CODEBOOK_OPS = (
 )
 
 
-def _relevance(shape: KernelShape, draw: Draw) -> Any:
+def _top_places(shape: KernelShape, draw: Draw) -> Any:
     query = draw.normal(shape.batch, shape.query_heads, 1, shape.rank) * shape.scale
     lead = (shape.batch, shape.heads, shape.length)
     rows = draw.normal(*lead, shape.rank, dtype=torch.bfloat16)
-    return partial(proxy.relevance, query, rows, shape.heads, valid=draw.all_valid(shape))
+    return partial(
+        *(proxy.top_places, query, rows, shape.heads, shape.top_k), valid=draw.all_valid(shape)
+    )
 
 
 def _top_k(shape: KernelShape, draw: Draw) -> Any:
@@ -145,15 +147,16 @@ def _bundles(shape: KernelShape, draw: Draw, count: int | None = None) -> torch.
 
 
 SEARCH_OPS = (
-    # Scores of all tokens from proxies of their keys, the best of a group for each token. Proxies
-    # are read once, although a softmax over tokens takes two passes or room for all scores.
+    # The best tokens of each group by proxies of their keys. Proxies are read once, although a
+    # softmax over tokens takes two passes or room for all scores.
     KernelOp(
-        name="proxy.relevance",
+        name="proxy.top_places",
         read="B H n r bf16 + B Hq r f32 + B n",
-        written="B H n f32",
+        written="B H K i32",
         products="B Hq n r",
-        inputs=_relevance,
-        check=_SCORES,
+        inputs=_top_places,
+        # Of tokens that score nearly the same any may be taken.
+        check=(not_shared, 1e-2),
         sizes="rank {r}",
         copies=8,
     ),

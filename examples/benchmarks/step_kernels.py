@@ -132,12 +132,10 @@ def _paris(shape: StepShape) -> None:
 
 def _lrqk(shape: StepShape) -> None:
     from hf_kvret_kernels.proxy import triton_scores
-    from hf_kvret_kernels.top_k import triton
 
     query = torch.empty(shape.batch, shape.query_heads, 1, LRQK_RANK, device=_META)
-    proxies = shape.tokens(LRQK_RANK, dtype=_HALF)
-    relevance = triton_scores.relevance(query, proxies, shape.heads, shape.valid(), None, None)
-    triton.top_k(relevance, LRQK_K)
+    proxies, valid = shape.tokens(LRQK_RANK, dtype=_HALF), shape.valid()
+    triton_scores.top_places(query, proxies, shape.heads, LRQK_K, valid, None, None)
 
 
 def _a2ats(shape: StepShape) -> None:
@@ -171,14 +169,15 @@ def _ctkvr(shape: StepShape) -> None:
     ids = triton_recall.unite(shape.ids(RECALLED), shape.valid())
     rows = shape.pages(2 * shape.head_dim, shape.head_dim, _HALF)
     scores = triton.gather_scores(shape.query(), rows, ids, shape.scale, None)
-    triton_shares.group_relevance(scores, shape.heads)
+    grouped = scores.unflatten(1, (shape.heads, -1)).transpose(2, 3)
+    triton_shares.best_ids(grouped, ids, CTKVR_K)
 
 
 def _flat(shape: StepShape) -> None:
     from hf_kvret_kernels.relevance import triton_shares
 
     scores = torch.empty(shape.batch, shape.query_heads, 1, shape.cold_len, device=_META)
-    triton_shares.group_relevance(scores, shape.heads)
+    triton_shares.top_places(scores, shape.heads, FLAT_K)
 
 
 def _count(shape: StepShape) -> None:

@@ -15,6 +15,8 @@ from machine_model import H200
 from step_kernels import (
     CENTROIDS,
     CODEWORDS,
+    CTKVR_K,
+    FLAT_K,
     HIGGS_BITS,
     LIST_LEN,
     LRQK_K,
@@ -79,8 +81,8 @@ _Describe = Callable[[StepShape, Grid], Work]
 _Length = Callable[[StepShape], int]
 
 
-def _selection(length: _Length, count: _Length, group: int = 1) -> dict[str, _Describe]:
-    """Of ``count`` in each of the KV heads' rows of fp32, in three launches."""
+def _selection(length: _Length, count: _Length, grouped: bool = False) -> dict[str, _Describe]:
+    """Of ``count`` in each KV head's row of fp32, or ``grouped`` in rows of its query heads."""
 
     def orders(s: StepShape) -> int:
         return 4 * s.batch * s.heads * length(s)
@@ -96,7 +98,10 @@ def _selection(length: _Length, count: _Length, group: int = 1) -> dict[str, _De
 
     return {
         "top_k.count": lambda s, grid: Work(
-            group * orders(s) + bins(s), orders(s) + bins(s), (group,), s.batch * s.heads
+            (s.group if grouped else 1) * orders(s) + bins(s),
+            orders(s) + bins(s),
+            (s.group if grouped else 1,),
+            s.batch * s.heads,
         ),
         # The threshold's bin is taken to have up to 1,024 scores, and no two at the threshold.
         "top_k.border": lambda s, grid: Work(
@@ -108,18 +113,16 @@ def _selection(length: _Length, count: _Length, group: int = 1) -> dict[str, _De
     }
 
 
-def _relevance(length: _Length) -> dict[str, _Describe]:
-    """The best share of G query heads; rows of fp32."""
+def _piece_sums(length: _Length) -> dict[str, _Describe]:
+    """Log-sum-exps of pieces of the query heads' rows of fp32."""
 
-    def scores(s: StepShape) -> int:
-        return 4 * s.batch * s.query_heads * length(s)
-
-    def piece_blocks(s: StepShape) -> int:
+    def blocks(s: StepShape) -> int:
         return math.ceil(math.ceil(length(s) / _TOKENS) / 256)
 
     return {
-        "relevance.piece": lambda s, grid: Work(scores(s), 4 * grid[0], (piece_blocks(s),)),
-        "relevance.share": lambda s, grid: Work(scores(s), scores(s) // s.group, (s.group,)),
+        "relevance.piece": lambda s, grid: Work(
+            4 * s.batch * s.query_heads * length(s), 4 * grid[0], (blocks(s),)
+        )
     }
 
 
@@ -207,20 +210,25 @@ def _collide(s: StepShape, grid: Grid) -> Work:
     )
 
 
-def _best(s: StepShape, grid: Grid) -> Work:
-    """The best of each block of ParisKV's candidates, and by the last program those of all."""
-    rows, blocks = s.batch * s.heads, grid[0]
-    # An order and a place of each, written and read again.
-    chosen = 8 * rows * blocks * PARIS_K
-    # Log-sum-exps of blocks of 128.
-    sums = math.ceil(s.candidates / 128)
-    at_once = 256 if blocks == math.ceil(s.candidates / _TOKENS) else 1024
-    return Work(
-        4 * s.group * (_kept(s) + rows * sums) + chosen,
-        4 * rows * PARIS_K + chosen,
-        (s.group * math.ceil(sums / at_once), _HALVINGS, _HALVINGS),
-        last_ctas=rows,
-    )
+def _best(length: _Length, count: int, piece: int) -> dict[str, _Describe]:
+    """The best of each block of candidates, and by the last program those of all.
+
+    ``piece``: tokens of which there is a log-sum-exp.
+    """
+
+    def best(s: StepShape, grid: Grid) -> Work:
+        rows, blocks, sums = s.batch * s.heads, grid[0], math.ceil(length(s) / piece)
+        at_once = 256 if blocks == math.ceil(length(s) / _TOKENS) else 1024
+        # An order and a place of each, written and read again.
+        chosen = 8 * rows * blocks * count
+        return Work(
+            4 * s.group * rows * (length(s) + sums) + chosen,
+            4 * rows * count + chosen,
+            (s.group * math.ceil(sums / at_once), _HALVINGS, _HALVINGS),
+            last_ctas=rows,
+        )
+
+    return {"top_k.best": best}
 
 
 def _score_table_bytes(s: StepShape) -> int:
@@ -277,7 +285,7 @@ _WORK: dict[str, dict[str, _Describe]] = {
             (4 + 16 + 48 + 32) * _kept(s) + _rotated_bytes(s),
             4 * s.group * (_kept(s) + grid[0] * grid[1]),
         ),
-        "top_k.best": _best,
+        **_best(lambda s: s.candidates, PARIS_K, 128),
     },
     "lrqk": {
         "proxy.scores": lambda s, grid: Work(
@@ -287,8 +295,7 @@ _WORK: dict[str, dict[str, _Describe]] = {
         "proxy.total": lambda s, grid: Work(
             _proxy_sums(s), 4 * s.batch * s.query_heads, _total_trips(s)
         ),
-        **_relevance(lambda s: s.cold_len),
-        **_selection(lambda s: s.cold_len, lambda s: LRQK_K),
+        **_selection(lambda s: s.cold_len, lambda s: LRQK_K, grouped=True),
     },
     "a2ats": {
         "proxy.scores": lambda s, grid: Work(
@@ -321,9 +328,13 @@ _WORK: dict[str, dict[str, _Describe]] = {
             s.batch * s.heads * RECALLED * (2 * s.head_dim + 16) + _query_bytes(s),
             4 * s.batch * s.query_heads * RECALLED,
         ),
-        **_relevance(lambda s: RECALLED),
+        **_piece_sums(lambda s: RECALLED),
+        **_best(lambda s: RECALLED, CTKVR_K, _TOKENS),
     },
-    "flat": _relevance(lambda s: s.cold_len),
+    "flat": {
+        **_piece_sums(lambda s: s.cold_len),
+        **_selection(lambda s: s.cold_len, lambda s: FLAT_K, grouped=True),
+    },
     "count": {"relevance.count": lambda s, grid: Work(4 * s.batch * s.heads * PARIS_K, 8)},
     "attend-100": _attention(PARIS_K, 512, "gather_attention.attend"),
     "attend-2048": _attention(LRQK_K, 512, "gather_attention.attend"),

@@ -19,7 +19,6 @@ from hf_kvret.methods.lrqk.recent_proxies import RecentProxies
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
 from hf_kvret_kernels.host_step import HostSearch, ProxySearch
-from hf_kvret_kernels.top_k import top_k
 
 
 class PaperLRQKIndex(Index):
@@ -120,14 +119,14 @@ class PaperLRQKIndex(Index):
             self._omega = self._omega.plus(OmegaProducts.of(keys[:, :, 0], proxies))
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        scores = proxy.relevance(
+        return proxy.top_places(
             self._solve(query, cold),
             self._proxies.rows,
             query.shape[1],
+            cold.budget,
             valid=cold.valid,
             softcap=cold.softcap,
         )
-        return top_k(scores, cold.budget)
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
         return ProxySearch(self._solve(query, cold), self._proxies.rows, heads=query.shape[1])

@@ -18,7 +18,6 @@ from hf_kvret.methods.lrqk.proxies import Proxies
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
 from hf_kvret_kernels.host_step import HostSearch, ProxySearch
-from hf_kvret_kernels.top_k import top_k
 
 # An error (share of the squared scores) too small to justify reading all keys again.
 _NEGLIGIBLE = 1e-4
@@ -117,15 +116,15 @@ class LRQKIndex(CapturableIndex, Index):
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         proxies, offset = self._query_proxies(query, cold)
-        relevance = proxy.relevance(
+        return proxy.top_places(
             proxies,
             self._proxies.rows,
             self._heads(),
+            cold.budget,
             valid=cold.valid,
             offset=offset,
             softcap=cold.softcap,
         )
-        return top_k(relevance, cold.budget)
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
         proxies, offset = self._query_proxies(query, cold)

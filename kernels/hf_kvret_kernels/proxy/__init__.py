@@ -17,7 +17,7 @@ from hf_kvret_kernels._dispatch import (
 )
 from hf_kvret_kernels.proxy import naive
 
-__all__ = ["MOST_RANK", "ROW_DTYPES", "relevance"]
+__all__ = ["MOST_RANK", "ROW_DTYPES", "relevance", "top_places"]
 
 # A program of the Triton kernel holds whole rows of proxies.
 MOST_RANK = 256
@@ -55,6 +55,59 @@ def relevance(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
+    _check(query, rows, heads, valid, offset, softcap)
+    if choose_backend(backend, query) == "naive":
+        return naive.relevance(query, rows, heads, valid, offset, softcap)
+    from hf_kvret_kernels.proxy import triton_scores
+
+    with launching_on(query):
+        return triton_scores.relevance(query, rows, heads, valid, offset, softcap)
+
+
+def top_places(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    heads: int,
+    count: int,
+    *,
+    valid: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``[B, H, Q, count]`` int32: places of the tokens of the highest ``relevance``.
+
+    They ascend; of equal ones the first are taken. Tokens that are not valid are never taken: -1
+    stands for those that are missing, behind the others.
+
+    Args:
+        query, rows, heads, valid, offset, softcap: as of ``relevance``.
+        count: 1 to n.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Raises:
+        ValueError: as ``relevance``, and a count out of range.
+    """
+    _check(query, rows, heads, valid, offset, softcap)
+    if not 1 <= count <= rows.shape[2]:
+        raise ValueError(f"count={count}: 1 to {rows.shape[2]} of {rows.shape[2]} tokens")
+    if choose_backend(backend, query) == "naive":
+        return naive.top_places(query, rows, heads, count, valid, offset, softcap)
+    from hf_kvret_kernels.proxy import triton_scores
+
+    with launching_on(query):
+        return triton_scores.top_places(query, rows, heads, count, valid, offset, softcap)
+
+
+def _check(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    heads: int,
+    valid: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    softcap: float | None,
+) -> None:
+    """ValueError unless they fit, see ``relevance``."""
     check_no_grad(query=query)
     if query.ndim != 4 or query.dtype != torch.float32:
         raise ValueError(f"query is {query.dtype} {tuple(query.shape)}: pass fp32 [B, Hq, Q, r]")
@@ -93,9 +146,3 @@ def relevance(
             f"fp32 {tuple(query.shape[:3])} on {query.device}"
         )
     check_softcap(softcap)
-    if choose_backend(backend, query) == "naive":
-        return naive.relevance(query, rows, heads, valid, offset, softcap)
-    from hf_kvret_kernels.proxy import triton_scores
-
-    with launching_on(query):
-        return triton_scores.relevance(query, rows, heads, valid, offset, softcap)

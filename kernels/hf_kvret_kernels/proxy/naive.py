@@ -6,6 +6,7 @@ import torch
 
 from hf_kvret_kernels.relevance.naive import group_relevance
 from hf_kvret_kernels.soft_cap import soft_cap_
+from hf_kvret_kernels.top_k.naive import top_k
 
 
 def relevance(
@@ -27,3 +28,16 @@ def relevance(
     if valid is not None:
         scores = scores.masked_fill(~valid[:, None, None], float("-inf"))
     return scores if heads == Hq else group_relevance(scores, heads)
+
+
+def top_places(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    heads: int,
+    count: int,
+    valid: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """See ``hf_kvret_kernels.proxy.top_places``."""
+    return top_k(relevance(query, rows, heads, valid, offset, softcap), count)

@@ -18,6 +18,8 @@ from hf_kvret_kernels._triton_log_sums import finite_base, log_total
 from hf_kvret_kernels._triton_masks import mask_bytes, mask_layout
 from hf_kvret_kernels._triton_shared import capped_scores, dot_dtype, score_factors
 from hf_kvret_kernels.relevance.triton_shares import write_best_shares
+from hf_kvret_kernels.top_k.triton import top_k
+from hf_kvret_kernels.top_k.triton_split import split_top_k
 
 # Numbers of a tile of proxies of four bytes and of fewer, within a fewest and a most of tokens
 # (fewer than 32 leave warps without a product of their own), and the most readers that meet it at a
@@ -52,12 +54,49 @@ def relevance(
     softcap: float | None,
 ) -> torch.Tensor:
     """See ``hf_kvret_kernels.proxy.relevance``."""
+    scores, lse = _scores(query, rows, heads, valid, offset, softcap)
+    if lse is None:
+        return scores
+    batch, query_heads, queries, length = scores.shape
+    best = scores.new_empty(batch, heads, queries, length)
+    if best.numel():
+        write_best_shares(scores, lse, best, queries, query_heads // heads, 1)
+    return best
+
+
+def top_places(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    heads: int,
+    count: int,
+    valid: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """See ``hf_kvret_kernels.proxy.top_places``."""
+    scores, lse = _scores(query, rows, heads, valid, offset, softcap)
+    if lse is None:
+        return top_k(scores, count)
+    scores, sums = (one.unflatten(1, (heads, -1)).transpose(2, 3) for one in (scores, lse))
+    return split_top_k(scores, count, sums=sums)
+
+
+def _scores(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    heads: int,
+    valid: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``(scores [B, Hq, Q, n], lse [B, Hq, Q, 1])`` fp32; None where every head selects alone."""
     batch, query_heads, queries, rank = query.shape
     sets, length = rows.shape[1:3]
-    shape, device = (batch, query_heads, queries, length), query.device
-    scores = torch.empty(shape, dtype=torch.float32, device=device)
+    is_grouped = heads < query_heads
+    scores = query.new_empty(batch, query_heads, queries, length)
+    lse = scores.new_empty(batch, query_heads, queries, 1) if is_grouped else None
     if scores.numel() == 0:
-        return scores.new_empty(batch, heads, queries, length)
+        return scores, lse
     readers = query_heads // sets * queries
     copies, bits = _COPIES.get(rows.dtype, (1, 32))
     tile = _TILE if rows.element_size() == 4 else _NARROW_TILE
@@ -66,7 +105,6 @@ def relevance(
     piece = min(_PIECE, block_n)
     pieces = triton.cdiv(length, piece)
     unit = math.gcd(length, _WIDE)
-    is_grouped = heads < query_heads
     # A pointer that the kernel ignores where every head selects by itself.
     sums = scores.new_empty(batch * query_heads * queries, pieces) if is_grouped else scores
     _scores_kernel[(triton.cdiv(length, block_n), sets, batch)](
@@ -99,19 +137,15 @@ def relevance(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    if not is_grouped:
-        return scores
-    lse = scores.new_empty(len(sums), 1)
-    _total_kernel[(len(sums),)](
-        sums,
-        lse,
-        pieces,
-        BLOCK=_SUMS,
-        enable_fp_fusion=True,
-    )
-    best = scores.new_empty(batch, heads, queries, length)
-    write_best_shares(scores, lse, best, queries, query_heads // heads, 1)
-    return best
+    if lse is not None:
+        _total_kernel[(len(sums),)](
+            sums,
+            lse,
+            pieces,
+            BLOCK=_SUMS,
+            enable_fp_fusion=True,
+        )
+    return scores, lse
 
 
 def _alignment_bytes(rows: torch.Tensor) -> int:

@@ -34,12 +34,8 @@ CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         for name in ("encode", "score_table", "lookup_scores")
     },
     "codebook.lookup": ("a2ats", {"budget_of": "union"}, (f"{KERNELS}codebook.lookup",)),
-    "proxy.relevance": ("lrqk", {"rank": RANK}, (f"{KERNELS}proxy.relevance",)),
-    "top_k": (
-        "lrqk",
-        {"rank": RANK},
-        ("hf_kvret.methods.lrqk.index.top_k", "kernel_codebook.top_k"),
-    ),
+    "proxy.top_places": ("lrqk", {"rank": RANK}, (f"{KERNELS}proxy.top_places",)),
+    "top_k": ("a2ats", {}, ("hf_kvret.methods.a2ats.index.top_k", "kernel_codebook.top_k")),
     "centroid.top_keys": ("ctkvr", {}, (f"{KERNELS}centroid.key_lists",)),
     "centroid.similarity": ("ctkvr", {}, (f"{KERNELS}centroid.similarity",)),
     **{
