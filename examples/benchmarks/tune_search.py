@@ -17,6 +17,7 @@ from kernel_inputs import Draw, KernelShape
 from kernel_work import ATTENTION_ERRORS, SCORE_ERROR, as_tuple, distance
 
 from hf_kvret_kernels._dispatch import launching_on
+from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.tuning import Tunable
 
 MARGIN = 0.05
@@ -141,15 +142,19 @@ def _failures() -> tuple[type[Exception], ...]:
     return (RuntimeError, import_module("triton.errors").TritonError)
 
 
-def _chosen(name: str, shape: KernelShape, rows: str, draw: Draw) -> TuneCase:
-    """An operation over a store of ``shape.length`` rows, of which ids name ``top_k``."""
+def _chosen(name: str, call: str, shape: KernelShape, rows: str, draw: Draw) -> TuneCase:
+    """An operation over a store of ``shape.length`` rows, of which ids name ``top_k``.
+
+    Pieces of attention are merged here: what more of them cost a step counts.
+    """
     choices, triton = _modules(name)
     given = query, _, _ = draw.chosen_rows(shape, rows)
     size = choices.size_of(*given)
 
     def run(choice: Any) -> tuple[torch.Tensor, ...]:
         with launching_on(query):
-            return as_tuple(getattr(triton, name)(*given, shape.scale, None, choice=choice))
+            found = getattr(triton, call)(*given, shape.scale, None, choice=choice)
+            return as_tuple(found("triton") if isinstance(found, Pieces) else found)
 
     tolerance = SCORE_ERROR if name == "gather_scores" else ATTENTION_ERRORS[shape.dtype]
     return TuneCase(choices.CHOICES, size, choices.rule(size), run, tolerance)
@@ -179,8 +184,8 @@ def _modules(name: str) -> tuple[Any, Any]:
 
 
 TUNE_OPS: dict[str, Callable[[KernelShape, str, Draw], TuneCase]] = {
-    "gather_attention": partial(_chosen, "gather_attention"),
-    "gather_scores": partial(_chosen, "gather_scores"),
+    "gather_attention": partial(_chosen, "gather_attention", "gather_pieces"),
+    "gather_scores": partial(_chosen, "gather_scores", "gather_scores"),
     "prompt_attention": partial(_window, False),
     "prompt_attention.masked": partial(_window, True),
 }

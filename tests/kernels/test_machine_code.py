@@ -31,7 +31,7 @@ Figures = dict[str, int]
 KERNELS = Path(__file__).parents[2] / "kernels" / "hf_kvret_kernels"
 # Of prompts, of flushes, of steps of AQUA-KV and of variants that no rule takes.
 OTHERS = {
-    *("centroid.denominators", "centroid.relevance"),
+    *("centroid.denominators", "centroid.relevance", "relevance.share"),
     *("codebook.encode", "codebook.merge", "paris.encode", "paris.count", "paris.rotate"),
     *("higgs.higgs", "higgs.minmax", "higgs.decode"),
     *("paged_triton.gather", "page_copy_triton.copy", "gather_attention.copy"),

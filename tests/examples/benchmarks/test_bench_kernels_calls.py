@@ -52,11 +52,16 @@ CALLERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "higgs.encode": ("flat", {"store": "higgs"}, (f"{CODEC}encode",)),
     "higgs.decode": ("flat", {"store": "higgs"}, (f"{CODEC}decode",)),
-    "higgs.attend": ("paris", {"store": "higgs"}, (f"{KERNELS}higgs.attend",)),
+    # Caches leave pieces unmerged.
+    "higgs.attend": (
+        "paris",
+        {"store": "higgs"},
+        (f"{KERNELS}higgs.attend_pieces", f"{KERNELS}higgs.attention.attend_pieces"),
+    ),
     "gather_attention": (
         "paris",
         {"store": "device"},
-        ("hf_kvret.stores.paged.gather_attention", f"{BENCH}gather_attention"),
+        ("hf_kvret.stores.paged.gather_pieces", f"{KERNELS}gather_attention.gather_pieces"),
     ),
     "gather_scores": (
         "ctkvr",
