@@ -272,7 +272,9 @@ def test_the_schedule_of_paris_is_that_of_the_code() -> None:
     schedule = hf_kvret.ParisConfig().schedule
     assert [row[1:] for row in told] == [row[1:] for row in schedule]
     assert [row[0] for row in told[:-1]] == [f"below {row[0]:,}" for row in schedule[:-1]]
-    assert hf_kvret.ParisConfig.paper().schedule == schedule
+    published = hf_kvret.ParisConfig.paper().schedule
+    assert published[:-1] == schedule[: len(published) - 1]
+    assert published[-1][1:] == schedule[-2][1:]
 
 
 def test_every_method_has_a_page_and_every_page_a_method() -> None:

@@ -7,74 +7,61 @@ from typing import Any
 
 import torch
 
-from hf_kvret.evaluation.arguments import (
-    DTYPES,
-    batches,
-    budget,
-    device_name,
-    file_path,
-    lengths,
-    one_or_both,
-    seconds_at_most,
-    seed,
-    store_name,
-    threads,
-    whole_number,
-)
+from hf_kvret.evaluation import arguments
 from hf_kvret.evaluation.options import option
 from hf_kvret.stores import store_names
 
 
 def budget_option(usual: int | float = 256) -> Any:
     """``--top-k`` of retrieval caches that name none."""
-    return option(usual, "of retrieval caches: a count, or a share as 0.04", kind=budget)
+    return option(usual, "of retrieval caches: a count, or a share as 0.04", kind=arguments.budget)
 
 
 def store_option(usual: str = "device") -> Any:
     """``--store`` of retrieval caches that name none."""
-    return option(usual, f"of retrieval caches that have it: {store_names()}", kind=store_name)
+    return option(usual, f"of caches that have it: {store_names()}", kind=arguments.store_name)
 
 
 def dtype_option(usual: str = "float32") -> Any:
     """``--dtype``, a name of ``arguments.DTYPES``."""
-    return option(usual, "of the model", choices=DTYPES)
+    return option(usual, "of the model", choices=arguments.DTYPES)
 
 
 def device_option() -> Any:
     """``--device``; ``arguments.check_device`` says whether it is there."""
     usual = "cuda" if torch.cuda.is_available() else "cpu"
-    return option(usual, "cpu, cuda, or one of several as cuda:1", kind=device_name)
+    return option(usual, "cpu, cuda, or one of several as cuda:1", kind=arguments.device_name)
 
 
 def seed_option(usual: int = 42) -> Any:
     """``--seed``, what random numbers begin with."""
-    return option(usual, "of all random numbers", kind=seed)
+    return option(usual, "of all random numbers", kind=arguments.seed)
 
 
 def lengths_option(usual: tuple[int, ...], of: str) -> Any:
     """``--lengths``, numbers of tokens."""
-    return option(usual, of, kind=lengths)
+    return option(usual, of, kind=arguments.lengths)
 
 
 def text_option(of: str = "contexts are cut from it", *, required: bool = True) -> Any:
     """``--text``, a file."""
     usual = MISSING if required else None
-    return option(usual, of, kind=file_path, metavar="FILE")
+    return option(usual, of, kind=arguments.file_path, metavar="FILE")
 
 
 def then_option(of: str) -> Any:
     """``--then``, a file that follows after ``--text``."""
-    return option(None, f"another text that {of}", kind=file_path, metavar="FILE")
+    return option(None, f"another text that {of}", kind=arguments.file_path, metavar="FILE")
 
 
 def count_option(usual: int, of: str) -> Any:
     """A whole number from 1."""
-    return option(usual, of, kind=whole_number(1))
+    return option(usual, of, kind=arguments.whole_number(1))
 
 
 def batch_option(usual: tuple[int, ...] = (1,)) -> Any:
     """``--batch``, numbers of sequences."""
-    return option(usual, "as 1,8", kind=batches)
+    return option(usual, "as 1,8", kind=arguments.batches)
 
 
 def heads_option() -> Any:
@@ -94,7 +81,7 @@ def dim_option() -> Any:
 
 def threads_option(usual: int | None, of: str) -> Any:
     """``--threads``, at most the processors."""
-    return option(usual, of, kind=threads)
+    return option(usual, of, kind=arguments.threads)
 
 
 def repeats_option(usual: int, of: str = "timed calls of each way") -> Any:
@@ -104,7 +91,7 @@ def repeats_option(usual: int, of: str = "timed calls of each way") -> Any:
 
 def limit_option(usual: float, of: str) -> Any:
     """``--limit`` in seconds."""
-    return option(usual, of, kind=seconds_at_most, metavar="SECONDS")
+    return option(usual, of, kind=arguments.seconds_at_most, metavar="SECONDS")
 
 
 def questions_option() -> Any:
@@ -112,7 +99,7 @@ def questions_option() -> Any:
     return option(
         ("inside",),
         "read with the text, or fed after it",
-        kind=one_or_both("inside", "after"),
+        kind=arguments.one_or_both("inside", "after"),
         metavar="{inside,after,both}",
     )
 
@@ -122,7 +109,7 @@ def essays_option() -> Any:
     return option(
         None,
         "haystack: plain text or a JSON list of texts; RULER's noise without it",
-        kind=file_path,
+        kind=arguments.file_path,
         metavar="FILE",
     )
 

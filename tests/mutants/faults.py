@@ -168,8 +168,8 @@ FAULTS = (
     Fault(
         "ids-of-another-dtype",
         "hf_kvret/methods/flat/index.py",
-        'masked_fill(best.values == float("-inf"), -1).int()',
-        'masked_fill(best.values == float("-inf"), -1)',
+        "return top_places(scores, keys.shape[1], cold.budget)",
+        "return top_places(scores, keys.shape[1], cold.budget).long()",
     ),
     Fault(
         "padding-selected",

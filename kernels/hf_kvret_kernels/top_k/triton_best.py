@@ -92,15 +92,16 @@ def _launch(
     if out.numel() == 0:
         return out
     blocks = triton.cdiv(length, size.block)
-    # Of each block's best: their order, and their places.
-    best = torch.empty(2, *lead, blocks, count, dtype=torch.int32, device=device)
+    # Of each block's best.
+    orders = torch.empty(*lead, blocks, count, dtype=torch.int32, device=device)
+    places = torch.empty_like(orders)
     _best_kernel[(blocks, batch * heads * queries)](
         scores,
         scores if sums is None else sums,
         scores if ids is None else ids,
         out,
-        best[0],
-        best[1],
+        orders,
+        places,
         torch.zeros(lead, dtype=torch.int32, device=device) if tickets is None else tickets,
         *scores.stride(),
         heads,

@@ -13,8 +13,6 @@ bins, and the second launch then takes longer.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from typing import NamedTuple, Self
-
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +28,9 @@ _CHUNK = 1024
 _UNIT = 4
 _BINS = tl.constexpr(2048)
 _HALF = tl.constexpr(1024)
+# What programs count in: bins, a ticket of the first launch and one of the second, and how many
+# scores lie in the threshold's bin. Rows of a multiple of 16 bytes.
+_COUNTERS = tl.constexpr(2052)
 # Numbers of a row's plan: the threshold's bin, how many of it are taken, how many in all, the
 # threshold, and the last place that is taken on it.
 _PLAN = tl.constexpr(5)
@@ -39,28 +40,6 @@ _CHANGING = (
     *("stride_b", "stride_h", "stride_q", "stride_g"),
     *("length", "units", "pieces", "count"),
 )
-
-
-class Counters(NamedTuple):
-    """What programs of several launches count in; zeros at first.
-
-    Attributes:
-        histogram: ``[rows, 2048]`` int32.
-        tickets: ``[rows, 2]`` int32, of the first launch and of the second.
-        border: ``[rows]`` int32, how many scores lie in the threshold's bin.
-    """
-
-    histogram: torch.Tensor
-    tickets: torch.Tensor
-    border: torch.Tensor
-
-    @classmethod
-    def zeros(cls, rows: int, device: torch.device) -> Self:
-        """In one launch."""
-        bins = _BINS.value
-        numbers = torch.zeros(rows * (bins + 3), dtype=torch.int32, device=device)
-        histogram, tickets, border = numbers.split([rows * bins, rows * 2, rows])
-        return cls(histogram, tickets, border)
 
 
 def split_top_k(
@@ -84,7 +63,7 @@ def split_top_k(
     if out.numel() == 0:
         return out
     rows, blocks, units = out.numel() // count, triton.cdiv(length, _TOKENS), -(-length // _UNIT)
-    counters = Counters.zeros(rows, device)
+    counters = torch.zeros(rows, _COUNTERS.value, dtype=torch.int32, device=device)
     orders = torch.empty(rows, units * _UNIT, dtype=torch.int32, device=device)
     border_places = torch.empty(rows, length, dtype=torch.int32, device=device)
     plan = torch.empty(rows, _PLAN.value, dtype=torch.int32, device=device)
@@ -95,7 +74,7 @@ def split_top_k(
         scores,
         scores if sums is None else sums,
         orders,
-        *(counters.histogram, counters.tickets, plan),
+        *(counters, plan),
         *scores.stride(),
         *sum_strides,
         *(heads, queries, length, units, 0 if sums is None else sums.shape[-1], count),
@@ -106,7 +85,7 @@ def split_top_k(
         enable_fp_fusion=True,
     )
     _border_kernel[grid](
-        *(orders, border_places, counters.border, counters.tickets, plan, before),
+        *(orders, border_places, counters, plan, before),
         *(length, units, count),
         BLOCK=_TOKENS,
         CHUNK=_CHUNK,
@@ -145,8 +124,7 @@ def _count_kernel(
     scores_ptr,
     sums_ptr,
     orders_ptr,
-    histogram_ptr,
-    tickets_ptr,
+    counters_ptr,
     plan_ptr,
     stride_b,
     stride_h,
@@ -190,12 +168,12 @@ def _count_kernel(
     # What is never taken went to the first bin.
     nothing = tl.sum((order == NOTHING).to(tl.int32), axis=0)
     bin_counts = tl.where(bins == 0, bin_counts - nothing, bin_counts)
-    histogram_ptr += row * _BINS
-    tl.atomic_add(histogram_ptr + bins, bin_counts, mask=bin_counts > 0, sem="relaxed")
+    counters_ptr += row * _COUNTERS
+    tl.atomic_add(counters_ptr + bins, bin_counts, mask=bin_counts > 0, sem="relaxed")
     # All that the program has counted is there for whoever takes a later ticket.
     tl.debug_barrier()
-    if tl.atomic_add(tickets_ptr + row * 2, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        bin_counts = tl.load(histogram_ptr + bins, cache_modifier=".cg")
+    if tl.atomic_add(counters_ptr + _BINS, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        bin_counts = tl.load(counters_ptr + bins, cache_modifier=".cg")
         total = tl.sum(bin_counts, axis=0)
         at_least = total - tl.cumsum(bin_counts, axis=0) + bin_counts
         # Below all bins where everything is taken.
@@ -212,8 +190,7 @@ def _count_kernel(
 def _border_kernel(
     orders_ptr,
     border_ptr,
-    border_count_ptr,
-    tickets_ptr,
+    counters_ptr,
     plan_ptr,
     before_ptr,
     length,
@@ -235,15 +212,16 @@ def _border_kernel(
     on_border = (bins == border).to(tl.int32)
     number = tl.sum(on_border, axis=0)
     border_ptr += row * length
+    counters_ptr += row * _COUNTERS + _BINS
     if number > 0:
         # In the order of arrival, on which nothing depends.
-        ahead = tl.atomic_add(border_count_ptr + row, number, sem="relaxed")
+        ahead = tl.atomic_add(counters_ptr + 2, number, sem="relaxed")
         slots = ahead + tl.cumsum(on_border, axis=0) - on_border
         tl.store(border_ptr + slots, places, mask=on_border > 0)
     # All that the program has written is there for whoever takes a later ticket.
     tl.debug_barrier()
-    if tl.atomic_add(tickets_ptr + row * 2 + 1, 1, sem="acq_rel") == blocks - 1:
-        number = tl.load(border_count_ptr + row, cache_modifier=".cg")
+    if tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel") == blocks - 1:
+        number = tl.load(counters_ptr + 2, cache_modifier=".cg")
         _settle(
             orders_ptr + row * units * UNIT,
             *(border_ptr, number, plan_ptr + row * _PLAN, before_ptr, blocks, length),

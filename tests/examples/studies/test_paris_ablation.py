@@ -138,7 +138,7 @@ def test_the_variants_are_what_they_are_called(subject: Subject) -> None:
 
     assert made(made_variant("switches", "as shipped", options, 0.2)).options == options
     at = options.with_candidates(0.4)
-    assert [row[1:] for row in at.schedule] == [(0.4, 0.5), (0.4, 0.4), (0.4, 0.4), (0.4, 0.4)]
+    assert [row[1:] for row in at.schedule] == [(0.4, 0.5), *[(0.4, 0.4)] * 4]
     assert made(made_variant("ratios", "0.4", options)).options == at
     for name, (cache_class, changes) in {
         "all on": (ParisKVCache, {}),
