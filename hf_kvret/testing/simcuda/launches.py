@@ -37,7 +37,7 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
         with torch._C.DisableTorchFunction():
             place = _check_arguments(simulation, name, named)
             _check_grid(simulation, name, executor.grid, named)
-            _check_specialisation(simulation, name, named, kwargs)
+            _check_specialisation(simulation, executor.fn, named, kwargs)
             pages = _page_addresses(named.get(_ADDRESSES))
             logs = _page_logs(simulation, name, current_stream(place).device, pages)
         simulation.launches[simulation.phase, name] += 1
@@ -107,10 +107,13 @@ def _check_grid(simulation: Simulation, name: str, grid: Any, named: dict[str, A
 
 
 def _check_specialisation(
-    simulation: Simulation, name: str, named: dict[str, Any], kwargs: dict[str, Any]
+    simulation: Simulation, kernel: Any, named: dict[str, Any], kwargs: dict[str, Any]
 ) -> None:
     """A compilation within a capture takes seconds, or breaks it."""
-    own = tuple((argument, _form(value)) for argument, value in named.items())
+    name, general = kernel.__name__, _general_arguments(kernel)
+    own = tuple(
+        (argument, _form(value, general=argument in general)) for argument, value in named.items()
+    )
     options = sorted((key, str(value)) for key, value in kwargs.items() if key not in named)
     form = own, tuple(options)
     known = simulation.specialisations.setdefault(name, set())
@@ -119,12 +122,20 @@ def _check_specialisation(
     known.add(form)
 
 
-def _form(value: Any) -> Any:
-    """What the compiler looks at in an argument."""
+def _general_arguments(kernel: Any) -> frozenset[str]:
+    """Names of the numbers whose values the compiler does not look at."""
+    decorated = kernel.__globals__.get(kernel.__name__)
+    return frozenset(getattr(decorated, "kwargs", {}).get("do_not_specialize") or ())
+
+
+def _form(value: Any, *, general: bool = False) -> Any:
+    """What the compiler looks at in an argument, or in a ``general`` one."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.data_ptr() % _ALIGNMENT == 0
     if isinstance(value, bool) or value is None:
         return value
+    if isinstance(value, int) and general:
+        return abs(value) > _LARGEST_INT32
     if isinstance(value, int):
         return value == 1, value % _ALIGNMENT == 0, abs(value) > _LARGEST_INT32
     if isinstance(value, float):
