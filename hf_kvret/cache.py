@@ -16,8 +16,15 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.index import Index
+from hf_kvret.core.latent import LatentLayer
 from hf_kvret.core.layer import RetrievalLayer
-from hf_kvret.integration.compatibility import check_config, head_dim, model_layers, model_shape
+from hf_kvret.integration.compatibility import (
+    check_config,
+    head_dim,
+    is_latent,
+    model_layers,
+    model_shape,
+)
 from hf_kvret.io import persistence
 from hf_kvret.io.reports import MemoryReport, layer_stats, memory_report
 from hf_kvret.stores import Store, StoreChoice
@@ -70,10 +77,11 @@ class RetrievalCache(Cache):
         self.options = options
         self.model_shape = model_shape(config)
         self._stores = StoreChoice(options, len(ours), head_dim(config))
+        layer_class = LatentLayer if is_latent(config) else RetrievalLayer
         for number in ours:
             make_index = partial(self.make_index, options, number)
             make_store = partial(self.make_store, options, number, self._stores)
-            layers[number] = RetrievalLayer(
+            layers[number] = layer_class(
                 options, make_index, make_store, self.needs_positions(options, number)
             )
         self._newest: RetrievalLayer | None = None
