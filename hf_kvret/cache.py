@@ -51,6 +51,8 @@ class RetrievalCache(Cache):
     config_class: ClassVar[type[RetrievalConfig]]
     # Whether the options must name an artifact made by `hf-kvret calibrate`.
     needs_artifact: ClassVar[bool] = False
+    # Whether it serves multi-head latent attention, whose rows are no keys of a head.
+    serves_latents: ClassVar[bool] = True
     options: RetrievalConfig
 
     def __init__(
@@ -71,13 +73,18 @@ class RetrievalCache(Cache):
         else:
             options = options.replace(**changes) if changes else options
         check_config(config)
+        layer_class = LatentLayer if is_latent(config) else RetrievalLayer
+        if layer_class is LatentLayer and not self.serves_latents:
+            raise ValueError(
+                f"{config.model_type} has latent attention, for which {self.name} has learned "
+                "nothing yet: use flat, paris, lrqk, ctkvr or h2o"
+            )
         layers: list[Any] = model_layers(config)
         ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
         options = self.options_for(options, config)
         self.options = options
         self.model_shape = model_shape(config)
         self._stores = StoreChoice(options, len(ours), head_dim(config))
-        layer_class = LatentLayer if is_latent(config) else RetrievalLayer
         for number in ours:
             make_index = partial(self.make_index, options, number)
             make_store = partial(self.make_store, options, number, self._stores)

@@ -9,7 +9,7 @@ values instead, which takes fewer operations. Source: DeepSeek-V2, section 2.1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -38,24 +38,20 @@ class LatentHeads(Protocol):
 class LatentCall(AttentionCall):
     """An attention call of a layer with latent attention."""
 
-    heads: LatentHeads | None = None
+    heads: LatentHeads = field(kw_only=True)
 
     def to_rows(self, query: torch.Tensor) -> torch.Tensor:
-        assert self.heads is not None, "made with heads"
         return self.heads.absorb(query)
 
     def from_rows(self, out: torch.Tensor) -> torch.Tensor:
-        assert self.heads is not None, "made with heads"
         return self.heads.leave(out)
 
     def keys_and_values(
         self, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.heads is not None, "made with heads"
         return self.heads.expand(keys)
 
     def row_numbers(self, keys: torch.Tensor, values: torch.Tensor) -> int:
-        assert self.heads is not None, "made with heads"
         return self.heads.expanded_numbers(keys)
 
 

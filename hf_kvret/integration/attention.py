@@ -115,7 +115,7 @@ def retrieval_attention(
 
     positions = _positions(kwargs.get("position_ids"), query)
     arguments = Scoring(valid, scale, softcap), prompt, sink_logits, positions
-    call = AttentionCall(*arguments) if heads is None else LatentCall(*arguments, heads)
+    call = AttentionCall(*arguments) if heads is None else LatentCall(*arguments, heads=heads)
     out = layer.attend(query, key, value, call)
     return out.transpose(1, 2).contiguous(), None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -9,9 +11,13 @@ from hf_kvret_model_patches import latent
 
 
 class ModuleHeads:
-    """See ``core.latent.LatentHeads``. ``module``: the attention of a layer, with ``kv_b_proj``."""
+    """See ``core.latent.LatentHeads``.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: the attention of a layer, with ``kv_b_proj`` and dims named as in transformers.
+    """
+
+    def __init__(self, module: Any) -> None:
         self._module = module
         self._rank: int = module.kv_lora_rank
         self._nope: int = module.qk_nope_head_dim
@@ -31,7 +37,7 @@ class ModuleHeads:
 
     def expanded_numbers(self, rows: torch.Tensor) -> int:
         of_head = self._nope + rows.shape[3] - self._rank + self._value_dim
-        return self._module.kv_b_proj.out_features // (self._nope + self._value_dim) * of_head
+        return self._matrices(rows).shape[0] * of_head
 
     def _matrices(self, like: torch.Tensor) -> torch.Tensor:
         """``[H, n + v, R]``: ``kv_b_proj`` for each head."""
@@ -39,7 +45,7 @@ class ModuleHeads:
         if _is_plain(projection):
             matrix = projection.weight
         else:
-            # Adapters, quantized weights, weights that a hook brings: whatever it does, it is linear.
+            # Adapters, quantized weights, weights that a hook brings: it is linear all the same.
             identity = torch.eye(self._rank, dtype=like.dtype, device=like.device)
             matrix = projection(identity).T
         return matrix.reshape(-1, self._nope + self._value_dim, self._rank)
