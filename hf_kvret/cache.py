@@ -16,8 +16,15 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.index import Index
+from hf_kvret.core.latent import LatentLayer
 from hf_kvret.core.layer import RetrievalLayer
-from hf_kvret.integration.compatibility import check_config, head_dim, model_layers, model_shape
+from hf_kvret.integration.compatibility import (
+    check_config,
+    head_dim,
+    is_latent,
+    model_layers,
+    model_shape,
+)
 from hf_kvret.io import persistence
 from hf_kvret.io.reports import MemoryReport, layer_stats, memory_report
 from hf_kvret.stores import Store, StoreChoice
@@ -44,6 +51,8 @@ class RetrievalCache(Cache):
     config_class: ClassVar[type[RetrievalConfig]]
     # Whether the options must name an artifact made by `hf-kvret calibrate`.
     needs_artifact: ClassVar[bool] = False
+    # Whether it serves multi-head latent attention, whose rows are no keys of a head.
+    serves_latents: ClassVar[bool] = True
     options: RetrievalConfig
 
     def __init__(
@@ -64,6 +73,12 @@ class RetrievalCache(Cache):
         else:
             options = options.replace(**changes) if changes else options
         check_config(config)
+        layer_class = LatentLayer if is_latent(config) else RetrievalLayer
+        if layer_class is LatentLayer and not self.serves_latents:
+            raise ValueError(
+                f"{config.model_type} has latent attention, for which {self.name} has learned "
+                "nothing yet: use flat, paris, lrqk, ctkvr or h2o"
+            )
         layers: list[Any] = model_layers(config)
         ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
         options = self.options_for(options, config)
@@ -73,7 +88,7 @@ class RetrievalCache(Cache):
         for number in ours:
             make_index = partial(self.make_index, options, number)
             make_store = partial(self.make_store, options, number, self._stores)
-            layers[number] = RetrievalLayer(
+            layers[number] = layer_class(
                 options, make_index, make_store, self.needs_positions(options, number)
             )
         self._newest: RetrievalLayer | None = None

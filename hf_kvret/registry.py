@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.core.layer import HANDLE
 from hf_kvret.integration.attention import retrieval_attention
 from hf_kvret.integration.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
 from hf_kvret.integration.compatibility import check_model, model_layers, text_key
@@ -36,7 +37,7 @@ from hf_kvret.methods.h2o import H2OCache
 from hf_kvret.methods.lrqk import LRQKCache
 from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret.replay import DecodeGraph
-from hf_kvret_model_patches import decode_graph, generation
+from hf_kvret_model_patches import decode_graph, generation, latent
 
 # The attention implementation that `generate` switches a model to. A model loaded with a method's
 # name as its attention implementation uses that method's cache by default.
@@ -89,6 +90,7 @@ def unregister() -> None:
         restore(model)
     generation.restore()
     decode_graph.restore()
+    latent.restore()
     for name in (ATTENTION_NAME, *_methods):
         type(ALL_ATTENTION_FUNCTIONS)._global_mapping.pop(name, None)
         type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping.pop(name, None)
@@ -110,6 +112,7 @@ def attach(model: PreTrainedModel) -> None:
         ValueError: a model that a retrieval cache cannot serve, with the reason.
     """
     check_model(model)
+    latent.apply(model, _is_handle)
     text = model.config.get_text_config(decoder=True)
     _attached.add(model)
     if text._attn_implementation in OUR_NAMES:
@@ -125,6 +128,10 @@ def attach(model: PreTrainedModel) -> None:
             f"{type(model).__name__} did not take the attention {ATTENTION_NAME!r}: use "
             "cache_implementation='dynamic'"
         )
+
+
+def _is_handle(latents: torch.Tensor) -> bool:
+    return getattr(latents, HANDLE, None) is not None
 
 
 def restore(model: PreTrainedModel) -> None:

@@ -18,10 +18,9 @@ REFUSED = {
         musicgen_melody mvp pegasus pix2struct plbart pp_formulanet prophetnet t5gemma2 udop
         vision-encoder-decoder whisper
     """,
-    "multi-head latent attention": """
-        axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dots3_note
-        dots3_note_text glm4_moe_lite glm5_next glm_moe_dsa hy_v4 kimi_k25 kimi_linear
-        longcat_flash minicpm3 mistral4 mistral_large4 youtu
+    "latent attention": """
+        axk2 deepseek_v32 dots3_note dots3_note_text glm5_next glm_moe_dsa hy_v4
+        mistral_large4
     """,
     "shares keys and values between layers": """
         gemma3n gemma3n_text
@@ -88,27 +87,29 @@ REFUSED = {
 }
 
 SERVED = """
-    afmoe apertus arcee aria aria_text aya_vision beam biogpt bitnet blip-2 chameleon
-    cohere cohere2 cohere2_moe cohere2_vision cohere_compass cohere_compass_text
-    cosmos3_edge cosmos3_omni ctrl cwm dbrx deepseek_ocr2 deepseek_vl deepseek_vl_hybrid
-    dots1 emu3 ernie4_5 ernie4_5_moe ernie4_5_vl_moe evolla exaone4 exaone4_5 exaone_moe
-    fast_vlm flex_olmo flint fun_asr_nano fuyu gemma gemma2 gemma3 gemma3_text glm glm4
-    glm46v glm4_moe glm4v glm4v_moe glm_ocr glmasr glmga gpt-sw3 gpt2 gpt_bigcode
-    gpt_neox gpt_oss granite granite4_vision granite_docling granite_swa granitemoe
+    afmoe apertus arcee aria aria_text axk1 aya_vision bailing_hybrid beam biogpt bitnet
+    blip-2 chameleon cohere cohere2 cohere2_moe cohere2_vision cohere_compass
+    cohere_compass_text cosmos3_edge cosmos3_omni ctrl cwm dbrx deepseek_ocr2
+    deepseek_v2 deepseek_v3 deepseek_vl deepseek_vl_hybrid dots1 emu3 ernie4_5
+    ernie4_5_moe ernie4_5_vl_moe evolla exaone4 exaone4_5 exaone_moe fast_vlm flex_olmo
+    flint fun_asr_nano fuyu gemma gemma2 gemma3 gemma3_text glm glm4 glm46v glm4_moe
+    glm4_moe_lite glm4v glm4v_moe glm_ocr glmasr glmga gpt-sw3 gpt2 gpt_bigcode gpt_neox
+    gpt_oss granite granite4_vision granite_docling granite_swa granitemoe
     granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe
     hunyuan_vl hy_v3 hyperclovax hyperclovax_vision_v2 idefics idefics3 instructblip
-    instructblipvideo internlm3 internvl iquestcoder jais2 jamba janus kolibri1 kosmos-2
-    kosmos-2.5 laguna lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl lighton_ocr llama llama4
-    llama4_text llava llava_next llava_next_video llava_onevision mellum mimo_v2_flash
-    minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m2 ministral3 mistral3 mixtral
-    modernbert-decoder molmo2 moss_transcribe_diarize muse_glimmer muse_spark nanochat
-    nemo_speechlm nemotron nemotron_h nemotron_h_omni olmo olmo2 olmo3 olmo_hybrid olmoe
-    opt ovis2 paddleocr_vl paligemma perception_lm persimmon phi phi3 phi4_multimodal
-    phimoe qianfan_ocr qwen2 qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_moe
-    qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_asr qwen3_moe
+    instructblipvideo internlm3 internvl iquestcoder jais2 jamba janus kimi_k25
+    kimi_linear kolibri1 kosmos-2 kosmos-2.5 laguna lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl
+    lighton_ocr llama llama4 llama4_text llava llava_next llava_next_video
+    llava_onevision longcat_flash mellum mimo_v2_flash minicpm3 minicpm_ocr minicpmv4_6
+    minicpmv4_7 minimax_m2 ministral3 mistral3 mistral4 mixtral modernbert-decoder
+    molmo2 moss_transcribe_diarize muse_glimmer muse_spark nanochat nemo_speechlm
+    nemotron nemotron_h nemotron_h_omni olmo olmo2 olmo3 olmo_hybrid olmoe opt ovis2
+    paddleocr_vl paligemma perception_lm persimmon phi phi3 phi4_multimodal phimoe
+    qianfan_ocr qwen2 qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_moe qwen2_vl
+    qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_asr qwen3_moe
     qwen3_next qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe seed_oss shieldgemma2
     smollm3 smolvlm solar_open stablelm starcoder2 step3p7 vaultgemma vibevoice_asr
-    video_llama_3 video_llava vipllava voxtral
+    video_llama_3 video_llava vipllava voxtral youtu
 """
 
 # Types that transformers itself can't make a configuration of without being told more.

@@ -26,3 +26,21 @@ class AttentionCall:
     prompt: Callable[[], torch.Tensor]
     sink_logits: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+
+    def to_rows(self, query: torch.Tensor) -> torch.Tensor:
+        """``query [B, Hq, Q, *]`` as rows are compared with it, ``[B, Hq, Q, Dk]``."""
+        return query
+
+    def from_rows(self, out: torch.Tensor) -> torch.Tensor:
+        """The attention's result of a mean of rows' values ``[B, Hq, Q, Dv]``."""
+        return out
+
+    def keys_and_values(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What queries as they are attend to, of rows ``[B, Hkv, n, D]``."""
+        return keys, values
+
+    def row_numbers(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """Numbers of one token's ``keys_and_values``, of all heads; of any rows like its own."""
+        return keys.shape[1] * (keys.shape[3] + values.shape[3])

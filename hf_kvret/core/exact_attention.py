@@ -75,19 +75,22 @@ def attend_exactly(
     # Sinks are in the window, and exact there whatever the store does to its rows.
     cold_valid = None if store is None else regions.retrievable(valid)
     # Requested first: a store that reads over the bus starts now, behind the work below.
-    length = piece_len(query.shape[2], key, value)
+    length = piece_len(query.shape[2], key, call.row_numbers(key, value))
     pieces = () if store is None else all_of(store, store.chunks(length, past), past)
     new_valid = None if valid is None else valid[:, past:]
-    total = attend_dense(query, key, value, scoring.of(new_valid), causal_offset=0)
-    near = window.tokens()
+    new = call.keys_and_values(key, value)
+    total = attend_dense(query, *new, scoring.of(new_valid), causal_offset=0)
+    del new
+    near = call.keys_and_values(*window.tokens())
     near_valid = window.validity(valid, past)
     total = merge([total, attend_dense(query, *near, scoring.of(near_valid))])
+    del near
     for start, keys, values in pieces:
         # Some stores also yield the new tokens, in the form in which they are stored.
         count = min(keys.shape[2], past - start)
         if count > 0:
             old_valid = None if cold_valid is None else cold_valid[:, start : start + count]
-            old = keys[:, :, :count], values[:, :, :count]
+            old = call.keys_and_values(keys[:, :, :count], values[:, :, :count])
             part = attend_dense(query, *old, scoring.of(old_valid))
             # Not held while the next piece is made.
             del keys, values, old

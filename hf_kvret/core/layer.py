@@ -121,6 +121,10 @@ class RetrievalLayer(CacheLayerMixin):
         setattr(handle, HANDLE, self)
         return handle, value_states
 
+    def rows_of(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[B, Hkv, n, D]`` to be held, of what ``update`` was given."""
+        return key, value
+
     def get_seq_length(self) -> int:
         """Tokens held."""
         return 0 if self.regions is None else self.regions.length
@@ -225,6 +229,7 @@ class RetrievalLayer(CacheLayerMixin):
         if place is not None:
             # The mask that was captured is of this step alone, the place is filled for each.
             call = dataclasses.replace(call, scoring=call.scoring.of(place.slots))
+        key, value = self.rows_of(key, value)
         new, first = query.shape[2], self.waiting
         past = self.regions.length - (0 if first else new)
         selects = past > 0 and new <= self.config.max_draft
@@ -232,8 +237,9 @@ class RetrievalLayer(CacheLayerMixin):
             if selects:
                 # Of the prompt alone, as in a fork that was made before.
                 self._build_index()
+            seen = call.to_rows(query) if self.regions.index_watches else query
             try:
-                self.regions.on_forward(query, key, call.scoring.valid, call.positions)
+                self.regions.on_forward(seen, key, call.scoring.valid, call.positions)
             except ValueError:
                 # Nothing was taken in: the cache stays as it was, for a call without the mistake.
                 self.waiting = False
@@ -253,7 +259,8 @@ class RetrievalLayer(CacheLayerMixin):
         else:
             if first:
                 self.regions.take_step(key, value, call.scoring.valid)
-            out = attend_selected(self.regions, query, call, self.counters)
+            out = attend_selected(self.regions, call.to_rows(query), call, self.counters)
+            out = call.from_rows(out.to(query.dtype))
         self.waiting = False
         return out.to(query.dtype)
 

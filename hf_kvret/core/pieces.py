@@ -19,7 +19,7 @@ BUS_PROGRAMS = 64
 _streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
-def piece_len(queries: int, keys: torch.Tensor, values: torch.Tensor) -> int:
+def piece_len(queries: int, keys: torch.Tensor, row_numbers: int) -> int:
     """Tokens of a piece that ``queries`` new tokens attend to at once.
 
     Twice the number of queries, within 4096 to 32768, and at most 256 MiB of rows (but at least
@@ -27,10 +27,10 @@ def piece_len(queries: int, keys: torch.Tensor, values: torch.Tensor) -> int:
 
     Args:
         queries: for each row of the batch.
-        keys, values: any ``[B, Hkv, *, D]`` with the heads, dims and dtype of the rows.
+        keys: any ``[B, Hkv, *, D]`` with the batch and dtype of the rows.
+        row_numbers: that a token's keys and values have as they are attended to, of all heads.
     """
-    batch, heads, _, key_dim = keys.shape
-    row_bytes = batch * heads * (key_dim + values.shape[3]) * keys.element_size()
+    row_bytes = len(keys) * row_numbers * keys.element_size()
     tokens = min(max(2 * queries, _LEAST_LEN), _MOST_LEN)
     return max(1, min(tokens, _MOST_BYTES // row_bytes))
 

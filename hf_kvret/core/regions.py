@@ -93,6 +93,11 @@ class Regions:
         return self._built
 
     @property
+    def index_watches(self) -> bool:
+        """Whether the index looks at queries before it is asked, see ``Index.on_forward``."""
+        return self.index is not None and type(self.index).on_forward is not Index.on_forward
+
+    @property
     def batch_size(self) -> int:
         """Rows of the batch."""
         return self.window.sink_slots.shape[0]

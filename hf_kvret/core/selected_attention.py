@@ -81,7 +81,8 @@ def attend_all(
     """Attention to all cold tokens, counted as selected."""
     window, count = regions.window, query.shape[2]
     heads = window.keys.shape[1]
-    part = attend_cold(query, cold, piece_len(count, window.keys, window.values))
+    numbers = heads * (window.keys.shape[3] + window.values.shape[3])
+    part = attend_cold(query, cold, piece_len(count, window.keys, numbers))
     counters.count(cold, len(query) * heads, count)
     counters.total(cold).add_(cold.valid.sum() * heads * count)
     if regions.config.track_recall:

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from hf_kvret.core.call import AttentionCall
+from hf_kvret.core.latent import LatentCall, LatentLayer
 from hf_kvret.core.layer import HANDLE, RetrievalLayer
 from hf_kvret.core.merge import merge
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.integration.base_attention import attend_with_base, base_name
+from hf_kvret.integration.latent import ModuleHeads
 from hf_kvret.integration.masks import base_mask, mask_info, slot_validity
 from hf_kvret_kernels.prompt_attention import prompt_attention
 
@@ -86,12 +88,14 @@ def retrieval_attention(
         raise
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
+    heads = ModuleHeads(module) if isinstance(layer, LatentLayer) else None
 
     def prompt() -> torch.Tensor:
         base = base_name(module, kwargs)
+        keys, values = (key, value) if heads is None else heads.expand(layer.rows_of(key, value)[0])
         if _base_builds_matrix(base, query, key, attention_mask):
             part = prompt_attention(
-                query, key, value, scale=scale, causal_offset=0, valid=valid, softcap=softcap
+                query, keys, values, scale=scale, causal_offset=0, valid=valid, softcap=softcap
             )
             if sink_logits is not None:
                 part = merge([part], sink_logits)
@@ -100,8 +104,8 @@ def retrieval_attention(
             base,
             module,
             query,
-            key,
-            value,
+            keys,
+            values,
             base_mask(attention_mask, base, query.device),
             scaling=scaling,
             dropout=dropout,
@@ -110,7 +114,8 @@ def retrieval_attention(
         return out.transpose(1, 2)
 
     positions = _positions(kwargs.get("position_ids"), query)
-    call = AttentionCall(Scoring(valid, scale, softcap), prompt, sink_logits, positions)
+    arguments = Scoring(valid, scale, softcap), prompt, sink_logits, positions
+    call = AttentionCall(*arguments) if heads is None else LatentCall(*arguments, heads=heads)
     out = layer.attend(query, key, value, call)
     return out.transpose(1, 2).contiguous(), None
 

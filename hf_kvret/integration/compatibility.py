@@ -27,6 +27,12 @@ _OBSTACLES = {
     "xlstm": "is recurrent: it keeps a state, no keys and values",
 }
 
+# Models of multi-head latent attention whose cache holds latents and rotated keys.
+_LATENT = {
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "mistral4", "minicpm3"),
+    *("youtu", "axk1", "kimi_linear", "bailing_hybrid"),
+}
+
 # What all attention layers must agree on.
 _SHAPE = ("head_dim", "num_attention_heads", "num_key_value_heads")
 
@@ -60,10 +66,10 @@ def check_config(config: PreTrainedConfig) -> None:
             "config.is_decoder=True to generate with it"
         )
     ranks = [rank for rank in _layer_values(text, "kv_lora_rank") if rank]
-    if ranks:
+    if ranks and text.model_type not in _LATENT:
         raise ValueError(
-            f"{name} uses multi-head latent attention (kv_lora_rank={ranks[0]}): it expands the "
-            f"cached latents after the cache, where no handle survives; {_OWN_CACHE}"
+            f"{name} has latent attention (kv_lora_rank={ranks[0]}) of a kind that retrieval does "
+            f"not serve, as where an indexer of the model chooses tokens; {_OWN_CACHE}"
         )
     if getattr(text, "num_kv_shared_layers", 0):
         raise ValueError(
@@ -155,9 +161,16 @@ def model_shape(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: _layer_values(text, name)[0] for name in names}
 
 
+def is_latent(config: PreTrainedConfig) -> bool:
+    """Whether full attention is multi-head latent attention, of a ``config`` that passes."""
+    return config.get_text_config(decoder=True).model_type in _LATENT
+
+
 def head_dim(config: PreTrainedConfig) -> int:
-    """Head dim of the keys, for a ``config`` that passes ``check_config``."""
+    """Head dim of the keys that are held, for a ``config`` that passes ``check_config``."""
     text = config.get_text_config(decoder=True)
+    if is_latent(config):
+        return text.kv_lora_rank + text.qk_rope_head_dim
     return _layer_values(text, "head_dim")[0] or text.hidden_size // text.num_attention_heads
 
 

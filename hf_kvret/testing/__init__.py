@@ -22,6 +22,7 @@ from hf_kvret.testing.conformance import (
     run_case,
     run_conformance,
 )
+from hf_kvret.testing.latent_models import LATENT_MODELS
 from hf_kvret.testing.models import MODELS, REFUSED
 from hf_kvret.testing.modes import MODES, Mode
 from hf_kvret.testing.scenario import Outcome, Scenario
@@ -29,6 +30,7 @@ from hf_kvret.testing.tiny import TinyModel
 
 __all__ = [
     "COVERING_OPTIONS",
+    "LATENT_MODELS",
     "LOGIT_TOLERANCE",
     "MODELS",
     "MODES",

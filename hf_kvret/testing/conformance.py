@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.integration.compatibility import model_layers
 from hf_kvret.registry import attach
+from hf_kvret.testing.latent_models import LATENT_MODELS
 from hf_kvret.testing.models import MODELS
 from hf_kvret.testing.modes import MODES, Mode
 from hf_kvret.testing.scenario import FAILURES, CacheMaker, Outcome, describe
@@ -200,7 +201,9 @@ def conformance_cases(
         ValueError: an unknown name.
     """
     mode_names = _known(modes, MODES, "mode")
-    for model in _known(models, MODELS, "model"):
+    for model in (
+        list(MODELS) if models is None else _known(models, MODELS | LATENT_MODELS, "model")
+    ):
         for mode in mode_names:
             yield Case(model, mode)
 
@@ -208,7 +211,7 @@ def conformance_cases(
 @cache
 def baseline_of(case: Case) -> Outcome | str:
     """The reference of `case` on a model of its own, or why there is none; kept for the process."""
-    return MODES[case.mode].reference(MODELS[case.model].build())
+    return MODES[case.mode].reference(_build(case.model))
 
 
 def run_case(
@@ -235,7 +238,7 @@ def run_case(
     baseline = baseline_of(case)
     if isinstance(baseline, str):
         return Result(case, "skipped", baseline)
-    model, mode = MODELS[case.model].build(), MODES[case.mode]
+    model, mode = _build(case.model), MODES[case.mode]
     if mode.direct:
         prepare(model)
     try:
@@ -257,7 +260,7 @@ def run_conformance(
 
     Args:
         make_cache_for: returns a new, empty cache for a model.
-        models: names in ``MODELS``, all by default.
+        models: names in ``MODELS``, all by default, or in ``LATENT_MODELS``.
         modes: names in ``MODES``, all by default.
         **options: as for ``run_case``.
 
@@ -288,6 +291,10 @@ def failures(results: Iterable[Result]) -> list[Result]:
         raise ValueError("there are no results: run_conformance was given no models or no modes")
     shown = any(result.status == "passed" for result in found)
     return [result for result in found if result.status == "failed" or not shown]
+
+
+def _build(name: str) -> PreTrainedModel:
+    return (MODELS | LATENT_MODELS)[name].build()
 
 
 def _known(names: Iterable[str] | None, known: dict[str, Any], what: str) -> list[str]:

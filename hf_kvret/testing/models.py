@@ -228,7 +228,12 @@ _MLA = {
 _MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": VOCAB_SIZE}
 
 _REFUSED = (
-    TinyModel("deepseek_v2", _config("deepseek_v2", **_MLA), (0, 1), "latents (MLA)"),
+    TinyModel(
+        "deepseek_v32",
+        _config("deepseek_v32", **_MLA),
+        (0, 1),
+        "latents, and an indexer that chooses tokens",
+    ),
     TinyModel("falcon", _config("falcon"), (0, 1), "ignores the attention switch"),
     TinyModel("bloom", _config("bloom", n_head=4), (0, 1), "ignores the attention switch"),
     TinyModel(

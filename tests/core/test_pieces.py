@@ -32,17 +32,17 @@ def test_a_piece_is_twice_as_long_as_the_chunk_within_its_bounds(
     queries: int, batch: int, expected: int
 ) -> None:
     keys = _like(batch, 8, 128)
-    assert piece_len(queries, keys, keys) == expected
+    assert piece_len(queries, keys, 8 * 2 * 128) == expected
 
 
-def test_keys_and_values_of_other_dims_count_both() -> None:
-    narrow, wide = _like(16, 8, 128), _like(16, 8, 384)
-    assert piece_len(1, narrow, wide) == 2048 == piece_len(1, wide, narrow)
+def test_what_rows_become_decides_not_what_they_are() -> None:
+    latents = _like(16, 1, 128)
+    assert piece_len(1, latents, 8 * (128 + 384)) == 2048
 
 
 def test_a_piece_has_a_token_however_large() -> None:
     keys = _like(1 << 16, 64, 256)
-    assert piece_len(5, keys, keys) == 1
+    assert piece_len(5, keys, 64 * 2 * 256) == 1
 
 
 def test_without_a_stream_a_piece_is_read_when_it_is_asked_for() -> None:

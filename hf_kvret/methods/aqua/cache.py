@@ -35,6 +35,7 @@ class AquaKVCache(RetrievalCache):
 
     name: ClassVar[str] = "aqua"
     config_class: ClassVar[type[RetrievalConfig]] = AquaConfig
+    serves_latents = False
     needs_artifact: ClassVar[bool] = True
 
     @classmethod

@@ -1,0 +1,111 @@
+"""Latent attention: the patch of its class, weights that are not plain, methods that refuse."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret import A2ATSCache, AquaKVCache, FlatKVCache
+from hf_kvret.integration.latent import ModuleHeads
+from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS
+from hf_kvret.testing.scenario import prompt
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return LATENT_MODELS["deepseek_v3"].build()
+
+
+def with_cache(model: PreTrainedModel) -> torch.Tensor:
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS)
+    found = model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
+    assert all(layer.counters.selected for layer in cache.retrieval_layers)
+    return found
+
+
+def test_the_class_is_patched_once_and_put_back(model: PreTrainedModel) -> None:
+    attention = type(model.model.layers[0].self_attn)
+    plain = attention.expand_kv
+    expected = model.generate(prompt(1, 120), **GREEDY)
+    try:
+        hf_kvret.attach(model)
+        patched = attention.expand_kv
+        hf_kvret.attach(model)
+        assert attention.expand_kv is patched and patched.__wrapped__ is plain
+        # Without a handle nothing changes.
+        hf_kvret.restore(model)
+        assert torch.equal(model.generate(prompt(1, 120), **GREEDY), expected)
+        assert torch.equal(with_cache(copy.deepcopy(model)), expected)
+        hf_kvret.unregister()
+        assert attention.expand_kv is plain
+    finally:
+        hf_kvret.register()
+
+
+class Doubled(nn.Module):
+    """What an adapter does: its own part is added to the layer that it wraps."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.more = nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.more(x)
+
+
+def hooked(projection: nn.Linear) -> nn.Module:
+    projection.register_forward_hook(lambda module, args, out: 1.5 * out)
+    return projection
+
+
+def parametrized(projection: nn.Linear) -> nn.Module:
+    class Half(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 0.5 * weight
+
+    nn.utils.parametrize.register_parametrization(projection, "weight", Half())
+    return projection
+
+
+@pytest.mark.parametrize("change", [Doubled, hooked, parametrized])
+def test_whatever_stands_in_place_of_the_projection_is_used(
+    model: PreTrainedModel, change: Callable[[nn.Linear], nn.Module]
+) -> None:
+    before = model.generate(prompt(1, 120), **GREEDY)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj = change(layer.self_attn.kv_b_proj)
+    expected = model.generate(prompt(1, 120), **GREEDY)
+    assert not torch.equal(expected, before)
+    assert torch.equal(with_cache(model), expected)
+
+
+def test_absorbed_queries_score_as_expanded_keys_do(model: PreTrainedModel) -> None:
+    module: Any = model.model.layers[0].self_attn
+    heads, generator = ModuleHeads(module), torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 3, 24, generator=generator)
+    rows = torch.randn(2, 1, 50, 24, generator=generator)
+    with torch.no_grad():
+        keys, values = heads.expand(rows)
+        expected = query @ keys.mT
+        torch.testing.assert_close(heads.absorb(query) @ rows.mT, expected, rtol=1e-4, atol=1e-4)
+        weights = expected.softmax(-1)
+        means = weights @ rows[..., :16]
+        torch.testing.assert_close(heads.leave(means), weights @ values, rtol=1e-4, atol=1e-4)
+    assert heads.expanded_numbers(rows) == 4 * (24 + 16)
+
+
+@pytest.mark.parametrize("method", [A2ATSCache, AquaKVCache])
+def test_methods_that_have_to_learn_refuse(method: Any, model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="deepseek_v3 has latent attention, for which"):
+        method(model.config)
