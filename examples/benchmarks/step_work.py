@@ -217,7 +217,7 @@ def _best(length: _Length, count: int, piece: int) -> dict[str, _Describe]:
     """
 
     def best(s: StepShape, grid: Grid) -> Work:
-        rows, blocks, sums = s.batch * s.heads, grid[0], math.ceil(length(s) / piece)
+        rows, blocks, sums = s.batch * s.heads, grid[1], math.ceil(length(s) / piece)
         at_once = 256 if blocks == math.ceil(length(s) / _TOKENS) else 1024
         # An order and a place of each, written and read again.
         chosen = 8 * rows * blocks * count

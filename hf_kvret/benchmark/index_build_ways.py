@@ -101,8 +101,9 @@ class MethodWay(Way):
         self.name, self._class = cache_class.name, cache_class
         self._options = cache_class.config_class.from_options(top_k=top_k, store="device")
         if beta is not None:
-            self.name = f"{self.name}, {beta:.3g} of all"
-            self._options = ParisConfig.from_options(**vars(self._options)).with_candidates(beta)
+            assert isinstance(self._options, ParisConfig), "no other method has candidates"
+            self.name = f"{self.name}, {beta:g} of all"
+            self._options = self._options.with_candidates(beta)
 
     def check(self, head_dim: int) -> None:
         """ValueError for heads that the method has no index of."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_kvret_kernels import relevance
+from hf_kvret_kernels._dispatch import interpreted
 
 INF = float("inf")
 
@@ -152,6 +153,20 @@ def test_more_candidates_than_a_program_holds(
     scores = some_scores(1, 2, 2, group, 1300)
     scores[0, 1, 1, :, 20:] = -INF
     check_best(place, scores, 150)
+
+
+def test_tickets_are_zeros_again() -> None:
+    pytest.importorskip("triton")
+    if not interpreted():
+        pytest.skip("Triton's interpreter is off")
+    from hf_kvret_kernels.top_k import triton_best
+
+    scores = torch.randn(1, 2, 1, 1, 2500, generator=generator(5))
+    ids = torch.arange(2500, dtype=torch.int32).expand(1, 2, 1, 2500)
+    tickets = torch.zeros(1, 2, 1, dtype=torch.int32)
+    first, again = (triton_best.best_ids(scores, ids, 30, None, tickets) for _ in range(2))
+    assert torch.equal(first, again) and first.ge(0).all()
+    assert tickets.eq(0).all()
 
 
 def test_heads_of_another_scale_do_not_decide_alone(place: tuple[str, str]) -> None:

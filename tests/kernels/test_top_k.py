@@ -113,11 +113,12 @@ def test_neighbours_in_the_last_bit_are_told_apart(place: tuple[str, str]) -> No
 def test_sums_of_many_blocks_add_up(
     place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of more than 256 blocks do."""
+    """As those of more blocks, and of a fuller bin, than the last program takes at once."""
     if place[0] == "triton":
         from hf_kvret_kernels.top_k import triton_split
 
-        monkeypatch.setattr(triton_split, "_CHUNK", 32)
+        monkeypatch.setattr(triton_split, "_TOKENS", 32)
+        monkeypatch.setattr(triton_split, "_CHUNK", 16)
     check_top_k(place, torch.randn(1, 1, 1, 3500, generator=generator(12)), 900)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_kvret_kernels import relevance
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.higgs import MinMaxCodec, attend
@@ -26,7 +27,7 @@ def room(place: Place, tmp_path: Path) -> torch.Tensor:
     """Some 2^32 int32 zeros, of which only pages that are written to take memory."""
     if place != ("triton", "cpu"):
         pytest.skip("offsets are Triton's; on a GPU the room would be real")
-    size = (1 << 32) + 1
+    size = (1 << 32) + 64
     return torch.from_file(str(tmp_path / "room"), shared=True, size=size, dtype=torch.int32)
 
 
@@ -116,3 +117,18 @@ def test_slots_and_what_is_fetched_into_them(
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     fetch(rows, ids, got[1], buffers[1], backend="triton")
     assert torch.equal(*buffers) and buffers[0].any()
+
+
+@pytest.mark.parametrize("most", ["best", "split"])
+def test_scores_of_the_heads_of_a_group(room: torch.Tensor, most: str) -> None:
+    from hf_kvret_kernels.top_k.triton_best import best_ids
+    from hf_kvret_kernels.top_k.triton_split import split_top_k
+
+    scores = torch.randn(1, 1, 1, 3, 20, generator=torch.Generator().manual_seed(0))
+    sums, ids = scores.logsumexp(-1, keepdim=True), torch.arange(20, dtype=torch.int32)
+    ids = ids.view(1, 1, 1, 20)
+    strides, wide = (1, 1, 1, STEP, 1), room.view(torch.float32)
+    apart = torch.as_strided(wide, scores.shape, strides, 1 << 31).copy_(scores)
+    want = relevance.best_ids(scores, ids, 5, backend="naive")
+    found = best_ids(apart, ids, 5, sums) if most == "best" else split_top_k(apart, 5, ids, sums)
+    assert torch.equal(found, want)

@@ -92,6 +92,16 @@ def test_a_selection_is_five_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operations == []
 
 
+def test_a_large_budget_takes_three_launches_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As more than 4,096 of the best of all blocks do."""
+    from hf_kvret_kernels.top_k import triton_best
+
+    monkeypatch.setattr(triton_best, "_SIZES", ())
+    kernels, operations = selection_launches(monkeypatch, ParisConfig())
+    assert kernels[4:] == ["_count_kernel", "_border_kernel", "_compact_kernel"]
+    assert operations == ["aten::zeros"]
+
+
 @pytest.mark.parametrize(
     "options, softcap, queries",
     [(ParisConfig(), 30.0, 1), (ParisConfig.paper(), None, 1), (ParisConfig(), None, 3)],

@@ -1,9 +1,9 @@
 """Attention over coded rows in Triton: the ids of a query are split over several programs.
 
-As in ``gather_attention``, a program takes one selection and a piece of its ids, and a second small
-kernel merges the pieces. Rows are unpacked in registers and stay transformed: the queries of the
-program are transformed once, and so is what it summed up. Products have rows, and then dims, for
-their rows: query heads are few, and tensor cores pad columns to 8 but rows to 16.
+As in ``gather_attention``, a program takes one selection and a piece of its ids; pieces stay
+unmerged, for whoever attends to more. Rows are unpacked in registers and stay transformed: the
+queries of the program are transformed once, and so is what it summed up. Products have rows, and
+then dims, for their rows: query heads are few, and tensor cores pad columns to 8 but rows to 16.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

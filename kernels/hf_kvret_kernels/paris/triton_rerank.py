@@ -53,7 +53,8 @@ def rerank(
         return Estimates(scores.fill_(-math.inf), log_sums.fill_(-math.inf))
     magnitude = codes.magnitude
     # Their words are those of four bytes of signs.
-    in_words = width % 4 == 0 and all(stride % 4 == 0 for stride in magnitude.stride()[:2])
+    places = (*magnitude.stride()[:2], magnitude.storage_offset(), magnitude.data_ptr())
+    in_words = width % 4 == 0 and all(place % 4 == 0 for place in places)
     if in_words:
         magnitude = magnitude.view(torch.int32)
     if scores.numel():

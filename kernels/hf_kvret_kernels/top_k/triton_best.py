@@ -95,7 +95,8 @@ def _launch(
     # Of each block's best.
     orders = torch.empty(*lead, blocks, count, dtype=torch.int32, device=device)
     places = torch.empty_like(orders)
-    _best_kernel[(blocks, batch * heads * queries)](
+    # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
+    _best_kernel[(batch * heads * queries, blocks)](
         scores,
         scores if sums is None else sums,
         scores if ids is None else ids,
@@ -146,15 +147,16 @@ def _best_kernel(
     PIECES: tl.constexpr,
 ):
     """A block of the candidates of one selection, scored by G query heads."""
-    row = tl.program_id(1).to(tl.int64)
-    block, blocks = tl.program_id(0), tl.num_programs(0)
+    row = tl.program_id(0).to(tl.int64)
+    block, blocks = tl.program_id(1), tl.num_programs(1)
     places = block * BLOCK + tl.arange(0, BLOCK)
     inside = places < length
     scores_ptr += (row // queries // heads) * stride_b + (row // queries % heads) * stride_h
     scores_ptr += (row % queries) * stride_q + places.to(tl.int64) * stride_n
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for g in range(G):
-        score = tl.load(scores_ptr + g * stride_g, mask=inside, other=float("-inf"))
+        score = tl.load(scores_ptr, mask=inside, other=float("-inf"))
+        scores_ptr += stride_g
         if G == 1:
             best = score
         else:

@@ -38,6 +38,7 @@ _PLAN = tl.constexpr(5)
 _LEAST_BITS = tl.constexpr(0x3E80)
 _CHANGING = (
     *("stride_b", "stride_h", "stride_q", "stride_g"),
+    *("sum_stride_b", "sum_stride_h", "sum_stride_q", "sum_stride_g"),
     *("length", "units", "pieces", "count"),
 )
 
@@ -68,7 +69,8 @@ def split_top_k(
     border_places = torch.empty(rows, length, dtype=torch.int32, device=device)
     plan = torch.empty(rows, _PLAN.value, dtype=torch.int32, device=device)
     before = torch.empty(rows, blocks, dtype=torch.int32, device=device)
-    grid = (blocks, rows)
+    # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
+    grid = (rows, blocks)
     sum_strides = (0, 0, 0, 0) if sums is None else sums.stride()[:4]
     _count_kernel[grid](
         scores,
@@ -147,19 +149,21 @@ def _count_kernel(
     UNIT: tl.constexpr,
 ):
     """Orders of a block of a row, and how many lie in each bin."""
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     b, h, q = row // queries // heads, row // queries % heads, row % queries
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = places < length
     scores_ptr += b * stride_b + h * stride_h + q * stride_q + places.to(tl.int64) * stride_n
     sums_ptr += b * sum_stride_b + h * sum_stride_h + q * sum_stride_q
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for g in range(G):
-        score = tl.load(scores_ptr + g * stride_g, mask=inside, other=float("-inf"))
+    for _ in range(G):
+        score = tl.load(scores_ptr, mask=inside, other=float("-inf"))
+        scores_ptr += stride_g
         if G == 1:
             best = score
         else:
-            best = best_share(best, score, sum_up(sums_ptr + g * sum_stride_g, pieces, PIECES))
+            best = best_share(best, score, sum_up(sums_ptr, pieces, PIECES))
+            sums_ptr += sum_stride_g
     order = order_of(best)
     tl.store(orders_ptr + row * units * UNIT + places, order, mask=places < units * UNIT)
 
@@ -172,7 +176,7 @@ def _count_kernel(
     tl.atomic_add(counters_ptr + bins, bin_counts, mask=bin_counts > 0, sem="relaxed")
     # All that the program has counted is there for whoever takes a later ticket.
     tl.debug_barrier()
-    if tl.atomic_add(counters_ptr + _BINS, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+    if tl.atomic_add(counters_ptr + _BINS, 1, sem="acq_rel") == tl.num_programs(1) - 1:
         bin_counts = tl.load(counters_ptr + bins, cache_modifier=".cg")
         total = tl.sum(bin_counts, axis=0)
         at_least = total - tl.cumsum(bin_counts, axis=0) + bin_counts
@@ -201,8 +205,8 @@ def _border_kernel(
     UNIT: tl.constexpr,
 ):
     """Places of a block in the threshold's bin, and how many of it lie above."""
-    row = tl.program_id(1).to(tl.int64)
-    block, blocks = tl.program_id(0), tl.num_programs(0)
+    row = tl.program_id(0).to(tl.int64)
+    block, blocks = tl.program_id(1), tl.num_programs(1)
     places = block * BLOCK + tl.arange(0, BLOCK)
     order = _load_orders(orders_ptr, row, places, length, units, UNIT)
     border = tl.load(plan_ptr + row * _PLAN)
@@ -337,8 +341,8 @@ def _compact_kernel(
     UNIT: tl.constexpr,
 ):
     """Places of a block that are taken, behind those of the blocks before it."""
-    row = tl.program_id(1).to(tl.int64)
-    block, blocks = tl.program_id(0), tl.num_programs(0)
+    row = tl.program_id(0).to(tl.int64)
+    block, blocks = tl.program_id(1), tl.num_programs(1)
     places = block * BLOCK + tl.arange(0, BLOCK)
     order = _load_orders(orders_ptr, row, places, length, units, UNIT)
     plan_ptr += row * _PLAN
