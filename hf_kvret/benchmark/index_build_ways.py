@@ -90,10 +90,7 @@ class Way(ABC):
 
 
 class MethodWay(Way):
-    """A retrieval method of ours: on_forward, add and build.
-
-    ``beta`` is a share of candidates other than its own, of ParisKV.
-    """
+    """A retrieval method of ours; ``beta`` is a share of candidates for ParisKV's schedule."""
 
     def __init__(
         self, cache_class: type[RetrievalCache], top_k: int, beta: float | None = None
