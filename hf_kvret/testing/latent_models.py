@@ -77,6 +77,18 @@ def _config(model_type: str, **changes: Any) -> Callable[[], PreTrainedConfig]:
     return lambda: AutoConfig.for_model(model_type, **settings)
 
 
+def _kimi() -> PreTrainedConfig:
+    vision = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    return AutoConfig.for_model(
+        "kimi_k25", text_config={**_SMALL, "model_type": "deepseek_v3"}, vision_config=vision
+    )
+
+
 _ZOO = (
     TinyModel("deepseek_v2", _config("deepseek_v2"), (0, 1), "complex rotations"),
     TinyModel("deepseek_v3", _config("deepseek_v3"), (0, 1), "interleaved rotations"),
@@ -99,6 +111,13 @@ _ZOO = (
     TinyModel("minicpm3", _config("minicpm3", dim_model_base=64), (0, 1), "dense"),
     TinyModel("youtu", _config("youtu"), (0, 1), "dense"),
     TinyModel("axk1", _config("axk1"), (0, 1), "mixture of experts"),
+    TinyModel(
+        "kimi_k25",
+        _kimi,
+        (0, 1),
+        "DeepSeek-V3 with images; prompts without",
+        architecture="Kimi_K25ForConditionalGeneration",
+    ),
     TinyModel(
         "kimi_linear",
         _config("kimi_linear", **_KIMI_LINEAR),
