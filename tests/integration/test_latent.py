@@ -16,6 +16,7 @@ from hf_kvret import A2ATSCache, AquaKVCache, FlatKVCache
 from hf_kvret.integration.latent import ModuleHeads
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS
 from hf_kvret.testing.scenario import prompt
+from hf_kvret_model_patches import latent
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
@@ -34,6 +35,8 @@ def with_cache(model: PreTrainedModel) -> torch.Tensor:
 
 def test_the_class_is_patched_once_and_put_back(model: PreTrainedModel) -> None:
     attention = type(model.model.layers[0].self_attn)
+    # Other models of this class may have been attached in this process.
+    latent.restore()
     plain = attention.expand_kv
     expected = model.generate(prompt(1, 120), **GREEDY)
     try:
