@@ -58,6 +58,9 @@ class LatentCall(AttentionCall):
 class LatentLayer(RetrievalLayer):
     """Cache of a layer with latent attention: one KV head, whose value is the start of the key."""
 
+    # Of the tokens that wait for their attention.
+    _new_rows: torch.Tensor | None = None
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,11 +70,15 @@ class LatentLayer(RetrievalLayer):
         """
         rows = torch.cat((key_states, value_states), dim=-1)
         super().update(rows, rows[..., : key_states.shape[3]])
+        self._new_rows = rows
         self._given = (value_states.data_ptr(), key_states.shape, value_states.shape)
         handle = key_states.detach()
         setattr(handle, HANDLE, self)
         return handle, value_states
 
     def rows_of(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = torch.cat((key, value), dim=-1)
+        rows, self._new_rows = self._new_rows, None
+        if rows is None:
+            # They were taken in before.
+            rows = torch.cat((key, value), dim=-1)
         return rows, rows[..., : key.shape[3]]

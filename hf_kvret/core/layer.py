@@ -233,13 +233,14 @@ class RetrievalLayer(CacheLayerMixin):
         new, first = query.shape[2], self.waiting
         past = self.regions.length - (0 if first else new)
         selects = past > 0 and new <= self.config.max_draft
+        watched = first and self.regions.index_watches
+        to_rows = call.to_rows(query) if selects or watched else query
         if first:
             if selects:
                 # Of the prompt alone, as in a fork that was made before.
                 self._build_index()
-            seen = call.to_rows(query) if self.regions.index_watches else query
             try:
-                self.regions.on_forward(seen, key, call.scoring.valid, call.positions)
+                self.regions.on_forward(to_rows, key, call.scoring.valid, call.positions)
             except ValueError:
                 # Nothing was taken in: the cache stays as it was, for a call without the mistake.
                 self.waiting = False
@@ -259,7 +260,7 @@ class RetrievalLayer(CacheLayerMixin):
         else:
             if first:
                 self.regions.take_step(key, value, call.scoring.valid)
-            out = attend_selected(self.regions, call.to_rows(query), call, self.counters)
+            out = attend_selected(self.regions, to_rows, call, self.counters)
             out = call.from_rows(out.to(query.dtype))
         self.waiting = False
         return out.to(query.dtype)

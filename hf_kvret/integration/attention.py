@@ -92,7 +92,7 @@ def retrieval_attention(
 
     def prompt() -> torch.Tensor:
         base = base_name(module, kwargs)
-        keys, values = (key, value) if heads is None else heads.expand(layer.rows_of(key, value)[0])
+        keys, values = (key, value) if heads is None else heads.expand_new(key, value)
         if _base_builds_matrix(base, query, key, attention_mask):
             part = prompt_attention(
                 query, keys, values, scale=scale, causal_offset=0, valid=valid, softcap=softcap

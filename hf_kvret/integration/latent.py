@@ -11,7 +11,7 @@ from hf_kvret_model_patches import latent
 
 
 class ModuleHeads:
-    """See ``core.latent.LatentHeads``.
+    """See ``core.latent.LatentHeads``; of one call, between which weights may change.
 
     Args:
         module: the attention of a layer, with ``kv_b_proj`` and dims named as in transformers.
@@ -22,6 +22,7 @@ class ModuleHeads:
         self._rank: int = module.kv_lora_rank
         self._nope: int = module.qk_nope_head_dim
         self._value_dim: int = module.v_head_dim
+        self._made: torch.Tensor | None = None
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         nope, rope = query[..., : self._nope], query[..., self._nope :]
@@ -33,7 +34,13 @@ class ModuleHeads:
         return torch.einsum("bhqr,hvr->bhqv", latents, to_values)
 
     def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return latent.expand(self._module, rows[..., : self._rank], rows[..., self._rank :])
+        return self.expand_new(rows[..., : self._rank], rows[..., self._rank :])
+
+    def expand_new(
+        self, latents: torch.Tensor, rope_keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``expand``, of latents ``[B, 1, m, R]`` and rotated keys ``[B, 1, m, r]``."""
+        return latent.expand(self._module, latents, rope_keys)
 
     def expanded_numbers(self, rows: torch.Tensor) -> int:
         of_head = self._nope + rows.shape[3] - self._rank + self._value_dim
@@ -41,6 +48,8 @@ class ModuleHeads:
 
     def _matrices(self, like: torch.Tensor) -> torch.Tensor:
         """``[H, n + v, R]``: ``kv_b_proj`` for each head."""
+        if self._made is not None:
+            return self._made
         projection = self._module.kv_b_proj
         if _is_plain(projection):
             matrix = projection.weight
@@ -48,7 +57,8 @@ class ModuleHeads:
             # Adapters, quantized weights, weights that a hook brings: it is linear all the same.
             identity = torch.eye(self._rank, dtype=like.dtype, device=like.device)
             matrix = projection(identity).T
-        return matrix.reshape(-1, self._nope + self._value_dim, self._rank)
+        self._made = matrix.reshape(-1, self._nope + self._value_dim, self._rank)
+        return self._made
 
 
 def _is_plain(projection: nn.Module) -> bool:

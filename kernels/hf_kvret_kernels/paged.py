@@ -223,9 +223,13 @@ class PagedRows:
         """``[N, Dk + Dv]``: one row each for ``[N]`` int64 batch rows, KV heads and tokens.
 
         ``holes [N]`` bool marks places that may get any row. The chunks must lie on the device of
-        the table, and keys beside their values.
+        the table.
+
+        Raises:
+            ValueError: rows that lie apart, which have no keys beside their values.
         """
-        assert not self.apart, "rows that lie apart are gathered, not taken"
+        if self.apart:
+            raise ValueError("these rows lie apart: read them with gather or gather_with_torch")
         pages = self._pages_of(batch_rows, tokens, holes)
         index = (pages * self.heads + kv_heads) * self.page_len + tokens % self.page_len
         return select([chunk.view(-1, self.width) for chunk in self.chunks], index)
