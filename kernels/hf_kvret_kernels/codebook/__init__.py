@@ -34,8 +34,8 @@ __all__ = [
 
 # Ids are int16.
 MOST_CODEWORDS = 1 << 15
-# A program of the Triton kernel holds whole rows.
-MOST_DIM = 256
+# Of a row of latent attention: 512 numbers and a rotated key fit.
+MOST_DIM = 1024
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BOOK_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -57,7 +57,7 @@ def encode(
     ``codebook``.
 
     Args:
-        x: ``[B, H, n, D]`` fp32, bf16 or fp16, any strides; n may be 0, D at most 256.
+        x: ``[B, H, n, D]`` fp32, bf16 or fp16, any strides; n may be 0, D at most 1024.
         codebook: ``[H, C, D]`` fp32 or bf16, C from 1 to 32768.
         norms: ``[H, C]`` fp32 of ``half_norms``, for callers that encode often; None computes them.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
