@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +33,8 @@ EXPECTED = {
         "_merge_kernel",
         "_count_kernel",
         "_share_kernel",
+        "_denominator_kernel",
+        "_table_kernel",
         "_lookup_kernel",
         "_scores_kernel",
     },
@@ -79,20 +83,39 @@ def test_products_and_sums_are_one_instruction() -> None:
     assert {"_merge_kernel", "fused"} <= compiled("sm90", "merge")
 
 
-def compiled(target: str, operation: str) -> set[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_codebooks_of_any_length_spill_no_registers(target: str) -> None:
+    assert "spilled" not in compiled(target, "codebook", "stack")
+
+
+def compiled(target: str, operation: str, *more: str) -> set[str]:
     """Names of the kernels of an operation, all compiled; and ``"fused"``, if any multiplies and
-    adds at once.
+    adds at once. With ``"stack"``, ``"spilled"`` if any spills registers.
     """
     pytest.importorskip("triton", reason="Triton compiles on Linux only")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_ALWAYS_COMPILE"] = "1"
-    command = [sys.executable, str(Path(__file__)), target, operation]
+    command = [sys.executable, str(Path(__file__)), target, operation, *more]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return set(done.stdout.split())
 
 
-def _compile_instead_of_launching(capability: int) -> None:
+def _stack_bytes(cubin: bytes) -> int:
+    """Bytes of stack that a thread of the kernel takes; registers spill there."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"STACK:(\d+)", usage)[0])
+
+
+def _compile_instead_of_launching(capability: int, stack: bool = False) -> None:
     """Make Triton compile for ``capability`` and return before it would launch."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -120,6 +143,8 @@ def _compile_instead_of_launching(capability: int) -> None:
         kernel = run(self, *args, warmup=True, **kwargs)
         assert kernel.asm["cubin"]
         print(self.fn.__name__, "fused" if "fma.rn" in kernel.asm["ptx"] else "")
+        if stack and _stack_bytes(kernel.asm["cubin"]):
+            print("spilled")
         # What it did not write may be anything, and torch may look places up in it.
         for argument in args:
             if isinstance(argument, torch.Tensor):
@@ -310,15 +335,21 @@ def _calls_of_centroids() -> Iterator[functools.partial]:
 
 def _calls_of_codebooks() -> Iterator[functools.partial]:
     """Few tokens and many, short and long rows of every mixture of dtypes."""
-    from hf_kvret_kernels.codebook import triton_encode, triton_lookup
+    from hf_kvret_kernels.codebook import triton_encode, triton_lookup, triton_table
     from hf_kvret_kernels.proxy import triton_scores
 
     half, full = torch.bfloat16, torch.float32
-    for x_dtype, dtype, dim in ((half, half, 128), (full, half, 128), (full, full, 256)):
+    short = ((half, half, 128), (full, full, 256))
+    for x_dtype, dtype, dim in (*short, (half, half, 576), (full, half, 576)):
         words = torch.zeros(2, 4000, dim, dtype=dtype)
         for count, splits in ((1, 8), (501, 1)):
             x = torch.zeros(1, 2, count, dim, dtype=x_dtype)
             yield functools.partial(triton_encode.encode, x, words, torch.zeros(2, 4000), splits)
+        if dim > 256:
+            softcap = None if x_dtype == half else 30.0
+            arguments = (torch.zeros(1, 256, 1, dim), words, softcap)
+            yield functools.partial(triton_table.score_table, *arguments)
+            continue
         arguments = (torch.zeros(1, 8, 1, dim), words[None], 8, None, None, None)
         yield functools.partial(triton_scores.relevance, *arguments)
     codes = torch.zeros(1, 2, 501, dtype=torch.int16)
@@ -329,6 +360,8 @@ def _calls_of_codebooks() -> Iterator[functools.partial]:
             yield functools.partial(triton_lookup.code_counts, codes, codewords, valid)
             yield functools.partial(triton_lookup.best_shares, table, counts)
             yield functools.partial(triton_lookup.lookup, table, codes, valid)
+    many = torch.zeros(1, 128, 1, 1 << 15)
+    yield functools.partial(triton_lookup.best_shares, many, counts[:, :1])
 
 
 def _calls_of_higgs() -> Iterator[functools.partial]:
@@ -356,6 +389,6 @@ def _calls_of_higgs() -> Iterator[functools.partial]:
 
 
 if __name__ == "__main__":
-    _compile_instead_of_launching(TARGETS[sys.argv[1]])
+    _compile_instead_of_launching(TARGETS[sys.argv[1]], "stack" in sys.argv)
     for call in _calls(sys.argv[2]):
         call()
