@@ -71,7 +71,7 @@ def on(place: tuple[str, str], x: torch.Tensor | None) -> torch.Tensor | None:
 @pytest.mark.factor("softcap", [None, 3.0])
 @pytest.mark.factor("words_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.factor("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.factor("H, C, D", [(4, 1, 1), (2, 130, 20), (1, 45, 200), (2, 45, 580)])
+@pytest.mark.factor("H, C, D", [(4, 1, 1), (2, 130, 20), (1, 45, 200), (2, 45, 290)])
 def test_the_table_has_the_score_of_every_codeword(
     place: tuple[str, str],
     H: int,
@@ -124,7 +124,7 @@ def test_a_token_has_the_score_of_its_codeword(
         (2, 4, 1, 77, 50),
         (1, 3, 2, 50, 300),
         (2, 2, 1, 1100, 9),
-        (1, 20, 2, 30, 70),
+        (1, 9, 2, 30, 70),
     ],
 )
 def test_relevance_is_the_best_softmax_of_the_group(
@@ -166,7 +166,7 @@ def test_codes_of_no_token_take_no_part_in_the_softmax(place: tuple[str, str], h
     assert (got - expected).abs().max() <= LSE_ERROR
 
 
-@pytest.mark.parametrize("heads", [4, 20])
+@pytest.mark.parametrize("heads", [4, 18])
 def test_a_row_without_valid_tokens_has_no_relevance(place: tuple[str, str], heads: int) -> None:
     table = on(place, draw(2, heads, 1, 8, seed=6))
     codes = on(place, draw_codes(2, 2, 9, words=8))
@@ -233,21 +233,21 @@ def test_arguments_that_do_not_fit_are_named() -> None:
             book.lookup_scores(table, codes, counts=counts)
 
 
-def test_a_table_of_many_queries_and_long_codewords_is_that_of_torch(
+def test_many_queries_of_long_codewords_have_their_scores(
     place: tuple[str, str],
 ) -> None:
     """More queries of a codebook than a tile holds, groups of drafts, views with gaps of NaN."""
     backend, device = place
-    room = torch.full((2, 2 * 33, 3, 600), math.nan)
-    room[..., :576] = draw(2, 2 * 33, 3, 576, seed=11)
-    words = draw(2, 70, 576, seed=12)
-    query = room.to(device)[..., :576]
+    room = torch.full((1, 2 * 33, 2, 300), math.nan)
+    room[..., :290] = draw(1, 2 * 33, 2, 290, seed=11)
+    words = draw(2, 40, 290, seed=12)
+    query = room.to(device)[..., :290]
     table = book.score_table(query, words.to(device), scale=0.1, backend=backend).cpu()
     own = words.double().repeat_interleave(33, 0)
     pieces = (query.cpu().double() * 0.1, own)
     expected = torch.einsum("bhqd,hcd->bhqc", *pieces)
     size = torch.einsum("bhqd,hcd->bhqc", *(x.abs() for x in pieces))
-    assert table.shape == (2, 66, 3, 70)
+    assert table.shape == (1, 66, 2, 40)
     assert ((table.double() - expected).abs() <= SHARE_OF_SIZE * size).all()
 
 
