@@ -52,8 +52,6 @@ class RetrievalCache(Cache):
     config_class: ClassVar[type[RetrievalConfig]]
     # Whether the options must name an artifact made by `hf-kvret calibrate`.
     needs_artifact: ClassVar[bool] = False
-    # Whether it serves multi-head latent attention, whose rows are no keys of a head.
-    serves_latents: ClassVar[bool] = True
     options: RetrievalConfig
 
     def __init__(
@@ -75,11 +73,6 @@ class RetrievalCache(Cache):
             options = options.replace(**changes) if changes else options
         check_config(config)
         layer_class = LatentLayer if is_latent(config) else RetrievalLayer
-        if layer_class is LatentLayer and not self.serves_latents:
-            raise ValueError(
-                f"{config.model_type} has latent attention, for which {self.name} has learned "
-                "nothing yet: use flat, paris, lrqk, ctkvr or h2o"
-            )
         layers: list[Any] = model_layers(config)
         ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
         options = self.options_for(options, config)

@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_kvret_model_patches.rope_config import ROTATION
+from hf_kvret_model_patches.rope_config import LATENT_ROTATIONS, ROTATION
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _PARAMETERS = ["q", "k", "cos", "sin"]
+_COMPLEX_PARAMETERS = ["xq", "xk", "freqs_cis"]
 
 
 def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
@@ -43,18 +44,28 @@ def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
     return layers
 
 
-def rotations(model: PreTrainedModel, modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
-    """The globals of the modeling modules in which ``modules`` look their rotation up.
+def is_latent(module: nn.Module) -> bool:
+    """Whether an attention module expands latents of all tokens into keys and values of heads.
 
-    Each dictionary has ``apply_rotary_pos_emb(q, k, cos, sin, ...)``. The list is empty for models
-    without RoPE.
+    Where an indexer chooses tokens, more than queries and keys is rotated, and False is returned.
+    """
+    return hasattr(type(module), "expand_kv") and not hasattr(module, "indexer")
+
+
+def rotations(
+    model: PreTrainedModel, modules: Iterable[nn.Module]
+) -> list[tuple[dict[str, Any], str]]:
+    """Where ``modules`` look their rotation up: globals of their modeling modules, and a name.
+
+    What stands there is ``apply_rotary_pos_emb(q, k, cos, sin, ...)`` or, for latent attention, a
+    relative of it. The list is empty for models without RoPE.
 
     Raises:
         ValueError: a module rotates by another function, or the configuration speaks of RoPE and
             the code doesn't.
     """
     text = model.config.get_text_config(decoder=True)
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
     for kind, module in {type(module): module for module in modules}.items():
         namespace = inspect.unwrap(kind.forward).__globals__
         names = [
@@ -62,22 +73,25 @@ def rotations(model: PreTrainedModel, modules: Iterable[nn.Module]) -> list[dict
             for name in _code(module).co_names
             if "rot" in name.lower() and callable(namespace.get(name))
         ]
-        if not names and not getattr(text, "rope_parameters", None):
+        if not names and (is_latent(module) or not getattr(text, "rope_parameters", None)):
             continue
-        if names != [ROTATION]:
+        known = set(names).issubset(LATENT_ROTATIONS) if is_latent(module) else names == [ROTATION]
+        if not known:
             how = " and ".join(names) or "no function that we know"
             raise ValueError(
                 f"{kind.__name__} rotates by {how}, not by {ROTATION} alone: its queries and keys "
                 "before RoPE can't be seen; use another model, or a method without calibration"
             )
-        parameters = list(rotation_signature(namespace[ROTATION]).parameters)
-        if parameters[:4] != _PARAMETERS:
-            raise ValueError(
-                f"{ROTATION} of {kind.__name__} takes {', '.join(parameters)}, not "
-                f"{', '.join(_PARAMETERS)}: its queries and keys before RoPE can't be seen; use "
-                "another model, or a method without calibration"
-            )
-        found[id(namespace)] = namespace
+        for name in names:
+            parameters = list(rotation_signature(namespace[name]).parameters)
+            expected = _COMPLEX_PARAMETERS if name == LATENT_ROTATIONS[2] else _PARAMETERS
+            if parameters[: len(expected)] != expected:
+                raise ValueError(
+                    f"{name} of {kind.__name__} takes {', '.join(parameters)}, not "
+                    f"{', '.join(expected)}: its queries and keys before RoPE can't be seen; use "
+                    "another model, or a method without calibration"
+                )
+            found[id(namespace), name] = namespace, name
     return list(found.values())
 
 

@@ -1,4 +1,4 @@
-"""Latent attention: the patch of its class, weights that are not plain, methods that refuse."""
+"""Latent attention: the patch of its class, weights that are not plain, rows held once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import hf_kvret
-from hf_kvret import A2ATSCache, AquaKVCache, FlatKVCache, LatentKVCache, ParisKVCache
+from hf_kvret import FlatKVCache, LatentKVCache, ParisKVCache
 from hf_kvret.integration.latent import ModuleHeads
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 from hf_kvret.testing.scenario import prompt
@@ -144,12 +144,6 @@ def test_absorbed_attention_is_called_by_name_and_says_nothing(
         told = model.generate(prompt(2, 60), cache_implementation="latent", **GREEDY)
     assert torch.equal(told, expected)
     assert not caplog.records
-
-
-@pytest.mark.parametrize("method", [A2ATSCache, AquaKVCache])
-def test_methods_that_have_to_learn_refuse(method: Any, model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="deepseek_v3 has latent attention, for which"):
-        method(model.config)
 
 
 def test_a_token_is_held_once(model: PreTrainedModel, tmp_path: Path) -> None:

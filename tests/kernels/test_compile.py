@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,8 @@ EXPECTED = {
         "_merge_kernel",
         "_count_kernel",
         "_share_kernel",
+        "_denominator_kernel",
+        "_table_kernel",
         "_lookup_kernel",
         "_scores_kernel",
     },
@@ -76,6 +79,8 @@ EXPECTED = {
     },
 }
 
+KEEP_TO_REGISTERS = {"sm80": {"codebook"}, "sm90": {"codebook", "latents"}}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", EXPECTED)
@@ -83,7 +88,7 @@ EXPECTED = {
 def test_kernels_compile(target: str, operation: str) -> None:
     names = compiled(target, operation)
     assert EXPECTED[operation] <= names
-    if (target, operation) == ("sm90", "latents"):
+    if operation in KEEP_TO_REGISTERS[target]:
         assert "spills" not in names
 
 
@@ -339,15 +344,21 @@ def _calls_of_centroids() -> Iterator[functools.partial]:
 
 def _calls_of_codebooks() -> Iterator[functools.partial]:
     """Few tokens and many, short and long rows of every mixture of dtypes."""
-    from hf_kvret_kernels.codebook import triton_encode, triton_lookup
+    from hf_kvret_kernels.codebook import triton_encode, triton_lookup, triton_table
     from hf_kvret_kernels.proxy import triton_scores
 
     half, full = torch.bfloat16, torch.float32
-    for x_dtype, dtype, dim in ((half, half, 128), (full, half, 128), (full, full, 256)):
+    short = ((half, half, 128), (full, full, 256))
+    for x_dtype, dtype, dim in (*short, (half, half, 576), (full, half, 576)):
         words = torch.zeros(2, 4000, dim, dtype=dtype)
         for count, splits in ((1, 8), (501, 1)):
             x = torch.zeros(1, 2, count, dim, dtype=x_dtype)
             yield functools.partial(triton_encode.encode, x, words, torch.zeros(2, 4000), splits)
+        if dim > 256:
+            softcap = None if x_dtype == half else 30.0
+            arguments = (torch.zeros(1, 256, 1, dim), words, softcap)
+            yield functools.partial(triton_table.score_table, *arguments)
+            continue
         arguments = (torch.zeros(1, 8, 1, dim), words[None], 8, None, None, None)
         yield functools.partial(triton_scores.relevance, *arguments)
     codes = torch.zeros(1, 2, 501, dtype=torch.int16)
@@ -358,6 +369,8 @@ def _calls_of_codebooks() -> Iterator[functools.partial]:
             yield functools.partial(triton_lookup.code_counts, codes, codewords, valid)
             yield functools.partial(triton_lookup.best_shares, table, counts)
             yield functools.partial(triton_lookup.lookup, table, codes, valid)
+    many = torch.zeros(1, 128, 1, 1 << 15)
+    yield functools.partial(triton_lookup.best_shares, many, counts[:, :1])
 
 
 def _calls_of_latents() -> Iterator[functools.partial]:

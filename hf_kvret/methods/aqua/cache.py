@@ -13,7 +13,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.shared import artifact_place, check_rotations, made_once
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.integration.compatibility import head_dim, retrieval_layers
+from hf_kvret.integration.compatibility import head_dim, is_latent, retrieval_layers
 from hf_kvret.methods.aqua.coding import check_group, default_group
 from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
 from hf_kvret.methods.aqua.kivi import KiviStore
@@ -35,7 +35,6 @@ class AquaKVCache(RetrievalCache):
 
     name: ClassVar[str] = "aqua"
     config_class: ClassVar[type[RetrievalConfig]] = AquaConfig
-    serves_latents = False
     needs_artifact: ClassVar[bool] = True
 
     @classmethod
@@ -142,8 +141,13 @@ def _check_width(options: AquaConfig, config: PreTrainedConfig) -> None:
     assert options.backbone is not None, "it is filled in"
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = heads * head_dim(config)
+    width = (1 if is_latent(config) else heads) * head_dim(config)
     if options.backbone == "kivi":
+        if is_latent(config):
+            raise ValueError(
+                f"backbone='kivi' codes keys along tokens and values along numbers, and a row of "
+                f"{config.model_type}, which has latent attention, is both: use 'higgs' or 'minmax'"
+            )
         if width % SMALLEST_GROUP:
             raise ValueError(
                 f"backbone='kivi' with {width} numbers a token: groups of values need a multiple "
