@@ -61,11 +61,11 @@ def _is_served(case: dict[str, Any]) -> bool:
     return case.get("select_heads") is None or method in IN_GROUPS
 
 
-def one_for_each_mode() -> list[dict[str, Any]]:
+def few_of_all_kinds() -> list[dict[str, Any]]:
     """Cases of methods that learn: all their stores, both models, heads together and apart."""
     factors = {"store": STORES, "select_heads": HEADS_TOGETHER}
     kinds = pairwise({"model": list(DEFAULT), "method": list(LEARNED)} | factors, _is_served)
-    return [{"mode": mode, **kind} for mode, kind in zip(MODES, cycle(kinds), strict=False)]
+    return [{"mode": mode, **kind} for mode, kind in zip(list(MODES)[::2], kinds, strict=False)]
 
 
 def check(
@@ -102,7 +102,7 @@ def test_same_as_full_attention(case: dict[str, Any], artifact_options: Artifact
     check(artifact_options, **case)
 
 
-@pytest.mark.parametrize("case", one_for_each_mode(), ids=name_of)
+@pytest.mark.parametrize("case", few_of_all_kinds(), ids=name_of)
 def test_methods_that_learn_are_the_same(
     case: dict[str, Any], artifact_options: ArtifactOptions
 ) -> None:

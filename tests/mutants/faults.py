@@ -250,6 +250,24 @@ FAULTS = (
         "pair = first * cos + second * sin, second * cos - first * sin",
     ),
     Fault(
+        "latent-rows-turned-at-their-start",
+        "model_patches/hf_kvret_model_patches/rope.py",
+        "cut = x.shape[-1] - self.rotary_dim if self.last else self.rotary_dim",
+        "cut = self.rotary_dim",
+    ),
+    Fault(
+        "queries-of-groups-at-other-positions",
+        "hf_kvret/methods/a2ats/index.py",
+        "positions = positions.repeat_interleave(query.shape[2] // positions.shape[1], dim=1)",
+        "positions = positions.repeat(1, query.shape[2] // positions.shape[1])",
+    ),
+    Fault(
+        "calibrated-with-queries-that-are-not-absorbed",
+        "hf_kvret/methods/a2ats/calibrator.py",
+        "rows = piece if heads is None else heads.absorb(piece)",
+        "rows = piece",
+    ),
+    Fault(
         "tensors-of-another-save-accepted",
         "hf_kvret/io/persistence.py",
         'for name, tensor in tensors.items()} != description["tensors"]:',

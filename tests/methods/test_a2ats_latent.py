@@ -1,0 +1,194 @@
+"""A2ATS on latent attention: rows before RoPE, absorbed queries at a distance, many heads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvret import A2ATSCache
+from hf_kvret.calibration.corpus import Corpus
+from hf_kvret.calibration.runner import calibrate
+from hf_kvret.integration.latent import ModuleHeads
+from hf_kvret.methods.a2ats import calibrator
+from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
+from hf_kvret.methods.a2ats.learned import learned_layer, load
+from hf_kvret.methods.a2ats.vector_quantization import at_distance
+from hf_kvret.testing import LATENT_MODELS
+from hf_kvret.testing.scenario import prompt
+from hf_kvret_kernels import codebook
+from hf_kvret_model_patches import latent
+from hf_kvret_model_patches.rope import Rope
+from hf_kvret_model_patches.taps import LayerTokens, tap_attention
+
+RANK, TOKENS, WINDOW = 16, 40, 32
+SLOW = pytest.mark.slow
+FAMILIES = [
+    "deepseek_v3",
+    *(pytest.param(name, marks=SLOW) for name in ("deepseek_v2", "mistral4", "kimi_linear")),
+]
+
+
+def made(
+    name: str, folder: Path, **options: Any
+) -> tuple[PreTrainedModel, torch.Tensor, A2ATSCache]:
+    """A model, three sequences of 40 tokens, and a cache whose codewords are all of their rows."""
+    model = LATENT_MODELS[name].build()
+    ids = prompt(3, TOKENS)
+    settings = {"codewords": 3 * TOKENS, "window": WINDOW, "rounds": 1, "compare": False}
+    settings |= {"codeword_dtype": "float32"} | options
+    corpus = Corpus(list(ids), 0, {"text": "random"})
+    calibrate(model, corpus, A2ATSCalibration(**settings), folder, progress=False)
+    return model, ids, A2ATSCache(model.config, artifact=str(folder))
+
+
+def tapped(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, LayerTokens]:
+    seen: dict[int, LayerTokens] = {}
+    with torch.no_grad(), tap_attention(model, seen.__setitem__):
+        model(ids, use_cache=False)
+    return seen
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scores_are_those_of_every_head_at_the_fixed_distance(name: str, tmp_path: Path) -> None:
+    """Of expanded keys before RoPE, for a codeword for each token; nothing is absorbed here."""
+    model, ids, cache = made(name, tmp_path)
+    artifact = load(cache.options.artifact, None)
+    positions = torch.arange(TOKENS)[None].expand(3, -1)
+    for layer, tokens in tapped(model, ids).items():
+        module = tokens.latent
+        rope, before = Rope.of(model.config, layer), tokens.key_before
+        with torch.no_grad():
+            keys, _ = latent.expand(module, before[..., :RANK], before[..., RANK:])
+            absorbed = ModuleHeads(module).absorb(tokens.query)
+        query = at_distance(tokens.query_before, rope, WINDOW)
+        expected = query.double() @ keys.double().mT
+        learned = learned_layer(artifact, layer, torch.device("cpu"))
+        codes = learned.encode(tokens.key, positions)
+        found = codebook.lookup(learned.table(absorbed, positions, 1.0, None), codes)
+        size = query.norm(dim=-1).amax() * keys.norm(dim=-1).amax()
+        # fp32, through L and its inverse, which together may lose three digits.
+        assert ((found - expected).abs() <= 1e-3 * size).all()
+        # In the first layer a row before RoPE is that of its token.
+        distinct = ids.unique() if layer == 0 else codes
+        assert len(codes.unique()) == len(distinct.flatten())
+
+
+def test_the_metric_is_that_of_absorbed_queries_also_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids, cache = made("deepseek_v3", tmp_path / "whole")
+    artifact = load(cache.options.artifact, None)
+    for layer in (0, 1):
+        moments = torch.zeros(24, 24, dtype=torch.float64)
+        for row in ids:
+            tokens = tapped(model, row[None])[layer]
+            rope = Rope.of(model.config, layer)
+            with torch.no_grad():
+                query = ModuleHeads(tokens.latent).absorb(tokens.query_before)
+            query = at_distance(query, rope, WINDOW)[0].flatten(0, 1).double()
+            moments += query.mT @ query
+        moments /= moments.square().mean().sqrt()
+        factor = artifact.tensors[f"layers.{layer}.metric"].double()
+        assert factor.shape == (1, 24, 24)
+        torch.testing.assert_close((factor @ factor.mT)[0], moments, rtol=1e-4, atol=1e-4)
+        assert artifact.options["layers"][str(layer)]["last"] is True
+    # Seven queries of four heads and 24 numbers at once.
+    monkeypatch.setattr(calibrator, "_PIECE_NUMBERS", 7 * 4 * 24)
+    _, _, other = made("deepseek_v3", tmp_path / "pieces")
+    pieces = load(other.options.artifact, None).tensors
+    for key, x in artifact.tensors.items():
+        if key.endswith("metric"):
+            torch.testing.assert_close(pieces[key], x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("space", "heads"),
+    [
+        ("windowed", 3),
+        *(pytest.param("windowed", heads, marks=SLOW) for heads in (None, 1)),
+        *(pytest.param("rotated", heads, marks=SLOW) for heads in (None, 1, 3)),
+    ],
+)
+def test_groups_choose_what_each_would_choose_alone(
+    space: str, heads: int | None, tmp_path: Path
+) -> None:
+    """After a prompt at positions that a group must not lose, several drafts at once."""
+    model, ids, _ = made("deepseek_v3", tmp_path, space=space)
+    options = {"top_k": 8, "sink": 0, "recent": 4, "flush": 4, "dense_below": 0}
+    cache = A2ATSCache(model.config, artifact=str(tmp_path), select_heads=heads, **options)
+    chosen: list[torch.Tensor] = []
+    # The first one, whose queries don't depend on what was chosen.
+    layer = cache.layers[0]
+
+    def note(query: torch.Tensor, cold: Any) -> torch.Tensor:
+        chosen.append(search(query, cold))
+        return chosen[-1]
+
+    with torch.no_grad():
+        model.generate(ids, past_key_values=cache, max_new_tokens=1)
+        assert layer.regions is not None and layer.regions.index is not None
+        index = layer.regions.index
+        search = index.search
+        index.search, index.host_search = note, lambda *call: None
+        more = prompt(3, 3, salt=5)
+        seen = tapped(model, torch.cat([ids, more], dim=1))[0]
+        model(more, past_key_values=cache, position_ids=torch.arange(40, 43)[None].expand(3, -1))
+    (ids_chosen,) = chosen
+    size = heads or 4
+    groups = math.ceil(4 / size)
+    assert ids_chosen.shape == (3, 1, 3 * groups, 8)
+    with torch.no_grad():
+        query = ModuleHeads(seen.latent).absorb(seen.query[:, :, TOKENS:])
+    rope = Rope.of(model.config, 0)
+    rows = seen.key[:, :, : layer.cold_len]
+    if space == "windowed":
+        where = torch.arange(TOKENS, TOKENS + 3)[None]
+        query = at_distance(rope.unrotate(query, where), rope, WINDOW)
+        rows = seen.key_before[:, :, : layer.cold_len]
+    scale = model.model.layers[0].self_attn.scaling
+    shares = (query.double() @ rows.double().mT * scale).log_softmax(-1)
+    for group in range(groups):
+        relevance = shares[:, group * size : (group + 1) * size].amax(1)
+        best = relevance.topk(8, dim=-1).indices
+        found = ids_chosen[:, 0, group::groups].long()
+        # All but near ties at the edge, for codes are nearly rows.
+        same = (found[..., None] == best[..., None, :]).any(-1).float().mean()
+        assert same > 0.9
+
+
+def test_an_artifact_that_rotates_the_other_end_is_refused(tmp_path: Path) -> None:
+    model, _, cache = made("deepseek_v3", tmp_path)
+    artifact = load(cache.options.artifact, None)
+    layers = {
+        number: {name: value for name, value in one.items() if name != "last"}
+        for number, one in artifact.options["layers"].items()
+    }
+    replace(artifact, options={**artifact.options, "layers": layers}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has 4 frequencies for layer 0, the model 4 at the end"):
+        A2ATSCache(model.config, artifact=str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["device", "cpu", "higgs"])
+def test_a_saved_cache_goes_on_and_holds_two_bytes_a_token(store: str, tmp_path: Path) -> None:
+    model, ids, _ = made("deepseek_v3", tmp_path / "made", codewords=16)
+    options = {"top_k": 8, "recent": 4, "flush": 4, "dense_below": 0, "store": store}
+    cache = A2ATSCache(model.config, artifact=str(tmp_path / "made"), **options)
+    greedy = {"max_new_tokens": 6, "do_sample": False}
+    told = model.generate(ids, past_key_values=cache, **greedy)
+    cache.save_pretrained(tmp_path / "saved")
+    twin = A2ATSCache.from_pretrained(tmp_path / "saved", model.config)
+    more = torch.cat([told, prompt(3, 5, salt=2)], dim=1)
+    fork = cache.fork()
+    answers = [model.generate(more, past_key_values=one, **greedy) for one in (cache, fork, twin)]
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+    # Codes of one KV head, however many query heads there are.
+    index = cache.layers[0].regions.index
+    assert index._codes.rows.shape == (3, 1, cache.get_seq_length())
+    assert index._codes.rows.element_size() == 2

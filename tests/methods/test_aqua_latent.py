@@ -1,0 +1,189 @@
+"""AQUA-KV on latent attention: one row predicts the next layer's, and has its value in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret import AquaKVCache
+from hf_kvret.calibration.corpus import Corpus
+from hf_kvret.calibration.runner import calibrate
+from hf_kvret.methods.aqua.calibrator import AquaCalibration
+from hf_kvret.methods.aqua.learned import load
+from hf_kvret.methods.aqua.predictors import predict, unpacked
+from hf_kvret.methods.aqua.store import AquaStore
+from hf_kvret.testing import LATENT_MODELS
+from hf_kvret.testing.scenario import prompt
+from hf_kvret_kernels.higgs import HiggsCodec
+from hf_kvret_model_patches.rope import Rope
+
+RANK, ROW, GROUP = 16, 24, 8
+SLOW = pytest.mark.slow
+REGIONS = {"sink": 0, "recent": 4, "flush": 4, "dense_below": 0}
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+# Interleaved, in halves, without RoPE; the last has recurrent layers between.
+FAMILIES = [
+    "deepseek_v3",
+    *(pytest.param(name, marks=SLOW) for name in ("deepseek_v2", "kimi_linear")),
+]
+
+
+def learned(name: str, folder: Path, **options: Any) -> PreTrainedModel:
+    """A model whose attention is ours, with an artifact in ``folder``."""
+    model = LATENT_MODELS[name].build()
+    corpus = Corpus([prompt(1, 120, salt)[0] for salt in range(4)], 1, {"text": "random"})
+    calibration = AquaCalibration(**{"bits": 4, "sinks": 0} | options)
+    calibrate(model, corpus, calibration, folder, progress=False)
+    hf_kvret.attach(model)
+    return model
+
+
+def filled(model: PreTrainedModel, folder: Path, **options: Any) -> AquaKVCache:
+    """A cache of two prompts of 60 tokens, 56 of which are cold."""
+    cache = AquaKVCache(model.config, artifact=str(folder), **REGIONS, **options)
+    with torch.no_grad():
+        model(prompt(2, 60), past_key_values=cache)
+    return cache
+
+
+def stores(cache: AquaKVCache) -> list[AquaStore]:
+    return [layer.regions.store for layer in cache.retrieval_layers]
+
+
+def tokens(store: AquaStore) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [(keys, values) for _, keys, values in store.chunks(piece_len=16)]
+    return tuple(torch.cat(side, dim=2) for side in zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_are_predicted_from_rows_below_and_coded_once(name: str, tmp_path: Path) -> None:
+    """Algorithm 1 by hand, of the rows of an exact cache."""
+    model = learned(name, tmp_path)
+    cache, exact = filled(model, tmp_path), filled(model, tmp_path, bits=16, first_bits=16)
+    found, below = load(str(tmp_path), None), torch.zeros(())
+    positions, codec = torch.arange(56)[None], HiggsCodec(4, GROUP, seed=0)
+    for store, other in zip(stores(cache), stores(exact), strict=True):
+        prefix, told = f"layers.{store.plan.layer}.", found.options["layers"]
+        told = told[str(store.plan.layer)]
+        shape = told["heads"], told["head_dim"], told["value_head_dim"], told["value_group"]
+        assert shape == (1, ROW, 0, None)
+        own = {n.removeprefix(prefix): x for n, x in found.tensors.items() if n.startswith(prefix)}
+        assert not any(n.startswith("value.") for n in own)
+        kind = told["attention_factor"], told["layout"], told.get("last", False)
+        rope = Rope(own["inv_freq"], *kind)
+        keys, values = tokens(other)
+        assert torch.equal(values, keys[..., :RANK])
+        row, predicted = rope.unrotate(keys, positions)[:, 0], torch.zeros(())
+        if told["previous"] is not None:
+            key = {n.removeprefix("key."): x for n, x in own.items() if n.startswith("key.")}
+            assert key["weight"].shape == (ROW, ROW)
+            predicted = predict(unpacked(key), below)
+        below = codec.decode(*codec.encode(row - predicted)) + predicted
+        keys, values = tokens(store)
+        assert keys.shape == (2, 1, 56, ROW) and torch.equal(values, keys[..., :RANK])
+        # A pair halfway between two grid points may round either way.
+        near = rope.unrotate(keys, positions)[:, 0]
+        assert torch.isclose(near, below, rtol=0, atol=1e-4).float().mean() > 0.98
+        ids = torch.tensor([3, 50, 7], dtype=torch.int32).expand(2, 1, 1, 3)
+        gathered = store.gather(ids)
+        assert torch.equal(gathered[0][:, :, 0], keys[:, :, [3, 50, 7]])
+        assert torch.equal(gathered[1], gathered[0][..., :RANK])
+
+
+def test_bytes_are_those_of_rows_alone(tmp_path: Path) -> None:
+    model = learned("deepseek_v3", tmp_path / "made")
+    # 24 numbers of 4 bits, and three scales of fp16; 24 numbers of fp32.
+    for options, nbytes in (({}, 12 + 6), ({"bits": 16, "first_bits": 16}, 96)):
+        cache = filled(model, tmp_path / "made", **options)
+        for store in stores(cache):
+            assert store.row_nbytes(96) == nbytes
+            assert store._pages.paged_rows().width * store._pages.paged_rows().dtype.itemsize == (
+                nbytes
+            )
+        assert [layer["bits"] for layer in cache.stats()["layers"]] == [
+            options.get("bits", 4),
+            options.get("bits", 4),
+        ]
+        cache.save_pretrained(tmp_path / "saved")
+        saved = load_file(tmp_path / "saved" / "cache.safetensors")
+        rows = sum(
+            saved[f"layers.1.store.{x}"][0, 0, 0].nbytes
+            for x in ("keys", "values")
+            if f"layers.1.store.{x}" in saved
+        )
+        assert rows == nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("predictor", ["artifact", "none"])
+@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize(
+    "options",
+    [{"bits": 2}, {"bits": 2, "keep": "rows"}, {"bits": 16, "first_bits": 4}, {"bits": 16}],
+    ids=str,
+)
+def test_a_saved_cache_and_a_fork_go_on(
+    options: dict[str, Any], store: str, predictor: str, tmp_path: Path
+) -> None:
+    model = learned("deepseek_v3", tmp_path / "made")
+    options = options | REGIONS | {"store": store, "predictor": predictor}
+    options |= {"artifact": str(tmp_path / "made")} if predictor == "artifact" else {}
+    cache = AquaKVCache(model.config, **options)
+    told = model.generate(prompt(2, 60), past_key_values=cache, **GREEDY)
+    cache.crop(-20)
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    cache.save_pretrained(tmp_path / "saved")
+    twin = AquaKVCache.from_pretrained(tmp_path / "saved", model.config)
+    fork = cache.fork()
+    more = torch.cat([told.flip(0)[:, : cache.get_seq_length()], prompt(2, 30, salt=3)], dim=1)
+    answers = [model.generate(more, past_key_values=one, **GREEDY) for one in (cache, twin, fork)]
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+    for ours, theirs in zip(stores(cache), stores(twin), strict=True):
+        for x, y in zip(tokens(ours), tokens(theirs), strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.slow
+def test_rows_kept_and_rows_decoded_give_the_same(tmp_path: Path) -> None:
+    model = learned("deepseek_v3", tmp_path)
+    codes, rows = (filled(model, tmp_path, bits=2, keep=keep) for keep in ("codes", "rows"))
+    with torch.no_grad():
+        logits = [model(prompt(2, 20, 1), past_key_values=one).logits for one in (codes, rows)]
+    # fp32; one store attends to pieces, the other to pages.
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"space": "after"},
+        {"anchor_mean": True, "anchor_every": 1},
+        {"predictor": "low_rank", "rank": 8},
+        {"predictor": "mlp", "steps": 2},
+        {"value_inputs": "none", "key_inputs": "none"},
+        {"backbone": "minmax", "bits": 2, "first_bits": "auto"},
+    ],
+    ids=str,
+)
+def test_other_calibrations_are_served(options: dict[str, Any], tmp_path: Path) -> None:
+    model = learned("deepseek_v3", tmp_path, **options)
+    cache = filled(model, tmp_path)
+    exact = filled(model, tmp_path, bits=16, first_bits=16)
+    for store, other in zip(stores(cache), stores(exact), strict=True):
+        rows, wanted = tokens(store)[0], tokens(other)[0]
+        spread = (wanted - wanted.mean(2, keepdim=True)).square().mean()
+        # 2 bits of min and max leave at most a twelfth of a third of the range, squared.
+        assert (rows - wanted).square().mean() < 0.2 * spread
+
+
+def test_kivi_is_refused() -> None:
+    config = LATENT_MODELS["deepseek_v3"].config()
+    with pytest.raises(ValueError, match=r"a row of deepseek_v3.* is both: use 'higgs'"):
+        AquaKVCache(config, predictor="none", backbone="kivi")
