@@ -53,6 +53,7 @@ class Regions:
 
     Attributes:
         changes: goes up whenever other tokens are cold, or other rows of the batch are held.
+        compiled_len: by shape of queries, how long the layer may grow with kernels that are there.
     """
 
     @_keeps_tensors
@@ -74,6 +75,7 @@ class Regions:
         self.needs_positions = needs_positions
         self._make_store = make_store
         self.changes = 0
+        self.compiled_len: dict[torch.Size, int] = {}
         self._built = False
         self._retrievable: torch.Tensor | None = None
 
@@ -150,6 +152,11 @@ class Regions:
         if self.index is not None:
             self.index.on_forward(queries, keys, start, new_valid, positions)
 
+    @property
+    def most_recent(self) -> int:
+        """Recent tokens between two flushes, at most."""
+        return self.config.recent + self.config.flush + self.config.max_draft
+
     def step_flushes(self) -> bool:
         """Whether the next ``take_step`` moves tokens to the store."""
         window, config = self.window, self.config
@@ -168,7 +175,7 @@ class Regions:
         window, config = self.window, self.config
         if self.step_flushes():
             self._cool(window.pop(window.length - config.recent, valid))
-            window.fit(config.recent + config.flush + config.max_draft)
+            window.fit(self.most_recent)
         window.append(keys, values)
 
     @_keeps_tensors
@@ -196,7 +203,7 @@ class Regions:
             skip_rows = keys[:, :, :skip_len], values[:, :, :skip_len]
             self._cool(TokenBlock(*skip_rows, start, skip_valid))
             window.skip(skip_len)
-        window.fit(config.recent + config.flush + config.max_draft)
+        window.fit(self.most_recent)
         window.append(keys[:, :, skip_len:], values[:, :, skip_len:])
 
     def cold(self, scoring: Scoring) -> ColdTokens | None:

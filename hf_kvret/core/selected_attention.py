@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hf_kvret.core.ahead import compiling_ahead
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.counters import LayerCounters
 from hf_kvret.core.exact_attention import attend_cold
@@ -25,11 +26,16 @@ from hf_kvret_kernels.step_attention import step_attention
 
 
 def attend_selected(
-    regions: Regions, query: torch.Tensor, call: AttentionCall, counters: LayerCounters
+    regions: Regions,
+    query: torch.Tensor,
+    call: AttentionCall,
+    counters: LayerCounters,
+    final_len: int = 0,
 ) -> torch.Tensor:
     """Attention of ``query [B, Hq, Q, Dk]`` to the window and to what the index finds.
 
-    ``counters`` are counted up. Returns ``[B, Hq, Q, Dv]``, fp32 or the query's dtype.
+    ``counters`` are counted up; ``final_len`` as of ``compiling_ahead``. Returns
+    ``[B, Hq, Q, Dv]``, fp32 or the query's dtype.
     """
     cold = regions.cold(call.scoring)
     index = None if cold is None else regions.ready_index(cold)
@@ -41,6 +47,22 @@ def attend_selected(
             _note_search(regions, index, query, host_ids, cold, counters)
             index.after_search(host_ids)
         return out
+    if cold is None:
+        return _attend_in_parts(regions, query, None, None, call, counters, selected)
+    with compiling_ahead(regions, query, cold, call, final_len):
+        return _attend_in_parts(regions, query, index, cold, call, counters, selected)
+
+
+def _attend_in_parts(
+    regions: Regions,
+    query: torch.Tensor,
+    index: Index | None,
+    cold: ColdTokens | None,
+    call: AttentionCall,
+    counters: LayerCounters,
+    selected: torch.Tensor | None,
+) -> torch.Tensor:
+    """See ``attend_selected``, part by part; ``selected`` is counted up."""
     finish_cold: Callable[[], AttentionResult] | None = None
     ids: torch.Tensor | None = None
     if cold is not None and index is None:
