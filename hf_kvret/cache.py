@@ -175,11 +175,12 @@ class RetrievalCache(Cache):
     def expect(self, tokens: int, chunk: int, new_tokens: int = 0) -> None:
         """Announce a prompt of ``tokens`` tokens, ``chunk`` of them in a pass.
 
-        The store is chosen and sized when the first rows become cold; with this, for the whole
-        prompt, and chosen for up to ``new_tokens`` after it, too. A pass of a single token ends
-        the prompt.
+        With this the store is sized for the whole prompt, which a pass of a single token ends. It
+        is chosen, and kernels are compiled at the first step, for ``new_tokens`` more as well.
         """
         self._stores.expect(tokens, chunk, new_tokens)
+        for layer in self.retrieval_layers:
+            layer.final_len = layer.get_seq_length() + tokens + new_tokens
 
     def reset(self) -> None:
         """Forget all tokens and counts of every layer, and an announced prompt."""
