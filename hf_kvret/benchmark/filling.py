@@ -23,6 +23,7 @@ from hf_kvret.core.scoring import Scoring
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.progress import prompt_bar
 from hf_kvret.evaluation.reader import Reader, Usage
+from hf_kvret.integration.compatibility import layer_shape
 from hf_kvret.registry import attach, restore
 
 FILLS = ("auto", "prefill", "random")
@@ -149,7 +150,7 @@ def fill_randomly(
     at none, all tokens share one, which takes next to no memory. The same seed gives the same rows
     to every cache.
     """
-    device, heads = model.device, model.config.num_attention_heads
+    device = model.device
     generator = torch.Generator(device=device)
 
     def rows(number: int, count: int, dim: int, scale: float, length: int) -> torch.Tensor:
@@ -166,6 +167,7 @@ def fill_randomly(
             index = layer.regions.index
             learns = index is not None and type(index).on_forward is not Index.on_forward
             count = context if learns else 1
+            heads = layer_shape(model.config, number).heads
             query = rows(3 * number + 2, heads, like.key_dim, like.key_scale, count)
             query = query.expand(-1, -1, context, -1)
             call = AttentionCall(

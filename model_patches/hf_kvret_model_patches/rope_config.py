@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -25,7 +27,9 @@ _SLIDING_ONLY_IF_ANY = {"exaone4", "exaone4_5_text", "exaone_moe"}
 
 
 def text_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
-    """The configuration of the text decoder, after a look whether it has the layer.
+    """The configuration of one layer of the text decoder, after a look whether it has the layer.
+
+    That of the whole decoder where layers are alike.
 
     Raises:
         TypeError: ``config`` is not a transformers configuration.
@@ -36,7 +40,33 @@ def text_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
     text = config.get_text_config(decoder=True)
     if not 0 <= layer < text.num_hidden_layers:
         raise ValueError(f"layer={layer}: the model has layers 0 to {text.num_hidden_layers - 1}")
-    return text
+    return text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text
+
+
+def rotation_signature(rotate: Callable[..., Any]) -> inspect.Signature:
+    """What a function that rotates takes.
+
+    Beside the package kernels, older transformers (5.17) make a module of the function, which
+    takes anything; its ``forward`` is the function.
+    """
+    inner = inspect.unwrap(rotate)
+    return inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner)
+
+
+def rotates_both(rotate: Callable[..., Any]) -> bool:
+    """Whether a rotation takes queries and keys at once, not one of them (Gemma-4).
+
+    Raises:
+        ValueError: it takes neither ``q, k, cos, sin`` nor ``x, cos, sin``.
+    """
+    parameters = list(rotation_signature(rotate).parameters)
+    if parameters[:4] == ["q", "k", "cos", "sin"]:
+        return True
+    if parameters[:3] == ["x", "cos", "sin"]:
+        return False
+    raise ValueError(
+        f"{ROTATION} takes {', '.join(parameters)}, neither q, k, cos, sin nor x, cos, sin"
+    )
 
 
 def rotates(config: PreTrainedConfig, layer: int) -> bool:
@@ -132,11 +162,15 @@ def layout_of(config: PreTrainedConfig, layer: int) -> str:
 def _quarter_turn(rotation: Any) -> list[float]:
     """``0 .. 7`` turned by 90 degrees, or an empty list where ``rotation`` can't be called so."""
     x = torch.arange(8.0, device="cpu").view(1, 1, 1, 8)
+    try:
+        both = rotates_both(rotation)
+    except ValueError:
+        return []
     # Most rotations take tables as wide as a head, some of half that width.
     for width in (8, 4):
         cos, sin = torch.zeros(1, 1, width, device="cpu"), torch.ones(1, 1, width, device="cpu")
         try:
-            query, _ = rotation(x, x, cos, sin)
+            query = rotation(x, x, cos, sin)[0] if both else rotation(x, cos, sin)
         except (RuntimeError, TypeError, ValueError):
             continue
         return query.flatten().tolist()

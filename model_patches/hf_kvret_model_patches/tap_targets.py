@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_kvret_model_patches.rope_config import ROTATION
+from hf_kvret_model_patches.rope_config import ROTATION, rotates_both
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-_PARAMETERS = ["q", "k", "cos", "sin"]
 
 
 def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
@@ -46,8 +45,8 @@ def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
 def rotations(model: PreTrainedModel, modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
     """The globals of the modeling modules in which ``modules`` look their rotation up.
 
-    Each dictionary has ``apply_rotary_pos_emb(q, k, cos, sin, ...)``. The list is empty for models
-    without RoPE.
+    Each dictionary has ``apply_rotary_pos_emb``, of ``q, k, cos, sin`` or of ``x, cos, sin``. The
+    list is empty for models without RoPE.
 
     Raises:
         ValueError: a module rotates by another function, or the configuration speaks of RoPE and
@@ -70,25 +69,15 @@ def rotations(model: PreTrainedModel, modules: Iterable[nn.Module]) -> list[dict
                 f"{kind.__name__} rotates by {how}, not by {ROTATION} alone: its queries and keys "
                 "before RoPE can't be seen; use another model, or a method without calibration"
             )
-        parameters = list(rotation_signature(namespace[ROTATION]).parameters)
-        if parameters[:4] != _PARAMETERS:
+        try:
+            rotates_both(namespace[ROTATION])
+        except ValueError as error:
             raise ValueError(
-                f"{ROTATION} of {kind.__name__} takes {', '.join(parameters)}, not "
-                f"{', '.join(_PARAMETERS)}: its queries and keys before RoPE can't be seen; use "
+                f"in {kind.__name__} {error}: its queries and keys before RoPE can't be seen; use "
                 "another model, or a method without calibration"
-            )
+            ) from error
         found[id(namespace)] = namespace
     return list(found.values())
-
-
-def rotation_signature(rotate: Callable[..., Any]) -> inspect.Signature:
-    """What a function that rotates takes.
-
-    Beside the package kernels, older transformers (5.17) make a module of the function, which
-    takes anything; its ``forward`` is the function.
-    """
-    inner = inspect.unwrap(rotate)
-    return inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner)
 
 
 def _code(module: nn.Module) -> Any:

@@ -21,8 +21,8 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from hf_kvret_model_patches.rope_config import ROTATION
-from hf_kvret_model_patches.tap_targets import attention_layers, rotation_signature, rotations
+from hf_kvret_model_patches.rope_config import ROTATION, rotates_both, rotation_signature
+from hf_kvret_model_patches.tap_targets import attention_layers, rotations
 
 _one_at_a_time = threading.Lock()
 _here = threading.local()
@@ -113,6 +113,8 @@ class _Frame:
         self.where = f"layer {layer} ({name})"
         self.hidden = hidden if isinstance(hidden, torch.Tensor) else None
         self.rotation: tuple[torch.Tensor, ...] | None = None
+        # Before and after, of a query that was rotated by itself: its key comes next.
+        self.alone: tuple[torch.Tensor, torch.Tensor] | None = None
         self.update: tuple[torch.Tensor, torch.Tensor] | None = None
         self.attended = False
         self._report = functools.partial(callback, layer)
@@ -128,6 +130,28 @@ class _Frame:
                 "the model with use_kernels=False"
             )
         self.rotation = tensors
+
+    def rotated_alone(
+        self,
+        before: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        after: torch.Tensor,
+        head_axis: int,
+    ) -> None:
+        """Take in what was rotated by itself: the queries come first, then the keys.
+
+        Args:
+            before, after: four axes, the tokens on axis 1 or 2, the heads on the other.
+            cos, sin: the tables.
+            head_axis: 1 or 2.
+        """
+        if head_axis == 2:
+            before, after = before.transpose(1, 2), after.transpose(1, 2)
+        if self.alone is None:
+            self.alone = before, after
+        else:
+            self.rotated(self.alone[0], before, cos, sin, self.alone[1], after)
 
     def attend(
         self,
@@ -149,12 +173,18 @@ class _Frame:
                 f"{self.where} attends to {key.shape[2]} keys with {query.shape[2]} queries and no "
                 "cache was given the new ones: run the model with use_cache=False"
             )
+        if self.alone is not None and self.rotation is None:
+            raise ValueError(
+                f"{self.where} rotates queries and no keys: it takes them from another layer, and "
+                "what they were before RoPE can't be seen; use another model, or a method without "
+                "calibration"
+            )
         query_before, key_before = query, key
         cos: torch.Tensor | None = None
         sin: torch.Tensor | None = None
         if self.rotation is not None:
             query_before, key_before, cos, sin, new_query, new_key = self.rotation
-            if query is not new_query or key is not new_key:
+            if not (_same(query, new_query) and _same(key, new_key)):
                 raise ValueError(
                     f"{self.where} changes queries or keys between RoPE and attention, so that "
                     "rotating what entered RoPE doesn't give what attention sees, or it runs with "
@@ -173,6 +203,11 @@ class _Frame:
             position_ids=_detached(position_ids),
         )
         self._report(tokens)
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether both are the same numbers in memory: one tensor, or one transposed twice."""
+    return x is y or (x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride())
 
 
 def _detached(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -199,15 +234,21 @@ def _stop(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _seen_rotation(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = rotation_signature(original)
+    signature, both = rotation_signature(original), rotates_both(original)
 
     @functools.wraps(original)
     def rotate(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         frame = _frame()
         if frame is not None:
-            given = signature.bind(*args, **kwargs).arguments
-            frame.rotated(*(given[name] for name in ("q", "k", "cos", "sin")), *result)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            if both:
+                frame.rotated(*(given[name] for name in ("q", "k", "cos", "sin")), *result)
+            else:
+                tensors = (given[name] for name in ("x", "cos", "sin"))
+                frame.rotated_alone(*tensors, result, given.get("unsqueeze_dim", 1))
         return result
 
     return rotate

@@ -23,7 +23,7 @@ from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
 # Layers that have attention without RoPE.
 WITHOUT_ROPE = {"gpt2": {0, 1}, "exaone4": {1, 2}, "smollm3": {1}}
-ATTENTION = {"gemma2": {0, 1, 2}, "gemma3": {0, 1, 2}, "gpt_oss": {0, 1, 2}, "exaone4": {0, 1, 2}}
+ATTENTION = dict.fromkeys(("gemma2", "gemma3", "gemma4", "gpt_oss", "exaone4"), {0, 1, 2})
 
 
 def prompt() -> dict[str, torch.Tensor]:
