@@ -23,6 +23,7 @@ from hf_kvret.integration.compatibility import (
     check_config,
     head_dims,
     is_latent,
+    latent_rank,
     model_layers,
     model_shape,
     retrieval_shapes,
@@ -53,8 +54,6 @@ class RetrievalCache(Cache):
     config_class: ClassVar[type[RetrievalConfig]]
     # Whether the options must name an artifact made by `hf-kvret calibrate`.
     needs_artifact: ClassVar[bool] = False
-    # Whether it serves multi-head latent attention, whose rows are no keys of a head.
-    serves_latents: ClassVar[bool] = True
     options: RetrievalConfig
 
     def __init__(
@@ -76,11 +75,6 @@ class RetrievalCache(Cache):
             options = options.replace(**changes) if changes else options
         check_config(config)
         layer_class = LatentLayer if is_latent(config) else RetrievalLayer
-        if layer_class is LatentLayer and not self.serves_latents:
-            raise ValueError(
-                f"{config.model_type} has latent attention, for which {self.name} has learned "
-                "nothing yet: use flat, paris, lrqk, ctkvr or h2o"
-            )
         layers: list[Any] = model_layers(config)
         ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
         options = self.options_for(options, config)
@@ -93,9 +87,8 @@ class RetrievalCache(Cache):
         for number in ours:
             make_index = partial(self.make_index, options, number)
             make_store = partial(self.make_store, options, number, self._stores)
-            layers[number] = layer_class(
-                options, make_index, make_store, self.needs_positions(options, number)
-            )
+            kinds = self.needs_positions(options, number), latent_rank(config)
+            layers[number] = layer_class(options, make_index, make_store, *kinds)
         self._newest: RetrievalLayer | None = None
         self._thread = threading.get_ident()
         # The newest recurrent layer, below the lowest attention layer, that got tokens this pass.
@@ -281,9 +274,10 @@ class RetrievalCache(Cache):
         layers = self.retrieval_layers
         length = max(layer.get_seq_length() for layer in layers)
         retrieved = any(layer.counters.steps for layer in layers)
-        if not length or retrieved or any(layer.cold_len for layer in layers):
-            return None
         options = self.options
+        idle = not length or not options.retrieves
+        if idle or retrieved or any(layer.cold_len for layer in layers):
+            return None
         if length < options.dense_len:
             return (
                 f"{type(self).__name__} retrieved nothing: it attends to all tokens below "

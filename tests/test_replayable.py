@@ -78,10 +78,30 @@ OTHERS: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": None},
     "vaultgemma": FULL,
 }  # fmt: skip
+# Latent attention. The experts of longcat_flash read numbers of the device, so it is not here.
+RANKS: dict[str, Any] = {
+    **EXPERTS, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8,
+}  # fmt: skip
+LATENT: dict[str, dict[str, Any]] = {
+    "axk1": RANKS,
+    "deepseek_v2": RANKS,
+    "deepseek_v3": RANKS,
+    "glm4_moe_lite": RANKS,
+    "minicpm3": {**RANKS, "dim_model_base": 32},
+    "mistral4": {
+        **RANKS, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+            "original_max_position_embeddings": 128, "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "youtu": RANKS,
+}  # fmt: skip
 TEXT: dict[str, dict[str, Any]] = {
     **{name: {} for name in DENSE},
     **{name: EXPERTS for name in WITH_EXPERTS},
     **OTHERS,
+    **LATENT,
 }
 # Composite types, which stand in REPLAYABLE beside those of their text parts.
 COMPOSITE = {
@@ -139,7 +159,12 @@ def build(model_type: str, changes: dict[str, Any]) -> PreTrainedModel:
         model = getattr(transformers, recipe["architecture"])._from_config(config, **options)
     else:
         config = AutoConfig.for_model(model_type, **{**SMALL, **changes})
-        model = AutoModelForCausalLM.from_config(config, **options)
+        # Not among those of AutoModelForCausalLM.
+        own = {"mistral4": "Mistral4ForCausalLM"}.get(model_type)
+        if own is None:
+            model = AutoModelForCausalLM.from_config(config, **options)
+        else:
+            model = getattr(transformers, own)._from_config(config, **options)
     spread_weights(model, seed=3)
     made: PreTrainedModel = model.eval()
     # As generate does for its decode steps where the model is not on a CPU.

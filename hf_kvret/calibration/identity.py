@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_kvret.calibration.weights import WeightSample, sample_weights
-from hf_kvret.integration.compatibility import layer_shapes, one_or_all
+from hf_kvret.integration.compatibility import is_latent, layer_shapes, one_or_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,6 +22,8 @@ _COUNTS = {
     "num_key_value_heads": "KV heads",
     "head_dim": "numbers in a head",
     "vocab_size": "words in its vocabulary",
+    "kv_lora_rank": "numbers in a latent",
+    "qk_nope_head_dim": "numbers in a head without RoPE",
 }
 
 
@@ -125,8 +127,15 @@ def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
         "no_rope_layers": list(getattr(text, "no_rope_layers", None) or ()) or None,
         **_rope_facts(text),
         "vocab_size": text.vocab_size,
+        **(_latent_facts(text) if is_latent(config) else {}),
     }
     return {name: value for name, value in facts.items() if value is not None}
+
+
+def _latent_facts(text: PreTrainedConfig) -> dict[str, Any]:
+    """How a row is divided, what heads make of it, and in which order RoPE leaves its numbers."""
+    names = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_interleave")
+    return {name: getattr(text, name, None) for name in names}
 
 
 def _rope_facts(text: PreTrainedConfig) -> dict[str, Any]:

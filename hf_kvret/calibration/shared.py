@@ -136,8 +136,9 @@ def learned_rope(artifact: CalibrationArtifact, layer: int) -> Rope:
     fields = {"attention_factor": (int, float), "layout": (str,)}
     settings = check_layer_settings(artifact, layer, fields)
     frequencies = check_tensor(artifact, f"layers.{layer}.inv_freq", (None,))
+    factor, last = float(settings["attention_factor"]), settings.get("last", False) is True
     try:
-        return Rope(frequencies, float(settings["attention_factor"]), settings["layout"])
+        return Rope(frequencies, factor, settings["layout"], last)
     except ValueError as error:
         raise ValueError(
             f"the {artifact.method} artifact of {artifact.model.name} is damaged at layer {layer} "
@@ -149,10 +150,11 @@ def check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> 
     """ValueError unless the artifact has all layers that retrieve, rotated as in the model."""
     for layer in retrieval_layers(config):
         rope = learned_rope(artifact, layer)
-        frequencies = Rope.of(config, layer, rope.layout).inv_freq
-        if len(frequencies) != len(rope.inv_freq):
+        own = Rope.of(config, layer, rope.layout)
+        if (len(own.inv_freq), own.last) != (len(rope.inv_freq), rope.last):
+            ends = [" at the end of a row" if one.last else "" for one in (rope, own)]
             raise ValueError(
                 f"the {artifact.method} artifact of {artifact.model.name} has {len(rope.inv_freq)} "
-                f"frequencies for layer {layer}, the model {len(frequencies)}: make it again with "
-                f"`hf-kvret calibrate {artifact.method}`"
+                f"frequencies{ends[0]} for layer {layer}, the model {len(own.inv_freq)}{ends[1]}: "
+                f"make it again with `hf-kvret calibrate {artifact.method}`"
             )

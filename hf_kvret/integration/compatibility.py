@@ -165,6 +165,12 @@ def is_latent(config: PreTrainedConfig) -> bool:
     return config.get_text_config(decoder=True).model_type in _LATENT
 
 
+def latent_rank(config: PreTrainedConfig) -> int:
+    """Numbers of a latent, which are also its row's value; 0 where attention is not latent."""
+    text = config.get_text_config(decoder=True)
+    return text.kv_lora_rank if is_latent(config) else 0
+
+
 class AttentionShape(NamedTuple):
     """Heads of one layer, and numbers in a key that its cache holds."""
 

@@ -6,17 +6,17 @@ from transformers import PreTrainedModel
 
 REPLAYABLE: frozenset[str] = frozenset(
     {
-        "apertus", "arcee", "aria_text", "biogpt", "bitnet", "cohere", "cohere2", "cwm",
-        "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma2",
-        "gemma3", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox",
-        "gpt_oss", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense",
-        "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "laguna",
-        "llama", "llama4_text", "llava", "minimax_m2", "ministral", "ministral3", "mistral",
-        "mistral3", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt",
-        "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text",
-        "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl",
-        "qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
-        "vaultgemma",
+        "apertus", "arcee", "aria_text", "axk1", "biogpt", "bitnet", "cohere", "cohere2", "cwm",
+        "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo",
+        "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
+        "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoeshared",
+        "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
+        "iquestcoder", "jais2", "laguna", "llama", "llama4_text", "llava", "minicpm3",
+        "minimax_m2", "ministral", "ministral3", "mistral", "mistral3", "mistral4", "mixtral",
+        "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi",
+        "phi3", "phimoe", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl",
+        "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_text", "seed_oss", "smollm3",
+        "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
     }
 )  # fmt: skip
 """Types (``config.model_type``) whose steps may be replayed.

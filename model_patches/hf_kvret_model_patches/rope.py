@@ -8,6 +8,7 @@ Scaled kinds change the frequencies, and YaRN also multiplies by an attention fa
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -28,6 +29,8 @@ class Rope:
             others pass.
         attention_factor: what the rotated numbers are multiplied by; 1 but for YaRN.
         layout: one of ``LAYOUTS``; ``"none"`` if and only if there are no frequencies.
+        last: whether the last R numbers are rotated, in place of the first: in rows of latent
+            attention, and in queries that meet them, absorbed or not.
 
     Raises:
         ValueError: an attribute out of these bounds.
@@ -36,6 +39,7 @@ class Rope:
     inv_freq: torch.Tensor
     attention_factor: float = 1.0
     layout: str = "half"
+    last: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -77,7 +81,14 @@ class Rope:
         if layout == "none":
             rope_config.text_config(config, layer)
             return cls(torch.empty(0, dtype=torch.float32, device="cpu"), 1.0, "none")
-        return cls(*rope_config.frequencies(config, layer), layout)
+        last = rope_config.rotates_last(config)
+        return cls(*rope_config.frequencies(config, layer), layout, last)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All but the frequencies, plain JSON; ``last`` only where it is True."""
+        settings = {"layout": self.layout, "attention_factor": self.attention_factor}
+        return settings | ({"last": True} if self.last else {})
 
     @property
     def rotary_dim(self) -> int:
@@ -136,14 +147,17 @@ class Rope:
         if angles.ndim == 3:
             angles = angles[:, None]
         cos, sin = angles.cos() * factor, angles.sin() * (sign * factor)
-        turned = x[..., : self.rotary_dim].float()
+        cut = x.shape[-1] - self.rotary_dim if self.last else self.rotary_dim
+        parts = x[..., :cut], x[..., cut:]
+        turned = parts[self.last].float()
         if self.layout == "half":
             first, second = turned.chunk(2, dim=-1)
         else:
             first, second = turned[..., 0::2], turned[..., 1::2]
         pair = first * cos - second * sin, second * cos + first * sin
         turned = torch.cat(pair, -1) if self.layout == "half" else torch.stack(pair, -1).flatten(-2)
-        return torch.cat([turned.to(dtype), x[..., self.rotary_dim :].to(dtype)], dim=-1)
+        others = parts[not self.last].to(dtype)
+        return torch.cat([others, turned.to(dtype)][:: 1 if self.last else -1], dim=-1)
 
     def _check(self, x: torch.Tensor, positions: torch.Tensor) -> None:
         if x.ndim != 4 or not x.is_floating_point():

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 ROTATION = "apply_rotary_pos_emb"
 """What transformers calls its rotation, in every modeling module that has one like Llama's."""
+
+LATENT_ROTATIONS = (ROTATION, f"{ROTATION}_interleave", "apply_rotary_emb")
+"""What it calls those of latent attention; the last takes complex numbers, ``freqs_cis``."""
 
 _SCALED = ("linear", "llama3", "yarn", "proportional")
 _CHANGING = {
@@ -43,32 +44,6 @@ def text_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
     return text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text
 
 
-def rotation_signature(rotate: Callable[..., Any]) -> inspect.Signature:
-    """What a function that rotates takes.
-
-    Beside the package kernels, older transformers (5.17) make a module of the function, which
-    takes anything; its ``forward`` is the function.
-    """
-    inner = inspect.unwrap(rotate)
-    return inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner)
-
-
-def rotates_both(rotate: Callable[..., Any]) -> bool:
-    """Whether a rotation takes queries and keys at once, not one of them (Gemma-4).
-
-    Raises:
-        ValueError: it takes neither ``q, k, cos, sin`` nor ``x, cos, sin``.
-    """
-    parameters = list(rotation_signature(rotate).parameters)
-    if parameters[:4] == ["q", "k", "cos", "sin"]:
-        return True
-    if parameters[:3] == ["x", "cos", "sin"]:
-        return False
-    raise ValueError(
-        f"{ROTATION} takes {', '.join(parameters)}, neither q, k, cos, sin nor x, cos, sin"
-    )
-
-
 def rotates(config: PreTrainedConfig, layer: int) -> bool:
     """Whether queries and keys of the layer are rotated, as far as the configuration tells.
 
@@ -87,6 +62,11 @@ def rotates(config: PreTrainedConfig, layer: int) -> bool:
     if text.model_type in _SLIDING_ONLY_IF_ANY:
         return slides or text.sliding_window is None
     return True
+
+
+def rotates_last(config: PreTrainedConfig) -> bool:
+    """Whether the last numbers of a head are rotated, as in latent attention, not the first."""
+    return bool(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None))
 
 
 def frequencies(config: PreTrainedConfig, layer: int) -> tuple[torch.Tensor, float]:
@@ -142,35 +122,38 @@ def layout_of(config: PreTrainedConfig, layer: int) -> str:
         "give layout='half' or 'interleaved' where you know it; check_rope(model) in "
         "hf_kvret_model_patches.rope_check finds it"
     )
+    names = LATENT_ROTATIONS if rotates_last(text) else (ROTATION,)
     try:
-        rotation = getattr(importlib.import_module(home), ROTATION)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{home} has no {ROTATION} to look at: {remedy}") from error
+        module = importlib.import_module(home)
+        rotation = next(getattr(module, name) for name in names if hasattr(module, name))
+    except (ImportError, StopIteration) as error:
+        raise ValueError(f"{home} has no {' or '.join(names)} to look at: {remedy}") from error
     found = _quarter_turn(rotation)
     # A pair (x, y) becomes (-y, x): the first two numbers tell who their partners are.
-    if found[:2] == [-4.0, -5.0]:
+    if found[:2] in ([-4.0, -5.0], [-1.0, -3.0]):
+        # The second moves pairs of neighbours into two halves while it turns them.
         return "half"
     if found[:2] == [-1.0, 0.0]:
         return "interleaved"
     raise ValueError(
-        f"{home}.{ROTATION} makes {found} of 0 to 7 at 90 degrees; known are 'half', which makes "
-        "[-4, -5, -6, -7, 0, 1, 2, 3], and 'interleaved', which makes [-1, 0, -3, 2, ...]: use a "
-        "method that keeps rotated keys"
+        f"the rotation of {home} makes {found} of 0 to 7 at 90 degrees; known are 'half', which "
+        "makes [-4, -5, -6, -7, 0, 1, 2, 3], and 'interleaved', which makes [-1, 0, -3, 2, ...]: "
+        "use a method that keeps rotated keys"
     )
 
 
 def _quarter_turn(rotation: Any) -> list[float]:
     """``0 .. 7`` turned by 90 degrees, or an empty list where ``rotation`` can't be called so."""
     x = torch.arange(8.0, device="cpu").view(1, 1, 1, 8)
-    try:
-        both = rotates_both(rotation)
-    except ValueError:
-        return []
-    # Most rotations take tables as wide as a head, some of half that width.
-    for width in (8, 4):
-        cos, sin = torch.zeros(1, 1, width, device="cpu"), torch.ones(1, 1, width, device="cpu")
+    # Most rotations take tables as wide as a head, some of half that width or of complex numbers.
+    cos, sin = torch.zeros(1, 1, 8, device="cpu"), torch.ones(1, 1, 8, device="cpu")
+    half = cos[..., :4], sin[..., :4]
+    both = ((x, x, *tables) for tables in ((cos, sin), half, (torch.complex(*half),)))
+    # A few take queries or keys.
+    for arguments in (*both, (x, cos, sin)):
         try:
-            query = rotation(x, x, cos, sin)[0] if both else rotation(x, cos, sin)
+            result = rotation(*arguments)
+            query = result if isinstance(result, torch.Tensor) else result[0]
         except (RuntimeError, TypeError, ValueError):
             continue
         return query.flatten().tolist()
@@ -193,7 +176,10 @@ def _parameters(text: PreTrainedConfig, layer: int) -> tuple[Mapping[str, Any] |
 
 def _plain_frequencies(text: PreTrainedConfig, parameters: Mapping[str, Any]) -> torch.Tensor:
     """``theta ** (-2i / R)`` for i below R / 2, where R numbers of each head are rotated."""
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    if rotates_last(text):
+        rotary_dim = text.qk_rope_head_dim
+    else:
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     return 1.0 / (parameters["rope_theta"] ** exponents)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_kvret_model_patches.rope_config import ROTATION, rotates_both
+from hf_kvret_model_patches.rope_config import LATENT_ROTATIONS, ROTATION
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+_PARAMETERS = ["q", "k", "cos", "sin"]
+_COMPLEX_PARAMETERS = ["xq", "xk", "freqs_cis"]
+_SINGLE_PARAMETERS = ["x", "cos", "sin"]
 
 
 def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
@@ -42,18 +45,28 @@ def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
     return layers
 
 
-def rotations(model: PreTrainedModel, modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
-    """The globals of the modeling modules in which ``modules`` look their rotation up.
+def is_latent(module: nn.Module) -> bool:
+    """Whether an attention module expands latents of all tokens into keys and values of heads.
 
-    Each dictionary has ``apply_rotary_pos_emb``, of ``q, k, cos, sin`` or of ``x, cos, sin``. The
-    list is empty for models without RoPE.
+    Where an indexer chooses tokens, more than queries and keys is rotated, and False is returned.
+    """
+    return hasattr(type(module), "expand_kv") and not hasattr(module, "indexer")
+
+
+def rotations(
+    model: PreTrainedModel, modules: Iterable[nn.Module]
+) -> list[tuple[dict[str, Any], str]]:
+    """Where ``modules`` look their rotation up: globals of their modeling modules, and a name.
+
+    What stands there is ``apply_rotary_pos_emb``, of ``q, k, cos, sin`` or of ``x, cos, sin``, or,
+    for latent attention, a relative of it. The list is empty for models without RoPE.
 
     Raises:
         ValueError: a module rotates by another function, or the configuration speaks of RoPE and
             the code doesn't.
     """
     text = model.config.get_text_config(decoder=True)
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
     for kind, module in {type(module): module for module in modules}.items():
         namespace = inspect.unwrap(kind.forward).__globals__
         names = [
@@ -61,23 +74,43 @@ def rotations(model: PreTrainedModel, modules: Iterable[nn.Module]) -> list[dict
             for name in _code(module).co_names
             if "rot" in name.lower() and callable(namespace.get(name))
         ]
-        if not names and not getattr(text, "rope_parameters", None):
+        if not names and (is_latent(module) or not getattr(text, "rope_parameters", None)):
             continue
-        if names != [ROTATION]:
+        known = set(names).issubset(LATENT_ROTATIONS) if is_latent(module) else names == [ROTATION]
+        if not known:
             how = " and ".join(names) or "no function that we know"
             raise ValueError(
                 f"{kind.__name__} rotates by {how}, not by {ROTATION} alone: its queries and keys "
                 "before RoPE can't be seen; use another model, or a method without calibration"
             )
-        try:
-            rotates_both(namespace[ROTATION])
-        except ValueError as error:
-            raise ValueError(
-                f"in {kind.__name__} {error}: its queries and keys before RoPE can't be seen; use "
-                "another model, or a method without calibration"
-            ) from error
-        found[id(namespace)] = namespace
+        for name in names:
+            parameters = list(rotation_signature(namespace[name]).parameters)
+            expected = _COMPLEX_PARAMETERS if name == LATENT_ROTATIONS[2] else _PARAMETERS
+            if rotates_apart(namespace[name]):
+                expected = _SINGLE_PARAMETERS
+            if parameters[: len(expected)] != expected:
+                raise ValueError(
+                    f"{name} of {kind.__name__} takes {', '.join(parameters)}, not "
+                    f"{', '.join(expected)}: its queries and keys before RoPE can't be seen; use "
+                    "another model, or a method without calibration"
+                )
+            found[id(namespace), name] = namespace, name
     return list(found.values())
+
+
+def rotates_apart(rotate: Callable[..., Any]) -> bool:
+    """Whether a rotation takes queries or keys, ``x, cos, sin``, not both at once (Gemma-4)."""
+    return list(rotation_signature(rotate).parameters)[:3] == _SINGLE_PARAMETERS
+
+
+def rotation_signature(rotate: Callable[..., Any]) -> inspect.Signature:
+    """What a function that rotates takes.
+
+    Beside the package kernels, older transformers (5.17) make a module of the function, which
+    takes anything; its ``forward`` is the function.
+    """
+    inner = inspect.unwrap(rotate)
+    return inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner)
 
 
 def _code(module: nn.Module) -> Any:

@@ -1,20 +1,23 @@
-"""Latent attention: the patch of its class, weights that are not plain, methods that refuse."""
+"""Latent attention: the patch of its class, weights that are not plain, rows held once."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
 import hf_kvret
-from hf_kvret import A2ATSCache, AquaKVCache, FlatKVCache
+from hf_kvret import FlatKVCache, LatentKVCache, ParisKVCache
 from hf_kvret.integration.latent import ModuleHeads
-from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS
+from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_model_patches import latent
 
@@ -108,7 +111,65 @@ def test_absorbed_queries_score_as_expanded_keys_do(model: PreTrainedModel) -> N
     assert heads.expanded_numbers(rows) == 4 * (24 + 16)
 
 
-@pytest.mark.parametrize("method", [A2ATSCache, AquaKVCache])
-def test_methods_that_have_to_learn_refuse(method: Any, model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="deepseek_v3 has latent attention, for which"):
-        method(model.config)
+@pytest.mark.parametrize("questions", [12, 40])
+def test_a_question_is_absorbed_or_expanded_as_is_cheaper(
+    model: PreTrainedModel, questions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Here 2 R = n + v: absorbing is never dearer. With longer heads it would be, from 24 queries.
+    module: Any = model.model.layers[0].self_attn
+    assert not ModuleHeads(module).expands(10_000)
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    heads = ModuleHeads(SimpleNamespace(**sizes))
+    assert heads.expands(171) and not heads.expands(170)
+    monkeypatch.setattr(ModuleHeads, "expands", lambda heads, queries: queries > 24)
+    long = [torch.cat([prompt(1, 120), prompt(1, questions)], dim=1)]
+    expected = model.generate(long[0], **GREEDY)
+    for cache in (FlatKVCache(model.config, **COVERING_OPTIONS), LatentKVCache(model.config)):
+        model.generate(prompt(1, 120), past_key_values=cache, max_new_tokens=1)
+        cache.crop(120 - cache.get_seq_length())
+        assert torch.equal(model.generate(long[0], past_key_values=cache, **GREEDY), expected)
+
+
+def test_absorbed_attention_needs_latents() -> None:
+    config = MODELS["llama"].build().config
+    with pytest.raises(ValueError, match=r"llama has no latent attention.*'paris'"):
+        LatentKVCache(config)
+
+
+def test_absorbed_attention_is_called_by_name_and_says_nothing(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = model.generate(prompt(2, 60), **GREEDY)
+    with caplog.at_level("INFO", logger="hf_kvret"):
+        told = model.generate(prompt(2, 60), cache_implementation="latent", **GREEDY)
+    assert torch.equal(told, expected)
+    assert not caplog.records
+
+
+def test_a_token_is_held_once(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS, store="host")
+    model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
+    (layer, *_), numbers = cache.retrieval_layers, 16 + 8
+    window, store = layer.regions.window, layer.regions.store
+    assert window.row_dim == numbers and window.values.data_ptr() == window.keys.data_ptr()
+    assert store.paged_rows().width == numbers
+    tokens = layer.get_seq_length()
+    assert cache.memory().full_attention == 2 * tokens * numbers * 4
+    cache.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "cache.safetensors")
+    assert "layers.0.store.keys" in names and "layers.0.window.keys" in names
+    assert not [name for name in names if name.endswith(("window.values", "store.values"))]
+
+
+@pytest.mark.parametrize("store", ["device", "resident", "higgs"])
+def test_a_saved_cache_of_latents_goes_on(
+    model: PreTrainedModel, store: str, tmp_path: Path
+) -> None:
+    cache = ParisKVCache(model.config, top_k=40, dense_below=0, recent=16, flush=8, store=store)
+    told = model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
+    cache.save_pretrained(tmp_path)
+    twin = ParisKVCache.from_pretrained(tmp_path, model.config)
+    fork = cache.fork()
+    more = torch.cat([told, prompt(1, 5)], dim=1)
+    answers = [model.generate(more, past_key_values=one, **GREEDY) for one in (cache, twin, fork)]
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])

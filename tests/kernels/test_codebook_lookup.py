@@ -71,7 +71,7 @@ def on(place: tuple[str, str], x: torch.Tensor | None) -> torch.Tensor | None:
 @pytest.mark.factor("softcap", [None, 3.0])
 @pytest.mark.factor("words_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.factor("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.factor("H, C, D", [(4, 1, 1), (2, 130, 20), (1, 45, 200)])
+@pytest.mark.factor("H, C, D", [(4, 1, 1), (2, 130, 20), (1, 45, 200), (2, 45, 290)])
 def test_the_table_has_the_score_of_every_codeword(
     place: tuple[str, str],
     H: int,
@@ -118,7 +118,14 @@ def test_a_token_has_the_score_of_its_codeword(
 @pytest.mark.factor("counted", [False, True])
 @pytest.mark.factor("masked", [False, True])
 @pytest.mark.factor(
-    "H, Hq, Q, n, C", [(1, 1, 1, 1, 1), (2, 4, 1, 77, 50), (1, 3, 2, 50, 300), (2, 2, 1, 1100, 9)]
+    "H, Hq, Q, n, C",
+    [
+        (1, 1, 1, 1, 1),
+        (2, 4, 1, 77, 50),
+        (1, 3, 2, 50, 300),
+        (2, 2, 1, 1100, 9),
+        (1, 9, 2, 30, 70),
+    ],
 )
 def test_relevance_is_the_best_softmax_of_the_group(
     place: tuple[str, str], H: int, Hq: int, Q: int, n: int, C: int, masked: bool, counted: bool
@@ -146,9 +153,10 @@ def test_relevance_is_the_best_softmax_of_the_group(
     assert error.max() <= LSE_ERROR
 
 
-def test_codes_of_no_token_take_no_part_in_the_softmax(place: tuple[str, str]) -> None:
+@pytest.mark.parametrize("heads", [2, 9])
+def test_codes_of_no_token_take_no_part_in_the_softmax(place: tuple[str, str], heads: int) -> None:
     """Their scores are far above all others, so far that an exponential would overflow."""
-    table = torch.zeros(1, 2, 1, 5000)
+    table = torch.zeros(1, heads, 1, 5000)
     table[..., 1:4999] = 1e4
     table[..., 4999] = -1.0
     codes = torch.tensor([0, 4999, 0]).short().view(1, 1, 3)
@@ -158,8 +166,9 @@ def test_codes_of_no_token_take_no_part_in_the_softmax(place: tuple[str, str]) -
     assert (got - expected).abs().max() <= LSE_ERROR
 
 
-def test_a_row_without_valid_tokens_has_no_relevance(place: tuple[str, str]) -> None:
-    table = on(place, draw(2, 4, 1, 8, seed=6))
+@pytest.mark.parametrize("heads", [4, 18])
+def test_a_row_without_valid_tokens_has_no_relevance(place: tuple[str, str], heads: int) -> None:
+    table = on(place, draw(2, heads, 1, 8, seed=6))
     codes = on(place, draw_codes(2, 2, 9, words=8))
     valid = torch.tensor([[False] * 9, [True] * 9]).to(place[1])
     for scores in (book.lookup, book.lookup_scores):
@@ -168,7 +177,7 @@ def test_a_row_without_valid_tokens_has_no_relevance(place: tuple[str, str]) -> 
     empty = book.lookup_scores(table, codes[..., :0], backend=place[0])
     assert empty.shape == (2, 2, 1, 0)
     none = book.lookup(table[:, :, :0], codes, backend=place[0])
-    assert none.shape == (2, 4, 0, 9)
+    assert none.shape == (2, heads, 0, 9)
 
 
 def test_views_of_a_growing_buffer_are_read_in_place(place: tuple[str, str]) -> None:
@@ -222,6 +231,24 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     for counts in (torch.zeros(1, 2, 5).int(), torch.zeros(1, 2, 6)):
         with pytest.raises(ValueError, match=r"counts is .* pass int32 \[1, 2, 6\]"):
             book.lookup_scores(table, codes, counts=counts)
+
+
+def test_many_queries_of_long_codewords_have_their_scores(
+    place: tuple[str, str],
+) -> None:
+    """More queries of a codebook than a tile holds, groups of drafts, views with gaps of NaN."""
+    backend, device = place
+    room = torch.full((1, 2 * 33, 2, 300), math.nan)
+    room[..., :290] = draw(1, 2 * 33, 2, 290, seed=11)
+    words = draw(2, 40, 290, seed=12)
+    query = room.to(device)[..., :290]
+    table = book.score_table(query, words.to(device), scale=0.1, backend=backend).cpu()
+    own = words.double().repeat_interleave(33, 0)
+    pieces = (query.cpu().double() * 0.1, own)
+    expected = torch.einsum("bhqd,hcd->bhqc", *pieces)
+    size = torch.einsum("bhqd,hcd->bhqc", *(x.abs() for x in pieces))
+    assert table.shape == (1, 66, 2, 40)
+    assert ((table.double() - expected).abs() <= SHARE_OF_SIZE * size).all()
 
 
 def test_arguments_of_score_table_that_do_not_fit_are_named() -> None:

@@ -29,9 +29,10 @@ CONTEXTS, BATCHES = (131_072, 1 << 20), (1, 8)
 AT_LEAST = ("ctas_at_batch_1", "widest_load_bytes", "load_bytes")
 Figures = dict[str, int]
 KERNELS = Path(__file__).parents[2] / "kernels" / "hf_kvret_kernels"
-# Of prompts, of flushes, of steps of AQUA-KV and of variants that no rule takes.
+# Of prompts, flushes, steps of AQUA-KV or latent attention, and of variants that no rule takes.
 OTHERS = {
     *("centroid.denominators", "centroid.relevance", "relevance.share"),
+    *("codebook.table", "codebook.denominator"),
     *("codebook.encode", "codebook.merge", "paris.encode", "paris.count", "paris.rotate"),
     *("higgs.higgs", "higgs.minmax", "higgs.decode"),
     *("paged_triton.gather", "page_copy_triton.copy", "gather_attention.copy"),

@@ -256,8 +256,8 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     for wrong in (points.double(), points[0], points[:, :0]):
         with pytest.raises(ValueError, match=r"points is .* pass fp32 \[H, n, D\]"):
             k_means(wrong, 4, seed=0)
-    with pytest.raises(ValueError, match="D=257: at most 256"):
-        k_means(torch.zeros(1, 2, 257), 4, seed=0)
+    with pytest.raises(ValueError, match="D=1025: at most 1024"):
+        k_means(torch.zeros(1, 2, 1025), 4, seed=0)
     for count in (0, 32769):
         with pytest.raises(ValueError, match=f"count={count}: 1 to 32768"):
             k_means(points, count, seed=0)

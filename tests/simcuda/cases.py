@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_kvret
 from hf_kvret import RetrievalCache
@@ -28,6 +28,15 @@ _SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "bos_token_id": 1,
     "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+# By type, what its configuration has beside or in place of these.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "deepseek_v3": {
+        "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "first_k_dense_replace": 2,
+    },
 }  # fmt: skip
 _OPTIONS: dict[str, Any] = {
     "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,
@@ -49,11 +58,15 @@ class Case:
         method: name of a cache.
         store: where its cold rows lie; empty where the method has its own.
         mode: one of ``MODES``.
+        family: type of the model, one of ``FAMILIES``.
+        select_heads: option of the cache.
     """
 
     method: str
     store: str
     mode: str = "eager"
+    family: str = "llama"
+    select_heads: int | None = None
 
     @property
     def selects_by_noise(self) -> bool:
@@ -67,13 +80,32 @@ class Case:
         return self.method == "lrqk" and self.store.startswith("higgs")
 
     def __str__(self) -> str:
-        return "-".join(filter(None, (self.method, self.store, self.mode)))
+        latent = "" if self.family == "llama" else f"{self.family}-{self.select_heads}"
+        return "-".join(filter(None, (self.method, self.store, self.mode, latent)))
 
 
 def cases() -> list[Case]:
     """Every method with every store that a GPU serves in every mode."""
     pairs = [*((method, store) for method in METHODS for store in STORES), ("aqua", "")]
     return [Case(*pair, mode) for pair in pairs for mode in MODES]
+
+
+def latent_cases() -> list[Case]:
+    """Latent attention with every method that serves it, in stores of all kinds."""
+    methods = [method for method in METHODS if method != "a2ats"]
+    stores = ("device", "resident", "cpu", "higgs-host")
+    groups = {"flat": (None, 1, 2), "paris": (None, 2), "lrqk": (None, 2)}
+    made = [
+        Case(method, store, mode, "deepseek_v3", heads)
+        for method in methods
+        for store in stores
+        for mode in ("eager", "graph", "padded", "saved")
+        for heads in groups.get(method, (None,))
+    ]
+    return [
+        *made,
+        *(Case("latent", "", mode, "deepseek_v3") for mode in ("eager", "padded", "crop")),
+    ]
 
 
 @dataclass
@@ -106,7 +138,7 @@ def run(case: Case) -> Outcome:
 def attempt(case: Case) -> Outcome:
     """Run a case up to its first error."""
     # A new one: a model remembers that its steps could not be captured.
-    model = _new_model()
+    model = _new_model(case.family)
     hf_kvret.attach(model)
     if case.method in _WITH_ARTIFACT:
         # Learned now, on the CPU.
@@ -142,7 +174,7 @@ def _on_cpu(case: Case) -> list[torch.Tensor]:
 
     Each step runs eagerly there, and all layers lie on one device.
     """
-    model = _new_model()
+    model = _new_model(case.family)
     hf_kvret.attach(model)
     with (
         torch.inference_mode(),
@@ -154,8 +186,11 @@ def _on_cpu(case: Case) -> list[torch.Tensor]:
     return [each.float() for each in logits]
 
 
-def _new_model() -> PreTrainedModel:
-    made: PreTrainedModel = AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL))
+def _new_model(family: str = "llama") -> PreTrainedModel:
+    config = AutoConfig.for_model(family, **_SMALL | FAMILIES[family])
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    # As generate has them for its steps on a device.
+    made.set_experts_implementation("batched_mm")
     spread_weights(made, seed=3)
     return made.eval()
 
@@ -256,6 +291,8 @@ class _Session:
             options["top_k"] = _PROMPT + _STEPS
         if case.store:
             options["store"] = case.store
+        if case.select_heads is not None:
+            options["select_heads"] = case.select_heads
         if case.store == "split":
             options["device_budget"] = _BUDGET
         if case.method in _WITH_ARTIFACT:

@@ -24,7 +24,6 @@ class A2ATSCache(RetrievalCache):
 
     name: ClassVar[str] = "a2ats"
     config_class: ClassVar[type[RetrievalConfig]] = A2ATSConfig
-    serves_latents = False
     needs_artifact: ClassVar[bool] = True
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import torch
 
 from hf_kvret.calibration.option_kinds import check_kinds
 from hf_kvret.calibration.study import Calibration, LayerFindings, LayerStudy, Progress
+from hf_kvret.integration.latent import ModuleHeads
 from hf_kvret.methods.a2ats.k_means import k_means
 from hf_kvret.methods.a2ats.vector_quantization import (
     at_distance,
@@ -22,6 +23,9 @@ from hf_kvret.methods.a2ats.vector_quantization import (
 from hf_kvret_kernels import codebook
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
+
+# fp32 numbers of queries that are worked on at once.
+_PIECE_NUMBERS = 1 << 26
 
 SPACES = ("windowed", "rotated")
 CODEWORD_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -116,13 +120,18 @@ class CodebookStudy(LayerStudy):
         return books * heads * self.options.rounds
 
     def add(self, tokens: LayerTokens, held_out: bool) -> None:
-        keys, queries = self._in_space(tokens)
+        rotated = self.options.space == "rotated"
+        keys = tokens.key if rotated else tokens.key_before
         # A copy on the CPU too: keys may be a view of something larger.
         self._keys[held_out].append(keys[0].to("cpu", copy=True))
-        # [H, G * n, D]: the queries of all heads that share a KV head.
-        group_queries = queries[0].unflatten(0, (keys.shape[1], -1)).flatten(1, 2).double()
-        moments = (group_queries.mT @ group_queries).cpu()
-        self._moments[held_out] = moments + self._moments.get(held_out, torch.zeros_like(moments))
+        moments = self._moments.get(held_out)
+        for queries in self._queries(tokens, rotated):
+            # [H, G * n, D]: the queries of all heads that share a KV head.
+            group_queries = queries[0].unflatten(0, (keys.shape[1], -1)).flatten(1, 2).double()
+            part = (group_queries.mT @ group_queries).cpu()
+            moments = part if moments is None else moments + part
+        assert moments is not None
+        self._moments[held_out] = moments
 
     def finish(self, progress: Progress, carried: object = None) -> LayerFindings:
         options = self.options
@@ -139,16 +148,22 @@ class CodebookStudy(LayerStudy):
         tensors = {"codewords": words, "metric": aware[0], "inv_freq": self.rope.inv_freq}
         return LayerFindings(
             {name: x.cpu().contiguous() for name, x in tensors.items()},
-            {"layout": self.rope.layout, "attention_factor": self.rope.attention_factor},
+            self.rope.settings,
             quality,
         )
 
-    def _in_space(self, tokens: LayerTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and queries in the space of the metric, ``[1, H, n, D]``."""
-        if self.options.space == "rotated":
-            return tokens.key, tokens.query
-        rope = self.rope.to(tokens.query_before.device)
-        return tokens.key_before, at_distance(tokens.query_before, rope, self.options.window)
+    def _queries(self, tokens: LayerTokens, rotated: bool) -> Iterator[torch.Tensor]:
+        """Queries in the space of the metric, ``[1, Hq, m, D]``, all of them in pieces.
+
+        Those of latent attention are absorbed, as an index sees them: longer than the model's own.
+        """
+        queries = tokens.query if rotated else tokens.query_before
+        rope = self.rope.to(queries.device)
+        heads = None if tokens.latent is None else ModuleHeads(tokens.latent)
+        step = max(1, _PIECE_NUMBERS // (queries.shape[1] * tokens.key.shape[3]))
+        for piece in queries.split(step, dim=2):
+            rows = piece if heads is None else heads.absorb(piece)
+            yield rows if rotated else at_distance(rows, rope, self.options.window)
 
     def _all_keys(self, held_out: bool) -> torch.Tensor:
         """All keys, ``[H, n, D]`` fp32 on the device."""

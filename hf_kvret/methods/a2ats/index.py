@@ -94,7 +94,11 @@ class A2ATSIndex(Index):
         length = len(cold)
         if len(self._codes) < length:
             raise RuntimeError(f"only {len(self._codes)} of {length} tokens were seen")
-        table = self._on(query.device).table(query, self._positions, cold.scale, cold.softcap)
+        positions = self._positions
+        if positions is not None and positions.shape[1] != query.shape[2]:
+            # Groups of heads that select apart stand beside each other, as queries of a position.
+            positions = positions.repeat_interleave(query.shape[2] // positions.shape[1], dim=1)
+        table = self._on(query.device).table(query, positions, cold.scale, cold.softcap)
         return table, self._codes.rows[:, :, :length]
 
     def cost(self, n: int, budget: int) -> SearchCost:

@@ -59,7 +59,7 @@ def k_means(
     than codewords, the extra codewords are duplicates.
 
     Args:
-        points: ``[H, n, D]`` fp32, n at least 1, D at most 256.
+        points: ``[H, n, D]`` fp32, n at least 1, D at most 1024.
         count: C, 1 to 32768; may exceed n.
         rounds: most Lloyd rounds, 0 for the seeds alone. 300 is the A2ATS authors' choice.
         tolerance: 0 or more, without unit. 1e-4 is the A2ATS authors' choice.

@@ -13,7 +13,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.shared import artifact_place, check_rotations, made_once
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.integration.compatibility import retrieval_layers, retrieval_shapes
+from hf_kvret.integration.compatibility import is_latent, retrieval_layers, retrieval_shapes
 from hf_kvret.methods.aqua.coding import check_group, default_group
 from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
 from hf_kvret.methods.aqua.kivi import KiviStore
@@ -35,7 +35,6 @@ class AquaKVCache(RetrievalCache):
 
     name: ClassVar[str] = "aqua"
     config_class: ClassVar[type[RetrievalConfig]] = AquaConfig
-    serves_latents = False
     needs_artifact: ClassVar[bool] = True
 
     @classmethod
@@ -140,6 +139,11 @@ def _check_width(options: AquaConfig, config: PreTrainedConfig) -> None:
     if options.bits == NOT_CODED and options.first_bits in (None, NOT_CODED):
         return
     assert options.backbone is not None, "it is filled in"
+    if options.backbone == "kivi" and is_latent(config):
+        raise ValueError(
+            f"backbone='kivi' codes keys along tokens and values along numbers, and a row of "
+            f"{config.model_type}, which has latent attention, is both: use 'higgs' or 'minmax'"
+        )
     for width in {shape.width for shape in retrieval_shapes(config).values()}:
         if options.backbone == "kivi":
             if width % SMALLEST_GROUP:

@@ -13,7 +13,9 @@ studied before::
 Sums are fp32; reconstructions are rounded to the model's dtype before anything reads them. The
 value's inputs are as ``value_inputs`` says: ``"keys+values"`` as above, in this order;
 ``"keys"`` is K_hat(l) alone, ``"values"`` V_hat(p) alone, ``"none"`` predicts nothing (zeros); so
-does ``key_inputs`` ``"none"``. Keys are those before RoPE where ``space`` is ``"before"``.
+does ``key_inputs`` ``"none"``. Keys are those before RoPE where ``space`` is ``"before"``. A row of
+latent attention, a latent and a rotated key, is one key with its value in it: nothing is learned or
+coded of values, and ``value_inputs`` changes nothing.
 
 Tensors of a layer, under ``layers.N.``; ``key.*``, ``value.*`` only where something is predicted:
 
@@ -40,7 +42,8 @@ With ``predictor_bits=4`` a matrix ``M [a, b]`` (weight, down, up) is replaced b
 Told of a layer: ``layout``, ``attention_factor`` (of RoPE, as for A2ATS), ``role`` (``"anchor"`` or
 ``"predicted"``), ``previous`` (number of layer p; None in an anchor), ``bits`` (2, 3, 4; 16: not
 coded), ``group`` and ``value_group`` (of the codec, for keys and values), ``heads``, ``head_dim``,
-``value_head_dim``. Options beside them are the fields of ``AquaCalibration``; the codec's seed is
+``value_head_dim`` (0 where values are in their keys), and ``last``, True where the last numbers of
+a key are rotated. Options beside them are the fields of ``AquaCalibration``; the codec's seed is
 ``seed``.
 """
 
@@ -57,7 +60,7 @@ from hf_kvret.calibration.study import Calibration, Progress
 from hf_kvret.methods.aqua.coding import BACKBONES, NOT_CODED, default_group
 from hf_kvret.methods.aqua.mlp import fit_mlp
 from hf_kvret.methods.aqua.predictors import PREDICTORS, Rows, fit_linear, fit_low_rank
-from hf_kvret.methods.aqua.study import AquaStudy
+from hf_kvret.methods.aqua.study import AquaStudy, coded_sides
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
 
@@ -167,7 +170,7 @@ class AquaCalibration(Calibration):
             )
 
     def check_layer(self, layer: int, tokens: LayerTokens) -> None:
-        for name, x in (("key", tokens.key), ("value", tokens.value)):
+        for name, x in coded_sides(tokens.key, tokens):
             self.group_of(layer, name, x.shape[1] * x.shape[3])
 
     def group_of(self, layer: int, name: str, width: int) -> int:

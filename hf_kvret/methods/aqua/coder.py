@@ -22,7 +22,7 @@ class Rows:
     Attributes:
         start: slot of the first token.
         keys: ``[B, n, Hkv * Dk]`` in the model's dtype, before RoPE if keys are un-rotated.
-        values: ``[B, n, Hkv * Dv]``.
+        values: ``[B, n, Hkv * Dv]``; of no numbers where values are a part of keys.
     """
 
     start: int
@@ -83,11 +83,13 @@ class RowCoder:
     """Codes of one layer's tokens. Shutova et al. (2025), sections 3.1 to 3.3, algorithm 1.
 
     Attributes:
-        heads, key_dim, value_dim: of its tokens.
+        heads, key_dim, value_dim: of its tokens; values that are a part of keys have no dim here.
         dtype: of the model.
         bits: of codes.
-        key_codec, value_codec: of rows of all heads; None where rows are kept as they are.
+        key_codec, value_codec: of rows of all heads; None where rows are kept as they are, and for
+            values that are a part of keys.
         predictors: predictors and rotation; None where neither is used.
+        value_in_key: see ``TokenBlock``.
     """
 
     heads: int
@@ -98,6 +100,7 @@ class RowCoder:
     key_codec: Codec | None
     value_codec: Codec | None
     predictors: LearnedLayer | None
+    value_in_key: int = 0
 
     @classmethod
     def of(
@@ -107,8 +110,11 @@ class RowCoder:
         shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
+        value_in_key: int = 0,
     ) -> Self:
         """The coder of a plan, for tokens of ``shape`` (heads, key dim, value dim).
+
+        With ``value_in_key`` the value dim is 0.
 
         Raises:
             ValueError: a shape that doesn't fit the predictors or groups.
@@ -125,7 +131,8 @@ class RowCoder:
             _codec(plan, learned_group, bits, heads * dim, seed, device)
             for dim, learned_group in zip((key_dim, value_dim), plan.learned_groups, strict=True)
         ]
-        return cls(heads, key_dim, value_dim, dtype, bits, codecs[0], codecs[1], predictors)
+        dims = heads, key_dim, value_dim
+        return cls(*dims, dtype, bits, codecs[0], codecs[1], predictors, value_in_key)
 
     def unpacked(self) -> RowCoder:
         """A copy with unpacked predictor matrices, for coding several pieces."""
@@ -140,9 +147,11 @@ class RowCoder:
     @property
     def row_nbytes(self) -> int:
         """Bytes of a token's codes and scales, keys and values, for each KV head."""
-        assert self.key_codec is not None and self.value_codec is not None
+        assert self.key_codec is not None
         sides = (self.key_codec, self.key_dim), (self.value_codec, self.value_dim)
-        bits = sum(codec.bits_per_value * self.heads * dim for codec, dim in sides)
+        bits = sum(
+            codec.bits_per_value * self.heads * dim for codec, dim in sides if codec is not None
+        )
         return int(bits) // (8 * self.heads)
 
     def before(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
@@ -160,13 +169,20 @@ class RowCoder:
         if self.predictors is not None and self.predictors.rope is not None:
             assert positions is not None, "the lowest store keeps positions where keys are turned"
             keys = self.predictors.rope.rotate(keys, positions)
+        if self.value_in_key:
+            return keys, keys[..., : self.value_in_key]
         return keys, split(rows.values, self.heads)
 
     def rows(
         self, start: int, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
     ) -> Rows:
         """``Rows`` of tokens as attention reads them, ``[B, H, n, D]``."""
-        return Rows(start, self.before(keys, positions).to(self.dtype), joined(values))
+        near_keys = self.before(keys, positions).to(self.dtype)
+        return Rows(start, near_keys, self.values_beside(values))
+
+    def values_beside(self, values: torch.Tensor) -> torch.Tensor:
+        """``[B, n, H * Dv]`` of ``values [B, H, n, Dv]``; of no numbers if they are in the keys."""
+        return joined(values[..., :0] if self.value_in_key else values)
 
     def encode(
         self, start: int, keys: torch.Tensor, values: torch.Tensor, below: Rows | None
@@ -179,10 +195,12 @@ class RowCoder:
             values: ``[B, n, H * Dv]``.
             below: the same tokens in the layer that predicts this one; None for an anchor.
         """
-        assert self.key_codec is not None and self.value_codec is not None
+        assert self.key_codec is not None
         prediction = self._predicted_keys(below)
         key_codes = self.key_codec.encode(keys - prediction)
         near_keys = self._near(self.key_codec, key_codes, prediction)
+        if self.value_codec is None:
+            return *key_codes, Rows(start, near_keys, near_keys[..., :0])
         prediction = self._predicted_values(near_keys, below)
         value_codes = self.value_codec.encode(values.float() - prediction)
         near_values = self._near(self.value_codec, value_codes, prediction)
@@ -194,11 +212,13 @@ class RowCoder:
     ) -> Rows:
         """The ``Rows`` that ``encode`` returned with these codes and scales; ``below`` as there."""
         key_codec, value_codec = self.key_codec, self.value_codec
-        assert key_codec is not None and value_codec is not None
+        assert key_codec is not None
         width = self.heads * self.key_dim
         at, scale_at = key_codec.code_bytes(width), key_codec.scale_bytes(width)
         pair = Coded(codes[..., :at], scales[..., :scale_at])
         keys = self._near(key_codec, pair, self._predicted_keys(below))
+        if value_codec is None:
+            return Rows(start, keys, keys[..., :0])
         pair = Coded(codes[..., at:], scales[..., scale_at:])
         values = self._near(value_codec, pair, self._predicted_values(keys, below))
         return Rows(start, keys, values)
@@ -226,7 +246,7 @@ def _codec(
     seed: int,
     device: torch.device,
 ) -> Codec | None:
-    if bits == NOT_CODED:
+    if bits == NOT_CODED or not width:
         return None
     options = plan.options
     assert options.backbone is not None, "the plan has filled it in"

@@ -33,7 +33,7 @@ class BytePages(PagedStore):
         dense = self._dense(start, -(-last // self.page_len))
         offset = start * self.page_len
         dense = dense[:, :, first - offset : last - offset].to(self.memory.device)
-        return dense[..., : self._key_dim], dense[..., self._key_dim :]
+        return self._of_rows(dense)
 
     def gathered(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``read``, by a kernel that follows the page table: without synchronizing with the GPU,
@@ -56,6 +56,11 @@ class DecodedStore(Store):
 
     def __init__(self, memory: PageMemory) -> None:
         self.memory = memory
+
+    @property
+    def value_in_key(self) -> int:
+        """See ``TokenBlock``; of the rows that it decodes."""
+        return 0
 
     @abstractmethod
     def pieces(
@@ -93,7 +98,8 @@ class DecodedStore(Store):
         first, last = (int(slots.min()), int(slots.max()) + 1) if len(slots) else (0, 1)
         rows = PagedStore(DeviceMemory(self.memory.device))
         for start, keys, values in self.pieces(first, last):
-            rows.append(TokenBlock(keys, values, start - first))
+            in_key = self.value_in_key
+            rows.append(TokenBlock(keys, values, start - first, value_in_key=in_key))
         return rows, torch.where(ids >= 0, ids - first, ids)
 
 

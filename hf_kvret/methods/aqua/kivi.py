@@ -57,6 +57,7 @@ class KiviStore(DecodedStore):
             raise ValueError(f"block starts at slot {block.start}, the store ends at {len(self)}")
         if len(block) == 0:
             return
+        assert not block.value_in_key, "the cache refuses latent attention"
         self._shape = block.keys.shape[1], block.keys.shape[3], block.values.shape[3]
         self._dtype = block.keys.dtype
         keys = joined(block.keys)

@@ -12,7 +12,7 @@ from hf_kvret.core.state import Tensors, part
 from hf_kvret.core.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.aqua.coder import RowCoder, Rows
 from hf_kvret.methods.aqua.config import NOT_CODED
-from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, joined, spans
+from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, spans
 from hf_kvret.methods.aqua.plan import LayerPlan
 from hf_kvret.stores import Store
 from hf_kvret.stores.memory import PageMemory
@@ -21,7 +21,8 @@ from hf_kvret.stores.memory import PageMemory
 class AquaStore(DecodedStore):
     """Codes of prediction residuals, or of the keys and values themselves in an anchor.
 
-    A token is one row: codes of keys and values of all heads, then their scales. Uncoded rows (16
+    A token is one row: codes of keys and values of all heads, then their scales; values that are
+    the first numbers of keys have none. Uncoded rows (16
     bits) and rows reconstructed once (``keep="rows"``) are stored in full.
 
     Reading a layer needs the same tokens of the layer below, which need those below it. Layers are
@@ -63,9 +64,10 @@ class AquaStore(DecodedStore):
         if len(block) == 0:
             return
         if self._coder is None:
-            shape = block.keys.shape[1], block.keys.shape[3], block.values.shape[3]
-            lowest = self.below() is None
-            self._coder = RowCoder.of(self.plan, lowest, shape, block.keys.dtype, block.keys.device)
+            value_dim = 0 if block.value_in_key else block.values.shape[3]
+            shape = block.keys.shape[1], block.keys.shape[3], value_dim
+            kind = block.keys.dtype, block.keys.device, block.value_in_key
+            self._coder = RowCoder.of(self.plan, self.below() is None, shape, *kind)
         if self.plan.keeps_positions:
             self._keep_positions(block)
         if self._coder.bits == NOT_CODED:
@@ -90,11 +92,13 @@ class AquaStore(DecodedStore):
         if self._full:
             yield from self._pages.chunks(piece_len, stop)
             return
+        in_key = self.value_in_key
         if reconstruction is not None and reconstruction.covers(0, end):
             for first, last in spans(0, end, piece_len):
                 keys, values = self._attended(reconstruction.part(first, last))
                 # Copies: the layer above overwrites the reconstruction.
-                yield first, keys.clone(), values.clone()
+                keys = keys.clone()
+                yield first, keys, keys[..., :in_key] if in_key else values.clone()
             return
         assert self._coder is not None
         coder, source = self._coder.unpacked(), self._take_below(0, end)
@@ -153,7 +157,8 @@ class AquaStore(DecodedStore):
             return {}
         coder = self._coder
         assert coder is not None
-        state["shape"] = torch.tensor([coder.heads, coder.key_dim, coder.value_dim])
+        shape = [coder.heads, coder.key_dim, coder.value_dim]
+        state["shape"] = torch.tensor(shape + [coder.value_in_key] * (coder.value_in_key > 0))
         state["dtype"] = torch.zeros(1, dtype=coder.dtype)
         if len(self._positions):
             state["positions"] = self._positions.rows.cpu().contiguous()
@@ -165,9 +170,10 @@ class AquaStore(DecodedStore):
         if not state:
             return
         device = device or self.memory.device
-        heads, key_dim, value_dim = map(int, state["shape"])
-        dtype, lowest = state["dtype"].dtype, self.below() is None
-        self._coder = RowCoder.of(self.plan, lowest, (heads, key_dim, value_dim), dtype, device)
+        heads, key_dim, value_dim, *in_key = map(int, state["shape"])
+        kind = state["dtype"].dtype, device, sum(in_key)
+        shape = heads, key_dim, value_dim
+        self._coder = RowCoder.of(self.plan, self.below() is None, shape, *kind)
         predictors = self._coder.predictors
         if predictors is not None and predictors.fingerprint != int(state["learned"]):
             raise ValueError(
@@ -178,6 +184,10 @@ class AquaStore(DecodedStore):
         if self.plan.keeps_positions:
             self._positions.append(state["positions"].to(device))
         self._pages.load_state_dict(state, device)
+
+    @property
+    def value_in_key(self) -> int:
+        return 0 if self._coder is None else self._coder.value_in_key
 
     @property
     def _full(self) -> bool:
@@ -195,7 +205,7 @@ class AquaStore(DecodedStore):
             where = slice(first - block.start, last - block.start)
             below = self._lend_below(first, last) if source is None else source.part(first, last)
             keys = coder.before(block.keys[:, :, where], self._positions_of(first, last))
-            values = joined(block.values[:, :, where])
+            values = coder.values_beside(block.values[:, :, where])
             codes, scales, rows = coder.encode(first, keys, values, below)
             if leaves:
                 target = target or _room(source, rows, block.start, block.end)
@@ -203,7 +213,8 @@ class AquaStore(DecodedStore):
             parts.append(self._attended(rows) if self._full else (codes[:, None], scales[:, None]))
         # Appended at once, so that the pages of a prompt have exactly its size.
         sides = [torch.cat(side, dim=2) for side in zip(*parts, strict=True)]
-        self._pages.append(TokenBlock(sides[0], sides[1], block.start))
+        in_key = coder.value_in_key if self._full else 0
+        self._pages.append(TokenBlock(sides[0], sides[1], block.start, value_in_key=in_key))
         self._reconstruction = target
 
     def _decode(self, coder: RowCoder, first: int, last: int, below: Rows | None) -> Rows:

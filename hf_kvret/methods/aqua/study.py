@@ -65,7 +65,7 @@ class AquaStudy(LayerStudy):
         self, options: AquaCalibration, layer: int, rope: Rope, device: torch.device
     ) -> None:
         self.options, self.layer, self.rope, self.device = options, layer, rope, device
-        self._rows: dict[str, list[torch.Tensor]] = {"key": [], "value": []}
+        self._rows: dict[str, list[torch.Tensor]] = {}
         self._groups: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, int]] = {}
         self._count = self._train_len = 0
@@ -73,12 +73,13 @@ class AquaStudy(LayerStudy):
     @property
     def work(self) -> int:
         mlp_rows = self.options.steps * BATCH if self.options.predictor == "mlp" else 0
-        return 4 * self._count + 2 * mlp_rows
+        return len(self._rows) * (2 * self._count + mlp_rows)
 
     def add(self, tokens: LayerTokens, held_out: bool) -> None:
         keys = tokens.key_before if self.options.space == "before" else tokens.key
-        for name, x in (("key", keys), ("value", tokens.value)):
+        for name, x in coded_sides(keys, tokens):
             if name not in self._shapes:
+                self._rows[name] = []
                 self._shapes[name] = x.shape[1], x.shape[3]
                 width = x.shape[1] * x.shape[3]
                 self._groups[name] = self.options.group_of(self.layer, name, width)
@@ -101,7 +102,7 @@ class AquaStudy(LayerStudy):
         assert below is None or len(below["key"]) == self._count, "another corpus"
         sides = [
             _Side(name, torch.cat(self._rows.pop(name)), self._train_len, self._groups[name])
-            for name in ("key", "value")
+            for name in sorted(self._rows)
         ]
         means = {side.name: self._mean(side) for side in sides} if below is None else {}
         bits = self._anchor_bits(sides, means) if below is None else self.options.bits
@@ -123,16 +124,15 @@ class AquaStudy(LayerStudy):
             )
         role = "anchor" if below is None else "predicted"
         settings = {
-            "layout": self.rope.layout,
-            "attention_factor": self.rope.attention_factor,
+            **self.rope.settings,
             "role": role,
             "previous": None if below is None else int(below["layer"]),
             "bits": bits,
             "group": self._groups["key"],
-            "value_group": self._groups["value"],
+            "value_group": self._groups.get("value"),
             "heads": self._shapes["key"][0],
             "head_dim": self._shapes["key"][1],
-            "value_head_dim": self._shapes["value"][1],
+            "value_head_dim": self._shapes["value"][1] if "value" in self._shapes else 0,
         }
         state = {
             "layer": torch.tensor(self.layer),
@@ -229,6 +229,12 @@ class AquaStudy(LayerStudy):
             if (tally.square_share("missed", "exact") or 0.0) > ANCHOR_LIMIT:
                 return NOT_CODED
         return 4
+
+
+def coded_sides(keys: torch.Tensor, tokens: LayerTokens) -> list[tuple[str, torch.Tensor]]:
+    """What is coded of tokens: ``"key"`` and ``"value"``, but latents are values in their keys."""
+    sides = [("key", keys), ("value", tokens.value)]
+    return sides if tokens.latent is None else sides[:1]
 
 
 def _figures(tallies: dict[str, Tally], anchor: bool) -> dict[str, float | None]:

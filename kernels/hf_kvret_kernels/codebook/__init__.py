@@ -20,6 +20,7 @@ from hf_kvret_kernels._dispatch import (
 )
 from hf_kvret_kernels.codebook import naive
 from hf_kvret_kernels.codebook.naive import half_norms
+from hf_kvret_kernels.proxy import MOST_RANK
 
 __all__ = [
     "MOST_CODEWORDS",
@@ -34,8 +35,8 @@ __all__ = [
 
 # Ids are int16.
 MOST_CODEWORDS = 1 << 15
-# A program of the Triton kernel holds whole rows.
-MOST_DIM = 256
+# Of a row of latent attention: 512 numbers and a rotated key fit.
+MOST_DIM = 1024
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BOOK_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -57,7 +58,7 @@ def encode(
     ``codebook``.
 
     Args:
-        x: ``[B, H, n, D]`` fp32, bf16 or fp16, any strides; n may be 0, D at most 256.
+        x: ``[B, H, n, D]`` fp32, bf16 or fp16, any strides; n may be 0, D at most 1024.
         codebook: ``[H, C, D]`` fp32 or bf16, C from 1 to 32768.
         norms: ``[H, C]`` fp32 of ``half_norms``, for callers that encode often; None computes them.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
@@ -97,8 +98,8 @@ def score_table(
 
     A token's score is the entry of its id, so scale and cap are applied here, C times instead of
     n times. ``"naive"`` is a matrix product of torch; ``"triton"`` is the kernel of
-    ``proxy.relevance``, for which the codewords are the keys, read once and in their own dtype.
-    Sums are fp32.
+    ``proxy.relevance``, for which the codewords are the keys, read once and in their own dtype, or
+    one in tiles for codewords of more than 256 numbers. Sums are fp32.
 
     Args:
         query: ``[B, Hq, Q, D]`` fp32, bf16 or fp16, any strides, in the codebook's space; query
@@ -125,6 +126,11 @@ def score_table(
     scaled = query.float() * scale
     if choose_backend(backend, query) == "naive":
         return naive.score_table(scaled, codebook, softcap)
+    if codebook.shape[2] > MOST_RANK:
+        from hf_kvret_kernels.codebook import triton_table
+
+        with launching_on(query):
+            return triton_table.score_table(scaled, codebook, softcap)
     from hf_kvret_kernels.proxy import triton_scores
 
     rows = codebook.contiguous().expand(len(query), -1, -1, -1)

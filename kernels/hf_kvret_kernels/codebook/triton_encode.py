@@ -18,6 +18,9 @@ from hf_kvret_kernels._triton_shared import dot_dtype, split_plan
 # registers, or takes more than half of the 99 KiB of shared memory that common GPUs lend.
 _TILE = 8192
 _MOST_ROWS = 64
+# Longest rows of 16 bits that are multiplied at once; longer ones in parts of so many columns.
+_WHOLE_COLUMNS = 256
+_PART_COLUMNS = 64
 _FP32_COLUMNS = 32
 _FP32_CODEWORDS = 32
 _FEWEST_ROWS = 16
@@ -44,8 +47,9 @@ def encode(
     x = x if x.stride(3) == 1 else x.contiguous()
     # Where the dtypes differ both become fp32, so that nothing is rounded.
     short = x.dtype == codebook.dtype and x.element_size() == 2
-    block_d = max(16, min(_TILE if short else _FP32_COLUMNS, triton.next_power_of_2(D)))
-    rows = min(_MOST_ROWS if short else _FP32_CODEWORDS, _TILE // block_d)
+    width = max(16, min(_WHOLE_COLUMNS if short else _FP32_COLUMNS, triton.next_power_of_2(D)))
+    rows = min(_MOST_ROWS if short else _FP32_CODEWORDS, _TILE // width)
+    block_d = _PART_COLUMNS if short and D > _WHOLE_COLUMNS else width
     most = rows if short else _MOST_ROWS
     block_n = max(_FEWEST_ROWS, min(most, triton.next_power_of_2(n)))
     blocks, tiles = triton.cdiv(n, block_n), triton.cdiv(C, rows)

@@ -13,11 +13,15 @@ import triton.language as tl
 
 from hf_kvret_kernels._triton_log_sums import best_share, finite_base, log_total
 from hf_kvret_kernels._triton_masks import load_mask, mask_bytes, mask_layout
+from hf_kvret_kernels.relevance.triton_shares import write_best_shares
 
 # Tokens of a program that counts or looks up.
 _TOKENS = 1024
 # Codewords that a program compares the heads of a group for.
 _CODEWORDS = 4096
+# Query heads of a group whose denominators a program sums up one after the other. Those of more
+# heads, as of latent attention, are summed up by programs of their own.
+_FEW_HEADS = 8
 
 
 def code_counts(codes: torch.Tensor, codewords: int, valid: torch.Tensor | None) -> torch.Tensor:
@@ -52,6 +56,20 @@ def best_shares(table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     if shares.numel() == 0:
         return shares
     block = min(_CODEWORDS, max(128, triton.next_power_of_2(C)))
+    if Hq // H > _FEW_HEADS:
+        table, lse = table.contiguous(), table.new_empty(B, Hq, Q, 1)
+        _denominator_kernel[(lse.numel(),)](
+            table,
+            counts.contiguous(),
+            lse,
+            Hq // H * Q,
+            C,
+            BLOCK=block,
+            num_warps=8,
+            enable_fp_fusion=True,
+        )
+        write_best_shares(table, lse, shares, Q, Hq // H, 1)
+        return shares
     blocks = triton.cdiv(C, block)
     _share_kernel[(B * H * Q * blocks,)](
         table.contiguous(),
@@ -160,6 +178,38 @@ def _count_kernel(
     tl.atomic_add(counts_ptr + index * codewords + codes, 1, mask=token_mask, sem="relaxed")
 
 
+@triton.jit
+def _denominator(source, counts_ptr, codewords, BLOCK: tl.constexpr):
+    """The log of the sum over tokens of a query head's exponentials, from a row of the table."""
+    peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, codewords, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        codeword_mask = ids < codewords
+        scores = tl.load(source + ids, mask=codeword_mask, other=float("-inf"))
+        counts = tl.load(counts_ptr + ids, mask=codeword_mask, other=0)
+        peaks = tl.maximum(peaks, tl.where(counts > 0, scores, float("-inf")))
+    base = finite_base(tl.max(peaks, 0))
+    totals = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, codewords, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        codeword_mask = ids < codewords
+        scores = tl.load(source + ids, mask=codeword_mask, other=float("-inf"))
+        counts = tl.load(counts_ptr + ids, mask=codeword_mask, other=0)
+        # Codes of no token may score anything: kept out before the exponential.
+        scores = tl.where(counts > 0, scores, float("-inf"))
+        totals += counts.to(tl.float32) * tl.exp(scores - base)
+    return log_total(base, tl.sum(totals, 0))
+
+
+@triton.jit(do_not_specialize=["readers"])
+def _denominator_kernel(table_ptr, counts_ptr, lse_ptr, readers, codewords, BLOCK: tl.constexpr):
+    """The denominator of one query of one query head; ``readers`` queries read the same codes."""
+    row = tl.program_id(0).to(tl.int64)
+    counts_ptr += row // readers * codewords
+    lse = _denominator(table_ptr + row * codewords, counts_ptr, codewords, BLOCK)
+    tl.store(lse_ptr + row, lse)
+
+
 @triton.jit(do_not_specialize=["queries", "blocks"])
 def _share_kernel(
     table_ptr,
@@ -182,24 +232,7 @@ def _share_kernel(
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for g in range(G):
         source = table_ptr + ((index * G + g) * queries + row % queries) * codewords
-        peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for start in range(0, codewords, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            codeword_mask = ids < codewords
-            scores = tl.load(source + ids, mask=codeword_mask, other=float("-inf"))
-            counts = tl.load(counts_ptr + ids, mask=codeword_mask, other=0)
-            peaks = tl.maximum(peaks, tl.where(counts > 0, scores, float("-inf")))
-        base = finite_base(tl.max(peaks, 0))
-        totals = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, codewords, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            codeword_mask = ids < codewords
-            scores = tl.load(source + ids, mask=codeword_mask, other=float("-inf"))
-            counts = tl.load(counts_ptr + ids, mask=codeword_mask, other=0)
-            # Codes of no token may score anything: kept out before the exponential.
-            scores = tl.where(counts > 0, scores, float("-inf"))
-            totals += counts.to(tl.float32) * tl.exp(scores - base)
-        lse = log_total(base, tl.sum(totals, 0))
+        lse = _denominator(source, counts_ptr, codewords, BLOCK)
         scores = tl.load(source + own, mask=own < codewords, other=float("-inf"))
         best = best_share(best, scores, lse)
     tl.store(shares_ptr + row * codewords + own, best, mask=own < codewords)

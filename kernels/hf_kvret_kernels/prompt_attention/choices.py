@@ -93,10 +93,11 @@ def size_of(query: torch.Tensor, value: torch.Tensor, masked: bool) -> DecodeSiz
 def tile_rows(rows: int, columns: int, itemsize: int) -> int:
     """Query rows of a tile, for ``rows`` of them and K plus V of ``columns`` columns."""
     widest, most = (128, 64) if itemsize == 4 else (256, 128)
-    # Its sums stay in registers.
-    for bound in (widest, 512, 1024):
-        if columns > bound:
-            most //= 2
+    if columns > widest:
+        most //= 2
+    if columns > 2 * widest:
+        # Sums of values take the registers.
+        most = 16
     return min(most, max(16, power_of_two(rows)))
 
 
@@ -104,18 +105,19 @@ def tile_rows(rows: int, columns: int, itemsize: int) -> int:
 def rule(rows: int, columns: int, itemsize: int, shared_bytes: int) -> PromptChoice:
     """What is taken where nothing was measured; arguments as in ``tile_rows``.
 
-    In 16 bits, 128 x 64 with 8 warps suits heads of 128 (a query tile of 32 KiB, 32 KiB a stage);
-    wide heads take 8 warps for their registers. fp32 has no tensor cores, registers are what it
-    lacks. The number of stages is what fits into ``shared_bytes`` of shared memory.
+    In 16 bits, 128 x 64 with 8 warps suits heads of 128 (a query tile of 32 KiB, 32 KiB a stage).
+    fp32 has no tensor cores, registers are what it lacks. The number of stages is what fits into
+    ``shared_bytes`` of shared memory.
     """
     if itemsize == 4:
         block_n, warps, most_stages = (32, 8, 2) if columns <= 128 else (16, 8, 2)
     else:
-        block_n, warps, most_stages = (64, 8, 3) if columns <= 256 else (32, 8, 3)
-        if columns > 512:
-            most_stages = 2
-        elif rows <= (FEW_ROWS if columns <= 256 else 32):
+        block_n, warps, most_stages = (64, 8, 3) if columns <= 256 else (32, 4, 3)
+        if rows <= FEW_ROWS:
             warps = 4
+        if columns > 256 and columns != 512:
+            # Parts of keys, or values of 512: with fewer warps registers spill.
+            warps = 8
     row_bytes = columns * itemsize
     room = shared_bytes - tile_rows(rows, columns, itemsize) * row_bytes // 2
     stages = max(1, min(most_stages, room // (block_n * row_bytes)))
