@@ -63,10 +63,10 @@ def check_config(config: PreTrainedConfig) -> None:
             f"{name} with is_decoder=False attends to both sides and keeps no cache: load it with "
             "config.is_decoder=True to generate with it"
         )
-    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+    if getattr(text, "use_bidirectional_attention", None) == "all":
         raise ValueError(
-            f"{name} with use_bidirectional_attention={text.use_bidirectional_attention!r} attends "
-            f"to both sides, so a token's key changes with those after it: {_OWN_CACHE}"
+            f"{name} with use_bidirectional_attention='all' attends to both sides, so a token's "
+            f"key changes with those after it: {_OWN_CACHE}"
         )
     ranks = [rank for rank in by_layer(text, "kv_lora_rank") if rank]
     if ranks and text.model_type not in _LATENT:
