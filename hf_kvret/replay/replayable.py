@@ -44,8 +44,9 @@ def untested(model: PreTrainedModel) -> str | None:
     config = model.config
     types = (config.model_type, config.get_text_config(decoder=True).model_type)
     for name in types:
-        if name not in REPLAYABLE:
-            return f"models of type {name} were not tested with replayed steps ({_WAY_OUT})"
+        reason = untested_type(name)
+        if reason is not None:
+            return reason
     for module in model.modules():
         source = type(module).__module__
         if isinstance(module, PreTrainedModel) and not source.startswith("transformers.models."):
@@ -54,3 +55,10 @@ def untested(model: PreTrainedModel) -> str | None:
                 f"tested with replayed steps ({_WAY_OUT})"
             )
     return None
+
+
+def untested_type(name: str) -> str | None:
+    """Why steps of models of type ``name`` must not be replayed; None if they may be."""
+    if name in REPLAYABLE:
+        return None
+    return f"models of type {name} were not tested with replayed steps ({_WAY_OUT})"
