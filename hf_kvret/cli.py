@@ -1,4 +1,4 @@
-"""The command line: demo, eval, bench, calibrate, inspect, lm-eval and report of hf-kvret."""
+"""The command line of hf-kvret: its commands, and how a run that broke off goes on."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from hf_kvret.evaluation.measurement import add_measurement
 from hf_kvret.evaluation.program import kept_results, run_program
 from hf_kvret.evaluation.report import add_report_parser
 from hf_kvret.evaluation.tasks import TASKS
+from hf_kvret.survey.command import add_models_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_bench_parser(commands)
     add_lm_eval_parser(commands)
     add_calibrate_parser(commands)
+    add_models_parser(commands)
     tasks = {f"eval {name}": task for name, task in TASKS.items()}
     add_report_parser(commands, {"demo": Demo, **tasks, **MEASUREMENTS})
     return parser

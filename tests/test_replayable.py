@@ -164,7 +164,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "top_k_experts": 2,
             "moe_intermediate_size": 32,
         },
-    ),  # fmt: skip
+    ),
     "phi3 with long rope": ("phi3", {"rope_parameters": LONGROPE}),
     "llama with yarn": (
         "llama",

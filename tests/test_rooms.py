@@ -36,6 +36,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("hf_kvret.registry",),
     ("hf_kvret",),
     ("hf_kvret.testing",),
+    ("hf_kvret.survey",),
     # What measures, and the commands; ``calibrate`` learns from texts as evaluation reads them.
     (
         "hf_kvret.evaluation",
@@ -44,6 +45,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "hf_kvret.calibration.command_options",
         "hf_kvret.calibration.inspection",
         "hf_kvret.calibration.sources",
+        "hf_kvret.survey.command",
     ),
     ("hf_kvret.cli",),
     ("hf_kvret.__main__",),

@@ -14,10 +14,12 @@ _OBSTACLES = {
     "deepseek_v4": "merges the keys and values of several tokens into entries of its own",
     "diffllama": "splits its values after the cache and attends to them in halves",
     "doge": "builds a mask of its own on top of the causal one, from the values of all tokens",
+    "evolla": "reads all tokens anew at every step, those that its cache holds included",
     "gemma4_assistant": "drafts for another model, whose cache it reads",
     "gemma4_unified_assistant": "drafts for another model, whose cache it reads",
     "git": "computes attention by itself, whatever implementation is set",
     "jetmoe": "repeats its keys after the cache, where no handle survives",
+    "kosmos-2": "hands masks of its own making, of four dimensions, to its attention",
     "minimax_m3_vl": "chooses blocks of tokens with an indexer of its own beside the cache",
     "minimax_m3_vl_text": "chooses blocks of tokens with an indexer of its own beside the cache",
     "mllama": "keeps the keys of images in layers of the same cache (cross-attention)",
@@ -34,8 +36,6 @@ _LATENT = {
     *("youtu", "axk1", "kimi_linear", "bailing_hybrid"),
 }
 
-# Decoders although their configuration says is_decoder=False.
-_ALWAYS_DECODE = {"evolla"}
 
 _OWN_CACHE = "use cache_implementation='dynamic' or leave it out"
 
@@ -238,8 +238,7 @@ def retrieval_layers(config: PreTrainedConfig) -> list[int]:
 
 def _encodes(text: PreTrainedConfig) -> bool:
     """Whether this is an encoder that could decode, with is_decoder=False (BERT)."""
-    tells = hasattr(text, "add_cross_attention") and text.model_type not in _ALWAYS_DECODE
-    return tells and getattr(text, "is_decoder", True) is False
+    return hasattr(text, "add_cross_attention") and getattr(text, "is_decoder", True) is False
 
 
 def _switches(model_class: type[PreTrainedModel]) -> bool:

@@ -225,7 +225,7 @@ def _cuttable(
 ) -> bool:
     """Whether the prompt of this call, ``length`` tokens, can and should be cut."""
     chunk, positions = cache.options.prefill_chunk, model_kwargs.get("position_ids")
-    if chunk is None or (chunk == "auto" and _recurs(cache)):
+    if chunk is None or (chunk == "auto" and recurs(cache)):
         return False
     if generation_config.output_hidden_states or _more_than_tokens(model_kwargs):
         return False
@@ -245,7 +245,7 @@ def forget_chunk(generation_config: Any) -> None:
         generation_config.prefill_chunk_size = None
 
 
-def _recurs(cache: RetrievalCache) -> bool:
+def recurs(cache: RetrievalCache) -> bool:
     """Whether any layer has state other than keys and values."""
     kinds = (RetrievalLayer, DynamicLayer)
     return any(

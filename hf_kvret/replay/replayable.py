@@ -8,16 +8,16 @@ REPLAYABLE: frozenset[str] = frozenset(
     {
         "apertus", "arcee", "aria_text", "axk1", "biogpt", "bitnet", "cohere", "cohere2", "cwm",
         "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo",
-        "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4",
-        "gemma4_text", "gemma4_unified", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
-        "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoeshared",
-        "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
-        "iquestcoder", "jais2", "laguna", "llama", "llama4_text", "llava", "minicpm3",
-        "minimax_m2", "ministral", "ministral3", "mistral", "mistral3", "mistral4", "mixtral",
-        "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi",
-        "phi3", "phimoe", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl",
-        "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_text", "seed_oss", "smollm3",
-        "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+        "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "gemma4_unified",
+        "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode",
+        "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoeshared", "helium",
+        "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder",
+        "jais2", "laguna", "llama", "llama4_text", "llava", "minicpm3", "minimax_m2", "ministral",
+        "ministral3", "mistral", "mistral3", "mistral4", "mixtral", "nanochat", "nemotron",
+        "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2",
+        "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen3",
+        "qwen3_moe", "qwen3_vl", "qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm",
+        "starcoder2", "vaultgemma", "youtu",
     }
 )  # fmt: skip
 """Types (``config.model_type``) whose steps may be replayed.
@@ -45,8 +45,9 @@ def untested(model: PreTrainedModel) -> str | None:
     config = model.config
     types = (config.model_type, config.get_text_config(decoder=True).model_type)
     for name in types:
-        if name not in REPLAYABLE:
-            return f"models of type {name} were not tested with replayed steps ({_WAY_OUT})"
+        reason = untested_type(name)
+        if reason is not None:
+            return reason
     for module in model.modules():
         source = type(module).__module__
         if isinstance(module, PreTrainedModel) and not source.startswith("transformers.models."):
@@ -55,3 +56,10 @@ def untested(model: PreTrainedModel) -> str | None:
                 f"tested with replayed steps ({_WAY_OUT})"
             )
     return None
+
+
+def untested_type(name: str) -> str | None:
+    """Why steps of models of type ``name`` must not be replayed; None if they may be."""
+    if name in REPLAYABLE:
+        return None
+    return f"models of type {name} were not tested with replayed steps ({_WAY_OUT})"

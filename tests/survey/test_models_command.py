@@ -1,0 +1,117 @@
+"""``hf-kvret models``: the list, one type, a configuration of the user's, the page, mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, MistralConfig
+
+from hf_kvret.cli import main
+from hf_kvret.survey import command
+from hf_kvret.survey.record import Record
+from hf_kvret.survey.scan import ModelType, default_type
+from hf_kvret.survey.table import BEGIN, END, Row, details, lines, make_rows, write_page
+from hf_kvret.survey.trial import Trial
+
+NAMES = ("bloom", "gemma3", "gpt2", "jamba", "mistral")
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan of five types; all of them takes seconds."""
+    monkeypatch.setattr(command, "scan", lambda: [default_type(name) for name in NAMES])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["models", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_the_list_has_a_line_for_each_type_that_fits_the_terminal(
+    few: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    assert main(["models"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown] == list(NAMES)
+    assert max(map(len, shown)) <= 72
+    assert "refused     computes attention by itself" in shown[0]
+    assert "tried       layers: 4 of 26, others slide; 4 x (256 + 256)" in shown[1]
+    assert "all modes   layers: all; 12 x (64 + 64); 36 KiB a token; graph" in shown[2]
+    assert "others are recurrent" in shown[3]
+
+
+def test_one_type_says_all_that_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--type", "bailing_hybrid"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "7 of 42, others are recurrent",
+        "1 x (512 + 64)",
+        "8,064 in bf16",
+        "in all modes",
+    ):
+        assert words in shown
+    assert "a2ats, aqua" in shown
+    assert main(["models", "mistral"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "because mistral has no full-attention layer" in shown and "other settings" in shown
+
+
+def test_a_configuration_of_the_users_is_told_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    MistralConfig(sliding_window=None, num_hidden_layers=3).save_pretrained(tmp_path / "full")
+    LlamaConfig(
+        hidden_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=5
+    ).save_pretrained(tmp_path / "small")
+    assert main(["models", str(tmp_path / "full"), "--json"]) == 0
+    full = json.loads(capsys.readouterr().out)
+    assert (full["type"], full["default"]["layers"]) == ("mistral", {"full": 3})
+    assert main(["models", str(tmp_path / "small"), "--json"]) == 0
+    small = json.loads(capsys.readouterr().out)
+    assert (small["rows"], small["bytes_a_token"]) == ("2 x (32 + 32)", 5 * 2 * 64 * 2)
+
+
+def test_the_page_keeps_what_stands_around_the_tables(
+    few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    for _ in range(2):
+        assert main(["models", "--md", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith(f"before\n{BEGIN}\n\n5 types of transformers")
+    assert text.endswith(f"\n\n{END}\nafter\n") and "old" not in text
+    assert text.count("| `jamba` | tried | 4 of 32, others are recurrent |") == 1
+    assert text.count("`bloom` |") == 1
+    capsys.readouterr()
+    page.write_text("no marks", encoding="utf-8")
+    assert BEGIN in refused(capsys, "--md", str(page))
+
+
+def test_mistakes_name_the_way_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "did you mean" in refused(capsys, "--type", "qwen33")
+    assert "leave --type" in refused(capsys, "llama", "--type", "llama")
+    assert "tables of all types" in refused(capsys, "llama", "--md", str(tmp_path / "page.md"))
+    assert "nothing-here" in refused(capsys, str(tmp_path / "nothing-here"))
+
+
+def test_a_type_whose_trial_failed_is_wrong_and_one_without_trial_is_not_tried() -> None:
+    served = ModelType("new", "new", layers={"full": 2}, kv_heads=2, key_dim=8)
+    record = Record(trials={"new": Trial("differs", "logits differ", {"flat": "logits differ"})})
+    (row,) = make_rows([served], record)
+    assert row.verdict == "wrong" and row.without == ["flat"]
+    assert "logits differ" in details(row, record)
+    assert Row(served, None).verdict == Row(served, Trial("not tried")).verdict == "not tried"
+    assert Row(served, Trial("equal", part="text part")).verdict == "text part"
+    assert lines([Row(served, None)], 80)[0] == "new  not tried   layers: all"
+
+
+def test_write_page_raises_before_it_writes(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{END} {BEGIN}", encoding="utf-8")
+    with pytest.raises(ValueError, match="no place for the table"):
+        write_page(page, "text")
+    assert page.read_text(encoding="utf-8") == f"{END} {BEGIN}"

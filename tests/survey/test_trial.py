@@ -1,0 +1,98 @@
+"""A trial tells a type that is served from one that is not, and keeps what it found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from hf_kvret import FlatKVCache
+from hf_kvret.integration.compatibility import model_layers
+from hf_kvret.survey import record, trial
+from hf_kvret.survey.record import Record, try_types
+from hf_kvret.survey.scan import default_type, kv_heads
+from hf_kvret.survey.small import VOCAB_SIZE, small_config
+from hf_kvret.survey.trial import Trial
+
+
+@pytest.fixture
+def flat_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "registered_methods", lambda: {"flat": FlatKVCache})
+
+
+def test_a_served_type_is_equal_and_its_rows_are_those_of_the_default(flat_only: None) -> None:
+    result = trial.trial("gpt_bigcode")
+    assert result.outcome == "equal" and result.methods == {"flat": "equal"}
+    assert result.rows == [[result.heads, 64, 64]] and result.heads == 1
+    assert default_type("gpt_bigcode").key_dim == 64
+    assert 0.0 < result.difference < 3e-4
+
+
+def test_a_lost_row_is_seen(flat_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {**trial.COVERING_OPTIONS, "top_k": 150}
+    monkeypatch.setattr(trial, "COVERING_OPTIONS", few)
+    result = trial.trial("gpt2")
+    assert result.outcome == "differs" and "logits differ" in result.detail
+    assert result.methods["flat"].startswith("logits differ")
+
+
+def test_an_error_of_ours_is_not_taken_for_one_of_transformers(
+    flat_only: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*given: object) -> None:
+        raise RuntimeError("a planted fault")
+
+    monkeypatch.setattr(FlatKVCache, "make_index", broken)
+    result = trial.trial("gpt2")
+    assert result.outcome == "raised" and "a planted fault" in result.detail
+
+
+def test_what_transformers_cannot_run_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: object) -> None:
+        raise ImportError("needs a package")
+
+    monkeypatch.setattr(trial, "small_model", broken)
+    result = trial.trial("gpt2")
+    assert result.outcome == "not tried"
+    assert "needs a package" in result.detail and "there is none" in result.detail
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma3", "deepseek_v3", "gpt_oss", "llama4_text"])
+def test_a_small_configuration_keeps_kinds_of_layers_and_shapes_of_heads(name: str) -> None:
+    config = AutoConfig.for_model(name)
+    small = small_config(config)
+    assert set(map(type, model_layers(small))) == set(map(type, model_layers(config)))
+    text, few = config.get_text_config(), small.get_text_config()
+    assert few.head_dim == text.head_dim and few.num_hidden_layers <= 8
+    assert kv_heads(small) <= 2 and few.vocab_size == VOCAB_SIZE
+
+
+def test_a_record_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def note(name: str) -> Trial:
+        tried.append(name)
+        return Trial("equal", rows=[[1, 2, 3]])
+
+    monkeypatch.setattr(record, "trial", note)
+    path, said = tmp_path / "trials.json", []
+    try_types(["b", "a"], path, report=said.append)
+    kept = try_types(["a", "c"], path, report=said.append)
+    assert tried == ["b", "a", "c"] and said == ["b: equal", "a: equal", "c: equal"]
+    assert Record.read(path) == kept and list(json.loads(path.read_text())["types"]) == list("abc")
+    assert (kept.torch, kept.trials["c"].rows) == (torch.__version__, [[1, 2, 3]])
+    try_types(["a"], path, anew=True, report=said.append)
+    assert tried[-1] == "a"
+
+
+def test_a_record_that_cannot_go_on_says_what_to_do(tmp_path: Path) -> None:
+    other, broken = tmp_path / "other.json", tmp_path / "broken.json"
+    Record("4.0.0").write(other)
+    with pytest.raises(ValueError, match=r"transformers 4\.0\.0.*name of a new file"):
+        try_types([], other)
+    broken.write_text("{}")
+    with pytest.raises(ValueError, match=r"no record of trials.*new file"):
+        Record.read(broken)
