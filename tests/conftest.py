@@ -269,7 +269,7 @@ def artifact_options(
     """``(method, model of the zoo)`` -> the options that name its artifact, if it needs one."""
     # Imported here, because the lines above must come before any module with a kernel.
     from hf_kvret import registered_methods
-    from hf_kvret.testing import LATENT_MODELS, MODELS, tiny_artifact
+    from hf_kvret.testing import GEMMA4_MODELS, LATENT_MODELS, MODELS, tiny_artifact
 
     made: dict[tuple[str, str], str] = {}
 
@@ -278,7 +278,7 @@ def artifact_options(
             return {}
         if (method, model) not in made:
             folder = tmp_path_factory.mktemp(f"{method}-{model}")
-            one = MODELS.get(model) or LATENT_MODELS[model]
+            one = (MODELS | LATENT_MODELS | GEMMA4_MODELS)[model]
             made[method, model] = tiny_artifact(one.build(), method, folder)
         return {"artifact": made[method, model]}
 

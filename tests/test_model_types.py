@@ -137,7 +137,8 @@ def test_no_type_is_named_twice() -> None:
 
 
 def test_a_refusal_names_the_type_and_the_way_out() -> None:
-    for model_type in ("diffusion_gemma", "gemma3n", "falcon_h1", "doge", "mllama", "rwkv", "bert"):
+    types = ("diffusion_gemma", "gemma3n", "falcon_h1", "doge", "mllama", "rwkv", "bert")
+    for model_type in types:
         with pytest.raises(ValueError, match=model_type) as refusal:
             hf_kvret.ParisKVCache(AutoConfig.for_model(model_type))
         assert "cache_implementation" in str(refusal.value) or "is_decoder" in str(refusal.value)

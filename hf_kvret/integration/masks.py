@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class MaskInfo:
 
     Attributes:
         padding: ``[B, T]`` bool as the caller gave it, or None when nothing is padded.
-        causal: True when the mask is plain causal attention plus padding.
+        causal: True when the mask function is that of plain causal attention, plus padding.
         arguments: what transformers passed to the mask function.
     """
 
@@ -42,6 +43,16 @@ class MaskInfo:
             moved = mask.to(device) if isinstance(mask, torch.Tensor) else mask
             self._base_masks[base, device] = moved
         return self._base_masks[base, device]
+
+    @cached_property
+    def lets_see_as_causal(self) -> bool:
+        """Whether queries see what plain causal attention shows them, by whatever function.
+
+        A model for images and text may ask by another one where there is text alone.
+        """
+        arguments = {**self.arguments, "allow_is_causal_skip": False}
+        plain = {**arguments, "mask_function": causal_mask_function, "local_size": None}
+        return self.causal or torch.equal(sdpa_mask(**arguments), sdpa_mask(**plain))
 
     def newest_row(self) -> torch.Tensor:
         """``[B, T]`` bool: what the newest query sees under this mask, whatever its kind."""
@@ -218,7 +229,7 @@ def slot_validity(
         )
     if not info.causal and new == 1:
         return info.newest_row().to(device)
-    if not info.causal and total > new:
+    if total > new and not info.lets_see_as_causal:
         raise ValueError(
             "this model asks for attention that is not plain causal (image tokens, packed "
             f"sequences) among {new} new tokens behind {total - new} cached ones: give the whole "

@@ -178,10 +178,16 @@ def _check_model(
 ) -> None:
     """ValueError for a cache saved from a model of another shape or with other layer types."""
     shape = cache.model_shape
-    differences = [name for name in shape if shape[name] != saved_shape.get(name)]
+    differences = [
+        _first_difference(name, saved_shape.get(name), shape[name])
+        for name in shape
+        if shape[name] != saved_shape.get(name)
+    ]
     if differences:
-        theirs = ", ".join(f"{name} {saved_shape.get(name)}" for name in differences)
-        ours = ", ".join(f"{name} {shape[name]}" for name in differences)
+        theirs, ours = (
+            ", ".join(f"{difference[0]} {difference[side]}" for difference in differences)
+            for side in (1, 2)
+        )
         raise ValueError(
             f"{directory} was saved from another model: it has {theirs}, this model {ours}"
         )
@@ -191,6 +197,14 @@ def _check_model(
             f"{directory} was saved from another model: its cache layers are "
             f"{_summary(saved_types)}, this model's are {_summary(types)}"
         )
+
+
+def _first_difference(name: str, theirs: Any, ours: Any) -> tuple[str, Any, Any]:
+    """``name`` and its two values; of lists by layer, of the first layer that differs."""
+    if not (isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours)):
+        return name, theirs, ours
+    place = next(place for place, value in enumerate(theirs) if value != ours[place])
+    return f"{name}[{place}]", theirs[place], ours[place]
 
 
 def _split(value: Any, prefix: str = "") -> tuple[dict[str, torch.Tensor], Any]:

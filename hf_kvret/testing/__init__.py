@@ -22,6 +22,7 @@ from hf_kvret.testing.conformance import (
     run_case,
     run_conformance,
 )
+from hf_kvret.testing.gemma4_models import GEMMA4_MODELS
 from hf_kvret.testing.latent_models import LATENT_MODELS
 from hf_kvret.testing.models import MODELS, REFUSED
 from hf_kvret.testing.modes import MODES, Mode
@@ -30,6 +31,7 @@ from hf_kvret.testing.tiny import TinyModel
 
 __all__ = [
     "COVERING_OPTIONS",
+    "GEMMA4_MODELS",
     "LATENT_MODELS",
     "LOGIT_TOLERANCE",
     "MODELS",

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.integration.compatibility import model_layers
 from hf_kvret.registry import attach
+from hf_kvret.testing.gemma4_models import GEMMA4_MODELS
 from hf_kvret.testing.latent_models import LATENT_MODELS
 from hf_kvret.testing.models import MODELS
 from hf_kvret.testing.modes import MODES, Mode
@@ -39,6 +40,8 @@ LOGIT_TOLERANCE = 3e-4
 """Largest difference of logits, which spread over about 4. Summing attention in another order
 moved them by at most 3e-5 in any mode; a budget of a single token by 0.1 and more."""
 
+
+_ALL_MODELS = MODELS | LATENT_MODELS | GEMMA4_MODELS
 
 # How configurations call the tokens that a layer works on together.
 _SPANS = (
@@ -201,9 +204,7 @@ def conformance_cases(
         ValueError: an unknown name.
     """
     mode_names = _known(modes, MODES, "mode")
-    for model in (
-        list(MODELS) if models is None else _known(models, MODELS | LATENT_MODELS, "model")
-    ):
+    for model in list(MODELS) if models is None else _known(models, _ALL_MODELS, "model"):
         for mode in mode_names:
             yield Case(model, mode)
 
@@ -260,7 +261,7 @@ def run_conformance(
 
     Args:
         make_cache_for: returns a new, empty cache for a model.
-        models: names in ``MODELS``, all by default, or in ``LATENT_MODELS``.
+        models: names in ``MODELS``, all by default, in ``LATENT_MODELS`` or ``GEMMA4_MODELS``.
         modes: names in ``MODES``, all by default.
         **options: as for ``run_case``.
 
@@ -294,7 +295,7 @@ def failures(results: Iterable[Result]) -> list[Result]:
 
 
 def _build(name: str) -> PreTrainedModel:
-    return (MODELS | LATENT_MODELS)[name].build()
+    return _ALL_MODELS[name].build()
 
 
 def _known(names: Iterable[str] | None, known: dict[str, Any], what: str) -> list[str]:

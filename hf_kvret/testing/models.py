@@ -105,6 +105,8 @@ GEMMA4: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
 }
 """Settings of a small Gemma-4's text."""
+GEMMA4_EMBEDDING = 0.125
+"""Gemma-4 multiplies embeddings by the root of their number, here 8."""
 
 _LFM2 = {
     "num_hidden_layers": 3,
@@ -151,6 +153,8 @@ _ZOO = (
         lambda: AutoConfig.for_model("gemma4_text", **GEMMA4),
         (1, 2),
         "heads and head dims by layer, keys and values of one projection",
+        seed=6,
+        embedding=GEMMA4_EMBEDDING,
     ),
     TinyModel(
         "gpt_oss",

@@ -39,6 +39,8 @@ class TinyModel:
         seed: of the weights; chosen so that a token lost in mid-prompt changes the greedy text.
         architecture: class in transformers; empty for the causal language model of the config.
         attention: implementation; None for the one that transformers chooses.
+        embedding: standard deviation of embeddings; where a model multiplies them, less than 1
+            keeps them from drowning what attention adds.
     """
 
     name: str
@@ -48,6 +50,7 @@ class TinyModel:
     seed: int = 0
     architecture: str = ""
     attention: str | None = None
+    embedding: float = 1.0
 
     def build(self) -> PreTrainedModel:
         """Return the model: fp32, on the CPU, in eval mode, the same weights every time.
@@ -62,18 +65,19 @@ class TinyModel:
                 model = getattr(transformers, self.architecture)._from_config(config, **options)
             else:
                 model = transformers.AutoModelForCausalLM.from_config(config, **options)
-        spread_weights(model, self.seed)
+        spread_weights(model, self.seed, self.embedding)
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = PAD_TOKEN
         return model.eval()
 
 
 @torch.no_grad()
-def spread_weights(model: PreTrainedModel, seed: int) -> None:
+def spread_weights(model: PreTrainedModel, seed: int, embedding: float = 1.0) -> None:
     """Redraw the weights of `model` in place so that attention is peaked and logits are far apart.
 
-    Matrices get a normal distribution with standard deviation gain / sqrt(fan in), embeddings 1,
-    biases 0.1, attention sinks 1; scales of norms and the parameters of recurrences stay.
+    Matrices get a normal distribution with standard deviation gain / sqrt(fan in), embeddings
+    `embedding`, biases 0.1, attention sinks 1; scales of norms and the parameters of recurrences
+    stay.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -85,7 +89,7 @@ def spread_weights(model: PreTrainedModel, seed: int) -> None:
         elif "embed_tokens" in name or name.endswith(
             ("wte.weight", "wpe.weight", "embed_in.weight")
         ):
-            std = 1.0
+            std = embedding
         elif parameter.ndim == 2:
             gain = next((g for ends, g in _GAINS.items() if module.endswith(ends)), 1.0)
             std = gain / math.sqrt(_fan_in(model, module, parameter))

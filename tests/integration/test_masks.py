@@ -177,13 +177,27 @@ def test_somebody_elses_mask_is_refused_by_a_layer_and_passed_to_the_base() -> N
 
 def test_attention_that_is_not_causal_is_refused_behind_cached_tokens() -> None:
     def to_both_sides(batch: int, head: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        return causal_mask_function(batch, head, q, kv) | (kv < 6)
+        return causal_mask_function(batch, head, q, kv) | (kv < 11)
 
     arguments = _arguments(3, 12, None, mask_function=to_both_sides, use_vmap=True)
     with pytest.raises(ValueError, match="give the whole prompt in one forward pass"):
         slot_validity(retrieval_mask(**arguments), 3, 12, CPU)
     prompt = _arguments(12, 12, None, mask_function=to_both_sides, use_vmap=True)
     assert slot_validity(retrieval_mask(**prompt), 12, 12, CPU) is None
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_function_that_comes_to_causal_attention_is_served(padded: bool) -> None:
+    """Behind an image, whose tokens see each other, there is text: these queries see as others."""
+
+    def past_image(batch: int, head: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return causal_mask_function(batch, head, q, kv) | (kv < 9)
+
+    padding = _padding(12) if padded else None
+    arguments = _arguments(3, 12, padding, mask_function=past_image, use_vmap=True)
+    valid = slot_validity(retrieval_mask(**arguments), 3, 12, CPU)
+    assert (valid is None) != padded
+    assert valid is None or valid.tolist() == _padding(12).tolist()
 
 
 def test_one_query_sees_what_any_mask_shows_it() -> None:

@@ -1,0 +1,182 @@
+"""Gemma-4 without shared keys: with a budget that covers everything, what full attention gives.
+
+Its text model is in ``MODELS`` and so in the matrix; here are its relatives, turns of a talk, saved
+caches, and images.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_kvret import (
+    A2ATSCache,
+    AquaKVCache,
+    CTkvrCache,
+    FlatKVCache,
+    H2OCache,
+    LRQKCache,
+    ParisKVCache,
+    RetrievalCache,
+)
+from hf_kvret.testing import COVERING_OPTIONS, GEMMA4_MODELS, MODELS, MODES, Case, run_case
+from hf_kvret.testing.pairs import full_product, pairwise
+from hf_kvret.testing.scenario import NEW_TOKENS, prompt, ragged
+
+CACHES: dict[str, Callable[..., RetrievalCache]] = {
+    "flat": FlatKVCache,
+    "paris": ParisKVCache,
+    "lrqk": LRQKCache,
+    "ctkvr": CTkvrCache,
+    "a2ats": A2ATSCache,
+    "aqua": partial(AquaKVCache, bits=16),
+    "h2o": H2OCache,
+}
+# Coded rows at 16 bits are plain ones.
+STORES = ("device", "host", "resident", "cpu", "split", "higgs", "higgs-host")
+# The classes of the composite types keep no number of layers where transformers looks for it.
+COMPOSITE = ("gemma4_composite", "gemma4_unified")
+ArtifactOptions = Callable[[str, str], dict[str, str]]
+
+
+def options_for(store: str) -> dict[str, Any]:
+    more = {"split": {"device_budget": "20KB"}, "higgs": {"bits": 16}, "higgs-host": {"bits": 16}}
+    return {**COVERING_OPTIONS, "store": store, **more.get(store, {})}
+
+
+def is_served(case: dict[str, Any]) -> bool:
+    """AQUA-KV's rows are its own codes, here at 16 bits."""
+    takes = case.get("store", "device") in ("device", "host", "split")
+    return case.get("method") != "aqua" or takes
+
+
+def few_cases() -> list[dict[str, Any]]:
+    """A mode, method and store for each relative."""
+    modes = ("greedy_ragged", "beams", "prompt_lookup", "chunked_prefill", "crop_deep")
+    methods = ("flat", "lrqk", "ctkvr", "a2ats", "aqua")
+    stores = ("split", "higgs", "cpu", "resident", "host")
+    names = ("model", "mode", "method", "store")
+    rows = zip(GEMMA4_MODELS, modes, methods, stores, strict=True)
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def all_cases() -> list[dict[str, Any]]:
+    """Every mode with every method and store; of the relatives, pairs of these."""
+    factors = {"mode": list(MODES), "method": list(CACHES), "store": list(STORES)}
+    product = [{"model": "gemma4", **case} for case in full_product(factors) if is_served(case)]
+    return product + pairwise({"model": list(GEMMA4_MODELS), **factors}, is_served)
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return "-".join(map(str, case.values()))
+
+
+def check(
+    artifact_options: ArtifactOptions, model: str, mode: str, method: str, store: str
+) -> None:
+    if model == "gemma4_512" and method in ("paris", "a2ats"):
+        pytest.skip("its codes are for heads of up to 256 numbers")
+    options = {**options_for(store), **artifact_options(method, model)}
+    result = run_case(Case(model, mode), lambda built: CACHES[method](built.config, **options))
+    if result.status == "skipped":
+        assert model in COMPOSITE and mode == "early_exit", result.detail
+        pytest.skip(result.detail)
+    assert result.status == "passed", result.detail
+
+
+@pytest.mark.parametrize("case", few_cases(), ids=name_of)
+def test_relatives_give_what_full_attention_gives(
+    case: dict[str, Any], artifact_options: ArtifactOptions
+) -> None:
+    check(artifact_options, **case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", all_cases(), ids=name_of)
+def test_all_modes_methods_and_stores(
+    case: dict[str, Any], artifact_options: ArtifactOptions
+) -> None:
+    check(artifact_options, **case)
+
+
+def talk(model: PreTrainedModel, cache: Any, folder: Path | None) -> list[torch.Tensor]:
+    """Answers to a padded prompt, to 4 more tokens, then twice to 100 more.
+
+    In ``folder`` the cache is saved, forked, and loaded again before the last turns.
+    """
+    ids, mask = ragged((170, 140))
+    answers = []
+
+    def turn(ids: torch.Tensor, mask: torch.Tensor, cache: Any) -> tuple[torch.Tensor, ...]:
+        answer = model.generate(
+            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False
+        )
+        answers.append(answer[:, -6:])
+        return answer, torch.cat([mask, mask.new_ones(len(mask), 6)], dim=1)
+
+    def asked(ids: torch.Tensor, mask: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
+        more = prompt(2, length, salt=length)
+        return torch.cat([ids, more], dim=1), torch.cat([mask, torch.ones_like(more)], dim=1)
+
+    ids, mask = turn(ids, mask, cache)
+    ids, mask = turn(*asked(ids, mask, 4), cache)
+    if folder is None:
+        again = copy.deepcopy(cache)
+    else:
+        cache.save_pretrained(folder)
+        again = type(cache).from_pretrained(folder, model.config, store=cache.options.store)
+        cache = cache.fork()
+    for one in (cache, again):
+        turn(*asked(ids, mask, 100), one)
+    return answers
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        name if name in ("paris", "aqua") else pytest.param(name, marks=pytest.mark.slow)
+        for name in CACHES
+    ],
+)
+def test_turns_forks_and_saved_caches(
+    method: str, artifact_options: ArtifactOptions, tmp_path: Path
+) -> None:
+    model = MODELS["gemma4"].build()
+    options = {**options_for("host"), **artifact_options(method, "gemma4"), "max_draft": 16}
+    cache = CACHES[method](model.config, **options)
+    expected = talk(model, DynamicCache(config=model.config), None)
+    for answer, wanted in zip(talk(model, cache, tmp_path), expected, strict=True):
+        assert torch.equal(answer, wanted)
+    assert all(layer["exact_rows"] == 0 for layer in cache.stats()["layers"])
+
+
+def test_images_among_the_text() -> None:
+    """Tokens of an image see each other in layers that slide; retrieval goes on behind it."""
+    model = GEMMA4_MODELS["gemma4_unified"].build()
+    config, patches = model.config, 6
+    ids = prompt(1, 70)
+    ids[0, 20 : 20 + patches] = config.image_token_id
+    kinds = (ids == config.image_token_id).long()
+    generator = torch.Generator().manual_seed(0)
+    width = 3 * config.vision_config.model_patch_size**2
+    places = torch.stack([torch.arange(patches) % 3, torch.arange(patches) // 3], dim=-1)
+    given = {
+        "pixel_values": torch.randn(1, patches, width, generator=generator),
+        "image_position_ids": places[None],
+        "mm_token_type_ids": kinds,
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+    }
+    expected = model.generate(ids, **given)
+    cache = FlatKVCache(config, **COVERING_OPTIONS)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **given), expected)
+    assert cache.stats()["layers"][0]["selected"] > 0
+    other = {**given, "pixel_values": -given["pixel_values"]}
+    assert not torch.equal(model.generate(ids, **other), expected), "the image counts"
