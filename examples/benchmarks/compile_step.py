@@ -172,17 +172,18 @@ def _launches(compiled: Sequence[_Compiled], part: str, context: int, batch: int
 
 def main() -> None:
     """Print the launches of the parts named on the command line."""
-    from step_kernels import PARTS, StepShape
+    from step_kernels import PARTS, WIDE_PARTS, StepShape
 
+    parts = PARTS | WIDE_PARTS
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="+", choices=tuple(PARTS), metavar="PART")
+    parser.add_argument("parts", nargs="+", choices=tuple(parts), metavar="PART")
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
     options = parser.parse_args()
     compiled, launches = _compile_instead_of_launching(), []
     for part in options.parts:
         compiled.clear()
-        PARTS[part](StepShape(options.context, options.batch))
+        parts[part](StepShape(options.context, options.batch))
         launches += _launches(compiled, part, options.context, options.batch)
     print(json.dumps([asdict(launch) for launch in launches]))
 

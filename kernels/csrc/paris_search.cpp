@@ -2,11 +2,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "numbers.h"
 #include "search.h"
 
 namespace {
+
+constexpr int64_t kMostDim = 1024;
 
 class ParisSearch : public Search {
   public:
@@ -123,19 +126,43 @@ class ParisSearch : public Search {
             for (int64_t d = 0; d < request.key_dim; ++d) {
                 if (paris_.mean_query) x[d] /= static_cast<float>(heads_);
                 if (paris_.mean != nullptr) offsets[g] += x[d] * paris_.mean[head * request.key_dim + d];
-                x[d] *= paris_.signs[d];
             }
-            for (int64_t half = 1; half < paris_.dim; half *= 2) {
-                for (int64_t i = 0; i < paris_.dim; i += 2 * half) {
-                    for (int64_t j = i; j < i + half; ++j) {
-                        const float a = x[j], b = x[j + half];
-                        x[j] = a + b, x[j + half] = a - b;
-                    }
+            const int64_t filled = spread(x, request.key_dim, paris_.dim);
+            for (int64_t i = 0; i < filled; ++i) x[i] *= paris_.signs[i];
+            // Powers of two that add up to the dimension, the largest first.
+            for (int64_t left = paris_.dim; left > 0;) {
+                int64_t block = 8;
+                while (2 * block <= left) block *= 2;
+                transform(x, block);
+                x += block, left -= block;
+            }
+        }
+    }
+
+    // Place i takes number i * stride: see rotation_stride in paris/codes.py. Returns how many may be
+    // other than 0.
+    static int64_t spread(float *x, int64_t key_dim, int64_t dim) {
+        if ((dim & (dim - 1)) == 0) return key_dim;
+        int64_t stride = static_cast<int64_t>(0.618 * static_cast<double>(dim));
+        while (std::gcd(stride, dim) > 1) ++stride;
+        float from[kMostDim];
+        std::copy(x, x + dim, from);
+        for (int64_t i = 0; i < dim; ++i) x[i] = from[i * stride % dim];
+        return dim;
+    }
+
+    // The normalized Walsh-Hadamard transform.
+    static void transform(float *x, int64_t dim) {
+        for (int64_t half = 1; half < dim; half *= 2) {
+            for (int64_t i = 0; i < dim; i += 2 * half) {
+                for (int64_t j = i; j < i + half; ++j) {
+                    const float a = x[j], b = x[j + half];
+                    x[j] = a + b, x[j + half] = a - b;
                 }
             }
-            const float factor = 1.0f / std::sqrt(static_cast<float>(paris_.dim));
-            for (int64_t d = 0; d < paris_.dim; ++d) x[d] *= factor;
         }
+        const float factor = 1.0f / std::sqrt(static_cast<float>(dim));
+        for (int64_t d = 0; d < dim; ++d) x[d] *= factor;
     }
 
     void make_tables(int64_t head, char *work) const {
@@ -193,7 +220,7 @@ class ParisSearch : public Search {
 };
 
 bool is_good(const hfk_paris &paris, const hfk_request &request) {
-    return paris.dim >= 8 && paris.dim <= 256 && (paris.dim & (paris.dim - 1)) == 0 &&
+    return paris.dim >= 8 && paris.dim <= kMostDim && paris.dim % 8 == 0 &&
            paris.dim >= request.key_dim && (paris.m == 4 || paris.m == 8) && paris.tiers > 0 &&
            paris.tiers * (paris.dim / paris.m) < 255 && paris.candidates >= 0 &&
            paris.weight_dtype >= HFK_FLOAT32 && paris.weight_dtype <= HFK_BFLOAT16;
