@@ -75,7 +75,8 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
     last = straight & code.of_last
     return {
         "registers": _usage(usage, "REG"),
-        "spill_bytes": _usage(usage, "STACK"),
+        # A stack that nothing is kept on is none.
+        "spill_bytes": _usage(usage, "STACK") if code.uses_stack else 0,
         "load_bytes": main_width(code.load_widths()),
         "straight": block_of(code, straight - last),
         "loops": [block_of(code, loop, loop <= code.of_last) for loop in loops],

@@ -294,7 +294,7 @@ WIDE_PARTS: dict[str, Callable[[StepShape], None]] = {
     "paris-512x8": lambda shape: _wide_paris(shape, 2, 8, 512),
     "paris-288x40": lambda shape: _wide_paris(shape, 1, 40, 288),
 }
-"""Of other shapes, by row and query heads: they compile and spill nothing, but no step is modelled."""
+"""By the numbers of a row and the query heads of one: compiled as well, but no step is modelled."""
 
 ATTENDED = {"attend-100": PARIS_K, "attend-2048": LRQK_K, "higgs": LRQK_K}
 """Rows of a KV head that a part attends to. Where a step selects others, its largest kernel is

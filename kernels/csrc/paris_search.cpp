@@ -31,8 +31,10 @@ class ParisSearch : public Search {
         bytes_ = cutter.bytes();
     }
 
-    int stages() const override { return 5; }
-    bool is_split(int stage) const override { return stage == kScan || stage == kRerank; }
+    int stages() const override { return 6; }
+    bool is_split(int stage) const override {
+        return (stage == kTables && tables_ > 1) || stage == kScan || stage == kRerank;
+    }
     int64_t bytes() const override { return bytes_; }
 
     void run(int stage, const Selection &selection, char *work, float *, int64_t piece,
@@ -42,9 +44,14 @@ class ParisSearch : public Search {
         int32_t *candidates = at<int32_t>(work, candidates_);
         uint8_t *scores = at<uint8_t>(work, scores_);
         switch (stage) {
-        case kTables:
-            rotate(selection, head, work);
-            make_tables(head, work);
+        case kTables: {
+            const int64_t first = tables_ * piece / pieces, last = tables_ * (piece + 1) / pieces;
+            rotate(selection, head, work, first, last);
+            make_tables(head, work, first, last);
+            break;
+        }
+        case kPack:
+            kernel_.pack(tables(work));
             break;
         case kScan:
             kernel_.scan(tables(work), sign(selection),
@@ -93,7 +100,7 @@ class ParisSearch : public Search {
     }
 
   private:
-    enum { kTables, kScan, kCandidates, kRerank };
+    enum { kTables, kPack, kScan, kCandidates, kRerank };
 
     const uint8_t *sign(const Selection &selection) const {
         return paris_.sign + selection.batch * paris_.sign_batch +
@@ -108,11 +115,12 @@ class ParisSearch : public Search {
     }
 
     // Random signs and a Walsh-Hadamard transform of the group's queries, or of their mean.
-    void rotate(const Selection &selection, int64_t head, char *work) const {
+    void rotate(const Selection &selection, int64_t head, char *work, int64_t first,
+                int64_t last) const {
         const hfk_request &request = step_.attention;
         float *rotated = at<float>(work, rotated_), *offsets = at<float>(work, offsets_);
-        std::fill(rotated, rotated + tables_ * paris_.dim, 0.0f);
-        for (int64_t g = 0; g < heads_; ++g) {
+        std::fill(rotated + first * paris_.dim, rotated + last * paris_.dim, 0.0f);
+        for (int64_t g = paris_.mean_query ? 0 : first; g < (paris_.mean_query ? heads_ : last); ++g) {
             const int64_t row = (selection.batch * request.query_heads + selection.head * heads_ +
                                  g) * request.queries + selection.query;
             float *to = rotated + (paris_.mean_query ? 0 : g) * paris_.dim;
@@ -120,7 +128,7 @@ class ParisSearch : public Search {
                 to[d] += number_at(request.query, request.dtype, row * request.key_dim + d);
             }
         }
-        for (int64_t g = 0; g < tables_; ++g) {
+        for (int64_t g = first; g < last; ++g) {
             float *x = rotated + g * paris_.dim;
             offsets[g] = 0.0f;
             for (int64_t d = 0; d < request.key_dim; ++d) {
@@ -165,7 +173,7 @@ class ParisSearch : public Search {
         for (int64_t d = 0; d < dim; ++d) x[d] *= factor;
     }
 
-    void make_tables(int64_t head, char *work) const {
+    void make_tables(int64_t head, char *work, int64_t first, int64_t last) const {
         constexpr int64_t kUnit = 1000000;
         const int64_t subspaces = paris_.dim / paris_.m, centroids = int64_t{1} << paris_.m;
         const int32_t *counts = paris_.counts + head * subspaces * centroids;
@@ -176,14 +184,13 @@ class ParisSearch : public Search {
         }
         const int64_t per_byte = 8 / paris_.m * centroids;
         uint8_t *points = at<uint8_t>(work, points_);
-        for (int64_t g = 0; g < tables_; ++g) {
+        for (int64_t g = first; g < last; ++g) {
             const float *query = at<float>(work, rotated_) + g * paris_.dim;
             for (int64_t s = 0; s < row_bytes_; ++s) {
                 kernel_.points(query + 8 * s, paris_.m, counts + s * per_byte, limits,
                                paris_.tiers, points + (g * row_bytes_ + s) * 256);
             }
         }
-        kernel_.pack(tables(work));
     }
 
     void rerank(const Selection &selection, char *work, int64_t first, int64_t last) const {

@@ -11,7 +11,7 @@ P >= D the length of a rotated vector (``rotated_dim``), m = 4 or 8 coordinates 
 S = P / m subspaces, C candidates.
 """
 
-from hf_kvret_kernels.paris.codes import ParisCodes, padded_dim, rotated_dim
+from hf_kvret_kernels.paris.codes import MAX_HEAD_DIM, ParisCodes, padded_dim, rotated_dim
 from hf_kvret_kernels.paris.encoding import decode, encode, random_signs, rotate
 from hf_kvret_kernels.paris.levels import magnitude_levels
 from hf_kvret_kernels.paris.selection import (
@@ -24,6 +24,7 @@ from hf_kvret_kernels.paris.selection import (
 from hf_kvret_kernels.paris.stages import search
 
 __all__ = [
+    "MAX_HEAD_DIM",
     "ParisCodes",
     "candidates",
     "collisions",

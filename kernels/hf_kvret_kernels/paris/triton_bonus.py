@@ -150,10 +150,9 @@ def _bonus_kernel(
     row = (tl.program_id(0) // (WORDS * PER_WORD)).to(tl.int64)
     part = tl.program_id(1)
     subspaces = FIRST // M + part * PART + tl.arange(0, PART)[:, None]
-    if FIRST == 0:
-        if (table == 0) & (part == 0):
-            tl.store(histogram_ptr + row * 256 + tl.arange(0, 256), tl.zeros((256,), tl.int32))
-            tl.store(tickets_ptr + row, 0)
+    if (table == 0) & (part == 0) & (FIRST == 0):
+        tl.store(histogram_ptr + row * 256 + tl.arange(0, 256), tl.zeros((256,), tl.int32))
+        tl.store(tickets_ptr + row, 0)
     ids = tl.arange(0, CENTROIDS)[None, :]
     place = ((row * WORDS + table // PER_WORD) * SUBSPACES + subspaces) * CENTROIDS
     points_ptr += place * PER_WORD + table % PER_WORD

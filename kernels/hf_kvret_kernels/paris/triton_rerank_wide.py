@@ -18,8 +18,8 @@ from hf_kvret_kernels.paris.triton_levels import pairs_of_levels, split_words
 # Bytes of signs and query tables up to which a program takes all of them at once.
 _WHOLE = 32
 _TABLES = 16
-# Coordinates that a program of four warps holds in registers, bytes of signs of a piece at most, and
-# of a thread.
+# Coordinates that a program of four warps holds in registers; bytes of signs of a piece at most,
+# and of a thread.
 _TILE = 8192
 _PIECE = 16
 _INNER = 4
@@ -185,7 +185,8 @@ def _rerank_wide_kernel(
                 estimate += tl.load(offset_ptr + tl.minimum(table, last))
             estimate = capped_scores(estimate, inner, outer, SOFTCAP)
             estimate = tl.where(ids >= 0, estimate, float("-inf"))
-            inside = (slots < count) & (table <= last)
+            # None where there is no such query.
+            inside = slots < tl.where(table <= last, count, 0)
             tl.store(scores_ptr + table * count + slots, estimate, mask=inside)
 
     # Read back by all threads: above, several hold the same key.
