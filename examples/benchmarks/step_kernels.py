@@ -134,8 +134,18 @@ def _paris(shape: StepShape, shares: tuple[float, ...] = PARIS_SHARES) -> None:
 
 
 def _wide_paris(shape: StepShape, heads: int, group: int, head_dim: int) -> None:
-    """Rows of multi-head latent attention, or of global layers, in place of the shape's own."""
-    _paris(replace(shape, heads=heads, group=group, head_dim=head_dim), PARIS_LONG_ROW_SHARES)
+    """A search in such rows in place of the shape's own, and what a flush encodes."""
+    from hf_kvret_kernels.paris import triton_count, triton_encode
+
+    shape = replace(shape, heads=heads, group=group, head_dim=head_dim)
+    _paris(shape, PARIS_LONG_ROW_SHARES)
+    dim = paris.rotated_dim(head_dim)
+    signs, levels = torch.empty(dim, device=_META), torch.empty(8, device=_META)
+    keys = torch.empty(shape.batch, heads, 512, head_dim, dtype=_HALF, device=_META)
+    codes = paris.ParisCodes.empty(shape.batch, heads, 512, head_dim, device=_META)
+    triton_encode.rotate(keys, signs)
+    triton_encode.encode(keys, signs, levels, 8, None, codes)
+    triton_count.count_centroids(codes.sign, 8, None)
 
 
 def _lrqk(shape: StepShape) -> None:
