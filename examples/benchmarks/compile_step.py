@@ -75,7 +75,8 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
     last = straight & code.of_last
     return {
         "registers": _usage(usage, "REG"),
-        "spill_bytes": _usage(usage, "STACK"),
+        # A stack that nothing is kept on is none.
+        "spill_bytes": _usage(usage, "STACK") if code.uses_stack else 0,
         "load_bytes": main_width(code.load_widths()),
         "straight": block_of(code, straight - last),
         "loops": [block_of(code, loop, loop <= code.of_last) for loop in loops],
@@ -172,17 +173,18 @@ def _launches(compiled: Sequence[_Compiled], part: str, context: int, batch: int
 
 def main() -> None:
     """Print the launches of the parts named on the command line."""
-    from step_kernels import PARTS, StepShape
+    from step_kernels import PARTS, WIDE_PARTS, StepShape
 
+    parts = PARTS | WIDE_PARTS
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="+", choices=tuple(PARTS), metavar="PART")
+    parser.add_argument("parts", nargs="+", choices=tuple(parts), metavar="PART")
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
     options = parser.parse_args()
     compiled, launches = _compile_instead_of_launching(), []
     for part in options.parts:
         compiled.clear()
-        PARTS[part](StepShape(options.context, options.batch))
+        parts[part](StepShape(options.context, options.batch))
         launches += _launches(compiled, part, options.context, options.batch)
     print(json.dumps([asdict(launch) for launch in launches]))
 

@@ -43,7 +43,7 @@ class Launch:
             later in the part has a number behind it, as ``"top_k.count_digits 2"``.
         launches: how often the part launches this code.
         grid: of the first launch.
-        registers, spill_bytes: of a thread; ``spill_bytes`` is its stack.
+        registers, spill_bytes: of a thread; ``spill_bytes`` is its stack, where it is used.
         shared_bytes: of a CTA.
         load_bytes: the width in which most bytes are loaded, in all of the code.
         straight: what lies outside of loops.

@@ -57,7 +57,8 @@ def _stage_one(shape: KernelShape, draw: Draw) -> tuple[torch.Tensor, ...]:
 
 def _stage_one_options(shape: KernelShape, draw: Draw) -> dict[str, Any]:
     _, rho = PARIS.ratios(shape.length)
-    return {"rho": rho, "tiers": PARIS.tiers, "m": _M, "valid": draw.all_valid(shape)}
+    tiers = PARIS.tiers_for(paris.rotated_dim(shape.head_dim) // _M)
+    return {"rho": rho, "tiers": tiers, "m": _M, "valid": draw.all_valid(shape)}
 
 
 def _rerank(shape: KernelShape, draw: Draw) -> Any:

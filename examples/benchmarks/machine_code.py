@@ -84,6 +84,11 @@ class MachineCode:
 
     instructions: Sequence[Instruction]
 
+    @property
+    def uses_stack(self) -> bool:
+        """Whether anything is loaded from local memory or stored there."""
+        return any(one.name in ("LDL", "STL") for one in self.instructions)
+
     @cached_property
     def reachable(self) -> frozenset[int]:
         """Places of the instructions that control may come to, subroutines left out."""

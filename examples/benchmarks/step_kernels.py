@@ -27,6 +27,8 @@ WINDOW_LEN = 4 + 256 + 512
 LEAST_CONTEXT = 32_768
 """From there on ParisKV's shares and LRQK's budget are those below."""
 PARIS_SHARES = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
+PARIS_LONG_ROW_SHARES = (0.15, 0.50, 1.0)
+"""Of rows of more than 42 subspaces."""
 PARIS_RHO, PARIS_BETA, PARIS_LONG, PARIS_LONG_BETA = 0.20, 0.10, 512 << 10, 0.07
 PARIS_K, LRQK_K, LRQK_RANK, HIGGS_BITS = 100, 2048, 32, 4
 A2ATS_RATIO, CODEWORDS = 0.06, 4096
@@ -103,31 +105,47 @@ class StepShape:
         return PagedRows([chunk], table, key_width, address)
 
 
-def _paris(shape: StepShape) -> None:
+def _paris(shape: StepShape, shares: tuple[float, ...] = PARIS_SHARES) -> None:
     from hf_kvret_kernels.paris import triton_search
 
     grouped = shape.query().view(shape.batch, shape.heads, shape.group, 1, shape.head_dim)
+    dim = paris.rotated_dim(shape.head_dim)
     codes = paris.ParisCodes(
-        shape.tokens(16, dtype=torch.uint8),
-        shape.tokens(48, dtype=torch.uint8),
-        shape.tokens(16, dtype=_HALF),
+        shape.tokens(dim // 8, dtype=torch.uint8),
+        shape.tokens(3 * dim // 8, dtype=torch.uint8),
+        shape.tokens(dim // 8, dtype=_HALF),
     )
-    counts = torch.empty(shape.batch, shape.heads, 16, 256, dtype=torch.int32, device=_META)
+    counts = torch.empty(shape.batch, shape.heads, dim // 8, 256, dtype=torch.int32, device=_META)
     triton_search.search(
         grouped.transpose(2, 3),
-        torch.empty(shape.head_dim, device=_META),
+        torch.empty(dim, device=_META),
         codes,
         counts,
         torch.empty(8, device=_META),
         PARIS_K,
         shape.candidates,
-        tuple(round(1_000_000 * PARIS_RHO * tier) for tier in PARIS_SHARES),
+        tuple(round(1_000_000 * PARIS_RHO * tier) for tier in shares),
         8,
         shape.valid(),
         shape.scale,
         None,
         None,
     )
+
+
+def _wide_paris(shape: StepShape, heads: int, group: int, head_dim: int) -> None:
+    """A search in such rows in place of the shape's own, and what a flush encodes."""
+    from hf_kvret_kernels.paris import triton_count, triton_encode
+
+    shape = replace(shape, heads=heads, group=group, head_dim=head_dim)
+    _paris(shape, PARIS_LONG_ROW_SHARES)
+    dim = paris.rotated_dim(head_dim)
+    signs, levels = torch.empty(dim, device=_META), torch.empty(8, device=_META)
+    keys = torch.empty(shape.batch, heads, 512, head_dim, dtype=_HALF, device=_META)
+    codes = paris.ParisCodes.empty(shape.batch, heads, 512, head_dim, device=_META)
+    triton_encode.rotate(keys, signs)
+    triton_encode.encode(keys, signs, levels, 8, None, codes)
+    triton_count.count_centroids(codes.sign, 8, None)
 
 
 def _lrqk(shape: StepShape) -> None:
@@ -279,6 +297,14 @@ PARTS: dict[str, Callable[[StepShape], None]] = {
 A "finish" follows attention to as many selected rows; "count", "window" and "merge" stand in its
 place where a store attends elsewhere, and gives its part when that is ready.
 """
+
+WIDE_PARTS: dict[str, Callable[[StepShape], None]] = {
+    "paris-576x16": lambda shape: _wide_paris(shape, 1, 16, 576),
+    "paris-576x128": lambda shape: _wide_paris(shape, 1, 128, 576),
+    "paris-512x8": lambda shape: _wide_paris(shape, 2, 8, 512),
+    "paris-288x40": lambda shape: _wide_paris(shape, 1, 40, 288),
+}
+"""By the numbers of a row and the query heads of one: compiled as well, but no step is modelled."""
 
 ATTENDED = {"attend-100": PARIS_K, "attend-2048": LRQK_K, "higgs": LRQK_K}
 """Rows of a KV head that a part attends to. Where a step selects others, its largest kernel is

@@ -29,15 +29,18 @@ class BlockRerank {
     }
 
   private:
-    static constexpr int kBlock = 64, kHeads = 4, kMostDim = 256;
+    static constexpr int kBlock = 64, kHeads = 4, kMostDim = 1024;
 
     typedef void (*Run)(const Rerank &work, const float *queries, int64_t first_head);
 
     template <int M> static Run choose(int64_t dim, int64_t heads) {
-        return dim == 64 ? choose<M, 1>(heads) : dim == 128 ? choose<M, 2>(heads)
-                                                            : choose<M, 4>(heads);
+        return dim == 64    ? choose<M, 1>(heads)
+               : dim == 128 ? choose<M, 2>(heads)
+               : dim == 256 ? choose<M, 4>(heads)
+                            : choose<M, 0>(heads);
     }
 
+    // `Blocks`: of a vector; 0 for any number.
     template <int M, int Blocks> static Run choose(int64_t heads) {
         return heads == 1   ? estimate_all<M, Blocks, 1>
                : heads == 2 ? estimate_all<M, Blocks, 2>
@@ -82,10 +85,11 @@ class BlockRerank {
             const int64_t far = std::min(place + r + kCandidatesAhead, work.last - 1);
             prefetch_codes(codes, work.ids[far]);
             const int64_t id = work.ids[place + r];
-            const uint8_t *sign = codes.sign + id * 8 * Blocks;
+            const int64_t blocks = Blocks == 0 ? codes.dim / kBlock : Blocks;
+            const uint8_t *sign = codes.sign + id * 8 * blocks;
             const uint8_t *magnitude = codes.magnitude + id * codes.magnitude_row;
             const char *weight = codes.weight + id * codes.weight_row;
-            HFK_UNROLL for (int b = 0; b < Blocks; ++b) {
+            const auto add = [&](int64_t b) {
                 const __m512i bytes = places(magnitude + 24 * b, sign + 8 * b);
                 const __m512 own = weights<M>(weight + kWeightBytes * b);
                 __m512 values[4];
@@ -94,7 +98,7 @@ class BlockRerank {
                 values[2] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 16), levels);
                 values[3] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 24), levels);
                 HFK_UNROLL for (int g = 0; g < Heads; ++g) {
-                    const float *query = queries + (g * Blocks + b) * kBlock;
+                    const float *query = queries + (g * blocks + b) * kBlock;
                     __m512 sum = _mm512_mul_ps(values[0], _mm512_load_ps(query));
                     HFK_UNROLL for (int i = 1; i < 4; ++i) {
                         sum = _mm512_fmadd_ps(values[i], _mm512_load_ps(query + 16 * i), sum);
@@ -102,6 +106,11 @@ class BlockRerank {
                     __m512 &total = sums[g * Rows + r];
                     total = b == 0 ? _mm512_mul_ps(sum, own) : _mm512_fmadd_ps(sum, own, total);
                 }
+            };
+            if constexpr (Blocks == 0) {
+                for (int64_t b = 0; b < blocks; ++b) add(b);
+            } else {
+                HFK_UNROLL for (int b = 0; b < Blocks; ++b) add(b);
             }
         }
         return Avx512::sums(sums[0], sums[1], sums[2], sums[3]);

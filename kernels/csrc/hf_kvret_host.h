@@ -135,7 +135,7 @@ struct hfk_paris {
     int64_t magnitude_head;
     int64_t weight_batch;
     int64_t weight_head;
-    int64_t dim;              // P: a power of two, 8 to 256, at least key_dim
+    int64_t dim;              // P: a multiple of 8 up to 1,024, at least key_dim
     int64_t m;                // 4 or 8
     int64_t tiers;            // tiers * dim / m is below 255
     int64_t candidates;       // tokens that are reranked, at most

@@ -192,7 +192,7 @@ inline int64_t put_places_one_by_one(uint64_t chosen, int32_t base, int32_t *to)
     return count;
 }
 
-constexpr int64_t kMostWeights = 64;   // of a key: 256 coordinates, four to a subspace
+constexpr int64_t kMostWeights = 256;  // of a key: 1,024 coordinates, four to a subspace
 constexpr int64_t kCandidatesAhead = 24;
 
 inline void prefetch_codes(const ParisCodes &codes, int64_t id) {

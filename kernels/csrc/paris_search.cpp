@@ -2,11 +2,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "numbers.h"
 #include "search.h"
 
 namespace {
+
+constexpr int64_t kMostDim = 1024;
 
 class ParisSearch : public Search {
   public:
@@ -28,8 +31,10 @@ class ParisSearch : public Search {
         bytes_ = cutter.bytes();
     }
 
-    int stages() const override { return 5; }
-    bool is_split(int stage) const override { return stage == kScan || stage == kRerank; }
+    int stages() const override { return 6; }
+    bool is_split(int stage) const override {
+        return (stage == kTables && tables_ > 1) || stage == kScan || stage == kRerank;
+    }
     int64_t bytes() const override { return bytes_; }
 
     void run(int stage, const Selection &selection, char *work, float *, int64_t piece,
@@ -39,9 +44,14 @@ class ParisSearch : public Search {
         int32_t *candidates = at<int32_t>(work, candidates_);
         uint8_t *scores = at<uint8_t>(work, scores_);
         switch (stage) {
-        case kTables:
-            rotate(selection, head, work);
-            make_tables(head, work);
+        case kTables: {
+            const int64_t first = tables_ * piece / pieces, last = tables_ * (piece + 1) / pieces;
+            rotate(selection, head, work, first, last);
+            make_tables(head, work, first, last);
+            break;
+        }
+        case kPack:
+            kernel_.pack(tables(work));
             break;
         case kScan:
             kernel_.scan(tables(work), sign(selection),
@@ -90,7 +100,7 @@ class ParisSearch : public Search {
     }
 
   private:
-    enum { kTables, kScan, kCandidates, kRerank };
+    enum { kTables, kPack, kScan, kCandidates, kRerank };
 
     const uint8_t *sign(const Selection &selection) const {
         return paris_.sign + selection.batch * paris_.sign_batch +
@@ -105,11 +115,12 @@ class ParisSearch : public Search {
     }
 
     // Random signs and a Walsh-Hadamard transform of the group's queries, or of their mean.
-    void rotate(const Selection &selection, int64_t head, char *work) const {
+    void rotate(const Selection &selection, int64_t head, char *work, int64_t first,
+                int64_t last) const {
         const hfk_request &request = step_.attention;
         float *rotated = at<float>(work, rotated_), *offsets = at<float>(work, offsets_);
-        std::fill(rotated, rotated + tables_ * paris_.dim, 0.0f);
-        for (int64_t g = 0; g < heads_; ++g) {
+        std::fill(rotated + first * paris_.dim, rotated + last * paris_.dim, 0.0f);
+        for (int64_t g = paris_.mean_query ? 0 : first; g < (paris_.mean_query ? heads_ : last); ++g) {
             const int64_t row = (selection.batch * request.query_heads + selection.head * heads_ +
                                  g) * request.queries + selection.query;
             float *to = rotated + (paris_.mean_query ? 0 : g) * paris_.dim;
@@ -117,28 +128,52 @@ class ParisSearch : public Search {
                 to[d] += number_at(request.query, request.dtype, row * request.key_dim + d);
             }
         }
-        for (int64_t g = 0; g < tables_; ++g) {
+        for (int64_t g = first; g < last; ++g) {
             float *x = rotated + g * paris_.dim;
             offsets[g] = 0.0f;
             for (int64_t d = 0; d < request.key_dim; ++d) {
                 if (paris_.mean_query) x[d] /= static_cast<float>(heads_);
                 if (paris_.mean != nullptr) offsets[g] += x[d] * paris_.mean[head * request.key_dim + d];
-                x[d] *= paris_.signs[d];
             }
-            for (int64_t half = 1; half < paris_.dim; half *= 2) {
-                for (int64_t i = 0; i < paris_.dim; i += 2 * half) {
-                    for (int64_t j = i; j < i + half; ++j) {
-                        const float a = x[j], b = x[j + half];
-                        x[j] = a + b, x[j + half] = a - b;
-                    }
-                }
+            const int64_t filled = spread(x, request.key_dim, paris_.dim);
+            for (int64_t i = 0; i < filled; ++i) x[i] *= paris_.signs[i];
+            // Powers of two that add up to the dimension, the largest first.
+            for (int64_t left = paris_.dim; left > 0;) {
+                int64_t block = 8;
+                while (2 * block <= left) block *= 2;
+                transform(x, block);
+                x += block, left -= block;
             }
-            const float factor = 1.0f / std::sqrt(static_cast<float>(paris_.dim));
-            for (int64_t d = 0; d < paris_.dim; ++d) x[d] *= factor;
         }
     }
 
-    void make_tables(int64_t head, char *work) const {
+    // Place i takes number i * stride: see rotation_stride in paris/codes.py. Returns how many may be
+    // other than 0.
+    static int64_t spread(float *x, int64_t key_dim, int64_t dim) {
+        if ((dim & (dim - 1)) == 0) return key_dim;
+        int64_t stride = static_cast<int64_t>(0.618 * static_cast<double>(dim));
+        while (std::gcd(stride, dim) > 1) ++stride;
+        float from[kMostDim];
+        std::copy(x, x + dim, from);
+        for (int64_t i = 0; i < dim; ++i) x[i] = from[i * stride % dim];
+        return dim;
+    }
+
+    // The normalized Walsh-Hadamard transform.
+    static void transform(float *x, int64_t dim) {
+        for (int64_t half = 1; half < dim; half *= 2) {
+            for (int64_t i = 0; i < dim; i += 2 * half) {
+                for (int64_t j = i; j < i + half; ++j) {
+                    const float a = x[j], b = x[j + half];
+                    x[j] = a + b, x[j + half] = a - b;
+                }
+            }
+        }
+        const float factor = 1.0f / std::sqrt(static_cast<float>(dim));
+        for (int64_t d = 0; d < dim; ++d) x[d] *= factor;
+    }
+
+    void make_tables(int64_t head, char *work, int64_t first, int64_t last) const {
         constexpr int64_t kUnit = 1000000;
         const int64_t subspaces = paris_.dim / paris_.m, centroids = int64_t{1} << paris_.m;
         const int32_t *counts = paris_.counts + head * subspaces * centroids;
@@ -149,14 +184,13 @@ class ParisSearch : public Search {
         }
         const int64_t per_byte = 8 / paris_.m * centroids;
         uint8_t *points = at<uint8_t>(work, points_);
-        for (int64_t g = 0; g < tables_; ++g) {
+        for (int64_t g = first; g < last; ++g) {
             const float *query = at<float>(work, rotated_) + g * paris_.dim;
             for (int64_t s = 0; s < row_bytes_; ++s) {
                 kernel_.points(query + 8 * s, paris_.m, counts + s * per_byte, limits,
                                paris_.tiers, points + (g * row_bytes_ + s) * 256);
             }
         }
-        kernel_.pack(tables(work));
     }
 
     void rerank(const Selection &selection, char *work, int64_t first, int64_t last) const {
@@ -193,7 +227,7 @@ class ParisSearch : public Search {
 };
 
 bool is_good(const hfk_paris &paris, const hfk_request &request) {
-    return paris.dim >= 8 && paris.dim <= 256 && (paris.dim & (paris.dim - 1)) == 0 &&
+    return paris.dim >= 8 && paris.dim <= kMostDim && paris.dim % 8 == 0 &&
            paris.dim >= request.key_dim && (paris.m == 4 || paris.m == 8) && paris.tiers > 0 &&
            paris.tiers * (paris.dim / paris.m) < 255 && paris.candidates >= 0 &&
            paris.weight_dtype >= HFK_FLOAT32 && paris.weight_dtype <= HFK_BFLOAT16;

@@ -1,4 +1,4 @@
-"""Heads and head dims by layer: layers that retrieve may differ, from others or among themselves."""
+"""Heads and head dims by layer: layers that retrieve may differ, also among themselves."""
 
 from __future__ import annotations
 

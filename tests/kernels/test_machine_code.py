@@ -20,7 +20,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 from compile_step import check_tools, compile_parts, label_of, tool_versions
 from kernel_launch import Launch
-from step_kernels import PARTS, StepShape
+from step_kernels import PARTS, WIDE_PARTS, StepShape
 from step_work import work_of
 
 LIMITS = Path(__file__).with_name("machine_code_limits.json")
@@ -34,6 +34,7 @@ OTHERS = {
     *("centroid.denominators", "centroid.relevance", "relevance.share"),
     *("codebook.table", "codebook.denominator"),
     *("codebook.encode", "codebook.merge", "paris.encode", "paris.count", "paris.rotate"),
+    "paris.rerank_wide",
     *("higgs.higgs", "higgs.minmax", "higgs.decode"),
     *("paged_triton.gather", "page_copy_triton.copy", "gather_attention.copy"),
 }
@@ -56,6 +57,20 @@ def test_cheap_kernels_keep_their_limits(launches: list[Launch]) -> None:
 def test_all_kernels_keep_their_limits(context: int, batch: int) -> None:
     pytest.importorskip("triton", reason="Triton compiles on Linux only")
     check(compile_parts(tuple(PARTS), context, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", WIDE_PARTS)
+def test_long_rows_and_large_groups_spill_nothing(part: str) -> None:
+    """Rows of up to 576 numbers, groups of up to 128 query heads."""
+    pytest.importorskip("triton", reason="Triton compiles on Linux only")
+    launches = compile_parts((part,), CONTEXTS[0], 1)
+    names = {launch.kernel.partition(" ")[0] for launch in launches}
+    search = {"paris.bonus", "paris.collide", "paris.compact", "paris.rerank_wide"}
+    assert search | {"paris.encode", "paris.count", "paris.rotate"} <= names
+    for launch in launches:
+        assert launch.spill_bytes == 0, launch.kernel
+        assert launch.ctas_at_once >= 2, launch.kernel
 
 
 def test_every_limit_can_be_broken(launches: list[Launch]) -> None:

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from hf_kvret_kernels import paris
+from hf_kvret_kernels.paris.codes import rotation_blocks, rotation_stride
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = ("naive", "triton")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 BACKENDS = ("naive", pytest.param("triton", marks=needs_triton))
-# Head dim and m: below 8, powers of two, padded ones, the largest.
-SHAPES = ((5, 8), (8, 4), (40, 8), (64, 4), (96, 8), (128, 8), (256, 4))
+# Head dim and m: below 8, powers of two, padded ones, several blocks, with some padding too.
+SHAPES = ((5, 8), (8, 4), (40, 8), (64, 4), (96, 8), (128, 8), (256, 4), (133, 8), (160, 4))
+SHAPES += ((576, 8),)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -64,14 +66,14 @@ def test_signs_depend_on_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("head_dim", [1, 8, 40, 64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [1, 8, 40, 64, 96, 128, 133, 160, 256, 288, 576, 1000])
 def test_rotation_keeps_inner_products(head_dim: int, backend: str) -> None:
     signs, _ = tools(head_dim, 8)
     x = randn(2, 3, head_dim)
     rotated = paris.rotate(x, signs, backend=backend)
     assert rotated.shape == (2, 3, paris.rotated_dim(head_dim)) and rotated.dtype == torch.float32
     before, after = x.flatten(0, 1), rotated.flatten(0, 1)
-    # fp32 rounding of sums of up to 256 terms of size 1.
+    # fp32 rounding of sums of up to 1,000 terms of size 1.
     torch.testing.assert_close(after @ after.t(), before @ before.t(), rtol=1e-5, atol=2e-4)
 
 
@@ -82,6 +84,62 @@ def test_rotation_is_the_signed_walsh_hadamard_matrix(backend: str) -> None:
     matrix = (1 - 2 * torch.tensor(parity, dtype=torch.float32, device=DEVICE)) / 8
     rotated = paris.rotate(torch.eye(40, device=DEVICE), signs, backend=backend)
     torch.testing.assert_close(rotated, signs[:40, None] * matrix[:40], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_are_rotated_apart_after_coordinates_changed_places(backend: str) -> None:
+    """160 numbers are 128 + 32, and the step from coordinate to coordinate is coprime to 160."""
+    signs, _ = tools(160, 8)
+    stride = rotation_stride(160)
+    assert stride == 99 and rotation_blocks(160) == ((0, 128), (128, 160))
+    expected = torch.zeros(160, 160, device=DEVICE)
+    for start, end in rotation_blocks(160):
+        for i in range(start, end):
+            for j in range(start, end):
+                parity = bin((i - start) & (j - start)).count("1") % 2
+                expected[i * stride % 160, j] = signs[i] * (1 - 2 * parity) / (end - start) ** 0.5
+    rotated = paris.rotate(torch.eye(160, device=DEVICE), signs, backend=backend)
+    torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [8, 64, 128, 136, 160, 288, 320, 512, 576, 672, 1000, 1024])
+def test_blocks_are_powers_of_two_that_take_every_coordinate_once(dim: int) -> None:
+    sizes = [end - start for start, end in rotation_blocks(dim)]
+    assert sum(sizes) == dim == rotation_blocks(dim)[-1][1]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
+    assert all(size & (size - 1) == 0 and size >= 8 for size in sizes)
+    taken = {i * rotation_stride(dim) % dim for i in range(dim)}
+    assert len(taken) == dim and (rotation_stride(dim) == 1) == (len(sizes) == 1)
+    assert paris.rotated_dim(dim) == dim
+
+
+@pytest.mark.parametrize("dim, part", [(160, 32), (288, 32), (320, 64), (576, 64)])
+def test_each_block_has_its_share_of_the_last_coordinates(dim: int, part: int) -> None:
+    """Of a rotated key behind a latent, say: a row that is one part is spread over all blocks."""
+    for start, end in rotation_blocks(dim):
+        columns = [i * rotation_stride(dim) % dim for i in range(start, end)]
+        share = sum(column >= dim - part for column in columns) / len(columns)
+        # Evenly but for two coordinates.
+        assert abs(share - part / dim) <= 2 / len(columns)
+
+
+def test_long_vectors_are_rounded_up_to_bytes_and_short_ones_to_powers_of_two() -> None:
+    dims = {1: 8, 80: 128, 96: 128, 128: 128, 129: 136, 160: 160, 250: 256, 576: 576, 1019: 1024}
+    assert {dim: paris.rotated_dim(dim) for dim in dims} == dims
+    assert paris.padded_dim(160) == 256 and paris.padded_dim(576) == 1024
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_signs_of_a_padded_vector_still_pad(backend: str) -> None:
+    """So did earlier versions, whose saved codes of 160 numbers have 256 coordinates."""
+    signs, levels = paris.random_signs(256, seed=7).to(DEVICE), paris.magnitude_levels(8).to(DEVICE)
+    keys = randn(1, 2, 9, 160)
+    wide = torch.nn.functional.pad(keys, (0, 96))
+    rotated = paris.rotate(keys, signs, backend=backend)
+    torch.testing.assert_close(rotated, paris.rotate(wide, signs, backend=backend))
+    codes = paris.encode(keys, signs, levels, backend=backend)
+    assert codes.sign.shape == (1, 2, 9, 32)
+    assert torch.equal(codes.sign, paris.encode(wide, signs, levels, backend=backend).sign)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -240,8 +298,8 @@ def test_what_does_not_fit_is_named() -> None:
     keys = randn(1, 2, 3, 16)
     with pytest.raises(ValueError, match="m=6"):
         paris.encode(keys, signs, levels, m=6)
-    with pytest.raises(ValueError, match="head dim 300"):
-        paris.encode(randn(1, 1, 1, 300), signs, levels)
+    with pytest.raises(ValueError, match="head dim 1025"):
+        paris.encode(randn(1, 1, 1, 1025), signs, levels)
     with pytest.raises(ValueError, match="signs has shape"):
         paris.rotate(randn(1, 20), signs)
     with pytest.raises(ValueError, match="levels has shape"):
@@ -260,7 +318,10 @@ def test_what_does_not_fit_is_named() -> None:
     gaps = paris.ParisCodes(*(plane[:, :, ::2] for plane in vars(wide).values()))
     with pytest.raises(ValueError, match="tokens must be contiguous"):
         paris.encode(keys.detach(), signs, levels, out=gaps)
-    with pytest.raises(ValueError, match="no power of two"):
-        paris.random_signs(48, seed=0)
+    for dim in (48, 140, 1032):
+        with pytest.raises(ValueError, match="no power of two"):
+            paris.random_signs(dim, seed=0)
+    with pytest.raises(ValueError, match=r"signs has shape .*, expected \[576\]"):
+        paris.rotate(randn(1, 576), paris.random_signs(640, seed=0).to(DEVICE))
     with pytest.raises(ValueError, match="m=2"):
         paris.magnitude_levels(2)

@@ -80,8 +80,11 @@ def test_estimates_are_close_and_not_shrunk(m: int, backend: str) -> None:
         assert abs(slope - 1) < 0.002
 
 
+DIMS = ((8, 4), (40, 8), (64, 4), (128, 8), (256, 8), (133, 8), (160, 4), (288, 8), (576, 8))
+
+
 @needs_triton
-@pytest.mark.parametrize("head_dim, m", [(8, 4), (40, 8), (64, 4), (128, 8), (256, 8)])
+@pytest.mark.parametrize("head_dim, m", DIMS)
 def test_triton_reranks_as_the_reference_does(head_dim: int, m: int) -> None:
     """Spare capacity is poisoned, rows differ, ids repeat and have holes."""
     signs, levels = tools(head_dim, m)
@@ -99,8 +102,42 @@ def test_triton_reranks_as_the_reference_does(head_dim: int, m: int) -> None:
     assert naive.shape == triton.shape == (2, 3, 2, 3, 70)
     empty = (ids < 0).unsqueeze(3).expand_as(naive)
     assert naive[empty].eq(float("-inf")).all() and naive[~empty].isfinite().all()
-    # fp32 sums of up to 256 terms of size 1 in another order.
+    # fp32 sums of up to 576 terms of size 1 in another order.
     torch.testing.assert_close(triton, naive, rtol=1e-5, atol=5e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "head_dim, m, tables",
+    [
+        (32, 4, 17),
+        (576, 4, 3),
+        pytest.param(576, 8, 18, marks=pytest.mark.slow),
+        pytest.param(576, 8, 128, marks=pytest.mark.slow),
+    ],
+)
+def test_a_search_in_triton_finds_the_tokens_of_the_reference(
+    head_dim: int, m: int, tables: int
+) -> None:
+    """Many query heads of one row of codes: four at a time, and the last four not all there."""
+    signs, levels = tools(head_dim, m)
+    keys, query = randn(2, 1, 70, head_dim), randn(2, 1, 1, tables, head_dim, seed=1)
+    valid = torch.rand(2, 70, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.8
+    valid[1, 1:] = False
+    codes = paris.encode(keys, signs, levels, m=m, backend="naive")
+    counts = paris.count_centroids(codes.sign, m=m, valid=valid, backend="naive")
+    offset = randn(2, 1, 1, tables, seed=4)
+    options = {"survivors": 30, "rho": 0.4, "tiers": (0.15, 0.5, 1.0), "m": m, "valid": valid}
+    if head_dim // m > 84:
+        options["tiers"] = (1.0,)
+    options |= {"scale": 0.2, "softcap": 30.0, "offset": offset}
+    naive, triton = (
+        paris.search(query, signs, codes, counts, levels, 10, **options, backend=backend)
+        for backend in BOTH
+    )
+    # In no order: of two whose relevance is one but for rounding, either may come first.
+    assert torch.equal(naive.sort(-1).values, triton.sort(-1).values)
+    assert triton[1].sort(-1).values.flatten().tolist() == [-1] * 9 + [0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

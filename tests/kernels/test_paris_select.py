@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_kvret_kernels import paris
+from hf_kvret_kernels.paris import naive as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = ("naive", "triton")
@@ -167,8 +168,8 @@ def test_without_keys_there_are_no_points(backend: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("m, dim", [(8, 128), (8, 8), (4, 64), (4, 256)])
-@pytest.mark.parametrize("length", [1, 700])
+@pytest.mark.factor("m, dim", [(8, 128), (8, 8), (4, 64), (4, 256), (8, 136), (8, 288), (4, 320)])
+@pytest.mark.factor("length", [1, 700])
 def test_triton_collides_as_the_reference_does(length: int, m: int, dim: int) -> None:
     """Buffers with spare capacity full of other bytes, strided masks, several blocks."""
     room = random_sign(2, 2, length + 60, dim // 8, seed=8)
@@ -187,6 +188,38 @@ def test_triton_collides_as_the_reference_does(length: int, m: int, dim: int) ->
     packed = sign.contiguous()
     again = paris.collisions(q_rot, counts, packed, rho=0.4, tiers=tiers, m=m, valid=valid)
     assert torch.equal(naive, again)
+
+
+@needs_triton
+@pytest.mark.parametrize("m, dim, tables", [(8, 576, 1), (4, 512, 1), (4, 160, 9)])
+def test_long_codes_and_many_queries_collide_piece_by_piece(m: int, dim: int, tables: int) -> None:
+    """More than one table of points in shared memory, the last one cut short at 160 numbers."""
+    length, tiers = 150, (0.3, 1.0)[: 254 * m // dim]
+    sign, valid = random_sign(2, 1, length, dim // 8), random_valid(2, length)
+    q_rot = torch.randn(2, 1, 1, tables, dim, generator=generator(6)).to(DEVICE)
+    counts = paris.count_centroids(sign, m=m, valid=valid, backend="triton")
+    assert torch.equal(counts, paris.count_centroids(sign, m=m, valid=valid, backend="naive"))
+    options = {"rho": 0.4, "tiers": tiers, "m": m, "valid": valid}
+    naive, triton = (
+        paris.collisions(q_rot, counts, sign, backend=backend, **options) for backend in BOTH
+    )
+    assert torch.equal(naive, triton)
+    # From all parts of a token: bytes that are dropped or counted twice would show.
+    assert naive[0].max() > naive[0].min()
+    ids = paris.candidates(q_rot, counts, sign, 40, backend="triton", **options)
+    assert torch.equal(ids, candidates_by_sorting(naive, 40))
+
+
+def test_sums_of_16_bits_hold_what_a_byte_cant() -> None:
+    """For comparison alone: six tiers in 72 subspaces, all keys alike."""
+    sign = random_sign(1, 1, 1, 72).expand(1, 1, 5, 72).contiguous()
+    counts = paris.count_centroids(sign)
+    q_rot = torch.randn(1, 1, 1, 2, 576, generator=generator(5)).to(DEVICE)
+    bonus = reference.bonus_table(q_rot, counts, (1_000_000,) * 6, 8)
+    valid = torch.tensor([[True, True, False, True, True]], device=DEVICE)
+    scores = reference.collide(sign, bonus, 8, valid, torch.int16)
+    most = torch.iinfo(torch.int16).max
+    assert scores.flatten().tolist() == [432, 432, most, 432, 432]
 
 
 @needs_triton
@@ -341,6 +374,10 @@ def test_what_does_not_fit_is_named() -> None:
         paris.collisions(q_rot, counts[:, :1], sign, **options)
     with pytest.raises(ValueError, match="no power of two"):
         paris.collisions(q_rot[..., :96], counts, sign, **options)
+    with pytest.raises(ValueError, match="at most 3 tiers"):
+        long = torch.zeros(1, 2, 1, 1, 576, device=DEVICE)
+        room = torch.zeros(1, 2, 72, 256, dtype=torch.int32, device=DEVICE)
+        paris.collisions(long, room, random_sign(1, 2, 6, 72), rho=0.5, tiers=(0.2, 0.4, 0.6, 1.0))
     with pytest.raises(ValueError, match=r"valid is torch\.uint8"):
         wrong = torch.ones(1, 6, dtype=torch.uint8, device=DEVICE)
         paris.collisions(q_rot, counts, sign, valid=wrong, **options)

@@ -47,7 +47,7 @@ class KeyCodes(Rerank):
     def add(self, block: TokenBlock) -> None:
         """Encode the keys of ``block``."""
         if self._mean is None:
-            self._start(block.mean_key())
+            self._start(block.mean_key(), paris.rotated_dim(block.keys.shape[-1]))
         assert self._signs is not None and self._levels is not None
         codes = paris.encode(
             block.keys, self._signs, self._levels, m=_SUBSPACE_DIM, mean=self._mean
@@ -84,10 +84,12 @@ class KeyCodes(Rerank):
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""
         assert self._mean is not None, "it is loaded"
-        self._start(self._mean)
+        # As long as they were when they were saved: earlier versions padded more of them.
+        self._start(self._mean, 8 * self._sign.rows.shape[-1])
 
-    def _start(self, mean: torch.Tensor) -> None:
+    def _start(self, mean: torch.Tensor, dim: int) -> None:
+        """``dim``: of rotated vectors."""
         self._mean = mean
-        self._signs = paris.random_signs(paris.rotated_dim(mean.shape[-1]), self.seed)
+        self._signs = paris.random_signs(dim, self.seed)
         self._signs = self._signs.to(mean.device)
         self._levels = paris.magnitude_levels(_SUBSPACE_DIM).to(mean.device)

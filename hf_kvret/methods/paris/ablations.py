@@ -39,8 +39,9 @@ class UnrotatedIndex(ParisIndex):
         if signs is None or levels is None:
             raise RuntimeError("the index is empty: add a block first")
         rows = self.rotate(_center(keys, self._mean))
-        # Signs, then a symmetric transform that is its own inverse; undone in the other order.
-        source = paris.rotate(rows, torch.ones_like(signs)) * signs
+        # An orthogonal map, whose inverse is its transposed matrix.
+        rotation = paris.rotate(torch.eye(len(signs), device=signs.device), signs)
+        source = rows @ rotation.mT
         return paris.encode(source, signs, levels, m=self.options.subspace_dim)
 
     def search_query(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

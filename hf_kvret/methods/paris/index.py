@@ -15,17 +15,15 @@ from hf_kvret.methods.paris.config import ParisConfig
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.host_step import HostSearch, ParisSearch
 
-_MOST_POINTS = 254
-_LARGEST_HEAD = 256
-
 
 class ParisIndex(CapturableIndex, Index):
     """Codes of every cold key: a sign plane, a magnitude plane and subspace weights.
 
-    Keys are centered, normalized, rotated by random signs and a Walsh-Hadamard transform, and
-    cut into subspaces. Stage 1 gives each key points for subspaces whose sign pattern lies close
-    to the query's, and keeps the keys with most points. Stage 2 estimates their inner products
-    from the codes. New keys are encoded like old ones: nothing is learnt, nothing drifts.
+    Keys are centered, normalized, rotated by random signs and a Walsh-Hadamard transform (long ones
+    in blocks), and cut into subspaces. Stage 1 gives each key points for subspaces whose sign
+    pattern lies close to the query's, and keeps the keys with most points. Stage 2 estimates their
+    inner products from the codes. New keys are encoded like old ones: nothing is learnt, nothing
+    drifts.
 
     Args:
         options: of the method.
@@ -99,7 +97,7 @@ class ParisIndex(CapturableIndex, Index):
             cold.budget,
             survivors=self._candidates(held, cold.budget),
             rho=rho,
-            tiers=options.tiers,
+            tiers=options.tiers_for(counts.shape[2]),
             m=m,
             valid=cold.valid,
             scale=cold.scale,
@@ -127,7 +125,7 @@ class ParisIndex(CapturableIndex, Index):
                 counts,
                 signs,
                 levels,
-                paris.tier_shares(rho, options.tiers),
+                paris.tier_shares(rho, options.tiers_for(counts.shape[2])),
                 options.subspace_dim,
                 self._candidates(len(self._sign), cold.budget),
                 # A cap bends the whole score, the mean key's part included.
@@ -185,19 +183,9 @@ class ParisIndex(CapturableIndex, Index):
         self._make_basis(8 * self._sign.rows.shape[-1], self._sign.rows.device)
 
     def _make_basis(self, dim: int, device: torch.device) -> None:
+        """For keys of ``dim`` numbers, or that are so long when they are rotated."""
         options = self.options
-        if dim > _LARGEST_HEAD:
-            raise ValueError(
-                f"head dim {dim}: paris codes exist up to {_LARGEST_HEAD}; use "
-                "cache_implementation='flat'"
-            )
-        subspaces = paris.rotated_dim(dim) // options.subspace_dim
-        if len(options.tiers) * subspaces > _MOST_POINTS:
-            raise ValueError(
-                f"{len(options.tiers)} tiers in {subspaces} subspaces (head dim {dim}, "
-                f"subspace_dim={options.subspace_dim}) make scores above {_MOST_POINTS}, which a "
-                "byte can't hold: use subspace_dim=8 or fewer tiers"
-            )
+        options.check_dim(dim)
         self._signs = paris.random_signs(paris.rotated_dim(dim), options.seed).to(device)
         if options.levels is None:
             self._levels = paris.magnitude_levels(options.subspace_dim).to(device)

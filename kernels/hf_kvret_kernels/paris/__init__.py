@@ -7,11 +7,11 @@ codes: ``rerank``. ``search`` is all of it.
 
 Paper: ParisKV, sections 4.1 and 4.2. Dimensions: B batch, H kv heads, Q queries at once, G query
 tables of a kv head (1 after a mean over the group, or the group's size), n tokens, D head dim,
-P = next power of two of max(D, 8), m = 4 or 8 coordinates of a subspace, S = P / m subspaces,
-C candidates.
+P >= D the length of a rotated vector (``rotated_dim``), m = 4 or 8 coordinates of a subspace,
+S = P / m subspaces, C candidates.
 """
 
-from hf_kvret_kernels.paris.codes import ParisCodes, rotated_dim
+from hf_kvret_kernels.paris.codes import MAX_HEAD_DIM, ParisCodes, padded_dim, rotated_dim
 from hf_kvret_kernels.paris.encoding import decode, encode, random_signs, rotate
 from hf_kvret_kernels.paris.levels import magnitude_levels
 from hf_kvret_kernels.paris.selection import (
@@ -24,6 +24,7 @@ from hf_kvret_kernels.paris.selection import (
 from hf_kvret_kernels.paris.stages import search
 
 __all__ = [
+    "MAX_HEAD_DIM",
     "ParisCodes",
     "candidates",
     "collisions",
@@ -31,6 +32,7 @@ __all__ = [
     "decode",
     "encode",
     "magnitude_levels",
+    "padded_dim",
     "random_signs",
     "rerank",
     "rotate",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -9,20 +11,67 @@ import torch
 
 SUBSPACE_DIMS = (4, 8)
 LEVELS = 8
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 1024
+# Up to here vectors are padded to a power of two; above, blocks are rotated apart.
+_LARGEST_PADDED = 128
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXCLUDED = 255
 
 
 def rotated_dim(head_dim: int) -> int:
-    """P: the length of a rotated vector, the next power of two of ``max(head_dim, 8)``.
+    """P: the length of a rotated vector.
+
+    Up to 128 the next power of two of ``max(head_dim, 8)``, above the next multiple of 8.
 
     Raises:
-        ValueError: ``head_dim`` outside 1 to 256.
+        ValueError: ``head_dim`` outside 1 to 1,024.
+    """
+    if head_dim > _LARGEST_PADDED:
+        padded_dim(head_dim)
+        return -(-head_dim // 8) * 8
+    return padded_dim(head_dim)
+
+
+def padded_dim(head_dim: int) -> int:
+    """The next power of two of ``max(head_dim, 8)``: the length of a vector that is one block.
+
+    Raises:
+        ValueError: ``head_dim`` outside 1 to 1,024.
     """
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head dim {head_dim}: Paris codes exist for 1 to {MAX_HEAD_DIM}")
     return max(8, 1 << (head_dim - 1).bit_length())
+
+
+@functools.cache
+def rotation_blocks(dim: int) -> tuple[tuple[int, int], ...]:
+    """First and last + 1 place of each block of a vector of P = ``dim``, the largest first.
+
+    Blocks are the powers of two that add up to P: 576 is 512 + 64. Each is rotated by itself.
+    """
+    blocks, start = [], 0
+    for bit in reversed(range(dim.bit_length())):
+        if dim >> bit & 1:
+            blocks.append((start, start + (1 << bit)))
+            start += 1 << bit
+    return tuple(blocks)
+
+
+@functools.cache
+def rotation_stride(dim: int) -> int:
+    """Place i of the blocks takes coordinate ``i * stride % dim`` of a vector of P = ``dim``.
+
+    So each block gets its share of every part of the vector. Parts differ: a latent and a rotated
+    key that lie in one row have scales of their own, and a block of one part alone would earn as
+    many points a subspace as the part that decides. About the golden section of P and coprime to
+    it, so that blocks take their coordinates evenly; 1 where there is one block.
+    """
+    if dim & (dim - 1) == 0:
+        return 1
+    stride = int(0.618 * dim)
+    while math.gcd(stride, dim) > 1:
+        stride += 1
+    return stride
 
 
 @dataclass(frozen=True)
@@ -109,11 +158,24 @@ def check_tensor(
 
 
 def check_rotated(name: str, dim: int) -> None:
-    if not 8 <= dim <= MAX_HEAD_DIM or dim & (dim - 1):
+    if not 8 <= dim <= MAX_HEAD_DIM or rotated_dim(dim) != dim:
         raise ValueError(
-            f"{name} holds vectors of {dim} dims, which is no power of two in 8..{MAX_HEAD_DIM}; "
-            "rotate(x, signs) makes such vectors of any head dim"
+            f"{name} holds vectors of {dim} dims, which is no power of two of at least 8 and no "
+            f"multiple of 8 in {_LARGEST_PADDED}..{MAX_HEAD_DIM}; rotate(x, signs) makes such "
+            "vectors of any head dim"
         )
+
+
+def check_signs_of(signs: torch.Tensor, head_dim: int, device: torch.device) -> int:
+    """P of signs that rotate vectors of ``head_dim``; ValueError where they are none.
+
+    Padded to a power of two is allowed at any head dim: so were the first saved caches.
+    """
+    dim = padded_dim(head_dim)
+    if signs.shape != (dim,):
+        dim = rotated_dim(head_dim)
+    check_tensor("signs", signs, (dim,), [torch.float32], device)
+    return dim
 
 
 def check_rows(name: str, plane: torch.Tensor) -> None:

@@ -11,9 +11,9 @@ from hf_kvret_kernels.paris.codes import (
     ParisCodes,
     check_codes,
     check_rotated,
+    check_signs_of,
     check_subspace_dim,
     check_tensor,
-    rotated_dim,
 )
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,7 +23,7 @@ def random_signs(dim: int, seed: int) -> torch.Tensor:
     """``[dim]`` fp32 on the CPU, each +1 or -1: the same for a seed on every machine.
 
     Args:
-        dim: P, see ``rotated_dim``.
+        dim: P, see ``rotated_dim``. Blocks take the signs one after the other.
         seed: of a generator of its own; torch's global state is left alone.
     """
     check_rotated("signs", dim)
@@ -34,12 +34,15 @@ def random_signs(dim: int, seed: int) -> torch.Tensor:
 def rotate(x: torch.Tensor, signs: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """``[..., P]`` fp32: ``x`` zero-padded, times ``signs``, Walsh-Hadamard over ``sqrt(P)``.
 
+    Where P is no power of two, coordinates change places (``rotation_stride``), and each of the
+    blocks whose sizes add up to P (``rotation_blocks``, 512 + 64) is transformed by itself.
+
     The map is orthogonal: inner products and norms of padded vectors stay as they are
-    (section 4.1.1, SRHT). Nothing is normalized. Padding where D is no power of two is ours.
+    (section 4.1.1, SRHT). Nothing is normalized. Padding and blocks are ours.
 
     Args:
         x: ``[..., D]`` fp32, bf16 or fp16, any strides.
-        signs: ``[P]`` fp32 with P = ``rotated_dim(D)``, on x's device.
+        signs: ``[P]`` fp32 with P = ``rotated_dim(D)`` or ``padded_dim(D)``, on x's device.
         backend: "auto", "naive" or "triton".
 
     Raises:
@@ -60,7 +63,7 @@ def check_signs(x: torch.Tensor, signs: torch.Tensor) -> None:
         raise ValueError("x is a scalar, expected [..., D]")
     check_no_grad(x=x)
     check_tensor("x", x, x.shape, _FLOATS, x.device)
-    check_tensor("signs", signs, (rotated_dim(x.shape[-1]),), [torch.float32], x.device)
+    check_signs_of(signs, x.shape[-1], x.device)
 
 
 def encode(
@@ -86,7 +89,7 @@ def encode(
 
     Args:
         keys: ``[B, H, n, D]`` fp32, bf16 or fp16, any strides, n may be 0.
-        signs: ``[P]`` fp32 of ``random_signs``.
+        signs: ``[P]`` fp32 of ``random_signs``, P as of ``rotate``.
         levels: ``[8]`` fp32 ascending, of ``magnitude_levels(m)``.
         m: coordinates of a subspace, 4 or 8.
         mean: ``[B, H, D]`` fp32 to subtract from every key of the head, or None.
@@ -101,14 +104,13 @@ def encode(
     check_no_grad(keys=keys)
     check_tensor("keys", keys, (None, None, None, None), _FLOATS, keys.device)
     batch, heads, length, head_dim = keys.shape
-    dim = rotated_dim(head_dim)
-    check_tensor("signs", signs, (dim,), [torch.float32], keys.device)
+    dim = check_signs_of(signs, head_dim, keys.device)
     check_tensor("levels", levels, (LEVELS,), [torch.float32], keys.device)
     if mean is not None:
         check_tensor("mean", mean, (batch, heads, head_dim), [torch.float32], keys.device)
     if out is None:
         out = ParisCodes.empty(
-            batch, heads, length, head_dim, m=m, weight_dtype=weight_dtype, device=keys.device
+            batch, heads, length, dim, m=m, weight_dtype=weight_dtype, device=keys.device
         )
     elif tuple(out.sign.shape[:3]) != (batch, heads, length):
         raise ValueError(

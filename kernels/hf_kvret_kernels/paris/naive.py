@@ -10,7 +10,13 @@ import math
 
 import torch
 
-from hf_kvret_kernels.paris.codes import EXCLUDED, LEVELS, ParisCodes
+from hf_kvret_kernels.paris.codes import (
+    EXCLUDED,
+    LEVELS,
+    ParisCodes,
+    rotation_blocks,
+    rotation_stride,
+)
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 _ENCODE_TOKENS = 512
@@ -27,9 +33,17 @@ def hadamard(dim: int, device: torch.device) -> torch.Tensor:
 
 def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     dim, head_dim = signs.shape[0], x.shape[-1]
-    # Zero padding meets the matrix's last rows, so leave those out.
-    transform = signs[:head_dim, None] * hadamard(dim, x.device)[:head_dim]
-    return x.float() @ transform * dim**-0.5
+    if dim & (dim - 1) == 0:
+        # Zero padding meets the matrix's last rows, so leave those out.
+        transform = signs[:head_dim, None] * hadamard(dim, x.device)[:head_dim]
+        return x.float() @ transform * dim**-0.5
+    order = torch.arange(dim, device=x.device) * rotation_stride(dim) % dim
+    x, parts = torch.nn.functional.pad(x.float(), (0, dim - head_dim)), []
+    for start, end in rotation_blocks(dim):
+        transform = signs[start:end, None] * hadamard(end - start, x.device)
+        part = x.index_select(-1, order[start:end])
+        parts.append(part @ transform * (end - start) ** -0.5)
+    return torch.cat(parts, dim=-1)
 
 
 def encode(
@@ -137,28 +151,32 @@ def bonus_table(
 
 
 def collide(
-    sign: torch.Tensor, bonus: torch.Tensor, m: int, valid: torch.Tensor | None
+    sign: torch.Tensor,
+    bonus: torch.Tensor,
+    m: int,
+    valid: torch.Tensor | None,
+    dtype: torch.dtype = torch.uint8,
 ) -> torch.Tensor:
-    batch, heads, queries, tables = bonus.shape[:4]
+    """Sums in int16 hold more points than a byte, for comparison: no kernel has them."""
+    batch, heads, queries = bonus.shape[:3]
     length = sign.shape[2]
     device = sign.device
-    scores = torch.empty(batch, heads, queries, length, dtype=torch.uint8, device=device)
+    scores = torch.empty(batch, heads, queries, length, dtype=dtype, device=device)
     starts = torch.arange(bonus.shape[4], dtype=torch.int32, device=device) << m
     for b in range(batch):
         for h in range(heads):
             entries = (centroid_ids(sign[b, h], m).int() + starts).t().contiguous()
             for q in range(queries):
-                points = torch.stack(
-                    [_points(entries, bonus[b, h, q, g].flatten()) for g in range(tables)]
-                )
+                rows = bonus[b, h, q].flatten(1).to(dtype)
+                points = torch.stack([_points(entries, row) for row in rows])
                 scores[b, h, q] = points.amax(0)
     if valid is not None:
-        scores.masked_fill_(~valid[:, None, None], EXCLUDED)
+        scores.masked_fill_(~valid[:, None, None], torch.iinfo(dtype).max)
     return scores
 
 
 def _points(entries: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """``[n]`` uint8 sums over subspaces: ``entries [S, n]`` int32 into ``table [S * 2**m]``."""
+    """``[n]`` sums over subspaces: ``entries [S, n]`` int32 into ``table [S * 2**m]``."""
     total = table.index_select(0, entries[0])
     for row in entries[1:]:
         total += table.index_select(0, row)

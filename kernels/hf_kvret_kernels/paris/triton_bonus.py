@@ -15,7 +15,9 @@ import triton.language as tl
 
 from hf_kvret_kernels._dispatch import interpreted
 from hf_kvret_kernels._triton_shared import walsh_hadamard
+from hf_kvret_kernels.paris.codes import rotation_blocks, rotation_stride
 from hf_kvret_kernels.paris.naive import SHARE_UNIT
+from hf_kvret_kernels.paris.triton_encode import source_columns
 
 _SHARE_UNIT = tl.constexpr(SHARE_UNIT)
 # Tables whose points one load brings. Sums of points stay below 255: none reaches into the next.
@@ -66,7 +68,6 @@ def bonus(
     device, rows = query.device, batch * heads * queries
     subspaces = counts.shape[2]
     dim, words = subspaces * m, triton.cdiv(tables, PER_WORD)
-    part = subspaces_of_program(subspaces)
     lead = batch, heads, queries
     points = torch.empty(
         *lead, words, subspaces, 1 << m, PER_WORD, dtype=torch.uint8, device=device
@@ -81,30 +82,36 @@ def bonus(
         source = query.contiguous()
     if not rows:
         return Bonus(points, planes, histogram, tickets)
-    # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
-    _bonus_kernel[(rows * words * PER_WORD, subspaces // part)](
-        source,
-        source if signs is None else signs.contiguous(),
-        counts.contiguous(),
-        planes,
-        points,
-        histogram,
-        tickets,
-        queries,
-        head_dim,
-        dim**-0.5,
-        ROTATE=signs is not None,
-        TABLES=tables,
-        WORDS=words,
-        PER_WORD=PER_WORD,
-        SHARES=shares,
-        M=m,
-        SUBSPACES=subspaces,
-        PART=part,
-        LOG_DIM=dim.bit_length() - 1,
-        num_warps=1,
-        enable_fp_fusion=True,
-    )
+    for first, end in rotation_blocks(dim):
+        own = (end - first) // m
+        part = subspaces_of_program(own)
+        # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
+        _bonus_kernel[(rows * words * PER_WORD, own // part)](
+            source,
+            source if signs is None else signs.contiguous(),
+            counts.contiguous(),
+            planes,
+            points,
+            histogram,
+            tickets,
+            queries,
+            head_dim,
+            (end - first) ** -0.5,
+            ROTATE=signs is not None,
+            TABLES=tables,
+            WORDS=words,
+            PER_WORD=PER_WORD,
+            SHARES=shares,
+            M=m,
+            SUBSPACES=subspaces,
+            FIRST=first,
+            DIM=end - first,
+            STRIDE=rotation_stride(dim),
+            PART=part,
+            LOG_DIM=(end - first).bit_length() - 1,
+            num_warps=1,
+            enable_fp_fusion=True,
+        )
     return Bonus(points, planes, histogram, tickets)
 
 
@@ -127,17 +134,23 @@ def _bonus_kernel(
     SHARES: tl.constexpr,
     M: tl.constexpr,
     SUBSPACES: tl.constexpr,
+    FIRST: tl.constexpr,
+    DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
     PART: tl.constexpr,
     LOG_DIM: tl.constexpr,
 ):
-    """PART subspaces of one table: their centroids are sorted by similarity."""
+    """PART subspaces of one table: their centroids are sorted by similarity.
+
+    They are of the block of DIM places from FIRST on, which is rotated by itself.
+    """
     CENTROIDS: tl.constexpr = 1 << M
-    DIM: tl.constexpr = SUBSPACES * M
+    WHOLE: tl.constexpr = SUBSPACES * M
     table = tl.program_id(0) % (WORDS * PER_WORD)
     row = (tl.program_id(0) // (WORDS * PER_WORD)).to(tl.int64)
     part = tl.program_id(1)
-    subspaces = part * PART + tl.arange(0, PART)[:, None]
-    if (table == 0) & (part == 0):
+    subspaces = FIRST // M + part * PART + tl.arange(0, PART)[:, None]
+    if (table == 0) & (part == 0) & (FIRST == 0):
         tl.store(histogram_ptr + row * 256 + tl.arange(0, 256), tl.zeros((256,), tl.int32))
         tl.store(tickets_ptr + row, 0)
     ids = tl.arange(0, CENTROIDS)[None, :]
@@ -146,19 +159,20 @@ def _bonus_kernel(
     if table < TABLES:
         source = row * TABLES + table
         if ROTATE:
-            columns = tl.arange(0, DIM)[None, :]
+            places = tl.arange(0, DIM)[None, :]
+            columns = source_columns(FIRST + places, WHOLE, STRIDE)
             inside = columns < head_dim
             x = tl.load(query_ptr + source * head_dim + columns, mask=inside, other=0.0)
-            x = x.to(tl.float32) * tl.load(signs_ptr + columns)
+            x = x.to(tl.float32) * tl.load(signs_ptr + FIRST + places)
             x = walsh_hadamard(x, DIM, LOG_DIM, 1) * scale
-            own = columns // (M * PART) == part
-            tl.store(planes_ptr + source * DIM + _plane(columns, DIM), x, mask=own)
+            own = places // (M * PART) == part
+            tl.store(planes_ptr + source * WHOLE + _plane(FIRST + places, WHOLE), x, mask=own)
             # The program reads what all its threads have written.
             tl.debug_barrier()
         sims = tl.zeros((PART, CENTROIDS), dtype=tl.float32)
         # Added in the order of the coordinates, as the reference does.
         for j in tl.static_range(M):
-            value = tl.load(planes_ptr + source * DIM + _plane(subspaces * M + j, DIM))
+            value = tl.load(planes_ptr + source * WHOLE + _plane(subspaces * M + j, WHOLE))
             sims += tl.where(((ids >> j) & 1) == 1, value, -value)
         # Integers that compare as the floats do; descending, equal ones by their number.
         bits = sims.to(tl.int32, bitcast=True)

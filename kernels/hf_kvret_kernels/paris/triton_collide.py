@@ -19,9 +19,12 @@ from hf_kvret_kernels.paris.codes import EXCLUDED
 from hf_kvret_kernels.paris.triton_bonus import PER_WORD, Bonus
 
 _EXCLUDED = tl.constexpr(EXCLUDED)
-# Sign bytes that a program of eight warps looks up, and tokens of a program at most.
+# Sign bytes that a program of eight warps looks up at a time, and tokens of a program at most.
 _TILE = 1 << 14
 _TOKENS = 1024
+# Bytes of a token that are looked up at a time, where they are many or no power of two.
+_PIECES = (16, 8)
+_WHOLE = 32
 # Blocks whose counts the last program adds up at a time.
 _BLOCKS = 256
 # Bytes that rows of scores start at multiples of.
@@ -47,6 +50,13 @@ class Collisions(NamedTuple):
     block: int
 
 
+def piece_of(width: int) -> int:
+    """How many of a token's ``width`` sign bytes a program takes at a time, a power of two."""
+    if width <= _WHOLE and width & (width - 1) == 0:
+        return width
+    return next((piece for piece in _PIECES if width % piece == 0), _PIECES[-1])
+
+
 def collide(
     bonus: Bonus, sign: torch.Tensor, m: int, valid: torch.Tensor | None, points: int, count: int
 ) -> Collisions:
@@ -57,7 +67,8 @@ def collide(
     batch, heads, queries, words = bonus.words.shape[:4]
     length, width = sign.shape[2:]
     device, lead = sign.device, (batch, heads, queries)
-    block = min(_TOKENS, _TILE // width)
+    piece = piece_of(width)
+    block = min(_TOKENS, _TILE // piece)
     # An empty row has a block too, which plans that nothing is taken.
     blocks = max(1, triton.cdiv(length, block))
     # A bin for each sum there can be, and one for what is not counted: fewer bins, less work.
@@ -92,6 +103,7 @@ def collide(
             BINS=bins,
             M=m,
             BYTES=width,
+            PIECE=piece,
             BLOCK=block,
             BLOCKS=_BLOCKS,
             ALIGN=ALIGN,
@@ -128,14 +140,15 @@ def _collide_kernel(
     BINS: tl.constexpr,
     M: tl.constexpr,
     BYTES: tl.constexpr,
+    PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """A block of tokens for one query; a word of four bytes holds the points of four tables."""
-    CENTROIDS: tl.constexpr = 1 << M
-    PER_BYTE: tl.constexpr = 8 // M
-    ENTRIES: tl.constexpr = BYTES * PER_BYTE * CENTROIDS
+    OF_BYTE: tl.constexpr = 8 // M << M
+    ENTRIES: tl.constexpr = BYTES * OF_BYTE
+    OF_PIECE: tl.constexpr = PIECE * OF_BYTE
     row = tl.program_id(1).to(tl.int64)
     block, blocks = tl.program_id(0), tl.num_programs(0)
     b = row // queries // heads
@@ -147,21 +160,26 @@ def _collide_kernel(
         counted = load_mask(
             valid_ptr, b, tokens, length, valid_stride_b, valid_stride_n, VALID_UNIT
         )
-    column = tl.arange(0, BYTES)[None, :]
+    column = tl.arange(0, PIECE)[None, :]
     places = b * sign_stride_b + h * sign_stride_h + tokens.to(tl.int64)[:, None] * BYTES + column
-    byte = tl.load(sign_ptr + places, mask=inside[:, None], other=0).to(tl.int32)
+    if PIECE == BYTES:
+        byte = tl.load(sign_ptr + places, mask=inside[:, None], other=0).to(tl.int32)
 
     best = tl.zeros((BLOCK,), dtype=tl.int32)
     words_ptr += row * WORDS * ENTRIES
     for w in range(WORDS):
-        table = tl.load(words_ptr + w * ENTRIES + tl.arange(0, ENTRIES))
         total = tl.zeros((BLOCK,), dtype=tl.uint32)
-        for part in tl.static_range(PER_BYTE):
-            ids = (byte >> (part * M)) & (CENTROIDS - 1)
-            entries = (column * PER_BYTE + part) * CENTROIDS + ids
-            found = tl.gather(table, tl.reshape(entries, (BLOCK * BYTES,)), 0)
-            found = tl.reshape(found.to(tl.uint32, bitcast=True), (BLOCK, BYTES))
-            total += tl.sum(found, axis=1)
+        if PIECE == BYTES:
+            table = tl.load(words_ptr + w * ENTRIES + tl.arange(0, ENTRIES))
+            total = _add_points(total, table, byte, column, M, BLOCK, PIECE)
+        else:
+            # The tables of a whole token don't fit into registers on their way to shared memory.
+            for first in range(0, BYTES, PIECE):
+                here = inside[:, None] & (first + column < BYTES)
+                byte = tl.load(sign_ptr + places + first, mask=here, other=0).to(tl.int32)
+                entry = first * OF_BYTE + tl.arange(0, OF_PIECE)
+                table = tl.load(words_ptr + w * ENTRIES + entry, mask=entry < ENTRIES, other=0)
+                total = _add_points(total, table, byte, column, M, BLOCK, PIECE)
         for t in tl.static_range(PER_WORD):
             best = tl.maximum(best, ((total >> (8 * t)) & 255).to(tl.int32))
     score = tl.where(counted, best, _EXCLUDED).to(tl.uint8)
@@ -185,6 +203,22 @@ def _collide_kernel(
         _plan(
             histogram_ptr, reaching_ptr, plan_ptr + row * 4, before_ptr, blocks, count, BINS, BLOCKS
         )
+
+
+@triton.jit
+def _add_points(
+    total, table, byte, column, M: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr
+):
+    """``total [BLOCK]`` and the words of ``table`` that ``byte [BLOCK, BYTES]`` stand for."""
+    CENTROIDS: tl.constexpr = 1 << M
+    PER_BYTE: tl.constexpr = 8 // M
+    for part in tl.static_range(PER_BYTE):
+        ids = (byte >> (part * M)) & (CENTROIDS - 1)
+        entries = (column * PER_BYTE + part) * CENTROIDS + ids
+        found = tl.gather(table, tl.reshape(entries, (BLOCK * BYTES,)), 0)
+        found = tl.reshape(found.to(tl.uint32, bitcast=True), (BLOCK, BYTES))
+        total += tl.sum(found, axis=1)
+    return total
 
 
 @triton.jit

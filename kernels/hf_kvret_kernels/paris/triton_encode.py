@@ -8,7 +8,12 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._triton_shared import walsh_hadamard
-from hf_kvret_kernels.paris.codes import LEVELS, ParisCodes
+from hf_kvret_kernels.paris.codes import (
+    LEVELS,
+    ParisCodes,
+    rotation_blocks,
+    rotation_stride,
+)
 
 # Elements that a program of four warps holds in registers.
 _TILE = 4096
@@ -18,21 +23,26 @@ def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     dim, head_dim = signs.shape[0], x.shape[-1]
     rows = x.reshape(-1, head_dim)
     out = torch.empty(*x.shape[:-1], dim, dtype=torch.float32, device=x.device)
-    block = min(_TILE // dim, triton.next_power_of_2(max(1, rows.shape[0])))
-    _rotate_kernel[(triton.cdiv(rows.shape[0], block),)](
-        rows,
-        signs.contiguous(),
-        out,
-        rows.shape[0],
-        head_dim,
-        rows.stride(0),
-        rows.stride(1),
-        dim**-0.5,
-        DIM=dim,
-        LOG_DIM=dim.bit_length() - 1,
-        BLOCK=block,
-        enable_fp_fusion=True,
-    )
+    for first, end in rotation_blocks(dim):
+        part = end - first
+        block = min(_TILE // part, triton.next_power_of_2(max(1, rows.shape[0])))
+        _rotate_kernel[(triton.cdiv(rows.shape[0], block),)](
+            rows,
+            signs.contiguous(),
+            out,
+            rows.shape[0],
+            head_dim,
+            rows.stride(0),
+            rows.stride(1),
+            part**-0.5,
+            FIRST=first,
+            WHOLE=dim,
+            STRIDE=rotation_stride(dim),
+            DIM=part,
+            LOG_DIM=part.bit_length() - 1,
+            BLOCK=block,
+            enable_fp_fusion=True,
+        )
     return out
 
 
@@ -46,31 +56,36 @@ def encode(
 ) -> None:
     batch, heads, length, head_dim = keys.shape
     dim = signs.shape[0]
-    block = min(_TILE // dim, triton.next_power_of_2(max(1, length)))
-    _encode_kernel[(triton.cdiv(length, block), batch * heads)](
-        keys,
-        signs.contiguous(),
-        levels.contiguous(),
-        keys if mean is None else mean.contiguous(),
-        out.sign,
-        out.magnitude,
-        out.weight,
-        length,
-        heads,
-        head_dim,
-        *keys.stride(),
-        *out.sign.stride()[:2],
-        *out.magnitude.stride()[:2],
-        *out.weight.stride()[:2],
-        dim**-0.5,
-        HAS_MEAN=mean is not None,
-        M=m,
-        LEVELS=LEVELS,
-        DIM=dim,
-        LOG_DIM=dim.bit_length() - 1,
-        BLOCK=block,
-        enable_fp_fusion=True,
-    )
+    for first, end in rotation_blocks(dim):
+        part = end - first
+        block = min(_TILE // part, triton.next_power_of_2(max(1, length)))
+        _encode_kernel[(triton.cdiv(length, block), batch * heads)](
+            keys,
+            signs.contiguous(),
+            levels.contiguous(),
+            keys if mean is None else mean.contiguous(),
+            out.sign,
+            out.magnitude,
+            out.weight,
+            length,
+            heads,
+            head_dim,
+            *keys.stride(),
+            *out.sign.stride()[:2],
+            *out.magnitude.stride()[:2],
+            *out.weight.stride()[:2],
+            part**-0.5,
+            HAS_MEAN=mean is not None,
+            M=m,
+            LEVELS=LEVELS,
+            FIRST=first,
+            WHOLE=dim,
+            STRIDE=rotation_stride(dim),
+            DIM=part,
+            LOG_DIM=part.bit_length() - 1,
+            BLOCK=block,
+            enable_fp_fusion=True,
+        )
 
 
 @triton.jit
@@ -83,16 +98,30 @@ def _rotate_kernel(
     x_stride,
     x_stride_d,
     scale,
+    FIRST: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     LOG_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """DIM places of a block, from FIRST on, of WHOLE of a rotated vector."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    cols = tl.arange(0, DIM)[None, :]
+    places = FIRST + tl.arange(0, DIM)[None, :]
+    cols = source_columns(places, WHOLE, STRIDE)
     inside = (rows < length) & (cols < head_dim)
     x = tl.load(x_ptr + rows * x_stride + cols * x_stride_d, mask=inside, other=0.0).to(tl.float32)
-    x = walsh_hadamard(x * tl.load(signs_ptr + cols), DIM, LOG_DIM, BLOCK) * scale
-    tl.store(out_ptr + rows * DIM + cols, x, mask=rows < length)
+    x = walsh_hadamard(x * tl.load(signs_ptr + places), DIM, LOG_DIM, BLOCK) * scale
+    tl.store(out_ptr + rows * WHOLE + places, x, mask=rows < length)
+
+
+@triton.jit
+def source_columns(places, WHOLE: tl.constexpr, STRIDE: tl.constexpr):
+    """The coordinates that come to ``places`` of the blocks, see ``codes.rotation_stride``."""
+    columns = places
+    if STRIDE > 1:
+        columns = places * STRIDE % WHOLE
+    return columns
 
 
 @triton.jit
@@ -121,17 +150,22 @@ def _encode_kernel(
     HAS_MEAN: tl.constexpr,
     M: tl.constexpr,
     LEVELS: tl.constexpr,
+    FIRST: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     LOG_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """DIM places of a block, from FIRST on, of WHOLE of the codes of a block of tokens."""
     BYTES: tl.constexpr = DIM // 8
     SUBSPACES: tl.constexpr = DIM // M
     # 64 bits: a long cache has more elements than 32 bits count.
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    cols = tl.arange(0, DIM)[None, :]
+    places = FIRST + tl.arange(0, DIM)[None, :]
+    cols = source_columns(places, WHOLE, STRIDE)
     inside = (tokens < length) & (cols < head_dim)
 
     keys_ptr += b * keys_stride_b + h * keys_stride_h
@@ -140,7 +174,7 @@ def _encode_kernel(
     if HAS_MEAN:
         mean_ptr += (b * heads + h) * head_dim
         x -= tl.load(mean_ptr + cols + tokens * 0, mask=inside, other=0.0)
-    x = walsh_hadamard(x * tl.load(signs_ptr + cols), DIM, LOG_DIM, BLOCK) * scale
+    x = walsh_hadamard(x * tl.load(signs_ptr + places), DIM, LOG_DIM, BLOCK) * scale
 
     x_b = tl.reshape(x, (BLOCK, SUBSPACES, M))
     r = tl.sqrt(tl.sum(x_b * x_b, axis=2))
@@ -157,13 +191,13 @@ def _encode_kernel(
     alpha = tl.sum(u * v, axis=2)
     weight = r / tl.where(alpha > 0, alpha, 1.0)
     weight_ptr += b * weight_stride_b + h * weight_stride_h
-    places = tokens * SUBSPACES + tl.arange(0, SUBSPACES)[None, :]
+    places = tokens * (WHOLE // M) + FIRST // M + tl.arange(0, SUBSPACES)[None, :]
     tl.store(weight_ptr + places, weight.to(weight_ptr.dtype.element_ty), mask=tokens < length)
 
     bit = tl.arange(0, 8)[None, None, :]
     bits = tl.reshape((x >= 0).to(tl.int32), (BLOCK, BYTES, 8))
     byte = tl.sum(bits << bit, axis=2)
-    places = tokens * BYTES + tl.arange(0, BYTES)[None, :]
+    places = tokens * (WHOLE // 8) + FIRST // 8 + tl.arange(0, BYTES)[None, :]
     sign_ptr += b * sign_stride_b + h * sign_stride_h
     tl.store(sign_ptr + places, byte.to(tl.uint8), mask=tokens < length)
 

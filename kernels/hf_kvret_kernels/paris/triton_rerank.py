@@ -12,7 +12,9 @@ import triton.language as tl
 
 from hf_kvret_kernels._triton_log_sums import log_sum_exps
 from hf_kvret_kernels._triton_shared import capped_scores, score_factors
+from hf_kvret_kernels.paris import triton_rerank_wide
 from hf_kvret_kernels.paris.codes import LEVELS, ParisCodes
+from hf_kvret_kernels.paris.triton_levels import pairs_of_levels, split_words
 
 # Coordinates that a program of four warps holds in registers, and bytes of signs of a thread.
 _TILE = 16384
@@ -44,19 +46,23 @@ def rerank(
     """See ``hf_kvret_kernels.paris.rerank``; ``queries`` as of ``triton_bonus.Bonus``."""
     batch, heads, count, tables, _, width = queries.shape
     candidates = ids.shape[-1]
-    block = _TILE // (8 * width)
-    blocks = triton.cdiv(candidates, block)
     lead = batch, heads, count, tables
-    scores = torch.empty(*lead, candidates, dtype=torch.float32, device=queries.device)
-    log_sums = torch.empty(*lead, blocks, dtype=torch.float32, device=queries.device)
     if not codes.sign.shape[2]:
-        return Estimates(scores.fill_(-math.inf), log_sums.fill_(-math.inf))
+        nothing = torch.full((*lead, candidates), -math.inf, device=queries.device)
+        return Estimates(nothing, nothing[..., :1])
     magnitude = codes.magnitude
     # Their words are those of four bytes of signs.
     places = (*magnitude.stride()[:2], magnitude.storage_offset(), magnitude.data_ptr())
     in_words = width % 4 == 0 and all(place % 4 == 0 for place in places)
     if in_words:
         magnitude = magnitude.view(torch.int32)
+    if triton_rerank_wide.is_wide(width, tables):
+        options = (m, scale, softcap, offset, in_words, magnitude)
+        return Estimates(*triton_rerank_wide.rerank(queries, codes, ids, levels, *options))
+    block = _TILE // (8 * width)
+    blocks = triton.cdiv(candidates, block)
+    scores = torch.empty(*lead, candidates, dtype=torch.float32, device=queries.device)
+    log_sums = torch.empty(*lead, blocks, dtype=torch.float32, device=queries.device)
     if scores.numel():
         _rerank_kernel[(blocks, batch * heads * count)](
             queries,
@@ -88,31 +94,6 @@ def rerank(
             enable_fp_fusion=True,
         )
     return Estimates(scores, log_sums)
-
-
-@triton.jit
-def _pairs_of_levels(levels_ptr, LEVELS: tl.constexpr):
-    """Two levels in 64 bits, for each number that codes two: one lookup for two coordinates."""
-    numbers = tl.arange(0, LEVELS * LEVELS)
-    first = tl.load(levels_ptr + numbers % LEVELS).to(tl.uint32, bitcast=True)
-    second = tl.load(levels_ptr + numbers // LEVELS).to(tl.uint32, bitcast=True)
-    return (second.to(tl.uint64) << 32) | first.to(tl.uint64)
-
-
-@triton.jit
-def _split_words(words_ptr, rows, BYTES: tl.constexpr):
-    """``[rows, BYTES // 4, 4]`` int32, in whose lowest 24 bits are eight codes of three bits.
-
-    There are three words to each four of them.
-    """
-    QUARTER: tl.constexpr = BYTES // 4
-    words_ptr += rows[:, None] * (3 * QUARTER) + 3 * tl.arange(0, QUARTER)[None, :]
-    first = tl.load(words_ptr).to(tl.uint32, bitcast=True)
-    second = tl.load(words_ptr + 1).to(tl.uint32, bitcast=True)
-    third = tl.load(words_ptr + 2).to(tl.uint32, bitcast=True)
-    even = tl.join(first, (second >> 16) | (third << 16))
-    odd = tl.join((first >> 24) | (second << 8), third >> 8)
-    return tl.reshape(tl.join(even, odd), (rows.shape[0], QUARTER, 4)).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -170,7 +151,7 @@ def _rerank_kernel(
     weight_ptr += b * weight_stride_b + h * weight_stride_h
     byte = tl.load(sign_ptr + places).to(tl.int32)
     if IN_WORDS:
-        word = _split_words(magnitude_ptr, rows, BYTES)
+        word = split_words(magnitude_ptr, rows, BYTES, BYTES)
     else:
         word = tl.zeros(SHAPE, dtype=tl.int32)
         for i in tl.static_range(3):
@@ -182,7 +163,7 @@ def _rerank_kernel(
     if PER_BYTE == 2:
         high = tl.load(weight_ptr + places * 2 + 1).to(tl.float32)
 
-    pairs = _pairs_of_levels(levels_ptr, LEVELS)
+    pairs = pairs_of_levels(levels_ptr, LEVELS)
     for first in tl.static_range(0, TABLES, 4):
         sum0 = tl.zeros(SHAPE, dtype=tl.float32)
         sum1 = sum0
