@@ -93,7 +93,7 @@ def cases() -> list[Case]:
 def latent_cases() -> list[Case]:
     """Latent attention with every method that serves it, in stores of all kinds."""
     stores = ("device", "resident", "cpu", "higgs-host")
-    groups = {"flat": (None, 1, 2), "paris": (None, 2), "lrqk": (None, 2), "a2ats": (None, 2)}
+    groups = {"flat": (None, 1, 2), "paris": (None, 2), "lrqk": (None, 2), "a2ats": (2,)}
     made = [
         Case(method, store, mode, "deepseek_v3", heads)
         for method in METHODS
