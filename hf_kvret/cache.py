@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -20,11 +21,12 @@ from hf_kvret.core.latent import LatentLayer
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.integration.compatibility import (
     check_config,
-    head_dim,
+    head_dims,
     is_latent,
     latent_rank,
     model_layers,
     model_shape,
+    retrieval_shapes,
 )
 from hf_kvret.io import persistence
 from hf_kvret.io.reports import MemoryReport, layer_stats, memory_report
@@ -78,7 +80,10 @@ class RetrievalCache(Cache):
         options = self.options_for(options, config)
         self.options = options
         self.model_shape = model_shape(config)
-        self._stores = StoreChoice(options, len(ours), head_dim(config))
+        widths = [shape.width for shape in retrieval_shapes(config).values()]
+        self._stores = StoreChoice(
+            options, len(ours), math.gcd(*head_dims(config)), sum(widths) / widths[0]
+        )
         for number in ours:
             make_index = partial(self.make_index, options, number)
             make_store = partial(self.make_store, options, number, self._stores)
@@ -98,7 +103,8 @@ class RetrievalCache(Cache):
         Raises:
             ValueError: options that don't fit this model.
         """
-        options.check_model(head_dim(config))
+        for dim in head_dims(config):
+            options.check_model(dim)
         return options
 
     @classmethod
@@ -175,11 +181,12 @@ class RetrievalCache(Cache):
     def expect(self, tokens: int, chunk: int, new_tokens: int = 0) -> None:
         """Announce a prompt of ``tokens`` tokens, ``chunk`` of them in a pass.
 
-        The store is chosen and sized when the first rows become cold; with this, for the whole
-        prompt, and chosen for up to ``new_tokens`` after it, too. A pass of a single token ends
-        the prompt.
+        With this the store is sized for the whole prompt, which a pass of a single token ends. It
+        is chosen, and kernels are compiled at the first step, for ``new_tokens`` more as well.
         """
         self._stores.expect(tokens, chunk, new_tokens)
+        for layer in self.retrieval_layers:
+            layer.final_len = layer.get_seq_length() + tokens + new_tokens
 
     def reset(self) -> None:
         """Forget all tokens and counts of every layer, and an announced prompt."""

@@ -130,7 +130,7 @@ def test_a_bad_number_is_refused_by_the_name_of_its_option(
 ) -> None:
     (tmp_path / "novel.txt").write_text("The grass is green. " * 200)
     monkeypatch.setattr("hf_kvret.cli.make_parser", lambda: PARSER)
-    for module in ("evaluation.task", "calibration.command", "benchmark.index_build"):
+    for module in ("evaluation.task", "calibration.command"):
         monkeypatch.setattr(f"hf_kvret.{module}.load_subject", _begun)
     monkeypatch.setattr("hf_kvret.evaluation.demo.load_bundled_model", _begun)
     monkeypatch.setattr("hf_kvret.benchmark.model_measurement.random_model", _begun)

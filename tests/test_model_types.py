@@ -25,8 +25,8 @@ REFUSED = {
     "shares keys and values between layers": """
         gemma3n gemma3n_text
     """,
-    "layers of different head_dim": """
-        diffusion_gemma gemma4 gemma4_text gemma4_unified gemma4_unified_text
+    "by diffusion": """
+        diffusion_gemma
     """,
     "with is_decoder=False": """
         bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert
@@ -92,7 +92,7 @@ SERVED = """
     cohere_compass_text cosmos3_edge cosmos3_omni ctrl cwm dbrx deepseek_ocr2
     deepseek_v2 deepseek_v3 deepseek_vl deepseek_vl_hybrid dots1 emu3 ernie4_5
     ernie4_5_moe ernie4_5_vl_moe evolla exaone4 exaone4_5 exaone_moe fast_vlm flex_olmo
-    flint fun_asr_nano fuyu gemma gemma2 gemma3 gemma3_text glm glm4 glm46v glm4_moe
+    flint fun_asr_nano fuyu gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm46v glm4_moe
     glm4_moe_lite glm4v glm4v_moe glm_ocr glmasr glmga gpt-sw3 gpt2 gpt_bigcode gpt_neox
     gpt_oss granite granite4_vision granite_docling granite_swa granitemoe
     granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe
@@ -171,7 +171,7 @@ def test_every_type_is_served_or_refused_with_its_reason() -> None:
 
 
 def test_a_refusal_names_the_type_and_the_way_out() -> None:
-    for model_type in ("gemma4_text", "falcon_h1", "doge", "mllama", "rwkv", "bert"):
+    for model_type in ("diffusion_gemma", "gemma3n", "falcon_h1", "doge", "mllama", "rwkv", "bert"):
         with pytest.raises(ValueError, match=model_type) as refusal:
             hf_kvret.ParisKVCache(AutoConfig.for_model(model_type))
         assert "cache_implementation" in str(refusal.value) or "is_decoder" in str(refusal.value)

@@ -53,6 +53,10 @@ WITH_EXPERTS = (
     "hunyuan_v1_moe", "hy_v3", "laguna", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
     "solar_open",
 )  # fmt: skip
+GEMMA4: dict[str, Any] = {
+    **FULL, "global_head_dim": 32, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+}  # fmt: skip
+PER_LAYER = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 64}
 # Types that need more than SMALL: other names, or not to slide.
 OTHERS: dict[str, dict[str, Any]] = {
     "cohere2": {**FULL, "logit_scale": 1.0},
@@ -60,6 +64,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "exaone4": {**FULL, "sliding_window": None},
     "gemma2": FULL,
     "gemma3_text": FULL,
+    "gemma4_text": {**GEMMA4, **PER_LAYER},
+    "gemma4_unified_text": GEMMA4,
     # With a pad token in its configuration it looks for it among the tokens, on the host.
     "gpt2": {**GPT2_NAMES, "pad_token_id": None},
     "gpt_bigcode": {**GPT2_NAMES, "n_inner": 48},
@@ -104,10 +110,19 @@ TEXT: dict[str, dict[str, Any]] = {
     **LATENT,
 }
 # Composite types, which stand in REPLAYABLE beside those of their text parts.
-COMPOSITE = {
+COMPOSITE: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text": {**FULL, "model_type": "gemma3_text"},
         "architecture": "Gemma3ForConditionalGeneration",
+    },
+    "gemma4": {
+        "text": {**GEMMA4, **PER_LAYER, "model_type": "gemma4_text"},
+        "vision": None,
+        "architecture": "Gemma4ForConditionalGeneration",
+    },
+    "gemma4_unified": {
+        "text": {**GEMMA4, "model_type": "gemma4_unified_text"},
+        "architecture": "Gemma4UnifiedForConditionalGeneration",
     },
     "llava": {"text": {"model_type": "llama"}, "architecture": "LlavaForConditionalGeneration"},
     "mistral3": {
@@ -139,6 +154,17 @@ MARKS = {
     "vision_end_token_id": 3, "boi_token_index": 2, "eoi_token_index": 3,
 }  # fmt: skip
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4_text with experts": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            **PER_LAYER,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),  # fmt: skip
     "phi3 with long rope": ("phi3", {"rope_parameters": LONGROPE}),
     "llama with yarn": (
         "llama",
@@ -153,9 +179,8 @@ def build(model_type: str, changes: dict[str, Any]) -> PreTrainedModel:
     options = {"dtype": torch.float32}
     if model_type in COMPOSITE:
         recipe = COMPOSITE[model_type]
-        config = AutoConfig.for_model(
-            model_type, text_config={**SMALL, **recipe["text"]}, vision_config=VISION, **MARKS
-        )
+        text, vision = {**SMALL, **recipe["text"]}, recipe.get("vision", VISION)
+        config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision, **MARKS)
         model = getattr(transformers, recipe["architecture"])._from_config(config, **options)
     else:
         config = AutoConfig.for_model(model_type, **{**SMALL, **changes})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_kvret.integration.compatibility import head_dim
+from hf_kvret.integration.compatibility import layer_shape
 
 ARCHITECTURES = ("llama", "qwen3")
 """Model types that ``write_gguf`` knows, which llama.cpp calls by the same names."""
@@ -90,7 +90,7 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
 
 
 def _write_sizes(writer: Any, config: PreTrainedConfig) -> None:
-    dim = head_dim(config)
+    dim = layer_shape(config, 0).head_dim
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

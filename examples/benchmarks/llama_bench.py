@@ -21,7 +21,7 @@ from hf_kvret.benchmark.model_measurement import ModelMeasurement
 from hf_kvret.benchmark.rows import TimedSample, timed_row
 from hf_kvret.evaluation.measurement import CheckFailed, Row
 from hf_kvret.evaluation.reader import Usage
-from hf_kvret.integration.compatibility import head_dim
+from hf_kvret.integration.compatibility import layer_shapes
 
 LLAMA_CPP = "llama.cpp"
 PROGRAM = "llama-bench"
@@ -172,8 +172,7 @@ class LlamaBench:
 
     def _numbers(self, subject: Subject) -> int:
         """Of keys and values of a token."""
-        config = subject.model.config
-        return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
+        return 2 * sum(shape.width for shape in layer_shapes(subject.model.config))
 
     def _file(self, subject: Subject) -> Path:
         """The model, written if it isn't there."""

@@ -35,7 +35,7 @@ from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret.integration.compatibility import head_dim, retrieval_layers
+from hf_kvret.integration.compatibility import retrieval_layers, retrieval_shapes
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
 from hf_kvret.methods.aqua.calibrator import AquaCalibration
 
@@ -143,9 +143,8 @@ class AquaAblation(CalibratedAblation):
         if found.anchor_every is not None and found.anchor_every >= layers:
             found = replace(found, anchor_every=None)
         if found.predictor == "low_rank":
-            text = config.get_text_config(decoder=True)
-            heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-            usual = max(1, heads * head_dim(config) // _RANK_SHARE)
+            widths = [shape.width for shape in retrieval_shapes(config).values()]
+            usual = max(1, min(widths) // _RANK_SHARE)
             found = replace(found, rank=self.rank or usual)
         return found
 

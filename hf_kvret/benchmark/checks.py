@@ -24,7 +24,7 @@ from hf_kvret.benchmark.stepping import make_steps
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.measurement import CheckFailed
-from hf_kvret.integration.compatibility import head_dim
+from hf_kvret.integration.compatibility import layer_shapes
 
 LONGEST_CHECK = 2048
 # The third step of a replayed cache is captured, so that three replays follow it.
@@ -174,10 +174,8 @@ def covering(
         flush=min(options.flush, part),
     )
     if options.splits_rows:
-        config = model.config
-        width = 2 * config.num_key_value_heads * head_dim(config) * model.dtype.itemsize
-        whole_bytes = batch * length * config.num_hidden_layers * width
-        changed = changed.replace(device_budget=max(1, whole_bytes // 2))
+        width = 2 * sum(shape.width for shape in layer_shapes(model.config)) * model.dtype.itemsize
+        changed = changed.replace(device_budget=max(1, batch * length * width // 2))
     return type(cache)(model.config, changed)
 
 

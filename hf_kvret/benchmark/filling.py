@@ -23,6 +23,7 @@ from hf_kvret.core.scoring import Scoring
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.progress import prompt_bar
 from hf_kvret.evaluation.reader import Reader, Usage
+from hf_kvret.integration.compatibility import layer_shape
 from hf_kvret.registry import attach, restore
 
 FILLS = ("auto", "prefill", "random")
@@ -153,7 +154,7 @@ def fill_randomly(
     at none, all tokens share one, which takes next to no memory. The same seed gives the same rows
     to every cache.
     """
-    device, heads = model.device, model.config.num_attention_heads
+    device = model.device
     generator = torch.Generator(device=device)
 
     def rows(number: int, count: int, dim: int, scale: float, length: int) -> torch.Tensor:
@@ -171,7 +172,7 @@ def fill_randomly(
             learns = index is not None and type(index).on_forward is not Index.on_forward
             count = context if learns else 1
             # Queries as they are compared with rows, which may have more parts than keys.
-            dim = layer.regions.window.keys.shape[3]
+            heads, dim = layer_shape(model.config, number).heads, layer.regions.window.keys.shape[3]
             query = rows(3 * number + 2, heads, dim, like.key_scale, count)
             query = query.expand(-1, -1, context, -1)
             call = AttentionCall(

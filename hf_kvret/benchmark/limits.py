@@ -14,7 +14,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.core import sizes
 from hf_kvret.core.free_memory import free_host_bytes
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.integration.compatibility import head_dim, is_latent
+from hf_kvret.integration.compatibility import is_latent, layer_shapes
 
 # An index beside the store takes at most what a copy of the keys with spare room takes.
 _INDEX_SHARE = 0.6
@@ -45,15 +45,14 @@ def predict_need(
     cache its index too, and what one layer makes of a prompt: its keys and values three times, and
     queries and outputs of its attention or the three matrices of its MLP.
     """
-    heads, dim = config.num_attention_heads, head_dim(config)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    row = 2 * kv_heads * dim
+    shapes, sides = layer_shapes(config), 1 if is_latent(config) else 2
+    layers = [sides * batch * context * shape.width * dtype.itemsize for shape in shapes]
+    rows, queries = sum(layers), max(shape.heads * shape.head_dim for shape in shapes)
     if is_latent(config):
-        row, dim = dim, config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    layer = batch * context * row * dtype.itemsize
-    rows = layer * config.num_hidden_layers
+        dim = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        queries = config.num_attention_heads * dim
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    passing = 3 * layer + batch * context * max(2 * heads * dim, 3 * inner) * dtype.itemsize
+    passing = 3 * max(layers) + batch * context * max(2 * queries, 3 * inner) * dtype.itemsize
     if choice.options is not None:
         index, store = int(_INDEX_SHARE * rows), choice.options.store
         bits = row_bits(choice, config)

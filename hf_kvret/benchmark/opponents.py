@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache, known_caches
-from hf_kvret.integration.compatibility import head_dim, model_layers
+from hf_kvret.integration.compatibility import head_dims, model_layers
 from hf_kvret_kernels.host_step import why_not
 
 DENSE = ("dense", "dense-cpp", "dense-graph", "static-compile")
@@ -170,7 +170,8 @@ def check_choices(
     for name, options in ((name, choice.options) for name, choice in choices.items()):
         if options is None or not options.retrieves:
             continue
-        options.check_model(head_dim(config))
+        for dim in head_dims(config):
+            options.check_model(dim)
         dense = max(options.dense_len, options.recent + options.flush + 1)
         short = [context for context in contexts if context < dense]
         if short:

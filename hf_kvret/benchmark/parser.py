@@ -6,20 +6,13 @@ import argparse
 
 from hf_kvret.benchmark.batches import Batch
 from hf_kvret.benchmark.decode import Decode
-from hf_kvret.benchmark.index_build import IndexBuild
 from hf_kvret.benchmark.memory import Memory
 from hf_kvret.benchmark.prefill import Prefill
 from hf_kvret.evaluation.help_text import HelpFormatter
 from hf_kvret.evaluation.measurement import Measurement, add_measurement
 from hf_kvret.evaluation.scripts import SCRIPTS, add_script_name
 
-_KINDS: tuple[type[Measurement], ...] = (
-    Decode,
-    Batch,
-    Prefill,
-    Memory,
-    IndexBuild,
-)
+_KINDS: tuple[type[Measurement], ...] = (Decode, Batch, Prefill, Memory)
 
 MEASUREMENTS: dict[str, type[Measurement]] = {kind.title(): kind for kind in _KINDS}
 """The measurements by the name in their result files."""

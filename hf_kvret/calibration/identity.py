@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_kvret.calibration.weights import WeightSample, sample_weights
-from hf_kvret.integration.compatibility import head_dim, is_latent
+from hf_kvret.integration.compatibility import is_latent, layer_shapes, one_or_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -103,6 +103,7 @@ class ModelIdentity:
 def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
     """Facts that must agree between two models for one to use the other's artifact.
 
+    Heads and widths of heads are lists with a number for each layer where layers differ.
     Plain JSON, the same in all supported versions of transformers, and the same for a text model
     alone and inside a multimodal one. Parameters that are None count as absent.
 
@@ -113,14 +114,14 @@ def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
         raise TypeError(f"config is a {type(config).__name__}: pass model.config")
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or []
+    shapes = layer_shapes(config)
     facts: dict[str, Any] = {
         "model_type": text.model_type,
         "num_hidden_layers": text.num_hidden_layers,
         "hidden_size": text.hidden_size,
-        "num_attention_heads": text.num_attention_heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None)
-        or text.num_attention_heads,
-        "head_dim": head_dim(config),
+        "num_attention_heads": one_or_all([shape.heads for shape in shapes]),
+        "num_key_value_heads": one_or_all([shape.kv_heads for shape in shapes]),
+        "head_dim": one_or_all([shape.head_dim for shape in shapes]),
         # Some versions list the kinds of layers where all have full attention, others don't.
         "layer_types": list(kinds) if set(kinds) - {"full_attention"} else None,
         "no_rope_layers": list(getattr(text, "no_rope_layers", None) or ()) or None,
@@ -163,10 +164,10 @@ def _plain(value: Any) -> Any:
 def _in_words(name: str, theirs: Any, ours: Any) -> str:
     if name == "model_type":
         return f"made for a {theirs} model, this one is {ours}"
-    if name in _COUNTS:
-        return f"made for {theirs} {_COUNTS[name]}, this model has {ours}"
     if isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
         place = next(i for i in range(len(ours)) if theirs[i] != ours[i])
         return f"made for {name}[{place}]={theirs[place]}, this model has {ours[place]}"
+    if name in _COUNTS:
+        return f"made for {theirs} {_COUNTS[name]}, this model has {ours}"
     theirs, ours = ("none" if value is None else value for value in (theirs, ours))
     return f"made for {name}={theirs}, this model has {ours}"

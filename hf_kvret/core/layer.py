@@ -52,6 +52,7 @@ class RetrievalLayer(CacheLayerMixin):
     Attributes:
         below: the retrieval layer before this one in the model; set by the cache.
         edits: goes up with everything that is done to the layer, but for a replayed step.
+        final_len: tokens that were announced, held ones included; 0: none.
     """
 
     is_sliding = False
@@ -72,7 +73,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.waiting = False
         self.below: RetrievalLayer | None = None
         self._above = _Weakly(None)
-        self.edits = 0
+        self.edits = self.final_len = 0
         self._given: tuple[int, torch.Size, torch.Size] | None = None
         self._scoring: Scoring | None = None
         self._make_index = make_index
@@ -267,7 +268,8 @@ class RetrievalLayer(CacheLayerMixin):
         else:
             if first:
                 self.regions.take_step(key, value, call.scoring.valid)
-            out = attend_selected(self.regions, to_rows, call, self.counters).to(query.dtype)
+            given = self.regions, to_rows, call, self.counters, self.final_len
+            out = attend_selected(*given).to(query.dtype)
         self.waiting = False
         return out if as_it_is else call.from_rows(out)
 
@@ -316,6 +318,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.edits += 1
         self.regions = self._scoring = None
         self.is_initialized = self.waiting = False
+        self.final_len = 0
         self.counters = LayerCounters()
 
     def offload(self) -> None:

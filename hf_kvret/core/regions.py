@@ -54,6 +54,7 @@ class Regions:
 
     Attributes:
         changes: goes up whenever other tokens are cold, or other rows of the batch are held.
+        compiled_len: by shape of queries, how long the layer may grow with kernels that are there.
     """
 
     @_keeps_tensors
@@ -76,6 +77,7 @@ class Regions:
         self.needs_positions = needs_positions
         self._make_store = make_store
         self.changes = 0
+        self.compiled_len: dict[torch.Size, int] = {}
         self._built = False
         self._retrievable: torch.Tensor | None = None
 
@@ -152,6 +154,11 @@ class Regions:
         if self.index is not None:
             self.index.on_forward(queries, keys, start, new_valid, positions)
 
+    @property
+    def most_recent(self) -> int:
+        """Recent tokens between two flushes, at most."""
+        return self.config.recent + self.config.flush + self.config.max_draft
+
     def step_flushes(self) -> bool:
         """Whether the next ``take_step`` moves tokens to the store."""
         window, config = self.window, self.config
@@ -170,7 +177,7 @@ class Regions:
         window, config = self.window, self.config
         if self.step_flushes():
             self._cool(window.pop(window.length - config.recent, valid))
-            window.fit(config.recent + config.flush + config.max_draft)
+            window.fit(self.most_recent)
         window.append(keys, values)
 
     @_keeps_tensors
@@ -199,7 +206,7 @@ class Regions:
             in_key = window.value_in_key
             self._cool(TokenBlock(*skip_rows, start, skip_valid, value_in_key=in_key))
             window.skip(skip_len)
-        window.fit(config.recent + config.flush + config.max_draft)
+        window.fit(self.most_recent)
         window.append(keys[:, :, skip_len:], values[:, :, skip_len:])
 
     def cold(self, scoring: Scoring) -> ColdTokens | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hf_kvret.core.ahead import compiling_ahead
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.counters import LayerCounters
 from hf_kvret.core.exact_attention import attend_cold
@@ -26,11 +27,16 @@ from hf_kvret_kernels.step_attention import step_attention
 
 
 def attend_selected(
-    regions: Regions, query: torch.Tensor, call: AttentionCall, counters: LayerCounters
+    regions: Regions,
+    query: torch.Tensor,
+    call: AttentionCall,
+    counters: LayerCounters,
+    final_len: int = 0,
 ) -> torch.Tensor:
     """Attention of ``query [B, Hq, Q, Dk]`` to the window and to what the index finds.
 
-    ``counters`` are counted up. Returns ``[B, Hq, Q, Dv]``, fp32 or the query's dtype.
+    ``counters`` are counted up; ``final_len`` as of ``compiling_ahead``. Returns
+    ``[B, Hq, Q, Dv]``, fp32 or the query's dtype.
     """
     cold = regions.cold(call.scoring)
     index = None if cold is None else regions.ready_index(cold)
@@ -52,6 +58,26 @@ def attend_selected(
                 _note_search(regions, index, searching, host_ids, cold, counters, position_queries)
                 index.after_search(host_ids)
             return out if groups is None else groups.unfold(out)
+    given = regions, query, searching, index, cold, call, counters, selected, groups
+    if cold is None:
+        return _attend_in_parts(*given)
+    with compiling_ahead(regions, query, cold, call, final_len):
+        return _attend_in_parts(*given)
+
+
+def _attend_in_parts(
+    regions: Regions,
+    query: torch.Tensor,
+    searching: torch.Tensor,
+    index: Index | None,
+    cold: ColdTokens | None,
+    call: AttentionCall,
+    counters: LayerCounters,
+    selected: torch.Tensor | None,
+    groups: HeadGroups | None,
+) -> torch.Tensor:
+    """See ``attend_selected``, part by part; ``selected`` is counted up."""
+    position_queries = 1 if groups is None else groups.count
     finish_cold: Callable[[], AttentionResult] | None = None
     ids: torch.Tensor | None = None
     if cold is not None and index is None:
@@ -102,7 +128,7 @@ def attend_all(
     """Attention to all cold tokens, counted as selected."""
     window, count = regions.window, query.shape[2]
     heads = window.keys.shape[1]
-    numbers = heads * (window.keys.shape[3] + window.values.shape[3])
+    numbers = heads * window.row_dim
     part = attend_cold(query, cold, piece_len(count, window.keys, numbers))
     counters.count(cold, len(query) * heads, count)
     counters.total(cold).add_(cold.valid.sum() * heads * count)

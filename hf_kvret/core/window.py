@@ -31,6 +31,16 @@ class Place:
     slots: torch.Tensor | None
 
 
+def wide_mask(*parts: torch.Tensor) -> torch.Tensor:
+    """``parts [B, n]`` beside each other, in rows that begin at multiples of 16 bytes.
+
+    Kernels load them as wide as they can, and are not compiled anew for other lengths.
+    """
+    width = sum(part.shape[1] for part in parts)
+    room = parts[0].new_empty(()).expand(len(parts[0]), -width % 16)
+    return torch.cat([*parts, room], dim=1)[:, :width]
+
+
 class Window(State):
     """The first ``sink`` valid tokens of each row, and the newest ones.
 
@@ -40,6 +50,7 @@ class Window(State):
 
     Attributes:
         value_in_key: Dv where values are the first numbers of keys, and not held; else 0.
+        sinks_full: whether all sinks of all rows are there.
         place: set while a decode step is captured. Its tensors then say where the token goes and
             which columns count; whole buffers are read, so nothing captured depends on the length.
         host: describes the buffers to the CPU library; None where they are new to it.
@@ -50,7 +61,7 @@ class Window(State):
     sink_slots: torch.Tensor = tensor()
     start: int = number(0)
     length: int = number(0, saved=False)
-    _sinks_full: bool = number(False, saved=False)
+    sinks_full: bool = number(False, saved=False)
 
     def __init__(
         self, sink: int, keys: torch.Tensor, values: torch.Tensor, value_in_key: int = 0
@@ -63,7 +74,7 @@ class Window(State):
         if not value_in_key:
             self._values = values.new_zeros(batch, heads, sink, values.shape[-1])
         self.sink_slots = torch.full((batch, sink), -1, dtype=torch.long, device=keys.device)
-        self._sinks_full = sink == 0
+        self.sinks_full = sink == 0
         self.place: Place | None = None
         self.host: HostWindow | None = None
 
@@ -133,7 +144,7 @@ class Window(State):
         self.start = end - keys.shape[2]
         self.append(keys, values)
         self.sink_slots = self.sink_slots.masked_fill(self.sink_slots >= self.start, -1)
-        self._sinks_full = self.sink == 0
+        self.sinks_full = self.sink == 0
 
     def fit(self, recent: int) -> None:
         """Resize to ``sink + recent`` tokens, the most there are between two flushes."""
@@ -143,7 +154,7 @@ class Window(State):
 
     def take_sinks(self, block: TokenBlock) -> None:
         """Copy the first valid tokens of ``block`` (just popped) into sinks that are free."""
-        if self._sinks_full:
+        if self.sinks_full:
             return
         valid = block.valid
         if valid is None:
@@ -164,7 +175,7 @@ class Window(State):
             )
         # A block without padding and at least that long fills all sinks: no need to synchronize.
         whole = block.valid is None and len(block) >= self.sink
-        self._sinks_full = whole or bool((self.sink_slots >= 0).all())
+        self.sinks_full = whole or bool((self.sink_slots >= 0).all())
 
     def recent(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the recent keys ``[B, Hkv, n, Dk]`` and values, oldest first."""
@@ -189,7 +200,7 @@ class Window(State):
         """
         if self.place is not None:
             return self.place.mask
-        if valid is None and self._sinks_full and (past is None or past >= self.end):
+        if valid is None and self.sinks_full and (past is None or past >= self.end):
             return None
         if past is not None:
             before = torch.arange(self.end, device=self.keys.device) < past
@@ -198,9 +209,9 @@ class Window(State):
         batch = len(self.sink_slots)
         if valid is None:
             recent = torch.ones((), dtype=torch.bool, device=sinks.device)
-            return torch.cat([sinks, recent.expand(batch, self.length)], dim=1)
+            return wide_mask(sinks, recent.expand(batch, self.length))
         sinks = sinks & valid.gather(1, self.sink_slots.clamp(min=0))
-        return torch.cat([sinks, valid[:, self.start : self.end]], dim=1)
+        return wide_mask(sinks, valid[:, self.start : self.end])
 
     def drop_newest(self, count: int) -> int:
         """Drop the newest ``count`` tokens; returns how many of them lie in the store instead."""
@@ -232,7 +243,7 @@ class Window(State):
             raise KeyError("values")
         self.sink = self.sink_slots.shape[1]
         self.length = self.keys.shape[2] - self.sink
-        self._sinks_full = bool((self.sink_slots >= 0).all())
+        self.sinks_full = bool((self.sink_slots >= 0).all())
 
     def _reserve(self, capacity: int) -> None:
         if capacity <= self.keys.shape[2]:

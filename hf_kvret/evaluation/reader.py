@@ -16,6 +16,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.progress import prompt_bar
+from hf_kvret.integration.compatibility import layer_shapes
 
 
 @dataclass(frozen=True)
@@ -191,11 +192,8 @@ class Reader:
         return Usage(sum(held) - host, host, full, int(length), self.length, sum(held))
 
     def _full_bytes(self) -> int:
-        config = self.model.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        rows = self.length * len(self.cache.layers)
-        return 2 * rows * heads * dim * self.model.dtype.itemsize
+        width = sum(shape.width for shape in layer_shapes(self.model.config))
+        return 2 * self.length * width * self.model.dtype.itemsize
 
 
 def begin(

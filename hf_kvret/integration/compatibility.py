@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer
 # By model type, why a retrieval cache can't serve it where configuration and classes do not tell.
 _OBSTACLES = {
     "blt": "splits its text into patches and keeps several caches",
+    "diffusion_gemma": "writes blocks of text by diffusion, in which tokens see those after them",
     "deepseek_v4": "merges the keys and values of several tokens into entries of its own",
     "diffllama": "splits its values after the cache and attends to them in halves",
     "doge": "builds a mask of its own on top of the causal one, from the values of all tokens",
@@ -33,9 +34,6 @@ _LATENT = {
     *("youtu", "axk1", "kimi_linear", "bailing_hybrid"),
 }
 
-# What all attention layers must agree on.
-_SHAPE = ("head_dim", "num_attention_heads", "num_key_value_heads")
-
 # Decoders although their configuration says is_decoder=False.
 _ALWAYS_DECODE = {"evolla"}
 
@@ -46,9 +44,9 @@ def check_config(config: PreTrainedConfig) -> None:
     """Refuse what the configuration alone shows to be impossible.
 
     Raises:
-        ValueError: encoder-decoders, encoders, latent attention (MLA), heads that differ between
-            layers, models without a full-attention layer of its own; the message says why and what
-            to use instead.
+        ValueError: encoder-decoders, encoders, latent attention (MLA) of some kinds, keys that
+            layers share, models without a full-attention layer of its own; the message says why
+            and what to use instead.
     """
     text = config.get_text_config(decoder=True)
     name = config.model_type
@@ -65,7 +63,12 @@ def check_config(config: PreTrainedConfig) -> None:
             f"{name} with is_decoder=False attends to both sides and keeps no cache: load it with "
             "config.is_decoder=True to generate with it"
         )
-    ranks = [rank for rank in _layer_values(text, "kv_lora_rank") if rank]
+    if getattr(text, "use_bidirectional_attention", None) == "all":
+        raise ValueError(
+            f"{name} with use_bidirectional_attention='all' attends to both sides, so a token's "
+            f"key changes with those after it: {_OWN_CACHE}"
+        )
+    ranks = [rank for rank in by_layer(text, "kv_lora_rank") if rank]
     if ranks and text.model_type not in _LATENT:
         raise ValueError(
             f"{name} has latent attention (kv_lora_rank={ranks[0]}) of a kind that retrieval does "
@@ -77,13 +80,6 @@ def check_config(config: PreTrainedConfig) -> None:
             f"{text.num_kv_shared_layers}) and cuts their masks by query: not supported yet; "
             f"{_OWN_CACHE}"
         )
-    for setting in _SHAPE:
-        values = _layer_values(text, setting)
-        if len(values) > 1:
-            raise ValueError(
-                f"{name} has layers of different {setting} ({', '.join(map(str, values))}): not "
-                f"supported yet; {_OWN_CACHE}"
-            )
     _check_layers(config)
 
 
@@ -155,10 +151,13 @@ def text_key(config: PreTrainedConfig) -> str:
 
 
 def model_shape(config: PreTrainedConfig) -> dict[str, Any]:
-    """Type, heads and widths: equal in models that can use each other's saved caches."""
+    """Type, heads and widths: equal in models that can use each other's saved caches.
+
+    A list with a value for each layer where layers differ.
+    """
     text = config.get_text_config(decoder=True)
     names = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    return {name: _layer_values(text, name)[0] for name in names}
+    return {name: one_or_all(by_layer(text, name)) for name in names}
 
 
 def is_latent(config: PreTrainedConfig) -> bool:
@@ -172,12 +171,47 @@ def latent_rank(config: PreTrainedConfig) -> int:
     return text.kv_lora_rank if is_latent(config) else 0
 
 
-def head_dim(config: PreTrainedConfig) -> int:
-    """Head dim of the keys that are held, for a ``config`` that passes ``check_config``."""
+class AttentionShape(NamedTuple):
+    """Heads of one layer, and numbers in a key that its cache holds."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Numbers in the keys of a token."""
+        return self.kv_heads * self.head_dim
+
+
+def layer_shape(config: PreTrainedConfig, layer: int) -> AttentionShape:
+    """Shape of the model's layer number ``layer``, for a ``config`` that passes ``check_config``.
+
+    A latent layer holds one row for all heads.
+    """
     text = config.get_text_config(decoder=True)
+    text = text.per_layer_config[layer] if _layers_differ(text) else text
+    heads = text.num_attention_heads
     if is_latent(config):
-        return text.kv_lora_rank + text.qk_rope_head_dim
-    return _layer_values(text, "head_dim")[0] or text.hidden_size // text.num_attention_heads
+        return AttentionShape(heads, 1, text.kv_lora_rank + text.qk_rope_head_dim)
+    dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return AttentionShape(heads, getattr(text, "num_key_value_heads", None) or heads, dim)
+
+
+def layer_shapes(config: PreTrainedConfig) -> list[AttentionShape]:
+    """``layer_shape`` of every layer."""
+    count = config.get_text_config(decoder=True).num_hidden_layers
+    return [layer_shape(config, layer) for layer in range(count)]
+
+
+def retrieval_shapes(config: PreTrainedConfig) -> dict[int, AttentionShape]:
+    """Shape by number of the layers that retrieve, for a ``config`` that passes."""
+    return {number: layer_shape(config, number) for number in retrieval_layers(config)}
+
+
+def head_dims(config: PreTrainedConfig) -> list[int]:
+    """Head dims of the keys that layers hold for retrieval, each once, largest first."""
+    return sorted({shape.head_dim for shape in retrieval_shapes(config).values()}, reverse=True)
 
 
 def model_layers(config: PreTrainedConfig) -> list:
@@ -218,15 +252,19 @@ def _whole(kind: type) -> bool:
     return not getattr(kind, "is_sliding", False)
 
 
-def _layer_values(config: PreTrainedConfig, name: str) -> list:
-    """The distinct values of ``name`` in the layers of ``config``: one for most models.
+def by_layer(text: PreTrainedConfig, name: str) -> list:
+    """``name`` in each layer of a text model's configuration; one value where layers are alike.
 
-    In some configurations (Gemma-4) layers differ, and transformers has no value for all of them.
+    In some configurations (Gemma-4) layers differ, and asking for the value of all raises.
     """
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    values: list[Any] = []
-    for layer in layers:
-        value = getattr(layer, name, None)
-        if value not in values:
-            values.append(value)
-    return values
+    layers = text.per_layer_config if _layers_differ(text) else [text]
+    return [getattr(layer, name, None) for layer in layers]
+
+
+def one_or_all(values: list) -> Any:
+    """The value that all layers have, or the list where they differ."""
+    return values[0] if all(value == values[0] for value in values) else values
+
+
+def _layers_differ(text: PreTrainedConfig) -> bool:
+    return getattr(text, "is_heterogeneous", False)

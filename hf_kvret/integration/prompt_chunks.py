@@ -19,6 +19,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.sizes import free_bytes
+from hf_kvret.integration.compatibility import by_layer
 
 _log = logging.getLogger(__name__)
 
@@ -80,8 +81,8 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 
 def _most(config: PreTrainedConfig, *names: str) -> int:
-    """The largest count under any of ``names``, over all layers if it is a list; 0 if none."""
-    settings = [getattr(config, name, None) for name in names]
+    """The largest count under any of ``names``, over all layers; 0 if none."""
+    settings = [value for name in names for value in by_layer(config, name)]
     sizes = [
         one for some in settings for one in (some if isinstance(some, list | tuple) else [some])
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_kvret.core.window import Place, Window
+from hf_kvret.core.window import Place, Window, wide_mask
 
 # Arguments of a decode step whose values differ from step to step.
 _PER_STEP = ("input_ids", "position_ids", "cache_position")
@@ -41,7 +41,7 @@ class Frame:
         slots = window.start + window.capacity - window.sink
         self.place = Place(
             column=torch.zeros(1, dtype=torch.long, device=device),
-            mask=torch.zeros(batch, window.capacity, dtype=torch.bool, device=device),
+            mask=wide_mask(torch.zeros(batch, window.capacity, dtype=torch.bool, device=device)),
             slots=torch.zeros(batch, slots, dtype=torch.bool, device=device) if padded else None,
         )
         # Tensors made in inference mode can't be written to outside.

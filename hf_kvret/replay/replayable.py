@@ -8,7 +8,8 @@ REPLAYABLE: frozenset[str] = frozenset(
     {
         "apertus", "arcee", "aria_text", "axk1", "biogpt", "bitnet", "cohere", "cohere2", "cwm",
         "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo",
-        "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
+        "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4",
+        "gemma4_text", "gemma4_unified", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
         "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoeshared",
         "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
         "iquestcoder", "jais2", "laguna", "llama", "llama4_text", "llava", "minicpm3",

@@ -66,17 +66,30 @@ def store_names() -> str:
 class StoreChoice:
     """Makes the stores of one cache, all of the same kind.
 
-    With ``"auto"`` the first layer that needs a store decides for all: split if there is a budget,
-    else the first of ``PLACES`` with room for all rows that are expected. Each layer gets an equal
-    share of the budget, since a prompt comes layer by layer.
+    With ``"auto"`` the lowest layer, the first to need a store, decides for all: split if there is
+    a budget, else the first of ``PLACES`` with room for all rows that are expected. Each layer gets
+    an equal share of the budget, since a prompt comes layer by layer.
 
     Attributes:
         name: of the stores; None until ``"auto"`` has decided.
         reason: why ``"auto"`` decided so; None if it did not.
     """
 
-    def __init__(self, options: RetrievalConfig, layers: int, head_dim: int) -> None:
-        """For a cache with these options, ``layers`` retrieval layers and keys of ``head_dim``.
+    def __init__(
+        self,
+        options: RetrievalConfig,
+        layers: int,
+        head_dim: int,
+        all_to_first: float | None = None,
+    ) -> None:
+        """For a cache with these options and ``layers`` retrieval layers.
+
+        Args:
+            options: of the cache.
+            layers: that retrieve.
+            head_dim: of their keys; where they differ, the largest number that divides all.
+            all_to_first: numbers that all these layers hold of a token, in units of the first
+                one's; None for ``layers``: they are alike.
 
         Raises:
             ValueError: ``options.store`` is neither ``"auto"`` nor a key of ``STORES``.
@@ -89,6 +102,7 @@ class StoreChoice:
         self._options = options
         self._layers = layers
         self._head_dim = head_dim
+        self._all_to_first = all_to_first or layers
         self._share: int | None = None
         self._tokens, self._chunk = 0, 0
         self._prompt_len, self._new_tokens = 0, 0
@@ -127,7 +141,7 @@ class StoreChoice:
                 where none can be found, or a budget that the device can't have.
         """
         if self.name is None:
-            rows_bytes = self._expected_bytes(cold_bytes) * self._layers
+            rows_bytes = int(self._expected_bytes(cold_bytes) * self._all_to_first)
             self.name, self.reason = choose(device, rows_bytes, self._options, self._head_dim)
         if self.name != "device" and device.type not in ("cpu", "cuda"):
             raise ValueError(f"store={self.name!r} on {device}: only store='device' works there")

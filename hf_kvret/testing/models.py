@@ -92,6 +92,20 @@ _QWEN3_NEXT = {
     "shared_expert_intermediate_size": 32,
 }
 _GPT_OSS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+GEMMA4: dict[str, Any] = {
+    **_SMALL,
+    **_SLIDE_AND_FULL,
+    # Heads and their dims differ between layers that slide and the others; there one projection
+    # makes keys and values.
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    # As in models without sharing.
+    "hidden_size_per_layer_input": 0,
+}
+"""Settings of a small Gemma-4's text."""
+
 _LFM2 = {
     "num_hidden_layers": 3,
     "layer_types": ["conv", "full_attention", "full_attention"],
@@ -131,6 +145,12 @@ _ZOO = (
         (1, 2),
         "q/k norm, layers that slide, two kinds of rope",
         seed=1,
+    ),
+    TinyModel(
+        "gemma4",
+        lambda: AutoConfig.for_model("gemma4_text", **GEMMA4),
+        (1, 2),
+        "heads and head dims by layer, keys and values of one projection",
     ),
     TinyModel(
         "gpt_oss",

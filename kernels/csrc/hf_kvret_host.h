@@ -205,6 +205,9 @@ struct hfk_paris_trace {
 
 HFK_API int32_t hfk_version(void);
 
+/* SHA-256 in hex of the names and digests of CMakeLists.txt and of all files of csrc. */
+HFK_API const char *hfk_sources(void);
+
 // 1 where `path` was compiled and the processor has its instructions.
 HFK_API int32_t hfk_has_path(int32_t path);
 

@@ -67,6 +67,8 @@ int32_t serve(const hfk_request *request, bool attends) {
 
 int32_t hfk_version(void) { return HFK_VERSION; }
 
+const char *hfk_sources(void) { return HFK_SOURCES; }
+
 int32_t hfk_has_path(int32_t path) { return find_kernel(path) != nullptr; }
 
 int32_t hfk_attend(const hfk_request *request) { return serve(request, true); }

@@ -28,7 +28,9 @@ _SLIDING_ONLY_IF_ANY = {"exaone4", "exaone4_5_text", "exaone_moe"}
 
 
 def text_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
-    """The configuration of the text decoder, after a look whether it has the layer.
+    """The configuration of one layer of the text decoder, after a look whether it has the layer.
+
+    That of the whole decoder where layers are alike.
 
     Raises:
         TypeError: ``config`` is not a transformers configuration.
@@ -39,7 +41,7 @@ def text_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
     text = config.get_text_config(decoder=True)
     if not 0 <= layer < text.num_hidden_layers:
         raise ValueError(f"layer={layer}: the model has layers 0 to {text.num_hidden_layers - 1}")
-    return text
+    return text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text
 
 
 def rotates(config: PreTrainedConfig, layer: int) -> bool:
@@ -146,9 +148,12 @@ def _quarter_turn(rotation: Any) -> list[float]:
     # Most rotations take tables as wide as a head, some of half that width or of complex numbers.
     cos, sin = torch.zeros(1, 1, 8, device="cpu"), torch.ones(1, 1, 8, device="cpu")
     half = cos[..., :4], sin[..., :4]
-    for tables in ((cos, sin), half, (torch.complex(*half),)):
+    both = ((x, x, *tables) for tables in ((cos, sin), half, (torch.complex(*half),)))
+    # A few take queries or keys.
+    for arguments in (*both, (x, cos, sin)):
         try:
-            query, _ = rotation(x, x, *tables)
+            result = rotation(*arguments)
+            query = result if isinstance(result, torch.Tensor) else result[0]
         except (RuntimeError, TypeError, ValueError):
             continue
         return query.flatten().tolist()

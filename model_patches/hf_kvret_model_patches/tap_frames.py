@@ -78,6 +78,8 @@ class Frame:
         self.rotation: Rotation | None = None
         self.update: tuple[torch.Tensor, torch.Tensor] | None = None
         self.attended = False
+        # Before and after, of queries that were rotated by themselves.
+        self._queries: tuple[torch.Tensor, torch.Tensor] | None = None
         self._report = functools.partial(callback, layer)
 
     def rotated(
@@ -86,7 +88,7 @@ class Frame:
         given: inspect.BoundArguments,
         result: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Take in the ``result`` of ``rotate`` for what it was ``given``."""
+        """Take in the ``result`` of ``rotate`` for what it was ``given``, queries and keys."""
         if self.rotation is not None:
             raise ValueError(f"{self.where} rotates twice: its keys before RoPE are not one tensor")
         self.rotation = self._rotation(rotate, given, result)
@@ -96,6 +98,25 @@ class Frame:
                 f"{self.where} rotates in place, and queries and keys before RoPE are gone: load "
                 "the model with use_kernels=False"
             )
+
+    def rotated_apart(
+        self, rotate: Callable[..., Any], given: inspect.BoundArguments, result: torch.Tensor
+    ) -> None:
+        """The same of a rotation that is given queries first, and keys in a second call.
+
+        With ``unsqueeze_dim=2`` they are ``[B, n, H, D]``.
+        """
+        given.apply_defaults()
+        arguments = given.arguments
+        before = arguments.pop("x")
+        if arguments.get("unsqueeze_dim") == 2:
+            before, result = before.transpose(1, 2), result.transpose(1, 2)
+        if self._queries is None:
+            self._queries = before, result
+            return
+        query, new_query = self._queries
+        arguments |= {"q": query, "k": before}
+        self.rotated(rotate, given, (new_query, result))
 
     def _rotation(
         self,
@@ -142,9 +163,15 @@ class Frame:
             key, value = self.update
         else:
             self._check_new(query, key)
+        if self.rotation is None and self._queries is not None:
+            raise ValueError(
+                f"{self.where} rotates queries and no keys: it takes them from another layer, and "
+                "what they were before RoPE can't be seen; use another model, or a method without "
+                "calibration"
+            )
         if self.rotation is None:
             return query, key, query, key, value
-        if query is not self.rotation.new_query or key is not self.rotation.new_key:
+        if not (_same(query, self.rotation.new_query) and _same(key, self.rotation.new_key)):
             raise self._changed()
         return self.rotation.query, self.rotation.key, query, key, value
 
@@ -228,6 +255,11 @@ class LatentFrame(Frame):
             raise self._changed()
         # Where nothing was done, exactly nothing.
         return torch.where((wanted == given).all(3, keepdim=True).all(1, keepdim=True), 1.0, scale)
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether both are the same numbers in memory: one tensor, or views of one form."""
+    return x is y or (x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride())
 
 
 def _detached(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from hf_kvret_model_patches.rope_config import LATENT_ROTATIONS, ROTATION
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _PARAMETERS = ["q", "k", "cos", "sin"]
 _COMPLEX_PARAMETERS = ["xq", "xk", "freqs_cis"]
+_SINGLE_PARAMETERS = ["x", "cos", "sin"]
 
 
 def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
@@ -57,8 +58,8 @@ def rotations(
 ) -> list[tuple[dict[str, Any], str]]:
     """Where ``modules`` look their rotation up: globals of their modeling modules, and a name.
 
-    What stands there is ``apply_rotary_pos_emb(q, k, cos, sin, ...)`` or, for latent attention, a
-    relative of it. The list is empty for models without RoPE.
+    What stands there is ``apply_rotary_pos_emb``, of ``q, k, cos, sin`` or of ``x, cos, sin``, or,
+    for latent attention, a relative of it. The list is empty for models without RoPE.
 
     Raises:
         ValueError: a module rotates by another function, or the configuration speaks of RoPE and
@@ -85,6 +86,8 @@ def rotations(
         for name in names:
             parameters = list(rotation_signature(namespace[name]).parameters)
             expected = _COMPLEX_PARAMETERS if name == LATENT_ROTATIONS[2] else _PARAMETERS
+            if rotates_apart(namespace[name]):
+                expected = _SINGLE_PARAMETERS
             if parameters[: len(expected)] != expected:
                 raise ValueError(
                     f"{name} of {kind.__name__} takes {', '.join(parameters)}, not "
@@ -93,6 +96,11 @@ def rotations(
                 )
             found[id(namespace), name] = namespace, name
     return list(found.values())
+
+
+def rotates_apart(rotate: Callable[..., Any]) -> bool:
+    """Whether a rotation takes queries or keys, ``x, cos, sin``, not both at once (Gemma-4)."""
+    return list(rotation_signature(rotate).parameters)[:3] == _SINGLE_PARAMETERS
 
 
 def rotation_signature(rotate: Callable[..., Any]) -> inspect.Signature:

@@ -23,6 +23,7 @@ from hf_kvret_model_patches.tap_frames import Callback, Frame, LatentFrame, Laye
 from hf_kvret_model_patches.tap_targets import (
     attention_layers,
     is_latent,
+    rotates_apart,
     rotation_signature,
     rotations,
 )
@@ -107,14 +108,15 @@ def _stop(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _seen_rotation(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = rotation_signature(original)
+    signature, apart = rotation_signature(original), rotates_apart(original)
 
     @functools.wraps(original)
     def rotate(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         frame = _frame()
         if frame is not None:
-            frame.rotated(original, signature.bind(*args, **kwargs), result)
+            take_in = frame.rotated_apart if apart else frame.rotated
+            take_in(original, signature.bind(*args, **kwargs), result)
         return result
 
     return rotate

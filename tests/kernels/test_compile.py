@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,25 +109,30 @@ def compiled(target: str, operation: str) -> set[str]:
     return set(done.stdout.split())
 
 
+class NamedTarget:
+    """A driver without a device, which only names the capability of one."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
 def _compile_instead_of_launching(capability: int) -> None:
     """Make Triton compile for ``capability`` and return before it would launch."""
-    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    class NamedTarget:
-        """A driver without a device."""
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", capability, 32)
-
-    driver.set_active(NamedTarget())
+    driver.set_active(NamedTarget(capability))
     run = JITFunction.run
 
     @functools.wraps(run)

@@ -190,24 +190,26 @@ def test_triton_collides_as_the_reference_does(length: int, m: int, dim: int) ->
 
 
 @needs_triton
+@pytest.mark.factor("masked", [False, True])
 @pytest.mark.factor("m", [4, 8])
 @pytest.mark.factor("length, most", [(0, 12), (37, 12), (37, 62), (37, 63)])
-def test_there_is_a_bin_for_every_sum_of_points(length: int, most: int, m: int) -> None:
+def test_there_is_a_bin_for_every_sum_of_points(
+    length: int, most: int, m: int, masked: bool
+) -> None:
     """A key earns 12 points at the most, or as many as fit into 64 bins beside the excluded."""
     tiers = (0.5,) + (1.0,) * (most * m // 8 - 1)
     most = len(tiers) * 8 // m
     sign, valid = random_sign(2, 1, length, 1), random_valid(2, length)
     q_rot = torch.randn(2, 1, 1, 3, 8, generator=generator(9)).to(DEVICE)
     counts = paris.count_centroids(sign, m=m, valid=valid)
-    for mask in (None, valid):
-        options = {"rho": 0.4, "tiers": tiers, "m": m, "valid": mask}
-        naive, triton = (
-            paris.collisions(q_rot, counts, sign, backend=backend, **options) for backend in BOTH
-        )
-        assert length < 30 or naive[naive < 255].max() == most
-        assert torch.equal(naive, triton)
-        ids = paris.candidates(q_rot, counts, sign, 20, backend="triton", **options)
-        assert torch.equal(ids, candidates_by_sorting(naive, 20))
+    options = {"rho": 0.4, "tiers": tiers, "m": m, "valid": valid if masked else None}
+    naive, triton = (
+        paris.collisions(q_rot, counts, sign, backend=backend, **options) for backend in BOTH
+    )
+    assert length < 30 or naive[naive < 255].max() == most
+    assert torch.equal(naive, triton)
+    ids = paris.candidates(q_rot, counts, sign, 20, backend="triton", **options)
+    assert torch.equal(ids, candidates_by_sorting(naive, 20))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -260,14 +262,15 @@ class Drawn(NamedTuple):
         return ids
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
+@pytest.mark.factor("masked", [False, True])
+@pytest.mark.factor("backend", BACKENDS)
+@pytest.mark.factor(
     "length, count", [(1, 1), (1, 4), (37, 0), (37, 10), (37, 37), (1024, 100), (2600, 700)]
 )
-def test_candidates_are_the_head_of_a_stable_sort(length: int, count: int, backend: str) -> None:
-    drawn = Drawn.of(length, queries=2)
-    drawn.run(count, backend)
-    drawn.run(count, backend, masked=False)
+def test_candidates_are_the_head_of_a_stable_sort(
+    length: int, count: int, backend: str, masked: bool
+) -> None:
+    Drawn.of(length, queries=2).run(count, backend, masked)
 
 
 @needs_triton

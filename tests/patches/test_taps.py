@@ -18,12 +18,12 @@ from transformers import (
 )
 
 import hf_kvret
-from hf_kvret.testing.models import MODELS, REFUSED
+from hf_kvret.testing.models import GEMMA4, MODELS, REFUSED
 from hf_kvret_model_patches.taps import LayerTokens, tap_attention
 
 # Layers that have attention without RoPE.
 WITHOUT_ROPE = {"gpt2": {0, 1}, "exaone4": {1, 2}, "smollm3": {1}}
-ATTENTION = {"gemma2": {0, 1, 2}, "gemma3": {0, 1, 2}, "gpt_oss": {0, 1, 2}, "exaone4": {0, 1, 2}}
+ATTENTION = {key: {0, 1, 2} for key in ("gemma2", "gemma3", "gemma4", "gpt_oss", "exaone4")}
 
 
 def prompt() -> dict[str, torch.Tensor]:
@@ -95,7 +95,11 @@ def test_what_is_seen_is_what_the_cache_holds_and_what_rope_was_given(name: str)
                 assert t.cos is None and t.sin is None
                 assert torch.equal(t.key_before, t.key) and torch.equal(t.query_before, t.query)
             else:
-                made = module.apply_rotary_pos_emb(t.query_before, t.key_before, t.cos, t.sin)
+                rotate, tables = module.apply_rotary_pos_emb, (t.cos, t.sin)
+                if name == "gemma4":
+                    made = rotate(t.query_before, *tables), rotate(t.key_before, *tables)
+                else:
+                    made = rotate(t.query_before, t.key_before, *tables)
                 assert torch.equal(made[0], t.query) and torch.equal(made[1], t.key)
                 assert not torch.equal(t.key_before, t.key)
 
@@ -330,9 +334,22 @@ def test_a_layer_that_works_twice_is_refused(name: str, message: str) -> None:
 def test_a_rotation_with_other_arguments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["llama"].build()
     home = importlib.import_module(type(model).__module__)
-    monkeypatch.setattr(home, "apply_rotary_pos_emb", lambda x, cos, sin: x)
-    with pytest.raises(ValueError, match="takes x, cos, sin, not q, k, cos, sin"):
+    monkeypatch.setattr(home, "apply_rotary_pos_emb", lambda x, table: x)
+    with pytest.raises(ValueError, match="takes x, table, not q, k, cos, sin"):
         tap_attention(model, Seen()).__enter__()
+
+
+def test_a_layer_with_keys_of_another_is_refused() -> None:
+    layers = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    changes = {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": layers}
+    changes |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+    config = AutoConfig.for_model("gemma4_text", **{**GEMMA4, **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    with (
+        pytest.raises(ValueError, match=r"layer 2 \(Gemma4TextAttention\) rotates queries and no"),
+        tap_attention(model, Seen()),
+    ):
+        model(**prompt(), use_cache=False)
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -43,7 +43,7 @@ _OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {"paris": {"subspace_dim": 4}}
 _WITH_ARTIFACT = ("a2ats", "aqua")
-_PROMPT, _STEPS = 14, 9
+_PROMPT, STEPS = 14, 9
 # Rows of some tokens of one layer.
 _BUDGET = 4096
 # Other kernels add in another order; logits are about 13 at most.
@@ -138,8 +138,8 @@ def run(case: Case) -> Outcome:
     return outcome
 
 
-def attempt(case: Case) -> Outcome:
-    """Run a case up to its first error."""
+def attempt(case: Case, steps: int = STEPS) -> Outcome:
+    """Run a case up to its first error, or to the end of so many decode steps."""
     # A new one: a model remembers that its steps could not be captured.
     model = _new_model(case.family)
     hf_kvret.attach(model)
@@ -154,7 +154,7 @@ def attempt(case: Case) -> Outcome:
         warnings.simplefilter("ignore")
         outcome = Outcome(case, gpu)
         to_device(model, "cuda:0")
-        session = _Session(case, gpu, model, Path(folder))
+        session = _Session(case, gpu, model, Path(folder), steps)
         try:
             with torch.inference_mode(), _spread_out(model, case):
                 logits = session.run()
@@ -246,6 +246,7 @@ class _Session:
         gpu: to run on; None for a CPU.
         model: to run with.
         folder: for what is saved.
+        steps: decoded after the prompt.
         replays: steps that were replayed.
     """
 
@@ -253,6 +254,7 @@ class _Session:
     gpu: Simulation | None
     model: PreTrainedModel
     folder: Path
+    steps: int = STEPS
     replays: int = 0
 
     def run(self) -> list[torch.Tensor]:
@@ -267,14 +269,14 @@ class _Session:
         call = graph or self.model
         self._begin("prompt")
         piece_len = 5 if mode == "chunks" else _PROMPT
-        cached.expect(_PROMPT, piece_len, _STEPS)
+        cached.expect(_PROMPT, piece_len, self.steps)
         pieces = tokens.split(piece_len, dim=1)
         length, logits = 0, []
         for piece in pieces:
             length += piece.shape[1]
             logits.append(self._feed(call, cached, piece, mask[:, :length]))
-        for number in range(_STEPS):
-            if number == _STEPS // 2 and mode in ("fork", "crop", "saved"):
+        for number in range(self.steps):
+            if number == self.steps // 2 and mode in ("fork", "crop", "saved"):
                 cached, dropped = self._changed(cached)
                 mask = mask[:, : mask.shape[1] - dropped]
             layer = cached.retrieval_layers[0]
@@ -291,7 +293,7 @@ class _Session:
         case = self.case
         options = {**_OPTIONS, **_OWN.get(case.method, {})}
         if case.selects_by_noise:
-            options["top_k"] = _PROMPT + _STEPS
+            options["top_k"] = _PROMPT + self.steps
         if case.store:
             options["store"] = case.store
         if case.select_heads is not None:

@@ -21,7 +21,7 @@ from hf_kvret.stores import cpu, memory, pinning
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.testing.simcuda import SimulationError, streams
 
-from .cases import Case, Outcome, attempt, check_logits
+from .cases import STEPS, Case, Outcome, attempt, check_logits
 
 pytest.importorskip("triton")
 
@@ -124,17 +124,19 @@ class Fault:
         plant: makes it.
         kind: of the finding; ``"wait"`` for a wait in a decode step, ``"eager"`` where steps are
             not captured any more.
+        steps: in which it shows.
     """
 
     case: Case
     plant: Patch
     kind: str
+    steps: int = STEPS
 
 
 FAULTS = {
     # A stream or a thread that does not wait.
     "readers of host rows do not wait": Fault(
-        HOST, put(memory.HostMemory, "wait", nothing), "race"
+        HOST, put(memory.HostMemory, "wait", nothing), "race", steps=2
     ),
     "host rows are written before they are there": Fault(
         HOST, within(memory.HostMemory, "write", streams.Stream, "wait_stream", nothing), "race"
@@ -171,7 +173,9 @@ FAULTS = {
         DEVICE, found(lambda ids: read_aside(ids + 1)), "freed"
     ),
     # The host waits in a decode step.
-    "a step reads a number": Fault(DEVICE, found(lambda ids: int(ids[0, 0, 0, 0])), "wait"),
+    "a step reads a number": Fault(
+        DEVICE, found(lambda ids: int(ids[0, 0, 0, 0])), "wait", steps=2
+    ),
     "a step takes a mask for an index": Fault(
         DEVICE, found(lambda ids: bool(len(ids[ids > 0]))), "wait"
     ),
@@ -244,7 +248,7 @@ QUICK = ("readers of host rows do not wait", "a step reads a number")
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FAULTS[name]
     fault.plant(monkeypatch)
-    outcome = attempt(fault.case)
+    outcome = attempt(fault.case, fault.steps)
     assert fault.kind in signs(outcome), (outcome.error, outcome.gpu.findings, outcome.gpu.waits)
 
 

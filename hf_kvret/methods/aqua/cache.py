@@ -13,7 +13,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.shared import artifact_place, check_rotations, made_once
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.integration.compatibility import head_dim, is_latent, retrieval_layers
+from hf_kvret.integration.compatibility import is_latent, retrieval_layers, retrieval_shapes
 from hf_kvret.methods.aqua.coding import check_group, default_group
 from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
 from hf_kvret.methods.aqua.kivi import KiviStore
@@ -135,26 +135,23 @@ def _warn_of_sinks(sink: int, sinks: int) -> None:
 
 
 def _check_width(options: AquaConfig, config: PreTrainedConfig) -> None:
-    """ValueError unless the group size divides the width of a token's keys."""
+    """ValueError unless the group size divides the width of a token's keys in every layer."""
     if options.bits == NOT_CODED and options.first_bits in (None, NOT_CODED):
         return
     assert options.backbone is not None, "it is filled in"
-    text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = (1 if is_latent(config) else heads) * head_dim(config)
-    if options.backbone == "kivi":
-        if is_latent(config):
-            raise ValueError(
-                f"backbone='kivi' codes keys along tokens and values along numbers, and a row of "
-                f"{config.model_type}, which has latent attention, is both: use 'higgs' or 'minmax'"
-            )
-        if width % SMALLEST_GROUP:
-            raise ValueError(
-                f"backbone='kivi' with {width} numbers a token: groups of values need a multiple "
-                f"of {SMALLEST_GROUP}; use bits=16"
-            )
-        return
-    if options.group is not None:
-        check_group(options.group, width)
-    elif options.bits != NOT_CODED:
-        default_group(options.backbone, width)
+    if options.backbone == "kivi" and is_latent(config):
+        raise ValueError(
+            f"backbone='kivi' codes keys along tokens and values along numbers, and a row of "
+            f"{config.model_type}, which has latent attention, is both: use 'higgs' or 'minmax'"
+        )
+    for width in {shape.width for shape in retrieval_shapes(config).values()}:
+        if options.backbone == "kivi":
+            if width % SMALLEST_GROUP:
+                raise ValueError(
+                    f"backbone='kivi' with {width} numbers a token: groups of values need a "
+                    f"multiple of {SMALLEST_GROUP}; use bits=16"
+                )
+        elif options.group is not None:
+            check_group(options.group, width)
+        elif options.bits != NOT_CODED:
+            default_group(options.backbone, width)

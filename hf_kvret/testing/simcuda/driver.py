@@ -64,7 +64,8 @@ def followed() -> Iterator[None]:
 def driver(simulation: Simulation) -> Iterator[None]:
     """torch, Triton's interpreter and thread pools ask the simulation in the body."""
     importlib.import_module("hf_kvret_kernels.paged")
-    interpreter = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    executor, function = interpreter.GridExecutor, interpreter.InterpretedFunction
     launches = importlib.import_module("hf_kvret.testing.simcuda.launches")
     pool = concurrent.futures.ThreadPoolExecutor
     pinning = importlib.import_module("hf_kvret.stores.pinning")
@@ -73,7 +74,8 @@ def driver(simulation: Simulation) -> Iterator[None]:
         *((torch._C, name, _nothing) for name in _ALLOCATOR),
         (torch.cuda.graph, "default_capture_stream", None),
         (torch.Tensor, "record_stream", record_stream),
-        (interpreter, "__call__", launches.checked(interpreter.__call__)),
+        (executor, "__call__", launches.checked(executor.__call__)),
+        (function, "warmup", launches.noted),
         (importlib.import_module("hf_kvret_kernels.paged"), "interpreted", lambda: False),
         *(
             (pinning, name, _while_it_lasts(simulation, vars(pinning)[name]))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime import interpreter
 
 from hf_kvret.testing.simcuda.clocks import MemoryLog
 from hf_kvret.testing.simcuda.simulation import (
@@ -37,7 +38,7 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
         with torch._C.DisableTorchFunction():
             place = _check_arguments(simulation, name, named)
             _check_grid(simulation, name, executor.grid, named)
-            _check_specialisation(simulation, executor.fn, named, kwargs)
+            _note_specialisation(simulation, executor.fn, executor.constexprs, named, kwargs)
             pages = _page_addresses(named.get(_ADDRESSES))
             logs = _page_logs(simulation, name, current_stream(place).device, pages)
         simulation.launches[simulation.phase, name] += 1
@@ -60,6 +61,18 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
             simulation.note(log, agent, False, f"kernel {name}, by address", site())
 
     return run
+
+
+def noted(kernel: Any, *args: Any, **kwargs: Any) -> None:
+    """``warmup`` of Triton's interpreter, which has nothing to compile: a compilation is noted."""
+    simulation = active()
+    names = kernel.arg_names
+    named = dict(zip(names, args, strict=False))
+    named |= {key: value for key, value in kwargs.items() if key in names}
+    del kwargs["grid"]
+    with torch._C.DisableTorchFunction():
+        executor = interpreter.GridExecutor(kernel.fn, names, None)
+        _note_specialisation(simulation, kernel.fn, executor.constexprs, named, kwargs)
 
 
 def _check_arguments(
@@ -106,20 +119,28 @@ def _check_grid(simulation: Simulation, name: str, grid: Any, named: dict[str, A
             return
 
 
-def _check_specialisation(
-    simulation: Simulation, kernel: Any, named: dict[str, Any], kwargs: dict[str, Any]
+def _note_specialisation(
+    simulation: Simulation,
+    kernel: Any,
+    constants: Sequence[str],
+    named: dict[str, Any],
+    kwargs: dict[str, Any],
 ) -> None:
-    """A compilation within a capture takes seconds, or breaks it."""
+    """A compilation takes seconds; within a capture it is a finding, as it may break it."""
     name, general = kernel.__name__, _general_arguments(kernel)
     own = tuple(
-        (argument, _form(value, general=argument in general)) for argument, value in named.items()
+        (argument, str(value) if argument in constants else _form(value, argument not in general))
+        for argument, value in named.items()
     )
     options = sorted((key, str(value)) for key, value in kwargs.items() if key not in named)
     form = own, tuple(options)
-    known = simulation.specialisations.setdefault(name, set())
-    if form not in known and simulation.capture is not None:
-        simulation.tell("compile", f"kernel {name} may be compiled anew within a capture")
+    known = simulation.specialisations.setdefault((kernel.__module__, name), set())
+    if form in known:
+        return
     known.add(form)
+    simulation.compilations[simulation.phase, name] += 1
+    if simulation.capture is not None:
+        simulation.tell("compile", f"kernel {name} may be compiled anew within a capture")
 
 
 def _general_arguments(kernel: Any) -> frozenset[str]:
@@ -128,19 +149,23 @@ def _general_arguments(kernel: Any) -> frozenset[str]:
     return frozenset(getattr(decorated, "kwargs", {}).get("do_not_specialize") or ())
 
 
-def _form(value: Any, *, general: bool = False) -> Any:
-    """What the compiler looks at in an argument, or in a ``general`` one."""
+def _form(value: Any, special: bool) -> Any:
+    """What the compiler looks at in an argument; of one that is not ``special`` the type alone."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.data_ptr() % _ALIGNMENT == 0
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, int) and general:
-        return abs(value) > _LARGEST_INT32
+        return str(value.dtype), special and value.data_ptr() % _ALIGNMENT == 0
+    if isinstance(value, torch.dtype):
+        # It stands for a pointer.
+        return str(value), special
+    if isinstance(value, bool):
+        return "bool"
     if isinstance(value, int):
-        return value == 1, value % _ALIGNMENT == 0, abs(value) > _LARGEST_INT32
+        is_long = abs(value) > _LARGEST_INT32
+        return is_long, special and value == 1, special and value % _ALIGNMENT == 0
     if isinstance(value, float):
         return "float"
-    return tuple(str(tensor.dtype) for tensor in tensors_in(value)) or str(value)
+    if isinstance(value, tuple | list):
+        return tuple(_form(each, special) for each in value)
+    return str(value)
 
 
 def _page_addresses(addresses: Any) -> list[int]:

@@ -76,6 +76,7 @@ class Simulation:
         findings: what would be wrong, with how often.
         waits: of the host, with how often.
         launches: of Triton kernels, by phase and name.
+        compilations: of Triton kernels, by phase and name: specialisations that were new.
         phase: names what is going on, for waits and launches; yours to set.
         capture: the stream and the notes of a capture under way; None.
         relaxed: whether this thread may do what captures forbid.
@@ -86,6 +87,7 @@ class Simulation:
         self.findings: Counter[Finding] = Counter()
         self.waits: Counter[Wait] = Counter()
         self.launches: Counter[tuple[str, str]] = Counter()
+        self.compilations: Counter[tuple[str, str]] = Counter()
         self.phase = ""
         self.capture: Capture | None = None
         self.relaxed = _Relaxed()
@@ -97,7 +99,7 @@ class Simulation:
         # First address, end, device and log of memory on the devices.
         self._on_devices: dict[int, tuple[int, torch.device, MemoryLog]] = {}
         # What kernels were specialised for.
-        self.specialisations: dict[str, set[Any]] = {}
+        self.specialisations: dict[tuple[str, str], set[Any]] = {}
         self._lock = threading.RLock()
         self._hosts: dict[int, Agent] = {}
         # Accesses to memory that was given back, until it may be handed out again.

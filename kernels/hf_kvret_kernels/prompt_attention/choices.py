@@ -75,17 +75,19 @@ CHOICES = Tunable(
 )
 
 
-def size_of(query: torch.Tensor, value: torch.Tensor, masked: bool) -> DecodeSize:
-    """The size class of a call."""
+def size_of(
+    query: torch.Tensor, value: torch.Tensor, masked: bool, tokens: int | None = None
+) -> DecodeSize:
+    """The size class of a call, with other ``tokens`` than those of ``value`` if given."""
     batch, query_heads, queries, key_dim = query.shape
-    heads, tokens, value_dim = value.shape[1:]
+    heads, held, value_dim = value.shape[1:]
     return DecodeSize(
         dtype_name(query.dtype),
         key_dim,
         value_dim,
         power_of_two(queries * (query_heads // heads)),
         power_of_two(batch * heads),
-        power_of_two(tokens),
+        power_of_two(held if tokens is None else tokens),
         masked,
     )
 

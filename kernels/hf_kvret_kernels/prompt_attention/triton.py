@@ -125,14 +125,19 @@ def tile_plan(
     masked: bool,
     splits: int | None = None,
     choice: choices.PromptChoice | None = None,
+    tokens: int | None = None,
 ) -> TilePlan:
-    """The plan of a call; ``splits`` and ``choice`` as of ``prompt_attention``."""
-    batch, heads, tokens, _ = value.shape
+    """The plan of a call; ``splits`` and ``choice`` as of ``prompt_attention``.
+
+    ``tokens`` are those of ``value``, or others where a plan for these is asked for.
+    """
+    batch, heads, held, _ = value.shape
+    tokens = held if tokens is None else tokens
     rows, columns, itemsize = _tile_sizes(query, value)
     if choice is None:
         choice = rule_for(query, value)
         if rows <= choices.FEW_ROWS:
-            size = choices.size_of(query, value, masked)
+            size = choices.size_of(query, value, masked, tokens)
             choice = tuning.choice(choices.CHOICES, size, choice, query.device)
     block_m = choices.tile_rows(rows, columns, itemsize)
     row_blocks = triton.cdiv(rows, block_m)

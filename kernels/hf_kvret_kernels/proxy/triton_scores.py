@@ -18,7 +18,7 @@ from hf_kvret_kernels._triton_log_sums import finite_base, log_total
 from hf_kvret_kernels._triton_masks import mask_bytes, mask_layout
 from hf_kvret_kernels._triton_shared import capped_scores, dot_dtype, score_factors
 from hf_kvret_kernels.relevance.triton_shares import write_best_shares
-from hf_kvret_kernels.top_k.triton import top_k
+from hf_kvret_kernels.top_k.triton import compile_ahead, top_k
 from hf_kvret_kernels.top_k.triton_split import split_top_k
 
 # Numbers of a tile of proxies of four bytes and of fewer, within a fewest and a most of tokens
@@ -78,6 +78,7 @@ def top_places(
     if lse is None:
         return top_k(scores, count)
     scores, sums = (one.unflatten(1, (heads, -1)).transpose(2, 3) for one in (scores, lse))
+    compile_ahead(scores, count, sums=sums, most_pieces=1, in_one=False)
     return split_top_k(scores, count, sums=sums)
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from hf_kvret_kernels._triton_log_sums import best_share, finite_base, log_sum_exp
 from hf_kvret_kernels.top_k import triton_best
-from hf_kvret_kernels.top_k.triton import top_k
+from hf_kvret_kernels.top_k.triton import compile_ahead, top_k
 from hf_kvret_kernels.top_k.triton_split import split_top_k
 
 # Tokens of a program, and the most pieces that a row is cut into.
@@ -49,9 +49,11 @@ def best_ids(
     elif sums is None:
         scores = scores.contiguous()
         sums = _piece_sums(scores)
+    ids = ids.contiguous()
+    compile_ahead(scores, count, ids, sums)
     if triton_best.fits(scores.shape[4], count):
         return triton_best.best_ids(scores, ids, count, sums, tickets)
-    return split_top_k(scores, count, ids.contiguous(), sums)
+    return split_top_k(scores, count, ids, sums)
 
 
 def top_places(scores: torch.Tensor, heads: int, count: int) -> torch.Tensor:
@@ -61,6 +63,7 @@ def top_places(scores: torch.Tensor, heads: int, count: int) -> torch.Tensor:
     scores = scores.contiguous()
     sums = _piece_sums(scores)
     groups = [rows.unflatten(1, (heads, -1)).transpose(2, 3) for rows in (scores, sums)]
+    compile_ahead(groups[0], count, sums=groups[1], in_one=False)
     return split_top_k(groups[0], count, sums=groups[1])
 
 

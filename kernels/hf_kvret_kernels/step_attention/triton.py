@@ -9,10 +9,14 @@ change the order of the sums. No program waits for another one.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels import _ahead as ahead
 from hf_kvret_kernels._triton_log_sums import finite_base, log_total
 from hf_kvret_kernels._triton_masks import mask_bytes
 from hf_kvret_kernels._triton_pieces import (
@@ -25,13 +29,20 @@ from hf_kvret_kernels._triton_pieces import (
 )
 from hf_kvret_kernels._triton_shared import LN_2
 from hf_kvret_kernels.merge import Pieces
-from hf_kvret_kernels.prompt_attention.triton import tile_constants, tile_numbers, tile_plan
+from hf_kvret_kernels.prompt_attention.triton import (
+    TilePlan,
+    tile_constants,
+    tile_numbers,
+    tile_plan,
+)
 from hf_kvret_kernels.prompt_attention.triton_tile import attend_tile, query_places
 
 # Numbers of other pieces that a thread holds while it attends, and of its own at the end.
 _OTHERS_OF_THREAD, _OWN_OF_THREAD = 32, 64
 # Pieces of each query at once, at most.
 _MOST_OTHERS, _MOST_OWN = 8, 16
+# What other operations cut their tokens into, at most.
+_MOST_PIECES = 128
 # Ids that a program counts at a time.
 _IDS = 512
 
@@ -243,47 +254,120 @@ def step_attention(
     lse = torch.empty(shape, dtype=torch.float32, device=device)
     if lse.numel() == 0:
         return out, lse
-    plan = tile_plan(query, value, valid is not None, splits)
-    constants = tile_constants(plan, query, key, value, causal_offset, valid, softcap)
-    tile_rows = min(plan.rows, triton.next_power_of_2(shape[2] * constants["G"]))
-    columns_of_thread = tile_rows * constants["BLOCK_DV"] // (32 * plan.choice.warps)
-    at_once = max(1, min(_MOST_OTHERS, _OTHERS_OF_THREAD // max(1, columns_of_thread)))
-    other_splits = others.lses.shape[3]
-    # Programs without keys take others only.
-    splits = max(plan.splits, triton.cdiv(other_splits, at_once))
-    share = triton.cdiv(other_splits, splits)
-    own_at_once = min(_MOST_OWN, max(1, _OWN_OF_THREAD // max(1, columns_of_thread)))
-    outs = torch.empty(*shape, splits, value_dim, dtype=torch.float32, device=device)
-    lses = torch.empty(*shape, splits, dtype=torch.float32, device=device)
+    layout = _layout(query, value, others.lses.shape[3], valid is not None, splits)
+    outs = torch.empty(*shape, layout.splits, value_dim, dtype=torch.float32, device=device)
+    lses = torch.empty(*shape, layout.splits, dtype=torch.float32, device=device)
     tickets = others.tickets
     if tickets is None:
         tickets = torch.zeros(shape, dtype=torch.int32, device=device)
     # A kernel argument must be some pointer; without ids they are never read.
-    flat = tickets if ids is None else ids.reshape(-1)
-    _finish_kernel[(plan.row_blocks, value.shape[0] * value.shape[1], splits)](
-        query,
-        key,
-        value,
-        mask_bytes(valid, query),
-        others.outs.contiguous(),
-        others.lses.contiguous(),
-        outs,
-        lses,
-        tickets,
+    flat = (tickets if ids is None else ids.reshape(-1)).contiguous()
+    buffers = others.outs.contiguous(), others.lses.contiguous(), outs, lses, tickets
+    results = (
         lse if sink_logits is None else sink_logits.contiguous(),
-        flat.contiguous(),
+        flat,
         tickets if selected is None else selected,
         out,
         lse,
-        *tile_numbers(plan, query, key, value, scale, causal_offset, valid, softcap),
-        other_splits,
-        share,
-        0 if ids is None else flat.numel(),
-        HAS_SINKS=sink_logits is not None,
-        ROWS=tile_rows,
-        OTHERS=triton.next_power_of_2(share),
-        OWN=min(own_at_once, triton.next_power_of_2(splits)),
-        IDS=_IDS,
-        **constants,
     )
+    id_count = 0 if ids is None else flat.numel()
+
+    def launch_of(layout: _Layout, valid: torch.Tensor | None) -> tuple[Any, dict[str, Any]]:
+        """Arguments and constants of the kernel."""
+        plan = layout.plan
+        numbers = tile_numbers(plan, query, key, value, scale, causal_offset, valid, softcap)
+        shares = layout.other_splits, layout.share, id_count
+        constants = {
+            "HAS_SINKS": sink_logits is not None,
+            "ROWS": layout.rows,
+            "OTHERS": triton.next_power_of_2(layout.share),
+            "OWN": layout.own,
+            "IDS": _IDS,
+        }
+        constants |= tile_constants(plan, query, key, value, causal_offset, valid, softcap)
+        given = query, key, value, mask_bytes(valid, query), *buffers, *results, *numbers, *shares
+        return given, constants
+
+    for later, masked in _layouts_to_come(query, value, layout, ids, valid is not None):
+        # Without a mask some memory stands for one, whose rows begin at multiples of 16, too.
+        mask = query.new_empty(len(query), 16, dtype=torch.bool) if valid is None else valid
+        ahead.compile_ahead(_finish_kernel, *launch_of(later, mask if masked else None))
+    arguments, constants = launch_of(layout, valid)
+    grid = layout.plan.row_blocks, value.shape[0] * value.shape[1], layout.splits
+    _finish_kernel[grid](*arguments, **constants)
     return out, lse
+
+
+class _Layout(NamedTuple):
+    """How a call is shared out.
+
+    Attributes:
+        plan: of tiles.
+        rows: of a tile that are real.
+        splits: programs of a tile of queries.
+        other_splits, share: pieces of other tokens, and those of a program.
+        own: own pieces that are merged at once.
+    """
+
+    plan: TilePlan
+    rows: int
+    splits: int
+    other_splits: int
+    share: int
+    own: int
+
+
+def _layout(
+    query: torch.Tensor,
+    value: torch.Tensor,
+    other_splits: int,
+    masked: bool,
+    splits: int | None = None,
+    tokens: int | None = None,
+) -> _Layout:
+    """Of a call; ``tokens`` as of ``tile_plan``."""
+    plan = tile_plan(query, value, masked, splits, tokens=tokens)
+    return _shared_out(plan, query, value, other_splits)
+
+
+def _shared_out(
+    plan: TilePlan, query: torch.Tensor, value: torch.Tensor, other_splits: int
+) -> _Layout:
+    group, block_dv = query.shape[1] // value.shape[1], triton.next_power_of_2(value.shape[3])
+    rows = min(plan.rows, triton.next_power_of_2(query.shape[2] * group))
+    columns_of_thread = rows * max(16, block_dv) // (32 * plan.choice.warps)
+    at_once = max(1, min(_MOST_OTHERS, _OTHERS_OF_THREAD // max(1, columns_of_thread)))
+    # Programs without keys take others only.
+    splits = max(plan.splits, triton.cdiv(other_splits, at_once))
+    own_at_once = min(_MOST_OWN, max(1, _OWN_OF_THREAD // max(1, columns_of_thread)))
+    own = min(own_at_once, triton.next_power_of_2(splits))
+    return _Layout(plan, rows, splits, other_splits, triton.cdiv(other_splits, splits), own)
+
+
+def _layouts_to_come(
+    query: torch.Tensor,
+    value: torch.Tensor,
+    now: _Layout,
+    ids: torch.Tensor | None,
+    masked: bool,
+) -> Iterator[tuple[_Layout, bool]]:
+    """Layouts that are compiled each for itself, and whether they have a mask.
+
+    Only those that somebody asked for, see ``_ahead``; ``now`` and ``masked`` are the present ones.
+    """
+    growth = ahead.growth()
+    if growth is None:
+        return
+    grows = ids is not None and max(growth.counts, default=0) > ids.shape[-1]
+    most = max(now.other_splits, _MOST_PIECES) if grows else now.other_splits
+    known = set()
+    windows = {*growth.windows, ahead.Window(value.shape[2], masked)}
+    for tokens, is_masked in sorted(windows):
+        plan = tile_plan(query, value, is_masked, tokens=tokens)
+        for other_splits in range(now.other_splits, most + 1):
+            later = _shared_out(plan, query, value, other_splits)
+            once = plan.split_len <= plan.choice.block_n
+            form = is_masked, plan.choice, once, triton.next_power_of_2(later.share), later.own
+            if form not in known:
+                known.add(form)
+                yield later, is_masked

@@ -7,12 +7,14 @@ among those. Nothing waits for the host.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels import _ahead as ahead
 from hf_kvret_kernels._triton_log_sums import best_share, sum_up
 from hf_kvret_kernels.top_k.triton_order import NOTHING, choose, order_of
 
@@ -77,6 +79,25 @@ def top_places(scores: torch.Tensor, count: int) -> torch.Tensor:
     return _launch(scores.unsqueeze(3), None, count, None, None)
 
 
+def compile_ahead(
+    scores: torch.Tensor,
+    ids: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    choices: Iterable[tuple[int, int]],
+) -> None:
+    """Compile what ``best_ids``, or without ids ``top_places``, launches for ``(length, count)``.
+
+    ``scores [B, H, Q, G, n]`` and the others are those of the present choice.
+    """
+    made = torch.int32, torch.int32, torch.int32, torch.int32
+    for size in {size for choice in choices if (size := _blocks(*choice)) is not None}:
+        ahead.compile_ahead(
+            _best_kernel,
+            _arguments(scores, ids, sums, made, scores.shape[4], 1),
+            _constants(scores, ids, size),
+        )
+
+
 def _launch(
     scores: torch.Tensor,
     ids: torch.Tensor | None,
@@ -95,30 +116,48 @@ def _launch(
     # Of each block's best.
     orders = torch.empty(*lead, blocks, count, dtype=torch.int32, device=device)
     places = torch.empty_like(orders)
+    if tickets is None:
+        tickets = torch.zeros(lead, dtype=torch.int32, device=device)
     # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
     _best_kernel[(batch * heads * queries, blocks)](
+        *_arguments(scores, ids, sums, (out, orders, places, tickets), length, count),
+        **_constants(scores, ids, size),
+    )
+    return out
+
+
+def _arguments(
+    scores: torch.Tensor,
+    ids: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    made: Sequence[Any],
+    length: int,
+    count: int,
+) -> tuple[Any, ...]:
+    """Of the kernel; ``made`` are out, orders, places and tickets, or their dtypes."""
+    return (
         scores,
         scores if sums is None else sums,
         scores if ids is None else ids,
-        out,
-        orders,
-        places,
-        torch.zeros(lead, dtype=torch.int32, device=device) if tickets is None else tickets,
+        *made,
         *scores.stride(),
-        heads,
-        queries,
+        *scores.shape[1:3],
         length,
         0 if sums is None else sums.shape[-1],
         count,
-        HAS_IDS=ids is not None,
-        G=group,
-        BLOCK=size.block,
-        LAST=size.last,
-        PIECES=size.pieces,
-        num_warps=size.warps,
-        enable_fp_fusion=True,
     )
-    return out
+
+
+def _constants(scores: torch.Tensor, ids: torch.Tensor | None, size: _Blocks) -> dict[str, Any]:
+    return {
+        "HAS_IDS": ids is not None,
+        "G": scores.shape[3],
+        "BLOCK": size.block,
+        "LAST": size.last,
+        "PIECES": size.pieces,
+        "num_warps": size.warps,
+        "enable_fp_fusion": True,
+    }
 
 
 @triton.jit(do_not_specialize=_CHANGING)

@@ -13,10 +13,14 @@ bins, and the second launch then takes longer.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels import _ahead as ahead
 from hf_kvret_kernels._triton_log_sums import best_share, sum_up
 from hf_kvret_kernels._triton_places import fill_empty
 from hf_kvret_kernels.top_k.triton_order import NOTHING, order_of
@@ -71,38 +75,73 @@ def split_top_k(
     before = torch.empty(rows, blocks, dtype=torch.int32, device=device)
     # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
     grid = (rows, blocks)
-    sum_strides = (0, 0, 0, 0) if sums is None else sums.stride()[:4]
-    _count_kernel[grid](
-        scores,
-        scores if sums is None else sums,
-        orders,
-        *(counters, plan),
-        *scores.stride(),
-        *sum_strides,
-        *(heads, queries, length, units, 0 if sums is None else sums.shape[-1], count),
-        G=group,
-        PIECES=1 if sums is None or sums.shape[-1] == 1 else 256,
-        BLOCK=_TOKENS,
-        UNIT=_UNIT,
-        enable_fp_fusion=True,
-    )
-    _border_kernel[grid](
-        *(orders, border_places, counters, plan, before),
-        *(length, units, count),
-        BLOCK=_TOKENS,
-        CHUNK=_CHUNK,
-        UNIT=_UNIT,
-        enable_fp_fusion=True,
-    )
-    _compact_kernel[grid](
-        *(orders, plan, before, out if ids is None else ids, out),
-        *(length, units, count),
-        HAS_IDS=ids is not None,
-        BLOCK=_TOKENS,
-        UNIT=_UNIT,
-        enable_fp_fusion=True,
-    )
+    made = out, counters, orders, border_places, plan, before
+    pieces = 0 if sums is None else sums.shape[-1]
+    for launch in _launches(scores, ids, sums, made, (length, units, pieces, count)):
+        launch.kernel[grid](*launch.arguments, **launch.constants)
     return out
+
+
+def compile_ahead(
+    scores: torch.Tensor, ids: torch.Tensor | None, sums: torch.Tensor | None, pieces: int
+) -> None:
+    """Compile what ``split_top_k`` launches for such arguments, with so many ``pieces`` in sums."""
+    length = scores.shape[4]
+    numbers = length, -(-length // _UNIT), pieces, 1
+    for launch in _launches(scores, ids, sums, (torch.int32,) * 6, numbers):
+        ahead.compile_ahead(launch.kernel, launch.arguments, launch.constants)
+
+
+def pieces_of(length: int) -> int:
+    """At least so many pieces are in the sums of ``length`` scores; beyond 2 all count alike."""
+    return 1 if length <= _TOKENS else 2
+
+
+class _Launch(NamedTuple):
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+def _launches(
+    scores: torch.Tensor,
+    ids: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    made: Sequence[Any],
+    numbers: tuple[int, int, int, int],
+) -> list[_Launch]:
+    """The three of them.
+
+    Args:
+        made: what is written, from ``out`` to ``before``, or their dtypes.
+        numbers: length, units, pieces and count.
+    """
+    out, counters, orders, border_places, plan, before = made
+    length, units, pieces, count = numbers
+    sum_strides = (0, 0, 0, 0) if sums is None else sums.stride()[:4]
+    always = {"BLOCK": _TOKENS, "UNIT": _UNIT, "enable_fp_fusion": True}
+    return [
+        _Launch(
+            _count_kernel,
+            (
+                *(scores, scores if sums is None else sums, orders, counters, plan),
+                *scores.stride(),
+                *sum_strides,
+                *(*scores.shape[1:3], length, units, pieces, count),
+            ),
+            always | {"G": scores.shape[3], "PIECES": 1 if pieces <= 1 else 256},
+        ),
+        _Launch(
+            _border_kernel,
+            (orders, border_places, counters, plan, before, length, units, count),
+            always | {"CHUNK": _CHUNK},
+        ),
+        _Launch(
+            _compact_kernel,
+            (orders, plan, before, out if ids is None else ids, out, length, units, count),
+            always | {"HAS_IDS": ids is not None},
+        ),
+    ]
 
 
 @triton.jit

@@ -7,10 +7,12 @@ takes ``layers * (1 ms + 1 µs for each token of context)``, with flash attentio
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bench_llama_cpp
@@ -18,9 +20,11 @@ import llama_bench
 import pytest
 import torch
 from bench_llama_cpp import BesideLlamaCpp
+from llama_bench import LlamaBench
 
 from hf_kvret.benchmark import model_measurement
 from hf_kvret.cli import main
+from hf_kvret.evaluation.measurement import CheckFailed
 from hf_kvret.evaluation.results import Results
 
 FAKE = r"""
@@ -189,18 +193,26 @@ def test_the_program_is_found_on_the_path(
         ),
     ],
 )
-def test_a_program_that_fails_has_a_row_that_says_so(
-    source: str,
-    message: str,
-    bench: Callable[..., int],
-    program: MakeProgram,
-    fake: Path,
-    tmp_path: Path,
+def test_a_program_that_fails_is_told_with_its_reason(
+    source: str, message: str, program: MakeProgram, tmp_path: Path
 ) -> None:
-    file = tmp_path / "d.json"
+    bench = LlamaBench(program(source), tmp_path, "f16")
+    with pytest.raises(CheckFailed, match=re.escape(message)):
+        bench.sample(subject(), context=256, steps=3)
+
+
+def subject() -> Any:
+    """As much of a model as is looked at before there are times."""
+    return SimpleNamespace(layers=2, model=None, weights=SimpleNamespace(held=0))
+
+
+def test_a_program_that_fails_has_a_row_that_says_so(
+    bench: Callable[..., int], program: MakeProgram, fake: Path, tmp_path: Path
+) -> None:
+    file, message = tmp_path / "d.json", "ended with status 1: failed to load model"
     given = ["llama-cpp", *QUICK, "--rounds", "1", "--json", str(file)]
     good = fake.read_text().partition("\n")[2]
-    program(source)
+    program("import sys; sys.exit('a line\\nfailed to load model')")
     assert bench(*given) == 1
     rows = rows_of(file)
     assert message in rows["llama.cpp f16", 256]["check_failed"]

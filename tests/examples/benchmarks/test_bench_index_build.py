@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_index_build as index_build
 import pytest
 import torch
+from bench_index_build import IndexBuild, expected_seconds, judge, time_builds
+from index_build_keys import LayerShape, random_layer
+from index_build_ways import Answer, MethodWay, Prompt, Way
 
-from hf_kvret.benchmark import index_build
-from hf_kvret.benchmark.index_build import IndexBuild, expected_seconds, judge, time_builds
-from hf_kvret.benchmark.index_build_keys import LayerShape, random_layer
-from hf_kvret.benchmark.index_build_ways import Answer, MethodWay, Prompt, Way
 from hf_kvret.core.recall import exact_scores
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import index_build_keys
 import pytest
 import torch
-from transformers import DynamicCache
-
-from hf_kvret.benchmark import index_build_keys
-from hf_kvret.benchmark.index_build import IndexBuild
-from hf_kvret.benchmark.index_build_keys import (
+from bench_index_build import IndexBuild
+from index_build_keys import (
     LayerShape,
     check_memory,
     model_source,
     random_layer,
 )
+from transformers import DynamicCache
+
 from hf_kvret.core.recall import exact_scores
 from hf_kvret.evaluation.subject import Subject, load_subject
 from hf_kvret.evaluation.texts import token_ids

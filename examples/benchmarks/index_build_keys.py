@@ -20,7 +20,7 @@ from hf_kvret.config import RetrievalConfig
 from hf_kvret.evaluation.recording import read_layers
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.texts import read_text, token_ids
-from hf_kvret.integration.compatibility import head_dim, model_layers
+from hf_kvret.integration.compatibility import layer_shape, model_layers
 
 RECENT = RetrievalConfig().recent
 """Tokens of a prompt behind those that are indexed: a cache keeps them in its window."""
@@ -180,10 +180,8 @@ def model_source(
     """
     ids, told = _model_tokens(subject, text, needed, seed)
     number = _layer_number(subject, layer)
-    config = subject.model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    shape = LayerShape(kv_heads, heads // kv_heads, head_dim(subject.model.config))
+    heads, kv_heads, dim = layer_shape(subject.model.config, number)
+    shape = LayerShape(kv_heads, heads // kv_heads, dim)
 
     def read(tokens: int) -> LayerKeys:
         studies = read_layers(subject.model, ids[:tokens])

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+from index_build_keys import RECENT, LayerKeys
 
-from hf_kvret.benchmark.index_build_keys import RECENT, LayerKeys
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index

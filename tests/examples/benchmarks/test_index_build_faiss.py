@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from bench_index_build import judge
+from index_build_keys import LayerShape, random_layer
+from index_build_ways import FAISS_WAYS, Prompt, find_faiss
 
-from hf_kvret.benchmark.index_build import judge
-from hf_kvret.benchmark.index_build_keys import LayerShape, random_layer
-from hf_kvret.benchmark.index_build_ways import FAISS_WAYS, Prompt, find_faiss
 from hf_kvret.evaluation.results import Results
 
 pytest.importorskip("faiss", reason="faiss is not installed: pip install faiss-cpu")

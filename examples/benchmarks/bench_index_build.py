@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-
-from hf_kvret.benchmark import timed
-from hf_kvret.benchmark.index_build_keys import (
+from index_build_keys import (
     RECENT,
     LayerKeys,
     LayerShape,
@@ -22,7 +21,7 @@ from hf_kvret.benchmark.index_build_keys import (
     model_source,
     random_source,
 )
-from hf_kvret.benchmark.index_build_ways import (
+from index_build_ways import (
     FAISS_WAYS,
     NOT_INSTALLED,
     MethodWay,
@@ -30,6 +29,8 @@ from hf_kvret.benchmark.index_build_ways import (
     Way,
     find_faiss,
 )
+
+from hf_kvret.benchmark import timed
 from hf_kvret.benchmark.timing import synchronize
 from hf_kvret.core.recall import measure_recall
 from hf_kvret.evaluation import common_options as common
@@ -46,6 +47,7 @@ from hf_kvret.evaluation.measurement import Measurement, Progress, Row
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.subject import load_subject
 from hf_kvret.registry import registered_methods
 
@@ -340,3 +342,9 @@ def _by_length(results: Results) -> list[tuple[Cell, Row]]:
 def _where(setup: dict[str, Any]) -> str:
     threads = timed.thread_count(setup["threads"])
     return threads if setup["device"] == "cpu" else f"ours on {setup['device']}, faiss on {threads}"
+
+
+MEASUREMENT = IndexBuild
+
+if __name__ == "__main__":
+    sys.exit(run_script(MEASUREMENT))

@@ -1,0 +1,186 @@
+"""What is compiled ahead is what Triton itself looks up when there are more tokens.
+
+The compiler does not run: a kernel that it is asked for is noted, and nothing is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# Kernels that are asked for when there are three times as many tokens, and then 40 times.
+BEST, SPLIT = ["_best_kernel"], ["_border_kernel", "_compact_kernel", "_count_kernel"]
+LATER = {
+    "places": [*BEST, *SPLIT],
+    "ids of groups": [*BEST, *SPLIT],
+    "places of groups": ["_count_kernel"],
+    # Windows of more than one piece, and one with a mask.
+    "windows": ["_finish_kernel"] * 2,
+}
+
+
+@pytest.fixture(scope="module")
+def asked_for() -> dict[str, Any]:
+    """By operation, and then by whether there is compiling ahead: kernels of each step."""
+    pytest.importorskip("triton", reason="Triton compiles on Linux only")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("operation", LATER)
+def test_no_kernel_is_asked_for_later(operation: str, asked_for: dict[str, Any]) -> None:
+    without, ahead = asked_for[operation]
+    first, *later = ahead
+    assert later == [[]] * len(later)
+    late = [name for step in without[1:] for name in step]
+    assert sorted(late) == sorted(LATER[operation])
+    # Not one more than is needed.
+    assert sorted(first) == sorted(without[0] + late)
+
+
+def test_a_kernel_that_is_refused_is_an_error(asked_for: dict[str, Any]) -> None:
+    assert asked_for["refused"] == "RuntimeError: too much shared memory"
+
+
+class _Compiled:
+    """In the place of a kernel."""
+
+    refuses = False
+
+    def __getitem__(self, grid: object) -> None:
+        if self.refuses:
+            raise RuntimeError("too much shared memory")
+
+
+def _note_instead_of_compiling(noted: list[str]) -> None:
+    from test_compile import NamedTarget  # type: ignore[import-not-found]
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    driver.set_active(NamedTarget(90))
+    run = JITFunction.run
+
+    def note(self: Any, key: Any, signature: Any, device: int, *more: Any) -> _Compiled:
+        noted.append(self.fn.__name__)
+        made = self.device_caches[device][0][key] = _Compiled()
+        return made
+
+    @functools.wraps(run)
+    def only_look_up(self: Any, *args: object, warmup: bool, **kwargs: object) -> object:
+        return run(self, *args, warmup=True, **kwargs)
+
+    JITFunction._do_compile, JITFunction.run = note, only_look_up
+
+
+def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
+    """Name, tokens more, windows, and calls with ever more tokens."""
+    from hf_kvret_kernels._ahead import Window
+    from hf_kvret_kernels.merge import Pieces
+    from hf_kvret_kernels.relevance import triton_shares
+    from hf_kvret_kernels.step_attention import triton as step
+    from hf_kvret_kernels.top_k import triton as top_k
+
+    scores = [torch.zeros(1, 2, 1, 4, length) for length in (1000, 3000, 40_000)]
+    ids = [torch.zeros(1, 2, 1, each.shape[-1]).int() for each in scores]
+    yield (
+        "places",
+        39_000,
+        (),
+        [functools.partial(top_k.top_k, each[..., 0, :], 1000) for each in scores],
+    )
+    yield (
+        "ids of groups",
+        39_000,
+        (),
+        [
+            functools.partial(triton_shares.best_ids, *pair, 1000)
+            for pair in zip(scores, ids, strict=True)
+        ],
+    )
+    heads = [each.view(1, 8, 1, -1) for each in scores]
+    yield (
+        "places of groups",
+        39_000,
+        (),
+        [functools.partial(triton_shares.top_places, each, 2, 1000) for each in heads],
+    )
+    half = torch.bfloat16
+    query, buffer = torch.zeros(2, 8, 1, 128, dtype=half), torch.zeros(2, 2, 800, 128, dtype=half)
+    others = Pieces(torch.zeros(2, 8, 1, 4, 128), torch.zeros(2, 8, 1, 4))
+    mask = torch.ones(2, 800, dtype=torch.bool)
+    windows = ((60, False), (130, False), (800, False), (800, True))
+    yield (
+        "windows",
+        0,
+        tuple(Window(*each) for each in windows),
+        [
+            functools.partial(
+                step.step_attention, query, buffer[:, :, :tokens], buffer[:, :, :tokens], others,
+                0.1, None, mask[:, :tokens] if masked else None, None, None, None, None, half,
+            )
+            for tokens, masked in windows
+        ],
+    )  # fmt: skip
+
+
+def _main() -> dict[str, Any]:
+    from triton.runtime.jit import JITFunction
+
+    from hf_kvret_kernels import _ahead as ahead
+
+    noted: list[str] = []
+    _note_instead_of_compiling(noted)
+    kernels: set[Any] = set()
+    run = JITFunction.run
+
+    def known(self: Any, *args: object, **kwargs: object) -> object:
+        kernels.add(self)
+        return run(self, *args, **kwargs)
+
+    JITFunction.run = known
+    found: dict[str, Any] = {}
+
+    def taken() -> list[str]:
+        names = noted.copy()
+        noted.clear()
+        return names
+
+    for name, more, windows, calls in _operations():
+        found[name] = []
+        for growth in (None, ahead.Growth(more, (), windows)):
+            for kernel in kernels:
+                kernel.device_caches.clear()
+            if growth is None:
+                calls[0]()
+            else:
+                with ahead.growing(growth):
+                    calls[0]()
+            steps = [taken()]
+            for call in calls[1:]:
+                call()
+                steps.append(taken())
+            found[name].append(steps)
+    _Compiled.refuses = True
+    try:
+        with ahead.growing(growth):
+            calls[0]()
+    except RuntimeError as error:
+        found["refused"] = f"RuntimeError: {error}"
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(_main()))

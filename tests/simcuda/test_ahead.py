@@ -1,0 +1,129 @@
+"""Kernels are compiled in the first decode step for all steps to come, on a simulated GPU.
+
+The sizes at which other kernels are taken are made small here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+import hf_kvret
+from hf_kvret.core import selected_attention
+from hf_kvret.replay import DecodeGraph
+from hf_kvret.testing.simcuda import simulated, to_device
+from hf_kvret.testing.tiny import spread_weights
+
+pytest.importorskip("triton")
+
+STEPS = 9
+OPTIONS: dict[str, Any] = {
+    "top_k": 8, "sink": 2, "recent": 2, "flush": 6, "max_draft": 1, "dense_below": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch chooses 8 of up to 32 tokens, or of up to 64; windows have pieces of 4 tokens."""
+    from hf_kvret_kernels.prompt_attention import choices
+    from hf_kvret_kernels.top_k import triton_best
+
+    sizes = (triton_best._Blocks(16, 16, 256, 4), triton_best._Blocks(32, 16, 256, 8))
+    monkeypatch.setattr(triton_best, "_SIZES", sizes)
+    rule = choices.rule
+
+    def short(*sizes: int) -> choices.PromptChoice:
+        return replace(rule(*sizes), block_n=4, least_split_len=4)
+
+    monkeypatch.setattr(choices, "rule", short)
+
+
+def new_model() -> PreTrainedModel:
+    """One layer with a head, which selects for itself."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1, head_dim=16, eos_token_id=None,
+    )  # fmt: skip
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    spread_weights(model, seed=3)
+    return model.eval()
+
+
+def compiled_later(prompt: int, mode: str = "eager", announced: bool = True) -> Counter[str]:
+    """Kernels that are compiled after the first decode step, with how often.
+
+    AssertionError: the window or what is chosen from did not outgrow a kernel, or one was compiled
+    within a capture.
+    """
+    model = new_model()
+    hf_kvret.attach(model)
+    with simulated() as gpu, torch.inference_mode():
+        to_device(model)
+        captured = mode == "graph"
+        cache = hf_kvret.FlatKVCache(model.config, **OPTIONS, graph="auto" if captured else False)
+        call = DecodeGraph(model, cache) if captured else model
+        tokens = torch.arange(prompt, device="cuda")[None] % 50 + 10
+        mask = torch.ones_like(tokens)
+        if mode == "padded":
+            mask[:, :3] = 0
+        if announced:
+            cache.expect(prompt, prompt, STEPS)
+        for number in range(STEPS + 1):
+            gpu.phase = ("prompt", "first")[number] if number < 2 else "later"
+            given = {"attention_mask": mask} if mode == "padded" else {}
+            places = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+            out = call(input_ids=tokens, position_ids=places, past_key_values=cache, **given)
+            tokens = out.logits[:, -1:].argmax(-1)
+            mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+        assert not captured or call.captures == 2
+    assert {finding.kind for finding in gpu.findings} <= {"alignment"}
+    assert cache.retrieval_layers[0].cold_len == prompt + 4
+    return Counter(
+        {name: count for (phase, name), count in gpu.compilations.items() if phase == "later"}
+    )
+
+
+# 30 cold tokens become 36, or 60 become 66.
+@pytest.mark.parametrize(
+    ("prompt", "mode"),
+    [
+        (32, "eager"),
+        pytest.param(32, "padded", marks=pytest.mark.slow),
+        pytest.param(62, "padded", marks=pytest.mark.slow),
+        (62, "graph"),
+        pytest.param(62, "eager", marks=pytest.mark.slow),
+        pytest.param(32, "graph", marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_compiled_after_the_first_step(prompt: int, mode: str) -> None:
+    assert compiled_later(prompt, mode) == {}
+
+
+@pytest.mark.slow
+def test_without_an_announcement_twice_as_many_tokens_are_thought_of() -> None:
+    assert compiled_later(32, announced=False) == {}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "mode", "later"),
+    [
+        (32, "eager", {"_best_kernel": 1, "_finish_kernel": 1}),
+        pytest.param(
+            62,
+            "graph",
+            {"_count_kernel": 1, "_border_kernel": 1, "_compact_kernel": 1, "_finish_kernel": 1},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_otherwise_kernels_would_be_compiled_while_tokens_come(
+    prompt: int, mode: str, later: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selected_attention, "compiling_ahead", lambda *given: nullcontext())
+    assert compiled_later(prompt, mode) == later
