@@ -237,7 +237,7 @@ def test_a_prompt_in_pieces_has_the_codes_of_a_whole_one(
     assert torch.equal(pieces.state_dict()["codes"], whole)
     assert pieces.cost(100, 10).nbytes == filled(book.index(), prompt).cost(100, 10).nbytes
     # Long prompts are encoded in pieces too.
-    monkeypatch.setattr(learned_module, "_PIECE", 7 * 2 * HEADS)
+    monkeypatch.setattr(learned_module, "_PIECE_NUMBERS", 7 * 2 * HEADS * DIM)
     assert torch.equal(filled(book.index(), prompt).state_dict()["codes"], whole)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from hf_kvret import FlatKVCache
 from hf_kvret.integration.latent import ModuleHeads
@@ -23,6 +23,7 @@ DEFAULT = ("deepseek_v2", "mistral4")
 ALL = [
     name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow)
     for name in LATENT_MODELS
+    if name in CONFIG_MAPPING
 ]
 
 

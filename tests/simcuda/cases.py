@@ -92,19 +92,22 @@ def cases() -> list[Case]:
 
 def latent_cases() -> list[Case]:
     """Latent attention with every method that serves it, in stores of all kinds."""
-    methods = [method for method in METHODS if method != "a2ats"]
     stores = ("device", "resident", "cpu", "higgs-host")
-    groups = {"flat": (None, 1, 2), "paris": (None, 2), "lrqk": (None, 2)}
+    groups = {"flat": (None, 1, 2), "paris": (None, 2), "lrqk": (None, 2), "a2ats": (2,)}
     made = [
         Case(method, store, mode, "deepseek_v3", heads)
-        for method in methods
+        for method in METHODS
         for store in stores
         for mode in ("eager", "graph", "padded", "saved")
         for heads in groups.get(method, (None,))
     ]
     return [
         *made,
-        *(Case("latent", "", mode, "deepseek_v3") for mode in ("eager", "padded", "crop")),
+        *(
+            Case(method, "", mode, "deepseek_v3")
+            for method in ("latent", "aqua")
+            for mode in ("eager", "padded", "crop")
+        ),
     ]
 
 
@@ -142,7 +145,7 @@ def attempt(case: Case, steps: int = STEPS) -> Outcome:
     hf_kvret.attach(model)
     if case.method in _WITH_ARTIFACT:
         # Learned now, on the CPU.
-        _artifact(case.method)
+        _artifact(case.method, case.family)
     with (
         simulated(2 if case.mode == "two devices" else 1) as gpu,
         warnings.catch_warnings(),
@@ -196,10 +199,10 @@ def _new_model(family: str = "llama") -> PreTrainedModel:
 
 
 @cache
-def _artifact(method: str) -> str:
-    """Where an artifact of the method lies."""
+def _artifact(method: str, family: str) -> str:
+    """Where an artifact of the method lies, for a family's model."""
     folder = tempfile.mkdtemp(prefix="hf_kvret_simcuda_")
-    return tiny_artifact(_new_model(), method, Path(folder))
+    return tiny_artifact(_new_model(family), method, Path(folder))
 
 
 @contextmanager
@@ -298,7 +301,7 @@ class _Session:
         if case.store == "split":
             options["device_budget"] = _BUDGET
         if case.method in _WITH_ARTIFACT:
-            options["artifact"] = _artifact(case.method)
+            options["artifact"] = _artifact(case.method, case.family)
         kind = hf_kvret.registered_methods()[case.method]
         return kind(self.model.config, **options, graph="auto" if self._is_captured else False)
 

@@ -17,8 +17,8 @@ from hf_kvret_kernels import codebook
 
 METHOD = "a2ats"
 
-# Keys un-rotated and multiplied at once: an fp32 copy takes 64 MiB with head dim 128.
-_PIECE = 1 << 17
+# Numbers of keys that are un-rotated and multiplied at once: an fp32 copy takes 64 MiB.
+_PIECE_NUMBERS = 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +70,9 @@ class LearnedLayer:
 
     def encode(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Ids ``[B, H, n]`` int16 of post-RoPE ``keys [B, H, n, D]`` at ``positions [B, n]``."""
-        batch, heads, count, _ = keys.shape
+        batch, heads, count, dim = keys.shape
         codes = torch.empty(batch, heads, count, dtype=torch.int16, device=keys.device)
-        step = max(1, _PIECE // (batch * heads))
+        step = max(1, _PIECE_NUMBERS // (batch * heads * dim))
         for start in range(0, count, step):
             piece = slice(start, start + step)
             where = None if positions is None else positions[:, piece]
