@@ -132,5 +132,15 @@ _ZOO = (
     ),
 )
 
+LONG_LATENT_MODEL = TinyModel(
+    "deepseek_v3, 576 numbers a row",
+    _config(
+        "deepseek_v3", num_hidden_layers=1, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=24
+    ),
+    (0,),
+    "rows as long as those of large models",
+)
+"""As the zoo's, with rows of 512 + 64 numbers."""
+
 LATENT_MODELS: dict[str, TinyModel] = {model.name: model for model in _ZOO}
 """Models of multi-head latent attention that a cache with retrieval must serve, by name."""

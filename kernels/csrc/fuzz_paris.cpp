@@ -14,8 +14,10 @@ class ParisCase : public SearchCase {
         hfk_request &r = step.attention;
         paris_.dim = 8;
         while (paris_.dim < r.key_dim || (paris_.dim < 256 && random.one_in(4))) paris_.dim *= 2;
+        // Several blocks.
+        if (random.one_in(3)) paris_.dim = random.pick((r.key_dim + 7) / 8, 80) * 8;
         paris_.m = random.one_in(2) ? 4 : 8;
-        const int64_t subspaces = paris_.dim / paris_.m;
+        const int64_t subspaces = paris_.dim / paris_.m; // at most 160
         paris_.tiers = random.pick(1, std::min<int64_t>(15, 254 / subspaces));
         paris_.mean_query = random.one_in(3);
         group_ = r.query_heads / r.id_heads;
@@ -154,21 +156,34 @@ class ParisCase : public SearchCase {
         return sum / static_cast<double>(group_);
     }
 
-    // By the definition of a Walsh-Hadamard matrix.
+    // By the definition of Walsh-Hadamard matrices, one for each power of two in the dimension.
     bool is_rotated(const hfk_step &step, const Numbers &query, int64_t place, int64_t g,
                     const Trace &trace) const {
-        const int64_t key_dim = step.attention.key_dim;
-        std::vector<double> signed_query(key_dim);
-        for (int64_t d = 0; d < key_dim; ++d) {
-            signed_query[d] = query_at(step, query, place, g, d) * signs_[d];
+        const int64_t dim = paris_.dim, key_dim = step.attention.key_dim;
+        int64_t stride = 1;
+        if ((dim & (dim - 1)) != 0) {
+            stride = static_cast<int64_t>(0.618 * static_cast<double>(dim));
+            while (std::gcd(stride, dim) > 1) ++stride;
         }
-        for (int64_t i = 0; i < paris_.dim; ++i) {
-            double sum = 0.0;
-            for (int64_t d = 0; d < key_dim; ++d) {
-                sum += __builtin_popcountll(i & d) % 2 == 0 ? signed_query[d] : -signed_query[d];
+        std::vector<double> spread(dim, 0.0);
+        for (int64_t i = 0; i < dim; ++i) {
+            const int64_t d = i * stride % dim;
+            if (d < key_dim) spread[i] = query_at(step, query, place, g, d) * signs_[i];
+        }
+        int64_t first = 0;
+        for (int64_t size = 1024; size > 0; size /= 2) {
+            if ((dim & size) == 0) continue;
+            for (int64_t i = 0; i < size; ++i) {
+                double sum = 0.0;
+                for (int64_t d = 0; d < size; ++d) {
+                    const double x = spread[first + d];
+                    sum += __builtin_popcountll(i & d) % 2 == 0 ? x : -x;
+                }
+                const double want = sum / std::sqrt(static_cast<double>(size));
+                const int64_t at = (place * tables_ + g) * dim + first + i;
+                if (!is_close(trace.rotated[at], want)) return false;
             }
-            const double want = sum / std::sqrt(static_cast<double>(paris_.dim));
-            if (!is_close(trace.rotated[(place * tables_ + g) * paris_.dim + i], want)) return false;
+            first += size;
         }
         return true;
     }
@@ -282,7 +297,7 @@ class ParisCase : public SearchCase {
             const double want = capped(sum * r.scale, r.softcap);
             const double got =
                 trace.estimates[(place * tables_ + g) * paris_.candidates + c];
-            // fp32 sums of up to 256 terms, and what a cap's tanh is off.
+            // fp32 sums of up to 640 terms, and what a cap's tanh is off.
             const double error = 1e-6 * (size * std::abs(r.scale) + r.softcap) + 1e-9;
             if (!(std::abs(got - want) <= error)) return false;
         }

@@ -8,6 +8,7 @@ from itertools import cycle
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from hf_kvret import (
@@ -20,9 +21,11 @@ from hf_kvret import (
     LRQKCache,
     ParisKVCache,
     RetrievalCache,
+    attach,
 )
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODES, Case, run_case
 from hf_kvret.testing.conformance import Result, no_proof
+from hf_kvret.testing.latent_models import LONG_LATENT_MODEL
 from hf_kvret.testing.pairs import pairwise
 
 # Of methods that learn from calibration; aqua's rows are its own codes, here at 16 bits.
@@ -123,6 +126,62 @@ def test_methods_that_learn_in_every_mode(
     case: dict[str, Any], artifact_options: ArtifactOptions
 ) -> None:
     check(artifact_options, **case)
+
+
+@pytest.fixture(scope="module")
+def long_rows() -> transformers.PreTrainedModel:
+    """One layer whose rows have 512 + 64 numbers, as in DeepSeek-V3."""
+    model = LONG_LATENT_MODEL.build()
+    attach(model)
+    return model
+
+
+@pytest.mark.parametrize("store", ("device", "cpu"))
+def test_paris_serves_rows_of_576_numbers(store: str, long_rows: Any) -> None:
+    """A selection of everything gives what full attention gives, padded rows included."""
+    ids = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    ids[1, :11], mask[1, :11] = 0, 0
+    run = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    run |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = long_rows.generate(ids, **run)
+    cache = ParisKVCache(config=long_rows.config, store=store, **COVERING_OPTIONS)
+    found = long_rows.generate(ids, past_key_values=cache, **run)
+    assert torch.equal(found.sequences, expected.sequences)
+    # fp32 sums of 576 terms in another order.
+    torch.testing.assert_close(
+        torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4
+    )
+    (layer,) = cache.stats()["layers"]
+    # All but sinks and padding.
+    assert 0.6 * layer["cold_rows"] < layer["selected"] < layer["cold_rows"]
+
+
+def test_paris_finds_the_best_of_long_rows(long_rows: Any) -> None:
+    """A tenth of the tokens by codes in blocks of 512 + 64, of which half are candidates."""
+    ids = torch.randint(3, 128, (1, 400), generator=torch.Generator().manual_seed(2))
+    options: dict[str, Any] = {"top_k": 36, "sink": 2, "recent": 16, "flush": 8, "dense_below": 0}
+    cache = ParisKVCache(config=long_rows.config, track_recall=True, **options)
+    run = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    long_rows.generate(ids, past_key_values=cache, **run)
+    (layer,) = cache.stats()["layers"]
+    # Chance gives 0.1 of either.
+    assert layer["recall_overlap"] > 0.8
+    assert layer["recall_mass"] > 0.95 * layer["recall_best_mass"]
+
+
+def test_paris_says_at_once_which_rows_it_has_no_codes_for() -> None:
+    config = LONG_LATENT_MODEL.config()
+    for rank, options, remedy in (
+        (1024, {}, "use cache_implementation='flat'"),
+        (768, {}, "use at most 2 tiers"),
+        (512, {"subspace_dim": 4}, "use subspace_dim=8 or at most 1 tiers"),
+        (512, {"tiers": (0.2, 0.4, 0.6, 1.0)}, "use at most 3 tiers"),
+    ):
+        config.kv_lora_rank = rank
+        with pytest.raises(ValueError, match=remedy):
+            ParisKVCache(config=config, **options)
+    ParisKVCache(config=config, subspace_dim=4, tiers=(1.0,))
 
 
 @pytest.mark.slow
