@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
+from hf_kvret.integration.projection import Affine, affine
 from hf_kvret_model_patches import latent
 
 
 class ModuleHeads:
-    """See ``core.latent.LatentHeads``; of one call, between which weights may change.
+    """See ``core.latent.LatentHeads``; of one call: weights may change between calls.
 
     Args:
         module: the attention of a layer, with ``kv_b_proj`` and dims named as in transformers.
@@ -22,7 +22,7 @@ class ModuleHeads:
         self._rank: int = module.kv_lora_rank
         self._nope: int = module.qk_nope_head_dim
         self._value_dim: int = module.v_head_dim
-        self._made: torch.Tensor | None = None
+        self._made: Affine | None = None
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         nope, rope = query[..., : self._nope], query[..., self._nope :]
@@ -31,7 +31,12 @@ class ModuleHeads:
 
     def leave(self, latents: torch.Tensor) -> torch.Tensor:
         to_values = self._matrices(latents)[:, self._nope :]
-        return torch.einsum("bhqr,hvr->bhqv", latents, to_values)
+        values = torch.einsum("bhqr,hvr->bhqv", latents, to_values)
+        offset = self._affine(latents).offset
+        if offset is None:
+            return values
+        # Weights sum to one. What an offset adds to keys, it adds to all scores of a query alike.
+        return values + offset.view(-1, 1, self._nope + self._value_dim)[..., self._nope :]
 
     def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.expand_new(rows[..., : self._rank], rows[..., self._rank :])
@@ -53,23 +58,9 @@ class ModuleHeads:
 
     def _matrices(self, like: torch.Tensor) -> torch.Tensor:
         """``[H, n + v, R]``: ``kv_b_proj`` for each head."""
-        if self._made is not None:
-            return self._made
-        projection = self._module.kv_b_proj
-        if _is_plain(projection):
-            matrix = projection.weight
-        else:
-            # Adapters, quantized weights, weights that a hook brings: it is linear all the same.
-            identity = torch.eye(self._rank, dtype=like.dtype, device=like.device)
-            matrix = projection(identity).T
-        self._made = matrix.reshape(-1, self._nope + self._value_dim, self._rank)
+        return self._affine(like).matrix.reshape(-1, self._nope + self._value_dim, self._rank)
+
+    def _affine(self, like: torch.Tensor) -> Affine:
+        if self._made is None:
+            self._made = affine(self._module.kv_b_proj, like, self._rank)
         return self._made
-
-
-def _is_plain(projection: nn.Module) -> bool:
-    """Whether the module is its weight: a linear one that nobody wrapped, hooked or distributed."""
-    if type(projection) is not nn.Linear or projection.bias is not None:
-        return False
-    hooks = projection._forward_hooks or projection._forward_pre_hooks
-    is_own = type(projection.weight) is nn.Parameter and "forward" not in projection.__dict__
-    return is_own and not hooks and not nn.utils.parametrize.is_parametrized(projection)
