@@ -25,6 +25,7 @@ SCRIPTS = {
     "eval a2ats-ablation": "studies/a2ats_ablation.py",
     "eval aqua-ablation": "studies/aqua_ablation.py",
     "eval misses": "studies/misses.py",
+    "eval latent-heads": "studies/latent_heads.py",
     "bench step": "benchmarks/bench_step.py",
     "bench step-modelled": "benchmarks/bench_step_modelled.py",
     "bench host-attention": "benchmarks/bench_host_attention.py",

@@ -1,0 +1,125 @@
+"""Caches whose query heads select together, and how far their logits are from full attention's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+from shared_heads import Selections, measured
+from tqdm import tqdm
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.recall import exact_scores
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.following import Kept, full_logits
+from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.subject import Subject
+from hf_kvret_kernels.relevance import top_places
+
+Search = Callable[[torch.Tensor, ColdTokens], torch.Tensor]
+_expected = Kept(most=8)
+
+
+def noting(search: Search, found: list[Selections]) -> Search:
+    """A search that appends what it selects, for the one row of a batch, to ``found``."""
+
+    def search_and_note(query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        ids = search(query, cold)
+        scores = cold_scores(query, cold)[0]
+        held = scores.shape[-1]
+        marks = torch.zeros(*ids.shape[1:3], held + 1, dtype=torch.bool)
+        marks.scatter_(-1, ids[0].long().masked_fill(ids[0] < 0, held), True)
+        found.append(Selections.of_marks(scores.softmax(-1), marks[..., :-1]))
+        return ids
+
+    return search_and_note
+
+
+def cold_scores(query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+    """``[B, H, Q, n]`` fp32 logits, -inf for tokens that are not valid."""
+    parts = [
+        exact_scores(query, keys, cold.scale, cold.softcap) for _, keys in cold.store.key_chunks()
+    ]
+    return torch.cat(parts, dim=-1).masked_fill(~cold.valid[:, None, None], float("-inf"))
+
+
+def grouped(size: int) -> Search:
+    def search(query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        scores = cold_scores(query, cold)
+        heads = scores.shape[1]
+        ids = top_places(scores, heads // size, cold.budget)
+        return ids.repeat_interleave(size, dim=1)
+
+    return search
+
+
+def follow_all(
+    subject: Subject,
+    choice: CacheChoice,
+    windows: Sequence[torch.Tensor],
+    length: int,
+    step: int,
+    size: int,
+) -> dict[str, Any]:
+    """Read the first ``length`` tokens of each window, then the rest; means as plain JSON values.
+
+    ``kl`` is the divergence of the next token's distribution from full attention's, in nats,
+    ``equal`` the share of places with the same best token, ``loss`` and ``full_loss`` the losses of
+    the text's own next tokens; the rest as of ``measured``.
+
+    Args:
+        subject: the model.
+        choice: the cache.
+        windows: ``[n]`` int64 each.
+        length: of the contexts, which are read in one pass.
+        step: tokens of a later pass.
+        size: query heads a selection.
+
+    Raises:
+        ValueError: nothing was cold.
+    """
+    layers: dict[int, list[Selections]] = {}
+    numbers: list[dict[str, float]] = []
+    for window in windows:
+        reader = Reader(subject.model, choice, len(window))
+        reader.check_step(step)
+        reader.prefill(window[:length])
+        cache = reader.cache
+        assert isinstance(cache, RetrievalCache)
+        for number, layer in enumerate(cache.retrieval_layers):
+            index = layer.regions and layer.regions.index
+            assert index is not None
+            found = layers.setdefault(number, [])
+            index.search = noting(grouped(size), found)  # type: ignore[method-assign]
+        pieces = tqdm(window[length:].split(step), leave=False, desc=choice.name, mininterval=1)
+        logits = torch.cat([reader.feed(piece, keep=len(piece)) for piece in pieces])
+        numbers.append(_distance(logits, _expected_of(subject, window, length), window[length:]))
+    if not all(layers.values()):
+        raise ValueError("nothing was cold: take longer --lengths, or flat:dense_below=0:recent=64")
+    means = {name: fmean(one[name] for one in numbers) for name in numbers[0]}
+    return means | measured([Selections.mean(found) for found in layers.values()])
+
+
+def _expected_of(subject: Subject, window: torch.Tensor, length: int) -> torch.Tensor:
+    """Log-probabilities ``[n, vocab]`` of full attention after ``window[length:]``."""
+
+    def make() -> torch.Tensor:
+        return full_logits(subject.model, window, length).log_softmax(-1)
+
+    return _expected.get(subject.model, (tuple(window.tolist()), length), make)
+
+
+def _distance(
+    logits: torch.Tensor, expected: torch.Tensor, tokens: torch.Tensor
+) -> dict[str, float]:
+    """See ``follow_all``; ``logits [n, vocab]`` and ``expected`` are those after ``tokens [n]``."""
+    given, after = logits.float().log_softmax(-1), tokens[1:, None]
+    return {
+        "kl": float((expected.exp() * (expected - given)).sum(-1).mean()),
+        "equal": float((given.argmax(-1) == expected.argmax(-1)).double().mean()),
+        "loss": float(-given[:-1].gather(-1, after).mean()),
+        "full_loss": float(-expected[:-1].gather(-1, after).mean()),
+    }

@@ -1,0 +1,100 @@
+"""What it costs that query heads select together which share one KV head, as the heads of latent
+attention do. mass: of the exact scores of each layer, the share of attention that selections
+hold, at equal rows a selection and at equal rows of all selections together; for the model's
+heads, and for heads that have nothing in common: the same, each with the tokens in an order of its
+own. tokens: caches that select so on their way through a text, and how far their logits are from
+full attention's.
+
+    python examples/studies/latent_heads.py --text wiki.test.raw --json a.json --plot a.png
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ablation import Ablation, caches_option, made, parts_option, values_option
+from head_caches import follow_all
+from head_tables import DRAWN, PLOTS, TABLES
+from shared_heads import APART, REAL, masses
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.evaluation.arguments import whole_number
+from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
+from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.recording import read_layers
+from hf_kvret.evaluation.results import Cell
+from hf_kvret.evaluation.scripts import run_script
+from hf_kvret.evaluation.subject import Subject
+
+PARTS = ("mass", "tokens")
+_MODEL = Path(__file__).parents[1] / "reference_latent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentHeads(Ablation):
+    """What it costs that query heads select together which share one KV head."""
+
+    name = "latent-heads"
+    method = "flat"
+    example = "recent=128"
+    chosen = ("select_heads", "top_k")
+    instead = ": --select-heads and --top-ks name them"
+    described = ("windows", "new_tokens", "step")
+    tables = TABLES
+    plots = PLOTS
+    drawn = DRAWN
+
+    model: str = option(str(_MODEL), "a folder, a hub id, or a model of ours")
+    caches: str | None = caches_option("flat")
+    text: Path = text_option()
+    lengths: tuple[int, ...] = lengths_option((4096, 8192), "tokens of a context")
+    windows: int = count_option(2, "at most this many contexts of each length")
+    parts: tuple[str, ...] = parts_option(PARTS)
+    select_heads: tuple[int, ...] = values_option(
+        (1, 4, 16), "query heads a selection", whole_number(1)
+    )
+    top_ks: tuple[int, ...] = values_option(
+        (32, 64, 128, 256, 512, 1024), "rows a selection", whole_number(1)
+    )
+
+    def variants(self, part: str) -> Sequence[str]:
+        if part == "mass":
+            return [REAL, APART]
+        return [f"{size}, {rows}" for size in self.select_heads for rows in self.top_ks]
+
+    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+        length, windows = cell["length"], self.contexts(subject, cell["part"], cell["length"])
+        cache = choice.make(subject.model.config, 1)
+        assert isinstance(cache, RetrievalCache)
+        options = cache.options
+        if "dense_below" not in choice.name:
+            options = options.replace(dense_below=0)
+        if max(self.top_ks) >= length - options.sink - options.recent - options.flush:
+            raise ValueError(
+                f"--lengths {length}: --top-ks {max(self.top_ks)} leave nothing to choose; take "
+                "longer contexts, or fewer rows"
+            )
+        if cell["part"] == "mass":
+            read = (read_layers(subject.model, window) for window in windows)
+            return masses(
+                read,
+                self.new_tokens,
+                (options.sink, options.recent),
+                self.select_heads,
+                self.top_ks,
+                apart=cell["variant"] == APART,
+            )
+        size, rows = map(int, cell["variant"].split(", "))
+        chosen = made(cell["variant"], type(cache), options.replace(top_k=rows))
+        return follow_all(subject, chosen, windows, length, self.step, size)
+
+
+MEASUREMENT = LatentHeads
+
+if __name__ == "__main__":
+    sys.exit(run_script(MEASUREMENT))
