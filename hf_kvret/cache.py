@@ -22,6 +22,7 @@ from hf_kvret.integration.compatibility import (
     check_config,
     head_dim,
     is_latent,
+    latent_rank,
     model_layers,
     model_shape,
 )
@@ -88,9 +89,8 @@ class RetrievalCache(Cache):
         for number in ours:
             make_index = partial(self.make_index, options, number)
             make_store = partial(self.make_store, options, number, self._stores)
-            layers[number] = layer_class(
-                options, make_index, make_store, self.needs_positions(options, number)
-            )
+            kinds = self.needs_positions(options, number), latent_rank(config)
+            layers[number] = layer_class(options, make_index, make_store, *kinds)
         self._newest: RetrievalLayer | None = None
         self._thread = threading.get_ident()
         # The newest recurrent layer, below the lowest attention layer, that got tokens this pass.

@@ -22,6 +22,8 @@ class RetrievalConfig(metaclass=RenamesOptions):
         top_k: budget of cold tokens per query and KV head: a count (``int >= 1``), a share
             of the cold tokens (``0 < float <= 1``), or None: 256 below 8K cold tokens, 512 below
             16K, 1024 below 32K, 2048 from there on (LRQK, appendix D).
+        select_heads: how many query heads of a KV head select together: their budget is one, of the
+            tokens that matter most to any of them. None: all of them.
         sink: first valid tokens of each row, always attended, kept on the device.
         recent: newest tokens, always attended; what a flush leaves in the window.
         flush: tokens that accumulate beyond ``recent`` before a flush moves them to the store.
@@ -60,6 +62,7 @@ class RetrievalConfig(metaclass=RenamesOptions):
     RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     top_k: int | float | None = 1024
+    select_heads: int | None = None
     sink: int = 4
     recent: int = 256
     flush: int = 512
@@ -84,6 +87,8 @@ class RetrievalConfig(metaclass=RenamesOptions):
         _check_device_budget(self.device_budget, self.store)
         for name, least in (("sink", 0), ("recent", 1), ("flush", 1), ("max_draft", 1)):
             _check_length(name, getattr(self, name), least)
+        if self.select_heads is not None:
+            _check_select_heads(self.select_heads, self.group_obstacle)
         if self.dense_below is not None:
             _check_length("dense_below", self.dense_below, 0)
         _check_prefill_chunk(self.prefill_chunk, self.max_draft)
@@ -131,6 +136,11 @@ class RetrievalConfig(metaclass=RenamesOptions):
     def row_bits(self) -> int:
         """Bits of a number in the store; 16: the model's own dtype."""
         return self.bits if self.store.startswith("higgs") else 16
+
+    @property
+    def group_obstacle(self) -> str:
+        """Why the query heads of a KV head must select together; empty where they need not."""
+        return ""
 
     @property
     def lacks_artifact(self) -> bool:
@@ -222,6 +232,15 @@ def _check_slots(slots: object, top_k: int | float | None) -> None:
 def _check_bits(bits: object) -> None:
     if not isinstance(bits, int) or isinstance(bits, bool) or bits not in _BITS:
         raise ValueError(f"bits={bits!r}: choose {', '.join(map(str, _BITS))}")
+
+
+def _check_select_heads(count: object, obstacle: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"select_heads must be an int (query heads) or None (all), got {count!r}")
+    if count < 1:
+        raise ValueError(f"select_heads={count}: at least one head selects; None means all of them")
+    if obstacle:
+        raise ValueError(f"select_heads={count}: {obstacle}; leave it out")
 
 
 def _check_device_budget(size: object, store: str) -> None:

@@ -114,7 +114,7 @@ def _compared_bytes(layer: RetrievalLayer, keys: torch.Tensor) -> tuple[float, f
         return 0, 0
     count = regions.search_cost().keys_read
     key = keys.shape[3] * keys.element_size()
-    plain = key + regions.window.values.shape[3] * keys.element_size()
+    plain = regions.window.row_dim * keys.element_size()
     row = regions.store.row_nbytes(plain)
     # Coded rows are read in whole.
     nbytes = count * keys.shape[0] * keys.shape[1] * (key if row == plain else row)
@@ -160,8 +160,8 @@ def selections(cache: Cache) -> Selections:
             # A store that says what it missed has the other rows on the device.
             far = told.get("misses", told["selected"])
             on_host += far * regions.store.bus_share
-        keys, values = regions.window.keys, regions.window.values
-        row = regions.store.row_nbytes((keys.shape[3] + values.shape[3]) * keys.element_size())
+        window = regions.window
+        row = regions.store.row_nbytes(window.row_dim * window.keys.element_size())
         bus_rows, bus_bytes = bus_rows + far, bus_bytes + far * row
         near_bytes += (told["selected"] - far) * row
     host_share = on_host / bus_rows if bus_rows else 1.0

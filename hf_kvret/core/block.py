@@ -21,6 +21,8 @@ class TokenBlock:
     Attributes:
         keys: ``[B, Hkv, n, Dk]`` post-RoPE, as the model passed them to the cache.
         values: ``[B, Hkv, n, Dv]``.
+        value_in_key: Dv where values are the first numbers of keys, so that rows have no value of
+            their own; else 0.
         start: cache slot of the first token.
         valid: ``[B, n]`` bool, False for padding and holes; None when all are valid.
         positions: ``[B, n]`` int32 RoPE positions of the tokens, ``UNKNOWN_POSITION`` for those
@@ -32,9 +34,15 @@ class TokenBlock:
     start: int
     valid: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    value_in_key: int = 0
 
     def __len__(self) -> int:
         return self.keys.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return self.keys.nbytes + (0 if self.value_in_key else self.values.nbytes)
 
     @property
     def end(self) -> int:

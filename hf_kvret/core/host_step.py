@@ -20,10 +20,12 @@ def attend_on_host(
     cold: ColdTokens | None,
     call: AttentionCall,
     selected: torch.Tensor | None,
+    position_queries: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Attention of ``query [B, Hq, Q, Dk]`` to the window and to what the index finds in ``cold``.
 
     ``selected`` is an int64 to which the number of tokens found is added, in place.
+    ``position_queries`` as of ``host_step.run_step``.
 
     Returns:
         ``out [B, Hq, Q, Dv]`` of the query's dtype and the ids, as of ``Index.search``. None where
@@ -46,7 +48,7 @@ def attend_on_host(
         chosen = host_step.HostCold(rows, search, cold.valid, cold.budget)
     valid = window.validity(call.scoring.valid)
     near = window.host
-    if near is None or near.keys is not window.keys or near.values is not window.values:
+    if near is None or near.keys is not window.keys:
         near = window.host = host_step.HostWindow(window.keys, window.values, 0)
     near.length, near.valid = window.sink + window.length, valid
     return host_step.run_step(
@@ -58,6 +60,7 @@ def attend_on_host(
         sink_logits=call.sink_logits,
         selected=selected,
         dtype=query.dtype,
+        position_queries=position_queries,
     )
 
 

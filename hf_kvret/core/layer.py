@@ -44,6 +44,8 @@ class RetrievalLayer(CacheLayerMixin):
 
     Nothing in it refers back to it but weakly, so that a cache's memory is free once it is dropped.
 
+    Arguments are those of ``Regions``, with what makes an index.
+
     ``update`` only notes the new tokens and returns them with a handle to this layer; the
     registered attention function finds the handle and calls ``attend``, which takes them in.
 
@@ -61,6 +63,7 @@ class RetrievalLayer(CacheLayerMixin):
         make_index: Callable[[], Index | None],
         make_store: MakeStore,
         needs_positions: str = "",
+        value_in_key: int = 0,
     ) -> None:
         self.regions: Regions | None = None
         super().__init__()
@@ -75,11 +78,13 @@ class RetrievalLayer(CacheLayerMixin):
         self._make_index = make_index
         self._make_store = make_store
         self._needs_positions = needs_positions
+        self._value_in_key = value_in_key
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the regions for tokens shaped like these, ``[B, Hkv, *, D]``."""
         made = self.config, self._make_index(), partial(_new_store, _Weakly(self))
-        self.regions = Regions(*made, key_states, value_states, self._needs_positions)
+        rows = key_states, value_states
+        self.regions = Regions(*made, *rows, self._needs_positions, self._value_in_key)
         self.is_initialized = True
 
     @property
@@ -322,7 +327,8 @@ class RetrievalLayer(CacheLayerMixin):
         """An independent copy that shares the cold part; counts start anew."""
         if self.waiting:
             raise RuntimeError("fork() between update and attention: finish the forward pass first")
-        twin = type(self)(self.config, self._make_index, self._make_store, self._needs_positions)
+        made = self._make_index, self._make_store, self._needs_positions, self._value_in_key
+        twin = type(self)(self.config, *made)
         self._build_index()
         if self.regions is not None:
             own = _Weakly(twin)
@@ -363,8 +369,10 @@ class RetrievalLayer(CacheLayerMixin):
         """Become the layer whose ``state_dict`` this is. KeyError names a missing tensor."""
         self.reset()
         if state:
-            like = state["window.keys"].to(device), state["window.values"].to(device)
-            self.lazy_initialization(*like)
+            keys = state["window.keys"].to(device)
+            in_key = self._value_in_key
+            values = keys[..., :in_key] if in_key else state["window.values"].to(device)
+            self.lazy_initialization(keys, values)
             if self.regions is not None:
                 self.regions.load_state_dict(state, device)
 

@@ -50,6 +50,7 @@ class Regions:
         keys: any ``[B, Hkv, *, Dk]`` with the dtype and device of the tokens.
         values: the same for values, ``[B, Hkv, *, Dv]``.
         needs_positions: see ``RetrievalCache.needs_positions``.
+        value_in_key: Dv where values are the first numbers of keys, and not held; else 0.
 
     Attributes:
         changes: goes up whenever other tokens are cold, or other rows of the batch are held.
@@ -64,10 +65,11 @@ class Regions:
         keys: torch.Tensor,
         values: torch.Tensor,
         needs_positions: str = "",
+        value_in_key: int = 0,
     ) -> None:
         self.config = config
         self.index = index
-        self.window = Window(config.sink, keys, values)
+        self.window = Window(config.sink, keys, values, value_in_key)
         self.store: Store | None = None
         # [B, 1, n] int32 of recent tokens.
         self.positions = TokenBuffer(64)
@@ -194,7 +196,8 @@ class Regions:
             start = window.start
             skip_valid = None if valid is None else valid[:, start : start + skip_len]
             skip_rows = keys[:, :, :skip_len], values[:, :, :skip_len]
-            self._cool(TokenBlock(*skip_rows, start, skip_valid))
+            in_key = window.value_in_key
+            self._cool(TokenBlock(*skip_rows, start, skip_valid, value_in_key=in_key))
             window.skip(skip_len)
         window.fit(config.recent + config.flush + config.max_draft)
         window.append(keys[:, :, skip_len:], values[:, :, skip_len:])
@@ -291,7 +294,8 @@ class Regions:
         """An independent copy that shares the cold part; ``make_store`` as for a new one."""
         index = None if self.index is None else self.index.fork()
         keys, values = self.window.keys, self.window.values
-        twin = type(self)(self.config, index, make_store, keys, values, self.needs_positions)
+        kinds = self.needs_positions, self.window.value_in_key
+        twin = type(self)(self.config, index, make_store, keys, values, *kinds)
         twin.window, twin.positions = self.window.fork(), self.positions.fork()
         twin.store = None if self.store is None else self.store.fork()
         twin._built, twin._retrievable = self._built, self._retrievable
@@ -332,8 +336,7 @@ class Regions:
     def _cool(self, block: TokenBlock) -> None:
         """Move a block into store and index, its first valid tokens also into free sinks."""
         if self.store is None:
-            size = block.keys.nbytes + block.values.nbytes
-            self.store = self._make_store(block.keys.device, size)
+            self.store = self._make_store(block.keys.device, block.nbytes)
         self.window.take_sinks(block)
         if self.positions.is_allocated:
             # The store has the positions of tokens that a crop moved back to the window.

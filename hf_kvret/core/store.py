@@ -201,8 +201,9 @@ class Store(State):
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """Fill an empty store with what ``state_dict`` gave, for queries on ``device``.
 
-        That is ``keys [B, Hkv, n, Dk]`` and ``values [B, Hkv, n, Dv]`` on the CPU, or nothing; of
-        a store of coded rows, its codes, which only such a store takes.
+        That is ``keys [B, Hkv, n, Dk]`` and ``values [B, Hkv, n, Dv]`` on the CPU (in place of
+        these ``value_in_key``, where keys contain them), or nothing; of a store of coded rows, its
+        codes, which only such a store takes.
         """
         if state and "keys" not in state:
             raise ValueError(
@@ -210,8 +211,9 @@ class Store(State):
                 "store='higgs' or 'higgs-host', and the bits that it was saved with"
             )
         if state:
-            keys, values = state["keys"].to(device), state["values"].to(device)
-            self.append(TokenBlock(keys, values, start=0))
+            keys, in_key = state["keys"].to(device), int(state.get("value_in_key", 0))
+            values = keys[..., :in_key] if in_key else state["values"].to(device)
+            self.append(TokenBlock(keys, values, start=0, value_in_key=in_key))
 
 
 def all_of(

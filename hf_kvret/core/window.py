@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -38,30 +39,44 @@ class Window(State):
     the left). ``sink_slots [B, sink]`` says which slots they came from, -1 for none yet.
 
     Attributes:
+        value_in_key: Dv where values are the first numbers of keys, and not held; else 0.
         place: set while a decode step is captured. Its tensors then say where the token goes and
             which columns count; whole buffers are read, so nothing captured depends on the length.
         host: describes the buffers to the CPU library; None where they are new to it.
     """
 
     keys: torch.Tensor = tensor()
-    values: torch.Tensor = tensor()
+    _values: torch.Tensor | None = tensor(key="values", optional=True)
     sink_slots: torch.Tensor = tensor()
     start: int = number(0)
     length: int = number(0, saved=False)
     _sinks_full: bool = number(False, saved=False)
 
-    def __init__(self, sink: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(
+        self, sink: int, keys: torch.Tensor, values: torch.Tensor, value_in_key: int = 0
+    ) -> None:
         """For tokens shaped like ``keys [B, Hkv, *, Dk]`` and ``values [B, Hkv, *, Dv]``."""
         batch, heads = keys.shape[:2]
         self.sink = sink
-        self.keys = keys.new_empty(batch, heads, sink, keys.shape[-1])
-        self.values = values.new_empty(batch, heads, sink, values.shape[-1])
-        self.keys[:, :, :sink] = 0
-        self.values[:, :, :sink] = 0
+        self.value_in_key = value_in_key
+        self.keys = keys.new_zeros(batch, heads, sink, keys.shape[-1])
+        if not value_in_key:
+            self._values = values.new_zeros(batch, heads, sink, values.shape[-1])
         self.sink_slots = torch.full((batch, sink), -1, dtype=torch.long, device=keys.device)
         self._sinks_full = sink == 0
         self.place: Place | None = None
         self.host: HostWindow | None = None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """``[B, Hkv, capacity, Dv]``, the buffer or a view of that of the keys."""
+        return self.keys[..., : self.value_in_key] if self._values is None else self._values
+
+    @property
+    def row_dim(self) -> int:
+        """Numbers held of a token and KV head."""
+        own = 0 if self._values is None else self._values.shape[3]
+        return self.keys.shape[3] + own
 
     @property
     def capacity(self) -> int:
@@ -77,29 +92,28 @@ class Window(State):
         """Add the newest tokens, ``[B, Hkv, n, D]``."""
         first = self.sink + self.length
         if self.place is not None:
-            self.keys.index_copy_(2, self.place.column, keys)
-            self.values.index_copy_(2, self.place.column, values)
+            for buffer, rows in self._sides(keys, values):
+                buffer.index_copy_(2, self.place.column, rows)
             self.length += 1
             return
         self._reserve(first + keys.shape[2])
-        self.keys[:, :, first : first + keys.shape[2]] = keys
-        self.values[:, :, first : first + keys.shape[2]] = values
+        for buffer, rows in self._sides(keys, values):
+            buffer[:, :, first : first + keys.shape[2]] = rows
         self.length += keys.shape[2]
 
     def pop(self, count: int, valid: torch.Tensor | None) -> TokenBlock:
         """Take out the oldest ``count`` recent tokens. ``valid [B, T]`` covers all slots."""
         first, last = self.sink, self.sink + count
-        block = TokenBlock(
-            self.keys[:, :, first:last].clone(),
-            self.values[:, :, first:last].clone(),
-            self.start,
-            None if valid is None else valid[:, self.start : self.start + count],
-        )
+        keys = self.keys[:, :, first:last].clone()
+        values = keys[..., : self.value_in_key]
+        if self._values is not None:
+            values = self._values[:, :, first:last].clone()
+        rows_valid = None if valid is None else valid[:, self.start : self.start + count]
+        block = TokenBlock(keys, values, self.start, rows_valid, value_in_key=self.value_in_key)
         rest = slice(last, self.sink + self.length)
-        rest_keys, rest_values = self.keys[:, :, rest].clone(), self.values[:, :, rest].clone()
         self.length -= count
-        self.keys[:, :, first : first + self.length] = rest_keys
-        self.values[:, :, first : first + self.length] = rest_values
+        for buffer, _ in self._sides(self.keys, self.values):
+            buffer[:, :, first : first + self.length] = buffer[:, :, rest].clone()
         self.start += count
         return block
 
@@ -143,12 +157,8 @@ class Window(State):
             column = hit.long().argmax(dim=1)
             row = torch.arange(len(hit), device=hit.device)
             mask = row_mask[:, None, None]
-            self.keys[:, :, sink] = torch.where(
-                mask, block.keys[row, :, column], self.keys[:, :, sink]
-            )
-            self.values[:, :, sink] = torch.where(
-                mask, block.values[row, :, column], self.values[:, :, sink]
-            )
+            for buffer, rows in self._sides(block.keys, block.values):
+                buffer[:, :, sink] = torch.where(mask, rows[row, :, column], buffer[:, :, sink])
             self.sink_slots[:, sink] = torch.where(
                 row_mask, column + block.start, self.sink_slots[:, sink]
             )
@@ -211,9 +221,15 @@ class Window(State):
     def state_dict(self) -> Tensors:
         """As for every state, without spare capacity."""
         keys, values = self.tokens()
-        return super().state_dict() | {"keys": keys.contiguous(), "values": values.contiguous()}
+        state = super().state_dict() | {"keys": keys.contiguous()}
+        return state if self.value_in_key else state | {"values": values.contiguous()}
 
     def loaded(self) -> None:
+        """KeyError for values that are missing."""
+        if self.value_in_key:
+            self._values = None
+        elif self._values is None:
+            raise KeyError("values")
         self.sink = self.sink_slots.shape[1]
         self.length = self.keys.shape[2] - self.sink
         self._sinks_full = bool((self.sink_slots >= 0).all())
@@ -226,8 +242,21 @@ class Window(State):
     def _rehouse(self, capacity: int) -> None:
         length = self.sink + self.length
         self.host = None
-        for name in ("keys", "values"):
-            old: torch.Tensor = getattr(self, name)
-            larger = old.new_empty(*old.shape[:2], capacity, old.shape[3])
-            larger[:, :, :length] = old[:, :, :length]
-            setattr(self, name, larger)
+        self.keys = _resized(self.keys, length, capacity)
+        if self._values is not None:
+            self._values = _resized(self._values, length, capacity)
+
+    def _sides(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each buffer, with what belongs into it of ``keys`` and ``values``."""
+        yield self.keys, keys
+        if self._values is not None:
+            yield self._values, values
+
+
+def _resized(buffer: torch.Tensor, length: int, capacity: int) -> torch.Tensor:
+    """A new buffer for ``capacity`` tokens, the first ``length`` of them copied."""
+    larger = buffer.new_empty(*buffer.shape[:2], capacity, buffer.shape[3])
+    larger[:, :, :length] = buffer[:, :, :length]
+    return larger

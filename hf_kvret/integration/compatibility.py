@@ -166,6 +166,12 @@ def is_latent(config: PreTrainedConfig) -> bool:
     return config.get_text_config(decoder=True).model_type in _LATENT
 
 
+def latent_rank(config: PreTrainedConfig) -> int:
+    """Numbers of a latent, which are also its row's value; 0 where attention is not latent."""
+    text = config.get_text_config(decoder=True)
+    return text.kv_lora_rank if is_latent(config) else 0
+
+
 def head_dim(config: PreTrainedConfig) -> int:
     """Head dim of the keys that are held, for a ``config`` that passes ``check_config``."""
     text = config.get_text_config(decoder=True)

@@ -105,11 +105,11 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
 
 
 def _row_bytes(layer: RetrievalLayer) -> int:
-    """Bytes of one token's key and value in one head."""
+    """Bytes of one token's row in one KV head."""
     if layer.regions is None:
         return 0
-    keys, values = layer.regions.window.keys, layer.regions.window.values
-    return (keys.shape[3] + values.shape[3]) * keys.element_size()
+    window = layer.regions.window
+    return window.row_dim * window.keys.element_size()
 
 
 def _stored_row_bytes(layer: RetrievalLayer) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -55,7 +56,7 @@ class PagedStore(Store):
         self._pending: PendingChunk | None = None
         self._table: torch.Tensor | None = None
         self._tail: torch.Tensor | None = None
-        self._key_dim = 0
+        self._key_dim = self._value_in_key = 0
         self._rows: PagedRows | None = None
         self._addresses: torch.Tensor | None = None
 
@@ -79,7 +80,9 @@ class PagedStore(Store):
             raise ValueError(f"block starts at slot {block.start}, the store ends at {self.length}")
         if len(block) == 0:
             return
-        rows = torch.cat([block.keys, block.values], dim=-1)
+        self._value_in_key = block.value_in_key
+        in_key = block.value_in_key > 0
+        rows = block.keys if in_key else torch.cat([block.keys, block.values], dim=-1)
         self._key_dim = block.keys.shape[-1]
         offset = self.length % self.page_len
         if offset and self._tail is not None:
@@ -136,9 +139,14 @@ class PagedStore(Store):
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Keys and values of ``pieces``, the first of which may be on its way already."""
         for start, piece in pieces:
-            yield start, piece[..., : self._key_dim], piece[..., self._key_dim :]
+            yield start, *self._of_rows(piece)
             # Freed before the next one is made.
             del piece
+
+    def _of_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the keys and values of ``rows [B, Hkv, n, width]``."""
+        start, end = (0, self._value_in_key) if self._value_in_key else (self._key_dim, None)
+        return rows[..., : self._key_dim], rows[..., start:end]
 
     def key_chunks(self, piece_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
         return self._pieces(piece_len, width=self._key_dim)
@@ -162,7 +170,7 @@ class PagedStore(Store):
         paged, stream, programs = self._placed_rows(), None, None
         if device is not None and device != paged.table.device:
             table = paged.table.to(device)
-            paged = PagedRows(paged.chunks, table, paged.key_dim, apart=self._apart)
+            paged = replace(paged, table=table, page_address=None)
         if self.memory.over_bus and paged.table.is_cuda:
             stream, programs = reading_stream(paged.table.device), BUS_PROGRAMS
             # Allocated on the current stream, but read on the reading stream.
@@ -201,6 +209,7 @@ class PagedStore(Store):
     def fork(self) -> Self:
         twin = type(self)(self.memory, self.page_len, apart=self._apart)
         twin.length, twin._key_dim = self.length, self._key_dim
+        twin._value_in_key = self._value_in_key
         twin._chunks, twin._table, twin._rows = list(self._chunks), self._table, self._rows
         return twin
 
@@ -227,7 +236,9 @@ class PagedStore(Store):
         if self.length == 0:
             return {}
         rows = self._dense(0, self._page_count, torch.device("cpu"))[:, :, : self.length]
-        keys, values = rows[..., : self._key_dim], rows[..., self._key_dim :]
+        keys, values = self._of_rows(rows)
+        if self._value_in_key:
+            return {"keys": keys.contiguous(), "value_in_key": torch.tensor(self._value_in_key)}
         return {"keys": keys.contiguous(), "values": values.contiguous()}
 
     @property
@@ -248,7 +259,12 @@ class PagedStore(Store):
             raise RuntimeError("the store is empty: append first")
         if self._rows is None:
             self._rows = PagedRows(
-                self._chunks, self._table, self._key_dim, self._addresses, self._apart
+                self._chunks,
+                self._table,
+                self._key_dim,
+                self._addresses,
+                self._apart,
+                self._value_in_key,
             )
         return self._rows
 

@@ -35,19 +35,19 @@ class QuantizedStore(WrappedStore):
         super().__init__(PagedStore(memory, apart=True))
         self._bits = bits
         self._codec: higgs.HiggsCodec | None = None
+        # Of keys and of values; the latter 0 where they are numbers of the keys.
         self._dims = (0, 0)
+        self._value_in_key = 0
         self._dtype = torch.float32
 
     def append(self, block: TokenBlock) -> None:
         if len(block) == 0:
             return
-        codec = self._made_for(block.keys, block.values)
-        keys, values = codec.encode(block.keys), codec.encode(block.values)
-        self._append(
-            torch.cat([keys.codes, values.codes], dim=-1),
-            torch.cat([keys.scales, values.scales], dim=-1),
-            block.start,
-        )
+        codec = self._made_for(block.keys, block.values, block.value_in_key)
+        sides = [block.keys] if block.value_in_key else [block.keys, block.values]
+        coded = [codec.encode(side) for side in sides]
+        codes, scales = (torch.cat(parts, dim=-1) for parts in zip(*coded, strict=True))
+        self._append(codes, scales, block.start)
 
     def begin(
         self,
@@ -65,9 +65,10 @@ class QuantizedStore(WrappedStore):
             ids,
             self._codec,
             key_dim=key_dim,
-            value_dim=value_dim,
+            value_dim=self._value_in_key or value_dim,
             scale=scale,
             softcap=softcap,
+            value_in_key=self._value_in_key > 0,
         )
 
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +89,8 @@ class QuantizedStore(WrappedStore):
     def row_nbytes(self, plain: int) -> int:
         if self._codec is None:
             return plain
-        return sum(self._codec.code_bytes(d) + self._codec.scale_bytes(d) for d in self._dims)
+        dims = [dim for dim in self._dims if dim]
+        return sum(self._codec.code_bytes(dim) + self._codec.scale_bytes(dim) for dim in dims)
 
     def state_dict(self) -> Tensors:
         """``codes`` and ``scales [B, Hkv, n, bytes]`` uint8, and an empty row of each half."""
@@ -102,6 +104,7 @@ class QuantizedStore(WrappedStore):
             "bits": torch.tensor(self._bits),
             "key_like": key_like,
             "value_like": value_like,
+            **({"value_in_key": torch.tensor(self._value_in_key)} if self._value_in_key else {}),
         }
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
@@ -115,14 +118,18 @@ class QuantizedStore(WrappedStore):
                 f"the cache was saved with rows of {bits} bits, not bits={self._bits}: coded rows "
                 "can't be changed, leave bits out"
             )
-        self._made_for(state["key_like"].to(device), state["value_like"].to(device))
+        key_like, value_like = state["key_like"].to(device), state["value_like"].to(device)
+        in_key = int(state.get("value_in_key", 0))
+        self._made_for(key_like, key_like[..., :in_key] if in_key else value_like, in_key)
         self._append(state["codes"].to(device), state["scales"].to(device), 0)
 
     def _append(self, codes: torch.Tensor, scales: torch.Tensor, start: int) -> None:
         """Append rows with codes as their keys and scales as their values."""
         self.rows.append(TokenBlock(codes, scales, start))
 
-    def _made_for(self, keys: torch.Tensor, values: torch.Tensor) -> higgs.HiggsCodec:
+    def _made_for(
+        self, keys: torch.Tensor, values: torch.Tensor, value_in_key: int
+    ) -> higgs.HiggsCodec:
         """The codec, made when the first rows come.
 
         Raises:
@@ -138,7 +145,8 @@ class QuantizedStore(WrappedStore):
                     f"{SMALLEST_GROUP} divides; use store='device' or 'host'"
                 )
             self._codec = higgs.HiggsCodec(self._bits, group).to(keys.device)
-            self._dims, self._dtype = dims, keys.dtype
+            self._dims = (dims[0], 0) if value_in_key else dims
+            self._value_in_key, self._dtype = value_in_key, keys.dtype
         return self._codec
 
     def _decoded(
@@ -147,6 +155,9 @@ class QuantizedStore(WrappedStore):
         """Keys and values ``[..., D]`` of rows' bytes."""
         codec = self._codec
         assert codec is not None, "rows were coded before they are decoded"
+        if self._value_in_key:
+            keys = codec.decode(codes, scales, self._dtype)
+            return keys, keys[..., : self._value_in_key]
         halves = zip(
             codes.split([codec.code_bytes(dim) for dim in self._dims], dim=-1),
             scales.split([codec.scale_bytes(dim) for dim in self._dims], dim=-1),

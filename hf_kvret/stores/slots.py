@@ -18,8 +18,9 @@ class SlotBuffer(State):
     """S slots for each KV head of each batch row; a slot holds a key and its value.
 
     Attributes:
-        memory: ``[B, Hkv, S, Dk + Dv]``, the rows.
+        memory: ``[B, Hkv, S, width]``, the rows.
         key_dim: Dk.
+        value_in_key: see ``PagedRows``.
         requests, misses: 0-dim int64 on the device, rows asked for and rows fetched.
     """
 
@@ -32,8 +33,10 @@ class SlotBuffer(State):
     requests: torch.Tensor = tensor(saved=False, batched=False)
     misses: torch.Tensor = tensor(saved=False, batched=False)
 
-    def __init__(self, memory: torch.Tensor, slot_map: SlotMap, key_dim: int) -> None:
-        self.memory, self.key_dim = memory, key_dim
+    def __init__(
+        self, memory: torch.Tensor, slot_map: SlotMap, key_dim: int, value_in_key: int = 0
+    ) -> None:
+        self.memory, self.key_dim, self.value_in_key = memory, key_dim, value_in_key
         self._table, self._token = slot_map.table, slot_map.token
         self._stamp, self._clock = slot_map.stamp, slot_map.clock
         self.requests, self.misses = (
@@ -52,7 +55,7 @@ class SlotBuffer(State):
         clock = torch.zeros(1, dtype=torch.int32, device=device)
         slot_map = SlotMap(numbers(*lead, 0), numbers(*lead, slots), numbers(*lead, slots), clock)
         memory = torch.empty(*lead, slots, rows.width, dtype=rows.dtype, device=device)
-        return cls(memory, slot_map, rows.key_dim)
+        return cls(memory, slot_map, rows.key_dim, rows.value_in_key)
 
     @property
     def slot_map(self) -> SlotMap:
@@ -74,7 +77,9 @@ class SlotBuffer(State):
         """The slots as rows: one page for each batch row, in which a slot is a token."""
         if self._rows is None or self._rows.chunks[0] is not self.memory:
             pages = torch.arange(len(self.memory), dtype=torch.int32, device=self.memory.device)
-            self._rows = PagedRows([self.memory], pages[:, None], self.key_dim)
+            self._rows = PagedRows(
+                [self.memory], pages[:, None], self.key_dim, value_in_key=self.value_in_key
+            )
         return self._rows
 
     def bring(self, rows: PagedRows, ids: torch.Tensor) -> torch.Tensor:

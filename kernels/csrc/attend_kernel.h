@@ -162,10 +162,11 @@ inline DenseStream window_stream(const hfk_request &request, const hfk_window &w
     const int64_t kv_head = span.id_head / (request.id_heads / request.kv_heads);
     const int64_t first =
         (span.batch * request.kv_heads + kv_head) * window.capacity + span.near_first;
-    const int64_t seen = window.length - (request.queries - 1 - span.query);
+    const int64_t after = (request.queries - 1 - span.query) / window.position_queries;
+    const int64_t seen = window.length - after;
     const int64_t last = span.near_last < seen ? span.near_last : seen;
     const int64_t key_bytes = request.key_dim * element_bytes;
-    const int64_t value_bytes = request.value_dim * element_bytes;
+    const int64_t value_bytes = window.value_row * element_bytes;
     const uint8_t *valid = window.valid;
     if (valid != nullptr) valid += span.batch * window.valid_stride + span.near_first;
     return DenseStream(static_cast<const char *>(window.keys) + first * key_bytes, key_bytes,

@@ -31,7 +31,15 @@ struct Case {
         r.dtype = static_cast<int32_t>(pick(0, 2));
         r.threads = static_cast<int32_t>(pick(1, 8));
         r.path = random.path();
-        width = r.key_dim + r.value_dim;
+        if (pick(0, 3) == 0) {
+            r.value_start = pick(0, 2) == 0 ? pick(0, r.key_dim - 1) : 0;
+            r.value_dim = pick(1, r.key_dim - r.value_start);
+            r.row_dim = r.key_dim + (pick(0, 3) == 0 ? 3 : 0);
+        } else {
+            r.value_start = r.key_dim;
+            r.row_dim = r.key_dim + r.value_dim;
+        }
+        width = r.row_dim;
         tokens = r.max_pages * r.page_len;
 
         query = Numbers(r.batch * r.query_heads * r.queries * r.key_dim, r.dtype);
@@ -179,7 +187,7 @@ struct Case {
             const double weight = std::exp(score);
             total += weight;
             for (int64_t d = 0; d < r.value_dim; ++d) {
-                sum[d] += weight * rows[page][row + r.key_dim + d];
+                sum[d] += weight * rows[page][row + r.value_start + d];
             }
         }
         if (!is_close(lse[index], total > 0 ? std::log(total) : -kInf)) return false;

@@ -85,6 +85,10 @@ class StepCase {
         r.queries = random.one_in(2) ? 1 : random.pick(1, 4);
         r.key_dim = pick_dim();
         r.value_dim = random.one_in(2) ? r.key_dim : pick_dim();
+        value_in_key_ = random.one_in(4);
+        if (value_in_key_) r.value_dim = random.pick(1, r.key_dim);
+        r.value_start = value_in_key_ ? 0 : r.key_dim;
+        r.row_dim = r.value_start + (value_in_key_ ? r.key_dim : r.value_dim);
         r.scale = random.one_in(3) ? 0.1 : 1.0 / std::sqrt(static_cast<double>(r.key_dim));
         if (random.one_in(10)) r.scale = -r.scale;
         r.softcap = random.one_in(3) ? (random.one_in(2) ? 1.5 : 30.0) : 0.0;
@@ -114,7 +118,7 @@ class StepCase {
         if (astray && random.one_in(2)) r.max_pages /= 2;
         r.page_count = random.pick(1, 4);
         for (int64_t page = 0; page < r.page_count; ++page) {
-            rows_.emplace_back(r.kv_heads * r.page_len * (r.key_dim + r.value_dim), r.dtype);
+            rows_.emplace_back(r.kv_heads * r.page_len * r.row_dim, r.dtype);
             rows_.back().fill(random);
             pages_.push_back(reinterpret_cast<int64_t>(rows_.back().data()));
         }
@@ -144,8 +148,11 @@ class StepCase {
         const hfk_request &r = step_.attention;
         hfk_window &window = step_.window;
         const int64_t kind = random.pick(0, 5);
+        window.position_queries = r.queries % 2 == 0 && random.one_in(2) ? 2 : 1;
+        if (random.one_in(4)) window.position_queries = r.queries;
+        const int64_t positions = r.queries / window.position_queries;
         window.length = kind == 0 ? 0
-                                  : r.queries + (kind < 3   ? random.pick(0, 3)
+                                  : positions + (kind < 3   ? random.pick(0, 3)
                                                  : kind < 5 ? random.pick(0, 130)
                                                             : random.pick(200, 700));
         window.capacity = window.length + (random.one_in(2) ? 0 : random.pick(0, 20));
@@ -159,7 +166,8 @@ class StepCase {
             values_.fill(random, first * r.value_dim, window.length * r.value_dim);
         }
         window.keys = keys_.data();
-        window.values = values_.data();
+        window.values = value_in_key_ ? keys_.data() : values_.data();
+        window.value_row = value_in_key_ ? r.key_dim : r.value_dim;
         near_valid_ = make_valid(random, r.batch, window.length, window.valid_stride);
         if (random.one_in(2)) window.valid = near_valid_.get();
     }
@@ -176,7 +184,7 @@ class StepCase {
         const hfk_request &r = step_.attention;
         const int64_t page = page_of(batch, static_cast<int32_t>(token));
         if (page < 0) return std::numeric_limits<double>::quiet_NaN();
-        const int64_t row = (head * r.page_len + token % r.page_len) * (r.key_dim + r.value_dim);
+        const int64_t row = (head * r.page_len + token % r.page_len) * r.row_dim;
         return rows_[page][row + dim];
     }
 
@@ -217,18 +225,19 @@ class StepCase {
             total += weight;
             for (int64_t d = 0; d < r.value_dim; ++d) sum[d] += weight * values[value + d];
         };
-        for (int64_t row = 0; row < window.length - (r.queries - 1 - q); ++row) {
+        const int64_t position = q / window.position_queries;
+        const int64_t after = r.queries / window.position_queries - 1 - position;
+        for (int64_t row = 0; row < window.length - after; ++row) {
             if (window.valid != nullptr && !window.valid[b * window.valid_stride + row]) continue;
             const int64_t place = (b * r.kv_heads + kv_head) * window.capacity + row;
-            add(keys_, place * r.key_dim, values_, place * r.value_dim);
+            add(keys_, place * r.key_dim, value_in_key_ ? keys_ : values_, place * window.value_row);
         }
         const int32_t *chosen = r.ids + ((b * r.id_heads + id_head) * r.queries + q) * r.count;
         for (int64_t k = 0; k < r.count; ++k) {
             if (chosen[k] < 0) continue;
             const Numbers &page = rows_[page_of(b, chosen[k])];
-            const int64_t row = (kv_head * r.page_len + chosen[k] % r.page_len) *
-                                (r.key_dim + r.value_dim);
-            add(page, row, page, row + r.key_dim);
+            const int64_t row = (kv_head * r.page_len + chosen[k] % r.page_len) * r.row_dim;
+            add(page, row, page, row + r.value_start);
         }
         if (r.lse != nullptr && !is_near(lse_[index], total > 0 ? std::log(total) : -kInf)) {
             return false;
@@ -265,6 +274,7 @@ class StepCase {
     std::vector<float> out_, lse_;
     std::unique_ptr<char[]> result_;
     int64_t selected_ = kSelected;
+    bool value_in_key_ = false;
 };
 
 } // namespace

@@ -1,7 +1,7 @@
 // C interface of the CPU library: attention over chosen rows in host memory, and whole decode steps.
 //
-// A row is a key followed by its value. Rows lie in pages [kv_heads, page_len, key_dim + value_dim],
-// a page is found by its address, and `table` maps the tokens of a batch row to page numbers. Nothing
+// A row is a key followed by its value, or a key in which its value lies. Rows lie in pages
+// [kv_heads, page_len, row_dim], a page is found by its address, and `table` maps the tokens of a batch row to page numbers. Nothing
 // is read for a token number beyond the table, or in a table entry without a page: the request fails.
 #pragma once
 
@@ -10,7 +10,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 6
+#define HFK_VERSION 7
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -56,6 +56,8 @@ struct hfk_request {
     int64_t max_pages;
     int64_t page_len;
     int64_t page_count;     // of `pages`
+    int64_t row_dim;        // at least key_dim
+    int64_t value_start;    // where in a row its value begins; value_start + value_dim <= row_dim
     double scale;           // factor of the dot products
     double softcap;         // c of c * tanh(scale * q.k / c); 0 for none
     int32_t dtype;          // of query and rows
@@ -82,11 +84,14 @@ struct hfk_ranking {
 // Rows beside each other that all queries see: the window of a layer.
 struct hfk_window {
     const void *keys;       // [batch, kv_heads, capacity, key_dim], of the request's dtype
-    const void *values;     // [batch, kv_heads, capacity, value_dim]
+    const void *values;     // [batch, kv_heads, capacity, value_row], the first value_dim of them
     const uint8_t *valid;   // [batch, length], 0 for rows that no query sees; null: none of them
     int64_t valid_stride;   // elements from one batch row of `valid` to the next
     int64_t capacity;
-    int64_t length;         // rows held; query i of n sees all but the last n - 1 - i
+    int64_t length;         // rows held; of n positions, queries at the i-th see all but the last
+                            // n - 1 - i
+    int64_t position_queries; // consecutive queries at one position; a divisor of `queries`
+    int64_t value_row;      // elements from one value to the next, at least value_dim
 };
 
 // A decode step of a layer: a search for the cold tokens of each query, and attention over these

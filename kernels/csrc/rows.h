@@ -58,8 +58,8 @@ struct Block {
 class RowStream {
   public:
     RowStream(const hfk_request &request, const Span &span, int64_t element_bytes, bool values) {
-        key_bytes_ = request.key_dim * element_bytes;
-        row_bytes_ = key_bytes_ + request.value_dim * element_bytes;
+        value_offset_ = request.value_start * element_bytes;
+        row_bytes_ = request.row_dim * element_bytes;
         page_len_ = request.page_len;
         shift_ = -1;
         if ((page_len_ & (page_len_ - 1)) == 0) {
@@ -76,7 +76,7 @@ class RowStream {
         next_ = span.first;
         last_ = span.last;
         resolve();
-        const int64_t bytes = values ? row_bytes_ : key_bytes_;
+        const int64_t bytes = values ? row_bytes_ : request.key_dim * element_bytes;
         for (int i = 0; i < count_; ++i) {
             for (int64_t byte = 0; byte < bytes; byte += kLine) ask_for(rows_[i] + byte);
         }
@@ -90,13 +90,13 @@ class RowStream {
         block.count = count_;
         for (int i = 0; i < count_; ++i) {
             block.keys[i] = rows_[i];
-            block.values[i] = rows_[i] + key_bytes_;
+            block.values[i] = rows_[i] + value_offset_;
             block.places[i] = places_[i];
         }
         resolve();
         for (int i = 0; i < block.count; ++i) {
             block.keys_ahead[i] = i < count_ ? rows_[i] : block.keys[i];
-            block.values_ahead[i] = block.keys_ahead[i] + key_bytes_;
+            block.values_ahead[i] = block.keys_ahead[i] + value_offset_;
             ask_for(block.keys_ahead[i]);
         }
     }
@@ -139,7 +139,7 @@ class RowStream {
     const int32_t *table_;
     const int64_t *pages_;
     int64_t next_, last_;
-    int64_t key_bytes_, row_bytes_, head_bytes_, page_len_, max_pages_, page_count_;
+    int64_t value_offset_, row_bytes_, head_bytes_, page_len_, max_pages_, page_count_;
     int shift_;
     bool whole_ = true;
     // The block to come.

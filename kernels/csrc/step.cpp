@@ -188,7 +188,10 @@ class Step {
 bool is_good(const hfk_step &step) {
     const hfk_window &window = step.window;
     return is_good(step.attention) && step.tokens >= 0 && window.length <= window.capacity &&
-           (window.length == 0 || window.length >= step.attention.queries);
+           window.value_row >= step.attention.value_dim && window.position_queries > 0 &&
+           step.attention.queries % window.position_queries == 0 &&
+           (window.length == 0 ||
+            window.length >= step.attention.queries / window.position_queries);
 }
 
 int32_t serve(const hfk_step &step, bool attends, const hfk_paris_trace *trace) {

@@ -20,7 +20,7 @@ FILE_NAME = "libhf_kvret_host.so"
 PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
 # Names the instruction set to use where a call asks for none, one of PATHS.
 ISA_VARIABLE = "HF_KVRET_CPU_PATH"
-VERSION = 6
+VERSION = 7
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
 PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}
@@ -33,7 +33,7 @@ BAD_ID = 4
 # hfk_request of csrc/hf_kvret_host.h: six addresses, eleven sizes, scale and softcap, and dtype,
 # path, threads and a reserved number. Packed in one call: to fill a ctypes.Structure field by field
 # takes so long that it shows where few rows are read.
-_REQUEST = struct.Struct("@6P11q2d4i")
+_REQUEST = struct.Struct("@6P13q2d4i")
 # hfk_ranking: three addresses, six sizes, threads and path.
 _RANKING = struct.Struct("@3P6q2i")
 
@@ -94,7 +94,7 @@ def run(
     query, ids, threads = query.contiguous(), ids.contiguous(), thread_count(threads)
     table, pages = rows.table.contiguous(), rows.addresses().contiguous()
     where = (table, pages, rows.page_len)
-    sizes = (rows.heads, rows.value_dim)
+    sizes = (rows.heads, rows.value_dim, rows.width, rows.value_start)
     request = pack_request(query, ids, where, sizes, out, lse, scale, softcap, threads, path)
     if call(function, threads, request) == BAD_ID:
         rows.check_range(ids)
@@ -107,7 +107,7 @@ def pack_request(
     query: torch.Tensor,
     ids: torch.Tensor,
     pages: tuple[torch.Tensor, torch.Tensor, int] | None,
-    sizes: tuple[int, int],
+    sizes: tuple[int, int, int, int],
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     scale: float,
@@ -118,7 +118,7 @@ def pack_request(
     """``hfk_request`` of contiguous tensors, which must live until the call is over.
 
     ``pages``: table, addresses and page length, or None where there are no rows; ``sizes``: KV
-    heads and value dim.
+    heads, value dim, numbers of a row, and where in it the value begins.
     """
     table, addresses, page_len = pages or (None, None, 1)
     batch, query_heads, queries, key_dim = query.shape
@@ -140,6 +140,7 @@ def pack_request(
         0 if table is None else table.shape[1],
         page_len,
         0 if addresses is None else addresses.shape[0],
+        *sizes[2:],
         scale,
         softcap or 0.0,
         DTYPES[query.dtype],

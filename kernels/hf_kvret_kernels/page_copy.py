@@ -35,7 +35,7 @@ def copy_pages(
     Args:
         rows: on the table's device; with ``"triton"`` also in pinned host memory, or in both.
         first, last: columns ``first .. last`` of the table, at least one.
-        width: numbers of each row, from its first on; None for all, ``Dk + Dv``. The result is
+        width: numbers of each row, from its first on; None for all. The result is
             contiguous, but with ``"triton"``, which copies whole rows, and of rows that lie apart
             a view of all numbers.
         programs: of ``"triton"``, how many programs share the work; None for as many as there is

@@ -13,10 +13,10 @@ from hf_kvret_kernels.chunks import select
 
 @dataclass(eq=False)
 class PagedRows:
-    """Pages of rows; a row is a key followed by its value, or these lie apart.
+    """Pages of rows; a row is a key followed by its value, a key alone, or these lie apart.
 
     Attributes:
-        chunks: ``[pages_i, Hkv, page_len, Dk + Dv]`` each, contiguous, all of one dtype, in device
+        chunks: ``[pages_i, Hkv, page_len, width]`` each, contiguous, all of one dtype, in device
             memory or in host memory (pinned where the table is on a CUDA device), also some here
             and some there. Pages are numbered across chunks in order.
         table: ``[B, max_pages]`` int32; token t of batch row b lies in page
@@ -26,9 +26,12 @@ class PagedRows:
         apart: of a head's ``page_len * (Dk + Dv)`` numbers in a page the keys come first, all of
             them, and then the values: both are aligned where rows of both would not be. The
             chunks' shape stays. For coded rows; only some operations take them.
+        value_in_key: Dv, where the value is the first numbers of its key and not kept beside it,
+            as in latent attention; 0 where it follows the key.
 
     Raises:
-        ValueError: no chunks, chunks or table of another form, or ``key_dim`` not below the width.
+        ValueError: no chunks, chunks or table of another form, or ``key_dim`` and ``value_in_key``
+            that don't fit the width.
     """
 
     chunks: list[torch.Tensor]
@@ -36,6 +39,7 @@ class PagedRows:
     key_dim: int
     page_address: torch.Tensor | None = field(default=None, repr=False)
     apart: bool = False
+    value_in_key: int = 0
 
     def __post_init__(self) -> None:
         if not self.chunks:
@@ -64,7 +68,15 @@ class PagedRows:
                 f"table is {self.table.dtype} {tuple(self.table.shape)}: pass int32 "
                 "[B, max_pages] with at least one column"
             )
-        if not 0 < self.key_dim < self.width:
+        if self.value_in_key:
+            fits = 0 < self.value_in_key <= self.key_dim == self.width
+            if self.apart or not fits:
+                raise ValueError(
+                    f"value_in_key={self.value_in_key} with key_dim={self.key_dim}: rows are "
+                    f"{self.width} wide, all of which is the key, the value at most as long, and "
+                    "such rows never lie apart"
+                )
+        elif not 0 < self.key_dim < self.width:
             raise ValueError(
                 f"key_dim={self.key_dim}: rows are {self.width} wide, so it must lie in 1 .. "
                 f"{self.width - 1}"
@@ -86,13 +98,18 @@ class PagedRows:
 
     @property
     def width(self) -> int:
-        """Dk + Dv."""
+        """Numbers of a row, ``Dk + Dv`` or, with ``value_in_key``, Dk."""
         return self.chunks[0].shape[3]
 
     @property
     def value_dim(self) -> int:
         """Dv."""
-        return self.width - self.key_dim
+        return self.value_in_key or self.width - self.key_dim
+
+    @property
+    def value_start(self) -> int:
+        """Where in a row its value begins, unless they lie apart."""
+        return 0 if self.value_in_key else self.key_dim
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,7 +138,7 @@ class PagedRows:
     def alignment_bytes(self) -> int:
         """What the address of every key and every value is a multiple of; at most 16."""
         itemsize = self.chunks[0].element_size()
-        offsets = [self.width * itemsize, self.key_dim * itemsize]
+        offsets = [self.width * itemsize, self.value_start * itemsize]
         return math.gcd(16, *offsets, *(chunk.data_ptr() for chunk in self.chunks))
 
     def side_alignments(self) -> tuple[int, int]:
@@ -210,8 +227,13 @@ class PagedRows:
         if len(holes):
             for part in taken:
                 part.index_fill_(0, holes, 0.0)
-        keys, values = taken if self.apart else taken[0].tensor_split([self.key_dim], dim=-1)
+        keys, values = taken if self.apart else self.sides(taken[0])
         return keys.view(*ids.shape, self.key_dim), values.view(*ids.shape, self.value_dim)
+
+    def sides(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views ``[..., Dk]`` and ``[..., Dv]`` of ``rows [..., width]`` that don't lie apart."""
+        start = self.value_start
+        return rows[..., : self.key_dim], rows[..., start : start + self.value_dim]
 
     def take(
         self,
@@ -220,7 +242,7 @@ class PagedRows:
         tokens: torch.Tensor,
         holes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``[N, Dk + Dv]``: one row each for ``[N]`` int64 batch rows, KV heads and tokens.
+        """``[N, width]``: one row each for ``[N]`` int64 batch rows, KV heads and tokens.
 
         ``holes [N]`` bool marks places that may get any row. The chunks must lie on the device of
         the table.

@@ -44,6 +44,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     PAGE_LEN: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_START: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -63,8 +65,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     if APART:
         keys_at, values_at = side_pointers(*place, PAGE_LEN, DK, DV, ALIGN, VALUE_ALIGN, DTYPE)
     else:
-        keys_at = row_pointers(*place, PAGE_LEN, DK + DV, ALIGN, DTYPE)
-        values_at = keys_at + DK
+        keys_at = row_pointers(*place, PAGE_LEN, WIDTH, ALIGN, DTYPE)
+        values_at = keys_at + VALUE_START
     id_mask = ids >= 0
     key_columns = tl.arange(0, BLOCK_DK)
     value_columns = tl.arange(0, BLOCK_DV)
@@ -110,6 +112,8 @@ def gather_rows(rows: PagedRows, ids: torch.Tensor) -> tuple[torch.Tensor, torch
         PAGE_LEN=rows.page_len,
         DK=rows.key_dim,
         DV=rows.value_dim,
+        WIDTH=rows.width,
+        VALUE_START=rows.value_start,
         BLOCK_K=block,
         BLOCK_DK=triton.next_power_of_2(rows.key_dim),
         BLOCK_DV=triton.next_power_of_2(rows.value_dim),

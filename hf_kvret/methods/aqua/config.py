@@ -120,6 +120,11 @@ class AquaConfig(RetrievalConfig):
         return self.bits
 
     @property
+    def group_obstacle(self) -> str:
+        """See ``RetrievalConfig``."""
+        return "aqua selects nothing, it attends to all tokens"
+
+    @property
     def lacks_artifact(self) -> bool:
         """Whether the model's folder must have it."""
         return self.predictor == "artifact" and self.artifact is None

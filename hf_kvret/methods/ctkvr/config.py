@@ -98,6 +98,11 @@ class CTkvrConfig(RetrievalConfig):
         if self.seed >= 2**63:
             raise ValueError(f"seed={self.seed} must be below 2^63")
 
+    @property
+    def group_obstacle(self) -> str:
+        """See ``RetrievalConfig``."""
+        return "ctkvr compares queries of all heads of a KV head with past ones"
+
     def check_model(self, head_dim: int) -> None:
         """ValueError for codes of heads that have none."""
         super().check_model(head_dim)

@@ -38,6 +38,11 @@ class H2OConfig(RetrievalConfig):
                 "all"
             )
 
+    @property
+    def group_obstacle(self) -> str:
+        """See ``RetrievalConfig``."""
+        return "h2o keeps one set of tokens for all query heads of a KV head"
+
     @classmethod
     def for_prompt(cls, prompt_len: int, share: float = 0.2, **changes: Any) -> Self:
         """The published protocol: ``share`` of a prompt, half heavy hitters and half recent tokens.

@@ -94,6 +94,14 @@ class LRQKConfig(RetrievalConfig):
         if not 0.0 < self.penalty < math.inf:
             raise ValueError(f"penalty={self.penalty}: a number above 0")
 
+    @property
+    def group_obstacle(self) -> str:
+        """See ``RetrievalConfig``."""
+        apart = self.factors != "closed" or not self.shared
+        return (
+            "with factors='als' or shared=False each query head selects for itself" if apart else ""
+        )
+
     def rank_of(self, dim: int) -> int:
         """The rank for heads of ``dim``; ValueError where there is no such rank."""
         if self.rank is None:

@@ -72,6 +72,8 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     PAGE_LEN: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_START: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_DK: tl.constexpr,
@@ -106,7 +108,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         id_mask = ids >= 0
         # A copy has zeros for holes, so its loads don't wait for ids and can be made ahead.
         if USE_COPY:
-            rows = (row_copy + (index * count + positions) * (DK + DV))[:, None]
+            rows = (row_copy + (index * count + positions) * WIDTH)[:, None]
             rows = tl.multiple_of(rows, (ALIGN, ALIGN))
             load_mask = positions < last
         else:
@@ -117,14 +119,19 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
                 page_address,
                 stride_table,
                 PAGE_LEN,
-                DK + DV,
+                WIDTH,
                 ALIGN,
                 DTYPE,
             )
             load_mask = id_mask
         key = load_rows(rows + key_columns[None, :], load_mask, key_columns, DK, BLOCK_DK, True)
         value = load_rows(
-            rows + DK + value_columns[None, :], load_mask, value_columns, DV, BLOCK_DV, True
+            rows + VALUE_START + value_columns[None, :],
+            load_mask,
+            value_columns,
+            DV,
+            BLOCK_DV,
+            True,
         )
         dots = tl.dot(q.to(DOT_DTYPE), tl.trans(key).to(DOT_DTYPE), input_precision="ieee")
         scores = capped_scores(dots, inner, outer, SOFTCAP)
@@ -210,6 +217,8 @@ def gather_pieces(
         PAGE_LEN=rows.page_len,
         DK=rows.key_dim,
         DV=rows.value_dim,
+        WIDTH=rows.width,
+        VALUE_START=rows.value_start,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_K=choice.block_k,
         BLOCK_DK=max(16, triton.next_power_of_2(rows.key_dim)),

@@ -22,6 +22,7 @@ def attend(
     value_dim: int,
     scale: float,
     softcap: float | None = None,
+    value_in_key: bool = False,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query over exactly the rows that its ids name, decoded on the way.
@@ -46,6 +47,8 @@ def attend(
         value_dim: numbers of a value.
         scale: factor of the dot products.
         softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
+        value_in_key: values are the first numbers of keys, and rows hold codes and scales of keys
+            alone.
         backend: ``"auto"``, ``"naive"`` (decodes every row to fp32) or ``"triton"``.
 
     Returns:
@@ -71,6 +74,7 @@ def attend(
         value_dim=value_dim,
         scale=scale,
         softcap=softcap,
+        value_in_key=value_in_key,
         backend=backend,
     )
     # Only Triton gives several.
@@ -87,22 +91,27 @@ def attend_pieces(
     value_dim: int,
     scale: float,
     softcap: float | None = None,
+    value_in_key: bool = False,
     backend: str = "auto",
 ) -> Pieces:
     """``attend``, its pieces left unmerged: a launch less where others follow.
 
     Arguments and errors are the same. On a CPU it is always one piece, without tickets.
     """
-    _check_rows(rows, codec, key_dim, value_dim)
+    _check_rows(rows, codec, key_dim, value_dim, value_in_key)
     check_chosen_rows(query, rows, ids, softcap, coded_dim=key_dim)
     if choose_backend(backend, query) == "triton":
         from hf_kvret_kernels.higgs import triton_attend
 
         with launching_on(query):
             return triton_attend.attend_pieces(
-                query, rows, ids, codec, key_dim, value_dim, scale, softcap
+                query, rows, ids, codec, key_dim, value_dim, scale, softcap, None, value_in_key
             )
     codes, scales = rows.gather_with_torch(ids)
+    if value_in_key:
+        keys = codec.decode(codes, scales, backend="naive")
+        values = keys[..., :value_dim]
+        return Pieces.whole(*naive.attention(query, keys, values, ids, scale, softcap))
     keys, values = (
         codec.decode(
             codes.split([codec.code_bytes(key_dim), codec.code_bytes(value_dim)], -1)[half],
@@ -114,9 +123,17 @@ def attend_pieces(
     return Pieces.whole(*naive.attention(query, keys, values, ids, scale, softcap))
 
 
-def _check_rows(rows: PagedRows, codec: Codec, key_dim: int, value_dim: int) -> None:
-    code_bytes = codec.code_bytes(key_dim) + codec.code_bytes(value_dim)
-    scale_bytes = codec.scale_bytes(key_dim) + codec.scale_bytes(value_dim)
+def _check_rows(
+    rows: PagedRows, codec: Codec, key_dim: int, value_dim: int, value_in_key: bool
+) -> None:
+    dims = [key_dim] if value_in_key else [key_dim, value_dim]
+    code_bytes = sum(map(codec.code_bytes, dims))
+    scale_bytes = sum(map(codec.scale_bytes, dims))
+    if value_in_key and (value_dim > key_dim or value_dim % codec.group):
+        raise ValueError(
+            f"value_dim={value_dim} with value_in_key: values are whole groups of {codec.group}, "
+            f"and no longer than keys of {key_dim}"
+        )
     if rows.dtype != torch.uint8:
         raise ValueError(f"rows are {rows.dtype}: pass coded rows, bytes (uint8)")
     if (rows.key_dim, rows.value_dim) != (code_bytes, scale_bytes):

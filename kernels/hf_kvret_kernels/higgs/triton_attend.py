@@ -160,6 +160,7 @@ def _attend_kernel(
     VALUE_BYTES: tl.constexpr,
     KEY_GROUPS: tl.constexpr,
     VALUE_GROUPS: tl.constexpr,
+    VALUE_IN_KEY: tl.constexpr,
     GROUP: tl.constexpr,
     LOG_GROUP: tl.constexpr,
     CODE_BITS: tl.constexpr,
@@ -178,14 +179,19 @@ def _attend_kernel(
     DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """BLOCK_KEY and BLOCK_VALUE count groups; KEY_BYTES and VALUE_BYTES are those of codes."""
+    """BLOCK_KEY and BLOCK_VALUE count groups; KEY_BYTES and VALUE_BYTES are those of codes.
+
+    With VALUE_IN_KEY the codes of a value are among those of its key.
+    """
     DK: tl.constexpr = KEY_GROUPS * GROUP
     DV: tl.constexpr = VALUE_GROUPS * GROUP
     BLOCK_DK: tl.constexpr = BLOCK_KEY * GROUP
     BLOCK_DV: tl.constexpr = BLOCK_VALUE * GROUP
     SCALE_BYTES: tl.constexpr = 2 if HIGGS else 4
-    CODES: tl.constexpr = KEY_BYTES + VALUE_BYTES
-    SCALES: tl.constexpr = (KEY_GROUPS + VALUE_GROUPS) * SCALE_BYTES
+    VALUE_CODES: tl.constexpr = 0 if VALUE_IN_KEY else KEY_BYTES
+    VALUE_SCALES: tl.constexpr = 0 if VALUE_IN_KEY else KEY_GROUPS * SCALE_BYTES
+    CODES: tl.constexpr = KEY_BYTES if VALUE_IN_KEY else KEY_BYTES + VALUE_BYTES
+    SCALES: tl.constexpr = SCALE_BYTES * (KEY_GROUPS if VALUE_IN_KEY else KEY_GROUPS + VALUE_GROUPS)
     index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     b, h, q_index = selection_place(index, heads, queries)
@@ -249,11 +255,12 @@ def _attend_kernel(
         scores = tl.where(id_mask[None, :], scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
         value, value_factors = _load_side(
-            codes + KEY_BYTES,
-            scales + KEY_GROUPS * SCALE_BYTES,
+            codes + VALUE_CODES,
+            scales + VALUE_SCALES,
             id_mask,
             grid_ptr,
-            VALUE_BYTES,
+            # From one plane of codes to the next.
+            KEY_BYTES if VALUE_IN_KEY else VALUE_BYTES,
             VALUE_GROUPS,
             GROUP,
             BLOCK_K,
@@ -298,6 +305,7 @@ def attend_pieces(
     scale: float,
     softcap: float | None,
     splits: int | None = None,
+    value_in_key: bool = False,
 ) -> Pieces:
     """See ``hf_kvret_kernels.higgs.attend_pieces``.
 
@@ -357,6 +365,7 @@ def attend_pieces(
         VALUE_BYTES=codec.code_bytes(value_dim),
         KEY_GROUPS=key_dim // group,
         VALUE_GROUPS=value_dim // group,
+        VALUE_IN_KEY=value_in_key,
         GROUP=group,
         LOG_GROUP=group.bit_length() - 1,
         CODE_BITS=codec.code_bits,

@@ -22,6 +22,7 @@ from hf_kvret_kernels.host_step.checks import (
     check_cold,
     check_ids,
     check_window,
+    value_row,
     window_capacity,
 )
 from hf_kvret_kernels.host_step.searches import (
@@ -55,7 +56,7 @@ __all__ = [
 
 # What follows hfk_request in hfk_step: window; valid, its stride and the cold tokens; addresses of
 # search, sinks, the count of selected tokens and the result; kind of the search, a reserved number.
-_STEP = struct.Struct("@3P3qP2q4P2i")
+_STEP = struct.Struct("@3P5qP2q4P2i")
 # hfk_paris_trace: five addresses.
 _TRACE = struct.Struct("@5P")
 
@@ -67,8 +68,10 @@ class HostWindow:
     Attributes:
         keys: ``[B, Hkv, capacity, Dk]`` of the query's dtype, contiguous; or its first rows, a
             view ``[:, :, :n]``.
-        values: ``[B, Hkv, capacity, Dv]``, the same.
-        length: rows held; of n queries, query i sees all but the last ``n - 1 - i``.
+        values: ``[B, Hkv, capacity, Dv]``, the same; or the first numbers of ``keys``, a view
+            ``keys[..., :Dv]``.
+        length: rows held; of queries at n positions, those at position i see all but the last
+            ``n - 1 - i``.
         valid: ``[B, length]`` bool, None when all are valid.
     """
 
@@ -81,6 +84,11 @@ class HostWindow:
     def capacity(self) -> int:
         """Tokens from one head to the next; ValueError where the buffers don't fit each other."""
         return window_capacity(self.keys, self.values)
+
+    @functools.cached_property
+    def value_row(self) -> int:
+        """Numbers from one token's value to the next one's."""
+        return value_row(self.keys, self.values)
 
     def __getstate__(self) -> dict[str, object]:
         """Without addresses, which are good for these buffers alone."""
@@ -139,6 +147,7 @@ def run_step(
     sink_logits: torch.Tensor | None = None,
     selected: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    position_queries: int = 1,
     threads: int | None = None,
     path: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,6 +162,7 @@ def run_step(
         sink_logits: ``[Hq]`` learned attention sinks, or None.
         selected: int64 of one element, to which the number of chosen tokens is added, in place.
         dtype: of ``out``: float32, or the query's.
+        position_queries: how many consecutive queries are at one position, a divisor of Q.
         threads: as of ``host_attention``.
         path: as of ``host_attention``.
 
@@ -162,18 +172,18 @@ def run_step(
 
     Raises:
         ImportError: no library; see ``why_not()``.
-        ValueError: another ``dtype`` than these two, a query of another dtype or head dim than the
-            rows, windows or cold rows that do not fit each other, ids that a short page table does
-            not lead to.
+        ValueError: another ``dtype`` than these two, ``position_queries`` that don't divide Q, a
+            query of another dtype or head dim than the rows, windows or cold rows that do not fit
+            each other, ids that a short page table does not lead to.
         MemoryError: no room for the work space.
     """
     if dtype not in (torch.float32, query.dtype):
         raise ValueError(f"dtype {dtype}: a step writes float32 or its query's {query.dtype}")
     capacity = window.capacity
-    check_window(query, window.keys, window.length)
+    check_window(query, window.keys, window.length, position_queries)
     heads, value_dim = window.keys.shape[1], window.values.shape[3]
     if cold is not None:
-        check_cold(query, cold.rows, cold.valid, query.shape[3] + value_dim)
+        check_cold(query, cold.rows, cold.valid, value_dim)
         known = cold.search.tokens()
         if known is not None and known != cold.valid.shape[1]:
             raise ValueError(
@@ -196,11 +206,16 @@ def run_step(
     if cold is not None:
         table, addresses = cold.rows.table.contiguous(), cold.rows.addresses()
         pages = table, addresses, cold.rows.page_len
-    sizes = heads, value_dim
+    # Without cold tokens no row is read.
+    layout = (query.shape[3] + value_dim, query.shape[3])
+    if cold is not None:
+        layout = (cold.rows.width, cold.rows.value_start)
+    sizes = (heads, value_dim, *layout)
     request = host_library.pack_request(
         query, ids, pages, sizes, sums, None, scale, softcap, threads, path
     )
-    step, _keep = _pack_step(request, window, capacity, cold, sink_logits, selected, result)
+    lengths = capacity, position_queries
+    step, _keep = _pack_step(request, window, lengths, cold, sink_logits, selected, result)
     if host_library.call("hfk_run_step", threads, step) == host_library.BAD_ID and cold is not None:
         cold.rows.check_range(ids)
         raise RuntimeError(
@@ -237,12 +252,21 @@ def trace_paris(
         query.new_empty(*lead, budget, dtype=torch.int32),
     )
     request = host_library.pack_request(
-        query, trace.ids, None, (heads, dim), trace.rotated, None, scale, softcap, 1, path
+        query,
+        trace.ids,
+        None,
+        (heads, dim, 2 * dim, dim),
+        trace.rotated,
+        None,
+        scale,
+        softcap,
+        1,
+        path,
     )
     empty = query.new_empty(batch, heads, 0, dim)
     no_rows = PagedRows([query.new_empty(1, heads, 1, 2 * dim)], trace.ids[0, :1, 0], dim)
     cold = HostCold(no_rows, search, valid, budget)
-    step, _keep = _pack_step(request, HostWindow(empty, empty, 0), 0, cold, None, None, None)
+    step, _keep = _pack_step(request, HostWindow(empty, empty, 0), (0, 1), cold, None, None, None)
     arrays = (trace.rotated, trace.points, trace.scores, trace.candidates, trace.estimates)
     host_library.call(
         "hfk_search_ids", 1, step, _TRACE.pack(*(array.data_ptr() for array in arrays))
@@ -253,13 +277,16 @@ def trace_paris(
 def _pack_step(
     request: bytes,
     window: HostWindow,
-    capacity: int,
+    lengths: tuple[int, int],
     cold: HostCold | None,
     sink_logits: torch.Tensor | None,
     selected: torch.Tensor | None,
     result: torch.Tensor | None,
 ) -> tuple[bytes, tuple[object, ...]]:
-    """``hfk_step``, and what must live until the call is over."""
+    """``hfk_step``, and what must live until the call is over.
+
+    ``lengths``: the window's capacity, and queries of a position.
+    """
     near = window.valid
     if near is not None and near.stride(1) != 1:
         near = near.contiguous()
@@ -275,8 +302,10 @@ def _pack_step(
         *window._addresses,
         0 if near is None else near.data_ptr(),
         0 if near is None else near.stride(0),
-        capacity,
+        lengths[0],
         window.length,
+        lengths[1],
+        window.value_row,
         *chosen,
         0 if sink_logits is None else sink_logits.data_ptr(),
         0 if selected is None else selected.data_ptr(),
