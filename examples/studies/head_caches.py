@@ -17,43 +17,37 @@ from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.evaluation.following import Kept, full_logits
 from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.subject import Subject
-from hf_kvret_kernels.relevance import top_places
 
 Search = Callable[[torch.Tensor, ColdTokens], torch.Tensor]
 _expected = Kept(most=8)
 
 
-def noting(search: Search, found: list[Selections]) -> Search:
-    """A search that appends what it selects, for the one row of a batch, to ``found``."""
+def noting(search: Search, heads: int, found: list[Selections]) -> Search:
+    """A search that appends to ``found`` what it selects for the ``heads`` of one KV head.
+
+    It is for batches of one. Groups that select apart come to it as more queries, see
+    ``core.head_groups``.
+    """
 
     def search_and_note(query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         ids = search(query, cold)
-        scores = cold_scores(query, cold)[0]
-        held = scores.shape[-1]
-        marks = torch.zeros(*ids.shape[1:3], held + 1, dtype=torch.bool)
-        marks.scatter_(-1, ids[0].long().masked_fill(ids[0] < 0, held), True)
-        found.append(Selections.of_marks(scores.softmax(-1), marks[..., :-1]))
+        groups = -(-heads // query.shape[1])
+        scores = torch.cat(
+            [
+                exact_scores(query, keys, cold.scale, cold.softcap)
+                for _, keys in cold.store.key_chunks()
+            ],
+            dim=-1,
+        ).masked_fill(~cold.valid[:, None, None], float("-inf"))
+        apart = scores[0].unflatten(1, (-1, groups)).permute(2, 0, 1, 3).flatten(0, 1)[:heads]
+        chosen = ids[0].unflatten(1, (-1, groups)).permute(2, 0, 1, 3).flatten(0, 1)
+        count = scores.shape[-1]
+        marks = torch.zeros(*chosen.shape[:2], count + 1, dtype=torch.bool)
+        marks.scatter_(-1, chosen.long().masked_fill(chosen < 0, count), True)
+        found.append(Selections.of_marks(apart.softmax(-1), marks[..., :-1]))
         return ids
 
     return search_and_note
-
-
-def cold_scores(query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-    """``[B, H, Q, n]`` fp32 logits, -inf for tokens that are not valid."""
-    parts = [
-        exact_scores(query, keys, cold.scale, cold.softcap) for _, keys in cold.store.key_chunks()
-    ]
-    return torch.cat(parts, dim=-1).masked_fill(~cold.valid[:, None, None], float("-inf"))
-
-
-def grouped(size: int) -> Search:
-    def search(query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        scores = cold_scores(query, cold)
-        heads = scores.shape[1]
-        ids = top_places(scores, heads // size, cold.budget)
-        return ids.repeat_interleave(size, dim=1)
-
-    return search
 
 
 def follow_all(
@@ -62,7 +56,6 @@ def follow_all(
     windows: Sequence[torch.Tensor],
     length: int,
     step: int,
-    size: int,
 ) -> dict[str, Any]:
     """Read the first ``length`` tokens of each window, then the rest; means as plain JSON values.
 
@@ -76,11 +69,11 @@ def follow_all(
         windows: ``[n]`` int64 each.
         length: of the contexts, which are read in one pass.
         step: tokens of a later pass.
-        size: query heads a selection.
 
     Raises:
         ValueError: nothing was cold.
     """
+    heads = subject.model.config.get_text_config(decoder=True).num_attention_heads
     layers: dict[int, list[Selections]] = {}
     numbers: list[dict[str, float]] = []
     for window in windows:
@@ -93,7 +86,7 @@ def follow_all(
             index = layer.regions and layer.regions.index
             assert index is not None
             found = layers.setdefault(number, [])
-            index.search = noting(grouped(size), found)  # type: ignore[method-assign]
+            index.search = noting(index.search, heads, found)  # type: ignore[method-assign]
         pieces = tqdm(window[length:].split(step), leave=False, desc=choice.name, mininterval=1)
         logits = torch.cat([reader.feed(piece, keep=len(piece)) for piece in pieces])
         numbers.append(_distance(logits, _expected_of(subject, window, length), window[length:]))

@@ -23,13 +23,14 @@ from shared_heads import APART, REAL, masses
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.arguments import whole_number
-from hf_kvret.evaluation.caches import CacheChoice
+from hf_kvret.evaluation.caches import CacheChoice, choose_cache
 from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.recording import read_layers
 from hf_kvret.evaluation.results import Cell
 from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.evaluation.subject import Subject
+from hf_kvret.integration.compatibility import is_latent
 
 PARTS = ("mass", "tokens")
 _MODEL = Path(__file__).parents[1] / "reference_latent"
@@ -41,6 +42,7 @@ class LatentHeads(Ablation):
 
     name = "latent-heads"
     method = "flat"
+    others = ("paris", "lrqk", "ctkvr")
     example = "recent=128"
     chosen = ("select_heads", "top_k")
     instead = ": --select-heads and --top-ks name them"
@@ -61,6 +63,27 @@ class LatentHeads(Ablation):
     top_ks: tuple[int, ...] = values_option(
         (32, 64, 128, 256, 512, 1024), "rows a selection", whole_number(1)
     )
+
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
+        # Exact scores are the same for all caches; some of them can't select in groups.
+        return [
+            cell
+            for cell in super().cells_of(caches)
+            if (cell["cache"] == caches[0] if cell["part"] == "mass" else self._serves(cell))
+        ]
+
+    def _serves(self, cell: Cell) -> bool:
+        options = choose_cache(cell["cache"]).options
+        assert options is not None
+        return not options.group_obstacle or _size(cell) == max(self.select_heads)
+
+    def check_contexts(self, cells: Sequence[Cell], subject: Subject) -> None:
+        super().check_contexts(cells, subject)
+        if not is_latent(subject.model.config):
+            raise ValueError(
+                f"--model {subject.name}: {subject.model.config.model_type} has no latent "
+                "attention, whose query heads share one KV head; leave --model out"
+            )
 
     def variants(self, part: str) -> Sequence[str]:
         if part == "mass":
@@ -89,9 +112,17 @@ class LatentHeads(Ablation):
                 self.top_ks,
                 apart=cell["variant"] == APART,
             )
-        size, rows = map(int, cell["variant"].split(", "))
-        chosen = made(cell["variant"], type(cache), options.replace(top_k=rows))
-        return follow_all(subject, chosen, windows, length, self.step, size)
+        size, rows = _size(cell), int(cell["variant"].split(", ")[1])
+        heads = subject.model.config.get_text_config(decoder=True).num_attention_heads
+        # Some methods take no other size than all.
+        options = options.replace(top_k=rows, select_heads=None if size >= heads else size)
+        chosen = made(cell["variant"], type(cache), options)
+        return follow_all(subject, chosen, windows, length, self.step)
+
+
+def _size(cell: Cell) -> int:
+    """Query heads a selection of a cell of ``tokens``."""
+    return int(cell["variant"].split(", ")[0])
 
 
 MEASUREMENT = LatentHeads
