@@ -44,7 +44,7 @@ def noting(search: Search, heads: int, found: list[Selections]) -> Search:
         count = scores.shape[-1]
         marks = torch.zeros(*chosen.shape[:2], count + 1, dtype=torch.bool)
         marks.scatter_(-1, chosen.long().masked_fill(chosen < 0, count), True)
-        found.append(Selections.of_marks(apart.softmax(-1), marks[..., :-1]))
+        found.append(Selections.of_marks(apart.softmax(-1), marks[..., :-1], query.shape[1]))
         return ids
 
     return search_and_note

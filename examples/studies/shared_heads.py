@@ -60,10 +60,9 @@ class Selections:
     count: int
 
     @classmethod
-    def of_marks(cls, shares: torch.Tensor, marks: torch.Tensor) -> Self:
-        """Of ``shares [H, Q, n]`` and bool ``marks [G, Q, n]``, ceil(H / G) heads each."""
+    def of_marks(cls, shares: torch.Tensor, marks: torch.Tensor, size: int) -> Self:
+        """Of ``shares [H, Q, n]``, bool ``marks [G, Q, n]`` and S, the heads a selection."""
         heads = torch.arange(len(shares), device=marks.device)
-        size = -(-len(shares) // len(marks))
         mass = (shares * marks[heads // size]).sum(-1).mean(-1)
         rows, union = marks.sum(-1).double().mean(), marks.any(0).sum(-1).double().mean()
         return cls(mass, float(rows), float(union), shares.shape[1], len(marks))
@@ -72,22 +71,24 @@ class Selections:
     def mean(cls, found: Sequence[Self]) -> Self:
         """Over the queries of all of them."""
         queries = sum(one.queries for one in found)
-        parts = [(one, one.queries / queries) for one in found]
         return cls(
-            torch.stack([one.mass * part for one, part in parts]).sum(0),
-            sum(one.rows * part for one, part in parts),
-            sum(one.union * part for one, part in parts),
+            torch.stack([one.mass * one.queries for one in found]).sum(0) / queries,
+            sum(one.rows * one.queries for one in found) / queries,
+            sum(one.union * one.queries for one in found) / queries,
             queries,
             found[0].count,
         )
 
 
-def select(shares: torch.Tensor, ranks: torch.Tensor, count: int, *, together: bool) -> Selections:
+def select(
+    shares: torch.Tensor, ranks: torch.Tensor, size: int, count: int, *, together: bool
+) -> Selections:
     """The best tokens of each selection.
 
     Args:
         shares: ``[H, Q, n]`` softmax weights.
         ranks: of ``token_ranks``.
+        size: S.
         count: rows, below n; of each selection, or ``together`` the most of their union: each
             selection then takes as many as keep it within that.
     """
@@ -95,7 +96,7 @@ def select(shares: torch.Tensor, ranks: torch.Tensor, count: int, *, together: b
     if together:
         # A row is in the union once the rank at which its first selection takes it is below k.
         limit = ranks.amin(0).sort(dim=-1).values[:, count, None]
-    return Selections.of_marks(shares, ranks < limit)
+    return Selections.of_marks(shares, ranks < limit, size)
 
 
 def shuffled(scores: torch.Tensor, valid: torch.Tensor, seed: int) -> torch.Tensor:
@@ -210,5 +211,5 @@ def _ways(
             ranks = token_ranks(relevance(scores, size, pooling))
             for of in ("selection", "union"):
                 for count in rows:
-                    held = select(shares, ranks, count, together=of == "union")
+                    held = select(shares, ranks, size, count, together=of == "union")
                     yield Way(pooling, size, of, count), held
