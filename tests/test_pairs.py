@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_kvret.testing.pairs import pairs_of, pairwise
+from hf_kvret.testing.pairs import full_product, pairs_of, pairwise
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (4, 4), (2, 5, 3), (7, 6, 5, 4, 3), (1, 1, 9)])
@@ -46,3 +46,9 @@ def test_no_pair_twice_where_two_factors_are_all() -> None:
 def test_a_factor_without_values_is_refused() -> None:
     with pytest.raises(ValueError, match="factors without values: b"):
         pairwise({"a": [1], "b": []})
+
+
+def test_none_is_a_value_like_others() -> None:
+    factors = {"one": [None, 1, 2], "other": [None, "x"], "third": [None, True]}
+    covered = pairs_of(pairwise(factors))
+    assert covered == pairs_of(full_product(factors))

@@ -80,17 +80,16 @@ def _completed(
     for name in names:
         if name in case:
             continue
-        best = max(
-            (value for value in factors[name] if allowed(case | {name: value})),
+        values = [value for value in factors[name] if allowed(case | {name: value})]
+        if not values:
+            return None
+        case[name] = max(
+            values,
             key=lambda value: (
                 sum(frozenset({(name, value), met}) in missing for met in case.items()),
                 -used[name, value],
             ),
-            default=None,
         )
-        if best is None:
-            return None
-        case[name] = best
     return case
 
 

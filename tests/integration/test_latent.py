@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
 import hf_kvret
-from hf_kvret import A2ATSCache, AquaKVCache, FlatKVCache
+from hf_kvret import A2ATSCache, AquaKVCache, FlatKVCache, ParisKVCache
 from hf_kvret.integration.latent import ModuleHeads
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS
 from hf_kvret.testing.scenario import prompt
@@ -112,3 +114,32 @@ def test_absorbed_queries_score_as_expanded_keys_do(model: PreTrainedModel) -> N
 def test_methods_that_have_to_learn_refuse(method: Any, model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="deepseek_v3 has latent attention, for which"):
         method(model.config)
+
+
+def test_a_token_is_held_once(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS, store="host")
+    model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
+    (layer, *_), numbers = cache.retrieval_layers, 16 + 8
+    window, store = layer.regions.window, layer.regions.store
+    assert window.row_dim == numbers and window.values.data_ptr() == window.keys.data_ptr()
+    assert store.paged_rows().width == numbers
+    tokens = layer.get_seq_length()
+    assert cache.memory().full_attention == 2 * tokens * numbers * 4
+    cache.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "cache.safetensors")
+    assert "layers.0.store.keys" in names and "layers.0.window.keys" in names
+    assert not [name for name in names if name.endswith(("window.values", "store.values"))]
+
+
+@pytest.mark.parametrize("store", ["device", "resident", "higgs"])
+def test_a_saved_cache_of_latents_goes_on(
+    model: PreTrainedModel, store: str, tmp_path: Path
+) -> None:
+    cache = ParisKVCache(model.config, top_k=40, dense_below=0, recent=16, flush=8, store=store)
+    told = model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
+    cache.save_pretrained(tmp_path)
+    twin = ParisKVCache.from_pretrained(tmp_path, model.config)
+    fork = cache.fork()
+    more = torch.cat([told, prompt(1, 5)], dim=1)
+    answers = [model.generate(more, past_key_values=one, **GREEDY) for one in (cache, twin, fork)]
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])

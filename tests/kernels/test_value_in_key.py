@@ -1,0 +1,202 @@
+"""Rows whose value is the start of their key: every kernel gives what it gives for both kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_kvret.testing.host_steps import (
+    FP32_ERROR,
+    Shape,
+    expected_attention,
+    generator,
+    near_window,
+)
+from hf_kvret_kernels import host_step
+from hf_kvret_kernels.gather_attention import gather_attention
+from hf_kvret_kernels.gather_scores import gather_scores
+from hf_kvret_kernels.higgs import HiggsCodec, attend
+from hf_kvret_kernels.host_attention import host_attention
+from hf_kvret_kernels.host_step import FlatSearch, GivenIds, HostCold, HostWindow, run_step
+from hf_kvret_kernels.page_copy import copy_pages
+from hf_kvret_kernels.paged import PagedRows, lay_apart
+
+PAGE_LEN, PAGES = 8, 5
+TABLE = torch.tensor([[0, 3, 1], [4, 2, 4]], dtype=torch.int32)
+DIMS = [(24, 16), (40, 40), (17, 5)]
+
+needs_library = pytest.mark.skipif(bool(host_step.why_not()), reason="the library is not compiled")
+
+
+def both(dims: tuple[int, int], dtype: torch.dtype = torch.float32) -> tuple[PagedRows, PagedRows]:
+    """The same rows twice: values within keys, and beside them."""
+    key_dim, value_dim = dims
+    keys = torch.randn(PAGES, 2, PAGE_LEN, key_dim, generator=generator(key_dim)).to(dtype)
+    beside = torch.cat([keys, keys[..., :value_dim]], dim=-1)
+    table = TABLE.clone()
+    within = PagedRows([keys[:2].clone(), keys[2:].clone()], table, key_dim, value_in_key=value_dim)
+    return within, PagedRows([beside], table, key_dim)
+
+
+def random_ids(heads: int = 2, queries: int = 2, count: int = 11) -> torch.Tensor:
+    tokens = TABLE.shape[1] * PAGE_LEN
+    order = torch.rand(2, heads, queries, tokens, generator=generator(count)).argsort(-1).int()
+    ids = order[..., :count].contiguous()
+    ids[torch.rand(ids.shape, generator=generator(1)) < 0.2] = -1
+    return ids
+
+
+def random_query(key_dim: int, heads: int = 6) -> torch.Tensor:
+    return torch.randn(2, heads, 2, key_dim, generator=generator(2))
+
+
+@pytest.mark.factor("backend", ["naive", "triton"])
+@pytest.mark.factor("dims", DIMS)
+def test_rows_are_gathered_and_copied(dims: tuple[int, int], backend: str) -> None:
+    within, beside = both(dims)
+    assert (within.width, within.value_dim, within.value_start) == (dims[0], dims[1], 0)
+    ids = random_ids()
+    for mine, other in zip(within.gather(ids, backend), beside.gather(ids, backend), strict=True):
+        assert torch.equal(mine, other)
+    copied = copy_pages(within, 1, 3, backend=backend)
+    assert torch.equal(copied, copy_pages(beside, 1, 3, width=dims[0], backend=backend))
+
+
+@pytest.mark.factor("backend", ["naive", "triton"])
+@pytest.mark.factor("dims", DIMS)
+def test_attention_is_the_same(dims: tuple[int, int], backend: str) -> None:
+    within, beside = both(dims)
+    query, ids = random_query(dims[0]), random_ids()
+    results = [
+        gather_attention(query, rows, ids, scale=0.3, backend=backend) for rows in (within, beside)
+    ]
+    for mine, other in zip(*results, strict=True):
+        assert torch.equal(mine, other)
+    scores = [
+        gather_scores(query, rows, ids, scale=0.3, backend=backend) for rows in (within, beside)
+    ]
+    assert torch.equal(*scores)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dims", DIMS)
+def test_the_cpu_library_reads_them(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    within, beside = both(dims, dtype)
+    query, ids = random_query(dims[0]).to(dtype), random_ids()
+    results = [
+        host_attention(query, rows, ids, scale=0.3, backend="cpp") for rows in (within, beside)
+    ]
+    for mine, other in zip(*results, strict=True):
+        assert torch.equal(mine, other)
+
+
+@needs_library
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_step_reads_a_window_and_rows_of_keys_alone(given: bool, queries: int) -> None:
+    shape = Shape(40, dim=24, group=3, queries=queries, batch=2)
+    query, valid, keys, rows = shape.query(), shape.mask(), *dense_rows(shape, 10)
+    near = near_window(shape, 37)
+    window = replace(near, values=near.keys[..., :10])
+    assert window.value_row == 24
+    search = FlatSearch(keys)
+    if given:
+        order = torch.rand(2, shape.heads, queries, 40, generator=generator(5)).argsort(-1)
+        search = GivenIds(order[..., :9].int().contiguous())
+    out, ids = run_step(query, window, HostCold(rows, search, valid, 9), scale=0.2)
+    expected = expected_attention(query, keys, keys[..., :10], ids, window, 0.2, None, None)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=FP32_ERROR)
+
+
+@needs_library
+@pytest.mark.parametrize(("positions", "groups"), [(1, 4), (3, 2), (2, 1)])
+def test_queries_of_a_position_see_the_same_window(positions: int, groups: int) -> None:
+    shape = Shape(40, dim=24, group=2, queries=positions * groups)
+    query, window = shape.query(), near_window(shape, 9)
+    keys, rows = dense_rows(shape, 24)
+    ids = torch.zeros(1, shape.heads, shape.queries, 0, dtype=torch.int32)
+    cold = HostCold(rows, GivenIds(ids), shape.mask(), 1)
+    out, _ = run_step(
+        query, replace(window, values=window.keys), cold, scale=0.2, position_queries=groups
+    )
+    for group in range(groups):
+        part = query[:, :, group::groups]
+        chosen = ids[:, :, group::groups]
+        near = replace(window, values=window.keys)
+        expected = expected_attention(part, keys, keys, chosen, near, 0.2, None, None)
+        torch.testing.assert_close(
+            out[:, :, group::groups].double(), expected, rtol=1e-5, atol=FP32_ERROR
+        )
+
+
+@needs_library
+def test_positions_that_do_not_divide_the_queries_are_refused() -> None:
+    shape = Shape(4, dim=8, queries=3)
+    with pytest.raises(ValueError, match="position_queries=2: it must divide the 3 queries"):
+        run_step(shape.query(), near_window(shape, 9), scale=1.0, position_queries=2)
+
+
+def dense_rows(shape: Shape, value_dim: int) -> tuple[torch.Tensor, PagedRows]:
+    """Keys ``[B, H, n, D]``, and the rows that hold them."""
+    keys = torch.randn(shape.batch, shape.heads, shape.n, shape.dim, generator=generator(3))
+    pages = keys.unflatten(2, (-1, PAGE_LEN)).transpose(1, 2).flatten(0, 1).contiguous()
+    table = torch.arange(len(pages), dtype=torch.int32).view(shape.batch, -1)
+    return keys, PagedRows([pages], table, shape.dim, value_in_key=value_dim)
+
+
+# One group of a head is a path of its own; three bits lie in two planes.
+CODED = [(HiggsCodec(4, 8), (24, 16)), (HiggsCodec(3, 16), (48, 16)), (HiggsCodec(2, 32), (32, 32))]
+
+
+@pytest.mark.factor("backend", ["naive", "triton"])
+@pytest.mark.factor("coded", CODED)
+def test_coded_rows_hold_keys_alone(
+    coded: tuple[HiggsCodec, tuple[int, int]], backend: str
+) -> None:
+    codec, (key_dim, value_dim) = coded
+    keys = torch.randn(PAGES, 2, PAGE_LEN, key_dim, generator=generator(7))
+    parts = codec.encode(keys, backend="naive")
+    code_bytes = codec.code_bytes(key_dim)
+    rows = PagedRows(
+        [lay_apart(torch.cat(list(parts), -1), code_bytes)], TABLE, code_bytes, apart=True
+    )
+    query, ids = random_query(key_dim), random_ids()
+    dims = {"key_dim": key_dim, "value_dim": value_dim, "scale": 0.3}
+    out, lse = attend(query, rows, ids, codec, value_in_key=True, backend=backend, **dims)
+    back = codec.decode(*parts, backend="naive")
+    plain = PagedRows([back], TABLE, key_dim, value_in_key=value_dim)
+    expected = gather_attention(query, plain, ids, scale=0.3, backend="naive")
+    # Sums of a few hundred products, and butterflies before and after.
+    torch.testing.assert_close(out, expected[0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(lse, expected[1], rtol=0, atol=2e-5)
+
+
+def test_dims_that_do_not_fit_are_refused() -> None:
+    within, _ = both((24, 16))
+    for changes in ({"value_in_key": 25}, {"key_dim": 20}, {"apart": True}):
+        with pytest.raises(ValueError, match="value_in_key"):
+            replace(within, **changes)
+    codec = HiggsCodec(4, 8)
+    coded = PagedRows([torch.zeros(5, 2, 8, 18, dtype=torch.uint8)], TABLE, 12, apart=True)
+    with pytest.raises(ValueError, match="value_dim=12 with value_in_key"):
+        attend(
+            random_query(24),
+            coded,
+            random_ids(),
+            codec,
+            key_dim=24,
+            value_dim=12,
+            scale=1.0,
+            value_in_key=True,
+        )
+
+
+def test_windows_of_other_strides_are_refused() -> None:
+    shape = Shape(4, dim=8)
+    keys = torch.zeros(1, 2, 9, 8)
+    other = torch.zeros(1, 2, 9, 12)[..., :8]
+    with pytest.raises(ValueError, match="the first numbers of keys"):
+        run_step(shape.query(), HostWindow(keys, other, 9), scale=1.0)
