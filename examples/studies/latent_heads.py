@@ -33,7 +33,6 @@ from hf_kvret.evaluation.subject import Subject
 from hf_kvret.integration.compatibility import is_latent
 
 PARTS = ("mass", "tokens")
-_MODEL = Path(__file__).parents[1] / "reference_latent"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ class LatentHeads(Ablation):
     plots = PLOTS
     drawn = DRAWN
 
-    model: str = option(str(_MODEL), "a folder, a hub id, or a model of ours")
+    model: str = option("latent", "a folder, a hub id, or a model of ours")
     caches: str | None = caches_option("flat")
     text: Path = text_option()
     lengths: tuple[int, ...] = lengths_option((4096, 8192), "tokens of a context")
