@@ -50,7 +50,7 @@ class LatentHeads(Ablation):
     plots = PLOTS
     drawn = DRAWN
 
-    model: str = option("latent", "a folder, a hub id, or a model of ours")
+    model: str = option("reference-latent", "a folder, a hub id, or a model of ours")
     caches: str | None = caches_option("flat")
     text: Path = text_option()
     lengths: tuple[int, ...] = lengths_option((4096, 8192), "tokens of a context")

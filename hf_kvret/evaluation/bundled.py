@@ -1,7 +1,7 @@
 """The small models that are ours: they need no network.
 
-``needle`` ships with the package, ``reference`` and ``latent`` lie in the examples of a checkout:
-that which the package is run from, or the folder where the command is run.
+``needle`` ships with the package, ``reference`` and ``reference-latent`` lie in the examples of a
+checkout: that which the package is run from, or the folder where the command is run.
 """
 
 from __future__ import annotations

@@ -18,7 +18,11 @@ from hf_kvret.calibration.hub_access import needs_cache
 from hf_kvret.evaluation.bundled import BUNDLED_MODEL, LATENT_MODEL, REFERENCE_MODEL
 from hf_kvret.registry import attach
 
-_BUNDLED = {"needle": BUNDLED_MODEL, "reference": REFERENCE_MODEL, "latent": LATENT_MODEL}
+_BUNDLED = {
+    "needle": BUNDLED_MODEL,
+    "reference": REFERENCE_MODEL,
+    "reference-latent": LATENT_MODEL,
+}
 # What broken files of a model make transformers, torch and safetensors raise.
 _UNLOADABLE = (
     *(OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError),
@@ -93,7 +97,7 @@ def load_subject(
     """Load a model and its tokenizer.
 
     Args:
-        name: ``needle``, ``reference`` or ``latent`` for one of ours, else a folder or a hub id.
+        name: ``needle``, ``reference``, ``reference-latent``, else a folder or a hub id.
 
     Raises:
         FileNotFoundError: neither a folder nor a hub id.
