@@ -16,6 +16,7 @@ from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
 from hf_kvret.methods.flat import FlatConfig, FlatKVCache
 from hf_kvret.methods.h2o import H2OCache, H2OConfig
+from hf_kvret.methods.latent import LatentConfig, LatentKVCache
 from hf_kvret.methods.lrqk import LRQKCache, LRQKConfig
 from hf_kvret.methods.paris import ParisConfig, ParisKVCache
 from hf_kvret.registry import attach, register, registered_methods, restore, unregister
@@ -39,6 +40,8 @@ __all__ = [
     "Index",
     "LRQKCache",
     "LRQKConfig",
+    "LatentConfig",
+    "LatentKVCache",
     "ParisConfig",
     "ParisKVCache",
     "RetrievalCache",

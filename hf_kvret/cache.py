@@ -275,9 +275,10 @@ class RetrievalCache(Cache):
         layers = self.retrieval_layers
         length = max(layer.get_seq_length() for layer in layers)
         retrieved = any(layer.counters.steps for layer in layers)
-        if not length or retrieved or any(layer.cold_len for layer in layers):
-            return None
         options = self.options
+        idle = not length or not options.retrieves
+        if idle or retrieved or any(layer.cold_len for layer in layers):
+            return None
         if length < options.dense_len:
             return (
                 f"{type(self).__name__} retrieved nothing: it attends to all tokens below "

@@ -60,6 +60,8 @@ class RetrievalConfig(metaclass=RenamesOptions):
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    # Whether any length of context leads to retrieval.
+    retrieves: ClassVar[bool] = True
 
     top_k: int | float | None = 1024
     select_heads: int | None = None

@@ -34,6 +34,7 @@ from hf_kvret.methods.aqua import AquaKVCache
 from hf_kvret.methods.ctkvr import CTkvrCache
 from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.methods.h2o import H2OCache
+from hf_kvret.methods.latent import LatentKVCache
 from hf_kvret.methods.lrqk import LRQKCache
 from hf_kvret.methods.paris import ParisKVCache
 from hf_kvret.replay import DecodeGraph
@@ -51,6 +52,7 @@ BUILT_IN: tuple[type[RetrievalCache], ...] = (
     A2ATSCache,
     AquaKVCache,
     H2OCache,
+    LatentKVCache,
 )
 
 _methods: dict[str, type[RetrievalCache]] = {}

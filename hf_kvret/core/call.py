@@ -35,6 +35,14 @@ class AttentionCall:
         """The attention's result of a mean of rows' values ``[B, Hq, Q, Dv]``."""
         return out
 
+    def expands(self, queries: int) -> bool:
+        """Whether so many queries attend exactly to ``keys_and_values``, as they are."""
+        return False
+
+    def of_rows(self) -> AttentionCall:
+        """The same call for queries that went through ``to_rows``."""
+        return self
+
     def keys_and_values(
         self, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

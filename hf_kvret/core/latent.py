@@ -4,7 +4,7 @@ Dimensions: B batch, H query heads, R latent rank, r rotated dims, n and v the u
 head's keys and its values. A head's key is ``W_UK latent`` beside the rotated key, its value
 ``W_UV latent``. So the query of few tokens is absorbed, ``W_UK^T q``, and attends to rows as they
 are; the result, a mean of latents, goes through ``W_UV``. Many queries attend to expanded keys and
-values instead, which takes fewer operations. Source: DeepSeek-V2, section 2.1.
+values instead, where that takes fewer operations. Source: DeepSeek-V2, section 2.1.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ class LatentHeads(Protocol):
     def expanded_numbers(self, rows: torch.Tensor) -> int:
         """Numbers that keys and values of one row have, of all heads."""
 
+    def expands(self, queries: int) -> bool:
+        """Whether to expand rows takes fewer operations than to absorb so many queries."""
+
 
 @dataclass(frozen=True, eq=False)
 class LatentCall(AttentionCall):
@@ -45,6 +48,12 @@ class LatentCall(AttentionCall):
 
     def from_rows(self, out: torch.Tensor) -> torch.Tensor:
         return self.heads.leave(out)
+
+    def expands(self, queries: int) -> bool:
+        return self.heads.expands(queries)
+
+    def of_rows(self) -> AttentionCall:
+        return AttentionCall(self.scoring, self.prompt, self.sink_logits, self.positions)
 
     def keys_and_values(
         self, keys: torch.Tensor, values: torch.Tensor

@@ -238,8 +238,9 @@ class RetrievalLayer(CacheLayerMixin):
         new, first = query.shape[2], self.waiting
         past = self.regions.length - (0 if first else new)
         selects = past > 0 and new <= self.config.max_draft
+        as_it_is = past == 0 or (not selects and call.expands(new))
         watched = first and self.regions.index_watches
-        to_rows = call.to_rows(query) if selects or watched else query
+        to_rows = call.to_rows(query) if watched or not as_it_is else query
         if first:
             if selects:
                 # Of the prompt alone, as in a fork that was made before.
@@ -261,14 +262,14 @@ class RetrievalLayer(CacheLayerMixin):
                 return whole
             regions = self.regions
             self.counters.exact_rows += min(past, regions.cold_len) * len(key) * key.shape[1]
-            out = attend_exactly(regions, query, key, value, past, call)
+            asking, form = (query, call) if as_it_is else (to_rows, call.of_rows())
+            out = attend_exactly(regions, asking, key, value, past, form).to(query.dtype)
         else:
             if first:
                 self.regions.take_step(key, value, call.scoring.valid)
-            out = attend_selected(self.regions, to_rows, call, self.counters)
-            out = call.from_rows(out.to(query.dtype))
+            out = attend_selected(self.regions, to_rows, call, self.counters).to(query.dtype)
         self.waiting = False
-        return out.to(query.dtype)
+        return out if as_it_is else call.from_rows(out)
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Drop the newest tokens; pass their count as a negative number (0: none).

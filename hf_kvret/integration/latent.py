@@ -46,6 +46,11 @@ class ModuleHeads:
         of_head = self._nope + rows.shape[3] - self._rank + self._value_dim
         return self._matrices(rows).shape[0] * of_head
 
+    def expands(self, queries: int) -> bool:
+        """Of a row and head, expanding takes R (n + v) products, and 2 R - n - v fewer a query."""
+        made = self._nope + self._value_dim
+        return queries * (2 * self._rank - made) > self._rank * made
+
     def _matrices(self, like: torch.Tensor) -> torch.Tensor:
         """``[H, n + v, R]``: ``kv_b_proj`` for each head."""
         if self._made is not None:

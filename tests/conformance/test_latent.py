@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import pytest
 import transformers
 
-from hf_kvret import CTkvrCache, FlatKVCache, H2OCache, LRQKCache, ParisKVCache, RetrievalCache
+from hf_kvret import (
+    CTkvrCache,
+    FlatKVCache,
+    H2OCache,
+    LatentKVCache,
+    LRQKCache,
+    ParisKVCache,
+    RetrievalCache,
+)
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODES, Case, run_case
+from hf_kvret.testing.conformance import Result, no_proof
 from hf_kvret.testing.pairs import pairwise
 
 CACHES: dict[str, type[RetrievalCache]] = {
@@ -41,7 +51,10 @@ def check(model: str, mode: str, method: str, store: str, select_heads: int | No
     def make(built: Any) -> RetrievalCache:
         return CACHES[method](config=built.config, **options)
 
-    result = run_case(Case(model, mode), make)
+    expect(run_case(Case(model, mode), make), model, mode)
+
+
+def expect(result: Result, model: str, mode: str) -> None:
     if result.status == "skipped":
         # What transformers' own cache can't do; few modes, or something vanished in silence.
         assert model in RECURRENT or mode in {"early_exit", "guidance"}, result.detail
@@ -52,6 +65,14 @@ def check(model: str, mode: str, method: str, store: str, select_heads: int | No
 @pytest.mark.parametrize("case", cases(DEFAULT), ids=lambda case: "-".join(map(str, case.values())))
 def test_same_as_full_attention(case: dict[str, Any]) -> None:
     check(**case)
+
+
+@pytest.mark.parametrize(("model", "mode"), zip(cycle(DEFAULT), MODES))
+def test_absorbed_attention_to_all_is_the_same(model: str, mode: str) -> None:
+    def make(built: Any) -> RetrievalCache:
+        return LatentKVCache(config=built.config)
+
+    expect(run_case(Case(model, mode), make, proof=no_proof), model, mode)
 
 
 @pytest.mark.slow

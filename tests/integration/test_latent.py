@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import hf_kvret
-from hf_kvret import A2ATSCache, AquaKVCache, FlatKVCache, ParisKVCache
+from hf_kvret import A2ATSCache, AquaKVCache, FlatKVCache, LatentKVCache, ParisKVCache
 from hf_kvret.integration.latent import ModuleHeads
-from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS
+from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_model_patches import latent
 
@@ -108,6 +109,41 @@ def test_absorbed_queries_score_as_expanded_keys_do(model: PreTrainedModel) -> N
         means = weights @ rows[..., :16]
         torch.testing.assert_close(heads.leave(means), weights @ values, rtol=1e-4, atol=1e-4)
     assert heads.expanded_numbers(rows) == 4 * (24 + 16)
+
+
+@pytest.mark.parametrize("questions", [12, 40])
+def test_a_question_is_absorbed_or_expanded_as_is_cheaper(
+    model: PreTrainedModel, questions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Here 2 R = n + v: absorbing is never dearer. With longer heads it would be, from 24 queries.
+    module: Any = model.model.layers[0].self_attn
+    assert not ModuleHeads(module).expands(10_000)
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    heads = ModuleHeads(SimpleNamespace(**sizes))
+    assert heads.expands(171) and not heads.expands(170)
+    monkeypatch.setattr(ModuleHeads, "expands", lambda heads, queries: queries > 24)
+    long = [torch.cat([prompt(1, 120), prompt(1, questions)], dim=1)]
+    expected = model.generate(long[0], **GREEDY)
+    for cache in (FlatKVCache(model.config, **COVERING_OPTIONS), LatentKVCache(model.config)):
+        model.generate(prompt(1, 120), past_key_values=cache, max_new_tokens=1)
+        cache.crop(120 - cache.get_seq_length())
+        assert torch.equal(model.generate(long[0], past_key_values=cache, **GREEDY), expected)
+
+
+def test_absorbed_attention_needs_latents() -> None:
+    config = MODELS["llama"].build().config
+    with pytest.raises(ValueError, match=r"llama has no latent attention.*'paris'"):
+        LatentKVCache(config)
+
+
+def test_absorbed_attention_is_called_by_name_and_says_nothing(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = model.generate(prompt(2, 60), **GREEDY)
+    with caplog.at_level("INFO", logger="hf_kvret"):
+        told = model.generate(prompt(2, 60), cache_implementation="latent", **GREEDY)
+    assert torch.equal(told, expected)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("method", [A2ATSCache, AquaKVCache])
