@@ -27,19 +27,19 @@ def _mass_table(cells: Found) -> str:
     """For equal rows a selection, then for equal rows of the union: a row for each way."""
     tables = []
     for of, (title, other, note) in _OF.items():
-        rows: dict[tuple[str, ...], list[str]] = {}
+        rows: dict[tuple[str, ...], dict[int, str]] = {}
         counts = sorted({one["count"] for _, found in cells for one in found["selections"]})
         for cell, found in cells:
-            known = [one for one in found["selections"] if one["of"] == of]
-            for one in sorted(known, key=lambda one: one["count"]):
+            for one in (one for one in found["selections"] if one["of"] == of):
                 heads = _heads(one["select_heads"], one["selections"])
                 pooling = one["pooling"] if one["select_heads"] > 1 else "-"
                 key = (str(cell["length"]), cell["variant"], heads, pooling)
                 text = f"{one['mass']:.3f}, {one['worst']:.3f}; {one[other]:.0f} {note}"
-                rows.setdefault(key, []).append(text)
+                rows.setdefault(key, {})[one["count"]] = text
         header = ["context", "heads", "heads a selection", "weights pooled"]
         header += [f"{count} {title}: mass, worst head" for count in counts]
-        tables.append(markdown_table(header, [[*key, *row] for key, row in rows.items()]))
+        lines = [[*key, *(row.get(count, "-") for count in counts)] for key, row in rows.items()]
+        tables.append(markdown_table(header, lines))
     return "\n\n".join(tables)
 
 
@@ -64,13 +64,18 @@ def _tokens_table(cells: Found) -> str:
             rows.append([*key, *numbers, *shares, f"{loss:+.4f}"])
     named = ["cache", "context", "heads a selection"]
     header = [*named, "rows", "union", "KL", "mass", "worst head", "tokens equal", "loss - full's"]
-    unions = [2**power for power in range(5, 13)]
+    unions = [
+        count
+        for count in (2**power for power in range(5, 13))
+        if any(at(own, "union", "kl", count) is not None for own in known.values())
+    ]
     lines = [
         [*key, *(shown(at(own, "union", "kl", count), ".4f") for count in unions)]
         for key, own in known.items()
     ]
     asked = [f"KL at {count} rows in all" for count in unions]
-    return f"{markdown_table(header, rows)}\n\n{markdown_table([*named, *asked], lines)}"
+    table = markdown_table(header, rows)
+    return f"{table}\n\n{markdown_table([*named, *asked], lines)}" if unions else table
 
 
 def at(found: list[dict[str, Any]], x: str, y: str, place: float) -> float | None:
