@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from shared_heads import Selections, measured
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.core.index import ColdTokens
@@ -50,36 +51,41 @@ def noting(search: Search, heads: int, found: list[Selections]) -> Search:
     return search_and_note
 
 
+def read_contexts(
+    subject: Subject, choice: CacheChoice, windows: Sequence[torch.Tensor], length: int
+) -> list[Reader]:
+    """For each of the windows ``[n]`` a reader of its first ``length`` tokens, in one pass."""
+    readers = []
+    for window in windows:
+        readers.append(Reader(subject.model, choice, len(window)))
+        readers[-1].prefill(window[:length])
+    return readers
+
+
 def follow_all(
-    subject: Subject,
-    choice: CacheChoice,
-    windows: Sequence[torch.Tensor],
-    length: int,
-    step: int,
+    readers: Sequence[Reader], windows: Sequence[torch.Tensor], step: int, **changes: Any
 ) -> dict[str, Any]:
-    """Read the first ``length`` tokens of each window, then the rest; means as plain JSON values.
+    """Go on from contexts to the ends of their windows; means as plain JSON values.
 
     ``kl`` is the divergence of the next token's distribution from full attention's, in nats,
     ``equal`` the share of places with the same best token, ``loss`` and ``full_loss`` the losses of
     the text's own next tokens; the rest as of ``measured``.
 
     Args:
-        subject: the model.
-        choice: the cache.
+        readers: of ``read_contexts``; they stay where they are.
         windows: ``[n]`` int64 each.
-        length: of the contexts, which are read in one pass.
-        step: tokens of a later pass.
+        step: tokens of a pass.
+        changes: options of the cache from there on.
 
     Raises:
         ValueError: nothing was cold.
     """
-    heads = subject.model.config.get_text_config(decoder=True).num_attention_heads
     layers: dict[int, list[Selections]] = {}
     numbers: list[dict[str, float]] = []
-    for window in windows:
-        reader = Reader(subject.model, choice, len(window))
-        reader.check_step(step)
-        reader.prefill(window[:length])
+    for start, window in zip(readers, windows, strict=True):
+        start.check_step(step)
+        reader, rest = start.fork(**changes), window[start.length :]
+        heads = reader.model.config.get_text_config(decoder=True).num_attention_heads
         cache = reader.cache
         assert isinstance(cache, RetrievalCache)
         for number, layer in enumerate(cache.retrieval_layers):
@@ -87,22 +93,23 @@ def follow_all(
             assert index is not None
             found = layers.setdefault(number, [])
             index.search = noting(index.search, heads, found)  # type: ignore[method-assign]
-        pieces = tqdm(window[length:].split(step), leave=False, desc=choice.name, mininterval=1)
+        pieces = tqdm(rest.split(step), leave=False, desc=reader.choice.name, mininterval=1)
         logits = torch.cat([reader.feed(piece, keep=len(piece)) for piece in pieces])
-        numbers.append(_distance(logits, _expected_of(subject, window, length), window[length:]))
+        expected = _expected_of(reader.model, window, start.length)
+        numbers.append(_distance(logits, expected, rest))
     if not all(layers.values()):
         raise ValueError("nothing was cold: take longer --lengths, or flat:dense_below=0:recent=64")
     means = {name: fmean(one[name] for one in numbers) for name in numbers[0]}
     return means | measured([Selections.mean(found) for found in layers.values()])
 
 
-def _expected_of(subject: Subject, window: torch.Tensor, length: int) -> torch.Tensor:
+def _expected_of(model: PreTrainedModel, window: torch.Tensor, length: int) -> torch.Tensor:
     """Log-probabilities ``[n, vocab]`` of full attention after ``window[length:]``."""
 
     def make() -> torch.Tensor:
-        return full_logits(subject.model, window, length).log_softmax(-1)
+        return full_logits(model, window, length).log_softmax(-1)
 
-    return _expected.get(subject.model, (tuple(window.tolist()), length), make)
+    return _expected.get(model, (tuple(window.tolist()), length), make)
 
 
 def _distance(

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ablation import Ablation, caches_option, made, parts_option, values_option
-from head_caches import follow_all
+from head_caches import follow_all, read_contexts
 from head_tables import DRAWN, PLOTS, TABLES
 from shared_heads import APART, REAL, masses
 
@@ -26,6 +26,7 @@ from hf_kvret.evaluation.arguments import whole_number
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
 from hf_kvret.evaluation.common_options import count_option, lengths_option, text_option
 from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.recording import read_layers
 from hf_kvret.evaluation.results import Cell
 from hf_kvret.evaluation.scripts import run_script
@@ -61,6 +62,10 @@ class LatentHeads(Ablation):
     )
     top_ks: tuple[int, ...] = values_option(
         (32, 64, 128, 256, 512, 1024), "rows a selection", whole_number(1)
+    )
+    # Contexts that were read by a cache, for all its variants.
+    _read: dict[tuple[Any, ...], list[Reader]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
     )
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
@@ -112,11 +117,20 @@ class LatentHeads(Ablation):
                 apart=cell["variant"] == APART,
             )
         size, rows = _size(cell), int(cell["variant"].split(", ")[1])
+        if options.group_obstacle:
+            # The lists of CTkvr are as long as its budget wants them.
+            options = options.replace(top_k=rows)
+        key = (cell["cache"], length, options.top_k)
+        if key not in self._read:
+            # The lengths before are done.
+            for old in [old for old in self._read if old[1] != length]:
+                del self._read[old]
+            begun = made(cell["cache"], type(cache), options)
+            self._read[key] = read_contexts(subject, begun, windows, length)
         heads = subject.model.config.get_text_config(decoder=True).num_attention_heads
         # Some methods take no other size than all.
-        options = options.replace(top_k=rows, select_heads=None if size >= heads else size)
-        chosen = made(cell["variant"], type(cache), options)
-        return follow_all(subject, chosen, windows, length, self.step)
+        changes = {"top_k": rows, "select_heads": None if size >= heads else size}
+        return follow_all(self._read[key], windows, self.step, **changes)
 
 
 def _size(cell: Cell) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from head_caches import follow_all, noting
+from ablation import made
+from head_caches import follow_all, noting, read_contexts
 from head_tables import at
 from latent_heads import LatentHeads
 from shared_heads import (
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_kvret import FlatKVCache
 from hf_kvret.evaluation.results import Results
-from hf_kvret.evaluation.subject import Subject, load_subject
+from hf_kvret.evaluation.subject import load_subject
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.testing import LATENT_MODELS
 
@@ -151,19 +152,14 @@ def test_all_rows_are_full_attention_and_groups_between_one_and_all(latent_dir: 
     subject = load_subject(str(latent_dir))
     window = torch.randint(3, 400, (160,), generator=torch.Generator().manual_seed(2))
     kls, unions = [], []
+    choice = made("flat", FlatKVCache, FlatConfig(**OPTIONS))
+    readers = read_contexts(subject, choice, [window], 128)
     for size, top_k in ((None, 1.0), (None, 8), (1, 8)):
-        found = _followed(subject, window, select_heads=size, top_k=top_k)
+        found = follow_all(readers, [window], 8, select_heads=size, top_k=top_k)
         kls.append(found["kl"])
         unions.append(found["union"])
     assert abs(kls[0]) < 1e-5 < 0.3 * kls[1]
     assert kls[2] < kls[1] and unions[2] > unions[1] == 8
-
-
-def _followed(subject: Subject, window: torch.Tensor, **changes: Any) -> dict[str, Any]:
-    from ablation import made
-
-    choice = made("flat", FlatKVCache, FlatConfig(**{**OPTIONS, **changes}))
-    return follow_all(subject, choice, [window], 128, 8)
 
 
 def test_the_script_measures_each_cell_and_draws_them(
