@@ -136,7 +136,8 @@ class Checker:
             what = "logits of coded rows" if coded else "logits"
             where = self._where(context, batch, way)
             raise CheckFailed(f"{choice.name}: {what} are not finite {where}")
-        layers = cache.stats()["layers"] if isinstance(cache, RetrievalCache) else []
+        retrieves = isinstance(cache, RetrievalCache) and cache.options.retrieves
+        layers = cache.stats()["layers"] if retrieves else []
         idle = [str(layer["layer"]) for layer in layers if not layer["selected"]]
         if idle:
             raise CheckFailed(

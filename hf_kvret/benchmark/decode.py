@@ -16,7 +16,7 @@ from hf_kvret.benchmark.floors import Selections, decode_floor, selections
 from hf_kvret.benchmark.limits import PeakDeviceMemory
 from hf_kvret.benchmark.model_measurement import ModelMeasurement
 from hf_kvret.benchmark.rows import TimedSample, timed_row
-from hf_kvret.benchmark.stepping import make_steps
+from hf_kvret.benchmark.stepping import attention_clock, make_steps
 from hf_kvret.benchmark.tables import plot_contexts, timing_table
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.evaluation.arguments import known_names
@@ -72,12 +72,13 @@ class Decode(ModelMeasurement):
             token, paces, _ = steps.run(token, self.warmup)
             before = selections(cache)
             count = self.steps_within(paces[-1] if paces else 0.0)
-            _, seconds, taken = steps.run(token, count)
+            with attention_clock(turn.subject.model) as clock:
+                _, seconds, taken = steps.run(token, count)
             steps.finish()
         chosen = Selections()
         if isinstance(cache, RetrievalCache):
             after = selections(cache)
-            if after.rows == before.rows:
+            if after.rows == before.rows and cache.options.retrieves:
                 raise CheckFailed(
                     f"{turn.choice.name}: {len(seconds)} steps behind {turn.context} tokens "
                     "retrieved nothing; nothing was reported"
@@ -96,6 +97,7 @@ class Decode(ModelMeasurement):
             "device_peak_bytes": usage.device_bytes if held is None else held,
             "steps": [step.label for step in taken],
             "not_replayed": steps.reason,
+            "attention_seconds": median(clock.seconds()[::2] or [0.0]) or None,
         }
         return TimedSample(seconds, floor, usage, more)
 

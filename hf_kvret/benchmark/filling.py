@@ -31,8 +31,12 @@ _LONGEST_PREFILL = 16_384
 _PROBE_LEN = 64
 
 
-def choose_fill(fill: str, context: int, device: torch.device, cache: str) -> str:
+def choose_fill(
+    fill: str, context: int, device: torch.device, cache: str, latent: bool = False
+) -> str:
     """``"prefill"`` or ``"random"``: what ``fill`` comes to for this context and cache.
+
+    ``latent``: the model has latent attention, whose many heads take long to read a prompt.
 
     Raises:
         ValueError: ``random`` for a press, which compresses while a prompt is read.
@@ -40,7 +44,7 @@ def choose_fill(fill: str, context: int, device: torch.device, cache: str) -> st
     press = cache.split(":")[0] == "kvpress"
     if fill == "auto":
         short = device.type == "cpu" or context <= _LONGEST_PREFILL
-        return "prefill" if short or press else "random"
+        return "prefill" if (short and not latent) or press else "random"
     if fill == "random" and press:
         raise ValueError(
             f"{cache} compresses while it reads a prompt, so its cache can't be filled with "
@@ -166,10 +170,12 @@ def fill_randomly(
             index = layer.regions.index
             learns = index is not None and type(index).on_forward is not Index.on_forward
             count = context if learns else 1
-            query = rows(3 * number + 2, heads, like.key_dim, like.key_scale, count)
+            # Queries as they are compared with rows, which may have more parts than keys.
+            dim = layer.regions.window.keys.shape[3]
+            query = rows(3 * number + 2, heads, dim, like.key_scale, count)
             query = query.expand(-1, -1, context, -1)
             call = AttentionCall(
-                Scoring(None, like.key_dim**-0.5),
+                Scoring(None, dim**-0.5),
                 # The attention over the prompt, whose result nobody looks at here: one number.
                 partial(query.new_zeros(()).expand, *query.shape[:3], like.value_dim),
             )

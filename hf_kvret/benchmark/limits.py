@@ -14,7 +14,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.core import sizes
 from hf_kvret.core.free_memory import free_host_bytes
 from hf_kvret.evaluation.caches import CacheChoice
-from hf_kvret.integration.compatibility import head_dim
+from hf_kvret.integration.compatibility import head_dim, is_latent
 
 # An index beside the store takes at most what a copy of the keys with spare room takes.
 _INDEX_SHARE = 0.6
@@ -47,7 +47,10 @@ def predict_need(
     """
     heads, dim = config.num_attention_heads, head_dim(config)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    layer = 2 * batch * context * kv_heads * dim * dtype.itemsize
+    row = 2 * kv_heads * dim
+    if is_latent(config):
+        row, dim = dim, config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    layer = batch * context * row * dtype.itemsize
     rows = layer * config.num_hidden_layers
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     passing = 3 * layer + batch * context * max(2 * heads * dim, 3 * inner) * dtype.itemsize

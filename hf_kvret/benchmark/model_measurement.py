@@ -51,6 +51,7 @@ from hf_kvret.evaluation.environment import describe_environment
 from hf_kvret.evaluation.measurement import Measurement, Progress, Row, attempt
 from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.integration.compatibility import is_latent
 
 _LEAST_CONTEXT = 64
 # A median of fewer steps says nothing.
@@ -278,7 +279,8 @@ class ModelMeasurement(Measurement):
 
     def fill_of(self, cell: Cell) -> str:
         """``"prefill"`` or ``"random"``."""
-        return choose_fill(self.fill, cell["context"], self.place, cell["cache"])
+        latent = is_latent(self.whole.config)
+        return choose_fill(self.fill, cell["context"], self.place, cell["cache"], latent)
 
     def shortage(self, cell: Cell) -> str | None:
         """Why a cell can't be measured in this host's memory, or None."""

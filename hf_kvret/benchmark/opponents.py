@@ -168,7 +168,7 @@ def check_choices(
             or a store that depends on how many layers there are where only a part is.
     """
     for name, options in ((name, choice.options) for name, choice in choices.items()):
-        if options is None:
+        if options is None or not options.retrieves:
             continue
         options.check_model(head_dim(config))
         dense = max(options.dense_len, options.recent + options.flush + 1)

@@ -112,6 +112,7 @@ def _scaled(
         "layers": layers,
         "from_layers": sorted(counts),
         "seconds": None,
+        "seconds_per_layer": None,
         "floor_device_bytes": floor.device_bytes,
         "floor_host_bytes": floor.host_bytes,
         "floor_seconds": least,

@@ -61,6 +61,16 @@ _PHI = {
     "pad_token_id": 100_349,
 }
 _QWEN2 = {"rms_norm_eps": 1e-6, "use_sliding_window": False, **_MILLION}
+# Latent attention; every layer has the dense MLP that the published models have in the first ones.
+_LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "first_k_dense_replace": 1024,
+    "rms_norm_eps": 1e-5,
+    **_MILLION,
+}
+_FLASH = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
+_V3 = {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _MISTRAL = {"rms_norm_eps": 1e-5, "sliding_window": None, **_MILLION}
 # The numbers of the models' published config.json files.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -74,6 +84,18 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen2.5-7b": _model("qwen2", 152_064, 131_072, 3584, 18_944, 28, 28, 4, **_QWEN2),
     "mistral-7b-v0.3": _model("mistral", 32_768, 32_768, 4096, 14_336, 32, 32, 8, **_MISTRAL),
     "phi-4": _model("phi3", 100_352, 16_384, 5120, 17_920, 40, 40, 10, **_PHI),
+    "glm-4.7-flash": _model(
+        "glm4_moe_lite",
+        154_880,
+        202_752,
+        *(2048, 10_240, 47, 20, 20),
+        mlp_layer_types=["dense"] * 47,
+        **_LATENT,
+        **_FLASH,
+    ),
+    "deepseek-v3": _model(
+        "deepseek_v3", 129_280, 163_840, 7168, 18_432, 61, 128, 128, **_LATENT, **_V3
+    ),
     # No published model: small enough for a CPU and for tests.
     "tiny": _model("llama", 1024, 131_072, 256, 512, 2, 4, 2, head_dim=64),
 }

@@ -91,10 +91,16 @@ def timing_table(results: Results, unit: str) -> str:
         mean = of(lambda row: ms(row["seconds_mean"]) if "seconds_mean" in row else "-")
         columns.insert(len(SIZE) + 1, (f"mean {unit}", mean))
         columns.append(("steps", told_steps))
+    if any(row.get("attention_seconds") for _, row in results):
+        attention = of(
+            lambda row: ms(row["attention_seconds"]) if row.get("attention_seconds") else "-"
+        )
+        columns.append(("ms attention of a layer", attention))
     if any("scaled" in row for _, row in results):
         columns += [
             (f"scaled {unit}", of(_with_rounds, "scaled")),
             ("scaled tokens/s", of(per_second, "scaled", "tokens_per_second")),
+            ("scaled ms a layer", lambda cell, row: _layer_ms(row)),
             ("scaled floor ms", of(ms, "scaled", "floor_seconds")),
             ("scaled time / floor", of(tenths, "scaled", "time_over_floor")),
             ("scaled device MB", of(mb, "scaled", "device_bytes")),
@@ -158,6 +164,12 @@ def plot_contexts(path: Path, results: Results, title: str, unit: str, key: str)
     if setup["layers"] < setup["of_layers"]:
         heading += f", {setup['layers']} of {setup['of_layers']} layers"
     plot_lines(path, lines, title=heading, x="context (tokens)", y=unit, log_x=True, log_y=True)
+
+
+def _layer_ms(row: Row) -> str:
+    # Files of earlier versions lack it where noise hid the layers.
+    seconds = row["scaled"].get("seconds_per_layer")
+    return "-" if seconds is None else ms(seconds)
 
 
 def _with_rounds(scaled: Row) -> str:

@@ -21,6 +21,16 @@ def selection_place(index, heads, queries):
 
 
 @triton.jit
+def head_tile(index, heads, queries, TILE: tl.constexpr, TILES: tl.constexpr):
+    """``(batch row, selecting head, query, places [TILE] in its group)`` of a program.
+
+    Programs are ``[B, H, TILES, Q]``; the last tile may reach beyond the group.
+    """
+    b, part, q = selection_place(index, heads * TILES, queries)
+    return b, part // TILES, q, (part % TILES).to(tl.int32) * TILE + tl.arange(0, TILE)
+
+
+@triton.jit
 def load_ids(ids_row, places, inside, stride):
     """Ids ``[K]`` at ``places [K]`` int32 of a row whose ids are ``stride`` apart.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
@@ -13,6 +13,10 @@ from hf_kvret_kernels._triton_log_sums import finite_base
 from hf_kvret_kernels.merge import Pieces
 
 LOG2_E = 1.4426950408889634
+# Rows of more numbers are held in two parts, where that is less than padding them.
+_WHOLE = 128
+# Sums of values that a program of 4 warps has registers for.
+_SUMS = 8192
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -136,6 +140,33 @@ def load_rows(  # type: ignore[no-untyped-def]
             mask = mask & row_mask[:, None]
         tile = tl.load(pointers, mask=mask, other=0.0)
     return tile
+
+
+class Columns(NamedTuple):
+    """How kernels hold rows of a number that is no power of two: in two parts.
+
+    Attributes:
+        main: numbers of the first part.
+        block: what the first part is padded to, a power of two.
+        rest: what the second part is padded to; 0 where there is none.
+    """
+
+    main: int
+    block: int
+    rest: int
+
+    @classmethod
+    def of(cls, dim: int) -> Self:
+        """The parts of ``dim`` numbers; up to 128 are one, which is padded."""
+        block = max(16, triton.next_power_of_2(dim))
+        if dim <= _WHOLE or dim == block:
+            return cls(dim, block, 0)
+        return cls(block // 2, block // 2, max(16, triton.next_power_of_2(dim - block // 2)))
+
+
+def tile_heads(group: int, value_dim: int) -> int:
+    """Query heads of a group that a program takes: as many as have room for their sums."""
+    return max(16, min(triton.next_power_of_2(group), _SUMS // triton.next_power_of_2(value_dim)))
 
 
 def piece_buffers(

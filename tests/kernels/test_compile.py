@@ -10,6 +10,7 @@ import functools
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,14 @@ EXPECTED = {
         "_border_kernel",
         "_compact_kernel",
     },
+    "latents": {
+        "_attend_kernel",
+        "_gather_scores_kernel",
+        "_finish_kernel",
+        "_gather_kernel",
+        "_copy_kernel",
+        "_fetch_kernel",
+    },
     "resident": {"_assign_kernel", "_fetch_kernel"},
     "paris": {
         "_rotate_kernel",
@@ -72,7 +81,10 @@ EXPECTED = {
 @pytest.mark.parametrize("operation", EXPECTED)
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile(target: str, operation: str) -> None:
-    assert EXPECTED[operation] <= compiled(target, operation)
+    names = compiled(target, operation)
+    assert EXPECTED[operation] <= names
+    if (target, operation) == ("sm90", "latents"):
+        assert "spills" not in names
 
 
 def test_products_and_sums_are_one_instruction() -> None:
@@ -80,8 +92,8 @@ def test_products_and_sums_are_one_instruction() -> None:
 
 
 def compiled(target: str, operation: str) -> set[str]:
-    """Names of the kernels of an operation, all compiled; and ``"fused"``, if any multiplies and
-    adds at once.
+    """Names of the kernels of an operation, all compiled; ``"fused"``, if any multiplies and adds
+    at once; ``"spills"``, if any does not keep to its registers.
     """
     pytest.importorskip("triton", reason="Triton compiles on Linux only")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -120,6 +132,8 @@ def _compile_instead_of_launching(capability: int) -> None:
         kernel = run(self, *args, warmup=True, **kwargs)
         assert kernel.asm["cubin"]
         print(self.fn.__name__, "fused" if "fma.rn" in kernel.asm["ptx"] else "")
+        if _stack_bytes(kernel.asm["cubin"]):
+            print("spills")
         # What it did not write may be anything, and torch may look places up in it.
         for argument in args:
             if isinstance(argument, torch.Tensor):
@@ -127,6 +141,19 @@ def _compile_instead_of_launching(capability: int) -> None:
         return kernel
 
     JITFunction.run = compile_only
+
+
+def _stack_bytes(cubin: bytes) -> int:
+    """Bytes of a thread's stack, which holds the registers that were spilled."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(usage.split(" STACK:")[1].split()[0])
 
 
 def _calls(operation: str) -> Iterator[functools.partial]:
@@ -187,6 +214,8 @@ def _calls(operation: str) -> Iterator[functools.partial]:
             yield functools.partial(triton.top_k, torch.zeros(1, 2, 1, length), count)
     elif operation in ("merge", "relevance"):
         yield from _calls_of_merging() if operation == "merge" else _calls_of_relevance()
+    elif operation == "latents":
+        yield from _calls_of_latents()
     elif operation == "resident":
         from hf_kvret_kernels.resident import SlotMap
         from hf_kvret_kernels.resident import triton as resident
@@ -329,6 +358,50 @@ def _calls_of_codebooks() -> Iterator[functools.partial]:
             yield functools.partial(triton_lookup.code_counts, codes, codewords, valid)
             yield functools.partial(triton_lookup.best_shares, table, counts)
             yield functools.partial(triton_lookup.lookup, table, codes, valid)
+
+
+def _calls_of_latents() -> Iterator[functools.partial]:
+    """Rows whose value is the start of their key, one KV head, up to 128 query heads; and 512."""
+    from hf_kvret_kernels.gather_attention import triton as gather
+    from hf_kvret_kernels.gather_scores import triton as scores_of
+    from hf_kvret_kernels.higgs import HiggsCodec, triton_attend
+    from hf_kvret_kernels.merge import Pieces
+    from hf_kvret_kernels.page_copy_triton import copy_pages
+    from hf_kvret_kernels.paged import PagedRows
+    from hf_kvret_kernels.paged_triton import gather_rows
+    from hf_kvret_kernels.prompt_attention import triton as prompt
+    from hf_kvret_kernels.resident import triton as resident
+    from hf_kvret_kernels.step_attention import triton as step
+
+    half, table = torch.bfloat16, torch.zeros(1, 8, dtype=torch.int32)
+    ids, selected = torch.zeros(1, 1, 1, 1024, dtype=torch.int32), torch.zeros((), dtype=torch.long)
+    for dim, value_dim in ((576, 512), (320, 256), (160, 128), (512, 512)):
+        within = value_dim if dim != 512 else 0
+        chunk = torch.zeros(8, 1, 64, dim + (0 if within else value_dim), dtype=half)
+        rows = PagedRows([chunk], table, dim, value_in_key=within)
+        keys = torch.zeros(1, 1, 840, dim, dtype=half)
+        values = keys[..., :value_dim] if within else keys.clone()
+        yield functools.partial(gather_rows, rows, ids)
+        yield functools.partial(copy_pages, rows, 0, 8, None)
+        buffer = torch.zeros(1, 1, 2048, rows.width, dtype=half)
+        yield functools.partial(resident.fetch, rows, ids[:, :, 0], ids[:, :, 0], buffer)
+        for heads in (20, 128):
+            query = torch.zeros(1, heads, 1, dim, dtype=half)
+            yield functools.partial(gather.gather_pieces, query, rows, ids, 0.1, None)
+            yield functools.partial(scores_of.gather_scores, query, rows, ids, 0.1, None)
+            outs, lses = torch.zeros(1, heads, 1, 16, value_dim), torch.zeros(1, heads, 1, 16)
+            others = Pieces(outs, lses, torch.zeros(1, heads, 1, dtype=torch.int32))
+            given = query, keys, values, others, 0.1, None, None, None, None, ids, selected, half
+            yield functools.partial(step.step_attention, *given)
+        many = torch.zeros(1, 128, 256, dim, dtype=half)
+        yield functools.partial(prompt.prompt_pieces, many, keys, values, 0.1, 584, None, None)
+        for bits in (3, 4) if within else ():
+            codec = HiggsCodec(bits, 32)
+            sizes = codec.code_bytes(dim), codec.scale_bytes(dim)
+            page = torch.zeros(8, 1, 64, sum(sizes), dtype=torch.uint8)
+            coded = PagedRows([page], table, sizes[0], apart=True)
+            given = query, coded, ids, codec, dim, value_dim, 0.1, None, None, True
+            yield functools.partial(triton_attend.attend_pieces, *given)
 
 
 def _calls_of_higgs() -> Iterator[functools.partial]:

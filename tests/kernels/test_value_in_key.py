@@ -15,13 +15,15 @@ from hf_kvret.testing.host_steps import (
     near_window,
 )
 from hf_kvret_kernels import host_step
-from hf_kvret_kernels.gather_attention import gather_attention
+from hf_kvret_kernels.gather_attention import gather_attention, gather_pieces
 from hf_kvret_kernels.gather_scores import gather_scores
 from hf_kvret_kernels.higgs import HiggsCodec, attend
 from hf_kvret_kernels.host_attention import host_attention
 from hf_kvret_kernels.host_step import FlatSearch, GivenIds, HostCold, HostWindow, run_step
 from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows, lay_apart
+from hf_kvret_kernels.prompt_attention import prompt_attention
+from hf_kvret_kernels.step_attention import step_attention
 
 PAGE_LEN, PAGES = 8, 5
 TABLE = torch.tensor([[0, 3, 1], [4, 2, 4]], dtype=torch.int32)
@@ -200,3 +202,73 @@ def test_windows_of_other_strides_are_refused() -> None:
     other = torch.zeros(1, 2, 9, 12)[..., :8]
     with pytest.raises(ValueError, match="the first numbers of keys"):
         run_step(shape.query(), HostWindow(keys, other, 9), scale=1.0)
+
+
+# Keys in two parts, more query heads than a program takes, the last of them alone.
+WIDE, GROUP = (520, 512), 17
+
+
+def wide_rows() -> tuple[PagedRows, torch.Tensor, torch.Tensor]:
+    """Rows of one KV head, queries of many heads, and ids."""
+    keys = torch.randn(PAGES, 1, PAGE_LEN, WIDE[0], generator=generator(11))
+    rows = PagedRows([keys], TABLE, WIDE[0], value_in_key=WIDE[1])
+    query = torch.randn(2, GROUP, 1, WIDE[0], generator=generator(12)) / 8
+    return rows, query, random_ids(heads=1, queries=1)
+
+
+# Sums of 520 fp32 products of size 1/8: some hundred roundings of 6e-8 each.
+WIDE_ERROR = 5e-5
+
+
+@pytest.mark.factor("backend", ["triton"])
+def test_many_heads_attend_to_wide_rows(backend: str) -> None:
+    rows, query, ids = wide_rows()
+    expected = gather_attention(query, rows, ids, scale=0.3, backend="naive")
+    found = gather_attention(query, rows, ids, scale=0.3, backend=backend)
+    scores = [gather_scores(query, rows, ids, scale=0.3, backend=way) for way in ("naive", backend)]
+    for mine, other in zip((*found, scores[0]), (*expected, scores[1]), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=WIDE_ERROR)
+
+
+@pytest.mark.factor("backend", ["triton"])
+@pytest.mark.factor("bits", [4, 3])
+def test_many_heads_attend_to_wide_coded_rows(bits: int, backend: str) -> None:
+    rows, query, ids = wide_rows()
+    codec = HiggsCodec(bits, 8)
+    parts = codec.encode(rows.chunks[0], backend="naive")
+    code_bytes = codec.code_bytes(WIDE[0])
+    pages = lay_apart(torch.cat(list(parts), -1), code_bytes)
+    coded = PagedRows([pages], TABLE, code_bytes, apart=True)
+    dims = {"key_dim": WIDE[0], "value_dim": WIDE[1], "scale": 0.3, "value_in_key": True}
+    expected = attend(query, coded, ids, codec, backend="naive", **dims)
+    found = attend(query, coded, ids, codec, backend=backend, **dims)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=WIDE_ERROR)
+
+
+@pytest.mark.factor("backend", ["triton"])
+@pytest.mark.factor("masked", [False, True])
+@pytest.mark.factor("queries", [1, 2])
+def test_many_heads_attend_to_a_wide_window(queries: int, masked: bool, backend: str) -> None:
+    keys = torch.randn(1, 1, 70, WIDE[0], generator=generator(13))
+    query = torch.randn(1, GROUP, queries, WIDE[0], generator=generator(14)) / 8
+    valid = torch.rand(1, 70, generator=generator(15)) < 0.8 if masked else None
+    options = {"scale": 0.3, "causal_offset": 70 - queries, "valid": valid}
+    values = keys[..., : WIDE[1]]
+    expected = prompt_attention(query, keys, values, backend="naive", **options)
+    found = prompt_attention(query, keys, values, backend=backend, **options)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=WIDE_ERROR)
+    rows = PagedRows(
+        [keys[:, :, :64].unflatten(2, (8, 8))[0].transpose(0, 1).contiguous()],
+        torch.arange(8, dtype=torch.int32)[None],
+        WIDE[0],
+        value_in_key=WIDE[1],
+    )
+    ids = torch.arange(0, 60, 7, dtype=torch.int32).expand(1, 1, queries, -1).contiguous()
+    steps = []
+    for way in ("naive", backend):
+        others = gather_pieces(query, rows, ids, scale=0.3, backend=way)
+        steps.append(step_attention(query, keys, values, others, backend=way, **options))
+    for mine, other in zip(*steps, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=WIDE_ERROR)

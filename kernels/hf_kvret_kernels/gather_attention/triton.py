@@ -20,13 +20,14 @@ import triton.language as tl
 from hf_kvret_kernels import tuning
 from hf_kvret_kernels._triton_rows import (
     CHANGING_STRIDES,
+    head_tile,
     load_ids,
     row_pointers,
-    selection_place,
 )
 from hf_kvret_kernels._triton_shared import (
     LOG2_E,
     TL_DTYPES,
+    Columns,
     capped_scores,
     dot_dtype,
     finish_softmax,
@@ -35,6 +36,7 @@ from hf_kvret_kernels._triton_shared import (
     score_factors,
     softmax_step,
     split_plan,
+    tile_heads,
 )
 from hf_kvret_kernels.gather_attention import choices
 from hf_kvret_kernels.gather_attention.triton_copy import copy_rows
@@ -75,8 +77,11 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     VALUE_START: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    MAIN: tl.constexpr,
     BLOCK_DK: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ALIGN: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -86,14 +91,20 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 ):
     index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    b, h, q_index = selection_place(index, heads, queries)
+    b, h, q_index, group = head_tile(index, heads, queries, BLOCK_G, TILES)
 
-    group = tl.arange(0, BLOCK_G)
     key_columns = tl.arange(0, BLOCK_DK)
+    # A value that is its key's first part is not loaded again.
+    IN_KEY: tl.constexpr = VALUE_START == 0 and DV == MAIN and BLOCK_DV == BLOCK_DK
     value_columns = tl.arange(0, BLOCK_DV)
     query_heads = h * G + group
     q_rows = query + b * stride_q_b + query_heads[:, None] * stride_q_h + q_index * stride_q_q
-    q = load_rows(q_rows + key_columns[None, :], group < G, key_columns, DK, BLOCK_DK, True)
+    q = load_rows(q_rows + key_columns[None, :], group < G, key_columns, MAIN, BLOCK_DK, True)
+    if REST:
+        rest_columns = MAIN + tl.arange(0, REST)
+        q_rest = load_rows(
+            q_rows + rest_columns[None, :], group < G, rest_columns, DK, MAIN + REST, True
+        )
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
     table_row = table + b * stride_table_b
 
@@ -124,16 +135,19 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
                 DTYPE,
             )
             load_mask = id_mask
-        key = load_rows(rows + key_columns[None, :], load_mask, key_columns, DK, BLOCK_DK, True)
-        value = load_rows(
-            rows + VALUE_START + value_columns[None, :],
-            load_mask,
-            value_columns,
-            DV,
-            BLOCK_DV,
-            True,
-        )
+        key = load_rows(rows + key_columns[None, :], load_mask, key_columns, MAIN, BLOCK_DK, True)
+        if IN_KEY:
+            value = key
+        else:
+            value_at = rows + VALUE_START + value_columns[None, :]
+            value = load_rows(value_at, load_mask, value_columns, DV, BLOCK_DV, True)
         dots = tl.dot(q.to(DOT_DTYPE), tl.trans(key).to(DOT_DTYPE), input_precision="ieee")
+        if REST:
+            rest = load_rows(
+                rows + rest_columns[None, :], load_mask, rest_columns, DK, MAIN + REST, True
+            )
+            rest = tl.trans(rest).to(DOT_DTYPE)
+            dots = tl.dot(q_rest.to(DOT_DTYPE), rest, dots, input_precision="ieee")
         scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(id_mask[None, :], scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
@@ -177,7 +191,9 @@ def gather_pieces(
     if variant != "auto":
         choice = replace(choice, variant=variant)
     group = query_heads // heads
-    programs = batch * heads * queries
+    tile = tile_heads(group, rows.value_dim)
+    tiles = triton.cdiv(group, tile)
+    programs = batch * heads * tiles * queries
     splits, split_len = split_plan(
         count,
         choice.block_k,
@@ -194,6 +210,7 @@ def gather_pieces(
     # A kernel argument must be some pointer; with rows where they lie it is never read.
     row_copy = copy_rows(rows, ids, choice.copy_rows, choice.warps) if gather else query
     inner, outer = score_factors(scale, softcap, LOG2_E)
+    keys = Columns.of(rows.key_dim)
     _attend_kernel[(programs, splits)](
         query,
         ids,
@@ -219,9 +236,12 @@ def gather_pieces(
         DV=rows.value_dim,
         WIDTH=rows.width,
         VALUE_START=rows.value_start,
-        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_G=tile,
+        TILES=tiles,
         BLOCK_K=choice.block_k,
-        BLOCK_DK=max(16, triton.next_power_of_2(rows.key_dim)),
+        MAIN=keys.main,
+        BLOCK_DK=keys.block,
+        REST=keys.rest,
         BLOCK_DV=max(16, triton.next_power_of_2(rows.value_dim)),
         ALIGN=rows.alignment_bytes(),
         SOFTCAP=softcap is not None,

@@ -13,16 +13,18 @@ import triton.language as tl
 from hf_kvret_kernels import tuning
 from hf_kvret_kernels._triton_rows import (
     CHANGING_STRIDES,
+    head_tile,
     load_ids,
     row_pointers,
-    selection_place,
 )
 from hf_kvret_kernels._triton_shared import (
     TL_DTYPES,
+    Columns,
     capped_scores,
     dot_dtype,
     load_rows,
     score_factors,
+    tile_heads,
 )
 from hf_kvret_kernels.gather_scores import choices
 from hf_kvret_kernels.paged import PagedRows
@@ -56,8 +58,11 @@ def _gather_scores_kernel(  # type: ignore[no-untyped-def]
     DK: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    MAIN: tl.constexpr,
     BLOCK_DK: tl.constexpr,
+    REST: tl.constexpr,
     ALIGN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -65,7 +70,7 @@ def _gather_scores_kernel(  # type: ignore[no-untyped-def]
 ):
     index = (tl.program_id(0) // blocks).to(tl.int64)
     positions = (tl.program_id(0) % blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
-    b, h, q_index = selection_place(index, heads, queries)
+    b, h, q_index, group = head_tile(index, heads, queries, BLOCK_G, TILES)
 
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
     inside = positions < count
@@ -76,13 +81,18 @@ def _gather_scores_kernel(  # type: ignore[no-untyped-def]
     )
     id_mask = ids >= 0
     columns = tl.arange(0, BLOCK_DK)
-    key = load_rows(rows + columns[None, :], id_mask, columns, DK, BLOCK_DK, True)
+    key = load_rows(rows + columns[None, :], id_mask, columns, MAIN, BLOCK_DK, True)
 
-    group = tl.arange(0, BLOCK_G)
     query_heads = h * G + group
     q_rows = query + b * stride_q_b + query_heads[:, None] * stride_q_h + q_index * stride_q_q
-    q = load_rows(q_rows + columns[None, :], group < G, columns, DK, BLOCK_DK, True)
+    q = load_rows(q_rows + columns[None, :], group < G, columns, MAIN, BLOCK_DK, True)
     dots = tl.dot(q.to(DOT_DTYPE), tl.trans(key).to(DOT_DTYPE), input_precision="ieee")
+    if REST:
+        columns = tl.arange(0, REST)
+        key = load_rows(rows + MAIN + columns[None, :], id_mask, columns, DK - MAIN, REST, True)
+        q = load_rows(q_rows + MAIN + columns[None, :], group < G, columns, DK - MAIN, REST, True)
+        key = tl.trans(key).to(DOT_DTYPE)
+        dots = tl.dot(q.to(DOT_DTYPE), key, dots, input_precision="ieee")
     scores = capped_scores(dots, inner, outer, SOFTCAP)
     scores = tl.where(id_mask[None, :], scores, float("-inf"))
     target = (b * heads * G + query_heads) * queries + q_index
@@ -113,12 +123,14 @@ def gather_scores(
     if scores.numel() == 0:
         return scores
     group = query_heads // heads
-    block_dk = max(16, triton.next_power_of_2(rows.key_dim))
+    tile = tile_heads(group, rows.key_dim)
+    tiles = triton.cdiv(group, tile)
+    keys = Columns.of(rows.key_dim)
     if choice is None:
         size = choices.size_of(query, rows, ids)
         choice = tuning.choice(choices.CHOICES, size, choices.rule(size), query.device)
     blocks = triton.cdiv(count, choice.block_k)
-    _gather_scores_kernel[(batch * heads * queries * blocks,)](
+    _gather_scores_kernel[(batch * heads * tiles * queries * blocks,)](
         query,
         ids,
         rows.table,
@@ -137,9 +149,12 @@ def gather_scores(
         PAGE_LEN=rows.page_len,
         DK=rows.key_dim,
         WIDTH=rows.width,
-        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_G=tile,
+        TILES=tiles,
         BLOCK_K=choice.block_k,
-        BLOCK_DK=block_dk,
+        MAIN=keys.main,
+        BLOCK_DK=keys.block,
+        REST=keys.rest,
         ALIGN=rows.alignment_bytes(),
         SOFTCAP=softcap is not None,
         DTYPE=TL_DTYPES[rows.dtype],

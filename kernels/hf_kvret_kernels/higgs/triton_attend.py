@@ -15,13 +15,14 @@ import triton.language as tl
 
 from hf_kvret_kernels._triton_rows import (
     CHANGING_STRIDES,
+    head_tile,
     load_ids,
-    selection_place,
     side_pointers,
 )
 from hf_kvret_kernels._triton_shared import (
     LOG2_E,
     TL_DTYPES,
+    Columns,
     capped_scores,
     dot_dtype,
     finish_softmax,
@@ -30,12 +31,12 @@ from hf_kvret_kernels._triton_shared import (
     score_factors,
     softmax_step,
     split_plan,
-    walsh_hadamard,
+    tile_heads,
 )
 from hf_kvret_kernels.higgs.codec import Codec, HiggsCodec
 from hf_kvret_kernels.higgs.packing import WORDS
 from hf_kvret_kernels.higgs.tables import grid_words
-from hf_kvret_kernels.higgs.triton_tiles import load_halves, load_numbers, load_points
+from hf_kvret_kernels.higgs.triton_tiles import load_numbers, load_side, transform_groups
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.paged import PagedRows
 
@@ -44,86 +45,6 @@ _WAVES = 4
 _MOST_SPLITS = 64
 # Columns of products, which tensor cores pad to 8: with fewer than 4 nothing becomes less.
 _FEWEST_HEADS = 4
-
-
-@triton.jit
-def _transform(
-    x,
-    signs,
-    factor,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    LOG_GROUP: tl.constexpr,
-    BACK: tl.constexpr,
-):
-    """Signed orthonormal Hadamard transform of each group of ``x [ROWS, GROUPS * GROUP]``."""
-    if not BACK:
-        x = x * signs
-    x = tl.reshape(x, (ROWS * GROUPS, GROUP))
-    x = walsh_hadamard(x, GROUP, LOG_GROUP, ROWS * GROUPS) * factor
-    x = tl.reshape(x, (ROWS, GROUPS * GROUP))
-    if BACK:
-        x = x * signs
-    return x
-
-
-@triton.jit
-def _load_side(
-    codes,
-    scales,
-    id_mask,
-    grid_ptr,
-    BYTES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    PLANES: tl.constexpr,
-    HIGGS: tl.constexpr,
-    EVEN: tl.constexpr,
-    PAIR: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-):
-    """Keys or values ``[K, BLOCK_GROUPS * GROUP]``, and factors ``[1, K]`` that they still lack.
-
-    A scale of a whole row is such a factor: it is cheaper in the products than in each number.
-    """
-    if ONE_GROUP:
-        numbers = load_points(
-            codes,
-            id_mask,
-            BYTES // PLANES,
-            grid_ptr,
-            PAIR,
-            BLOCK_K,
-            GROUP,
-            CODE_BITS,
-            PER_WORD,
-            PLANES,
-        )
-        factors = tl.trans(load_halves(scales, id_mask[:, None], EVEN))
-    else:
-        numbers = load_numbers(
-            codes,
-            scales,
-            id_mask,
-            BYTES // PLANES,
-            grid_ptr,
-            GROUPS,
-            GROUP,
-            BLOCK_K,
-            BLOCK_GROUPS,
-            CODE_BITS,
-            PER_WORD,
-            PLANES,
-            HIGGS,
-            EVEN,
-        )
-        factors = tl.full([1, BLOCK_K], 1.0, tl.float32)
-    return numbers, factors
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "count", "split_len", *CHANGING_STRIDES])
@@ -170,8 +91,11 @@ def _attend_kernel(
     PAIR: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    MAIN: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
     CODE_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr,
@@ -179,33 +103,45 @@ def _attend_kernel(
     DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """BLOCK_KEY and BLOCK_VALUE count groups; KEY_BYTES and VALUE_BYTES are those of codes.
+    """MAIN to BLOCK_VALUE count groups; KEY_BYTES and VALUE_BYTES are those of codes.
 
     With VALUE_IN_KEY the codes of a value are among those of its key.
     """
     DK: tl.constexpr = KEY_GROUPS * GROUP
+    MAIN_DK: tl.constexpr = MAIN * GROUP
     DV: tl.constexpr = VALUE_GROUPS * GROUP
     BLOCK_DK: tl.constexpr = BLOCK_KEY * GROUP
     BLOCK_DV: tl.constexpr = BLOCK_VALUE * GROUP
     SCALE_BYTES: tl.constexpr = 2 if HIGGS else 4
+    CODE_NUMBERS: tl.constexpr = 2 if HIGGS else 1
     VALUE_CODES: tl.constexpr = 0 if VALUE_IN_KEY else KEY_BYTES
     VALUE_SCALES: tl.constexpr = 0 if VALUE_IN_KEY else KEY_GROUPS * SCALE_BYTES
     CODES: tl.constexpr = KEY_BYTES if VALUE_IN_KEY else KEY_BYTES + VALUE_BYTES
     SCALES: tl.constexpr = SCALE_BYTES * (KEY_GROUPS if VALUE_IN_KEY else KEY_GROUPS + VALUE_GROUPS)
     index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    b, h, q_index = selection_place(index, heads, queries)
+    b, h, q_index, group = head_tile(index, heads, queries, BLOCK_G, TILES)
 
-    group = tl.arange(0, BLOCK_G)
     key_columns = tl.arange(0, BLOCK_DK)
     value_columns = tl.arange(0, BLOCK_DV)
     query_heads = h * G + group
     q_rows = query + b * stride_q_b + query_heads[:, None] * stride_q_h + q_index * stride_q_q
-    q = load_rows(q_rows + key_columns[None, :], group < G, key_columns, DK, BLOCK_DK, True)
+    q = load_rows(q_rows + key_columns[None, :], group < G, key_columns, MAIN_DK, BLOCK_DK, True)
     if HIGGS:
         signs = tl.load(signs_ptr + key_columns % GROUP)[None, :]
-        q = _transform(q.to(tl.float32), signs, factor, BLOCK_G, BLOCK_KEY, GROUP, LOG_GROUP, False)
+        q = transform_groups(
+            q.to(tl.float32), signs, factor, BLOCK_G, BLOCK_KEY, GROUP, LOG_GROUP, False
+        )
     q = tl.trans(q.to(DTYPE).to(DOT_DTYPE))
+    if REST:
+        columns = tl.arange(0, REST * GROUP)
+        q_rest = q_rows + MAIN_DK + columns[None, :]
+        q_rest = load_rows(q_rest, group < G, columns, DK - MAIN_DK, REST * GROUP, True)
+        if HIGGS:
+            signs = tl.load(signs_ptr + columns % GROUP)[None, :]
+            q_rest = q_rest.to(tl.float32)
+            q_rest = transform_groups(q_rest, signs, factor, BLOCK_G, REST, GROUP, LOG_GROUP, False)
+        q_rest = tl.trans(q_rest.to(DTYPE).to(DOT_DTYPE))
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
     table_row = table + b * stride_table_b
 
@@ -231,13 +167,13 @@ def _attend_kernel(
             SCALE_ALIGN,
             tl.uint8,
         )
-        key, key_factors = _load_side(
+        key, key_factors = load_side(
             codes,
             scales,
             id_mask,
             grid_ptr,
             KEY_BYTES,
-            KEY_GROUPS,
+            MAIN,
             GROUP,
             BLOCK_K,
             BLOCK_KEY,
@@ -250,30 +186,53 @@ def _attend_kernel(
             ONE_GROUP,
         )
         key = key.to(DTYPE).to(DOT_DTYPE)
-        dots = tl.trans(tl.dot(key, q, input_precision="ieee")) * key_factors
+        dots = tl.dot(key, q, input_precision="ieee")
+        if REST:
+            rest = load_numbers(
+                codes + MAIN_DK // CODE_NUMBERS // PER_WORD,
+                scales + MAIN * SCALE_BYTES,
+                id_mask,
+                KEY_BYTES // PLANES,
+                grid_ptr,
+                KEY_GROUPS - MAIN,
+                GROUP,
+                BLOCK_K,
+                REST,
+                CODE_BITS,
+                PER_WORD,
+                PLANES,
+                HIGGS,
+                SCALE_ALIGN % 2 == 0,
+            )
+            rest = rest.to(DTYPE).to(DOT_DTYPE)
+            dots = tl.dot(rest, q_rest, dots, input_precision="ieee")
+        dots = tl.trans(dots) * key_factors
         scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(id_mask[None, :], scores, float("-inf"))
         weights, shrink, peak, total = softmax_step(scores, peak, total)
-        value, value_factors = _load_side(
-            codes + VALUE_CODES,
-            scales + VALUE_SCALES,
-            id_mask,
-            grid_ptr,
-            # From one plane of codes to the next.
-            KEY_BYTES if VALUE_IN_KEY else VALUE_BYTES,
-            VALUE_GROUPS,
-            GROUP,
-            BLOCK_K,
-            BLOCK_VALUE,
-            CODE_BITS,
-            PER_WORD,
-            PLANES,
-            HIGGS,
-            SCALE_ALIGN % 2 == 0,
-            PAIR,
-            ONE_GROUP,
-        )
-        value = value.to(DTYPE).to(DOT_DTYPE)
+        if VALUE_IN_KEY and VALUE_GROUPS == MAIN and BLOCK_VALUE == BLOCK_KEY:
+            value, value_factors = key, key_factors
+        else:
+            value, value_factors = load_side(
+                codes + VALUE_CODES,
+                scales + VALUE_SCALES,
+                id_mask,
+                grid_ptr,
+                # From one plane of codes to the next.
+                KEY_BYTES if VALUE_IN_KEY else VALUE_BYTES,
+                VALUE_GROUPS,
+                GROUP,
+                BLOCK_K,
+                BLOCK_VALUE,
+                CODE_BITS,
+                PER_WORD,
+                PLANES,
+                HIGGS,
+                SCALE_ALIGN % 2 == 0,
+                PAIR,
+                ONE_GROUP,
+            )
+            value = value.to(DTYPE).to(DOT_DTYPE)
         weights = (weights * value_factors).to(DTYPE).to(DOT_DTYPE)
         acc = acc * shrink[None, :]
         acc = tl.dot(tl.trans(value), tl.trans(weights), acc, input_precision="ieee")
@@ -281,7 +240,9 @@ def _attend_kernel(
     result, log_total = finish_softmax(tl.trans(acc), peak, total)
     if HIGGS:
         signs = tl.load(signs_ptr + value_columns % GROUP)[None, :]
-        result = _transform(result, signs, factor, BLOCK_G, BLOCK_VALUE, GROUP, LOG_GROUP, True)
+        result = transform_groups(
+            result, signs, factor, BLOCK_G, BLOCK_VALUE, GROUP, LOG_GROUP, True
+        )
     row = (b * heads * G + query_heads) * queries + q_index
     if split == 0:
         # For the kernel that merges the pieces: nothing has to be launched for it.
@@ -316,12 +277,17 @@ def attend_pieces(
     shared = query_heads // heads
     group = codec.group
     # A dot of tensor cores has at least 16 numbers.
-    block_key = max(16 // group, triton.next_power_of_2(key_dim // group))
+    keys = Columns.of(key_dim)
+    block_key = max(16 // group, triton.next_power_of_2(keys.main // group))
     block_value = max(16 // group, triton.next_power_of_2(value_dim // group))
     # fp32 has no tensor cores: larger tiles, or fewer warps, spill registers.
     full = query.dtype == torch.float32
-    block_k = 16 if full or (block_key + block_value) * group > 256 else 32
-    programs = batch * heads * queries
+    numbers = (block_key + block_value) * group
+    wide = numbers > 512
+    block_k = 16 if full or numbers > 256 else 32
+    tile = max(_FEWEST_HEADS, min(triton.next_power_of_2(shared), tile_heads(shared, value_dim)))
+    tiles = triton.cdiv(shared, tile)
+    programs = batch * heads * tiles * queries
     splits, split_len = split_plan(
         count, block_k, programs, query.device, waves=_WAVES, most=_MOST_SPLITS, splits=splits
     )
@@ -374,16 +340,19 @@ def attend_pieces(
         HIGGS=isinstance(codec, HiggsCodec),
         PAIR=TL_DTYPES[pair],
         ONE_GROUP=one_group,
-        BLOCK_G=max(_FEWEST_HEADS, triton.next_power_of_2(shared)),
+        BLOCK_G=tile,
+        TILES=tiles,
         BLOCK_K=block_k,
+        MAIN=keys.main // group,
         BLOCK_KEY=block_key,
+        REST=keys.rest // group,
         BLOCK_VALUE=block_value,
         CODE_ALIGN=code_align,
         SCALE_ALIGN=scale_align,
         SOFTCAP=softcap is not None,
         DTYPE=TL_DTYPES[query.dtype],
         DOT_DTYPE=dot_dtype(query.dtype),
-        num_warps=8 if full else 4,
+        num_warps=8 if full or wide else 4,
         # Loads are made tiles ahead where there are several; for one that would be instructions.
         num_stages=3 if split_len > block_k else 1,
         enable_fp_fusion=True,

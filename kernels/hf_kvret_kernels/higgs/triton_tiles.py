@@ -1,4 +1,4 @@
-"""Pieces that the Triton kernels of coded rows share: words, codes, scales, and numbers of them.
+"""Pieces that the Triton kernels of coded rows share: words, codes, scales, numbers of them.
 
 CODE_BITS, PER_WORD and PLANES say how codes lie in bytes, see ``packing``.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from hf_kvret_kernels._triton_shared import walsh_hadamard
 
 
 @triton.jit
@@ -149,3 +151,83 @@ def load_numbers(
         zeros = load_halves(scales_ptr + groups * SCALE_BYTES + 2, mask, EVEN)
         numbers += zeros[:, :, None]
     return tl.reshape(numbers, (ROWS, NUMBERS))
+
+
+@triton.jit
+def transform_groups(
+    x,
+    signs,
+    factor,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LOG_GROUP: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """Signed orthonormal Hadamard transform of each group of ``x [ROWS, GROUPS * GROUP]``."""
+    if not BACK:
+        x = x * signs
+    x = tl.reshape(x, (ROWS * GROUPS, GROUP))
+    x = walsh_hadamard(x, GROUP, LOG_GROUP, ROWS * GROUPS) * factor
+    x = tl.reshape(x, (ROWS, GROUPS * GROUP))
+    if BACK:
+        x = x * signs
+    return x
+
+
+@triton.jit
+def load_side(
+    codes,
+    scales,
+    id_mask,
+    grid_ptr,
+    BYTES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    PLANES: tl.constexpr,
+    HIGGS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PAIR: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+):
+    """Keys or values ``[K, BLOCK_GROUPS * GROUP]``, and factors ``[1, K]`` that they still lack.
+
+    A scale of a whole row is such a factor: it is cheaper in the products than in each number.
+    """
+    if ONE_GROUP:
+        numbers = load_points(
+            codes,
+            id_mask,
+            BYTES // PLANES,
+            grid_ptr,
+            PAIR,
+            BLOCK_K,
+            GROUP,
+            CODE_BITS,
+            PER_WORD,
+            PLANES,
+        )
+        factors = tl.trans(load_halves(scales, id_mask[:, None], EVEN))
+    else:
+        numbers = load_numbers(
+            codes,
+            scales,
+            id_mask,
+            BYTES // PLANES,
+            grid_ptr,
+            GROUPS,
+            GROUP,
+            BLOCK_K,
+            BLOCK_GROUPS,
+            CODE_BITS,
+            PER_WORD,
+            PLANES,
+            HIGGS,
+            EVEN,
+        )
+        factors = tl.full([1, BLOCK_K], 1.0, tl.float32)
+    return numbers, factors

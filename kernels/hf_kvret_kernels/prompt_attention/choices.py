@@ -95,6 +95,9 @@ def tile_rows(rows: int, columns: int, itemsize: int) -> int:
     widest, most = (128, 64) if itemsize == 4 else (256, 128)
     if columns > widest:
         most //= 2
+    if columns > 2 * widest:
+        # Sums of values take the registers.
+        most = 16
     return min(most, max(16, power_of_two(rows)))
 
 
@@ -112,6 +115,9 @@ def rule(rows: int, columns: int, itemsize: int, shared_bytes: int) -> PromptCho
         block_n, warps, most_stages = (64, 8, 3) if columns <= 256 else (32, 4, 3)
         if rows <= FEW_ROWS:
             warps = 4
+        if columns > 256 and columns != 512:
+            # Parts of keys, or values of 512: with fewer warps registers spill.
+            warps = 8
     row_bytes = columns * itemsize
     room = shared_bytes - tile_rows(rows, columns, itemsize) * row_bytes // 2
     stages = max(1, min(most_stages, room // (block_n * row_bytes)))

@@ -18,6 +18,7 @@ from hf_kvret_kernels._triton_masks import mask_bytes, mask_strides
 from hf_kvret_kernels._triton_shared import (
     LOG2_E,
     TL_DTYPES,
+    Columns,
     device_limits,
     dot_dtype,
     finish_softmax,
@@ -52,7 +53,10 @@ def _attend_kernel(
     DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MAIN: tl.constexpr,
     BLOCK_DK: tl.constexpr,
+    REST: tl.constexpr,
+    IN_KEY: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ONCE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -68,7 +72,8 @@ def _attend_kernel(
     split = tl.program_id(2)
     acc, peak, total = attend_tile(
         query, key, value, valid, strides, b, h, block, split, queries, tokens, causal_offset,
-        split_len, inner, outer, STRIDES, G, DK, DV, BLOCK_M, BLOCK_N, BLOCK_DK, BLOCK_DV,
+        split_len, inner, outer, STRIDES, G, DK, DV, BLOCK_M, BLOCK_N, MAIN, BLOCK_DK, REST,
+        IN_KEY, BLOCK_DV,
         ONCE, CAUSAL, VALID, SOFTCAP, DTYPE, DOT_DTYPE,
     )  # fmt: skip
     result, log_total = finish_softmax(acc, peak, total)
@@ -92,7 +97,8 @@ def rule_for(query: torch.Tensor, value: torch.Tensor) -> choices.PromptChoice:
 def _tile_sizes(query: torch.Tensor, value: torch.Tensor) -> tuple[int, int, int]:
     """Query rows of a KV head, columns of K plus V in a tile, bytes of a number."""
     rows = query.shape[2] * (query.shape[1] // value.shape[1])
-    columns = sum(max(16, triton.next_power_of_2(x.shape[3])) for x in (query, value))
+    keys = Columns.of(query.shape[3])
+    columns = keys.block + keys.rest + max(16, triton.next_power_of_2(value.shape[3]))
     return rows, columns, query.element_size()
 
 
@@ -177,6 +183,7 @@ def tile_constants(
 ) -> dict[str, Any]:
     """What kernels of tiles are compiled for, and how they are launched."""
     key_dim, value_dim = query.shape[3], value.shape[3]
+    keys = Columns.of(key_dim)
     # A piece that is no longer than a tile needs no pipeline.
     once = plan.split_len <= plan.choice.block_n
     return {
@@ -187,7 +194,13 @@ def tile_constants(
         "DV": value_dim,
         "BLOCK_M": plan.rows,
         "BLOCK_N": plan.choice.block_n,
-        "BLOCK_DK": max(16, triton.next_power_of_2(key_dim)),
+        "MAIN": keys.main,
+        "BLOCK_DK": keys.block,
+        "REST": keys.rest,
+        # Values that are their keys' first part are not loaded again.
+        "IN_KEY": value.data_ptr() == key.data_ptr()
+        and value.stride() == key.stride()
+        and value_dim == keys.main == keys.block,
         "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
         "ONCE": once,
         "CAUSAL": causal_offset is not None,

@@ -15,11 +15,26 @@ from hf_kvret_kernels._triton_shared import capped_scores, load_rows, softmax_st
 
 
 @triton.jit
+def _load_rest(
+    rows,
+    row_mask,
+    DK: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+):
+    """``[rows, REST]``: what of ``rows [rows, 1]`` of DK numbers comes after the first MAIN."""
+    columns = tl.arange(0, REST)
+    return load_rows(rows + MAIN + columns[None, :], row_mask, columns, DK - MAIN, REST, MASK_ROWS)
+
+
+@triton.jit
 def _visit_keys(
     acc,
     peak,
     total,
     q,
+    q_rest,
     q_index,
     key,
     value,
@@ -33,7 +48,10 @@ def _visit_keys(
     DK: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MAIN: tl.constexpr,
     BLOCK_DK: tl.constexpr,
+    REST: tl.constexpr,
+    IN_KEY: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr,
     VALID: tl.constexpr,
@@ -44,7 +62,10 @@ def _visit_keys(
 ):
     """Keys ``first .. last`` into the running softmax; unless MASKED, all rows see all of them.
 
-    STRIDES: of the tokens of key, value and valid, a tuple.
+    Args:
+        STRIDES: of the tokens of key, value and valid, a tuple.
+        MAIN, BLOCK_DK, REST: ``Columns`` of a key, whose parts ``q`` and ``q_rest`` are.
+        IN_KEY: values are the first parts of keys.
     """
     key_columns = tl.arange(0, BLOCK_DK)
     value_columns = tl.arange(0, BLOCK_DV)
@@ -58,9 +79,18 @@ def _visit_keys(
         place = tl.cast(start, tl.int64)
         if VALID:
             inside = inside & (tl.load(valid_rows + place * STRIDES[2], mask=inside, other=0) != 0)
-        k = load_rows(k_rows + place * STRIDES[0], inside, key_columns, DK, BLOCK_DK, MASKED)
-        v = load_rows(v_rows + place * STRIDES[1], inside, value_columns, DV, BLOCK_DV, MASKED)
+        k_place = k_rows + place * STRIDES[0]
+        k = load_rows(k_place, inside, key_columns, MAIN, BLOCK_DK, MASKED)
+        if IN_KEY:
+            v = k
+        else:
+            v = load_rows(v_rows + place * STRIDES[1], inside, value_columns, DV, BLOCK_DV, MASKED)
         dots = tl.dot(q.to(DOT_DTYPE), tl.trans(k).to(DOT_DTYPE), input_precision="ieee")
+        if REST:
+            rest = key + (place + rows[:, None]) * STRIDES[0]
+            rest = _load_rest(rest, inside, DK, MAIN, REST, MASKED)
+            rest = tl.trans(rest).to(DOT_DTYPE)
+            dots = tl.dot(q_rest.to(DOT_DTYPE), rest, dots, input_precision="ieee")
         scores = capped_scores(dots, inner, outer, SOFTCAP)
         if MASKED:
             score_mask = inside[None, :]
@@ -90,7 +120,10 @@ def _visit_once(
     DK: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MAIN: tl.constexpr,
     BLOCK_DK: tl.constexpr,
+    REST: tl.constexpr,
+    IN_KEY: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr,
     VALID: tl.constexpr,
@@ -109,19 +142,28 @@ def _visit_once(
     inside = tokens < last
     seen = inside
     place = tl.cast(first, tl.int64)
-    q = load_rows(q_rows, real, key_columns, DK, BLOCK_DK, False)
-    v_rows = value + place * STRIDES[1] + rows[:, None] * STRIDES[1] + value_columns[None, :]
-    v = load_rows(v_rows, inside, value_columns, DV, BLOCK_DV, True)
+    q = load_rows(q_rows + key_columns[None, :], real, key_columns, MAIN, BLOCK_DK, False)
+    if not IN_KEY:
+        v_rows = value + place * STRIDES[1] + rows[:, None] * STRIDES[1] + value_columns[None, :]
+        v = load_rows(v_rows, inside, value_columns, DV, BLOCK_DV, True)
     if VALID:
         seen &= tl.load(valid + place * STRIDES[2] + rows * STRIDES[2], mask=inside, other=0) != 0
-    k_rows = key + place * STRIDES[0] + rows[:, None] * STRIDES[0] + key_columns[None, :]
-    k = load_rows(k_rows, inside, key_columns, DK, BLOCK_DK, True)
+    k_rows = key + place * STRIDES[0] + rows[:, None] * STRIDES[0]
+    k = load_rows(k_rows + key_columns[None, :], inside, key_columns, MAIN, BLOCK_DK, True)
+    if REST:
+        q_rest = _load_rest(q_rows, real, DK, MAIN, REST, False)
+        rest = _load_rest(k_rows, inside, DK, MAIN, REST, True)
+    if IN_KEY:
+        v = k
     # Rows that are not real read the last query: a load with a mask is waited for where it stands.
     q = tl.where(real[:, None], q, 0.0)
     if VALID:
         # A weight of 0 does not make nothing of NaN.
         v = tl.where(seen[:, None], v, 0.0)
     dots = tl.dot(q.to(DOT_DTYPE), tl.trans(k).to(DOT_DTYPE), input_precision="ieee")
+    if REST:
+        q_rest = tl.where(real[:, None], q_rest, 0.0).to(DOT_DTYPE)
+        dots = tl.dot(q_rest, tl.trans(rest).to(DOT_DTYPE), dots, input_precision="ieee")
     scores = capped_scores(dots, inner, outer, SOFTCAP)
     score_mask = seen[None, :]
     if CAUSAL:
@@ -157,7 +199,10 @@ def attend_tile(
     DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MAIN: tl.constexpr,
     BLOCK_DK: tl.constexpr,
+    REST: tl.constexpr,
+    IN_KEY: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ONCE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -184,7 +229,7 @@ def attend_tile(
     key_columns = tl.arange(0, BLOCK_DK)
     q_rows = query + b * strides[0] + query_heads * strides[1]
     q_rows += tl.minimum(q_index, queries - 1).to(tl.int64) * strides[2]
-    q_rows = q_rows[:, None] + key_columns[None, :]
+    q_rows = q_rows[:, None]
 
     first = split * split_len
     last = tl.minimum(first + split_len, tokens)
@@ -199,10 +244,15 @@ def attend_tile(
     if ONCE:
         acc, peak, total = _visit_once(
             q_rows, real, q_index, keys, values, validity, first, last, causal_offset, inner, outer,
-            STRIDES, DK, DV, BLOCK_N, BLOCK_DK, BLOCK_DV, CAUSAL, VALID, SOFTCAP, DTYPE, DOT_DTYPE,
+            STRIDES, DK, DV, BLOCK_N, MAIN, BLOCK_DK, REST, IN_KEY, BLOCK_DV, CAUSAL, VALID,
+            SOFTCAP,
+            DTYPE, DOT_DTYPE,
         )  # fmt: skip
     else:
-        q = load_rows(q_rows, real, key_columns, DK, BLOCK_DK, True)
+        q = load_rows(q_rows + key_columns[None, :], real, key_columns, MAIN, BLOCK_DK, True)
+        q_rest = q
+        if REST:
+            q_rest = _load_rest(q_rows, real, DK, MAIN, REST, True)
         masked_from = first
         if not VALID:
             masked_from = first + tl.maximum(all_see - first, 0) // BLOCK_N * BLOCK_N
@@ -211,14 +261,16 @@ def attend_tile(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         if not VALID:
             acc, peak, total = _visit_keys(
-                acc, peak, total, q, q_index, keys, values, validity,
+                acc, peak, total, q, q_rest, q_index, keys, values, validity,
                 first, masked_from, causal_offset, inner, outer, STRIDES, DK, DV,
-                BLOCK_N, BLOCK_DK, BLOCK_DV, CAUSAL, VALID, SOFTCAP, False, DTYPE, DOT_DTYPE,
+                BLOCK_N, MAIN, BLOCK_DK, REST, IN_KEY, BLOCK_DV, CAUSAL, VALID, SOFTCAP, False,
+                DTYPE, DOT_DTYPE,
             )  # fmt: skip
         acc, peak, total = _visit_keys(
-            acc, peak, total, q, q_index, keys, values, validity,
+            acc, peak, total, q, q_rest, q_index, keys, values, validity,
             masked_from, last, causal_offset, inner, outer, STRIDES, DK, DV,
-            BLOCK_N, BLOCK_DK, BLOCK_DV, CAUSAL, VALID, SOFTCAP, True, DTYPE, DOT_DTYPE,
+            BLOCK_N, MAIN, BLOCK_DK, REST, IN_KEY, BLOCK_DV, CAUSAL, VALID, SOFTCAP, True, DTYPE,
+            DOT_DTYPE,
         )  # fmt: skip
     return acc, peak, total
 

@@ -79,7 +79,10 @@ def _finish_kernel(
     DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MAIN: tl.constexpr,
     BLOCK_DK: tl.constexpr,
+    REST: tl.constexpr,
+    IN_KEY: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ONCE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -105,7 +108,8 @@ def _finish_kernel(
     )
     near, near_peak, near_mass = attend_tile(
         query, key, value, valid, strides, b, h, block, split, queries, tokens, causal_offset,
-        split_len, inner, outer, STRIDES, G, DK, DV, BLOCK_M, BLOCK_N, BLOCK_DK, BLOCK_DV,
+        split_len, inner, outer, STRIDES, G, DK, DV, BLOCK_M, BLOCK_N, MAIN, BLOCK_DK, REST,
+        IN_KEY, BLOCK_DV,
         ONCE, CAUSAL, VALID, SOFTCAP, DTYPE, DOT_DTYPE,
     )  # fmt: skip
     peak, mass, total = no_pieces(ROWS, BLOCK_DV)
