@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 from train_needle_model import MAX_POSITION
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -38,6 +43,21 @@ CONSTANT = 255
 
 
 @torch.no_grad()
+def start_embeddings(model: PreTrainedModel) -> torch.Tensor:
+    """Sets embeddings and output matrix; returns the embeddings ``[vocabulary, width]``."""
+    config = model.config
+    scale = config.initializer_range
+    embedding = 0.3 * scale * torch.randn(config.vocab_size, config.hidden_size)
+    embedding[:, EMBEDDING] = scale * torch.randn(config.vocab_size, EMBEDDING.stop)
+    embedding[:, CONSTANT] = 0.5 * scale * EMBEDDING.stop**0.5
+    model.model.embed_tokens.weight.copy_(embedding)
+    # Untied: a tied output would push all embeddings the same way and bury what tells them apart.
+    model.lm_head.weight.copy_(embedding)
+    model.lm_head.weight[:, EMBEDDING.stop :] = 0.0
+    return embedding
+
+
+@torch.no_grad()
 def start_near_recall(model: LlamaForCausalLM) -> None:
     """Weights from which copying forms within minutes; everything is trained from there.
 
@@ -49,14 +69,7 @@ def start_near_recall(model: LlamaForCausalLM) -> None:
     config = model.config
     width, dim = config.hidden_size, config.head_dim
     group = config.num_attention_heads // config.num_key_value_heads
-    scale = config.initializer_range
-    embedding = 0.3 * scale * torch.randn(config.vocab_size, width)
-    embedding[:, EMBEDDING] = scale * torch.randn(config.vocab_size, EMBEDDING.stop)
-    embedding[:, CONSTANT] = 0.5 * scale * EMBEDDING.stop**0.5
-    model.model.embed_tokens.weight.copy_(embedding)
-    # Untied: a tied output would push all embeddings the same way and bury what tells them apart.
-    model.lm_head.weight.copy_(embedding)
-    model.lm_head.weight[:, EMBEDDING.stop :] = 0.0
+    embedding = start_embeddings(model)
     reads = [torch.linalg.qr(torch.randn(EMBEDDING.stop, dim)).Q.T for _ in range(2)]
     for number, layer in enumerate(model.model.layers):
         attention = layer.self_attn

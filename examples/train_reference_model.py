@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from reference_start import build_model
 from torch import nn
 from tqdm import tqdm
 from train_needle_model import MAX_POSITION, jumping_positions
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 TEXT_ROW, TEXT_ROWS = 512, 4
 # Share of the batches that are needle documents. Facts, questions and answers are about half of a
@@ -97,7 +98,7 @@ def _stack(rows: list[tuple[np.ndarray, ...]]) -> tuple[torch.Tensor, ...]:
 
 
 def losses(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     tokens: torch.Tensor,
     positions: torch.Tensor,
     answers: torch.Tensor,
@@ -127,7 +128,7 @@ def losses(
     return loss + ANSWER_WEIGHT * token_loss[counted].mean(), plain, right
 
 
-def make_optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: PreTrainedModel, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the MLPs, AdamW for the rest: Muon would overwrite the designed heads."""
     matrices, designed, others = [], [], []
     for name, parameter in model.named_parameters():
@@ -171,7 +172,7 @@ class Progress:
 
 
 def learn(
-    model: LlamaForCausalLM, batches: Batches, args: argparse.Namespace, checkpoint: Path
+    model: PreTrainedModel, batches: Batches, args: argparse.Namespace, checkpoint: Path
 ) -> Progress:
     """Train for ``args.tokens`` tokens, from the checkpoint where there is one."""
     optimizers, progress = make_optimizers(model, args.lr), Progress()
@@ -229,7 +230,7 @@ def learn(
 
 def _save(
     path: Path,
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     optimizers: list[torch.optim.Optimizer],
     batches: Batches,
     progress: Progress,
@@ -250,7 +251,7 @@ def _save(
 
 def _load(
     path: Path,
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     optimizers: list[torch.optim.Optimizer],
     batches: Batches,
     arguments: dict[str, float],
@@ -271,7 +272,7 @@ def _load(
 
 
 @torch.no_grad()
-def text_loss(model: LlamaForCausalLM, tokens: np.ndarray, row: int = 512) -> float:
+def text_loss(model: PreTrainedModel, tokens: np.ndarray, row: int = 512) -> float:
     """Mean loss in nats of the next token, in rows of ``row`` tokens."""
     rows = torch.from_numpy(tokens[: len(tokens) // row * row].astype(np.int64)).view(-1, row)
     sums = [
@@ -280,7 +281,10 @@ def text_loss(model: LlamaForCausalLM, tokens: np.ndarray, row: int = 512) -> fl
     return sum(sums) / len(sums)
 
 
-def train(args: argparse.Namespace) -> None:
+def train(
+    args: argparse.Namespace, build: Callable[[PreTrainedTokenizerFast], PreTrainedModel]
+) -> None:
+    """Train what ``build`` makes of the tokenizer; that in ``args.out``, where there is one."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -291,7 +295,7 @@ def train(args: argparse.Namespace) -> None:
         tokenizer.save_pretrained(args.out)
     text = encode_texts(args.data, tokenizer, "train", int(args.tokens), args.seed)
     held_out = encode_texts(args.data, tokenizer, "val", 60_000, args.seed)
-    model = build_model(tokenizer).train()
+    model = build(tokenizer).train()
     checkpoint = args.out / "checkpoint.pt"
     progress = learn(model, Batches(tokenizer, text, args.seed), args, checkpoint)
     report: dict[str, Any] = {
@@ -312,15 +316,19 @@ def train(args: argparse.Namespace) -> None:
     print(json.dumps(report, indent=1))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser(description: str, out: str, tokens: float) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data", type=Path, required=True, help="folder of *.jsonl.xz texts")
-    parser.add_argument("--out", type=Path, default=Path("reference-llama"))
-    parser.add_argument("--tokens", type=float, default=7.5e6, help="training tokens in all")
+    parser.add_argument("--out", type=Path, default=Path(out))
+    parser.add_argument("--tokens", type=float, default=tokens, help="training tokens in all")
     parser.add_argument("--lr", type=float, default=8e-3, help="of Muon, for the MLPs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    train(parser.parse_args())
+    return parser
+
+
+def main() -> None:
+    train(parser(__doc__.splitlines()[0], "reference-llama", 7.5e6).parse_args(), build_model)
 
 
 if __name__ == "__main__":

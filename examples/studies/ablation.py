@@ -38,6 +38,7 @@ class Ablation(Task):
 
     Attributes:
         method: of the caches that it takes.
+        others: methods that it takes besides.
         example: how one of them is named with options.
         chosen: options that can't be given there, as variants choose them.
         instead: what to do instead, as the end of a sentence.
@@ -50,6 +51,7 @@ class Ablation(Task):
     """
 
     method: ClassVar[str]
+    others: ClassVar[Sequence[str]] = ()
     example: ClassVar[str]
     chosen: ClassVar[Sequence[str]] = ()
     instead: ClassVar[str] = ""
@@ -132,10 +134,12 @@ class Ablation(Task):
         """ValueError for another method's cache, or for an option that variants choose."""
         for cache in caches:
             name, *options = (part.strip() for part in cache.split(":"))
-            if name != self.method:
+            known = (self.method, *self.others)
+            if name not in known:
                 raise ValueError(
-                    f"--caches {cache}: {self.name} is about {self.method}, so name {self.method} "
-                    f"alone, with options where wanted, as {self.method}:{self.example}"
+                    f"--caches {cache}: {self.name} is about {' and '.join(known)}, so name "
+                    f"{'one of them' if self.others else self.method} alone, with options where "
+                    f"wanted, as {self.method}:{self.example}"
                 )
             for given in (part.partition("=")[0] for part in options):
                 if given in self.chosen:

@@ -1,7 +1,7 @@
 """The small models that are ours: they need no network.
 
-``needle`` ships with the package, ``reference`` lies in the examples of a checkout: that which the
-package is run from, or the folder where the command is run.
+``needle`` ships with the package, ``reference`` and ``reference-latent`` lie in the examples of a
+checkout: that which the package is run from, or the folder where the command is run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ _ROOT = Path(__file__).parents[2]
 BUNDLED_MODEL = Path(__file__).parent / "needle_llama"
 
 
-def _reference_model() -> Path:
-    places = [root / "examples" / "reference_llama" for root in (_ROOT, Path.cwd())]
+def _example_model(folder: str) -> Path:
+    places = [root / "examples" / folder for root in (_ROOT, Path.cwd())]
     return next((place for place in places if (place / "model.safetensors").is_file()), places[0])
 
 
-REFERENCE_MODEL = _reference_model()
+REFERENCE_MODEL = _example_model("reference_llama")
+LATENT_MODEL = _example_model("reference_latent")
 
 
 def default_model() -> str:

@@ -26,6 +26,7 @@ SCRIPTS = {
     "eval aqua-ablation": "studies/aqua_ablation.py",
     "eval misses": "studies/misses.py",
     "bench index-build": "benchmarks/bench_index_build.py",
+    "eval latent-heads": "studies/latent_heads.py",
     "bench step": "benchmarks/bench_step.py",
     "bench step-modelled": "benchmarks/bench_step_modelled.py",
     "bench host-attention": "benchmarks/bench_host_attention.py",

@@ -15,21 +15,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.calibration.hub_access import needs_cache
-from hf_kvret.evaluation.bundled import BUNDLED_MODEL, REFERENCE_MODEL
+from hf_kvret.evaluation.bundled import BUNDLED_MODEL, LATENT_MODEL, REFERENCE_MODEL
 from hf_kvret.registry import attach
 
-_BUNDLED = {"needle": BUNDLED_MODEL, "reference": REFERENCE_MODEL}
+_BUNDLED = {
+    "needle": BUNDLED_MODEL,
+    "reference": REFERENCE_MODEL,
+    "reference-latent": LATENT_MODEL,
+}
 # What broken files of a model make transformers, torch and safetensors raise.
 _UNLOADABLE = (
-    OSError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    ImportError,
-    RuntimeError,
-    SafetensorError,
-    UnpicklingError,
+    *(OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError),
+    *(SafetensorError, UnpicklingError),
 )
 
 
@@ -100,7 +97,7 @@ def load_subject(
     """Load a model and its tokenizer.
 
     Args:
-        name: ``needle`` or ``reference`` for a bundled model, else a folder or a hub id.
+        name: ``needle``, ``reference``, ``reference-latent``, else a folder or a hub id.
 
     Raises:
         FileNotFoundError: neither a folder nor a hub id.
@@ -134,9 +131,9 @@ def load_subject(
 
 
 def _where(name: str) -> str:
-    if name == "reference":
+    if name != "needle":
         return (
-            "--model reference: this model is in the examples of hf-kvret's repository, not in the "
+            f"--model {name}: this model is in the examples of hf-kvret's repository, not in the "
             "package: run this from a checkout, or give --model needle, a folder or a hub id"
         )
     return (

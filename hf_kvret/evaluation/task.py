@@ -49,7 +49,7 @@ class Task(Measurement):
 
     model: str = option(
         default_model(),
-        "a folder, a hub id, or a model of ours: reference (text), needle (token ids only)",
+        "a folder, a hub id, or a model of ours: reference, reference-latent (text), needle (ids)",
     )
     caches: str | None = option(
         None,

@@ -1,4 +1,4 @@
-"""The training script of the reference model: its documents, its designed start, going on."""
+"""The training scripts of the reference models: documents, designed starts, going on."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
+
+from hf_kvret.integration.compatibility import check_config, head_dim
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -72,8 +74,58 @@ def test_the_start_copies_what_came_after_the_same_two_tokens(
     assert induction.mean() > 0.4
 
 
-def _run(folder: Path, data: Path, tokens: str) -> str:
-    command = [sys.executable, str(EXAMPLES / "train_reference_model.py"), "--data", str(data)]
+def test_heads_that_share_a_latent_start_so_too(scripts: Any, tiny_model_dir: Path) -> None:
+    import latent_start
+
+    torch.manual_seed(0)
+    model = latent_start.build_latent_model(AutoTokenizer.from_pretrained(tiny_model_dir)).eval()
+    model.set_attn_implementation("eager")
+    half = torch.randint(3, 400, (60,))
+    tokens = torch.cat([half, half])[None]
+    with torch.no_grad():
+        attentions = model(tokens, output_attentions=True).attentions
+    place = torch.arange(62, 119)
+    assert attentions[0].shape[1] == 16
+    assert attentions[0][0, 0, place, place - 1].mean() > 0.8
+    assert attentions[0][0, 1, place, place - 2].mean() > 0.8
+    for head in (0, 1):
+        assert attentions[1][0, head, place, place - 59].mean() > 0.4
+    check_config(model.config)
+    assert head_dim(model.config) == 160
+
+
+def test_every_weight_of_the_latent_model_learns_in_its_way(
+    scripts: Any, tiny_model_dir: Path, tiny_text: Path
+) -> None:
+    import latent_start
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    model = latent_start.build_latent_model(tokenizer).train()
+    muon, adam = scripts.make_optimizers(model, 8e-3)
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    groups = [names.pop(id(w)) for o in (muon, adam) for g in o.param_groups for w in g["params"]]
+    assert not names and len(groups) == len(set(groups))
+    assert all("mlp" in names_of for names_of in groups[: 3 * latent_start.LAYERS])
+    text = tokenizer(tiny_text.read_text(), add_special_tokens=False)["input_ids"]
+    batches = scripts.Batches(tokenizer, {"standardebooks": np.array(text, dtype=np.uint16)}, 0)
+    batch = batches.documents(0)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    first, _, right = scripts.losses(model, *batch)
+    first.backward()
+    assert right is not None
+    for optimizer in (muon, adam):
+        for group in optimizer.param_groups:
+            # As warming up begins.
+            group["lr"] /= group["warm_up"]
+        optimizer.step()
+    assert scripts.losses(model, *batch)[0] < first
+    still = [name for name, weight in model.named_parameters() if torch.equal(weight, before[name])]
+    assert not still
+
+
+def _run(script: str, folder: Path, data: Path, tokens: str) -> str:
+    command = [sys.executable, str(EXAMPLES / script), "--data", str(data)]
     done = subprocess.run(
         [*command, "--out", str(folder), "--tokens", tokens], capture_output=True, text=True
     )
@@ -82,7 +134,10 @@ def _run(folder: Path, data: Path, tokens: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_short_run_writes_a_model_and_says_what_it_did(tmp_path: Path, scripts: Any) -> None:
+@pytest.mark.parametrize("script", ["train_reference_model.py", "train_latent_model.py"])
+def test_a_short_run_writes_a_model_and_says_what_it_did(
+    script: str, tmp_path: Path, scripts: Any
+) -> None:
     data = tmp_path / "data"
     data.mkdir()
     rng = np.random.default_rng(0)
@@ -95,12 +150,12 @@ def test_a_short_run_writes_a_model_and_says_what_it_did(tmp_path: Path, scripts
                 file.write(json.dumps({"split": split, "text": text}) + "\n")
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
-        report = json.loads(_run(folder, data, "1e4"))
+        report = json.loads(_run(script, folder, data, "1e4"))
         assert report["tokens"] >= 10_000 and not (folder / "checkpoint.pt").exists()
     weights = [load_file(folder / "model.safetensors") for folder in (first, second)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     missing = subprocess.run(
-        [sys.executable, str(EXAMPLES / "train_reference_model.py"), "--data", str(tmp_path)],
+        [sys.executable, str(EXAMPLES / script), "--data", str(tmp_path)],
         capture_output=True,
         text=True,
         cwd=tmp_path,

@@ -29,6 +29,7 @@ PAGES = {
     "eval a2ats-ablation": "a2ats_ablation",
     "eval aqua-ablation": "aqua_ablation",
     "eval lrqk-factors": "lrqk_factors_needle",
+    "eval latent-heads": "latent_heads",
 }
 
 
