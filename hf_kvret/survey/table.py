@@ -188,10 +188,10 @@ def write_page(path: Path, text: str) -> None:
 
 
 def lines(rows: Iterable[Row], width: int) -> list[str]:
-    """A header, and a line of at most ``width`` characters for every type."""
+    """A header, and a line of at most ``width`` characters for every type; KiB are of a token."""
     rows = list(rows)
     name_width = max((len(row.type.name) for row in rows), default=0)
-    header = _in_columns(("layers", "rows", "KiB a token", "graph", "not in"))
+    header = _in_columns(("layers", "rows", "KiB", "graph", "not in"))
     table = [("type", "tested", header)]
     table += [(row.type.name, row.verdict, _short(row)) for row in rows]
     starts = (f"{name:<{name_width}}  {verdict:<10}  " for name, verdict, _ in table)
@@ -219,7 +219,7 @@ def _short(row: Row) -> str:
 
 def _in_columns(cells: tuple[str, str, str, str, str]) -> str:
     layers, kept, size, graph, without = cells
-    return f"{layers:<7} {kept:<13} {size:>11} {graph:<5} {without}"
+    return f"{layers:<7} {kept:<13} {size:>5} {graph:<5} {without}"
 
 
 def _cut(text: str, width: int) -> str:
