@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import turns
 from host_ways import (
     TORCH_WAYS,
     check_ways,
@@ -41,7 +42,7 @@ _WORK_COPIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostAttention(timed.TimedTogether):
+class HostAttention(turns.TimedTogether):
     """Attention over chosen rows in host memory: the compiled kernel against torch."""
 
     command: ClassVar[str] = "bench"
@@ -93,7 +94,7 @@ class HostAttention(timed.TimedTogether):
 
     def surroundings(self) -> AbstractContextManager[Any]:
         """torch runs on ``--threads`` threads."""
-        return timed.torch_threads(self._threads)
+        return turns.torch_threads(self._threads)
 
     def setup(self) -> dict[str, Any]:
         sizes = ("tokens", "heads", "group", "dim", "repeats", "seed")
@@ -250,7 +251,7 @@ def _by_size(results: Results) -> Iterator[tuple[Cell, Row]]:
     """
     found: dict[str, tuple[Cell, dict[str, Any]]] = {}
     for cell, row in results:
-        size = timed.size_of(cell)
+        size = turns.size_of(cell)
         found.setdefault(str(size), (size, {}))[1][cell["cache"]] = row
     for size, ways in found.values():
         failed = [row for row in ways.values() if "seconds" not in row]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import turns
 from kernel_attention import ATTENTION_OPS, HIGGS_OPS
 from kernel_clock import CacheFlush, measure_products, time_calls, time_once
 from kernel_codebook import CODEBOOK_OPS, SEARCH_OPS
@@ -38,7 +39,7 @@ _SIZES = ("heads", "group", "head_dim", "top_k", "codewords", "rank")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernels(timed.TimedTogether):
+class Kernels(turns.TimedTogether):
     """Single operations against the bytes and multiply-adds that they can't do without."""
 
     command: ClassVar[str] = "bench"
@@ -116,7 +117,7 @@ class Kernels(timed.TimedTogether):
 
     def surroundings(self) -> AbstractContextManager[Any]:
         """torch runs on ``--threads`` threads."""
-        return timed.torch_threads(self.threads)
+        return turns.torch_threads(self.threads)
 
     def setup(self) -> dict[str, Any]:
         machine = ("processor", "threads", "accelerator", "versions")
@@ -169,10 +170,10 @@ class Kernels(timed.TimedTogether):
         sizes |= {name: group[0][name] for name in ("length", "batch")}
         shape = KernelShape(dtype=DTYPES[self.dtype], **sizes)
         if device.type == "cpu":
-            timed.check_host_memory(op.held_bytes(shape))
+            turns.check_host_memory(op.held_bytes(shape))
         call, ways = op.prepare(shape, Draw(device, self.seed)), [cell["cache"] for cell in group]
         told = f"{op.name} at {shape.length} tokens, batch {shape.batch}"
-        errors = timed.check_ways(
+        errors = turns.check_ways(
             call.run, ways, "naive", call.error, lambda way: call.tolerance, told
         )
         calls = {way: partial(call.run, way) for way in ways}

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import turns
 from compile_step import check_tools, compile_parts, tool_versions
 from kernel_launch import Launch
 from machine_model import H200
@@ -16,7 +17,6 @@ from machine_tables import machine_table, plot_machine
 from step_kernels import LEAST_CONTEXT, PARTS, StepShape, told_steps
 from step_work import work_of
 
-from hf_kvret.benchmark import timed
 from hf_kvret.evaluation import common_options as common
 from hf_kvret.evaluation.arguments import file_path, known_names
 from hf_kvret.evaluation.measurement import Progress, Row
@@ -26,7 +26,7 @@ from hf_kvret.evaluation.scripts import run_script
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineCodeOfStep(timed.TimedTogether):
+class MachineCodeOfStep(turns.TimedTogether):
     """Machine code of the kernels of a decode step, and how long it may take to issue."""
 
     command: ClassVar[str] = "bench"

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import turns
 from bench_machine_code import MachineCodeOfStep, chip_figures, kernel_row, load_kernels
 from compile_step import check_tools, compile_parts, tool_versions
 from machine_model import ASSUMPTIONS
@@ -17,7 +18,6 @@ from step_kernels import LEAST_CONTEXT, STEPS, StepShape, told_steps
 from step_model import FULL, ModelSizes, full_row, launches_of, step_row
 from step_tables import plot_step, step_table
 
-from hf_kvret.benchmark import timed
 from hf_kvret.benchmark.shapes import load_shape
 from hf_kvret.evaluation import common_options as common
 from hf_kvret.evaluation.arguments import file_path, known_names
@@ -31,7 +31,7 @@ SHAPE = "llama-3.1-8b"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelledStep(timed.TimedTogether):
+class ModelledStep(turns.TimedTogether):
     """The modelled time of a whole decode step: matrices, small kernels, the cache's kernels."""
 
     command: ClassVar[str] = "bench"

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+import turns
 from kernel_clock import time_calls, wait_until_calm
 from kernel_inputs import PAGE_LEN, Draw, KernelShape
 from kernel_work import ATTENTION_ERRORS, distance
 from torch.nn import functional
 
-from hf_kvret.benchmark import timed
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret_kernels.host_attention import host_attention
 from hf_kvret_kernels.paged import PagedRows
@@ -122,7 +122,7 @@ def check_ways(
     Raises:
         CheckFailed: one is further away than its tolerance, or not finite.
     """
-    return timed.check_ways(
+    return turns.check_ways(
         lambda name: (ways[name](query, rows, ids),),
         ways,
         "cpp",

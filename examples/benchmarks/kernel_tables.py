@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import turns
+
 from hf_kvret.benchmark import timed
 from hf_kvret.evaluation.measurement import Row
 from hf_kvret.evaluation.plots import plot_groups
@@ -71,7 +73,7 @@ def _is_shown(results: Results, cell: Cell) -> bool:
     rivals = [
         (other["cache"] == "naive", row["seconds"], other["cache"])
         for other, row in results
-        if "seconds" in row and timed.size_of(other) == timed.size_of(cell)
+        if "seconds" in row and turns.size_of(other) == turns.size_of(cell)
     ]
     return min(rivals)[2] == cell["cache"]
 

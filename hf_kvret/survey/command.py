@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -110,7 +111,7 @@ def _find(name: str, *, anywhere: bool) -> ModelType:
         return default_type(name)
     config = AutoConfig.from_pretrained(name)
     known = config.model_type in type_names()
-    return configured_type(config, text_class(config.model_type) if known else None)
+    return configured_type(config, partial(text_class, config.model_type) if known else None)
 
 
 def _try(types: list[ModelType], path: Path, anew: bool) -> Record:

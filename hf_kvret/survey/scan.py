@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
@@ -92,19 +93,23 @@ def default_type(name: str) -> ModelType:
     Raises:
         ValueError: no type that generates text; the message has similar names.
     """
-    model_class = text_class(name)
+    _check_known(name)
     try:
         config = AutoConfig.for_model(name)
     except (ValueError, TypeError, StrictDataclassError) as error:
         return ModelType(name, name, untold=" ".join(str(error.__cause__ or error).split()))
     # Some share the configuration of another type, whose name it has.
-    return replace(configured_type(config, model_class), name=name)
+    return replace(configured_type(config, partial(text_class, name)), name=name)
 
 
 def configured_type(
-    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None
+    config: PreTrainedConfig, find_class: Callable[[], type[PreTrainedModel]] | None = None
 ) -> ModelType:
-    """What becomes of models with ``config``, and of ``model_class`` if that is given."""
+    """What becomes of models with ``config``.
+
+    ``find_class`` returns their class, which takes long to import: it is only called, and looked
+    at, where nothing else is against them.
+    """
     text = config.get_text_config(decoder=True)
     name, types = config.model_type, {config.model_type, text.model_type}
     conformance = name in _conformance_types()
@@ -112,9 +117,9 @@ def configured_type(
         check_config(config)
         if text is not config:
             text_key(config)
-        if model_class is not None:
-            check_class(model_class)
         empty = FlatKVCache(config)
+        if find_class is not None:
+            check_class(find_class())
     except ValueError as error:
         return ModelType(name, text.model_type, refusal=str(error), conformance=conformance)
     return ModelType(
@@ -152,17 +157,21 @@ def text_class(name: str) -> type[PreTrainedModel]:
     Raises:
         ValueError: no type that generates text; the message has similar names.
     """
-    known = _class_names()
+    _check_known(name)
+    classes = [getattr(transformers, class_name) for class_name in _class_names()[name]]
+    config_class = transformers.CONFIG_MAPPING[name]
+    whole = (one for one in classes if issubclass(config_class, one.config_class or ()))
+    return next(whole, classes[0])
+
+
+def _check_known(name: str) -> None:
+    known = type_names()
     if name not in known:
-        similar = [other for other in sorted(known) if name[:4].lower() in other]
+        similar = [other for other in known if name[:4].lower() in other]
         raise ValueError(
             f"{name!r} is no type of transformers {transformers.__version__} that generates text: "
             + (f"did you mean {', '.join(similar[:8])}?" if similar else "see hf-kvret models")
         )
-    classes = [getattr(transformers, class_name) for class_name in known[name]]
-    config_class = transformers.CONFIG_MAPPING[name]
-    whole = (one for one in classes if issubclass(config_class, one.config_class or ()))
-    return next(whole, classes[0])
 
 
 @cache

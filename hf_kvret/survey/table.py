@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from hf_kvret.registry import registered_methods
@@ -189,25 +188,42 @@ def write_page(path: Path, text: str) -> None:
 
 
 def lines(rows: Iterable[Row], width: int) -> list[str]:
-    """A line of at most ``width`` characters for every type."""
+    """A header, and a line of at most ``width`` characters for every type; KiB are of a token."""
     rows = list(rows)
     name_width = max((len(row.type.name) for row in rows), default=0)
-    return [_short_line(row, name_width, width) for row in rows]
+    header = _in_columns(("layers", "rows", "KiB", "graph", "not in"))
+    table = [("type", "tested", header)]
+    table += [(row.type.name, row.verdict, _short(row)) for row in rows]
+    starts = (f"{name:<{name_width}}  {verdict:<10}  " for name, verdict, _ in table)
+    return [
+        (start + _cut(text, max(20, width - len(start)))).rstrip()
+        for start, (_, _, text) in zip(starts, table, strict=True)
+    ]
 
 
-def _short_line(row: Row, name_width: int, width: int) -> str:
-    start = f"{row.type.name:<{name_width}}  {row.verdict:<10}  "
-    return start + shorten(_summary(row), max(20, width - len(start)), placeholder=" ...")
-
-
-def _summary(row: Row) -> str:
+def _short(row: Row) -> str:
+    """``12/48  8x(128+128)  192  yes`` and more, or why it is refused."""
     if not row.type.served:
         return row.reason
-    parts = [f"layers: {row.layers}", row.rows]
-    parts += [f"{row.token_bytes / 1024:,.0f} KiB a token"] if row.token_bytes else []
-    parts += ["graph"] if row.type.replay else []
-    parts += [f"not in {', '.join(row.without)}"] if row.without else []
-    return "; ".join(part for part in parts if part)
+    kinds = row.type.layers or {}
+    return _in_columns(
+        (
+            f"{kinds.get('full', 0)}/{sum(kinds.values())}",
+            row.rows.replace(" ", ""),
+            f"{row.token_bytes / 1024:,.0f}" if row.token_bytes else "",
+            "yes" if row.type.replay else "",
+            ", ".join(row.without),
+        )
+    )
+
+
+def _in_columns(cells: tuple[str, str, str, str, str]) -> str:
+    layers, kept, size, graph, without = cells
+    return f"{layers:<7} {kept:<13} {size:>5} {graph:<5} {without}"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 4].rstrip()} ..."
 
 
 def details(row: Row, record: Record) -> str:

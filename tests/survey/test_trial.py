@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig
 
 from hf_kvret import FlatKVCache
@@ -96,3 +97,18 @@ def test_a_record_that_cannot_go_on_says_what_to_do(tmp_path: Path) -> None:
     broken.write_text("{}")
     with pytest.raises(ValueError, match=r"no record of trials.*new file"):
         Record.read(broken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(Record.read().trials))
+def test_the_trials_that_are_released_come_out_again(name: str) -> None:
+    kept = Record.read()
+    if kept.transformers != transformers.__version__:
+        pytest.skip(f"the trials were made with transformers {kept.transformers}")
+    again = trial.trial(name)
+    assert (again.outcome, again.part, again.rows) == (
+        kept.trials[name].outcome,
+        kept.trials[name].part,
+        kept.trials[name].rows,
+    )
+    assert again.methods == kept.trials[name].methods

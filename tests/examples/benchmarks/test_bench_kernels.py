@@ -11,11 +11,11 @@ import bench_kernels
 import kernel_clock
 import pytest
 import torch
+import turns
 from bench_kernels import OPS, Kernels
 from kernel_clock import CacheFlush, measure_products, time_calls, time_once
 from kernel_work import Call, KernelOp
 
-from hf_kvret.benchmark import timed
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
 from hf_kvret_kernels.host_attention import why_not
@@ -126,7 +126,7 @@ def test_what_does_not_fit_into_memory_has_a_row_that_says_so(
     measure: Run,
 ) -> None:
     file = tmp_path / "k.json"
-    monkeypatch.setattr(timed, "available_host_memory", lambda: 10_000)
+    monkeypatch.setattr(turns, "available_host_memory", lambda: 10_000)
     arguments = ["--ops", "top_k", "--lengths", "64,1K", "--json", str(file)]
     assert measure(*arguments, "--plot", str(tmp_path / "k.png")) == 0
     small, large = rows_of(file).values()
