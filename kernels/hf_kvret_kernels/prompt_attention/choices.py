@@ -117,9 +117,12 @@ def rule(rows: int, columns: int, itemsize: int, shared_bytes: int) -> PromptCho
         block_n, warps, most_stages = (64, 8, 3) if columns <= 256 else (32, 4, 3)
         if rows <= FEW_ROWS:
             warps = 4
-        if columns > 256 and columns != 512:
-            # Parts of keys, or values of 512: with fewer warps registers spill.
+        if columns > 256 and (columns != 512 or rows > 32):
+            # Parts of keys, values of 512, tiles of 64 rows: with fewer warps registers spill.
             warps = 8
+        if columns == 1024:
+            # Of a third stage, too.
+            most_stages = 2
     row_bytes = columns * itemsize
     room = shared_bytes - tile_rows(rows, columns, itemsize) * row_bytes // 2
     stages = max(1, min(most_stages, room // (block_n * row_bytes)))

@@ -202,8 +202,8 @@ def tile_constants(
         "MAIN": keys.main,
         "BLOCK_DK": keys.block,
         "REST": keys.rest,
-        # Values that are their keys' first part are not loaded again.
-        "IN_KEY": value.data_ptr() == key.data_ptr()
+        # Values that are their keys' first part are not loaded again. On meta all addresses are 0.
+        "IN_KEY": value.data_ptr() == key.data_ptr() != 0
         and value.stride() == key.stride()
         and value_dim == keys.main == keys.block,
         "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
