@@ -69,13 +69,17 @@ def lora(model: PreTrainedModel) -> Any:
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=16, **options))
     adapted.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=16, **options))
     adapted.add_adapter("offset", peft.LoraConfig(r=2, lora_bias=True, **options))
-    adapted.add_adapter("dora", peft.LoraConfig(r=2, use_dora=True, **options))
     return adapted.eval()
 
 
 @pytest.mark.parametrize("state", ["default", "other", "offset", "dora", "merged", "off"])
 def test_lora_generates_the_same(state: str, lora: Any, model: PreTrainedModel) -> None:
     plain = model.generate(prompt(1, 120), **GREEDY)
+    if state == "dora":
+        peft = pytest.importorskip("peft")
+        options = {"target_modules": ["kv_b_proj"], "init_lora_weights": False}
+        lora.add_adapter("dora", peft.LoraConfig(r=2, use_dora=True, **options))
+        lora.eval()
     if state in lora.peft_config:
         lora.set_adapter(state)
     elif state == "merged":
@@ -86,9 +90,8 @@ def test_lora_generates_the_same(state: str, lora: Any, model: PreTrainedModel) 
             cache = make(model.config)
             told = lora.generate(input_ids=prompt(1, 120), past_key_values=cache, **GREEDY)
             assert torch.equal(told, expected)
-    # Some state or other changes the text, so that they were told apart.
-    if state == "off":
-        assert not torch.equal(plain, expected)
+    # Without the adapter that is active at first the text is another.
+    assert torch.equal(plain, expected) is (state in ("default", "merged"))
     # DoRA's part is an object of which we know nothing.
     assert all((one in projection._kept) is (state != "dora") for one in projections(model))
 
@@ -136,24 +139,28 @@ def test_lora_learns_between_steps(lora: Any, model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("kind", ["torchao weights", "torchao both", "bitsandbytes"])
 def test_quantized_weights_give_what_stock_gives(kind: str, model: PreTrainedModel) -> None:
-    plain = read(model, DynamicCache(config=model.config), {})
+    hf_kvret.attach(model)
+    plain = steps_of(model, DynamicCache(config=model.config))
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj = quantized(kind, layer.self_attn.kv_b_proj)
-    hf_kvret.attach(model)
-    ids, worst = prompt(1, 60 + STEPS), []
-    with torch.no_grad():
-        for make in [lambda config: DynamicCache(config=config), *CACHES]:
-            cache = make(model.config)
-            model(ids[:, :60], past_key_values=cache)
-            worst.append([model(ids[:, 60 + i, None], past_key_values=cache) for i in range(STEPS)])
-    expected, *found = (torch.stack([one.logits for one in steps]) for steps in worst)
-    # What is rounded beside the weight, latents or products, is rounded elsewhere when absorbed.
-    allowed = {"torchao weights": LOGIT_TOLERANCE}.get(kind, 0.3 * plain.std().item())
-    for one in found:
-        assert (one - expected).abs().max() < allowed
-    assert all(
-        (one in projection._kept) is (kind == "torchao weights") for one in projections(model)
-    )
+    expected = steps_of(model, DynamicCache(config=model.config))
+    error = (expected - plain).abs().max().item()
+    assert error > 10 * LOGIT_TOLERANCE
+    # Where latents are rounded, too, the matrix alone has no part in that.
+    allowed = error if kind == "torchao both" else LOGIT_TOLERANCE
+    for make in CACHES:
+        assert (steps_of(model, make(model.config)) - expected).abs().max() < allowed
+    keeps = kind == "torchao weights"
+    assert all((one in projection._kept) is keeps for one in projections(model))
+
+
+@torch.no_grad()
+def steps_of(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
+    """``[STEPS, V]``: logits of the same tokens each time, one by one after a prompt."""
+    ids = prompt(1, 60 + STEPS)
+    model(ids[:, :60], past_key_values=cache)
+    steps = [model(ids[:, 60 + i, None], past_key_values=cache).logits for i in range(STEPS)]
+    return torch.cat(steps)[:, 0]
 
 
 def quantized(kind: str, linear: nn.Linear) -> nn.Module:

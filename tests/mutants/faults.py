@@ -285,4 +285,16 @@ FAULTS = (
         "if failed and call.switched and not is_served(model):",
         "if False:",
     ),
+    Fault(
+        "written-weights-unseen",
+        "hf_kvret/integration/projection.py",
+        "torch.equal(_bits(one), _bits(two))",
+        "one.data_ptr() != two.data_ptr()",
+    ),
+    Fault(
+        "dropout-kept",
+        "hf_kvret/integration/projection.py",
+        "if not known or module.training or _is_hooked(module):",
+        "if not known or _is_hooked(module):",
+    ),
 )

@@ -1,0 +1,71 @@
+"""Latent attention on two ranks: each has a part of the heads and all latents, and one's tokens."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret.testing import LATENT_MODELS
+
+RANK = Path(__file__).with_name("tensor_parallel_rank.py")
+RANKS = 2
+
+
+def start(folder: Path, out: Path, ranks: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(RANK), str(folder), str(out)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | ranks,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def results(folder: Path, out: Path, ranks: int) -> list[dict[str, Any]]:
+    """Of each rank; of one process alone where ``ranks`` is 1."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    places = [
+        {**address, "RANK": str(i), "LOCAL_RANK": str(i), "WORLD_SIZE": str(ranks)}
+        for i in range(ranks)
+    ]
+    running = [start(folder, out, place) for place in (places if ranks > 1 else [{}])]
+    try:
+        for process in running:
+            said, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, said
+    finally:
+        for process in running:
+            process.kill()
+    names = [str(i) for i in range(ranks)] if ranks > 1 else ["one"]
+    return [torch.load(f"{out}.{name}.pt") for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v2", "glm4_moe_lite"])
+def test_each_rank_gives_what_one_process_gives(family: str, tmp_path: Path) -> None:
+    model = LATENT_MODELS[family].build()
+    model.save_pretrained(tmp_path / "model")
+    (expected,) = results(tmp_path / "model", tmp_path / "out", 1)
+    name, shape, (heads, width, rank) = expected.pop("weight")
+    assert (name, shape) == ("Parameter", (heads * width, rank))
+    text = expected["dynamic"]
+    assert all(torch.equal(found, text) for found in expected.values())
+    for found in results(tmp_path / "model", tmp_path / "out", RANKS):
+        # Of a weight that knows its whole form, this rank's heads.
+        assert found.pop("weight") == ("DTensor", shape, (heads // RANKS, width, rank))
+        assert found.keys() == expected.keys()
+        assert [method for method in found if not torch.equal(found[method], text)] == []
