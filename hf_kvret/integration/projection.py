@@ -104,7 +104,8 @@ def _images(projection: nn.Module, like: torch.Tensor, inputs: int) -> Affine:
     """Of the unit vectors, and of zero, which an adapter with a bias moves."""
     vectors = torch.eye(inputs + 1, inputs, dtype=like.dtype, device=like.device)
     images = projection(vectors)
-    offset = images[inputs]
+    # A copy, since a part of the images would hold them all.
+    offset = images[inputs].clone()
     return Affine((images[:inputs] - offset).T.contiguous(), offset)
 
 
@@ -128,11 +129,11 @@ def _state(projection: nn.Module, like: torch.Tensor) -> _State | None:
     """Of the module as it is now, without copies; None where not all of it is known."""
     if like.device.type != "cpu":
         return None
-    modes: list[Any] = [like.dtype, torch.is_inference_mode_enabled()]
+    modes: list[Any] = [like.dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     modes += [torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")]
     state = _State(modes, [])
     try:
-        for name, module in projection.named_modules():
+        for name, module in projection.named_modules(remove_duplicate=False):
             state.values.append((name, type(module), type(module).forward))
             state.values.extend(_values(module, state.tensors))
     except _UnknownError:
@@ -147,6 +148,7 @@ def _values(module: nn.Module, tensors: list[torch.Tensor]) -> Iterator[Any]:
         raise _UnknownError
     own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
     yield from _value(own | module._parameters | module._buffers, tensors)
+    yield [(name, child is None) for name, child in module._modules.items()]
 
 
 def _value(value: Any, tensors: list[torch.Tensor]) -> Iterator[Any]:
@@ -170,7 +172,7 @@ def _value(value: Any, tensors: list[torch.Tensor]) -> Iterator[Any]:
 
 def _form(tensor: Any, tensors: list[torch.Tensor]) -> Iterator[Any]:
     cls = type(tensor)
-    yield cls, tensor.shape, tensor.dtype
+    yield cls, tensor.shape, tensor.dtype, tensor.requires_grad
     if cls.__module__.startswith(_KNOWN_TENSORS) and hasattr(cls, "__tensor_flatten__"):
         names, rest = tensor.__tensor_flatten__()
         yield from _value({name: getattr(tensor, name) for name in names}, tensors)

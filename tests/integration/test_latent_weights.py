@@ -191,6 +191,10 @@ def test_what_stays_is_made_once(adapted: PreTrainedModel, made: list[nn.Module]
     for _ in range(2):
         logits(adapted, LatentKVCache(adapted.config), {})
     assert made == projections(adapted)
+    # Nor does it hold more than itself.
+    for kept in (projection._kept[one][1] for one in made):
+        assert kept.offset is not None and kept.offset.untyped_storage().nbytes() == 128 * 4
+        assert kept.matrix.untyped_storage().nbytes() == 128 * 16 * 4
 
 
 def affine(module: nn.Module, dtype: torch.dtype = torch.float32) -> projection.Affine:
@@ -210,9 +214,12 @@ def test_modes_of_torch_make_it_anew(adapted: PreTrainedModel) -> None:
     module.up_b.fill_(torch.nan)
     assert affine(module) is affine(module)
     with torch.enable_grad():
-        module.scaling["a"] = 3.0
         wanted = affine(module)
         assert wanted.matrix.requires_grad and affine(module) is not wanted
+        module.requires_grad_(False)
+        assert affine(module) is affine(module)
+        module.requires_grad_(True)
+        assert affine(module).matrix.requires_grad
     module.double()
     assert affine(module, torch.float64).matrix.dtype == torch.float64
 
