@@ -76,6 +76,7 @@ EXPECTED = {
         "_collide_kernel",
         "_compact_kernel",
         "_rerank_kernel",
+        "_rerank_wide_kernel",
     },
 }
 
@@ -168,7 +169,6 @@ def _stack_bytes(cubin: bytes) -> int:
 
 def _calls(operation: str) -> Iterator[functools.partial]:
     """Calls of every launcher of ``operation``, in bf16 where it takes that."""
-    from hf_kvret_kernels import paris
     from hf_kvret_kernels.gather_attention import triton as gather
     from hf_kvret_kernels.gather_scores import triton as scores_of
     from hf_kvret_kernels.paged import PagedRows
@@ -250,24 +250,32 @@ def _calls(operation: str) -> Iterator[functools.partial]:
     elif operation == "step_attention":
         yield from _calls_of_steps()
     else:
-        from hf_kvret_kernels.paris import triton_count, triton_encode
+        yield from _calls_of_paris()
 
-        keys = torch.zeros(1, 2, 512, 128, dtype=half)
-        signs, levels = paris.random_signs(128, 0), paris.magnitude_levels(8)
-        codes = paris.ParisCodes.empty(1, 2, 512, 128, m=8)
-        counts = torch.zeros(1, 2, 16, 256, dtype=torch.int32)
-        valid = torch.ones(1, 512, dtype=torch.bool)
+
+def _calls_of_paris() -> Iterator[functools.partial]:
+    """Of whole codes and small groups, and of what is taken in pieces."""
+    from hf_kvret_kernels import paris
+    from hf_kvret_kernels.paris import triton_count, triton_encode, triton_search
+
+    valid, half = torch.ones(1, 512, dtype=torch.bool), torch.bfloat16
+    for heads, group, dim, m in ((2, 4, 128, 8), (1, 20, 576, 8), (1, 3, 136, 4)):
+        keys = torch.zeros(1, heads, 512, dim, dtype=half)
+        signs, levels = paris.random_signs(dim, 0), paris.magnitude_levels(m)
+        codes = paris.ParisCodes.empty(1, heads, 512, dim, m=m)
+        counts = torch.zeros(1, heads, dim // m, 1 << m, dtype=torch.int32)
         yield functools.partial(triton_encode.rotate, keys, signs)
-        yield functools.partial(triton_encode.encode, keys, signs, levels, 8, None, codes)
-        yield functools.partial(triton_count.count_centroids, codes.sign, 8, valid)
-        query, rotated = torch.zeros(1, 2, 1, 4, 128, dtype=half), torch.zeros(1, 2, 1, 4, 128)
-        options = {"survivors": 200, "rho": 0.2, "tiers": (0.5, 1.0), "backend": "triton"}
-        for q, turn, more in (
-            (query, signs, {"valid": valid}),
-            (rotated, None, {"softcap": 50.0, "offset": torch.zeros(1, 2, 1, 4)}),
+        yield functools.partial(triton_encode.encode, keys, signs, levels, m, None, codes)
+        yield functools.partial(triton_count.count_centroids, codes.sign, m, valid)
+        shape = 1, heads, 1, group
+        query, rotated = torch.zeros(*shape, dim, dtype=half), torch.zeros(*shape, dim)
+        for q, turn, mask, softcap, offset in (
+            (query, signs, valid, None, None),
+            (rotated, None, None, 50.0, torch.zeros(shape)),
         ):
-            arguments = (q, turn, codes, counts, levels, 100)
-            yield functools.partial(paris.search, *arguments, **options, **more)
+            arguments = (q, turn, codes, counts, levels, 100, 200, (100_000, 200_000), m)
+            more = (mask, 0.1, softcap, offset)
+            yield functools.partial(triton_search.search, *arguments, *more)
 
 
 def _calls_of_merging() -> Iterator[functools.partial]:

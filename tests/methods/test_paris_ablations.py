@@ -52,7 +52,7 @@ def test_without_alpha_every_key_is_estimated_too_short() -> None:
     assert 0.95 < short.mean() < 0.995 and short.std() > 0.005
 
 
-@pytest.mark.parametrize("dim", [40, 64])
+@pytest.mark.parametrize("dim", [40, 64, 160])
 def test_without_rotation_codes_are_those_of_the_coordinates(dim: int) -> None:
     keys = _keys(dim)
     mean = keys.mean(dim=2)

@@ -178,6 +178,18 @@ FAULTS = (
         "assert cold.valid is not None",
     ),
     Fault(
+        "paris-blocks-not-mixed",
+        "kernels/hf_kvret_kernels/paris/codes.py",
+        "stride = int(0.618 * dim)",
+        "stride = dim + 1",
+    ),
+    Fault(
+        "paris-last-piece-of-a-code-not-estimated",
+        "kernels/hf_kvret_kernels/paris/triton_rerank_wide.py",
+        "for start in range(0, BYTES, PIECE):",
+        "for start in range(0, BYTES - PIECE, PIECE):",
+    ),
+    Fault(
         "counts-of-dropped-keys-kept",
         "hf_kvret/methods/paris/index.py",
         "self._counts = self._counts - paris.count_centroids(",
