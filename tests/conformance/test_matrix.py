@@ -65,7 +65,7 @@ IMPOSSIBLE: dict[str, dict[str, set[str]]] = {
     },
     "5.17": {
         **{name: {"early_exit"} for name in ("qwen2", "qwen3", "gpt_neox", "gpt2", "smollm3")},
-        **{name: _SLIDES for name in ("gemma2", "gemma3", "gpt_oss", "exaone4")},
+        **{name: _SLIDES for name in ("gemma2", "gemma3", "gemma4", "gpt_oss", "exaone4")},
         "qwen2_vl": {"early_exit", "guidance", "chunked_prefill", "prefill_by_token"},
         "lfm2": _ROWS,
         "qwen3_next": _RECURS,

@@ -20,7 +20,7 @@ _TILE = 8192
 _MOST_ROWS = 64
 # Longest rows of 16 bits that are multiplied at once; longer ones in parts of so many columns.
 _WHOLE_COLUMNS = 256
-_PART_COLUMNS = 64
+_PART_COLUMNS = 128
 _FP32_COLUMNS = 32
 _FP32_CODEWORDS = 32
 _FEWEST_ROWS = 16
