@@ -25,7 +25,7 @@ from hf_kvret import (
     attach,
     registered_methods,
 )
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 10, "do_sample": False}
@@ -85,18 +85,20 @@ def test_every_method_is_saved_in_every_state(
     artifact_options: Callable[[str, str], dict[str, str]],
 ) -> None:
     """As a model fills it: what an index keeps may be views of the model's tensors."""
-    attach(llama)
+    # One method needs latent attention.
+    model = llama if name != "latent" else LATENT_MODELS["deepseek_v3"].build()
+    attach(model)
     options = {**COVERING_OPTIONS, "top_k": 4, **artifact_options(name, "llama")}
-    cache = registered_methods()[name](llama.config, **options)
+    cache = registered_methods()[name](model.config, **options)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for count in PASSES[state]:
-            llama(torch.randint(3, 128, (2, count), generator=generator), past_key_values=cache)
+            model(torch.randint(3, 128, (2, count), generator=generator), past_key_values=cache)
         cache.save_pretrained(tmp_path)
-        twin = type(cache).from_pretrained(tmp_path, llama.config)
+        twin = type(cache).from_pretrained(tmp_path, model.config)
         for _ in range(4):
             ids = torch.randint(3, 128, (2, 1), generator=generator)
-            logits = [llama(ids, past_key_values=one).logits for one in (cache, twin)]
+            logits = [model(ids, past_key_values=one).logits for one in (cache, twin)]
             assert torch.equal(*logits)
 
 
@@ -255,7 +257,7 @@ def test_a_cache_that_was_cropped_to_nothing_comes_back(
 _OTHER_PROCESS = """
 import sys, torch
 from hf_kvret import ParisKVCache
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 directory, name = sys.argv[1:]
 torch.set_num_threads(1)
 model = MODELS[name].build()
