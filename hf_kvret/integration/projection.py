@@ -1,12 +1,12 @@
 """The matrix of a projection that is linear, whatever stands in its place.
 
 A plain ``nn.Linear`` is its weight. Anything else (an adapter, quantized, offloaded or distributed
-weights, hooks) is asked for the images of the unit vectors, which for many of them costs as much as
-a prompt of R tokens. On a CPU the images are kept from call to call where all that they can depend
-on is known: classes of torch, PEFT and torchao in eval mode, without hooks, whose attributes are
-numbers, names and tensors on the CPU. Each call compares all of it with a copy, tensors by their
-contents, because a write to ``weight.data`` leaves no other trace. On a GPU nothing is kept: to
-compare there the host would wait for the device.
+weights, hooks) is asked for the images of the unit vectors, one of each input. On a CPU they are
+kept from call to call where all that they can depend on is known: classes of torch, PEFT and
+torchao in eval mode, without hooks, whose attributes are numbers, names and tensors on the CPU.
+Each call compares all of it with a copy, tensors by their contents, because a write to
+``weight.data`` leaves no other trace. On a GPU nothing is kept: to compare there the host would
+wait for the device.
 """
 
 from __future__ import annotations
