@@ -63,7 +63,10 @@ def _options(method: str, found: ArtifactOptions, covering: bool) -> dict[str, A
     return {**(COVERING_OPTIONS if covering else SMALL), **coded, **found(method, "llama")}
 
 
-@pytest.mark.parametrize("method", registered_methods())
+RETRIEVING = [name for name, kind in registered_methods().items() if kind.config_class.retrieves]
+
+
+@pytest.mark.parametrize("method", RETRIEVING)
 def test_chunks_give_the_text_of_one_pass_with_a_covering_budget(
     llama: PreTrainedModel, method: str, artifact_options: ArtifactOptions
 ) -> None:

@@ -182,7 +182,7 @@ def test_the_wheel_holds_the_packages_and_their_data(wheel: Path) -> None:
 # What a user without a checkout may type, and what comes of it.
 OUTSIDE = (
     ("eval niah --lengths 1K --depths 50 --samples 1 --caches full", 0, "| full "),
-    ("bench index-build --context 1K --repeats 1 --methods flat --faiss", 0, "| flat "),
+    ("bench prefill --context 1K --steps 1 --warmup 0 --rounds 1 --caches full", 0, "| full "),
     ("eval ruler --tasks vt --samples 1", 2, "ruler needs a tokenizer"),
     ("eval niah --model reference", 2, "give --model needle, a folder or a hub id"),
     ("eval paris-ablation --text novel.txt", 2, "python examples/studies/paris_ablation.py"),

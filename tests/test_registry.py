@@ -27,7 +27,7 @@ import hf_kvret
 from hf_kvret import CTkvrCache, FlatKVCache, ParisKVCache, RetrievalCache
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
-OURS = ("hf_kvret", "flat", "paris", "lrqk", "ctkvr", "a2ats", "aqua", "h2o")
+OURS = ("hf_kvret", "flat", "paris", "lrqk", "ctkvr", "a2ats", "aqua", "h2o", "latent")
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 10, "do_sample": False}
 PREPARE = "_prepare_cache_for_generation"

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_kvret.benchmark.shapes import SHAPES, load_shape, random_model, weight_bytes
+from hf_kvret.integration.compatibility import head_dims
 
 # Parameters that the models' pages and papers state, to the last one.
 PUBLISHED = {
@@ -23,6 +25,23 @@ PUBLISHED = {
     "mistral-7b-v0.3": 7_248_023_552,
     "phi-4": 14_659_507_200,
 }
+
+# Of latent attention, with a dense MLP in every layer: layers, heads, and what an attention has by
+# hand from q_lora_rank, kv_lora_rank and head dims of the published config.json.
+LATENT = {"glm-4.7-flash": (47, 20, 21_759_232), "deepseek-v3": (61, 128, 187_107_328)}
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_a_shape_of_latent_attention_has_the_published_attention(name: str) -> None:
+    config = load_shape(name).config
+    layers, heads, parameters = LATENT[name]
+    assert (config.num_hidden_layers, config.num_attention_heads) == (layers, heads)
+    assert head_dims(config) == [576]
+    with torch.device("meta"):
+        one = AutoModelForCausalLM.from_config(load_shape(name).with_layers(1))
+    layer = one.model.layers[0]
+    assert sum(each.numel() for each in layer.self_attn.parameters()) == parameters
+    assert not any("expert" in part for part, _ in layer.named_modules())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -41,7 +60,7 @@ def test_rope_is_the_published_one() -> None:
 
 
 def test_every_shape_but_tiny_is_checked() -> None:
-    assert {*PUBLISHED, "tiny"} == set(SHAPES)
+    assert {*PUBLISHED, *LATENT, "tiny"} == set(SHAPES)
 
 
 def test_a_step_reads_all_weights_but_the_input_embedding() -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from hf_kvret.integration.compatibility import check_config, head_dim
+from hf_kvret.integration.compatibility import check_config, head_dims
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -91,7 +91,7 @@ def test_heads_that_share_a_latent_start_so_too(scripts: Any, tiny_model_dir: Pa
     for head in (0, 1):
         assert attentions[1][0, head, place, place - 59].mean() > 0.4
     check_config(model.config)
-    assert head_dim(model.config) == 160
+    assert head_dims(model.config) == [160]
 
 
 def test_every_weight_of_the_latent_model_learns_in_its_way(
