@@ -77,8 +77,7 @@ class RetrievalCache(Cache):
         layer_class = LatentLayer if is_latent(config) else RetrievalLayer
         layers: list[Any] = model_layers(config)
         ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
-        options = self.options_for(options, config)
-        self.options = options
+        options = self.options = self.options_for(options, config)
         self.model_shape = model_shape(config)
         widths = [shape.width for shape in retrieval_shapes(config).values()]
         self._stores = StoreChoice(
@@ -105,6 +104,8 @@ class RetrievalCache(Cache):
         """
         for dim in head_dims(config):
             options.check_model(dim)
+        if rank := latent_rank(config):
+            RetrievalConfig.check_model(options, rank)
         return options
 
     @classmethod
@@ -274,10 +275,9 @@ class RetrievalCache(Cache):
         """Why nothing was ever retrieved, if the cache is too short for that; else None."""
         layers = self.retrieval_layers
         length = max(layer.get_seq_length() for layer in layers)
-        retrieved = any(layer.counters.steps for layer in layers)
         options = self.options
-        idle = not length or not options.retrieves
-        if idle or retrieved or any(layer.cold_len for layer in layers):
+        active = any(layer.counters.steps or layer.cold_len for layer in layers)
+        if active or not length or not options.retrieves:
             return None
         if length < options.dense_len:
             return (

@@ -16,10 +16,17 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_kvret
-from hf_kvret import FlatKVCache, ParisConfig, ParisKVCache, RetrievalCache, registered_methods
+from hf_kvret import (
+    FlatKVCache,
+    ParisConfig,
+    ParisKVCache,
+    RetrievalCache,
+    attach,
+    registered_methods,
+)
 from hf_kvret.core.layer import HANDLE, RetrievalLayer
 from hf_kvret.stores.places import choose
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 16, "do_sample": False}
@@ -114,6 +121,23 @@ def test_a_cache_can_be_pickled(llama: PreTrainedModel, name: str) -> None:
     going_on = torch.cat([_ids(60), _ids(30)], dim=1)
     results = [llama.generate(going_on, **RUN, past_key_values=each) for each in (cache, copy)]
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("store", ["device", "resident", "higgs"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_pickled_cache_takes_in_what_follows(family: str, store: str) -> None:
+    """Flushes that go on in a page half full, and windows that the CPU library knew before."""
+    model = (MODELS | LATENT_MODELS)[family].build()
+    attach(model)
+    cache = registered_methods()["flat"](model.config, **COVERING_OPTIONS, store=store)
+    ids = _ids(90)
+    with torch.no_grad():
+        for piece in ids[:, :50].split([49, 1], dim=1):
+            model(piece, past_key_values=cache)
+        copy = pickle.loads(pickle.dumps(cache))
+        for token in ids[:, 50:].split(1, dim=1):
+            logits = [model(token, past_key_values=one).logits for one in (cache, copy)]
+            assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("sink", [0, 1, 60])

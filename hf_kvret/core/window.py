@@ -219,6 +219,10 @@ class Window(State):
         self.length -= window_count
         return count - window_count
 
+    def __getstate__(self) -> dict[str, object]:
+        """Without what the library knew: a pickled view of a buffer is a buffer of its own."""
+        return {**vars(self), "host": None}
+
     def fork(self) -> Self:
         """As every state's; what the library knew is of the other's buffers."""
         twin = super().fork()

@@ -156,7 +156,9 @@ def model_shape(config: PreTrainedConfig) -> dict[str, Any]:
     A list with a value for each layer where layers differ.
     """
     text = config.get_text_config(decoder=True)
-    names = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    names = ["model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    if is_latent(config):
+        names += ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
     return {name: one_or_all(by_layer(text, name)) for name in names}
 
 

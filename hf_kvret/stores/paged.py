@@ -60,6 +60,11 @@ class PagedStore(Store):
         self._rows: PagedRows | None = None
         self._addresses: torch.Tensor | None = None
 
+    def __getstate__(self) -> dict[str, object]:
+        """Without views of chunks, which would be memory of their own, and without addresses."""
+        gone = ("_tail", "_rows", "_addresses", "_pending")
+        return {**vars(self), **dict.fromkeys(gone)}
+
     def __len__(self) -> int:
         return self.length
 

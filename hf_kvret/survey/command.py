@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from tqdm import tqdm
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
@@ -109,7 +110,13 @@ def _find(name: str, *, anywhere: bool) -> ModelType:
     """A type of transformers; ``anywhere`` also what a folder or the hub has of that name."""
     if not anywhere or (name in type_names() and not Path(name).exists()):
         return default_type(name)
-    config = AutoConfig.from_pretrained(name)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (StrictDataclassError, TypeError, KeyError, ArithmeticError) as error:
+        raise ValueError(
+            f"transformers can't read the configuration of {name!r} "
+            f"({type(error).__name__}: {' '.join(str(error).split())}): correct its config.json"
+        ) from error
     known = config.model_type in type_names()
     return configured_type(config, partial(text_class, config.model_type) if known else None)
 
