@@ -247,7 +247,8 @@ def details(row: Row, record: Record) -> str:
             "conformance": "in all modes" if one.conformance else "not in the suite",
         }
         if tried is not None:
-            facts["trial"] = f"{tried.outcome}, {tried.part} (transformers {record.transformers})"
+            release = f"transformers {record.transformers}"
+            facts["trial of the default"] = f"{tried.outcome}, {tried.part} ({release})"
             facts["trial says"] = tried.detail
             facts |= {f"  {name}": result for name, result in tried.methods.items()}
     width = max(map(len, facts))
