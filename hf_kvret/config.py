@@ -51,6 +51,11 @@ class RetrievalConfig(metaclass=RenamesOptions):
             keep rows that were used recently, for a later query to find.
         bits: of ``store="higgs"`` and ``"higgs-host"``, for each number of a key or value: 2, 3, 4,
             or 16, which is the model's own dtype. With 16, ``"auto"`` codes nothing.
+        rest: what stands for the cold tokens that a query does not select. None: nothing.
+            ``"mean"``: one token of each KV head, with the mean key and the mean value of all cold
+            tokens and the weight of those that are left out. ``"left_out"``: the same with means of
+            exactly those, for which the selected rows are read once more.
+        rest_blocks: of ``rest="mean"``, a token for every so many cold slots; None: one for all.
         track_recall: compare every selection with the exact top-k. Reads all keys: for study.
         graph: ``"auto"``: ``generate`` replays decode steps from a CUDA graph where it can (see
             ``DecodeGraph``); False: it never does.
@@ -75,6 +80,8 @@ class RetrievalConfig(metaclass=RenamesOptions):
     slots: int | float = 1.0
     bits: int = 4
     device_budget: int | str | None = None
+    rest: Literal["mean", "left_out"] | None = None
+    rest_blocks: int | None = None
     track_recall: bool = False
     graph: Literal["auto", False] = "auto"
 
@@ -94,6 +101,7 @@ class RetrievalConfig(metaclass=RenamesOptions):
         if self.dense_below is not None:
             _check_length("dense_below", self.dense_below, 0)
         _check_prefill_chunk(self.prefill_chunk, self.max_draft)
+        _check_rest(self.rest, self.rest_blocks, self.rest_obstacle)
         if not isinstance(self.track_recall, bool):
             raise TypeError(f"track_recall must be True or False, got {self.track_recall!r}")
         if self.graph is not False and self.graph != "auto":
@@ -142,6 +150,11 @@ class RetrievalConfig(metaclass=RenamesOptions):
     @property
     def group_obstacle(self) -> str:
         """Why the query heads of a KV head must select together; empty where they need not."""
+        return ""
+
+    @property
+    def rest_obstacle(self) -> str:
+        """Why nothing can stand for tokens that are not selected; empty where it can."""
         return ""
 
     @property
@@ -243,6 +256,21 @@ def _check_select_heads(count: object, obstacle: str) -> None:
         raise ValueError(f"select_heads={count}: at least one head selects; None means all of them")
     if obstacle:
         raise ValueError(f"select_heads={count}: {obstacle}; leave it out")
+
+
+def _check_rest(rest: object, blocks: object, obstacle: str) -> None:
+    if rest is not None and rest not in ("mean", "left_out"):
+        raise ValueError(f"rest={rest!r}: choose 'mean', 'left_out' or None")
+    if rest is not None and obstacle:
+        raise ValueError(f"rest={rest!r}: {obstacle}; leave it out")
+    if blocks is None:
+        return
+    _check_length("rest_blocks", blocks, 1)
+    if rest != "mean":
+        raise ValueError(
+            f"rest_blocks={blocks} with rest={rest!r}: only rest='mean' makes a token for every so "
+            "many; give that, or leave rest_blocks out"
+        )
 
 
 def _check_device_budget(size: object, store: str) -> None:

@@ -11,6 +11,7 @@ from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.core.window import Window
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import preferred
+from hf_kvret_kernels.rest_tokens import RestMeans
 
 
 def attend_on_host(
@@ -21,11 +22,12 @@ def attend_on_host(
     call: AttentionCall,
     selected: torch.Tensor | None,
     position_queries: int = 1,
+    rest: RestMeans | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Attention of ``query [B, Hq, Q, Dk]`` to the window and to what the index finds in ``cold``.
 
     ``selected`` is an int64 to which the number of tokens found is added, in place.
-    ``position_queries`` as of ``host_step.run_step``.
+    ``position_queries`` as of ``host_step.run_step``, ``rest`` as of ``HostCold``.
 
     Returns:
         ``out [B, Hq, Q, Dv]`` of the query's dtype and the ids, as of ``Index.search``. None where
@@ -45,7 +47,7 @@ def attend_on_host(
         search = index.host_search(query, cold) if _describes_its_search(index) else None
         if search is None:
             search = host_step.GivenIds(index.search(query, cold))
-        chosen = host_step.HostCold(rows, search, cold.valid, cold.budget)
+        chosen = host_step.HostCold(rows, search, cold.valid, cold.budget, rest)
     valid = window.validity(call.scoring.valid)
     near = window.host
     if near is None or near.keys is not window.keys:

@@ -12,6 +12,7 @@ import torch
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.block import UNKNOWN_POSITION, TokenBlock
 from hf_kvret.core.index import ColdTokens, Index, SearchCost
+from hf_kvret.core.rest import RestSums
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.state import Tensors
 from hf_kvret.core.store import Store, all_of
@@ -54,6 +55,8 @@ class Regions:
 
     Attributes:
         changes: goes up whenever other tokens are cold, or other rows of the batch are held.
+        rest: sums of cold tokens, where ``config.rest`` asks for their means, which may lag behind;
+            None: there are none yet.
         compiled_len: by shape of queries, how long the layer may grow with kernels that are there.
     """
 
@@ -72,6 +75,7 @@ class Regions:
         self.index = index
         self.window = Window(config.sink, keys, values, value_in_key)
         self.store: Store | None = None
+        self.rest: RestSums | None = None
         # [B, 1, n] int32 of recent tokens.
         self.positions = TokenBuffer(64)
         self.needs_positions = needs_positions
@@ -232,6 +236,17 @@ class Regions:
             self.index.build(cold)
         self._built = True
 
+    @_keeps_tensors
+    def rest_sums(self, cold: ColdTokens) -> RestSums:
+        """Sums of all of ``cold``."""
+        if self.rest is None or self.rest.mean_len != self.config.rest_blocks:
+            self.rest = RestSums(self.config.rest_blocks)
+        window = self.window
+        self.rest.catch_up(cold, window.keys.shape[1], window.value_in_key)
+        # Made here, not within a capture.
+        self.rest.means()
+        return self.rest
+
     def search_cost(self) -> SearchCost:
         """Cost of one search; without an index, of reading the store, its rows not counted."""
         if self.index is None:
@@ -277,6 +292,8 @@ class Regions:
         keys, values = self.store.gather(ids)
         self.window.unpop(keys[:, :, 0].to(device), values[:, :, 0].to(device), length)
         self.store.crop(cold)
+        if self.rest is not None:
+            self.rest.crop(cold)
         if self.index is not None:
             self.index.crop(cold)
         # An index without tokens is like a new one: the next prompt builds it.
@@ -291,6 +308,8 @@ class Regions:
         if self.index is not None:
             self.index.reorder(rows)
         self.positions.reorder(rows)
+        if self.rest is not None:
+            self.rest.reorder(rows)
         if self.store is not None:
             self.store.reorder(rows)
         self._retrievable = None
@@ -305,6 +324,7 @@ class Regions:
         twin = type(self)(self.config, index, make_store, keys, values, *kinds)
         twin.window, twin.positions = self.window.fork(), self.positions.fork()
         twin.store = None if self.store is None else self.store.fork()
+        twin.rest = None if self.rest is None else self.rest.fork()
         twin._built, twin._retrievable = self._built, self._retrievable
         return twin
 
@@ -344,6 +364,7 @@ class Regions:
         """Move a block into store and index, its first valid tokens also into free sinks."""
         if self.store is None:
             self.store = self._make_store(block.keys.device, block.nbytes)
+        takes_sinks = not self.window.sinks_full
         self.window.take_sinks(block)
         if self.positions.is_allocated:
             # The store has the positions of tokens that a crop moved back to the window.
@@ -353,6 +374,12 @@ class Regions:
             positions = torch.nn.functional.pad(positions, (pad_len, 0), value=UNKNOWN_POSITION)
             block = replace(block, positions=positions)
         self.store.append(block)
+        if self.config.rest is not None and not self.store.codes_rows:
+            if self.rest is None:
+                self.rest = RestSums(self.config.rest_blocks)
+            # Else the store's rows are read again.
+            if self.rest.end == block.start:
+                self.rest.add(block, self.window.sink_slots if takes_sinks else None)
         self.positions.drop(block.end)
         if self.index is not None:
             self.index.add(block)

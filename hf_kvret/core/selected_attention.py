@@ -19,10 +19,12 @@ from hf_kvret.core.merge import merge
 from hf_kvret.core.pieces import piece_len
 from hf_kvret.core.recall import Recall, measure_recall
 from hf_kvret.core.regions import Regions
+from hf_kvret.core.rest import RestSums
 from hf_kvret.core.store import AttentionResult
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.prompt_attention import prompt_pieces
 from hf_kvret_kernels.relevance import count_ids
+from hf_kvret_kernels.rest_tokens import RestMeans, RestTokens, rest_logits
 from hf_kvret_kernels.step_attention import step_attention
 
 
@@ -48,9 +50,20 @@ def attend_selected(
     searching = query if groups is None else groups.fold(query)
     # A group's queries see what those of any other group see at their position.
     position_queries = 1 if groups is None else groups.count
-    if groups is None or call.sink_logits is None:
+    rest = None
+    if cold is not None and index is not None and regions.config.rest is not None:
+        rest = regions.rest_sums(cold)
+    exactly = rest is not None and regions.config.rest == "left_out"
+    if (groups is None or call.sink_logits is None) and not exactly:
         step = attend_on_host(
-            searching, regions.window, index, cold, call, selected, position_queries
+            searching,
+            regions.window,
+            index,
+            cold,
+            call,
+            selected,
+            position_queries,
+            None if rest is None else rest.means(),
         )
         if step is not None:
             out, host_ids = step
@@ -58,7 +71,7 @@ def attend_selected(
                 _note_search(regions, index, searching, host_ids, cold, counters, position_queries)
                 index.after_search(host_ids)
             return out if groups is None else groups.unfold(out)
-    given = regions, query, searching, index, cold, call, counters, selected, groups
+    given = regions, query, searching, index, cold, call, counters, selected, groups, rest
     if cold is None:
         return _attend_in_parts(*given)
     with compiling_ahead(regions, query, cold, call, final_len):
@@ -75,21 +88,34 @@ def _attend_in_parts(
     counters: LayerCounters,
     selected: torch.Tensor | None,
     groups: HeadGroups | None,
+    rest: RestSums | None,
 ) -> torch.Tensor:
     """See ``attend_selected``, part by part; ``selected`` is counted up."""
     position_queries = 1 if groups is None else groups.count
     finish_cold: Callable[[], AttentionResult] | None = None
+    # With one position to see and no logits of heads, groups stay queries up to the end.
+    stays_folded = query.shape[2] == 1 and call.sink_logits is None
     ids: torch.Tensor | None = None
+    rest_tokens: RestTokens | None = None
     if cold is not None and index is None:
         finish_cold = partial(attend_all, regions, query, cold, counters)
     elif cold is not None and index is not None:
         ids = index.search(searching, cold)
         _note_search(regions, index, searching, ids, cold, counters, position_queries)
+        left_out = None
+        if rest is not None and regions.config.rest == "left_out":
+            left_out = rest.left_out(searching, ids, cold)
         # First, so that a store elsewhere works while the device does all the rest.
         finish_cold = cold.store.begin(searching, ids, cold.scale, cold.softcap)
         index.after_search(ids)
-    # With one position to see and no logits of heads, groups stay queries up to the end.
-    stays_folded = query.shape[2] == 1 and call.sink_logits is None
+        if left_out is not None:
+            finish_cold = partial(_joined, finish_cold, left_out)
+        elif rest is not None:
+            rest_tokens = _rest_tokens(rest.means(), searching, ids, cold)
+            if not isinstance(finish_cold, Pieces) or (groups is not None and not stays_folded):
+                pieces = rest_tokens.pieces()
+                finish_cold = partial(_joined, finish_cold, (pieces.outs, pieces.lses))
+                rest_tokens = None
     if groups is not None and finish_cold is not None and not stays_folded:
         finish_cold, searching = partial(_unfolded, groups, finish_cold), query
     keys, values = regions.window.tokens()
@@ -104,6 +130,7 @@ def _attend_in_parts(
     if isinstance(finish_cold, Pieces):
         # Launched already: one launch more does all that is left.
         options |= {"sink_logits": call.sink_logits, "ids": ids, "selected": selected}
+        options["rest"] = rest_tokens
         out, _ = step_attention(searching, keys, values, finish_cold, **options)
     else:
         near = prompt_pieces(searching, keys, values, **options)
@@ -114,6 +141,19 @@ def _attend_in_parts(
             parts.append(finish_cold())
         out, _ = merge(parts, call.sink_logits, query.dtype)
     return groups.unfold(out) if groups is not None and stays_folded else out
+
+
+def _rest_tokens(
+    means: RestMeans, query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens
+) -> RestTokens:
+    """What stands for the tokens of ``cold`` that are not among ``ids``."""
+    logits = rest_logits(query, means, ids, scale=cold.scale, softcap=cold.softcap)
+    return RestTokens(logits, means.values)
+
+
+def _joined(finish: Callable[[], AttentionResult], others: AttentionResult) -> AttentionResult:
+    """The result of ``finish``, with other tokens."""
+    return merge([finish(), others])
 
 
 def _unfolded(groups: HeadGroups, finish: Callable[[], AttentionResult]) -> AttentionResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,12 +40,15 @@ class Store(State):
             that one's; None where there is none, or where it is empty. In a forward pass it has
             taken in the same tokens just before, and it forgets tokens after this one. Set by the
             cache, also in a fork.
+        codes_rows: whether rows come back as other numbers than they were given.
+        codes_rows: whether rows come back as other numbers than they were given.
 
     Raises:
         TypeError: a subclass defines methods of the contract before this one.
     """
 
     below: Callable[[], Store | None] = staticmethod(_nothing_below)
+    codes_rows: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

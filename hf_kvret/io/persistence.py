@@ -30,7 +30,10 @@ _TENSORS, _DESCRIPTION = "cache.safetensors", "cache.json"
 
 # Options that do not affect what is stored, so a load may change them.
 _STORE_OPTIONS = {"store", "slots", "device_budget"}
-_CALL_OPTIONS = {"max_draft", "flush", "track_recall", "prefill_chunk", "graph", "select_heads"}
+_CALL_OPTIONS = {
+    *("max_draft", "flush", "track_recall", "prefill_chunk", "graph", "select_heads"),
+    *("rest", "rest_blocks"),
+}
 _FREE_OPTIONS = {"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS}
 # A load may change these too: the artifact may be in another place. The index itself refuses an
 # artifact other than the one that it was saved with.

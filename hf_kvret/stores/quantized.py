@@ -31,6 +31,8 @@ class QuantizedStore(WrappedStore):
         bits: 2, 3 or 4.
     """
 
+    codes_rows = True
+
     def __init__(self, memory: PageMemory, bits: int) -> None:
         super().__init__(PagedStore(memory, apart=True))
         self._bits = bits

@@ -10,7 +10,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 7
+#define HFK_VERSION 8
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -94,11 +94,22 @@ struct hfk_window {
     int64_t value_row;      // elements from one value to the next, at least value_dim
 };
 
+// What stands for cold tokens that are not selected: means of sets of a head's tokens, each with the
+// weight of as many of them as are left out.
+struct hfk_rest {
+    const float *keys;      // [batch, kv_heads, count, key_dim]
+    const float *values;    // [batch, kv_heads, count, value_dim]; finite
+    const int32_t *tokens;  // [batch, count]: of each set
+    int64_t count;          // sets of a head; 0: none
+    int64_t block_len;      // set r is of the tokens r * block_len .. (r + 1) * block_len; 0: all
+};
+
 // A decode step of a layer: a search for the cold tokens of each query, and attention over these
 // and the window.
 struct hfk_step {
     struct hfk_request attention; // `ids` is written by the search, where there is one
     struct hfk_window window;     // length 0: none
+    struct hfk_rest rest;
     const uint8_t *valid;         // [batch, tokens], 0 for cold tokens that are never chosen
     int64_t valid_stride;         // elements from one batch row of `valid` to the next
     int64_t tokens;               // cold tokens, all of which the search knows
@@ -225,7 +236,8 @@ HFK_API int32_t hfk_scores(const struct hfk_request *request);
 HFK_API int32_t hfk_rank(const struct hfk_ranking *request);
 
 // The step: `out` as of hfk_attend, over the window and the ids; `lse` may be null. Queries of a KV
-// head share its ids: id_heads is kv_heads where there is a search, but for HFK_SEARCH_PROXY.
+// head share its ids: id_heads is kv_heads where there is a search, but for HFK_SEARCH_PROXY. A rest
+// token's logit is its score + log(tokens - k), where k ids of the query, all distinct, are in its set.
 HFK_API int32_t hfk_run_step(const struct hfk_step *step);
 
 // The search of a step alone, on one thread: writes `ids`, and what `trace` asks for. The search

@@ -105,6 +105,7 @@ class Step {
             request_, window(), span, scratch, request_.out + row * request_.value_dim,
             request_.queries * request_.value_dim, lse_.data() + row, request_.queries);
         if (!found) all_found_.store(false, std::memory_order_relaxed);
+        add_rest(index);
     }
 
     // Stage by stage, each cut into pieces.
@@ -120,6 +121,7 @@ class Step {
         hfk_request request = request_;
         request.lse = lse_.data();
         if (Job(request, kernel_, true, window()).run() == HFK_BAD_ID) all_found_ = false;
+        for (int64_t index = 0; index < spans_; ++index) add_rest(index);
     }
 
     static void piece(void *step, int64_t item, int slot) {
@@ -130,6 +132,58 @@ class Step {
                           self.work_ + index * self.work_bytes_,
                           reinterpret_cast<float *>(scratch), item % self.pieces_, self.pieces_,
                           self.ids(index));
+    }
+
+    // The rest tokens of a selection's KV head join what its query heads attended to.
+    void add_rest(int64_t index) {
+        const hfk_rest &rest = step_.rest;
+        const Selection own = selection(index);
+        const int64_t heads = request_.query_heads / request_.id_heads;
+        const int64_t kv_head = own.head / (request_.id_heads / request_.kv_heads);
+        for (int64_t r = 0; r < rest.count; ++r) {
+            const int64_t left = rest.tokens[own.batch * rest.count + r] - chosen(index, r);
+            if (left <= 0) continue;
+            const int64_t place = (own.batch * request_.kv_heads + kv_head) * rest.count + r;
+            const float *key = rest.keys + place * request_.key_dim;
+            const float *value = rest.values + place * request_.value_dim;
+            for (int64_t head = own.head * heads; head < (own.head + 1) * heads; ++head) {
+                const int64_t row =
+                    (own.batch * request_.query_heads + head) * request_.queries + own.query;
+                const float logit = score(row, key) + std::log(static_cast<float>(left));
+                join(logit, value, request_.out + row * request_.value_dim, lse_[row]);
+            }
+        }
+    }
+
+    // How many ids of a selection lie in set `r`.
+    int64_t chosen(int64_t index, int64_t r) const {
+        const int32_t *own = ids(index);
+        const int64_t first = r * step_.rest.block_len;
+        const int64_t last = step_.rest.block_len > 0 ? first + step_.rest.block_len
+                                                      : std::numeric_limits<int64_t>::max();
+        int64_t count = 0;
+        for (int64_t i = 0; i < request_.count; ++i) count += own[i] >= first && own[i] < last;
+        return count;
+    }
+
+    // Of the query at `row` of [batch, query_heads, queries] and a key.
+    float score(int64_t row, const float *key) const {
+        const int64_t dim = request_.key_dim;
+        double dot = 0.0;
+        for (int64_t d = 0; d < dim; ++d) {
+            dot += number_at(request_.query, request_.dtype, row * dim + d) * key[d];
+        }
+        const double scaled = request_.scale * dot, cap = request_.softcap;
+        return static_cast<float>(cap > 0.0 ? cap * std::tanh(scaled / cap) : scaled);
+    }
+
+    // A token joins a mean of values, the logarithm of whose softmax's denominator is `lse`.
+    void join(float logit, const float *value, float *out, float &lse) const {
+        const float peak = std::max(logit, lse);
+        const float mass = std::exp(lse - peak) + std::exp(logit - peak);
+        const float weight = std::exp(logit - peak) / mass;
+        for (int64_t d = 0; d < request_.value_dim; ++d) out[d] += weight * (value[d] - out[d]);
+        lse = peak + std::log(mass);
     }
 
     // Learned sinks, the result's dtype, and what is counted.
@@ -187,6 +241,8 @@ class Step {
 
 bool is_good(const hfk_step &step) {
     const hfk_window &window = step.window;
+    const hfk_rest &rest = step.rest;
+    if (rest.count < 0 || rest.block_len < 0 || (rest.count > 1 && rest.block_len == 0)) return false;
     return is_good(step.attention) && step.tokens >= 0 && window.length <= window.capacity &&
            window.value_row >= step.attention.value_dim && window.position_queries > 0 &&
            step.attention.queries % window.position_queries == 0 &&

@@ -43,6 +43,7 @@ EXPECTED = {
     "higgs": {"_higgs_kernel", "_minmax_kernel", "_decode_kernel", "_attend_kernel"},
     "merge": {"_merge_kernel"},
     "prompt_attention": {"_attend_kernel"},
+    "rest_tokens": {"_logits_kernel"},
     "step_attention": {"_finish_kernel"},
     "paged": {"_gather_kernel", "_copy_kernel"},
     "proxy": {
@@ -249,6 +250,8 @@ def _calls(operation: str) -> Iterator[functools.partial]:
             yield functools.partial(prompt.prompt_attention, *arguments)
     elif operation == "step_attention":
         yield from _calls_of_steps()
+    elif operation == "rest_tokens":
+        yield from _calls_of_rest_tokens()
     else:
         yield from _calls_of_paris()
 
@@ -293,6 +296,7 @@ def _calls_of_merging() -> Iterator[functools.partial]:
 def _calls_of_steps() -> Iterator[functools.partial]:
     """A piece that is a tile and a longer one, with and without all that a model may lack."""
     from hf_kvret_kernels.merge import Pieces
+    from hf_kvret_kernels.rest_tokens import RestTokens
     from hf_kvret_kernels.step_attention import triton as step
 
     total, ids = torch.zeros((), dtype=torch.int64), torch.zeros(1, 2, 1, 100, dtype=torch.int32)
@@ -306,9 +310,25 @@ def _calls_of_steps() -> Iterator[functools.partial]:
         key, value = (torch.zeros(1, 2, 512, dim, dtype=dtype) for dim in dims)
         others = Pieces(torch.zeros(1, 8, queries, 9, dims[1]), torch.zeros(1, 8, queries, 9))
         given = functools.partial(step.step_attention, query, key, value, others, 0.1, None)
-        yield functools.partial(given, None, None, None, None, None, dtype, splits)
+        yield functools.partial(given, None, None, None, None, None, None, dtype, splits)
         valid, counted = torch.ones(1, 512).bool(), (ids, total)
-        yield functools.partial(given, valid, 50.0, sinks, *counted, torch.float32, splits)
+        rest = RestTokens(torch.zeros(1, 8, queries, 3), torch.zeros(1, 2, 3, dims[1]))
+        yield functools.partial(given, valid, 50.0, sinks, *counted, rest, torch.float32, splits)
+
+
+def _calls_of_rest_tokens() -> Iterator[functools.partial]:
+    """One mean and several, heads that share ids or have their own, groups of all sizes."""
+    from hf_kvret_kernels.rest_tokens import RestMeans
+    from hf_kvret_kernels.rest_tokens import triton as rest_tokens
+
+    for heads, dim, choosers, dtype in ((8, 128, 2, torch.bfloat16), (40, 576, 2, torch.float32)):
+        query = torch.zeros(1, heads, 1, dim, dtype=dtype)
+        for tokens, ids_heads in ((1, choosers), (3, heads)):
+            keys, counts = torch.zeros(1, 2, tokens, dim), torch.ones(1, tokens).int()
+            means = RestMeans(keys, keys, counts, 0 if tokens == 1 else 64)
+            ids = torch.zeros(1, ids_heads, 1, 100, dtype=torch.int32)
+            softcap = None if tokens == 1 else 50.0
+            yield functools.partial(rest_tokens.rest_logits, query, means, ids, 0.1, softcap)
 
 
 def _calls_of_relevance() -> Iterator[functools.partial]:
@@ -397,6 +417,7 @@ def _calls_of_latents() -> Iterator[functools.partial]:
     from hf_kvret_kernels.paged_triton import gather_rows
     from hf_kvret_kernels.prompt_attention import triton as prompt
     from hf_kvret_kernels.resident import triton as resident
+    from hf_kvret_kernels.rest_tokens import RestTokens
     from hf_kvret_kernels.step_attention import triton as step
 
     half, table = torch.bfloat16, torch.zeros(1, 8, dtype=torch.int32)
@@ -417,8 +438,10 @@ def _calls_of_latents() -> Iterator[functools.partial]:
             yield functools.partial(scores_of.gather_scores, query, rows, ids, 0.1, None)
             outs, lses = torch.zeros(1, heads, 1, 16, value_dim), torch.zeros(1, heads, 1, 16)
             others = Pieces(outs, lses, torch.zeros(1, heads, 1, dtype=torch.int32))
-            given = query, keys, values, others, 0.1, None, None, None, None, ids, selected, half
-            yield functools.partial(step.step_attention, *given)
+            rest = RestTokens(torch.zeros(1, heads, 1, 1), torch.zeros(1, 1, 1, value_dim))
+            given = query, keys, values, others, 0.1, None, None, None, None, ids, selected
+            for tokens in (None, rest):
+                yield functools.partial(step.step_attention, *given, tokens, half)
         many = torch.zeros(1, 128, 256, dim, dtype=half)
         yield functools.partial(prompt.prompt_pieces, many, keys, values, 0.1, 584, None, None)
         for bits in (3, 4) if within else ():

@@ -120,6 +120,11 @@ class AquaConfig(RetrievalConfig):
         return self.bits
 
     @property
+    def rest_obstacle(self) -> str:
+        """See ``RetrievalConfig``."""
+        return "aqua attends to all tokens, nothing is left out"
+
+    @property
     def group_obstacle(self) -> str:
         """See ``RetrievalConfig``."""
         return "aqua selects nothing, it attends to all tokens"

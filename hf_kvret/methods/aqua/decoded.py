@@ -54,6 +54,8 @@ class DecodedStore(Store):
         memory: where codes lie.
     """
 
+    codes_rows = True
+
     def __init__(self, memory: PageMemory) -> None:
         self.memory = memory
 

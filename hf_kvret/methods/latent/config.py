@@ -25,6 +25,11 @@ class LatentConfig(RetrievalConfig):
         return sys.maxsize
 
     @property
+    def rest_obstacle(self) -> str:
+        """See ``RetrievalConfig``."""
+        return "latent attends to all tokens, nothing is left out"
+
+    @property
     def group_obstacle(self) -> str:
         """See ``RetrievalConfig``."""
         return "latent selects nothing, it attends to all tokens"

@@ -36,6 +36,7 @@ from hf_kvret_kernels.host_step.searches import (
     ProxySearch,
 )
 from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.rest_tokens import RestMeans
 
 __all__ = [
     "CodebookSearch",
@@ -54,9 +55,10 @@ __all__ = [
     "why_not",
 ]
 
-# What follows hfk_request in hfk_step: window; valid, its stride and the cold tokens; addresses of
-# search, sinks, the count of selected tokens and the result; kind of the search, a reserved number.
-_STEP = struct.Struct("@3P5qP2q4P2i")
+# What follows hfk_request in hfk_step: window; rest tokens; valid, its stride and the cold tokens;
+# addresses of search, sinks, the count of selected tokens and the result; kind of the search, a
+# reserved number.
+_STEP = struct.Struct("@3P5q3P2qP2q4P2i")
 # hfk_paris_trace: five addresses.
 _TRACE = struct.Struct("@5P")
 
@@ -129,12 +131,14 @@ class HostCold:
             ``valid`` and ``budget`` are not looked at.
         valid: ``[B, n]`` bool, False for tokens that are never chosen.
         budget: how many of them a query chooses, at least 1.
+        rest: what stands for those that a query does not choose; None: nothing does.
     """
 
     rows: PagedRows
     search: HostSearch
     valid: torch.Tensor
     budget: int
+    rest: RestMeans | None = None
 
 
 def run_step(
@@ -184,6 +188,8 @@ def run_step(
     heads, value_dim = window.keys.shape[1], window.values.shape[3]
     if cold is not None:
         check_cold(query, cold.rows, cold.valid, value_dim)
+        if cold.rest is not None:
+            cold.rest.check(query, value_dim)
         known = cold.search.tokens()
         if known is not None and known != cold.valid.shape[1]:
             raise ValueError(
@@ -292,12 +298,13 @@ def _pack_step(
         near = near.contiguous()
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
-    valid, searched, chosen = None, None, (0, 0, 0, 0)
+    valid, searched, chosen, rest = None, None, (0, 0, 0, 0), (0, 0, 0, 0, 0)
     if cold is not None:
         valid = cold.valid if cold.valid.stride(1) == 1 else cold.valid.contiguous()
         searched = ctypes.c_char_p(cold.search.pack())
         address = ctypes.cast(searched, ctypes.c_void_p).value or 0
         chosen = valid.data_ptr(), valid.stride(0), valid.shape[1], address
+        rest = _packed_rest(cold.rest)
     step = request + _STEP.pack(
         *window._addresses,
         0 if near is None else near.data_ptr(),
@@ -306,6 +313,7 @@ def _pack_step(
         window.length,
         lengths[1],
         window.value_row,
+        *rest,
         *chosen,
         0 if sink_logits is None else sink_logits.data_ptr(),
         0 if selected is None else selected.data_ptr(),
@@ -314,3 +322,12 @@ def _pack_step(
         0,
     )
     return step, (cold, searched, valid, near, sink_logits)
+
+
+def _packed_rest(means: RestMeans | None) -> tuple[int, int, int, int, int]:
+    """The numbers of ``hfk_rest``."""
+    if means is None:
+        return 0, 0, 0, 0, 0
+    tensors = means.keys, means.values, means.counts
+    keys, values, counts = (each.data_ptr() for each in tensors)
+    return keys, values, counts, means.keys.shape[2], means.block_len

@@ -10,6 +10,7 @@ import torch
 from hf_kvret_kernels._dispatch import check_no_grad, choose_backend, launching_on
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.prompt_attention import check_dense_inputs
+from hf_kvret_kernels.rest_tokens import RestTokens
 from hf_kvret_kernels.step_attention import naive
 
 __all__ = ["step_attention"]
@@ -30,6 +31,7 @@ def step_attention(
     sink_logits: torch.Tensor | None = None,
     ids: torch.Tensor | None = None,
     selected: torch.Tensor | None = None,
+    rest: RestTokens | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,6 +46,7 @@ def step_attention(
         ids: int32 or int64 of any shape, or None.
         selected: int64 of one element, to which the number of ``ids`` that are not -1 is added, in
             place; None exactly where ``ids`` is.
+        rest: tokens that join the softmax, or None.
         out_dtype: fp32, fp16 or bf16; None means the query's.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
@@ -65,8 +68,10 @@ def step_attention(
         check_no_grad(sink_logits=sink_logits)
         _check("sink_logits", sink_logits, query.shape[1:2], query.device, *_FLOATS)
     _check_counting(ids, selected, query.device)
+    if rest is not None:
+        _check_rest(rest, query, value)
     arguments = (query, key, value, others, scale, causal_offset, valid, softcap)
-    more = (sink_logits, ids, selected, out_dtype)
+    more = (sink_logits, ids, selected, rest, out_dtype)
     if choose_backend(backend, query) == "naive":
         return naive.step_attention(*arguments, *more)
     from hf_kvret_kernels.step_attention import triton
@@ -104,6 +109,15 @@ def _check_counting(
         _check("selected", selected, selected.shape, device, torch.int64)
         if selected.numel() != 1:
             raise ValueError(f"selected has shape {tuple(selected.shape)}: pass one number")
+
+
+def _check_rest(rest: RestTokens, query: torch.Tensor, value: torch.Tensor) -> None:
+    logits, values = rest
+    check_no_grad(logits=logits, values=values)
+    tokens = values.shape[2:3]
+    of_heads = value.shape[:2] + tokens + value.shape[3:]
+    _check("rest.values", values, of_heads, query.device, torch.float32)
+    _check("rest.logits", logits, query.shape[:3] + tokens, query.device, torch.float32)
 
 
 def _check(

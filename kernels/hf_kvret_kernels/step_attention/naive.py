@@ -8,6 +8,7 @@ from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.merge.naive import merge_partials
 from hf_kvret_kernels.prompt_attention.naive import prompt_attention
 from hf_kvret_kernels.relevance.naive import count_ids
+from hf_kvret_kernels.rest_tokens import RestTokens
 
 
 def step_attention(
@@ -22,6 +23,7 @@ def step_attention(
     sink_logits: torch.Tensor | None,
     ids: torch.Tensor | None,
     selected: torch.Tensor | None,
+    rest: RestTokens | None,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.step_attention.step_attention``."""
@@ -30,4 +32,8 @@ def step_attention(
     out, lse = prompt_attention(
         query, key, value, scale, causal_offset, valid, softcap, torch.float32
     )
-    return merge_partials([out, others.outs], [lse, others.lses], sink_logits, out_dtype)
+    outs, lses = [out, others.outs], [lse, others.lses]
+    if rest is not None:
+        outs.append(rest.pieces().outs)
+        lses.append(rest.logits)
+    return merge_partials(outs, lses, sink_logits, out_dtype)

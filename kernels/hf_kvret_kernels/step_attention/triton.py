@@ -23,6 +23,7 @@ from hf_kvret_kernels._triton_pieces import (
     add_all_pieces,
     add_pieces,
     add_sinks,
+    add_tokens,
     finish_pieces,
     load_pieces,
     no_pieces,
@@ -36,6 +37,7 @@ from hf_kvret_kernels.prompt_attention.triton import (
     tile_plan,
 )
 from hf_kvret_kernels.prompt_attention.triton_tile import attend_tile, query_places
+from hf_kvret_kernels.rest_tokens import RestTokens
 
 # Numbers of other pieces that a thread holds while it attends, and of its own at the end.
 _OTHERS_OF_THREAD, _OWN_OF_THREAD = 32, 64
@@ -50,7 +52,7 @@ _IDS = 512
 @triton.jit(
     do_not_specialize=[
         *("queries", "tokens", "causal_offset", "split_len"),
-        *("other_splits", "share", "count"),
+        *("other_splits", "share", "count", "rest_count"),
     ]
 )
 def _finish_kernel(
@@ -64,6 +66,8 @@ def _finish_kernel(
     lses,
     tickets,
     sinks_ptr,
+    rest_logits,
+    rest_values,
     ids_ptr,
     selected_ptr,
     out_ptr,
@@ -79,7 +83,9 @@ def _finish_kernel(
     other_splits,
     share,
     count,
+    rest_count,
     HAS_SINKS: tl.constexpr,
+    HAS_REST: tl.constexpr,
     ROWS: tl.constexpr,
     OTHERS: tl.constexpr,
     OWN: tl.constexpr,
@@ -147,9 +153,9 @@ def _finish_kernel(
     if ticket == splits - 1:
         tl.store(place, 0)
         _merge_own(
-            outs, lses, sinks_ptr, out_ptr, lse_ptr, rows, row_mask,
+            outs, lses, sinks_ptr, rest_logits, rest_values, out_ptr, lse_ptr, rows, row_mask,
             h * G + (block * ROWS + tl.arange(0, ROWS)) % G,
-            splits, HAS_SINKS, OWN, DV, ROWS, BLOCK_DV,
+            pair, splits, rest_count, HAS_SINKS, HAS_REST, OWN, DV, ROWS, BLOCK_DV,
         )  # fmt: skip
 
 
@@ -189,28 +195,40 @@ def _merge_own(
     outs,
     lses,
     sinks_ptr,
+    rest_logits,
+    rest_values,
     out_ptr,
     lse_ptr,
     rows,
     row_mask,
     query_heads,
+    pair,
     splits,
+    rest_count,
     HAS_SINKS: tl.constexpr,
+    HAS_REST: tl.constexpr,
     OWN: tl.constexpr,
     DV: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """The pieces of all programs of the queries at ``rows``, and learned sinks, into the result."""
+    """All programs' pieces of the queries at ``rows``, rest tokens and learned sinks, merged."""
     peak, mass, total = no_pieces(ROWS, BLOCK_DV)
     peak, mass, total = add_all_pieces(
         outs, lses, rows, row_mask, splits, peak, mass, total, DV, OWN, BLOCK_DV, ".cg"
     )
+    columns = tl.arange(0, BLOCK_DV)
+    if HAS_REST:
+        for r in range(0, rest_count):
+            at = rest_logits + rows[:, None] * rest_count + r
+            logits = tl.load(at, mask=row_mask[:, None], other=float("-inf"))
+            value = rest_values + (pair.to(tl.int64) * rest_count + r) * DV + columns
+            values = tl.load(value, mask=columns < DV, other=0.0)
+            peak, mass, total = add_tokens(logits, values[None, :], peak, mass, total)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + query_heads[:, None]).to(tl.float32)
         peak, mass, total = add_sinks(sink, peak, mass, total)
     mean, log = finish_pieces(peak, mass, total)
-    columns = tl.arange(0, BLOCK_DV)
     tl.store(
         out_ptr + rows[:, None] * DV + columns[None, :],
         mean.to(out_ptr.dtype.element_ty),
@@ -242,6 +260,7 @@ def step_attention(
     sink_logits: torch.Tensor | None,
     ids: torch.Tensor | None,
     selected: torch.Tensor | None,
+    rest: RestTokens | None,
     out_dtype: torch.dtype,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,8 +282,10 @@ def step_attention(
     # A kernel argument must be some pointer; without ids they are never read.
     flat = (tickets if ids is None else ids.reshape(-1)).contiguous()
     buffers = others.outs.contiguous(), others.lses.contiguous(), outs, lses, tickets
+    rest_tokens = (lse, lse) if rest is None else tuple(side.contiguous() for side in rest)
     results = (
         lse if sink_logits is None else sink_logits.contiguous(),
+        *rest_tokens,
         flat,
         tickets if selected is None else selected,
         out,
@@ -276,9 +297,11 @@ def step_attention(
         """Arguments and constants of the kernel."""
         plan = layout.plan
         numbers = tile_numbers(plan, query, key, value, scale, causal_offset, valid, softcap)
-        shares = layout.other_splits, layout.share, id_count
+        rest_count = 0 if rest is None else rest.logits.shape[3]
+        shares = layout.other_splits, layout.share, id_count, rest_count
         constants = {
             "HAS_SINKS": sink_logits is not None,
+            "HAS_REST": rest is not None,
             "ROWS": layout.rows,
             "OTHERS": triton.next_power_of_2(layout.share),
             "OWN": layout.own,

@@ -1,0 +1,179 @@
+"""What stands for the cold tokens that a query does not select: their means, kept as sums."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.state import State, number, tensor
+from hf_kvret.core.store import AttentionResult
+from hf_kvret_kernels.rest_tokens import RestMeans
+from hf_kvret_kernels.soft_cap import soft_cap_
+
+# Cold slots of a sum, where one mean is made of all: what is read again after a crop, at most.
+_BLOCK_LEN = 4096
+# Rows that are added up in fp32 before fp64, and rows that are read from a store at once.
+_CHUNK_LEN, _READ_LEN = 64, 4096
+
+
+class RestSums(State):
+    """Sums of keys and values of the cold tokens that may be retrieved, by blocks of slots.
+
+    In fp64: what is left out is the difference of two sums, maybe of one token in a million. Not
+    saved, since the store's rows give them again.
+
+    Args:
+        mean_len: cold slots of a mean; None: one mean of all tokens.
+
+    Attributes:
+        end: slot after the last token that was added.
+    """
+
+    # [B, Hkv, blocks, Dk + Dv], or Dk where values are numbers of the keys.
+    _sums: torch.Tensor | None = tensor(saved=False)
+    # [B, blocks] int64.
+    _counts: torch.Tensor | None = tensor(saved=False)
+    end: int = number(0, saved=False)
+
+    def __init__(self, mean_len: int | None) -> None:
+        self.mean_len = mean_len
+        self._block_len = _BLOCK_LEN if mean_len is None else mean_len
+        # Where the numbers of a key and of a value are in a sum.
+        self._key, self._value = slice(0), slice(0)
+        self._means: RestMeans | None = None
+
+    def add(self, block: TokenBlock, sink_slots: torch.Tensor | None = None) -> None:
+        """Add the tokens from slot ``end`` on that are valid, and not in ``sink_slots [B, s]``."""
+        if block.start != self.end:
+            raise RuntimeError(f"tokens of slot {block.start} came, those of {self.end} were next")
+        if not len(block):
+            return
+        sums, counts = self._added_up(block, _counted(block, sink_slots))
+        if self._sums is not None and self._counts is not None:
+            if self.end % self._block_len:
+                # The last block goes on.
+                sums[:, :, 0] += self._sums[:, :, -1]
+                counts[:, 0] += self._counts[:, -1]
+            whole = self.end // self._block_len
+            sums = torch.cat([self._sums[:, :, :whole], sums], dim=2)
+            counts = torch.cat([self._counts[:, :whole], counts], dim=1)
+        self._sums, self._counts = sums, counts
+        self.end, self._means = block.end, None
+
+    def catch_up(self, cold: ColdTokens, heads: int, value_in_key: int) -> None:
+        """Add what is missing of ``cold``, of ``heads`` KV heads, as the store reads it back."""
+        while self.end < len(cold):
+            stop = min(len(cold), self.end + _READ_LEN)
+            device = cold.valid.device
+            slots = torch.arange(self.end, stop, dtype=torch.int32, device=device)
+            ids = slots.expand(len(cold.valid), heads, 1, -1).contiguous()
+            keys, values = (rows[:, :, 0].to(device) for rows in cold.store.gather(ids))
+            valid = cold.valid[:, self.end : stop]
+            self.add(TokenBlock(keys, values, self.end, valid, value_in_key=value_in_key))
+
+    def crop(self, length: int) -> None:
+        """Forget tokens from slot ``length`` on, and those before it in its block."""
+        if length >= self.end:
+            return
+        blocks = length // self._block_len
+        self.end, self._means = blocks * self._block_len, None
+        if self._sums is not None and self._counts is not None:
+            self._sums, self._counts = self._sums[:, :, :blocks], self._counts[:, :blocks]
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """As every state's; means are made anew."""
+        super().reorder(rows)
+        self._means = None
+
+    def means(self) -> RestMeans:
+        """Means of what was added, which is a token or more."""
+        if self._means is None:
+            assert self._sums is not None and self._counts is not None, "nothing was added"
+            sums, counts = self._sums, self._counts
+            if self.mean_len is None:
+                sums, counts = sums.sum(2, keepdim=True), counts.sum(1, keepdim=True)
+            means = (sums / counts.clamp(min=1)[:, None, :, None]).float()
+            keys, values = means[..., self._key], means[..., self._value]
+            self._means = RestMeans(
+                keys.contiguous(), values.contiguous(), counts.int(), self.mean_len or 0
+            )
+        return self._means
+
+    def left_out(self, query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> AttentionResult:
+        """Attention of ``query [B, Hq, Q, Dk]`` to the mean of exactly what is left out.
+
+        ``ids [B, H, Q, K]`` name the selected tokens of ``cold``, whose rows are read for it.
+        Returns ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32; -inf where nothing is left out.
+        """
+        assert self._sums is not None and self._counts is not None, "nothing was added"
+        heads, queries = ids.shape[1:3]
+        total = self._sums.sum(2).repeat_interleave(heads // self._sums.shape[1], dim=1)
+        counts = self._counts.sum(1)[:, None, None] - (ids >= 0).sum(dim=-1)
+        means = []
+        for place in range(queries):
+            rows = cold.store.gather(ids[:, :, place : place + 1].contiguous())
+            sides = rows[: 1 if self._value.start == 0 else 2]
+            selected = [_sum(side[:, :, 0].to(query.device)) for side in sides]
+            count = counts[:, :, place].clamp(min=1).unsqueeze(-1)
+            means.append((total - torch.cat(selected, dim=-1)) / count)
+        mean = torch.stack(means, dim=2).float().unsqueeze(2)
+        grouped = query.float().unflatten(1, (heads, -1))
+        scores = soft_cap_((grouped * mean[..., self._key]).sum(-1) * cold.scale, cold.softcap)
+        logs = counts.clamp(min=0).log().unsqueeze(2)
+        out = mean[..., self._value].expand(*scores.shape, -1)
+        return out.flatten(1, 2), (scores + logs).flatten(1, 2)
+
+    def _added_up(
+        self, block: TokenBlock, counted: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums and counts of a block's tokens, by the blocks that they belong to."""
+        key_dim, value_dim = block.keys.shape[-1], block.values.shape[-1]
+        self._key = slice(0, key_dim)
+        start = 0 if block.value_in_key else key_dim
+        self._value = slice(start, start + value_dim)
+        sides = [block.keys] if block.value_in_key else [block.keys, block.values]
+        if counted is not None:
+            sides = [side.masked_fill(~counted[:, None, :, None], 0.0) for side in sides]
+        sums, counts = [], []
+        # The first block may be a late part, those in the middle are whole.
+        head = min(len(block), -block.start % self._block_len)
+        middle = (len(block) - head) // self._block_len * self._block_len
+        for first, last, length in (
+            (0, head, head),
+            (head, head + middle, self._block_len),
+            (head + middle, len(block), len(block) - head - middle),
+        ):
+            if first == last:
+                continue
+            apart = [side[:, :, first:last].unflatten(2, (-1, length)) for side in sides]
+            sums.append(torch.cat([_sum(side) for side in apart], dim=-1))
+            if counted is None:
+                number_ = torch.full((), length, device=block.keys.device)
+                counts.append(number_.expand(len(block.keys), apart[0].shape[2]))
+            else:
+                counts.append(counted[:, first:last].unflatten(1, (-1, length)).sum(-1))
+        return torch.cat(sums, dim=2), torch.cat(counts, dim=1)
+
+
+def _counted(block: TokenBlock, sink_slots: torch.Tensor | None) -> torch.Tensor | None:
+    """``[B, n]`` bool, False for tokens that are not valid, or sinks; None: all are neither."""
+    if sink_slots is None:
+        return block.valid
+    places, length = sink_slots - block.start, len(block)
+    # A column more, for sinks elsewhere.
+    marks = block.keys.new_ones(len(places), length + 1, dtype=torch.bool)
+    if block.valid is not None:
+        marks[:, :length] = block.valid
+    outside = (places < 0) | (places >= length)
+    return marks.scatter_(1, places.masked_fill(outside, length), False)[:, :length]
+
+
+def _sum(rows: torch.Tensor) -> torch.Tensor:
+    """``[..., D]`` fp64 of ``rows [..., n, D]``."""
+    length = rows.shape[-2] // _CHUNK_LEN * _CHUNK_LEN
+    late = rows[..., length:, :].sum(dim=-2, dtype=torch.float64)
+    if not length:
+        return late
+    chunks = rows[..., :length, :].unflatten(-2, (-1, _CHUNK_LEN))
+    return late + chunks.sum(dim=-2, dtype=torch.float32).sum(dim=-2, dtype=torch.float64)

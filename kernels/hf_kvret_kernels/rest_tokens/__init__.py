@@ -1,0 +1,139 @@
+"""Rest tokens: what stands for the cold tokens that a query does not select.
+
+A rest token has the mean key and the mean value of a set of tokens, and the weight of as many of
+them as are left out: its logit is ``score(q, mean key) + log(n - k)``, with ``n`` tokens in the
+set, ``k`` of them selected. Dimensions: B batch, Hq query heads, Hkv KV heads, H heads that select,
+Q queries, K ids, R rest tokens of a KV head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hf_kvret_kernels._dispatch import (
+    check_no_grad,
+    check_softcap,
+    choose_backend,
+    launching_on,
+)
+from hf_kvret_kernels.merge import Pieces
+from hf_kvret_kernels.rest_tokens import naive
+
+__all__ = ["RestMeans", "RestTokens", "rest_logits"]
+
+
+@dataclass(frozen=True, eq=False)
+class RestMeans:
+    """Means of R sets of a KV head's tokens.
+
+    Attributes:
+        keys: ``[B, Hkv, R, Dk]`` fp32, contiguous.
+        values: ``[B, Hkv, R, Dv]`` fp32, contiguous.
+        counts: ``[B, R]`` int32, contiguous: tokens of each set. Means of none are finite.
+        block_len: set r is of the tokens ``r * block_len .. (r + 1) * block_len``; 0: there is one,
+            of all of them.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    counts: torch.Tensor
+    block_len: int = 0
+
+    def check(self, query: torch.Tensor, value_dim: int | None = None) -> None:
+        """ValueError where they are not for ``query [B, Hq, Q, Dk]``, or not of ``value_dim``."""
+        batch, dim = len(query), query.shape[3]
+        heads, tokens = self.keys.shape[1:3]
+        value_dim = self.values.shape[-1] if value_dim is None else value_dim
+        wanted = {
+            "keys": (self.keys, torch.float32, (batch, heads, tokens, dim)),
+            "values": (self.values, torch.float32, (batch, heads, tokens, value_dim)),
+            "counts": (self.counts, torch.int32, (batch, tokens)),
+        }
+        for name, (tensor, dtype, shape) in wanted.items():
+            fits = tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous()
+            if not fits or tensor.device != query.device:
+                raise ValueError(
+                    f"the rest tokens' {name} are {tensor.dtype} {tuple(tensor.shape)} on "
+                    f"{tensor.device}: pass contiguous {dtype} {shape} on {query.device}"
+                )
+        if self.block_len < 0 or (self.block_len == 0 and tokens != 1):
+            raise ValueError(
+                f"block_len={self.block_len} with {tokens} rest tokens of a head: say how many "
+                "tokens each of them stands for"
+            )
+
+
+class RestTokens(NamedTuple):
+    """Tokens that join a softmax.
+
+    Attributes:
+        logits: ``[B, Hq, Q, R]`` fp32, -inf for none.
+        values: ``[B, Hkv, R, Dv]`` fp32, finite.
+    """
+
+    logits: torch.Tensor
+    values: torch.Tensor
+
+    def pieces(self) -> Pieces:
+        """Attention to them, each a piece."""
+        group = self.logits.shape[1] // self.values.shape[1]
+        outs = self.values.repeat_interleave(group, dim=1).unsqueeze(2)
+        return Pieces(outs.expand(*self.logits.shape, outs.shape[-1]), self.logits)
+
+
+def rest_logits(
+    query: torch.Tensor,
+    means: RestMeans,
+    ids: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Logits ``[B, Hq, Q, R]`` fp32 of the rest tokens of each query.
+
+    ``scale * q . mean key``, capped as keys are, and then ``log(n - k)``: -inf where all tokens of
+    a set are selected.
+
+    Args:
+        query: ``[B, Hq, Q, Dk]``, fp32, fp16 or bf16, contiguous in the last dimension.
+        means: of the query's device.
+        ids: ``[B, H, Q, K]`` int32 selected tokens, -1 for none, distinct otherwise; H is Hkv or a
+            multiple of it that divides Hq.
+        scale: factor of the dot products.
+        softcap: ``c`` of ``c * tanh(score / c)``, or None.
+        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
+        ImportError: ``"triton"`` without Triton.
+    """
+    check_no_grad(query=query)
+    check_softcap(softcap)
+    means.check(query)
+    _check_ids(ids, query, means.keys.shape[1])
+    arguments = query, means, ids, scale, softcap
+    if choose_backend(backend, query) == "naive":
+        return naive.rest_logits(*arguments)
+    from hf_kvret_kernels.rest_tokens import triton
+
+    with launching_on(query):
+        return triton.rest_logits(*arguments)
+
+
+def _check_ids(ids: torch.Tensor, query: torch.Tensor, heads: int) -> None:
+    batch, query_heads, queries, _ = query.shape
+    if ids.dtype != torch.int32 or ids.device != query.device or ids.ndim != 4:
+        raise ValueError(
+            f"ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}: pass int32 [B, H, Q, K] on "
+            f"{query.device}"
+        )
+    fits = ids.shape[0] == batch and ids.shape[2] == queries
+    if not fits or ids.shape[1] % heads or query_heads % ids.shape[1]:
+        raise ValueError(
+            f"ids {tuple(ids.shape)} for queries {tuple(query.shape)} and {heads} KV heads: pass "
+            f"[{batch}, H, {queries}, K], H {heads} or a multiple that divides {query_heads}"
+        )
