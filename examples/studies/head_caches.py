@@ -95,7 +95,7 @@ def follow_all(
             index.search = noting(index.search, heads, found)  # type: ignore[method-assign]
         pieces = tqdm(rest.split(step), leave=False, desc=reader.choice.name, mininterval=1)
         logits = torch.cat([reader.feed(piece, keep=len(piece)) for piece in pieces])
-        expected = _expected_of(reader.model, window, start.length)
+        expected = expected_of(reader.model, window, start.length)
         numbers.append(_distance(logits, expected, rest))
     if not all(layers.values()):
         raise ValueError("nothing was cold: take longer --lengths, or flat:dense_below=0:recent=64")
@@ -103,7 +103,7 @@ def follow_all(
     return means | measured([Selections.mean(found) for found in layers.values()])
 
 
-def _expected_of(model: PreTrainedModel, window: torch.Tensor, length: int) -> torch.Tensor:
+def expected_of(model: PreTrainedModel, window: torch.Tensor, length: int) -> torch.Tensor:
     """Log-probabilities ``[n, vocab]`` of full attention after ``window[length:]``."""
 
     def make() -> torch.Tensor:

@@ -27,6 +27,7 @@ SCRIPTS = {
     "eval misses": "studies/misses.py",
     "bench index-build": "benchmarks/bench_index_build.py",
     "eval latent-heads": "studies/latent_heads.py",
+    "eval rest-tokens": "studies/rest_tokens.py",
     "bench step": "benchmarks/bench_step.py",
     "bench step-modelled": "benchmarks/bench_step_modelled.py",
     "bench host-attention": "benchmarks/bench_host_attention.py",

@@ -35,6 +35,7 @@ class StepCase {
         make_rows(random);
         make_ids(random);
         make_window(random);
+        make_rest(random);
         sinks_ = Numbers(r.query_heads, HFK_FLOAT32);
         sinks_.fill(random);
         if (random.one_in(2)) step_.sink_logits = sinks_.floats();
@@ -172,6 +173,24 @@ class StepCase {
         if (random.one_in(2)) window.valid = near_valid_.get();
     }
 
+    // A mean of all tokens, of blocks, or none; of more tokens than there are, or of fewer.
+    void make_rest(Random &random) {
+        const hfk_request &r = step_.attention;
+        hfk_rest &rest = step_.rest;
+        rest.count = random.pick(0, 3);
+        if (rest.count > 1 || random.one_in(2)) rest.block_len = random.pick(1, 120);
+        const int64_t sets = r.batch * r.kv_heads * rest.count;
+        mean_keys_ = Numbers(sets * r.key_dim, HFK_FLOAT32);
+        mean_values_ = Numbers(sets * r.value_dim, HFK_FLOAT32);
+        mean_keys_.fill(random);
+        mean_values_.fill(random);
+        set_tokens_.resize(r.batch * rest.count);
+        for (int32_t &count : set_tokens_) count = static_cast<int32_t>(random.pick(0, 200));
+        rest.keys = mean_keys_.floats();
+        rest.values = mean_values_.floats();
+        rest.tokens = set_tokens_.data();
+    }
+
     // The page of an id; -1 where it leads to no row.
     int64_t page_of(int64_t batch, int32_t id) const {
         const hfk_request &r = step_.attention;
@@ -216,12 +235,13 @@ class StepCase {
         const int64_t kv_head = h / (r.query_heads / r.kv_heads);
         std::vector<double> sum(r.value_dim, 0.0);
         double total = 0.0;
-        const auto add = [&](const Numbers &keys, int64_t key, const Numbers &values, int64_t value) {
+        const auto add = [&](const Numbers &keys, int64_t key, const Numbers &values, int64_t value,
+                             double tokens = 1.0) {
             double score = 0.0;
             for (int64_t d = 0; d < r.key_dim; ++d) {
                 score += query_[index * r.key_dim + d] * keys[key + d];
             }
-            const double weight = std::exp(capped(score * r.scale, r.softcap));
+            const double weight = tokens * std::exp(capped(score * r.scale, r.softcap));
             total += weight;
             for (int64_t d = 0; d < r.value_dim; ++d) sum[d] += weight * values[value + d];
         };
@@ -238,6 +258,17 @@ class StepCase {
             const Numbers &page = rows_[page_of(b, chosen[k])];
             const int64_t row = (kv_head * r.page_len + chosen[k] % r.page_len) * r.row_dim;
             add(page, row, page, row + r.value_start);
+        }
+        const hfk_rest &rest = step_.rest;
+        for (int64_t set = 0; set < rest.count; ++set) {
+            const int64_t selected = std::count_if(chosen, chosen + r.count, [&](int32_t id) {
+                return id >= 0 && (rest.block_len == 0 || id / rest.block_len == set);
+            });
+            const int64_t left = set_tokens_[b * rest.count + set] - selected;
+            const int64_t place = (b * r.kv_heads + kv_head) * rest.count + set;
+            if (left <= 0) continue;
+            add(mean_keys_, place * r.key_dim, mean_values_, place * r.value_dim,
+                static_cast<double>(left));
         }
         if (r.lse != nullptr && !is_near(lse_[index], total > 0 ? std::log(total) : -kInf)) {
             return false;
@@ -266,9 +297,9 @@ class StepCase {
 
     hfk_step step_{};
     std::unique_ptr<SearchCase> search_;
-    Numbers query_, keys_, values_, sinks_;
+    Numbers query_, keys_, values_, sinks_, mean_keys_, mean_values_;
     std::vector<Numbers> rows_; // of each page
-    std::vector<int32_t> ids_, table_;
+    std::vector<int32_t> ids_, table_, set_tokens_;
     std::vector<int64_t> pages_;
     std::unique_ptr<uint8_t[]> valid_, near_valid_;
     std::vector<float> out_, lse_;

@@ -1,0 +1,69 @@
+"""Table and picture of what it gives that tokens which are not selected count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from study_tables import Found, Plot, Table
+
+from hf_kvret.evaluation.plots import plot_lines
+from hf_kvret.evaluation.tables import markdown_table
+
+
+def _by_way(cells: Found) -> dict[tuple[str, str, str], dict[float, dict[str, Any]]]:
+    """Results by cache, length and what stands for the rest, then by share of rows."""
+    ways: dict[tuple[str, str, str], dict[float, dict[str, Any]]] = {}
+    for cell, result in cells:
+        share, rest = cell["variant"].split(", ")
+        key = cell["cache"], str(cell["length"]), rest
+        ways.setdefault(key, {})[float(share)] = result
+    return ways
+
+
+def _table(cells: Found) -> str:
+    ways = _by_way(cells)
+    shares = sorted({share for results in ways.values() for share in results})
+    header = ["cache", "context", "for the rest"]
+    header += [f"{share:.0%}: KL +- s.e., equal" for share in shares]
+    lines = []
+    for way, results in ways.items():
+        found = [results.get(share) for share in shares]
+        lines.append(
+            [
+                *way,
+                *(
+                    "-"
+                    if one is None
+                    else f"{one['kl']:.4f} +- {one['kl_error']:.4f}, {one['equal']:.1%}"
+                    for one in found
+                ),
+            ]
+        )
+    lost = [
+        [*way[:2], *(f"{results[share]['lost']:.3f}" for share in shares if share in results)]
+        for way, results in ways.items()
+        if len(results) == len(shares) and way[2] == next(iter(ways))[2]
+    ]
+    head = ["cache", "context", *(f"{share:.0%}: mass of the cold ones lost" for share in shares)]
+    table = markdown_table(header, lines)
+    return f"{table}\n\n{markdown_table(head, lost)}" if lost else table
+
+
+def _plot(path: Path, cells: Found) -> None:
+    lines = {
+        f"{cache}, {length}: {rest}": (
+            [results[share]["rows"] for share in sorted(results)],
+            [results[share]["kl"] for share in sorted(results)],
+        )
+        for (cache, length, rest), results in _by_way(cells).items()
+    }
+    title = "divergence from full attention, by what stands for the rest"
+    x = "cold rows read, share"
+    plot_lines(path, lines, title=title, x=x, y="KL, nats", log_x=True, log_y=True)
+
+
+TABLES: Mapping[str, Table] = {"tokens": _table}
+PLOTS: Mapping[str, Plot] = {"tokens": _plot}
+DRAWN: Mapping[str, str] = {}
