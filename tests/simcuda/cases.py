@@ -59,7 +59,7 @@ class Case:
         store: where its cold rows lie; empty where the method has its own.
         mode: one of ``MODES``.
         family: type of the model, one of ``FAMILIES``.
-        select_heads: option of the cache.
+        select_heads, rest: options of the cache.
     """
 
     method: str
@@ -67,6 +67,7 @@ class Case:
     mode: str = "eager"
     family: str = "llama"
     select_heads: int | None = None
+    rest: str | None = None
 
     @property
     def selects_by_noise(self) -> bool:
@@ -81,7 +82,7 @@ class Case:
 
     def __str__(self) -> str:
         latent = "" if self.family == "llama" else f"{self.family}-{self.select_heads}"
-        return "-".join(filter(None, (self.method, self.store, self.mode, latent)))
+        return "-".join(filter(None, (self.method, self.store, self.mode, latent, self.rest)))
 
 
 def cases() -> list[Case]:
@@ -109,6 +110,18 @@ def latent_cases() -> list[Case]:
             for mode in ("eager", "padded", "crop")
         ),
     ]
+
+
+def rest_cases() -> list[Case]:
+    """What is not selected counts, in stores of all kinds."""
+    kinds = [
+        *((method, store) for method in METHODS for store in ("host", "higgs")),
+        *(("flat", store) for store in ("device", "split", "resident", "cpu", "higgs-host")),
+    ]
+    made = [Case(*kind, mode, rest="mean") for kind in kinds for mode in MODES]
+    exact = [Case("flat", store, mode, rest="left_out") for store in STORES for mode in MODES[:3]]
+    heads = [Case("flat", "device", "graph", "deepseek_v3", size, "mean") for size in (None, 2)]
+    return [*made, *exact, *heads]
 
 
 @dataclass
@@ -298,6 +311,8 @@ class _Session:
             options["store"] = case.store
         if case.select_heads is not None:
             options["select_heads"] = case.select_heads
+        if case.rest is not None:
+            options["rest"] = case.rest
         if case.store == "split":
             options["device_budget"] = _BUDGET
         if case.method in _WITH_ARTIFACT:

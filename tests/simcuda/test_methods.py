@@ -9,12 +9,12 @@ import pytest
 
 from hf_kvret.testing.simcuda import Finding, Wait
 
-from .cases import Case, cases, check_logits, latent_cases, run
+from .cases import Case, cases, check_logits, latent_cases, rest_cases, run
 
 pytest.importorskip("triton")
 
 QUICK = (
-    Case("flat", "host", "graph"),
+    Case("flat", "host", "graph", rest="mean"),
     Case("lrqk", "device"),
     Case("paris", "device", "eager", "deepseek_v3", 2),
 )
@@ -28,7 +28,7 @@ REPLAYED = {"flat", "paris", "lrqk"}
     "case",
     [
         pytest.param(case, id=str(case), marks=() if case in QUICK else pytest.mark.slow)
-        for case in (*cases(), *latent_cases())
+        for case in (*cases(), *latent_cases(), *rest_cases())
     ],
 )
 def test_nothing_is_wrong_and_decode_steps_wait_for_nothing(case: Case) -> None:

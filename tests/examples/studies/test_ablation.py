@@ -30,6 +30,7 @@ PAGES = {
     "eval aqua-ablation": "aqua_ablation",
     "eval lrqk-factors": "lrqk_factors_needle",
     "eval latent-heads": "latent_heads",
+    "eval rest-tokens": "rest_tokens",
 }
 
 
