@@ -65,7 +65,7 @@ class RestTokens(Ablation):
     drawn = DRAWN
 
     model: str = option("reference", "a folder, a hub id, or a model of ours")
-    caches: str | None = caches_option("flat;paris;lrqk;ctkvr")
+    caches: str | None = caches_option("flat")
     text: Path | None = text_option("default: documents of needles", required=False)
     lengths: tuple[int, ...] = lengths_option((4096,), "tokens of a context")
     windows: int = count_option(2, "at most this many contexts of each length")

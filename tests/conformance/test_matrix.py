@@ -1,4 +1,4 @@
-"""Models x modes x methods x stores: the same text and logits as full attention.
+"""Models x modes x methods x stores x rests: the same text and logits as full attention.
 
 By default a pairwise design: every model meets every mode, every method and every store, every mode
 every method and so on, each at least once.
@@ -83,11 +83,21 @@ def _possible(case: dict[str, Any]) -> bool:
     """Whether a method keeps rows in such a store, and transformers' own cache has the mode."""
     if "method" in case and case.get("store", "device") not in _stores(case["method"]):
         return False
+    if case.get("method", "").startswith("aqua") and case.get("rest"):
+        # It leaves nothing out, and says so.
+        return False
     impossible = IMPOSSIBLE.get(RELEASE, {})
     return case.get("mode") not in impossible.get(case.get("model", ""), ())
 
 
-FACTORS = {"model": list(MODELS), "mode": list(MODES), "method": list(CACHES), "store": STORES}
+RESTS = (None, "mean", "left_out")
+FACTORS = {
+    "model": list(MODELS),
+    "mode": list(MODES),
+    "method": list(CACHES),
+    "store": STORES,
+    "rest": RESTS,
+}
 
 
 def test_there_are_few_more_cases_than_pairs_of_a_model_and_a_mode() -> None:
@@ -95,17 +105,23 @@ def test_there_are_few_more_cases_than_pairs_of_a_model_and_a_mode() -> None:
 
 
 @pytest.mark.allowed(when=_possible)
+@pytest.mark.factor("rest", FACTORS["rest"])
 @pytest.mark.factor("store", FACTORS["store"])
 @pytest.mark.factor("method", FACTORS["method"])
 @pytest.mark.factor("mode", FACTORS["mode"])
 @pytest.mark.factor("model", FACTORS["model"])
 def test_same_as_full_attention(
-    model: str, mode: str, method: str, store: str, artifact_options: ArtifactOptions
+    model: str,
+    mode: str,
+    method: str,
+    store: str,
+    rest: str | None,
+    artifact_options: ArtifactOptions,
 ) -> None:
     case = Case(model, mode)
     # The codec alone has no use for an artifact.
     learned = {} if method == "aqua_codec" else artifact_options(method.split("_")[0], case.model)
-    options = {"store": store, **learned, **COVERING_OPTIONS}
+    options = {"store": store, "rest": rest, **learned, **COVERING_OPTIONS}
     result = run_case(case, lambda model: CACHES[method](config=model.config, **options))
     if result.status == "skipped":
         if RELEASE in IMPOSSIBLE:
