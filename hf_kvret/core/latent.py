@@ -16,6 +16,7 @@ import torch
 
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.layer import HANDLE, RetrievalLayer
+from hf_kvret.core.precision import check_dtypes
 
 
 class LatentHeads(Protocol):
@@ -77,6 +78,7 @@ class LatentLayer(RetrievalLayer):
 
         Returns both, the latents with a handle to this layer. Errors as of ``RetrievalLayer``.
         """
+        check_dtypes(latents=key_states, rotated_keys=value_states)
         rows = torch.cat((key_states, value_states), dim=-1)
         super().update(rows, rows[..., : key_states.shape[3]])
         self._new_rows = rows
