@@ -10,7 +10,7 @@ values instead, where that takes fewer operations. Source: DeepSeek-V2, section 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -38,9 +38,24 @@ class LatentHeads(Protocol):
         """Whether to expand rows takes fewer operations than to absorb so many queries."""
 
 
+def expanding_pays(queries: int, rank: int, head_numbers: int) -> bool:
+    """Whether to expand rows takes fewer operations than to absorb so many queries.
+
+    Of a row and head, expanding takes R (n + v) products, and 2 R - n - v fewer for each query.
+
+    Args:
+        queries: that attend to each row.
+        rank: R.
+        head_numbers: n + v, numbers that a head makes of a latent.
+    """
+    return queries * (2 * rank - head_numbers) > rank * head_numbers
+
+
 @dataclass(frozen=True, eq=False)
 class LatentCall(AttentionCall):
     """An attention call of a layer with latent attention."""
+
+    makes_rows: ClassVar[bool] = True
 
     heads: LatentHeads = field(kw_only=True)
 
