@@ -308,8 +308,105 @@ def with_bias(linear: nn.Linear) -> nn.Module:
 
 def test_an_offset_goes_to_values(model: PreTrainedModel, made: list[nn.Module]) -> None:
     check(replaced(model, with_bias))
-    # Made once for each of two copies: a linear layer with a bias is known, too.
-    assert len(made) == 4
+    # A linear layer with a bias is read as it is.
+    assert not made
+
+
+class Subclass(nn.Linear):
+    """Of a user's own."""
+
+
+def subclass(linear: nn.Linear) -> nn.Module:
+    made = Subclass(linear.in_features, linear.out_features)
+    made.load_state_dict(linear.state_dict())
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wrap", [nn.Sequential, subclass, lambda linear: linear])
+@torch.no_grad()
+def test_a_bias_takes_no_precision_of_the_matrix(
+    wrap: Callable[[Any], nn.Module], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 128)
+    linear.weight.mul_(0.5)
+    # Tens of times as large as the weights.
+    linear.bias.normal_(0, 2)
+    module = wrap(linear).to(dtype).eval()
+    weight, bias = linear.weight.to(dtype).float(), linear.bias.to(dtype)
+    found = projection.affine(module, torch.zeros(1, dtype=dtype), 64)
+    assert found.matrix.dtype == dtype and torch.equal(found.offset, bias)
+    # The last digit of the weight, and of the bias in the last of a sum 64 times as large.
+    allowed = torch.finfo(dtype).eps * (weight.abs() + bias.float().abs()[:, None] / 64)
+    assert ((found.matrix.float() - weight).abs() <= allowed).all()
+    assert torch.equal(found.matrix.float(), weight) is (module is linear)
+
+
+class FixedRange(nn.Module):
+    """As a layer whose inputs are quantized in a range that calibration has fixed."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = linear.weight.detach().abs().max() / 127
+        self.register_buffer("codes", (linear.weight.detach() / self.scale).round().to(torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-10, 10) @ (self.codes.to(x.dtype) * self.scale).T
+
+
+@torch.no_grad()
+def test_quantized_inputs_stay_in_their_range() -> None:
+    linear = nn.Linear(64, 128, bias=False)
+    module = FixedRange(linear).eval()
+    matrix = projection.affine(module, torch.zeros(1), 64).matrix
+    torch.testing.assert_close(matrix, module.codes.float() * module.scale)
+
+
+class Normalized(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x / x.square().mean(-1, keepdim=True).add(1.0).sqrt())
+
+
+class Even(Normalized):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.abs())
+
+
+def rectified(linear: nn.Linear) -> nn.Module:
+    return nn.Sequential(linear, nn.ReLU())
+
+
+def rectified_by_a_hook(linear: nn.Linear) -> nn.Module:
+    linear.register_forward_hook(lambda module, args, out: out.relu())
+    return linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("change", [rectified, rectified_by_a_hook, Normalized, Even])
+@torch.no_grad()
+def test_what_is_not_linear_is_refused_with_the_way_out(
+    change: Callable[[nn.Linear], nn.Module], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    module = change(nn.Linear(64, 128)).to(dtype).eval()
+    words = rf"kv_b_proj is a {type(module).__name__} that is not linear.*'dynamic'"
+    with pytest.raises(ValueError, match=words):
+        projection.affine(module, torch.zeros(1, dtype=dtype), 64)
+
+
+@pytest.mark.parametrize("make", [lambda c: FlatKVCache(c, **COVERING_OPTIONS), LatentKVCache])
+def test_a_model_whose_projection_is_not_linear_says_so(
+    model: PreTrainedModel, make: Callable[[Any], Cache]
+) -> None:
+    replaced(model, rectified)
+    with pytest.raises(ValueError, match="kv_b_proj is a Sequential that is not linear"):
+        logits(model, make(model.config), {})
+    logits(model, DynamicCache(config=model.config), {})
 
 
 class Offloaded(nn.Module):
