@@ -146,11 +146,11 @@ def test_paris_serves_rows_of_576_numbers(store: str, long_rows: Any) -> None:
     run |= {"return_dict_in_generate": True, "output_logits": True}
     expected = long_rows.generate(ids, **run)
     cache = ParisKVCache(config=long_rows.config, store=store, **COVERING_OPTIONS)
-    found = long_rows.generate(ids, past_key_values=cache, **run)
-    assert torch.equal(found.sequences, expected.sequences)
+    output = long_rows.generate(ids, past_key_values=cache, **run)
+    assert torch.equal(output.sequences, expected.sequences)
     # fp32 sums of 576 terms in another order.
     torch.testing.assert_close(
-        torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4
+        torch.stack(output.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4
     )
     (layer,) = cache.stats()["layers"]
     # All but sinks and padding.
