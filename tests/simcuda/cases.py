@@ -304,7 +304,10 @@ class _Session:
 
     def _new_cache(self) -> RetrievalCache:
         case = self.case
+        kind = hf_kvret.registered_methods()[case.method]
         options = {**_OPTIONS, **_OWN.get(case.method, {})}
+        takes = kind.config_class.takes
+        options = {name: value for name, value in options.items() if takes(name, value)}
         if case.selects_by_noise:
             options["top_k"] = _PROMPT + self.steps
         if case.store:
@@ -317,7 +320,6 @@ class _Session:
             options["device_budget"] = _BUDGET
         if case.method in _WITH_ARTIFACT:
             options["artifact"] = _artifact(case.method, case.family)
-        kind = hf_kvret.registered_methods()[case.method]
         return kind(self.model.config, **options, graph="auto" if self._is_captured else False)
 
     @property
