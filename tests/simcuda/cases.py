@@ -77,7 +77,12 @@ class Case:
         fewer keys than dims here, so some directions of the factors are rounding. The keys have
         nothing there, but the error of their codes has. On a CPU alone, weights that differ by 1e-7
         lead to other tokens.
+
+        Weights of ParisKV's codes are bf16. Another order of sums rounds one of them the other way
+        here, and two tokens that matter alike change places.
         """
+        if self.method == "paris":
+            return self.store == "higgs-host" and self.select_heads == 2
         return self.method == "lrqk" and self.store.startswith("higgs")
 
     def __str__(self) -> str:
