@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from latent_start import build_latent_model
-from train_reference_model import parser, train
+from train_reference_model import Recipe, parser, train
 
 TOKENIZER = Path(__file__).parent / "reference_llama"
 
@@ -24,7 +24,7 @@ def main() -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not (args.out / name).is_file():
             shutil.copy(TOKENIZER / name, args.out / name)
-    train(args, build_latent_model)
+    train(args, Recipe(build_latent_model))
 
 
 if __name__ == "__main__":

@@ -18,14 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from reference_data import NeedleRows, encode_texts, train_tokenizer
+from reference_data import SOURCES, NeedleRows, encode_texts, train_tokenizer
 from reference_start import build_model
 from torch import nn
 from tqdm import tqdm
@@ -57,6 +58,45 @@ PASSED = 0.85
 CHECKPOINT_EVERY = 200
 
 
+@dataclass
+class Progress:
+    """How far training is; what a checkpoint holds beside weights and random states."""
+
+    tokens: int = 0
+    steps: int = 0
+    stage: int = 0
+    right: float = 0.0
+    text_loss: float = 9.0
+    seconds: float = 0.0
+    passed: list[dict[str, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step learns from: ``pieces`` batches of needle documents of ``stage``, or of plain
+    text where that is None; all but answers weighs ``text_weight``."""
+
+    stage: int | None
+    pieces: int
+    text_weight: float = 1.0
+
+
+class Source(Protocol):
+    """Where ``learn`` takes batches from. A checkpoint holds its ``state_dict``."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, text: dict[str, np.ndarray], seed: int
+    ) -> None: ...
+
+    def choose(self, progress: Progress) -> Step: ...
+
+    def draw(self, stage: int | None) -> tuple[torch.Tensor, ...]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class Batches:
     """Draws batches of plain text and of needle documents."""
 
@@ -69,6 +109,33 @@ class Batches:
         rows = len(self.text) // TEXT_ROW
         self.order, self.next = self.rng.permutation(rows), 0
         self.newline = tokenizer("\n\n", add_special_tokens=False)["input_ids"][0]
+
+    def choose(self, progress: Progress) -> Step:
+        """Needle documents at first, then a share; older stages come back, so that none is lost."""
+        stage = progress.stage
+        pieces = 1 if progress.tokens < SMALL_BATCHES else 2
+        if stage == 0:
+            return Step(stage, pieces, FIRST_WEIGHT)
+        if self.rng.random() >= NEEDLE_SHARE:
+            return Step(None, pieces)
+        if self.rng.random() < 0.25:
+            stage = int(self.rng.integers(stage))
+        return Step(stage, pieces)
+
+    def draw(self, stage: int | None) -> tuple[torch.Tensor, ...]:
+        return self.plain() if stage is None else self.documents(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "next": self.next,
+            "numpy": self.rng.bit_generator.state,
+            "python": self.needles.rng.getstate(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+        self.rng.bit_generator.state = state["numpy"]
+        self.needles.rng.setstate(state["python"])
 
     def plain(self) -> tuple[torch.Tensor, ...]:
         """``[TEXT_ROWS, TEXT_ROW]`` tokens, positions and a mask without answers."""
@@ -91,6 +158,29 @@ class Batches:
             positions = jumping_positions(self.rng, length, row.boundaries, jump)
             rows.append((row.tokens, positions, row.is_answer))
         return _stack(rows)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What differs between the models that learn here.
+
+    Attributes:
+        build: makes the model that starts, of the tokenizer.
+        batches: where batches come from.
+        sources: shares of the training tokens.
+        unread: whether to take text that the other models have not read, see ``encode_texts``.
+        muon: parts of the names of matrices that Muon trains.
+        embedding_lr: learning rate under AdamW of embeddings, and of attention if not under Muon.
+        held_out_rows: lengths of rows of held-out text.
+    """
+
+    build: Callable[[PreTrainedTokenizerFast], PreTrainedModel]
+    batches: type[Source] = Batches
+    sources: Mapping[str, float] = field(default_factory=lambda: SOURCES)
+    unread: bool = False
+    muon: tuple[str, ...] = ("mlp",)
+    embedding_lr: float = DESIGNED_LR
+    held_out_rows: tuple[int, ...] = (TEXT_ROW,)
 
 
 def _stack(rows: list[tuple[np.ndarray, ...]]) -> tuple[torch.Tensor, ...]:
@@ -128,18 +218,23 @@ def losses(
     return loss + ANSWER_WEIGHT * token_loss[counted].mean(), plain, right
 
 
-def make_optimizers(model: PreTrainedModel, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the MLPs, AdamW for the rest: Muon would overwrite the designed heads."""
+def make_optimizers(
+    model: PreTrainedModel,
+    lr: float,
+    muon: tuple[str, ...] = ("mlp",),
+    embedding_lr: float = DESIGNED_LR,
+) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of ``muon``, AdamW for the rest: Muon overwrites designed heads."""
     matrices, designed, others = [], [], []
     for name, parameter in model.named_parameters():
-        if "embed_tokens" in name or "self_attn" in name:
-            designed.append(parameter)
-        elif "mlp" in name:
+        if parameter.ndim == 2 and any(part in name for part in muon):
             matrices.append(parameter)
+        elif "embed_tokens" in name or "self_attn" in name:
+            designed.append(parameter)
         else:
             others.append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": designed, "lr": DESIGNED_LR, "warm_up": 100},
+        {"params": designed, "lr": embedding_lr, "warm_up": 100},
         {"params": others, "lr": OUTPUT_LR, "warm_up": 100},
     ]
     optimizers: list[torch.optim.Optimizer] = [
@@ -158,24 +253,16 @@ def make_optimizers(model: PreTrainedModel, lr: float) -> list[torch.optim.Optim
     return optimizers
 
 
-@dataclass
-class Progress:
-    """How far training is; what a checkpoint holds beside weights and random states."""
-
-    tokens: int = 0
-    steps: int = 0
-    stage: int = 0
-    right: float = 0.0
-    text_loss: float = 9.0
-    seconds: float = 0.0
-    passed: list[dict[str, int]] = field(default_factory=list)
-
-
 def learn(
-    model: PreTrainedModel, batches: Batches, args: argparse.Namespace, checkpoint: Path
+    model: PreTrainedModel,
+    batches: Source,
+    args: argparse.Namespace,
+    checkpoint: Path,
+    recipe: Recipe,
 ) -> Progress:
     """Train for ``args.tokens`` tokens, from the checkpoint where there is one."""
-    optimizers, progress = make_optimizers(model, args.lr), Progress()
+    optimizers = make_optimizers(model, args.lr, recipe.muon, recipe.embedding_lr)
+    progress = Progress()
     # Threads may change between runs; what decides over texts and rates may not.
     arguments = {"tokens": args.tokens, "lr": args.lr, "seed": args.seed}
     if checkpoint.is_file():
@@ -186,18 +273,11 @@ def learn(
     ) as bar:
         while progress.tokens < budget:
             started = time.perf_counter()
-            needles = progress.stage == 0 or batches.rng.random() < NEEDLE_SHARE
-            stage = progress.stage
-            if needles and stage > 0 and batches.rng.random() < 0.25:
-                # Older stages come back now and then, so that nothing learnt is lost.
-                stage = int(batches.rng.integers(stage))
-            pieces = 1 if progress.tokens < SMALL_BATCHES else 2
-            for _ in range(pieces):
-                batch = batches.documents(stage) if needles else batches.plain()
-                loss, plain, right = losses(
-                    model, *batch, FIRST_WEIGHT if progress.stage == 0 else 1.0
-                )
-                (loss / pieces).backward()
+            step = batches.choose(progress)
+            for _ in range(step.pieces):
+                batch = batches.draw(step.stage)
+                loss, plain, right = losses(model, *batch, step.text_weight)
+                (loss / step.pieces).backward()
                 progress.tokens += batch[0].numel()
                 bar.update(batch[0].numel())
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -211,7 +291,7 @@ def learn(
             progress.steps += 1
             if right is None:
                 progress.text_loss += 0.03 * (plain - progress.text_loss)
-            elif stage == progress.stage:
+            elif step.stage == progress.stage:
                 progress.right += 0.05 * (right - progress.right)
             if progress.right > PASSED and progress.stage + 1 < len(STAGES):
                 progress.passed.append({"stage": progress.stage, "tokens": progress.tokens})
@@ -232,7 +312,7 @@ def _save(
     path: Path,
     model: PreTrainedModel,
     optimizers: list[torch.optim.Optimizer],
-    batches: Batches,
+    batches: Source,
     progress: Progress,
     arguments: dict[str, float],
 ) -> None:
@@ -241,9 +321,7 @@ def _save(
         "model": model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "progress": asdict(progress),
-        "next": batches.next,
-        "numpy": batches.rng.bit_generator.state,
-        "python": batches.needles.rng.getstate(),
+        "batches": batches.state_dict(),
     }
     torch.save(state, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
@@ -253,7 +331,7 @@ def _load(
     path: Path,
     model: PreTrainedModel,
     optimizers: list[torch.optim.Optimizer],
-    batches: Batches,
+    batches: Source,
     arguments: dict[str, float],
 ) -> Progress:
     state = torch.load(path, weights_only=False)
@@ -265,9 +343,7 @@ def _load(
     model.load_state_dict(state["model"])
     for optimizer, content in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(content)
-    batches.next = state["next"]
-    batches.rng.bit_generator.state = state["numpy"]
-    batches.needles.rng.setstate(state["python"])
+    batches.load_state_dict(state["batches"])
     return Progress(**state["progress"])
 
 
@@ -281,10 +357,8 @@ def text_loss(model: PreTrainedModel, tokens: np.ndarray, row: int = 512) -> flo
     return sum(sums) / len(sums)
 
 
-def train(
-    args: argparse.Namespace, build: Callable[[PreTrainedTokenizerFast], PreTrainedModel]
-) -> None:
-    """Train what ``build`` makes of the tokenizer; that in ``args.out``, where there is one."""
+def train(args: argparse.Namespace, recipe: Recipe) -> None:
+    """Train what the recipe builds of the tokenizer; that in ``args.out``, where there is one."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -293,24 +367,30 @@ def train(
     else:
         tokenizer = train_tokenizer(args.data, vocab_size=7680, megabytes=25)
         tokenizer.save_pretrained(args.out)
-    text = encode_texts(args.data, tokenizer, "train", int(args.tokens), args.seed)
-    held_out = encode_texts(args.data, tokenizer, "val", 60_000, args.seed)
-    model = build(tokenizer).train()
+    encode = partial(encode_texts, args.data, tokenizer, seed=args.seed, sources=recipe.sources)
+    text = encode("train", int(args.tokens), unread=recipe.unread)
+    held_out = encode("val", 60_000)
+    model = recipe.build(tokenizer).train()
     checkpoint = args.out / "checkpoint.pt"
-    progress = learn(model, Batches(tokenizer, text, args.seed), args, checkpoint)
+    progress = learn(model, recipe.batches(tokenizer, text, args.seed), args, checkpoint, recipe)
     report: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": progress.tokens,
         "minutes": round(progress.seconds / 60, 1),
         "threads": args.threads,
-        "stages passed": progress.passed,
-        "answers right in training": round(progress.right, 4),
     }
+    if recipe.batches is Batches:
+        report["stages passed"] = progress.passed
+        report["answers right in training"] = round(progress.right, 4)
     model.eval().to(torch.bfloat16).save_pretrained(args.out)
     model.float()
-    report["held-out loss"] = {
-        source: text_loss(model, ids) for source, ids in held_out.items() if len(ids) >= TEXT_ROW
-    }
+    for row in recipe.held_out_rows:
+        name = "held-out loss" if row == TEXT_ROW else f"held-out loss, rows of {row}"
+        report[name] = {
+            source: text_loss(model, ids, row)
+            for source, ids in held_out.items()
+            if len(ids) >= row
+        }
     (args.out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
     checkpoint.unlink(missing_ok=True)
     print(json.dumps(report, indent=1))
@@ -328,7 +408,9 @@ def parser(description: str, out: str, tokens: float) -> argparse.ArgumentParser
 
 
 def main() -> None:
-    train(parser(__doc__.splitlines()[0], "reference-llama", 7.5e6).parse_args(), build_model)
+    train(
+        parser(__doc__.splitlines()[0], "reference-llama", 7.5e6).parse_args(), Recipe(build_model)
+    )
 
 
 if __name__ == "__main__":
