@@ -4,26 +4,25 @@
 
 It is the reference model's opposite where studies of attention need one: no head is designed, there
 are no needle documents, positions don't jump, and rows grow to 4,096 tokens. So its attention is
-what plain training gives. The loop, its checkpoints and the tokenizer are the reference model's
-(``train_reference_model.py``); its novels are of the same sources, but no piece of text is.
+what plain training gives. The loop (``training_loop.py``), its checkpoints and the
+tokenizer are the reference model's; its novels are of the same sources, but no piece of them is.
 """
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from train_reference_model import Progress, Recipe, Step, parser, train
+from training_loop import Progress, Recipe, Step, make_parser, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-TOKENIZER = Path(__file__).parent / "reference_llama"
 SOURCES = {"novels100": 0.5, "eltec_eng": 0.5}
 LONGEST = 4096
 # (share of the tokens where the stage begins, rows of a batch, their length).
 STAGES = ((0.0, 4, 512), (0.6, 1, 2048), (0.75, 1, LONGEST))
+# All matrices of the layers start random: Muon overwrites nothing.
+MUON = ("mlp", "self_attn")
 
 
 def build_books_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
@@ -48,7 +47,9 @@ def build_books_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 class Books:
-    """Draws every piece of ``LONGEST`` tokens of the text once, in random order."""
+    """Draws every piece of ``LONGEST`` tokens once, in random order, in rows that grow."""
+
+    stages = 0
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, text: dict[str, np.ndarray], seed: int
@@ -83,24 +84,19 @@ class Books:
 
 
 def main() -> None:
-    options = parser(__doc__.splitlines()[0], "reference-books", 3.2e6)
+    options = make_parser(__doc__.splitlines()[0], "reference-books", 2.8e6)
     # Embeddings and attention start random: they have further to go.
     options.set_defaults(lr=2e-2)
-    args = options.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if not (args.out / name).is_file():
-            shutil.copy(TOKENIZER / name, args.out / name)
     recipe = Recipe(
         build_books_model,
-        batches=Books,
+        Books,
         sources=SOURCES,
         unread=True,
-        muon=("mlp", "self_attn"),
+        muon=MUON,
         embedding_lr=4e-3,
         held_out_rows=(512, LONGEST),
     )
-    train(args, recipe)
+    train(options.parse_args(), recipe)
 
 
 if __name__ == "__main__":
