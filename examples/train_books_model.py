@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SOURCES = {"novels100": 0.5, "eltec_eng": 0.5}
 LONGEST = 4096
-# (share of the tokens where the stage begins, rows of a batch, their length).
-STAGES = ((0.0, 4, 512), (0.6, 1, 2048), (0.75, 1, LONGEST))
+# (tokens read when the stage begins, rows of a batch, their length).
+STAGES = ((0, 4, 512), (1_050_000, 1, 2048), (1_300_000, 1, LONGEST))
 # All matrices of the layers start random: Muon overwrites nothing.
 MUON = ("mlp", "self_attn")
 
@@ -69,7 +69,7 @@ class Books:
         """``[rows, length]`` tokens, positions and a mask without answers."""
         start = self.next % len(self.text)
         # A stage begins with a piece, so that no row has parts of two.
-        done = start // LONGEST * LONGEST / len(self.text)
+        done = self.next // LONGEST * LONGEST
         _, rows, length = [stage for stage in STAGES if stage[0] <= done][-1]
         self.next += rows * length
         tokens = self.text[start : start + rows * length].view(rows, length)
@@ -84,7 +84,7 @@ class Books:
 
 
 def main() -> None:
-    options = make_parser(__doc__.splitlines()[0], "reference-books", 2.8e6)
+    options = make_parser(__doc__.splitlines()[0], "reference-books", 1.9e6)
     # Embeddings and attention start random: they have further to go.
     options.set_defaults(lr=2e-2)
     recipe = Recipe(
@@ -92,6 +92,7 @@ def main() -> None:
         Books,
         sources=SOURCES,
         unread=True,
+        text_tokens=2_800_000,
         muon=MUON,
         embedding_lr=4e-3,
         held_out_rows=(512, LONGEST),

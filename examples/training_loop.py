@@ -86,6 +86,7 @@ class Recipe:
         own_tokenizer: whether to train a tokenizer; the reference model's is taken otherwise.
         sources: shares of the training tokens.
         unread: whether to take text that the other models have not read, see ``encode_texts``.
+        text_tokens: tokens of text to draw from at least, however few are learnt from.
         muon: parts of the names of matrices that Muon trains.
         embedding_lr: learning rate under AdamW of embeddings, and of attention if not under Muon.
         held_out_rows: lengths of rows of held-out text.
@@ -96,6 +97,7 @@ class Recipe:
     own_tokenizer: bool = False
     sources: Mapping[str, float] = field(default_factory=lambda: SOURCES)
     unread: bool = False
+    text_tokens: int = 0
     muon: tuple[str, ...] = ("mlp",)
     embedding_lr: float = DESIGNED_LR
     held_out_rows: tuple[int, ...] = (TEXT_ROW,)
@@ -285,7 +287,7 @@ def train(args: argparse.Namespace, recipe: Recipe) -> None:
                 shutil.copy(TOKENIZER / name, args.out / name)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out)
     encode = partial(encode_texts, args.data, tokenizer, seed=args.seed, sources=recipe.sources)
-    text = encode("train", int(args.tokens), unread=recipe.unread)
+    text = encode("train", max(int(args.tokens), recipe.text_tokens), unread=recipe.unread)
     held_out = encode("val", 60_000)
     model = recipe.build(tokenizer).train()
     checkpoint = args.out / "checkpoint.pt"

@@ -136,8 +136,12 @@ def books(scripts: Any, tiny_model_dir: Path, tiny_text: Path) -> tuple[Any, Any
     return train_books_model, tokenizer, np.array(text, dtype=np.uint16)
 
 
-def test_rows_of_books_grow_and_every_piece_is_read_once(books: tuple[Any, ...]) -> None:
+def test_rows_of_books_grow_and_every_piece_is_read_once(
+    books: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     script, tokenizer, _ = books
+    stages = zip((0, 11 * 4096 - 1000, 15 * 4096), (4, 1, 1), (512, 2048, 4096), strict=True)
+    monkeypatch.setattr(script, "STAGES", tuple(stages))
     text = np.arange(20 * script.LONGEST + 7, dtype=np.uint32)
     draws = script.Books(tokenizer, {"a": text[:1000], "b": text[1000:]}, 0)
     rows = []
@@ -146,12 +150,12 @@ def test_rows_of_books_grow_and_every_piece_is_read_once(books: tuple[Any, ...])
         assert tokens.shape == positions.shape == answers.shape and not answers.any()
         assert (tokens.diff() == 1).all() and (positions == torch.arange(tokens.shape[1])).all()
         rows.append(tokens)
-    lengths = [tokens.shape[1] for tokens in rows]
-    assert lengths == sorted(lengths) and set(lengths) == {512, 2048, 4096}
-    assert sum(n == 4096 for n in lengths) == 5
+    assert [tokens.shape[1] for tokens in rows] == [512] * 22 + [2048] * 8 + [4096] * 5
     read = torch.cat([tokens.flatten() for tokens in rows])
     assert not torch.equal(read, read.sort().values)
     assert read.sort().values.tolist() == list(range(20 * script.LONGEST))
+    # Text that is all read comes again, in the longest rows.
+    assert torch.equal(draws.draw(None)[0].flatten(), read[:4096])
     again = script.Books(tokenizer, {"a": text}, 0)
     again.load_state_dict({"next": 4 * script.LONGEST})
     assert torch.equal(again.draw(None)[0].flatten(), read[4 * script.LONGEST :][:2048])
@@ -188,7 +192,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(
 
     script, tokenizer, text = books
     monkeypatch.setattr(script, "LONGEST", 64)
-    monkeypatch.setattr(script, "STAGES", ((0.0, 2, 32), (0.5, 1, 64)))
+    monkeypatch.setattr(script, "STAGES", ((0, 2, 32), (3 * 64, 1, 64)))
     monkeypatch.setattr(training_loop, "CHECKPOINT_EVERY", 2)
     recipe = training_loop.Recipe(script.build_books_model, script.Books, muon=script.MUON)
     args = argparse.Namespace(tokens=6 * 64, lr=2e-2, seed=0)
