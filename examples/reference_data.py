@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import lzma
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
@@ -117,21 +117,31 @@ def train_tokenizer(folder: Path, vocab_size: int, megabytes: float) -> PreTrain
 
 
 def encode_texts(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, split: str, tokens: int, seed: int
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    split: str,
+    tokens: int,
+    seed: int,
+    sources: Mapping[str, float] = SOURCES,
+    unread: bool = False,
 ) -> dict[str, np.ndarray]:
     """About ``tokens`` token ids (uint16) by source; each document starts with ``<s>``.
 
     Documents longer than 200,000 characters (books) are cut into such pieces, and all are shuffled.
+    ``unread`` takes the last pieces: none that a model of the same seed had, while both together
+    need less than there is.
     """
     encoded: dict[str, np.ndarray] = {}
     with tqdm(total=tokens, unit="tok", unit_scale=True, desc=f"tokens of {split}") as bar:
-        for source, share in SOURCES.items():
+        for source, share in sources.items():
             pieces = [
                 text[start : start + 200_000]
                 for text in read_documents(folder, source, split)
                 for start in range(0, len(text), 200_000)
             ]
             random.Random(seed).shuffle(pieces)
+            if unread:
+                pieces.reverse()
             wanted, parts, have = share * tokens, [], 0
             for piece in pieces:
                 ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]

@@ -9,22 +9,14 @@ needle documents and curriculum; only the architecture and the designed start di
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 from latent_start import build_latent_model
-from train_reference_model import parser, train
-
-TOKENIZER = Path(__file__).parent / "reference_llama"
+from train_reference_model import Batches
+from training_loop import Recipe, make_parser, train
 
 
 def main() -> None:
-    args = parser(__doc__.splitlines()[0], "reference-latent", 6e6).parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if not (args.out / name).is_file():
-            shutil.copy(TOKENIZER / name, args.out / name)
-    train(args, build_latent_model)
+    options = make_parser(__doc__.splitlines()[0], "reference-latent", 6e6)
+    train(options.parse_args(), Recipe(build_latent_model, Batches))
 
 
 if __name__ == "__main__":

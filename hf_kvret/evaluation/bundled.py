@@ -1,7 +1,8 @@
 """The small models that are ours: they need no network.
 
-``needle`` ships with the package, ``reference`` and ``reference-latent`` lie in the examples of a
-checkout: that which the package is run from, or the folder where the command is run.
+``needle`` ships with the package; ``reference``, ``reference-latent`` and ``reference-books`` lie
+in the examples of a checkout: that which the package is run from, or the folder where the command
+is run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ def _example_model(folder: str) -> Path:
 
 REFERENCE_MODEL = _example_model("reference_llama")
 LATENT_MODEL = _example_model("reference_latent")
+BOOKS_MODEL = _example_model("reference_books")
 
 
 def default_model() -> str:

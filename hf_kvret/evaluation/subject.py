@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.calibration.hub_access import needs_cache
-from hf_kvret.evaluation.bundled import BUNDLED_MODEL, LATENT_MODEL, REFERENCE_MODEL
+from hf_kvret.evaluation.bundled import BOOKS_MODEL, BUNDLED_MODEL, LATENT_MODEL, REFERENCE_MODEL
 from hf_kvret.registry import attach
 
 _BUNDLED = {
     "needle": BUNDLED_MODEL,
     "reference": REFERENCE_MODEL,
     "reference-latent": LATENT_MODEL,
+    "reference-books": BOOKS_MODEL,
 }
 # What broken files of a model make transformers, torch and safetensors raise.
 _UNLOADABLE = (
@@ -97,7 +98,8 @@ def load_subject(
     """Load a model and its tokenizer.
 
     Args:
-        name: ``needle``, ``reference``, ``reference-latent``, else a folder or a hub id.
+        name: ``needle``, ``reference``, ``reference-latent``, ``reference-books``, else a folder or
+            a hub id.
 
     Raises:
         FileNotFoundError: neither a folder nor a hub id.

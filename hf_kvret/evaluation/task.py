@@ -49,7 +49,8 @@ class Task(Measurement):
 
     model: str = option(
         default_model(),
-        "a folder, a hub id, or a model of ours: reference, reference-latent (text), needle (ids)",
+        "a folder, a hub id, or a model of ours: reference, reference-latent, reference-books "
+        "(text), needle (ids)",
     )
     caches: str | None = option(
         None,
