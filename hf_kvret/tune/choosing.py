@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
-from typing import Any
 
 from hf_kvret.evaluation.measurement import Row
+from hf_kvret.evaluation.results import Cell, Results
+
+FULL = "full"
+"""The name of full attention among caches."""
 
 LEAST = 4
 """So many variants are never halved."""
@@ -76,9 +79,9 @@ class Measured:
         """Less is cheaper: bytes, then time."""
         return self.step_bytes, self.ms
 
-    def chance(self, target: float) -> float:
-        """How likely it is that the agreement reaches ``target``, in 0..1."""
-        return NormalDist().cdf((self.agreement - target) / self.agreement_error)
+    def surplus(self, target: float) -> float:
+        """Of the agreement over ``target``, in standard errors."""
+        return (self.agreement - target) / self.agreement_error
 
     def on(self, windows: int) -> Measured:
         """What is known of the first windows."""
@@ -90,7 +93,7 @@ class Chosen:
     """The choice, and how sure it is.
 
     Attributes:
-        variant: None where nothing was measured on all windows.
+        variant: None where there is none.
         certainty: ``"sure"``: its agreement reaches the target with a standard error to spare;
             ``"mean"``: the mean reaches it; ``"missed"``: it is the best there is.
     """
@@ -99,11 +102,16 @@ class Chosen:
     certainty: str
 
 
-def collect(cells: Iterator[tuple[Mapping[str, Any], Row]]) -> dict[str, Measured]:
-    """All that was measured, by cache; rows after a missing window are left out."""
+def collect(cells: Iterable[tuple[Cell, Row]]) -> dict[str, Measured]:
+    """All that was measured, by cache; rows after a missing window are left out.
+
+    So are those without numbers, of what did not fit into memory.
+    """
     found: dict[str, dict[int, Row]] = {}
     for cell, row in cells:
-        found.setdefault(cell["cache"], {})[cell["window"]] = row
+        rows = found.setdefault(cell["cache"], {})
+        if "tokens" in row:
+            rows[cell["window"]] = row
     measured = {}
     for name, rows in found.items():
         count = next(number for number in range(len(rows) + 1) if number not in rows)
@@ -135,29 +143,50 @@ def survivors(measured: Sequence[Measured], target: float) -> list[str]:
     """
     by_cost = sorted(measured, key=lambda one: one.cost)
     # The cheapest of those that are as sure.
-    surest = max(by_cost, key=lambda one: one.chance(target), default=None)
+    surest = max(by_cost, key=lambda one: one.surplus(target), default=None)
     ranked, none_cheaper = [], 1.0
     for place, one in enumerate(by_cost):
-        chance = one.chance(target)
-        ranked.append((one is not surest, -none_cheaper * chance, -chance, place, one.name))
+        surplus = one.surplus(target)
+        chance = NormalDist().cdf(surplus)
+        # Far below the target all chances are 0.
+        ranked.append((one is not surest, -none_cheaper * chance, -surplus, place, one.name))
         none_cheaper *= 1 - chance
     kept = {name for *_, name in sorted(ranked)[: halved(len(ranked))]}
     return [one.name for one in measured if one.name in kept]
 
 
-def choose(measured: Sequence[Measured], windows: int, target: float) -> Chosen:
-    """The cheapest variant that reaches ``target``; see ``Chosen``.
+def complete(results: Results, running: Sequence[str], stop: int) -> list[Measured]:
+    """Those of ``running`` that were measured on all windows before ``stop``, up to there."""
+    measured = collect(results)
+    rows = [measured[name].on(stop) for name in running if name in measured]
+    return [one for one in rows if len(one.rows) == stop]
 
-    Only those that were measured on all ``windows`` count.
-    """
-    finalists = sorted(
-        (one for one in measured if len(one.rows) == windows), key=lambda one: one.cost
-    )
+
+def finalists(results: Results) -> list[Measured] | None:
+    """The variants that the last round of a tuning has measured; None before its end."""
+    running = [cell["cache"] for cell, _ in results if cell["window"] == 0]
+    # All of them, and full attention.
+    if len(running) <= results.setup["variants"]:
+        return None
+    running.remove(FULL)
+    last: list[Measured] = []
+    for windows in rounds(results.setup["windows"]):
+        cells = [{"cache": name, "window": window} for name in running for window in windows]
+        if any(results.find(cell) is None for cell in cells):
+            return None
+        last = complete(results, running, windows.stop)
+        running = survivors(last, results.setup["agreement"])
+    return last
+
+
+def choose(measured: Sequence[Measured], target: float) -> Chosen:
+    """The cheapest variant of the last round that reaches ``target``; see ``Chosen``."""
+    by_cost = sorted(measured, key=lambda one: one.cost)
     for certainty, errors in (("sure", 1.0), ("mean", 0.0)):
-        for one in finalists:
+        for one in by_cost:
             if one.agreement - errors * one.agreement_error >= target:
                 return Chosen(one, certainty)
-    return Chosen(max(finalists, key=lambda one: one.agreement, default=None), "missed")
+    return Chosen(max(by_cost, key=lambda one: one.agreement, default=None), "missed")
 
 
 def front(measured: Sequence[Measured]) -> list[Measured]:

@@ -30,8 +30,8 @@ from hf_kvret.evaluation.subject import Subject, load_subject
 from hf_kvret.evaluation.task import artifact_sha256, check_artifacts
 from hf_kvret.evaluation.texts import read_text, token_ids
 from hf_kvret.stores import store_names
-from hf_kvret.tune.choosing import collect, halved, rounds, survivors
-from hf_kvret.tune.measuring import FULL, Walker
+from hf_kvret.tune.choosing import FULL, complete, halved, rounds, survivors
+from hf_kvret.tune.measuring import Walker
 from hf_kvret.tune.showing import picture, shown, write_choice
 from hf_kvret.tune.variants import (
     OFF,
@@ -162,9 +162,13 @@ class Tune(Measurement):
         return self
 
     def setup(self) -> dict[str, Any]:
-        keys = ("device", "seed", "context", "tokens", "windows", "agreement")
+        keys = (
+            *("device", "seed", "context", "tokens", "windows", "agreement"),
+            *("methods", "stores", "top_k", "rest"),
+        )
         text = describe_file("--text", self.text)
-        return self.subject.describe() | {"text": text} | {key: getattr(self, key) for key in keys}
+        tried = {"text": text, "variants": len(self.variants)}
+        return self.subject.describe() | tried | {key: getattr(self, key) for key in keys}
 
     def cells(self) -> list[Cell]:
         """Every variant on every window; halving leaves many of them out."""
@@ -198,16 +202,10 @@ class Tune(Measurement):
                     cell = {"cache": name, "window": window}
                     if results.find(cell) is None:
                         yield [cell]
-                    if name == FULL and results.find(cell) is None:
-                        # Without full attention there is nothing to agree with.
+                    if name == FULL and not complete(results, [FULL], window + 1):
+                        # It did not fit, and without it there is nothing to agree with.
                         return
-            measured = collect(iter(results))
-            complete = [
-                measured[name].on(windows.stop)
-                for name in running
-                if name in measured and len(measured[name].rows) >= windows.stop
-            ]
-            running = survivors(complete, self.agreement)
+            running = survivors(complete(results, running, windows.stop), self.agreement)
         if self.out is not None and write_choice(self.out, results) is not None:
             tqdm.write(f"wrote {self.out}")
 
@@ -224,9 +222,6 @@ class Tune(Measurement):
             artifact = artifact_sha256(variant.base, self.subject)
             found.append(row if artifact is None else {**row, "artifact": artifact})
         return found
-
-    def lacking(self, cell: Cell, why: Row) -> None:
-        """Nothing is kept of a variant that ran out of memory: it is tried the next time."""
 
     @property
     def _new(self) -> int:

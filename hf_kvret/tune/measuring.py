@@ -13,11 +13,8 @@ from hf_kvret.evaluation.caches import CacheChoice, choose_cache
 from hf_kvret.evaluation.measurement import Row
 from hf_kvret.evaluation.reader import Reader
 from hf_kvret.evaluation.subject import Subject
+from hf_kvret.tune.choosing import FULL
 from hf_kvret.tune.variants import Variant
-
-FULL = "full"
-"""The name of full attention among caches."""
-
 
 _PIECE = 16
 

@@ -10,8 +10,7 @@ from typing import Any
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.tables import markdown_table
-from hf_kvret.tune.choosing import Chosen, Measured, choose, collect, front
-from hf_kvret.tune.measuring import FULL
+from hf_kvret.tune.choosing import FULL, Chosen, Measured, choose, collect, finalists, front
 
 _HEADER = (
     *("cache", "tokens", "agreement, %", "KL", "MB a step", "of full", "device MB", "ms a step"),
@@ -19,8 +18,8 @@ _HEADER = (
 
 
 def choice_of(results: Results) -> Chosen:
-    """The choice among all that is in ``results``."""
-    return choose(_variants(collect(iter(results))), *_target(results))
+    """The choice of a tuning; of one that is not finished there is none."""
+    return choose(finalists(results) or [], results.setup["agreement"])
 
 
 def configuration(results: Results, name: str) -> dict[str, Any]:
@@ -42,22 +41,22 @@ def write_choice(path: Path, results: Results) -> str | None:
 
 def shown(results: Results) -> str:
     """The front as a markdown table, what is not on it in a line, and the choice."""
-    measured = collect(iter(results))
+    measured = collect(results)
     variants = _variants(measured)
     if FULL not in measured or not variants:
-        return "nothing was compared with full attention yet"
+        why = (row["out_of_memory"] for _, row in results if "out_of_memory" in row)
+        return f"Nothing was compared with full attention{next((f': {x}' for x in why), '')}."
     full, best = measured[FULL], front(variants)
     chosen = choice_of(results)
     rows = [_line(one, full, one is chosen.variant) for one in (full, *best)]
-    windows, target = _target(results)
-    others = _others(variants, best, windows)
-    parts = [markdown_table(_HEADER, rows), *others, *_told(results, chosen, full, target)]
+    others = _others(results, variants, best)
+    parts = [markdown_table(_HEADER, rows), *others, *_told(results, chosen, full)]
     return "\n\n".join(parts)
 
 
 def picture(path: Path, results: Results) -> None:
     """Agreement against bytes a step, a line for each filled cache and rest."""
-    measured = collect(iter(results))
+    measured = collect(results)
     full = measured[FULL].step_bytes if FULL in measured else 1.0
     lines: dict[str, tuple[list[float], list[float]]] = {}
     for one in sorted(_variants(measured), key=lambda one: one.cost):
@@ -81,10 +80,6 @@ def _variants(measured: Mapping[str, Measured]) -> list[Measured]:
     return [one for name, one in measured.items() if name != FULL]
 
 
-def _target(results: Results) -> tuple[int, float]:
-    return results.setup["windows"], results.setup["agreement"]
-
-
 def _line(one: Measured, full: Measured, is_chosen: bool) -> list[str]:
     return [
         f"**{one.name}**" if is_chosen else one.name,
@@ -98,23 +93,26 @@ def _line(one: Measured, full: Measured, is_chosen: bool) -> list[str]:
     ]
 
 
-def _others(variants: Sequence[Measured], best: Sequence[Measured], windows: int) -> list[str]:
+def _others(results: Results, variants: Sequence[Measured], best: Sequence[Measured]) -> list[str]:
     count = len(variants) - len(best)
-    stopped = sum(len(one.rows) < windows for one in variants)
+    stopped = sum(len(one.rows) < results.setup["windows"] for one in variants)
+    missing = {cell["cache"] for cell, row in results if "out_of_memory" in row}
     told = f"± is a standard error. {len(best)} of {len(variants)} variants are on the front"
     if count:
         told += "; each other one is beaten in agreement, bytes or time, and nowhere better"
     if stopped:
         told += f". {stopped} were measured on fewer tokens, as others were likelier to be chosen"
+    if missing:
+        told += f". Out of memory: {', '.join(sorted(missing))}"
     return [f"{told}."]
 
 
-def _told(results: Results, chosen: Chosen, full: Measured, target: float) -> list[str]:
+def _told(results: Results, chosen: Chosen, full: Measured) -> list[str]:
     """The choice in words, and its configuration."""
     one = chosen.variant
     if one is None:
-        return ["Not finished: no variant was measured on all windows, so nothing is chosen yet."]
-    goal = f"an agreement of {target:.4g}"
+        return ["Not finished: nothing is chosen yet."]
+    goal = f"an agreement of {results.setup['agreement']:.4g}"
     start = {
         "sure": f"The cheapest with {goal}, a standard error to spare",
         "mean": f"The cheapest with {goal}, though by less than a standard error (more --tokens "
