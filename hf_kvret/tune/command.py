@@ -37,7 +37,6 @@ from hf_kvret.tune.variants import (
     OFF,
     Variant,
     check_method,
-    choices_of,
     find_artifacts,
     ladder,
     make_variants,
@@ -188,10 +187,8 @@ class Tune(Measurement):
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
         """Round by round, one by one; the choice is written at the end."""
-        choices = choices_of(self.variants)
-        artifacts = {name: artifact_sha256(one, self.subject) for name, one in choices.items()}
-        check_artifacts(results, artifacts)
-        for base in {one.name: one for one in choices.values()}.values():
+        check_artifacts(results, self._artifacts)
+        for base in {one.base.name: one.base for one in self.variants.values()}.values():
             Reader(self.subject.model, base, 0)
         check_positions(self.subject.model, self.context + self._new)
         _ = self._walker
@@ -219,9 +216,16 @@ class Tune(Measurement):
             variant = self.variants[cell["cache"]]
             row = self._walker.row(variant, cell["window"])
             row |= {"method": variant.method, "cache_config": dict(variant.cache_config)}
-            artifact = artifact_sha256(variant.base, self.subject)
+            artifact = self._artifacts[variant.name]
             found.append(row if artifact is None else {**row, "artifact": artifact})
         return found
+
+    @cached_property
+    def _artifacts(self) -> dict[str, str | None]:
+        """The artifact of each variant, None for those without."""
+        bases = {one.base.name: one.base for one in self.variants.values()}
+        known = {name: artifact_sha256(base, self.subject) for name, base in bases.items()}
+        return {name: known[one.base.name] for name, one in self.variants.items()}
 
     @property
     def _new(self) -> int:

@@ -117,8 +117,8 @@ def _told(results: Results, chosen: Chosen, full: Measured) -> list[str]:
         "sure": f"The cheapest with {goal}, a standard error to spare",
         "mean": f"The cheapest with {goal}, though by less than a standard error (more --tokens "
         "make it surer)",
-        "missed": f"MISSED: no variant has {goal}. The nearest one (try larger --top-k, other "
-        "--methods, or a lower --agreement)",
+        "missed": f"MISSED: no variant has {goal}; try larger --top-k, other --methods, or a lower "
+        "--agreement, or stay with full attention. The nearest one",
     }[chosen.certainty]
     told = (
         f"{start}: **{one.name}**, {one.agreement:.4f} ± {one.agreement_error:.4f} over "

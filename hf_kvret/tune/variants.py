@@ -12,7 +12,6 @@ from hf_kvret.calibration.hub import find_folder
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
 from hf_kvret.evaluation.subject import model_folder
-from hf_kvret.evaluation.task import Choices
 from hf_kvret.io.persistence import FORK_OPTIONS
 from hf_kvret.registry import registered_methods
 
@@ -138,11 +137,6 @@ def make_variants(
     order = {base: place for place, base in enumerate(bases)}
     ranked = sorted(variants.values(), key=lambda one: order[one.base.name])
     return {one.name: one for one in ranked}
-
-
-def choices_of(variants: Mapping[str, Variant]) -> Choices:
-    """The filled cache of each variant, by the variant's name."""
-    return {name: one.base for name, one in variants.items()}
 
 
 def _defaults(method: str, store: str, artifacts: Mapping[str, str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 from hf_kvret import FlatKVCache
 from hf_kvret.cli import main
+from hf_kvret.evaluation.bundled import BUNDLED_MODEL
 from hf_kvret.evaluation.report import write_report
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.subject import load_subject
@@ -189,6 +190,19 @@ def test_a_cache_that_does_not_fit_is_left_out(
     out = capsys.readouterr().out
     assert "Out of memory: flat:" in out and '"cache_implementation": "paris"' in out
     assert sum(name.startswith("flat") for name in fills) == 1
+
+
+def test_artifacts_bring_their_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "t.json"
+    learned = ",".join(str(BUNDLED_MODEL / method) for method in ("a2ats", "aqua"))
+    given = [*NEEDLE[:-1], f"flat:{SMALL}", "--context", "800", "--top-k", "16", "--rest", "off"]
+    assert tune(*given, "--artifact", learned, "--json", str(file)) == 0
+    rows = {cell["cache"]: row for cell, row in Results.load(file)}
+    assert len(rows) == 4
+    for method, budget in (("a2ats", ":top_k=16"), ("aqua", "")):
+        row = rows[f"{method}{budget}:dense_below=400"]
+        assert len(row["artifact"]) == 64
+        assert row["cache_config"]["artifact"] == str(BUNDLED_MODEL / method)
 
 
 def test_divergence_is_that_of_torch() -> None:
