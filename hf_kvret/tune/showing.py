@@ -40,15 +40,18 @@ def write_choice(path: Path, results: Results) -> str | None:
 
 
 def shown(results: Results) -> str:
-    """The front as a markdown table, what is not on it in a line, and the choice."""
+    """The front and the choice as a markdown table, the others in a line, the choice to paste."""
     measured = collect(results)
     variants = _variants(measured)
     if FULL not in measured or not variants:
         why = (row["out_of_memory"] for _, row in results if "out_of_memory" in row)
         return f"Nothing was compared with full attention{next((f': {x}' for x in why), '')}."
-    full, best = measured[FULL], front(variants)
-    chosen = choice_of(results)
-    rows = [_line(one, full, one is chosen.variant) for one in (full, *best)]
+    full, chosen = measured[FULL], choice_of(results)
+    best = front(variants)
+    # What beats the choice was measured on less.
+    if chosen.variant is not None and chosen.variant not in best:
+        best = sorted([*best, chosen.variant], key=lambda one: one.cost)
+    rows = [_line(one, full, one == chosen.variant) for one in (full, *best)]
     others = _others(results, variants, best)
     parts = [markdown_table(_HEADER, rows), *others, *_told(results, chosen, full)]
     return "\n\n".join(parts)
@@ -97,7 +100,7 @@ def _others(results: Results, variants: Sequence[Measured], best: Sequence[Measu
     count = len(variants) - len(best)
     stopped = sum(len(one.rows) < results.setup["windows"] for one in variants)
     missing = {cell["cache"] for cell, row in results if "out_of_memory" in row}
-    told = f"± is a standard error. {len(best)} of {len(variants)} variants are on the front"
+    told = f"± is a standard error. {len(best)} of {len(variants)} variants are shown"
     if count:
         told += "; each other one is beaten in agreement, bytes or time, and nowhere better"
     if stopped:

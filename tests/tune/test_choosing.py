@@ -20,6 +20,7 @@ from hf_kvret.tune.choosing import (
     rounds,
     survivors,
 )
+from hf_kvret.tune.showing import shown
 
 
 def row(equal: int, step_bytes: int, ms: float = 1.0, tokens: int = 100) -> Row:
@@ -168,3 +169,18 @@ def test_rows_behind_a_gap_do_not_count() -> None:
     found = collect(({"cache": name, "window": w}, one) for (name, w), one in rows.items())
     assert {name: len(one.rows) for name, one in found.items()} == {"a": 1, "c": 2}
     assert [one["equal"] for one in found["c"].rows] == [4, 3]
+
+
+def test_a_choice_that_was_beaten_on_fewer_tokens_is_shown() -> None:
+    names = [f"v{place}" for place in range(6)]
+    rows = {(name, 0): row(90, 10 + place) for place, name in enumerate(names)}
+    # Better and cheaper on what it has seen, yet likelier ones went on.
+    rows["v5", 0] = row(91, 9)
+    rows |= {(name, 1): row(99, 10) for name in survivors(complete(_results(rows), names, 1), 0.95)}
+    rows.pop(("v5", 1), None)
+    results = _results(rows)
+    assert "Not finished" in shown(results)
+    rows |= {("v5", 1): {"out_of_memory": "no room"}}
+    rows = {cell: one | {"method": "flat", "cache_config": {}} for cell, one in rows.items()}
+    told = shown(_results(rows))
+    assert "| **v0**" in told and "| v5 " in told and "Out of memory: v5" in told

@@ -62,6 +62,8 @@ def test_a_choice_is_printed_written_and_fits_generate(
     pasted = json.loads(files[1].read_text())
     assert json.dumps(pasted) in out and Tune.table(results) in out
     assert pasted["cache_implementation"] in ("flat", "paris")
+    [bold] = [line for line in out.splitlines() if line.startswith("| **")]
+    assert f"top_k={pasted['cache_config']['top_k']}:" in bold and "| 16 " in bold
     assert pasted["cache_config"].items() >= {"recent": 16, "flush": 16}.items()
     assert files[2].read_bytes().startswith(b"\x89PNG")
     full = results.find({"cache": "full", "window": 0})
