@@ -137,6 +137,11 @@ class RetrievalConfig(metaclass=RenamesOptions):
         """Whether the method works with this kind of store."""
         return True
 
+    @classmethod
+    def takes(cls, name: str, value: Any) -> bool:
+        """Whether the option ``name`` has a meaning for the method, with this value."""
+        return name != "store" or cls.takes_store(value)
+
     @property
     def splits_rows(self) -> bool:
         """Whether cold rows lie on the device and, beyond ``device_budget``, on the host."""

@@ -107,9 +107,9 @@ class LatentHeads(Ablation):
                 "longer contexts, or fewer rows"
             )
         if cell["part"] == "mass":
-            read = (read_layers(subject.model, window) for window in windows)
+            layers = (read_layers(subject.model, window) for window in windows)
             return masses(
-                read,
+                layers,
                 self.new_tokens,
                 (options.sink, options.recent),
                 self.select_heads,

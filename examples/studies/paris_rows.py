@@ -92,15 +92,15 @@ def drawn_rows(dims: tuple[int, int], tokens: int, ratio: float, seed: int) -> R
     context, asking = states(tokens), states(_QUERIES)
     latent = latents(context)
     rotated = turned(context @ to_rope, torch.arange(tokens))
-    absorbed, asked = [], []
+    latent_parts, rope_parts = [], []
     for _ in range(_HEADS):
         # A head looks for what its own projection of the asking token's latent is like.
         up = draw(_NOPE_DIM, rank) / rank**0.5
         head = asking @ draw(_HIDDEN, _NOPE_DIM) / _HIDDEN**0.5 + latents(asking) @ up.T
-        absorbed.append(head @ up)
+        latent_parts.append(head @ up)
         own = asking @ (to_rope + 0.5 * draw(_HIDDEN, rope) / _HIDDEN**0.5)
-        asked.append(turned(own, torch.full((_QUERIES,), tokens)))
-    query, rope_query = torch.cat(absorbed), torch.cat(asked)
+        rope_parts.append(turned(own, torch.full((_QUERIES,), tokens)))
+    query, rope_query = torch.cat(latent_parts), torch.cat(rope_parts)
     scale = (ratio * (query @ latent.T).std() / (rope_query @ rotated.T).std()).sqrt()
     return Rows(
         f"drawn, rope scores x {ratio:g}",
@@ -137,7 +137,7 @@ def recalls(
 ) -> tuple[float, float]:
     """Recall of the exact top 100 of each query: among the candidates, and after the rerank."""
     keys, queries = rows.keys - rows.keys.mean(0), rows.queries
-    wanted = (queries @ keys.T).topk(WANTED).indices
+    exact = (queries @ keys.T).topk(WANTED).indices
     length = rotated_length(keys.shape[1], rotation)
     signs, levels = paris.random_signs(length, 0), paris.magnitude_levels(8)
     if rotation == "blocks":
@@ -157,7 +157,7 @@ def recalls(
     ids = order[..., : max(WANTED, math.ceil(beta * len(keys)))].int()
     estimates = paris.rerank(q_rot, codes, ids, levels, backend="naive")[:, :, :, 0]
     best = ids.gather(-1, estimates.topk(WANTED).indices)
-    return _overlap(ids[0, 0], wanted), _overlap(best[0, 0], wanted)
+    return _overlap(ids[0, 0], exact), _overlap(best[0, 0], exact)
 
 
 def equal_reading(dim: int) -> float:
@@ -183,8 +183,8 @@ def table(tokens: int, seeds: int) -> Iterator[list[str]]:
         variants.append((_ROTATIONS[-1], THREE, equal_reading(whole)))
         for way in ways:
             for rotation, tiers, beta in variants:
-                found = [recalls(rows, rotation, tiers, beta) for rows in way]
-                first, second = (fmean(one[i] for one in found) for i in range(2))
+                shares = [recalls(rows, rotation, tiers, beta) for rows in way]
+                first, second = (fmean(one[i] for one in shares) for i in range(2))
                 length = rotated_length(whole, rotation)
                 row = [f"{dims[0]} + {dims[1]}", way[0].name, rotation, str(len(tiers))]
                 row += ["16 bits" if len(tiers) * length // 8 > 254 else "byte", f"{beta:.1%}"]
@@ -194,12 +194,12 @@ def table(tokens: int, seeds: int) -> Iterator[list[str]]:
 def page(tokens: int, seeds: int, command: str) -> str:
     """The whole page, as Markdown."""
     head = ("row", "rows", "rotation", "tiers", "points in", "candidates", "bytes a code")
-    found = markdown_table((*head, "stage 1", "both stages"), list(table(tokens, seeds)))
-    return f"# Rotation and tiers of long rows\n\n{found}\n\n{_NOTES}\nMade by `{command}`.\n"
+    tables = markdown_table((*head, "stage 1", "both stages"), list(table(tokens, seeds)))
+    return f"# Rotation and tiers of long rows\n\n{tables}\n\n{_NOTES}\nMade by `{command}`.\n"
 
 
-def _overlap(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return (wanted.unsqueeze(-1) == found.unsqueeze(-2)).any(-1).float().mean().item()
+def _overlap(ids: torch.Tensor, exact: torch.Tensor) -> float:
+    return (exact.unsqueeze(-1) == ids.unsqueeze(-2)).any(-1).float().mean().item()
 
 
 _NOTES = """\

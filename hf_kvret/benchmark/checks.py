@@ -162,7 +162,7 @@ def covering(
     so they are retrieved. A store that splits its rows has to split these too, which are too few
     for the budget that it was given.
     """
-    if not isinstance(cache, RetrievalCache):
+    if not isinstance(cache, RetrievalCache) or not cache.options.retrieves:
         return cache
     options = cache.options
     part = max(1, length // 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -21,6 +22,9 @@ class AttentionCall:
         sink_logits: ``[Hq]`` learned attention sinks, or None.
         positions: ``[B, Q]`` integers, RoPE positions of the new tokens; None if not passed.
     """
+
+    # Whether ``keys_and_values`` are made anew, of memory of their own.
+    makes_rows: ClassVar[bool] = False
 
     scoring: Scoring
     prompt: Callable[[], torch.Tensor]

@@ -81,10 +81,16 @@ def attend_exactly(
     new = call.keys_and_values(key, value)
     total = attend_dense(query, *new, scoring.of(new_valid), causal_offset=0)
     del new
-    near = call.keys_and_values(*window.tokens())
+    near_keys, near_values = window.tokens()
     near_valid = window.validity(valid, past)
-    total = merge([total, attend_dense(query, *near, scoring.of(near_valid))])
-    del near
+    # Made of all tokens at once, keys and values would outgrow any chunk.
+    step = length if call.makes_rows else max(1, near_keys.shape[2])
+    for start in range(0, near_keys.shape[2], step):
+        some = slice(start, start + step)
+        near = call.keys_and_values(near_keys[:, :, some], near_values[:, :, some])
+        some_valid = None if near_valid is None else near_valid[:, some]
+        total = merge([total, attend_dense(query, *near, scoring.of(some_valid))])
+        del near
     for start, keys, values in pieces:
         # Some stores also yield the new tokens, in the form in which they are stored.
         count = min(keys.shape[2], past - start)

@@ -10,12 +10,13 @@ values instead, where that takes fewer operations. Source: DeepSeek-V2, section 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.layer import HANDLE, RetrievalLayer
+from hf_kvret.core.precision import check_dtypes
 
 
 class LatentHeads(Protocol):
@@ -37,9 +38,24 @@ class LatentHeads(Protocol):
         """Whether to expand rows takes fewer operations than to absorb so many queries."""
 
 
+def expanding_pays(queries: int, rank: int, head_numbers: int) -> bool:
+    """Whether to expand rows takes fewer operations than to absorb so many queries.
+
+    Of a row and head, expanding takes R (n + v) products, and 2 R - n - v fewer for each query.
+
+    Args:
+        queries: that attend to each row.
+        rank: R.
+        head_numbers: n + v, numbers that a head makes of a latent.
+    """
+    return queries * (2 * rank - head_numbers) > rank * head_numbers
+
+
 @dataclass(frozen=True, eq=False)
 class LatentCall(AttentionCall):
     """An attention call of a layer with latent attention."""
+
+    makes_rows: ClassVar[bool] = True
 
     heads: LatentHeads = field(kw_only=True)
 
@@ -77,6 +93,7 @@ class LatentLayer(RetrievalLayer):
 
         Returns both, the latents with a handle to this layer. Errors as of ``RetrievalLayer``.
         """
+        check_dtypes(latents=key_states, rotated_keys=value_states)
         rows = torch.cat((key_states, value_states), dim=-1)
         super().update(rows, rows[..., : key_states.shape[3]])
         self._new_rows = rows

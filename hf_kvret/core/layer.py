@@ -17,13 +17,13 @@ from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.counters import LayerCounters
 from hf_kvret.core.exact_attention import attend_exactly
 from hf_kvret.core.index import Index
+from hf_kvret.core.precision import check_dtypes, without_autocast
 from hf_kvret.core.regions import MakeStore, Regions
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.selected_attention import attend_selected
 from hf_kvret.core.store import Store
 
 HANDLE = "hf_kvret_layer"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Weakly:
@@ -104,18 +104,15 @@ class RetrievalLayer(CacheLayerMixin):
 
         Raises:
             RuntimeError: gradients are on.
-            ValueError: another batch size, head count, head dim, dtype or device than before.
+            ValueError: another batch size, head count, head dim, dtype or device than before, a
+                dtype that is not served, or two of them.
         """
         if key_states.requires_grad or value_states.requires_grad:
             raise RuntimeError(
                 "a retrieval cache has no gradients: run the model under torch.no_grad() or "
                 "torch.inference_mode(), or train with use_cache=False"
             )
-        if key_states.dtype not in _DTYPES:
-            raise ValueError(
-                f"keys are {key_states.dtype}: a retrieval cache holds float32, bfloat16 or "
-                "float16; convert the model with model.to(torch.float32)"
-            )
+        check_dtypes(keys=key_states, values=value_states)
         if self.regions is None:
             self.lazy_initialization(key_states, value_states)
         else:
@@ -215,13 +212,15 @@ class RetrievalLayer(CacheLayerMixin):
 
     # Its steps look at lengths and places, which the compiler would trace anew at every flush.
     @torch.compiler.disable
+    @without_autocast
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Attention of ``query [B, Hq, Q, Dk]``, the queries of the Q newest tokens.
 
         ``key`` and ``value [B, Hkv, Q, D]`` are what ``update`` was given. The first call after an
-        update takes the tokens in; more calls (layers that share their cache) only attend.
+        update takes the tokens in; more calls (layers that share their cache) only attend. Under
+        autocast, too, all is computed in the dtypes of these tensors.
         Returns ``[B, Hq, Q, Dv]`` in the query's dtype.
         """
         if self.regions is None:

@@ -88,12 +88,11 @@ def choose_cache(
         return _press(text, given)
     options = dict(_option(text, part) for part in given)
     if name in registered_methods():
-        known = dict(defaults or {})
         config_class = registered_methods()[name].config_class
         options = config_class.current_names(options)
-        if not config_class.takes_store(known.get("store", "auto")):
-            # What was asked for all caches is not for this one, which has its own.
-            del known["store"]
+        # What was asked for all caches may be nothing for this one, which has its own.
+        asked = (defaults or {}).items()
+        known = {option: value for option, value in asked if config_class.takes(option, value)}
         return _retrieval(text, name, known | options)
     if name == "quantized":
         return _quantized(text, options)

@@ -11,6 +11,7 @@ from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.latent import LatentCall, LatentLayer
 from hf_kvret.core.layer import HANDLE, RetrievalLayer
 from hf_kvret.core.merge import merge
+from hf_kvret.core.precision import check_dtypes
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.integration.base_attention import attend_with_base, base_name
 from hf_kvret.integration.latent import ModuleHeads
@@ -69,7 +70,7 @@ def retrieval_attention(
         ``[B, Q, Hq, Dv]`` and None for the weights, as transformers expects.
 
     Raises:
-        ValueError: an unknown keyword, which may change attention.
+        ValueError: an unknown keyword, which may change attention, or two dtypes.
     """
     layer: RetrievalLayer | None = getattr(key, HANDLE, None)
     if layer is None:
@@ -81,6 +82,7 @@ def retrieval_attention(
     total = layer.get_seq_length() + (key.shape[2] if layer.waiting else 0)
     try:
         _check_keywords(kwargs, dropout)
+        check_dtypes(queries=query, keys=key, values=value)
         valid = slot_validity(attention_mask, query.shape[2], total, query.device)
     except ValueError:
         # Nothing was stored yet, so the cache can be used again once the mistake is corrected.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hf_kvret.core.latent import expanding_pays
 from hf_kvret.integration.projection import Affine, affine
 from hf_kvret_model_patches import latent
 
@@ -52,9 +53,7 @@ class ModuleHeads:
         return self._matrices(rows).shape[0] * of_head
 
     def expands(self, queries: int) -> bool:
-        """Of a row and head, expanding takes R (n + v) products, and 2 R - n - v fewer a query."""
-        made = self._nope + self._value_dim
-        return queries * (2 * self._rank - made) > self._rank * made
+        return expanding_pays(queries, self._rank, self._nope + self._value_dim)
 
     def _matrices(self, like: torch.Tensor) -> torch.Tensor:
         """``[H, n + v, R]``: ``kv_b_proj`` for each head."""

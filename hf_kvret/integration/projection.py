@@ -1,7 +1,8 @@
 """The matrix of a projection that is linear, whatever stands in its place.
 
-A plain ``nn.Linear`` is its weight. Anything else (an adapter, quantized, offloaded or distributed
-weights, hooks) is asked for the images of the unit vectors, one of each input. On a CPU they are
+An ``nn.Linear`` that nobody changed is its weight and its bias. Anything else (a subclass, an
+adapter, a parametrization, quantized, offloaded or distributed weights, hooks) is asked for the
+images of the unit vectors, one of each input, and refused if it is not linear. On a CPU they are
 kept from call to call where all that they can depend on is known: classes of torch, PEFT and
 torchao in eval mode, without hooks, whose attributes are numbers, names and tensors on the CPU.
 Each call compares all of it with a copy, tensors by their contents, because a write to
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -29,6 +30,12 @@ _PLAIN_DTYPES = {
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
 _PLAIN_VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+# Unit vectors are so long where nothing rounds or clips them: a bias is added before the sum is
+# rounded, and takes that much less of the matrix's precision. A power of two, far below fp16's end.
+_UNIT = 64.0
+# Least difference from a linear function, as a share of its image: TF32 and 8 bits stay below.
+_TOLERANCE = 4e-3
+_SEED = 0
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Attributes that every module has; those that count for a forward are looked at one by one.
 _OF_TORCH = {*vars(nn.Module()), "extra_repr"}
@@ -66,6 +73,8 @@ class _State:
         )
 
 
+# Modules on a GPU that were found to be linear: to look again the host would wait for the device.
+_linear: WeakSet[nn.Module] = WeakSet()
 # Each entry is replaced as a whole, so that threads see one or the other. A copied module has none.
 _kept: WeakKeyDictionary[nn.Module, tuple[_State, Affine]] = WeakKeyDictionary()
 
@@ -75,10 +84,13 @@ def affine(projection: nn.Module, like: torch.Tensor, inputs: int) -> Affine:
 
     The matrix of a plain linear layer is its weight itself. What others give was made by calling
     them, now or in a call before which nothing has changed since.
+
+    Raises:
+        ValueError: the projection is not linear.
     """
     if is_plain(projection):
-        weight: Any = projection.weight
-        return Affine(weight, None)
+        weight, bias = projection.weight, projection.bias
+        return Affine(weight, bias)  # type: ignore[arg-type]
     state = _state(projection, like)
     if state is not None:
         known = _kept.get(projection)
@@ -87,26 +99,74 @@ def affine(projection: nn.Module, like: torch.Tensor, inputs: int) -> Affine:
         # A call may change its module: PEFT takes a merged adapter out where it was turned off.
         state = state.copy()
     made = _images(projection, like, inputs)
+    _check_linear(projection, made, like)
     if state is not None and not made.matrix.requires_grad:
         _kept[projection] = state, made
     return made
 
 
 def is_plain(projection: nn.Module) -> bool:
-    """Whether the module is its weight: a linear one that nobody wrapped, hooked or distributed."""
-    if type(projection) is not nn.Linear or projection.bias is not None:
+    """Whether it is weight and bias: a linear layer that nobody wrapped, hooked or distributed."""
+    if type(projection) is not nn.Linear or "forward" in projection.__dict__:
         return False
-    is_own = type(projection.weight) is nn.Parameter and "forward" not in projection.__dict__
-    return is_own and not _is_hooked(projection)
+    kinds = {type(projection.weight), type(projection.bias)}
+    return kinds <= {nn.Parameter, type(None)} and not _is_hooked(projection)
 
 
 def _images(projection: nn.Module, like: torch.Tensor, inputs: int) -> Affine:
-    """Of the unit vectors, and of zero, which an adapter with a bias moves."""
-    vectors = torch.eye(inputs + 1, inputs, dtype=like.dtype, device=like.device)
+    """Of the unit vectors, and of zero, which a bias moves."""
+    unit = _unit(projection)
+    vectors = unit * torch.eye(inputs + 1, inputs, dtype=like.dtype, device=like.device)
     images = projection(vectors)
     # A copy, since a part of the images would hold them all.
     offset = images[inputs].clone()
-    return Affine((images[:inputs] - offset).T.contiguous(), offset)
+    # The difference of two numbers in bf16 has more digits than they have.
+    wide = torch.promote_types(images.dtype, torch.float32)
+    matrix = (images[:inputs].to(wide) - offset.to(wide)) / unit
+    return Affine(matrix.T.to(images.dtype).contiguous(), offset)
+
+
+def _unit(projection: nn.Module) -> float:
+    """Length of the unit vectors: 1 where their range may be fixed, as that of quantized inputs."""
+    tensors = (*projection.parameters(), *projection.buffers())
+    plain = [
+        tensor.is_floating_point()
+        and tensor.element_size() > 1
+        and type(tensor).__module__.partition(".")[0] == "torch"
+        for tensor in tensors
+    ]
+    return _UNIT if plain and all(plain) else 1.0
+
+
+@torch.no_grad()
+def _check_linear(projection: nn.Module, made: Affine, like: torch.Tensor) -> None:
+    """ValueError if a vector, long or short and negative, has another image than ``made`` gives.
+
+    Its numbers are alike or zero by chance, which quantized inputs keep, too. Dropout is chance, so
+    nothing is said of a module in training.
+    """
+    on_gpu = like.device.type != "cpu"
+    if any(module.training for module in projection.modules()):
+        return
+    if on_gpu and (projection in _linear or torch.cuda.is_current_stream_capturing()):
+        return
+    matrix, offset = made.matrix.float(), made.offset
+    chance = torch.rand(matrix.shape[1], generator=torch.Generator().manual_seed(_SEED)) < 0.5
+    vector = chance.to(like.device, like.dtype)
+    for one in (_unit(projection) * vector, -vector):
+        image, expected = projection(one[None])[0].float(), matrix @ one.float()
+        if offset is not None:
+            expected += offset.float()
+        tolerance = max(_TOLERANCE, 4 * torch.finfo(made.matrix.dtype).eps)
+        # False where an image is not finite: such weights are the model's own affair.
+        if (image - expected).norm() > tolerance * expected.norm():
+            raise ValueError(
+                f"kv_b_proj is a {type(projection).__name__} that is not linear: the image of a "
+                "vector is not made of those of its numbers, so latents can't be attended to as "
+                "they are; use cache_implementation='dynamic'"
+            )
+    if on_gpu:
+        _linear.add(projection)
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -17,9 +17,10 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
+from hf_kvret.core.latent import expanding_pays
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.sizes import free_bytes
-from hf_kvret.integration.compatibility import by_layer
+from hf_kvret.integration.compatibility import by_layer, is_latent
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ CHUNK_BYTES = 2 << 30
 WHOLE_BYTES = 8 << 30
 # A pass may take this fraction (1/4) of free device memory: the prompt's rows need room, too.
 _FREE_SHARE = 4
+_LEAST_CHUNK = 256
 # Chunks shrink by whole pages, so that later tokens stay aligned to pages.
 _STEP = 64
 
@@ -60,14 +62,12 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Estimated peak memory of a forward pass in bytes per token, rows not counted.
 
     Four hidden states (residual, its norm, input and output of a sublayer); gate, up and their
-    product in the widest MLP, for all experts of a token; queries, keys and values before and
-    after RoPE; and three attention outputs in fp32, for merging two parts. Logits are computed for
-    the last token alone.
+    product in the widest MLP, for all experts of a token; what attention makes of it, see
+    ``_attention_bytes``. Logits are computed for the last token alone.
     """
     text = config.get_text_config(decoder=True)
     hidden_size = _most(text, "hidden_size", "n_embd", "d_model") or _HIDDEN_SIZE
     heads = _most(text, "num_attention_heads", "n_head") or max(1, hidden_size // _HEAD_DIM)
-    kv_heads = _most(text, "num_key_value_heads") or heads
     experts = _most(text, *_EXPERTS_OF_A_TOKEN) or 1
     inner = _most(text, "intermediate_size", *_OTHER_INNER_SIZES)
     expert = _most(text, "moe_intermediate_size")
@@ -75,9 +75,39 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     inner = (
         max(inner, expert * experts + shared) if expert else (inner or 4 * hidden_size) * experts
     )
+    numbers = (3 + experts) * hidden_size + 3 * inner
+    if is_latent(config):
+        return numbers * dtype.itemsize + _latent_bytes(text, heads, dtype)
+    return numbers * dtype.itemsize + _attention_bytes(text, heads, hidden_size, dtype)
+
+
+def _attention_bytes(
+    text: PreTrainedConfig, heads: int, hidden_size: int, dtype: torch.dtype
+) -> int:
+    """Of a token: its query, key and value before and after RoPE, and three outputs.
+
+    These are in fp32, for merging two parts.
+    """
+    kv_heads = _most(text, "num_key_value_heads") or heads
     dim = _most(text, "head_dim") or -(-hidden_size // heads)
-    numbers = (3 + experts) * hidden_size + 3 * inner + 2 * (heads + 2 * kv_heads) * dim
-    return numbers * dtype.itemsize + 3 * heads * dim * 4
+    return 2 * (heads + 2 * kv_heads) * dim * dtype.itemsize + 3 * heads * dim * 4
+
+
+def _latent_bytes(text: PreTrainedConfig, heads: int, dtype: torch.dtype) -> int:
+    """As ``_attention_bytes``, of latent attention.
+
+    Of a token: its query before and after RoPE, and absorbed; its latent and rotated key as they
+    are projected, with the latent normalized, and as a row; the image of its latent, of which
+    values are a part, and keys beside it; three outputs in fp32, which are means of latents
+    where the shortest chunk is absorbed, not expanded.
+    """
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    rank, nope, rope, value = (_most(text, name) for name in names)
+    queries = 2 * (nope + rope) + rank + rope
+    keys_and_values = (nope + value) + (nope + rope)
+    out = value if expanding_pays(_LEAST_CHUNK, rank, nope + value) else max(rank, value)
+    numbers = heads * (queries + keys_and_values) + 3 * (rank + rope)
+    return numbers * dtype.itemsize + 3 * heads * out * 4
 
 
 def _most(config: PreTrainedConfig, *names: str) -> int:
@@ -106,7 +136,7 @@ def auto_chunk(token_bytes: int, batch: int, length: int, free_bytes: int | None
     if token_bytes * batch * length <= max(affordable, CHUNK_BYTES):
         return None
     tokens = max(1, CHUNK_BYTES // (token_bytes * batch))
-    return max(256, 1 << (tokens.bit_length() - 1))
+    return max(_LEAST_CHUNK, 1 << (tokens.bit_length() - 1))
 
 
 def fit_chunk(length: int, chunk: int, max_draft: int) -> int | None:

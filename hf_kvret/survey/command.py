@@ -110,6 +110,8 @@ def _find(name: str, *, anywhere: bool) -> ModelType:
     """A type of transformers; ``anywhere`` also what a folder or the hub has of that name."""
     if not anywhere or (name in type_names() and not Path(name).exists()):
         return default_type(name)
+    if _is_path(name) and not Path(name).exists():
+        raise FileNotFoundError(f"there is no folder {name!r}: give one with a config.json")
     try:
         config = AutoConfig.from_pretrained(name)
     except (StrictDataclassError, TypeError, KeyError, ArithmeticError) as error:
@@ -119,6 +121,11 @@ def _find(name: str, *, anywhere: bool) -> ModelType:
         ) from error
     known = config.model_type in type_names()
     return configured_type(config, partial(text_class, config.model_type) if known else None)
+
+
+def _is_path(name: str) -> bool:
+    """Whether this can't be a hub id, which has a name and at most an owner before it."""
+    return name.startswith((".", "~", "/")) or name.endswith("/") or len(Path(name).parts) > 2
 
 
 def _try(types: list[ModelType], path: Path, anew: bool) -> Record:

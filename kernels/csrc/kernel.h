@@ -94,7 +94,7 @@ struct Kernel {
     void (*exp)(const float *in, float *out, int64_t count);
 
     // Points of the 256 values of a sign byte: of one subspace of 8 coordinates, or two of 4.
-    // `counts` are those of the byte's subspaces, `limits` the tiers' numbers of keys.
+    // `counts` are those of the byte's subspaces, `limits` the tiers' numbers of keys, which rise.
     void (*points)(const float *query, int64_t m, const int32_t *counts, const int64_t *limits,
                    int64_t tiers, uint8_t *points);
 

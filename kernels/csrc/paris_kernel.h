@@ -7,8 +7,39 @@
 
 namespace {
 
-// Adds to `points` those of the centroids of one subspace: one for each limit that is above the
+// The points of the members of a bin that limits fall into, in descending order of similarity, with
+// `ahead` keys in the bins before.
+template <int M>
+void sort_bin(uint8_t bin, const uint8_t *bins, const float *sims, const int32_t *counts,
+              int32_t ahead, const int64_t *limits, int64_t tiers, uint8_t *points) {
+    constexpr int kCentroids = 1 << M;
+    alignas(64) uint8_t within[kCentroids];
+    for (int c = 0; c < kCentroids; ++c) within[c] = bins[c] == bin;
+    int members[kCentroids], count = 0;
+    for (int first = 0; first < kCentroids; first += 8) {
+        uint64_t eight;
+        __builtin_memcpy(&eight, within + first, sizeof eight);
+        for (; eight != 0; eight &= eight - 1) {
+            // Numbers rise, so that one goes behind equal ones that are there.
+            const int c = first + __builtin_ctzll(eight) / 8;
+            int place = count++;
+            for (; place > 0 && sims[members[place - 1]] < sims[c]; --place) {
+                members[place] = members[place - 1];
+            }
+            members[place] = c;
+        }
+    }
+    for (int i = 0; i < count; ++i) {
+        uint8_t own = 0;
+        for (int64_t t = 0; t < tiers; ++t) own += ahead < limits[t];
+        points[members[i]] = own;
+        ahead += counts[members[i]];
+    }
+}
+
+// Gives each centroid of one subspace its points: one for each limit that is above the
 // number of keys in the centroids ahead, in descending order of similarity, ties by lower number.
+// Limits rise.
 //
 // Centroids are put into bins by their similarity, which is as good as sorting them, but for the
 // bins that a limit falls into: their members are sorted.
@@ -30,49 +61,28 @@ void subspace_points(const float *query, const int32_t *counts, const int64_t *l
     }
     // Falls with similarity, also after rounding. Numbers that are not finite stay within the bins.
     const float top = size * 1.000001f, scale = size > 0.0f ? 127.49f / size : 0.0f;
-    int32_t bins[kCentroids];
+    alignas(64) uint8_t bins[kCentroids];
     for (int c = 0; c < kCentroids; ++c) {
         float bin = (top - sims[c]) * scale;
         bin = bin > 0.0f ? bin : 0.0f;
-        bins[c] = static_cast<int32_t>(bin < kBins - 1 ? bin : kBins - 1);
+        bins[c] = static_cast<uint8_t>(static_cast<int32_t>(bin < kBins - 1 ? bin : kBins - 1));
     }
-    // Keys of a bin, and its centroids: the last one, and before each the one ahead of it.
-    int32_t held[kBins] = {}, before[kBins], earned[kBins] = {}, last[kBins] = {};
-    int16_t newest[kBins], ahead_of[kCentroids];
-    std::fill(newest, newest + kBins, int16_t{-1});
-    for (int c = 0; c < kCentroids; ++c) {
-        held[bins[c]] += counts[c];
-        ahead_of[c] = newest[bins[c]];
-        newest[bins[c]] = static_cast<int16_t>(c);
-    }
-    int32_t sum = 0;
-    for (int b = 0; b < kBins; ++b) before[b] = sum, sum += held[b];
+    int32_t held[kBins] = {};
+    for (int c = 0; c < kCentroids; ++c) held[bins[c]] += counts[c];
+    for (int c = 0; c < kCentroids; ++c) points[c] = 0;
+    // A limit gives a point to the centroids of all bins up to the one that it falls into.
+    int bin = 0, cuts = 0;
+    int32_t ahead = 0, keys_ahead[kBins];
+    uint8_t cut[kBins];
     for (int64_t t = 0; t < tiers; ++t) {
-        const int32_t limit = static_cast<int32_t>(limits[t]);
-        for (int b = 0; b < kBins; ++b) {
-            earned[b] += before[b] < limit;
-            last[b] += before[b] + held[b] < limit;
-        }
+        if (limits[t] <= 0) continue;
+        while (bin < kBins - 1 && ahead + held[bin] < limits[t]) ahead += held[bin++];
+        const uint8_t own = static_cast<uint8_t>(bin);
+        for (int c = 0; c < kCentroids; ++c) points[c] += bins[c] <= own;
+        if (cuts == 0 || cut[cuts - 1] != own) cut[cuts] = own, keys_ahead[cuts++] = ahead;
     }
-    for (int c = 0; c < kCentroids; ++c) points[c] = static_cast<uint8_t>(earned[bins[c]]);
-    for (int b = 0; b < kBins; ++b) {
-        if (earned[b] == last[b]) continue;
-        // Numbers fall along the chain, so that one goes ahead of equal ones that are there.
-        int members[kCentroids], count = 0;
-        for (int c = newest[b]; c >= 0; c = ahead_of[c]) {
-            int place = count++;
-            for (; place > 0 && !(sims[members[place - 1]] > sims[c]); --place) {
-                members[place] = members[place - 1];
-            }
-            members[place] = c;
-        }
-        int32_t ahead = before[b];
-        for (int i = 0; i < count; ++i) {
-            uint8_t own = 0;
-            for (int64_t t = 0; t < tiers; ++t) own += ahead < limits[t];
-            points[members[i]] = own;
-            ahead += counts[members[i]];
-        }
+    for (int i = 0; i < cuts; ++i) {
+        sort_bin<M>(cut[i], bins, sims, counts, keys_ahead[i], limits, tiers, points);
     }
 }
 

@@ -182,6 +182,7 @@ class ParisSearch : public Search {
         for (int64_t t = 0; t < paris_.tiers; ++t) {
             limits[t] = (total * paris_.shares[t] + kUnit - 1) / kUnit;
         }
+        std::sort(limits, limits + paris_.tiers);
         const int64_t per_byte = 8 / paris_.m * centroids;
         uint8_t *points = at<uint8_t>(work, points_);
         for (int64_t g = first; g < last; ++g) {

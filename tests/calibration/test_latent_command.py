@@ -60,9 +60,9 @@ def test_from_a_folder_to_generate(
     greedy = {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(prompt(2, 120), **greedy)
     # The artifact is found in the model's own folder.
-    found = cache_class(model.config, **COVERING_OPTIONS, **exact)
-    assert torch.equal(model.generate(prompt(2, 120), past_key_values=found, **greedy), expected)
-    assert all(layer.counters.selected for layer in found.retrieval_layers)
+    cache = cache_class(model.config, **COVERING_OPTIONS, **exact)
+    assert torch.equal(model.generate(prompt(2, 120), past_key_values=cache, **greedy), expected)
+    assert all(layer.counters.selected for layer in cache.retrieval_layers)
     by_name = model.generate(
         prompt(2, 120),
         cache_implementation=method,

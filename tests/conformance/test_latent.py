@@ -146,11 +146,11 @@ def test_paris_serves_rows_of_576_numbers(store: str, long_rows: Any) -> None:
     run |= {"return_dict_in_generate": True, "output_logits": True}
     expected = long_rows.generate(ids, **run)
     cache = ParisKVCache(config=long_rows.config, store=store, **COVERING_OPTIONS)
-    found = long_rows.generate(ids, past_key_values=cache, **run)
-    assert torch.equal(found.sequences, expected.sequences)
+    output = long_rows.generate(ids, past_key_values=cache, **run)
+    assert torch.equal(output.sequences, expected.sequences)
     # fp32 sums of 576 terms in another order.
     torch.testing.assert_close(
-        torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4
+        torch.stack(output.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4
     )
     (layer,) = cache.stats()["layers"]
     # All but sinks and padding.
@@ -174,8 +174,8 @@ def test_paris_says_at_once_which_rows_it_has_no_codes_for() -> None:
     config = LONG_LATENT_MODEL.config()
     for rank, options, remedy in (
         (1024, {}, "use cache_implementation='flat'"),
-        (768, {}, "use at most 2 tiers"),
-        (512, {"subspace_dim": 4}, "use subspace_dim=8 or at most 1 tiers"),
+        (768, {}, "use at most 2 tiers$"),
+        (512, {"subspace_dim": 4}, "use subspace_dim=8 or at most 1 tier$"),
         (512, {"tiers": (0.2, 0.4, 0.6, 1.0)}, "use at most 3 tiers"),
     ):
         config.kv_lora_rank = rank

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_kvret import ColdTokens, FlatConfig
+from hf_kvret.core import exact_attention
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.exact_attention import attend_cold, attend_dense, attend_exactly
 from hf_kvret.core.regions import Regions
@@ -85,6 +86,44 @@ def test_new_tokens_attend_to_all_before_them_and_to_each_other(
     )
     assert out.dtype == torch.float32 and out.shape == wanted.shape
     assert (out - wanted).abs().max() < ERROR
+
+
+class Making(AttentionCall):
+    """Makes keys and values of rows, as latent attention does, and notes of how many at once."""
+
+    makes_rows = True
+    lengths: list[int]
+
+    def keys_and_values(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.lengths.append(keys.shape[2])
+        return 2 * keys, 3 * values
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_is_made_of_a_long_window_is_made_in_pieces(
+    padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a dense cache, whose window holds all tokens; a piece is hidden as a whole."""
+    monkeypatch.setattr(exact_attention, "piece_len", lambda *_: 16)
+    valid = torch.ones(BATCH, PAST + NEW, dtype=torch.bool)
+    valid[1, :20] = False
+    scoring = Scoring(valid if padded else None, SCALE)
+    keys, values = draw(1, HEADS, PAST), draw(2, HEADS, PAST)
+    config = FlatConfig(sink=2, recent=8, flush=4, dense_below=10_000)
+    regions = Regions(config, None, pytest.fail, keys, values)
+    regions.take_prompt(keys, values, None if scoring.valid is None else valid[:, :PAST])
+    new_keys, new_values, query = draw(3, HEADS, NEW), draw(4, HEADS, NEW), draw(5, 4, NEW)
+    regions.take_prompt(new_keys, new_values, scoring.valid)
+    call = Making(scoring, lambda: query)
+    object.__setattr__(call, "lengths", [])
+    out = attend_exactly(regions, query, new_keys, new_values, PAST, call)
+    # The new tokens' own, then those of the window, sinks included.
+    assert call.lengths[0] == NEW and max(call.lengths[1:]) == 16
+    assert sum(call.lengths[1:]) >= PAST
+    made = 2 * torch.cat([keys, new_keys], dim=2), 3 * torch.cat([values, new_values], dim=2)
+    assert (out - expected(query, *made, scoring)).abs().max() < 3 * ERROR
 
 
 @pytest.mark.parametrize("softcap", [None, 0.8])

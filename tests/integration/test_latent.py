@@ -31,9 +31,9 @@ def model() -> PreTrainedModel:
 
 def with_cache(model: PreTrainedModel) -> torch.Tensor:
     cache = FlatKVCache(model.config, **COVERING_OPTIONS)
-    found = model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
+    tokens = model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
     assert all(layer.counters.selected for layer in cache.retrieval_layers)
-    return found
+    return tokens
 
 
 def test_the_class_is_patched_once_and_put_back(model: PreTrainedModel) -> None:
@@ -141,8 +141,8 @@ def test_absorbed_attention_is_called_by_name_and_says_nothing(
 ) -> None:
     expected = model.generate(prompt(2, 60), **GREEDY)
     with caplog.at_level("INFO", logger="hf_kvret"):
-        told = model.generate(prompt(2, 60), cache_implementation="latent", **GREEDY)
-    assert torch.equal(told, expected)
+        answer = model.generate(prompt(2, 60), cache_implementation="latent", **GREEDY)
+    assert torch.equal(answer, expected)
     assert not caplog.records
 
 
@@ -166,10 +166,10 @@ def test_a_saved_cache_of_latents_goes_on(
     model: PreTrainedModel, store: str, tmp_path: Path
 ) -> None:
     cache = ParisKVCache(model.config, top_k=40, dense_below=0, recent=16, flush=8, store=store)
-    told = model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
+    answer = model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
     cache.save_pretrained(tmp_path)
     twin = ParisKVCache.from_pretrained(tmp_path, model.config)
     fork = cache.fork()
-    more = torch.cat([told, prompt(1, 5)], dim=1)
+    more = torch.cat([answer, prompt(1, 5)], dim=1)
     answers = [model.generate(more, past_key_values=one, **GREEDY) for one in (cache, twin, fork)]
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])

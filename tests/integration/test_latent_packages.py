@@ -44,21 +44,21 @@ def projections(model: PreTrainedModel) -> list[Any]:
 @torch.no_grad()
 def read(model: Any, cache: Cache, changes: dict[int, Callable[[], object]]) -> torch.Tensor:
     """``[STEPS, V]``: logits of greedy steps after a prompt, with ``changes`` before some."""
-    ids, found = prompt(1, 60), []
+    ids, rows = prompt(1, 60), []
     for step in range(STEPS):
         changes.get(step, lambda: None)()
-        found.append(model(input_ids=ids, past_key_values=cache).logits[0, -1])
-        ids = found[-1].argmax().view(1, 1)
-    return torch.stack(found)
+        rows.append(model(input_ids=ids, past_key_values=cache).logits[0, -1])
+        ids = rows[-1].argmax().view(1, 1)
+    return torch.stack(rows)
 
 
 def check(model: Any, own: PreTrainedModel, changes: dict[int, Callable[[], object]]) -> None:
     hf_kvret.attach(own)
     expected = read(model, DynamicCache(config=own.config), changes)
     for make in CACHES:
-        found = read(model, make(own.config), changes)
-        assert torch.equal(found.argmax(-1), expected.argmax(-1))
-        torch.testing.assert_close(found, expected, rtol=0, atol=LOGIT_TOLERANCE)
+        result = read(model, make(own.config), changes)
+        assert torch.equal(result.argmax(-1), expected.argmax(-1))
+        torch.testing.assert_close(result, expected, rtol=0, atol=LOGIT_TOLERANCE)
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ def test_lora_generates_the_same(state: str, lora: Any, model: PreTrainedModel) 
         expected = lora.generate(input_ids=prompt(1, 120), **GREEDY)
         for make in CACHES:
             cache = make(model.config)
-            told = lora.generate(input_ids=prompt(1, 120), past_key_values=cache, **GREEDY)
-            assert torch.equal(told, expected)
+            answer = lora.generate(input_ids=prompt(1, 120), past_key_values=cache, **GREEDY)
+            assert torch.equal(answer, expected)
     # Without the adapter that is active at first the text is another.
     assert torch.equal(plain, expected) is (state in ("default", "merged"))
     # DoRA's part is an object of which we know nothing.

@@ -67,17 +67,17 @@ def adapted(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> PreTrain
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The projections that were asked for their matrix, in order."""
-    asked: list[nn.Module] = []
+    modules: list[nn.Module] = []
     images = projection._images
 
     def noted(module: nn.Module, *args: Any) -> projection.Affine:
-        asked.append(module)
+        modules.append(module)
         return images(module, *args)
 
     monkeypatch.setattr(projection, "_images", noted)
-    return asked
+    return modules
 
 
 def replaced(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
@@ -93,12 +93,12 @@ def projections(model: PreTrainedModel) -> list[Any]:
 @torch.no_grad()
 def logits(model: PreTrainedModel, cache: Cache, changes: dict[int, Change]) -> torch.Tensor:
     """``[STEPS + 1, V]`` after a prompt and after each of the same tokens, ``changes`` between."""
-    ids, found = prompt(1, 60 + STEPS), []
-    found.append(model(ids[:, :60], past_key_values=cache).logits[0, -1])
+    ids, rows = prompt(1, 60 + STEPS), []
+    rows.append(model(ids[:, :60], past_key_values=cache).logits[0, -1])
     for step in range(STEPS):
         changes.get(step, lambda model: None)(model)
-        found.append(model(ids[:, 60 + step, None], past_key_values=cache).logits[0, -1])
-    return torch.stack(found)
+        rows.append(model(ids[:, 60 + step, None], past_key_values=cache).logits[0, -1])
+    return torch.stack(rows)
 
 
 def check(
@@ -110,8 +110,8 @@ def check(
     for make in (lambda own: FlatKVCache(own.config, **COVERING_OPTIONS), _latent):
         own = copy.deepcopy(model)
         cache = make(own)
-        found = logits(own, cache, changes)
-        worst = (found - expected).abs().max().item()
+        result = logits(own, cache, changes)
+        worst = (result - expected).abs().max().item()
         assert worst < LOGIT_TOLERANCE + tolerance, type(cache).__name__
 
 
@@ -162,7 +162,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_steps_is_seen(
-    change: str, adapted: PreTrainedModel, made: list[nn.Module]
+    change: str, adapted: PreTrainedModel, calls: list[nn.Module]
 ) -> None:
     def seeded(module: Any) -> None:
         torch.manual_seed(0)
@@ -172,12 +172,12 @@ def test_a_change_between_steps_is_seen(
     changes = {3: in_all(seeded)}
     other = logits(copy.deepcopy(adapted), DynamicCache(config=adapted.config), changes)
     assert torch.equal(expected[:4], other[:4]) and (other[4:] - expected[4:]).abs().max() > 0.05
-    assert not made
+    assert not calls
     check(adapted, changes)
     # Two caches and two layers; with a hook at each of the three steps, else once more.
     unknown = "hook" in change or change == "forward"
     child_trains = change == "child"
-    assert len(made) == 4 * (1 + (3 if unknown or child_trains else 1))
+    assert len(calls) == 4 * (1 + (3 if unknown or child_trains else 1))
 
 
 def test_a_change_and_back_is_seen_twice(adapted: PreTrainedModel) -> None:
@@ -187,14 +187,14 @@ def test_a_change_and_back_is_seen_twice(adapted: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def test_what_stays_is_made_once(adapted: PreTrainedModel, made: list[nn.Module]) -> None:
+def test_what_stays_is_made_once(adapted: PreTrainedModel, calls: list[nn.Module]) -> None:
     for _ in range(2):
         logits(adapted, LatentKVCache(adapted.config), {})
-    assert made == projections(adapted)
+    assert calls == projections(adapted)
     # Nor does it hold more than itself.
-    for kept in (projection._kept[one][1] for one in made):
-        assert kept.offset is not None and kept.offset.untyped_storage().nbytes() == 128 * 4
-        assert kept.matrix.untyped_storage().nbytes() == 128 * 16 * 4
+    for entry in (projection._kept[one][1] for one in calls):
+        assert entry.offset is not None and entry.offset.untyped_storage().nbytes() == 128 * 4
+        assert entry.matrix.untyped_storage().nbytes() == 128 * 16 * 4
 
 
 def affine(module: nn.Module, dtype: torch.dtype = torch.float32) -> projection.Affine:
@@ -214,8 +214,8 @@ def test_modes_of_torch_make_it_anew(adapted: PreTrainedModel) -> None:
     module.up_b.fill_(torch.nan)
     assert affine(module) is affine(module)
     with torch.enable_grad():
-        wanted = affine(module)
-        assert wanted.matrix.requires_grad and affine(module) is not wanted
+        result = affine(module)
+        assert result.matrix.requires_grad and affine(module) is not result
         module.requires_grad_(False)
         assert affine(module) is affine(module)
         module.requires_grad_(True)
@@ -246,18 +246,20 @@ def with_kept_images(module: Any) -> None:
 )
 @torch.no_grad()
 def test_nothing_is_kept_where_not_all_is_known(
-    change: Callable[[Any], None], adapted: PreTrainedModel, made: list[nn.Module]
+    change: Callable[[Any], None], adapted: PreTrainedModel, calls: list[nn.Module]
 ) -> None:
     module = projections(adapted)[0]
     change(module)
     assert affine(module) is not affine(module)
-    assert made == [module] * 2 and module not in projection._kept
+    assert calls == [module] * 2 and module not in projection._kept
 
 
 @torch.no_grad()
-def test_nothing_is_kept_of_an_unknown_class(model: PreTrainedModel, made: list[nn.Module]) -> None:
+def test_nothing_is_kept_of_an_unknown_class(
+    model: PreTrainedModel, calls: list[nn.Module]
+) -> None:
     logits(replaced(model, Adapter), LatentKVCache(model.config), {})
-    assert made == projections(model) * STEPS and not set(made) & set(projection._kept)
+    assert calls == projections(model) * STEPS and not set(calls) & set(projection._kept)
 
 
 @torch.no_grad()
@@ -287,18 +289,18 @@ def test_it_dies_with_its_module_and_copies_have_their_own(adapted: PreTrainedMo
 
 def test_threads_with_models_of_their_own_and_one_in_common(adapted: PreTrainedModel) -> None:
     expected = logits(adapted, LatentKVCache(adapted.config), {})
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
 
     def run() -> None:
         for own in (adapted, copy.deepcopy(adapted)):
-            found.append(logits(own, LatentKVCache(own.config), {}))
+            results.append(logits(own, LatentKVCache(own.config), {}))
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8 and all(torch.equal(one, expected) for one in found)
+    assert len(results) == 8 and all(torch.equal(one, expected) for one in results)
 
 
 def with_bias(linear: nn.Linear) -> nn.Module:
@@ -306,10 +308,107 @@ def with_bias(linear: nn.Linear) -> nn.Module:
     return linear
 
 
-def test_an_offset_goes_to_values(model: PreTrainedModel, made: list[nn.Module]) -> None:
+def test_an_offset_goes_to_values(model: PreTrainedModel, calls: list[nn.Module]) -> None:
     check(replaced(model, with_bias))
-    # Made once for each of two copies: a linear layer with a bias is known, too.
-    assert len(made) == 4
+    # A linear layer with a bias is read as it is.
+    assert not calls
+
+
+class Subclass(nn.Linear):
+    """Of a user's own."""
+
+
+def subclass(linear: nn.Linear) -> nn.Module:
+    twin = Subclass(linear.in_features, linear.out_features)
+    twin.load_state_dict(linear.state_dict())
+    return twin
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wrap", [nn.Sequential, subclass, lambda linear: linear])
+@torch.no_grad()
+def test_a_bias_takes_no_precision_of_the_matrix(
+    wrap: Callable[[Any], nn.Module], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 128)
+    linear.weight.mul_(0.5)
+    # Tens of times as large as the weights.
+    linear.bias.normal_(0, 2)
+    module = wrap(linear).to(dtype).eval()
+    weight, bias = linear.weight.to(dtype).float(), linear.bias.to(dtype)
+    result = projection.affine(module, torch.zeros(1, dtype=dtype), 64)
+    assert result.matrix.dtype == dtype and torch.equal(result.offset, bias)
+    # The last digit of the weight, and of the bias in the last of a sum 64 times as large.
+    allowed = torch.finfo(dtype).eps * (weight.abs() + bias.float().abs()[:, None] / 64)
+    assert ((result.matrix.float() - weight).abs() <= allowed).all()
+    assert torch.equal(result.matrix.float(), weight) is (module is linear)
+
+
+class FixedRange(nn.Module):
+    """As a layer whose inputs are quantized in a range that calibration has fixed."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = linear.weight.detach().abs().max() / 127
+        self.register_buffer("codes", (linear.weight.detach() / self.scale).round().to(torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-10, 10) @ (self.codes.to(x.dtype) * self.scale).T
+
+
+@torch.no_grad()
+def test_quantized_inputs_stay_in_their_range() -> None:
+    linear = nn.Linear(64, 128, bias=False)
+    module = FixedRange(linear).eval()
+    matrix = projection.affine(module, torch.zeros(1), 64).matrix
+    torch.testing.assert_close(matrix, module.codes.float() * module.scale)
+
+
+class Normalized(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x / x.square().mean(-1, keepdim=True).add(1.0).sqrt())
+
+
+class Even(Normalized):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.abs())
+
+
+def rectified(linear: nn.Linear) -> nn.Module:
+    return nn.Sequential(linear, nn.ReLU())
+
+
+def rectified_by_a_hook(linear: nn.Linear) -> nn.Module:
+    linear.register_forward_hook(lambda module, args, out: out.relu())
+    return linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("change", [rectified, rectified_by_a_hook, Normalized, Even])
+@torch.no_grad()
+def test_what_is_not_linear_is_refused_with_the_way_out(
+    change: Callable[[nn.Linear], nn.Module], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    module = change(nn.Linear(64, 128)).to(dtype).eval()
+    words = rf"kv_b_proj is a {type(module).__name__} that is not linear.*'dynamic'"
+    with pytest.raises(ValueError, match=words):
+        projection.affine(module, torch.zeros(1, dtype=dtype), 64)
+
+
+@pytest.mark.parametrize("make", [lambda c: FlatKVCache(c, **COVERING_OPTIONS), LatentKVCache])
+def test_a_model_whose_projection_is_not_linear_says_so(
+    model: PreTrainedModel, make: Callable[[Any], Cache]
+) -> None:
+    replaced(model, rectified)
+    with pytest.raises(ValueError, match="kv_b_proj is a Sequential that is not linear"):
+        logits(model, make(model.config), {})
+    logits(model, DynamicCache(config=model.config), {})
 
 
 class Offloaded(nn.Module):
@@ -328,15 +427,15 @@ class Offloaded(nn.Module):
 
 
 def test_an_offloaded_weight_comes_for_each_call(
-    model: PreTrainedModel, made: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, calls: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(projection, "_KNOWN_MODULES", (*projection._KNOWN_MODULES, __name__))
     check(replaced(model, Offloaded), {3: in_all(lambda module: module.on_host.mul_(2))})
-    assert len(made) == 4 * STEPS and not set(made) & set(projection._kept)
+    assert len(calls) == 4 * STEPS and not set(calls) & set(projection._kept)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_a_weight_in_eight_bits(model: PreTrainedModel, made: list[nn.Module]) -> None:
+def test_a_weight_in_eight_bits(model: PreTrainedModel, calls: list[nn.Module]) -> None:
     plain = logits(model, DynamicCache(config=model.config), {})
 
     def quantized(linear: nn.Linear) -> nn.Module:
@@ -349,7 +448,7 @@ def test_a_weight_in_eight_bits(model: PreTrainedModel, made: list[nn.Module]) -
     assert error > 10 * LOGIT_TOLERANCE
     # Stock rounds latents to eight bits, too, in which the matrix alone has no part.
     check(model, tolerance=error)
-    assert len(made) == 4 * STEPS
+    assert len(calls) == 4 * STEPS
 
 
 @pytest.fixture
@@ -362,11 +461,11 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_a_distributed_weight_is_never_kept(
-    model: PreTrainedModel, mesh: Any, made: list[nn.Module]
+    model: PreTrainedModel, mesh: Any, calls: list[nn.Module]
 ) -> None:
     expected = logits(model, DynamicCache(config=model.config), {})
     replaced(model, lambda linear: parallelize_module(linear, mesh, ColwiseParallel()))
     assert all(isinstance(one.weight, DTensor) for one in projections(model))
-    found = logits(model, LatentKVCache(model.config), {})
-    torch.testing.assert_close(found, expected, rtol=0, atol=LOGIT_TOLERANCE)
-    assert made == projections(model) * STEPS and not set(made) & set(projection._kept)
+    result = logits(model, LatentKVCache(model.config), {})
+    torch.testing.assert_close(result, expected, rtol=0, atol=LOGIT_TOLERANCE)
+    assert calls == projections(model) * STEPS and not set(calls) & set(projection._kept)

@@ -9,6 +9,7 @@ from transformers import (
     DbrxConfig,
     GPT2Config,
     LlamaConfig,
+    MiniCPM3Config,
     MixtralConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
@@ -53,6 +54,18 @@ def test_a_token_takes_the_widest_of_layers_that_differ() -> None:
     ernie = AutoConfig.for_model("ernie4_5_vl_moe", text_config=text)
     rest = 2 * 12 * 16 * 2 + 3 * 4 * 16 * 4
     assert token_bytes(ernie, torch.bfloat16) == 2 * (9 * 64 + 3 * 180) + rest
+
+
+@pytest.mark.parametrize(("value", "out"), [(128, 128), (400, 512)])
+def test_a_token_takes_what_latent_attention_makes_of_it(value: int, out: int) -> None:
+    """With values of 400 numbers 256 queries are absorbed, so outputs are means of latents."""
+    shape = {"hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4}
+    heads = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    config = MiniCPM3Config(**shape, num_key_value_heads=4, **heads, v_head_dim=value)
+    # Queries twice and absorbed, images of the latent and keys; three latents with rotated keys.
+    of_head = 2 * 192 + 576 + (128 + value) + 192
+    numbers = 4 * 64 + 3 * 100 + 4 * of_head + 3 * 576
+    assert token_bytes(config, torch.bfloat16) == 2 * numbers + 3 * 4 * out * 4
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,12 @@ def test_every_method_is_saved_in_every_state(
     # One method needs latent attention.
     model = llama if name != "latent" else LATENT_MODELS["deepseek_v3"].build()
     attach(model)
+    kind = registered_methods()[name]
     options = {**COVERING_OPTIONS, "top_k": 4, **artifact_options(name, "llama")}
-    cache = registered_methods()[name](model.config, **options)
+    takes = kind.config_class.takes
+    cache = kind(
+        model.config, **{one: value for one, value in options.items() if takes(one, value)}
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for count in PASSES[state]:

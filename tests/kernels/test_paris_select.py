@@ -378,6 +378,10 @@ def test_what_does_not_fit_is_named() -> None:
         long = torch.zeros(1, 2, 1, 1, 576, device=DEVICE)
         room = torch.zeros(1, 2, 72, 256, dtype=torch.int32, device=DEVICE)
         paris.collisions(long, room, random_sign(1, 2, 6, 72), rho=0.5, tiers=(0.2, 0.4, 0.6, 1.0))
+    with pytest.raises(ValueError, match="use at most 1 tier or larger"):
+        room = torch.zeros(1, 2, 144, 16, dtype=torch.int32, device=DEVICE)
+        few = {"rho": 0.5, "tiers": (0.5, 1.0), "m": 4}
+        paris.collisions(long, room, random_sign(1, 2, 6, 72), **few)
     with pytest.raises(ValueError, match=r"valid is torch\.uint8"):
         wrong = torch.ones(1, 6, dtype=torch.uint8, device=DEVICE)
         paris.collisions(q_rot, counts, sign, valid=wrong, **options)

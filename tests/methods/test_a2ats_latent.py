@@ -70,10 +70,10 @@ def test_scores_are_those_of_every_head_at_the_fixed_distance(name: str, tmp_pat
         expected = query.double() @ keys.double().mT
         learned = learned_layer(artifact, layer, torch.device("cpu"))
         codes = learned.encode(tokens.key, positions)
-        found = codebook.lookup(learned.table(absorbed, positions, 1.0, None), codes)
+        scores = codebook.lookup(learned.table(absorbed, positions, 1.0, None), codes)
         size = query.norm(dim=-1).amax() * keys.norm(dim=-1).amax()
         # fp32, through L and its inverse, which together may lose three digits.
-        assert ((found - expected).abs() <= 1e-3 * size).all()
+        assert ((scores - expected).abs() <= 1e-3 * size).all()
         # In the first layer a row before RoPE is that of its token.
         distinct = ids.unique() if layer == 0 else codes
         assert len(codes.unique()) == len(distinct.flatten())
@@ -156,9 +156,9 @@ def test_groups_choose_what_each_would_choose_alone(
     for group in range(groups):
         relevance = shares[:, group * size : (group + 1) * size].amax(1)
         best = relevance.topk(8, dim=-1).indices
-        found = ids_chosen[:, 0, group::groups].long()
+        selection = ids_chosen[:, 0, group::groups].long()
         # All but near ties at the edge, for codes are nearly rows.
-        same = (found[..., None] == best[..., None, :]).any(-1).float().mean()
+        same = (selection[..., None] == best[..., None, :]).any(-1).float().mean()
         assert same > 0.9
 
 
@@ -181,10 +181,10 @@ def test_a_saved_cache_goes_on_and_holds_two_bytes_a_token(store: str, tmp_path:
     options = {"top_k": 8, "recent": 4, "flush": 4, "dense_below": 0, "store": store}
     cache = A2ATSCache(model.config, artifact=str(tmp_path / "made"), **options)
     greedy = {"max_new_tokens": 6, "do_sample": False}
-    told = model.generate(ids, past_key_values=cache, **greedy)
+    answer = model.generate(ids, past_key_values=cache, **greedy)
     cache.save_pretrained(tmp_path / "saved")
     twin = A2ATSCache.from_pretrained(tmp_path / "saved", model.config)
-    more = torch.cat([told, prompt(3, 5, salt=2)], dim=1)
+    more = torch.cat([answer, prompt(3, 5, salt=2)], dim=1)
     fork = cache.fork()
     answers = [model.generate(more, past_key_values=one, **greedy) for one in (cache, fork, twin)]
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])

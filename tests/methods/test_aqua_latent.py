@@ -66,21 +66,23 @@ def test_rows_are_predicted_from_rows_below_and_coded_once(name: str, tmp_path: 
     """Algorithm 1 by hand, of the rows of an exact cache."""
     model = learned(name, tmp_path)
     cache, exact = filled(model, tmp_path), filled(model, tmp_path, bits=16, first_bits=16)
-    found, below = load(str(tmp_path), None), torch.zeros(())
+    artifact, below = load(str(tmp_path), None), torch.zeros(())
     positions, codec = torch.arange(56)[None], HiggsCodec(4, GROUP, seed=0)
     for store, other in zip(stores(cache), stores(exact), strict=True):
-        prefix, told = f"layers.{store.plan.layer}.", found.options["layers"]
-        told = told[str(store.plan.layer)]
-        shape = told["heads"], told["head_dim"], told["value_head_dim"], told["value_group"]
+        prefix, plan = f"layers.{store.plan.layer}.", artifact.options["layers"]
+        plan = plan[str(store.plan.layer)]
+        shape = plan["heads"], plan["head_dim"], plan["value_head_dim"], plan["value_group"]
         assert shape == (1, ROW, 0, None)
-        own = {n.removeprefix(prefix): x for n, x in found.tensors.items() if n.startswith(prefix)}
+        own = {
+            n.removeprefix(prefix): x for n, x in artifact.tensors.items() if n.startswith(prefix)
+        }
         assert not any(n.startswith("value.") for n in own)
-        kind = told["attention_factor"], told["layout"], told.get("last", False)
+        kind = plan["attention_factor"], plan["layout"], plan.get("last", False)
         rope = Rope(own["inv_freq"], *kind)
         keys, values = tokens(other)
         assert torch.equal(values, keys[..., :RANK])
         row, predicted = rope.unrotate(keys, positions)[:, 0], torch.zeros(())
-        if told["previous"] is not None:
+        if plan["previous"] is not None:
             key = {n.removeprefix("key."): x for n, x in own.items() if n.startswith("key.")}
             assert key["weight"].shape == (ROW, ROW)
             predicted = predict(unpacked(key), below)
@@ -135,13 +137,13 @@ def test_a_saved_cache_and_a_fork_go_on(
     options = options | REGIONS | {"store": store, "predictor": predictor}
     options |= {"artifact": str(tmp_path / "made")} if predictor == "artifact" else {}
     cache = AquaKVCache(model.config, **options)
-    told = model.generate(prompt(2, 60), past_key_values=cache, **GREEDY)
+    answer = model.generate(prompt(2, 60), past_key_values=cache, **GREEDY)
     cache.crop(-20)
     cache.batch_select_indices(torch.tensor([1, 0]))
     cache.save_pretrained(tmp_path / "saved")
     twin = AquaKVCache.from_pretrained(tmp_path / "saved", model.config)
     fork = cache.fork()
-    more = torch.cat([told.flip(0)[:, : cache.get_seq_length()], prompt(2, 30, salt=3)], dim=1)
+    more = torch.cat([answer.flip(0)[:, : cache.get_seq_length()], prompt(2, 30, salt=3)], dim=1)
     answers = [model.generate(more, past_key_values=one, **GREEDY) for one in (cache, twin, fork)]
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
     for ours, theirs in zip(stores(cache), stores(twin), strict=True):
@@ -177,10 +179,10 @@ def test_other_calibrations_are_served(options: dict[str, Any], tmp_path: Path) 
     cache = filled(model, tmp_path)
     exact = filled(model, tmp_path, bits=16, first_bits=16)
     for store, other in zip(stores(cache), stores(exact), strict=True):
-        rows, wanted = tokens(store)[0], tokens(other)[0]
-        spread = (wanted - wanted.mean(2, keepdim=True)).square().mean()
+        rows, expected = tokens(store)[0], tokens(other)[0]
+        spread = (expected - expected.mean(2, keepdim=True)).square().mean()
         # 2 bits of min and max leave at most a twelfth of a third of the range, squared.
-        assert (rows - wanted).square().mean() < 0.2 * spread
+        assert (rows - expected).square().mean() < 0.2 * spread
 
 
 def test_kivi_is_refused() -> None:

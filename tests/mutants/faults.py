@@ -309,4 +309,28 @@ FAULTS = (
         "if not known or module.training or _is_hooked(module):",
         "if not known or _is_hooked(module):",
     ),
+    Fault(
+        "selected-tokens-count-twice",
+        "kernels/hf_kvret_kernels/rest_tokens/naive.py",
+        "left = means.counts[:, None, None] - _selected_counts(ids, tokens, means.block_len)",
+        "left = means.counts[:, None, None].expand(batch, ids.shape[1], queries, tokens)",
+    ),
+    Fault(
+        "sinks-counted-as-rest",
+        "hf_kvret/core/rest.py",
+        "return marks.scatter_(1, places.masked_fill(outside, length), False)[:, :length]",
+        "return marks[:, :length]",
+    ),
+    Fault(
+        "means-of-other-rows",
+        "hf_kvret/core/rest.py",
+        "        super().reorder(rows)\n        self._means = None",
+        "        super().reorder(rows)",
+    ),
+    Fault(
+        "cropped-tokens-stay-in-the-rest",
+        "hf_kvret/core/regions.py",
+        "            self.rest.crop(cold)",
+        "            pass",
+    ),
 )

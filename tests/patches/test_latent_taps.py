@@ -43,16 +43,16 @@ def tapped(model: PreTrainedModel, **options: Any) -> dict[int, LayerTokens]:
 def test_rows_are_those_of_a_cache_with_and_without_one(name: str) -> None:
     model = LATENT_MODELS[name].build()
     with torch.no_grad():
-        made = model(ids(), use_cache=True)
+        output = model(ids(), use_cache=True)
         expected = model(ids(), use_cache=False).logits
     alone = tapped(model, use_cache=False)
     cached = tapped(model, use_cache=True)
     assert set(alone) == set(LATENT_MODELS[name].full_attention)
     assert torch.equal(model(ids(), use_cache=False).logits, expected)
     for layer, tokens in alone.items():
-        held = made.past_key_values.layers[layer]
-        assert torch.equal(tokens.key, torch.cat([held.keys, held.values], dim=-1))
-        assert torch.equal(tokens.value, held.keys)
+        entry = output.past_key_values.layers[layer]
+        assert torch.equal(tokens.key, torch.cat([entry.keys, entry.values], dim=-1))
+        assert torch.equal(tokens.value, entry.keys)
         assert torch.equal(cached[layer].key, tokens.key)
         assert torch.equal(cached[layer].query, tokens.query)
         assert tokens.latent is not None and tokens.key.shape == (2, 1, 24, RANK + ROTATED)
@@ -65,9 +65,9 @@ def test_rope_is_undone_on_rows_and_on_absorbed_queries(name: str) -> None:
     seen, positions = tapped(model, use_cache=False), torch.arange(24)[None]
     for layer, tokens in seen.items():
         rope = ropes[layer]
-        found = Rope.of(model.config, layer)
-        assert found.layout == rope.layout == LAYOUTS.get(name, "half")
-        assert torch.equal(found.inv_freq, rope.inv_freq) and found.last == rope.last
+        own = Rope.of(model.config, layer)
+        assert own.layout == rope.layout == LAYOUTS.get(name, "half")
+        assert torch.equal(own.inv_freq, rope.inv_freq) and own.last == rope.last
         heads = ModuleHeads(tokens.latent)
         with torch.no_grad():
             query, before = heads.absorb(tokens.query), heads.absorb(tokens.query_before)

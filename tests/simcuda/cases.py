@@ -77,7 +77,12 @@ class Case:
         fewer keys than dims here, so some directions of the factors are rounding. The keys have
         nothing there, but the error of their codes has. On a CPU alone, weights that differ by 1e-7
         lead to other tokens.
+
+        Weights of ParisKV's codes are bf16. Another order of sums rounds one of them the other way
+        here, and two tokens that matter alike change places.
         """
+        if self.method == "paris":
+            return self.store == "higgs-host" and self.select_heads == 2
         return self.method == "lrqk" and self.store.startswith("higgs")
 
     def __str__(self) -> str:
@@ -304,7 +309,10 @@ class _Session:
 
     def _new_cache(self) -> RetrievalCache:
         case = self.case
+        kind = hf_kvret.registered_methods()[case.method]
         options = {**_OPTIONS, **_OWN.get(case.method, {})}
+        takes = kind.config_class.takes
+        options = {name: value for name, value in options.items() if takes(name, value)}
         if case.selects_by_noise:
             options["top_k"] = _PROMPT + self.steps
         if case.store:
@@ -317,7 +325,6 @@ class _Session:
             options["device_budget"] = _BUDGET
         if case.method in _WITH_ARTIFACT:
             options["artifact"] = _artifact(case.method, case.family)
-        kind = hf_kvret.registered_methods()[case.method]
         return kind(self.model.config, **options, graph="auto" if self._is_captured else False)
 
     @property

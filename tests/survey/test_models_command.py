@@ -94,7 +94,23 @@ def test_mistakes_name_the_way_out(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "did you mean" in refused(capsys, "--type", "qwen33")
     assert "leave --type" in refused(capsys, "llama", "--type", "llama")
     assert "tables of all types" in refused(capsys, "llama", "--md", str(tmp_path / "page.md"))
-    assert "nothing-here" in refused(capsys, str(tmp_path / "nothing-here"))
+
+
+@pytest.mark.parametrize("name", ["./nosuchfolder", "~/nosuchfolder", "/no/such", "a/b/c", "a/b/"])
+def test_a_path_that_leads_nowhere_is_not_asked_of_the_hub(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"there is no folder '{name}'" in refused(capsys, name)
+
+
+def test_a_folder_in_a_place_of_its_own_is_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LlamaConfig().save_pretrained(tmp_path / "a" / "b" / "c")
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/b/c", "./a/b/c", "a/b/c/"):
+        assert main(["models", name]) == 0
+        assert "llama" in capsys.readouterr().out
 
 
 def test_a_type_whose_trial_failed_is_wrong_and_one_without_trial_is_not_tried() -> None:

@@ -127,10 +127,10 @@ class ParisConfig(RetrievalConfig):
         if len(tiers) * subspaces > _MOST_POINTS:
             fit = _MOST_POINTS // subspaces
             ways = ["subspace_dim=8"] if self.subspace_dim < 8 else []
-            ways.append(f"at most {fit} tiers" if fit else "cache_implementation='flat'")
+            ways.append(f"at most {_tiers(fit)}" if fit else "cache_implementation='flat'")
             raise ValueError(
-                f"{len(tiers)} tiers in {subspaces} subspaces of {self.subspace_dim} numbers make "
-                f"scores above {_MOST_POINTS}, which a byte can't hold: use {' or '.join(ways)}"
+                f"scores of {_tiers(len(tiers))} in {subspaces} subspaces of {self.subspace_dim} "
+                f"numbers go above {_MOST_POINTS}, which a byte can't hold: use {' or '.join(ways)}"
             )
         return tiers
 
@@ -148,3 +148,7 @@ class ParisConfig(RetrievalConfig):
             if cold_len < length:
                 return beta, rho
         return self.schedule[-1][1:]
+
+
+def _tiers(count: int) -> str:
+    return f"{count} tier" if count == 1 else f"{count} tiers"

@@ -218,9 +218,11 @@ def check_stage_one(
     if not tiers or not all(0 < tier <= 1 for tier in tiers):
         raise ValueError(f"tiers={tuple(tiers)}: at least one, each above 0 and at most 1")
     if len(tiers) * (dim // m) >= EXCLUDED:
+        fit = (EXCLUDED - 1) // (dim // m)
+        fewer = f"at most {_tiers(fit)} or " if fit else ""
         raise ValueError(
-            f"{len(tiers)} tiers in {dim // m} subspaces make scores that a byte can't hold; "
-            f"use at most {(EXCLUDED - 1) // (dim // m)} tiers or larger subspaces"
+            f"scores of {_tiers(len(tiers))} in {dim // m} subspaces go above {EXCLUDED - 1}, "
+            f"which a byte can't hold; use {fewer}larger subspaces"
         )
     if not tables:
         raise ValueError("q_rot has no queries of a head (G = 0), at least one is needed")
@@ -277,3 +279,7 @@ def check_queries(q_rot: torch.Tensor, device: torch.device) -> None:
     check_no_grad(q_rot=q_rot)
     check_tensor("q_rot", q_rot, (None,) * 5, [torch.float32], device)
     check_rotated("q_rot", q_rot.shape[-1])
+
+
+def _tiers(count: int) -> str:
+    return f"{count} tier" if count == 1 else f"{count} tiers"

@@ -62,40 +62,40 @@ def test_selections_hold_what_a_loop_over_heads_finds(size: int) -> None:
     scores, count = _scores(), 9
     shares = scores.softmax(-1)
     ranks = token_ranks(relevance(scores, size, "largest"))
-    found = select(shares, ranks, size, count, together=False)
+    selection = select(shares, ranks, size, count, together=False)
     masses, unions = torch.zeros(HEADS), 0
     for query in range(5):
-        chosen: set[int] = set()
+        union: set[int] = set()
         for first in range(0, HEADS, size):
             group = shares[first : first + size, query]
             best = group.max(0).values.topk(count).indices
             masses[first : first + size] += group[:, best].sum(-1) / 5
-            chosen |= set(best.tolist())
-        unions += len(chosen)
-    torch.testing.assert_close(found.mass, masses)
-    assert found.rows == count and found.union == pytest.approx(unions / 5)
-    assert found.count == -(-HEADS // size) and found.queries == 5
+            union |= set(best.tolist())
+        unions += len(union)
+    torch.testing.assert_close(selection.mass, masses)
+    assert selection.rows == count and selection.union == pytest.approx(unions / 5)
+    assert selection.count == -(-HEADS // size) and selection.queries == 5
 
 
 def test_a_union_is_as_long_as_it_may_be() -> None:
     scores = _scores(queries=1)
     shares, ranks = scores.softmax(-1), token_ranks(relevance(scores, 1, "largest"))
     for most in (5, 17, 40):
-        found = select(shares, ranks, 1, most, together=True)
-        more = select(shares, ranks, 1, int(found.rows) + 1, together=False)
-        assert found.union <= most < more.union
+        selection = select(shares, ranks, 1, most, together=True)
+        more = select(shares, ranks, 1, int(selection.rows) + 1, together=False)
+        assert selection.union <= most < more.union
 
 
 def test_the_mean_of_weights_holds_most_when_all_heads_attend_to_the_same() -> None:
     scores = _scores(heads=3)
     shares = scores.softmax(-1)
-    held = {
+    selections = {
         pooling: select(shares, token_ranks(relevance(scores, 3, pooling)), 3, 8, together=False)
         for pooling in ("largest", "mean")
     }
     best = shares.sum(0).topk(8).values.sum(-1).mean() / 3
-    assert float(held["mean"].mass.mean()) == pytest.approx(float(best))
-    assert held["largest"].mass.mean() < held["mean"].mass.mean()
+    assert float(selections["mean"].mass.mean()) == pytest.approx(float(best))
+    assert selections["largest"].mass.mean() < selections["mean"].mass.mean()
 
 
 def test_shuffled_heads_hold_as_much_alone_and_less_together() -> None:
@@ -104,14 +104,14 @@ def test_shuffled_heads_hold_as_much_alone_and_less_together() -> None:
     mask = torch.ones(5, 200, dtype=torch.bool)
     mask[:, :3] = False
     scores.masked_fill_(~mask, float("-inf"))
-    held = {}
+    masses = {}
     for name, one in {"alike": scores, "apart": shuffled(scores, mask, 0)}.items():
         for size in (1, HEADS):
             ranks = token_ranks(relevance(one, size, "largest"))
-            held[name, size] = select(one.softmax(-1), ranks, size, 10, together=False).mass
-    torch.testing.assert_close(held["alike", 1], held["alike", HEADS])
-    torch.testing.assert_close(held["apart", 1], held["alike", 1])
-    assert (held["apart", HEADS] < 0.8 * held["apart", 1]).all()
+            masses[name, size] = select(one.softmax(-1), ranks, size, 10, together=False).mass
+    torch.testing.assert_close(masses["alike", 1], masses["alike", HEADS])
+    torch.testing.assert_close(masses["apart", 1], masses["alike", 1])
+    assert (masses["apart", HEADS] < 0.8 * masses["apart", 1]).all()
 
 
 def test_queries_choose_among_what_left_sinks_and_window() -> None:
@@ -129,23 +129,23 @@ def test_masses_are_what_the_cache_tracks(size: int | None, latent_dir: Path) ->
     options = {**OPTIONS, "top_k": 12, "select_heads": size, "track_recall": True}
     cache = FlatKVCache(model.config, **options)
     tokens = torch.randint(3, 400, (1, 200), generator=torch.Generator().manual_seed(1))
-    found: list[list[Selections]] = []
+    notes_of_layers: list[list[Selections]] = []
     with torch.inference_mode():
         model(tokens[:, :180], past_key_values=cache)
         for layer in cache.retrieval_layers:
-            found.append([])
+            notes_of_layers.append([])
             index: Any = layer.regions and layer.regions.index
-            index.search = noting(index.search, HEADS, found[-1])
+            index.search = noting(index.search, HEADS, notes_of_layers[-1])
         for start in range(180, 200, 4):
             model(tokens[:, start : start + 4], past_key_values=cache)
-    for notes, stats in zip(found, cache.stats()["layers"], strict=True):
-        held = Selections.mean(notes)
+    for notes, stats in zip(notes_of_layers, cache.stats()["layers"], strict=True):
+        mean = Selections.mean(notes)
         groups = -(-HEADS // (size or HEADS))
-        assert held.count == groups and held.queries == 20 and held.rows == 12
-        assert 12 < held.union <= 12 * groups if groups > 1 else held.union == 12
+        assert mean.count == groups and mean.queries == 20 and mean.rows == 12
+        assert 12 < mean.union <= 12 * groups if groups > 1 else mean.union == 12
         if size != 3:
             # With a last group that is filled up, its heads count twice there.
-            assert float(held.mass.mean()) == pytest.approx(stats["recall_mass"], rel=1e-5)
+            assert float(mean.mass.mean()) == pytest.approx(stats["recall_mass"], rel=1e-5)
 
 
 def test_all_rows_are_full_attention_and_groups_between_one_and_all(latent_dir: Path) -> None:
@@ -155,9 +155,9 @@ def test_all_rows_are_full_attention_and_groups_between_one_and_all(latent_dir: 
     choice = made("flat", FlatKVCache, FlatConfig(**OPTIONS))
     readers = read_contexts(subject, choice, [window], 128)
     for size, top_k in ((None, 1.0), (None, 8), (1, 8)):
-        found = follow_all(readers, [window], 8, select_heads=size, top_k=top_k)
-        kls.append(found["kl"])
-        unions.append(found["union"])
+        means = follow_all(readers, [window], 8, select_heads=size, top_k=top_k)
+        kls.append(means["kl"])
+        unions.append(means["union"])
     assert abs(kls[0]) < 1e-5 < 0.3 * kls[1]
     assert kls[2] < kls[1] and unions[2] > unions[1] == 8
 
@@ -170,14 +170,14 @@ def test_the_script_measures_each_cell_and_draws_them(
     arguments = ["--model", str(latent_dir), "--text", str(tiny_text), "--lengths", "200"]
     arguments += ["--windows", "2", "--new-tokens", "16", "--top-ks", "8,16"]
     arguments += ["--select-heads", "2,4", "--caches", caches]
-    found = measured(LatentHeads, path, *arguments, "--plot", str(picture))
+    results = measured(LatentHeads, path, *arguments, "--plot", str(picture))
     cells = [one["cell"] for one in json.loads(path.read_text())["cells"]]
     # A method that can't select in groups is measured with one for all heads.
     assert [one["variant"] for one in cells if one["cache"].startswith("ctkvr")] == [
         "4, 8",
         "4, 16",
     ]
-    (real,) = (one for cell, one in found.items() if cell[1] == "the model's")
+    (real,) = (one for cell, one in results.items() if cell[1] == "the model's")
     own = {(one["of"], one["select_heads"], one["count"]): one for one in real["selections"]}
     assert own["selection", 4, 8]["union"] == 8 < own["selection", 2, 8]["union"] <= 16
     assert own["union", 2, 16]["union"] <= 16
@@ -205,6 +205,6 @@ def test_what_can_not_be_measured_is_said(
 
 
 def test_numbers_between_points_lie_on_a_line_of_logarithms() -> None:
-    found = [{"union": 100, "kl": 0.1}, {"union": 400, "kl": 0.025}]
-    assert at(found, "union", "kl", 200) == pytest.approx(0.05)
-    assert at(found, "union", "kl", 99) is None
+    rows = [{"union": 100, "kl": 0.1}, {"union": 400, "kl": 0.025}]
+    assert at(rows, "union", "kl", 200) == pytest.approx(0.05)
+    assert at(rows, "union", "kl", 99) is None

@@ -1,0 +1,54 @@
+"""Dtypes of queries and rows, and ``torch.autocast``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+_Owner = TypeVar("_Owner")
+_Result = TypeVar("_Result")
+_Rest = ParamSpec("_Rest")
+_Method = Callable[Concatenate[_Owner, torch.Tensor, _Rest], _Result]
+
+
+def check_dtypes(**tensors: torch.Tensor) -> None:
+    """ValueError unless all ``tensors``, by name, have one dtype that a cache can hold."""
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) == 1 and dtypes <= _DTYPES:
+        return
+    named = [f"{name} are {tensor.dtype}" for name, tensor in tensors.items()]
+    form = ", ".join(named).replace("_", " ")
+    if not dtypes <= _DTYPES:
+        raise ValueError(
+            f"{form}: a retrieval cache holds float32, bfloat16 or float16; convert the model with "
+            "model.to(torch.float32)"
+        )
+    raise ValueError(
+        f"{form}: a retrieval cache needs them in one dtype. Under torch.autocast a model of "
+        "another dtype mixes them: leave autocast, and convert the model instead, as with "
+        "model.to(torch.bfloat16)"
+    )
+
+
+def without_autocast(method: _Method[_Owner, _Rest, _Result]) -> _Method[_Owner, _Rest, _Result]:
+    """``method``, whose first argument is a tensor, computing in the dtypes that it is given.
+
+    Under autocast a sum that is kept in fp32 would get parts in bf16.
+    """
+
+    @functools.wraps(method)
+    def called(
+        self: _Owner, first: torch.Tensor, /, *args: _Rest.args, **kwargs: _Rest.kwargs
+    ) -> _Result:
+        kind = first.device.type
+        if not torch.is_autocast_enabled(kind):
+            return method(self, first, *args, **kwargs)
+        with torch.autocast(kind, enabled=False):
+            return method(self, first, *args, **kwargs)
+
+    return called

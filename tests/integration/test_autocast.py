@@ -1,0 +1,110 @@
+"""Under ``torch.autocast``: as precise as the model's own cache, or refused at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_kvret import FlatKVCache, LatentKVCache, RetrievalCache, attach
+from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
+from hf_kvret.testing.scenario import prompt
+
+# A prompt, single tokens, drafted tokens, and a question that is attended exactly.
+PASSES = (60, 1, 1, 1, 4, 1, 52)
+Make = Callable[[PreTrainedConfig], RetrievalCache]
+
+
+def flat(config: PreTrainedConfig) -> RetrievalCache:
+    return FlatKVCache(config, **COVERING_OPTIONS)
+
+
+def latent(config: PreTrainedConfig) -> RetrievalCache:
+    return LatentKVCache(config)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, cache: Cache, autocast: bool) -> torch.Tensor:
+    """``[sum(PASSES), V]`` fp32."""
+    pieces = prompt(1, sum(PASSES)).split(PASSES, dim=1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = [model(piece, past_key_values=cache).logits[0] for piece in pieces]
+    return torch.cat(outputs).float()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "make"),
+    [
+        ("llama", torch.bfloat16, flat),
+        ("deepseek_v3", torch.bfloat16, flat),
+        ("deepseek_v3", torch.float32, flat),
+        ("deepseek_v3", torch.float32, latent),
+        ("glm4_moe_lite", torch.bfloat16, latent),
+    ],
+)
+def test_the_error_is_no_larger_than_the_models_own(
+    name: str, dtype: torch.dtype, make: Make
+) -> None:
+    """Where keys and values have one dtype; of latents, what autocast makes is put together."""
+    model = {**MODELS, **LATENT_MODELS}[name].build()
+    exact = logits(model, DynamicCache(config=model.config), autocast=False)
+    converted = copy.deepcopy(model).to(dtype)
+    stock = logits(converted, DynamicCache(config=model.config), autocast=True)
+    attach(converted)
+    cache = make(converted.config)
+    ours = logits(converted, cache, autocast=True)
+    stock_error, our_error = (stock - exact).abs(), (ours - exact).abs()
+    assert stock_error.max() > 0.01
+    # One run's rounding is chance: a quarter more on the mean, a half more on the worst token.
+    assert our_error.mean() <= 1.25 * stock_error.mean()
+    assert our_error.amax(-1).max() <= 1.5 * stock_error.amax(-1).max()
+    assert make is latent or all(layer["selected"] for layer in cache.stats()["layers"])
+
+
+def test_keys_and_values_of_two_dtypes_are_refused_at_once() -> None:
+    model = MODELS["llama"].build()
+    attach(model)
+    expected = logits(model, flat(model.config), autocast=False)
+    cache = flat(model.config)
+    message = r"keys are torch.float32, values are torch.bfloat16: .*autocast.*model\.to\(torch\.bf"
+    with pytest.raises(ValueError, match=message):
+        logits(model, cache, autocast=True)
+    assert cache.get_seq_length() == 0
+    assert torch.equal(logits(model, cache, autocast=False), expected)
+
+
+@torch.no_grad()
+def test_queries_of_another_dtype_than_rows_are_refused_at_once() -> None:
+    model = LATENT_MODELS["deepseek_v3"].build()
+    attach(model)
+    cache = latent(model.config)
+    projection = model.model.layers[0].self_attn.q_b_proj
+    hook = projection.register_forward_hook(lambda module, args, out: out.double())
+    with pytest.raises(ValueError, match=r"queries are torch.float64, keys are torch.float32"):
+        model(prompt(1, 20), past_key_values=cache)
+    hook.remove()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(
+        logits(model, cache, autocast=False), logits(model, latent(model.config), autocast=False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "message"),
+    [
+        ((torch.bfloat16, torch.float32), "latents are torch.bfloat16, rotated keys are torch.flo"),
+        ((torch.float64, torch.float32), "latents are torch.float64.*model.to"),
+        ((torch.int8, torch.int8), "latents are torch.int8"),
+    ],
+)
+def test_latents_and_rotated_keys_of_two_dtypes_are_not_put_together(
+    dtypes: tuple[torch.dtype, torch.dtype], message: str
+) -> None:
+    cache = latent(LATENT_MODELS["deepseek_v3"].config())
+    latents, keys = torch.zeros(1, 1, 3, 16, dtype=dtypes[0]), torch.zeros(1, 1, 3, 8).to(dtypes[1])
+    with pytest.raises(ValueError, match=message):
+        cache.update(latents, keys, 0)
