@@ -67,7 +67,7 @@ _PARIS = "paris:top_k=100,paris:top_k=1024"
 
 PLAN = (
     # First, so that all others run with the launch numbers that it finds.
-    Part("tune", 500, "tune --lengths 32K,128K --batch 1,8", shaped=False),
+    Part("launch", 500, "launch --lengths 32K,128K --batch 1,8", shaped=False),
     Part(
         "decode",
         420,

@@ -21,6 +21,7 @@ from hf_kvret.evaluation.program import kept_results, run_program
 from hf_kvret.evaluation.report import add_report_parser
 from hf_kvret.evaluation.tasks import TASKS
 from hf_kvret.survey.command import add_models_parser
+from hf_kvret.tune.command import Tune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +34,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-kvret",
         description="Caches for Hugging Face transformers that look up the tokens a query attends "
-        "to: a demo, tasks and benchmarks, calibration, and pages of results.",
+        "to: a demo, a choice for your text, tasks and benchmarks, calibration, and pages of "
+        "results.",
         formatter_class=HelpFormatter,
     )
     parser.add_argument(
@@ -45,19 +47,20 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     add_measurement(commands, Demo)
+    add_measurement(commands, Tune)
     add_eval_parser(commands)
     add_bench_parser(commands)
     add_lm_eval_parser(commands)
     add_calibrate_parser(commands)
     add_models_parser(commands)
     tasks = {f"eval {name}": task for name, task in TASKS.items()}
-    add_report_parser(commands, {"demo": Demo, **tasks, **MEASUREMENTS})
+    add_report_parser(commands, {"demo": Demo, "tune": Tune, **tasks, **MEASUREMENTS})
     return parser
 
 
 def _resume_hint(options: argparse.Namespace) -> str:
     """How to resume an interrupted command, as the end of a sentence; empty if it can't be."""
-    if options.command in ("demo", "eval", "bench"):
+    if options.command in ("demo", "tune", "eval", "bench"):
         return kept_results(options)
     learns = options.command == "calibrate" and (options.out / ".parts").is_dir()
     return ": the same command goes on where it stopped" if learns else ""

@@ -46,6 +46,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "hf_kvret.calibration.inspection",
         "hf_kvret.calibration.sources",
         "hf_kvret.survey.command",
+        "hf_kvret.tune",
     ),
     ("hf_kvret.cli",),
     ("hf_kvret.__main__",),
@@ -75,6 +76,7 @@ FLOOR_PLAN = (
     "hf_kvret/calibration",
     "hf_kvret/evaluation",
     "hf_kvret/testing",
+    "hf_kvret/tune",
     "kernels/hf_kvret_kernels",
     "model_patches/hf_kvret_model_patches",
 )

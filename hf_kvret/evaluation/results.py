@@ -16,6 +16,9 @@ _FORMAT = 1
 _ENVIRONMENT = {"command", "processor", "threads", "accelerator", "python", "versions"}
 _FIELDS = {"name": str, "setup": dict, "environments": list, "cells": list}
 
+OLD_TITLES = {"bench tune": "bench launch"}
+"""What files of earlier versions call a measurement, and its name now."""
+
 # What a cell is called: for instance {"cache": "paris", "length": 4096, "task": "vt"}.
 Cell = dict[str, Any]
 
@@ -145,7 +148,8 @@ def read_results(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} has a damaged entry among its environments: delete it, or make it again"
         )
-    return content
+    name = content["name"]
+    return content | {"name": OLD_TITLES.get(name, name)}
 
 
 def check_results(path: Path, name: str) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
 from hf_kvret.evaluation.measurement import Measurement, fill_parser
 from hf_kvret.evaluation.program import kept_results, run_program
+from hf_kvret.evaluation.results import OLD_TITLES
 
 FOLDER = Path(__file__).parents[2] / "examples"
 """Of the checkout that the package is run from, where it is; code of others is never loaded."""
@@ -32,7 +33,7 @@ SCRIPTS = {
     "bench step-modelled": "benchmarks/bench_step_modelled.py",
     "bench host-attention": "benchmarks/bench_host_attention.py",
     "bench kernels": "benchmarks/bench_kernels.py",
-    "bench tune": "benchmarks/bench_tune.py",
+    "bench launch": "benchmarks/bench_launch.py",
     "bench machine-code": "benchmarks/bench_machine_code.py",
     "bench llama-cpp": "benchmarks/bench_llama_cpp.py",
 }
@@ -85,7 +86,12 @@ def add_script_name(
 ) -> None:
     """Let ``hf-kvret bench NAME`` run the script, and ``hf-kvret eval NAME`` say where it is.
 
-    The script is loaded when it is run; the help of the program doesn't list it.
+    The script is loaded when it is run; the help of the program doesn't list it. An old name says
+    on stderr what it is called now.
+
+    Args:
+        commands: those of ``bench`` or ``eval``.
+        title: of ``SCRIPTS`` or ``OLD_TITLES``.
     """
     # Whatever is given: nothing begins with this character.
     parser = commands.add_parser(title.partition(" ")[2], add_help=False, prefix_chars="\0")
@@ -99,6 +105,9 @@ def _run(title: str, parsed: argparse.Namespace) -> int:
             f"{title} is a script now: {command_line(title)} takes its options, in a checkout of "
             "hf-kvret's repository"
         )
+    if title in OLD_TITLES:
+        print(f"{title} is now called {OLD_TITLES[title]}", file=sys.stderr)
+        title = OLD_TITLES[title]
     # What an interruption leaves is said by the program.
     parsed.json = any(word.startswith("--json") for word in parsed.given)
     return run_script(load_measurement(title), parsed.given)

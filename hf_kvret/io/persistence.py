@@ -35,6 +35,8 @@ _CALL_OPTIONS = {
     *("rest", "rest_blocks"),
 }
 _FREE_OPTIONS = {"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS}
+FORK_OPTIONS = frozenset(_FREE_OPTIONS - _STORE_OPTIONS)
+"""Options that a fork may change: they don't affect what is held, nor where."""
 # A load may change these too: the artifact may be in another place. The index itself refuses an
 # artifact other than the one that it was saved with.
 _MOVABLE_OPTIONS = {"artifact", "revision"}
@@ -123,7 +125,7 @@ def load(
 
 def check_fork(changes: dict[str, Any]) -> None:
     """ValueError unless all ``changes`` are options that may differ in a fork."""
-    check_changes(changes, _FREE_OPTIONS - _STORE_OPTIONS)
+    check_changes(changes, set(FORK_OPTIONS))
 
 
 def check_changes(changes: dict[str, Any], free: set[str]) -> None:

@@ -91,3 +91,11 @@ def test_foreign_files_are_refused(content: str, message: str, tmp_path: Path) -
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no file"):
         read_results(tmp_path / "none.json")
+
+
+def test_results_of_a_measurement_that_was_renamed_go_on(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    old = Results("bench tune", {"seed": 1}, file)
+    old.add({"cache": "a"}, {"x": 1})
+    assert Results.load(file).name == "bench launch"
+    assert Results("bench launch", {"seed": 1}, file).find({"cache": "a"}) == {"x": 1}

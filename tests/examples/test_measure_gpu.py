@@ -119,7 +119,7 @@ def test_a_command_that_takes_too_long_is_interrupted(
 def test_launch_numbers_are_found_first_and_kept_below_the_results(
     plan: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert plan.PLAN[0].name == "tune"
+    assert plan.PLAN[0].name == "launch"
     script = tmp_path / "says"
     script.write_text('#!/bin/sh\necho "$HF_KVRET_TUNING"\n')
     script.chmod(0o755)

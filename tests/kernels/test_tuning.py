@@ -150,7 +150,7 @@ def test_an_entry_that_makes_no_sense_is_told_once_and_the_others_hold(message: 
     mine().write_text(mine_text)
     with pytest.warns(UserWarning, match=rf"interpreter\.json: entries\[1\]: .*{message}") as told:
         assert found() is RULE
-    assert "delete the file, or run `python examples/benchmarks/bench_tune.py" in str(
+    assert "delete the file, or run `python examples/benchmarks/bench_launch.py" in str(
         told[0].message
     )
     with warnings.catch_warnings():

@@ -50,8 +50,9 @@ def gather_attention(
         variant: how Triton reads the rows. ``"direct"``: where they lie, device or pinned host
             memory, while it attends. ``"gather"``: a kernel copies them to a buffer on the device,
             ``[B, H, Q, K, Dk + Dv]``, another attends to that; the sums are the same, in the same
-            order. ``"auto"``: what ``examples/benchmarks/bench_tune.py`` found for this size, else
-            ``"direct"``. With H = Hq either reads a row once for each query head that names it.
+            order. ``"auto"``: what ``examples/benchmarks/bench_launch.py`` found for this size,
+            else ``"direct"``. With H = Hq either reads a row once for each query head that names
+            it.
 
     Returns:
         ``out [B, Hq, Q, Dv]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the query's device.

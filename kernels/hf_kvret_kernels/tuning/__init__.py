@@ -1,9 +1,10 @@
 """Launch numbers of Triton kernels: rules, and what was measured to be better on a GPU family.
 
 An operation says in its ``choices.py`` what there is to choose (``Tunable``) and what it takes
-where nothing was measured, the rule. ``choice`` looks up what ``examples/benchmarks/bench_tune.py``
-found. That is a look-up in a dictionary: it times nothing, waits for nothing, and reads files once
-for a device, so it may stand in a step that is captured as a CUDA graph.
+where nothing was measured, the rule. ``choice`` looks up what
+``examples/benchmarks/bench_launch.py`` found. That is a look-up in a dictionary: it times nothing,
+waits for nothing, and reads files once for a device, so it may stand in a step that is captured as
+a CUDA graph.
 
 A choice changes how the work is cut up, never the result beyond rounding.
 """

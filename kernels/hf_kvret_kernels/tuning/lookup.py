@@ -59,7 +59,7 @@ def _load(device: torch.device) -> dict[tuple[str, Any], Any]:
                 more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
                 warnings.warn(
                     f"{path}: {wrong[0]}{more}. Kernels run as their rules say where it can't be "
-                    "used; delete the file, or run `python examples/benchmarks/bench_tune.py "
+                    "used; delete the file, or run `python examples/benchmarks/bench_launch.py "
                     "--device cuda` in a checkout, which writes it anew",
                     stacklevel=4,
                 )

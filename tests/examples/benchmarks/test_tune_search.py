@@ -1,4 +1,4 @@
-"""The search of ``bench_tune.py``: candidates are checked, timed in turns, kept by a margin."""
+"""The search of ``bench_launch.py``: candidates are checked, timed in turns, kept by a margin."""
 
 from __future__ import annotations
 

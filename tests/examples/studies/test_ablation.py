@@ -79,6 +79,15 @@ def test_the_old_command_runs_the_script(
     assert "install it there with pip install -e" in capsys.readouterr().err
 
 
+def test_an_old_name_runs_the_script_and_says_its_new_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "tune", "--plot", "x.gif"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "bench tune is now called bench launch"
+    assert "must end in .png, .svg, .pdf" in told[1] and len(told) == 2
+
+
 @pytest.mark.parametrize("title", PAGES)
 def test_the_table_of_committed_results_is_the_one_on_their_page(title: str) -> None:
     """Results that were made before the studies were scripts are shown as they were."""

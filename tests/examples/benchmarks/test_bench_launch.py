@@ -1,4 +1,4 @@
-"""``hf-kvret bench tune``: candidates are checked, timed in turns, kept by a margin, and used."""
+"""``hf-kvret bench launch``: candidates are checked, timed in turns, kept by a margin, and used."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bench_tune
+import bench_launch
 import kernel_clock
 import pytest
 import torch
-from bench_tune import Tune
+from bench_launch import Launch
 from kernel_inputs import Draw, KernelShape
 from tune_clock import Clock
 from tune_search import TUNE_OPS
@@ -48,13 +48,13 @@ def small_blocks(fields: Mapping[str, str]) -> float:
 @pytest.fixture
 def small_blocks_win(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(small_blocks)
-    monkeypatch.setattr(Tune, "_timer", clock)
+    monkeypatch.setattr(Launch, "_timer", clock)
     return clock
 
 
 @pytest.fixture
 def measure(bench: Run) -> Run:
-    return partial(bench, "tune", *SMALL)
+    return partial(bench, "launch", *SMALL)
 
 
 @needs_interpreter
@@ -156,10 +156,10 @@ def test_a_result_has_a_page(
     files = ["--json", str(tmp_path / "t.json"), "--plot", str(tmp_path / "t.png")]
     assert measure("--lengths", "8", "--ops", "gather_scores,prompt_attention", *files) == 0
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    (page, overview), skipped, _ = write_report(tmp_path, {"bench tune": Tune})
+    (page, overview), skipped, _ = write_report(tmp_path, {"bench launch": Launch})
     assert not skipped
     assert "what is other than in the rule" in page.read_text()
-    assert "bench tune" in overview.read_text() and "rows on device" in overview.read_text()
+    assert "bench launch" in overview.read_text() and "rows on device" in overview.read_text()
 
 
 @needs_interpreter
@@ -170,8 +170,8 @@ def test_a_size_that_lacks_memory_has_a_row_that_says_so(
     monkeypatch: pytest.MonkeyPatch,
     measure: Run,
 ) -> None:
-    check = bench_tune.turns.check_host_memory
-    monkeypatch.setattr(bench_tune.turns, "check_host_memory", lambda needed: check(10**18))
+    check = bench_launch.turns.check_host_memory
+    monkeypatch.setattr(bench_launch.turns, "check_host_memory", lambda needed: check(10**18))
     table = tmp_path / "t.md"
     assert measure("--lengths", "8", "--ops", "gather_scores", "--table", str(table)) == 0
     assert "out of memory (predicted: 1000000000.0 GB" in table.read_text()
@@ -182,7 +182,7 @@ def test_a_cpu_has_nothing_to_tune(
     monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    told = refused("tune", *SMALL)
+    told = refused("launch", *SMALL)
     assert "nothing to tune" in told and "run this with --device cuda" in told.lower()
 
 
@@ -208,7 +208,7 @@ def test_mistakes_are_named_before_the_work(
     refused: Callable[..., str],
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert message in refused("tune", *SMALL, "--lengths", "8", *arguments)
+    assert message in refused("launch", *SMALL, "--lengths", "8", *arguments)
     assert not mine.exists()
 
 
@@ -218,7 +218,7 @@ def test_a_folder_that_can_t_be_written_is_told_before_the_work(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("HF_KVRET_TUNING", str(tmp_path / "file" / "mine"))
-    assert "HF_KVRET_TUNING" in refused("tune", *SMALL, "--lengths", "8")
+    assert "HF_KVRET_TUNING" in refused("launch", *SMALL, "--lengths", "8")
 
 
 @needs_interpreter
@@ -257,7 +257,7 @@ def test_a_file_of_a_newer_version_is_told_before_the_work(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     mine.parent.mkdir()
     mine.write_text('{"format": 2}')
-    assert "has format 2, of a newer version" in refused("tune", *SMALL, "--lengths", "8")
+    assert "has format 2, of a newer version" in refused("launch", *SMALL, "--lengths", "8")
     assert mine.read_text() == '{"format": 2}'
 
 
@@ -269,5 +269,5 @@ def test_without_a_home_no_folder_is_made(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(tuning.files.os.path, "expanduser", lambda path: path)
     monkeypatch.chdir(tmp_path)
-    assert "no home folder is known" in refused("tune", *SMALL, "--lengths", "8")
+    assert "no home folder is known" in refused("launch", *SMALL, "--lengths", "8")
     assert not list(tmp_path.iterdir())

@@ -35,11 +35,11 @@ _FOUND = ("rule_seconds", "best_seconds", "ratio", "worth_it", "timed", "refused
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tune(Measurement):
+class Launch(Measurement):
     """Which launch numbers are quickest here, for each operation and size."""
 
     command: ClassVar[str] = "bench"
-    name: ClassVar[str] = "tune"
+    name: ClassVar[str] = "launch"
     summary: ClassVar[str] = (
         "find the quickest launch numbers of kernels, and keep them for this GPU family"
     )
@@ -52,8 +52,8 @@ class Tune(Measurement):
         "Other sizes in the file stay."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "python examples/benchmarks/bench_tune.py --device cuda --json tune.json",
-        "python examples/benchmarks/bench_tune.py --device cuda --heads 8 --group 4 "
+        "python examples/benchmarks/bench_launch.py --device cuda --json launch.json",
+        "python examples/benchmarks/bench_launch.py --device cuda --heads 8 --group 4 "
         "--head-dim 128 --batch 1,8,64",
     )
 
@@ -270,7 +270,7 @@ _COLUMNS: tuple[timed.Column, ...] = (
 )
 
 
-MEASUREMENT = Tune
+MEASUREMENT = Launch
 
 if __name__ == "__main__":
     sys.exit(run_script(MEASUREMENT))
