@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -188,8 +189,12 @@ def _class_names() -> dict[str, list[str]]:
 
 @cache
 def _conformance_types() -> frozenset[str]:
-    zoo = {**MODELS, **LATENT_MODELS}
-    return frozenset(model.config().model_type for model in zoo.values())
+    types = set()
+    for model in (*MODELS.values(), *LATENT_MODELS.values()):
+        # Older transformers lack some of them.
+        with suppress(ValueError):
+            types.add(model.config().model_type)
+    return frozenset(types)
 
 
 def _kind(layer: object) -> str:

@@ -371,5 +371,5 @@ def test_bad_options_say_what_to_do(
 
 
 def test_dense_latents_leave_nothing_out() -> None:
-    with pytest.raises(ValueError, match="nothing is left out"):
+    with pytest.raises(ValueError, match="rest='mean' has no meaning"):
         LatentConfig(rest="mean")

@@ -22,6 +22,7 @@ MEANINGLESS: dict[str, Any] = {
     "bits": 2,
     "device_budget": "1GB",
     "track_recall": True,
+    "rest": "mean",
 }
 PASSES: dict[str, Any] = {"max_draft": 6, "prefill_chunk": 64, "graph": False}
 
@@ -48,7 +49,7 @@ def test_heads_that_select_are_refused_and_unknown_names_too() -> None:
 
 def test_options_of_passes_and_defaults_are_taken() -> None:
     defaults = dataclasses.asdict(LatentConfig())
-    assert {*defaults} == {*MEANINGLESS, *PASSES, "select_heads"}
+    assert {*defaults} == {*MEANINGLESS, *PASSES, "select_heads", "rest_blocks"}
     options = LatentConfig.from_options(**defaults | PASSES)
     assert {name: getattr(options, name) for name in PASSES} == PASSES
     assert options.exact() == options

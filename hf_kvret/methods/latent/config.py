@@ -47,11 +47,6 @@ class LatentConfig(RetrievalConfig):
         return sys.maxsize
 
     @property
-    def rest_obstacle(self) -> str:
-        """See ``RetrievalConfig``."""
-        return "latent attends to all tokens, nothing is left out"
-
-    @property
     def group_obstacle(self) -> str:
         """See ``RetrievalConfig``."""
         return "latent selects nothing, it attends to all tokens"
