@@ -274,7 +274,7 @@ def _check_rest(rest: object, blocks: object, obstacle: str) -> None:
     if rest != "mean":
         raise ValueError(
             f"rest_blocks={blocks} with rest={rest!r}: only rest='mean' makes a token for every so "
-            "many; give that, or leave rest_blocks out"
+            "many; give that, or rest_blocks=None"
         )
 
 

@@ -333,6 +333,7 @@ class RetrievalLayer(CacheLayerMixin):
         made = self._make_index, self._make_store, self._needs_positions, self._value_in_key
         twin = type(self)(self.config, *made)
         self._build_index()
+        self._catch_up()
         if self.regions is not None:
             own = _Weakly(twin)
             twin.regions = self.regions.fork(partial(_new_store, own))
@@ -348,6 +349,15 @@ class RetrievalLayer(CacheLayerMixin):
         cold = self.regions.cold(self._scoring)
         if cold is not None:
             self.regions.build_index(cold)
+
+    def _catch_up(self) -> None:
+        """Add up what the sums of cold tokens lack, so that no copy has to."""
+        regions = self.regions
+        if regions is None or regions.index is None or self._scoring is None:
+            return
+        cold = regions.cold(self._scoring)
+        if cold is not None and self.config.rest is not None:
+            regions.rest_sums(cold)
 
     def set_options(self, config: RetrievalConfig, make_index: Callable[[], Index | None]) -> None:
         """Go on with other options, which must fit the tokens held."""
@@ -366,6 +376,7 @@ class RetrievalLayer(CacheLayerMixin):
         if self.waiting:
             raise RuntimeError("save between update and attention: finish the forward pass first")
         self._build_index()
+        self._catch_up()
         return {} if self.regions is None else self.regions.state_dict()
 
     def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:

@@ -12,8 +12,8 @@ _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 _Owner = TypeVar("_Owner")
 _Result = TypeVar("_Result")
-_Rest = ParamSpec("_Rest")
-_Method = Callable[Concatenate[_Owner, torch.Tensor, _Rest], _Result]
+_Params = ParamSpec("_Params")
+_Method = Callable[Concatenate[_Owner, torch.Tensor, _Params], _Result]
 
 
 def check_dtypes(**tensors: torch.Tensor) -> None:
@@ -35,7 +35,9 @@ def check_dtypes(**tensors: torch.Tensor) -> None:
     )
 
 
-def without_autocast(method: _Method[_Owner, _Rest, _Result]) -> _Method[_Owner, _Rest, _Result]:
+def without_autocast(
+    method: _Method[_Owner, _Params, _Result],
+) -> _Method[_Owner, _Params, _Result]:
     """``method``, whose first argument is a tensor, computing in the dtypes that it is given.
 
     Under autocast a sum that is kept in fp32 would get parts in bf16.
@@ -43,7 +45,7 @@ def without_autocast(method: _Method[_Owner, _Rest, _Result]) -> _Method[_Owner,
 
     @functools.wraps(method)
     def called(
-        self: _Owner, first: torch.Tensor, /, *args: _Rest.args, **kwargs: _Rest.kwargs
+        self: _Owner, first: torch.Tensor, /, *args: _Params.args, **kwargs: _Params.kwargs
     ) -> _Result:
         kind = first.device.type
         if not torch.is_autocast_enabled(kind):

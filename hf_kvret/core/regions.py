@@ -240,7 +240,7 @@ class Regions:
     def rest_sums(self, cold: ColdTokens) -> RestSums:
         """Sums of all of ``cold``."""
         if self.rest is None or self.rest.mean_len != self.config.rest_blocks:
-            self.rest = RestSums(self.config.rest_blocks)
+            self.rest = self._new_sums()
         window = self.window
         self.rest.catch_up(cold, window.keys.shape[1], window.value_in_key)
         # Made here, not within a capture.
@@ -339,6 +339,9 @@ class Regions:
             parts["index"] = {"positions": self.positions.rows[:, 0].contiguous(), "start": first}
         if self.store is not None and self.cold_len:
             parts["store"] = self.store.state_dict()
+            # Sums of short blocks are nearly as large as the rows that they are made of.
+            if self.rest is not None and self.rest.mean_len is None:
+                parts["rest"] = self.rest.state_dict()
         state = {
             f"{name}.{key}": value.cpu()
             for name, part in parts.items()
@@ -359,6 +362,16 @@ class Regions:
             self.store = self._make_store(device, sum(x.nbytes for x in rows.values()))
             self.store.load_state_dict(rows, device)
             self._built = bool(state["built"])
+            sums = _part(state, "rest.")
+            if sums and self.config.rest is not None and self.config.rest_blocks is None:
+                self.rest = self._new_sums()
+                self.rest.load_state_dict(sums, device)
+                self.rest.check(self.batch_size, self.window.keys.shape[1], self.cold_len)
+
+    def _new_sums(self) -> RestSums:
+        window = self.window
+        dims = window.keys.shape[-1], window.values.shape[-1]
+        return RestSums(self.config.rest_blocks, *dims, bool(window.value_in_key))
 
     def _cool(self, block: TokenBlock) -> None:
         """Move a block into store and index, its first valid tokens also into free sinks."""
@@ -376,7 +389,7 @@ class Regions:
         self.store.append(block)
         if self.config.rest is not None and not self.store.codes_rows:
             if self.rest is None:
-                self.rest = RestSums(self.config.rest_blocks)
+                self.rest = self._new_sums()
             # Else the store's rows are read again.
             if self.rest.end == block.start:
                 self.rest.add(block, self.window.sink_slots if takes_sinks else None)

@@ -20,27 +20,34 @@ _CHUNK_LEN, _READ_LEN = 64, 4096
 class RestSums(State):
     """Sums of keys and values of the cold tokens that may be retrieved, by blocks of slots.
 
-    In fp64: what is left out is the difference of two sums, maybe of one token in a million. Not
-    saved, since the store's rows give them again.
+    In fp64: what is left out is the difference of two sums, maybe of one token in a million. What
+    lags behind is made of the store's rows.
 
     Args:
         mean_len: cold slots of a mean; None: one mean of all tokens.
+        key_dim: numbers of a key.
+        value_dim: numbers of a value.
+        value_in_key: values are the first numbers of keys.
 
     Attributes:
         end: slot after the last token that was added.
     """
 
     # [B, Hkv, blocks, Dk + Dv], or Dk where values are numbers of the keys.
-    _sums: torch.Tensor | None = tensor(saved=False)
+    _sums: torch.Tensor | None = tensor(shared=True)
     # [B, blocks] int64.
-    _counts: torch.Tensor | None = tensor(saved=False)
-    end: int = number(0, saved=False)
+    _counts: torch.Tensor | None = tensor(shared=True)
+    end: int = number(0)
 
-    def __init__(self, mean_len: int | None) -> None:
+    def __init__(
+        self, mean_len: int | None, key_dim: int, value_dim: int, value_in_key: bool = False
+    ) -> None:
         self.mean_len = mean_len
         self._block_len = _BLOCK_LEN if mean_len is None else mean_len
         # Where the numbers of a key and of a value are in a sum.
-        self._key, self._value = slice(0), slice(0)
+        self._key = slice(key_dim)
+        start = 0 if value_in_key else key_dim
+        self._value = slice(start, start + value_dim)
         self._means: RestMeans | None = None
 
     def add(self, block: TokenBlock, sink_slots: torch.Tensor | None = None) -> None:
@@ -86,6 +93,26 @@ class RestSums(State):
         super().reorder(rows)
         self._means = None
 
+    def nbytes(self) -> int:
+        """As every state's, with the means."""
+        return super().nbytes() + self.means_nbytes()
+
+    def means_nbytes(self) -> int:
+        """Bytes of the means as they are, which a step reads."""
+        means = self._means
+        return 0 if means is None else means.keys.nbytes + means.values.nbytes
+
+    def check(self, batch: int, heads: int, cold_len: int) -> None:
+        """ValueError unless what was loaded can be of so many rows, KV heads and cold tokens."""
+        blocks = -(-self.end // self._block_len)
+        shapes = (batch, heads, blocks, max(self._key.stop, self._value.stop)), (batch, blocks)
+        found = [None if x is None else tuple(x.shape) for x in (self._sums, self._counts)]
+        if not 0 < self.end <= cold_len or found != list(shapes):
+            raise ValueError(
+                f"rest: sums of {found} up to slot {self.end} are not of {cold_len} cold tokens: "
+                "the file is damaged, save the cache again"
+            )
+
     def means(self) -> RestMeans:
         """Means of what was added, which is a token or more."""
         if self._means is None:
@@ -128,10 +155,6 @@ class RestSums(State):
         self, block: TokenBlock, counted: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums and counts of a block's tokens, by the blocks that they belong to."""
-        key_dim, value_dim = block.keys.shape[-1], block.values.shape[-1]
-        self._key = slice(0, key_dim)
-        start = 0 if block.value_in_key else key_dim
-        self._value = slice(start, start + value_dim)
         sides = [block.keys] if block.value_in_key else [block.keys, block.values]
         if counted is not None:
             sides = [side.masked_fill(~counted[:, None, :, None], 0.0) for side in sides]
@@ -149,8 +172,8 @@ class RestSums(State):
             apart = [side[:, :, first:last].unflatten(2, (-1, length)) for side in sides]
             sums.append(torch.cat([_sum(side) for side in apart], dim=-1))
             if counted is None:
-                number_ = torch.full((), length, device=block.keys.device)
-                counts.append(number_.expand(len(block.keys), apart[0].shape[2]))
+                whole = torch.full((), length, device=block.keys.device)
+                counts.append(whole.expand(len(block.keys), apart[0].shape[2]))
             else:
                 counts.append(counted[:, first:last].unflatten(1, (-1, length)).sum(-1))
         return torch.cat(sums, dim=2), torch.cat(counts, dim=1)

@@ -41,7 +41,6 @@ class Store(State):
             taken in the same tokens just before, and it forgets tokens after this one. Set by the
             cache, also in a fork.
         codes_rows: whether rows come back as other numbers than they were given.
-        codes_rows: whether rows come back as other numbers than they were given.
 
     Raises:
         TypeError: a subclass defines methods of the contract before this one.

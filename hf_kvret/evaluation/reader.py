@@ -242,7 +242,8 @@ def _step_bytes(layer: RetrievalLayer) -> int:
     if regions.store is not None:
         row = regions.store.row_nbytes(row)
     rows = keys.shape[0] * keys.shape[1] * selected
-    return read + regions.search_cost().nbytes + rows * row
+    means = 0 if regions.rest is None else regions.rest.means_nbytes()
+    return read + regions.search_cost().nbytes + rows * row + means
 
 
 def _layer_bytes(layer: Any) -> int:

@@ -132,7 +132,7 @@ def read_results(path: Path) -> dict[str, Any]:
         not isinstance(content.get(field), kind) for field, kind in _FIELDS.items()
     ):
         raise ValueError(
-            f"{path} is no result file of hf-kvret demo, eval or bench: give another file"
+            f"{path} is no result file of hf-kvret demo, eval, tune or bench: give another file"
         )
     if content.get("format") != _FORMAT:
         raise ValueError(
@@ -189,7 +189,7 @@ def why_no_results(path: Path) -> str | None:
         return None
     if isinstance(content, dict) and isinstance(content.get("name"), str):
         return f"results of {content['name']!r}, made by an earlier version, without cells"
-    return "no results of hf-kvret demo, eval or bench"
+    return "no results of hf-kvret demo, eval, tune or bench"
 
 
 def _is_entry(entry: object) -> bool:

@@ -17,7 +17,7 @@ class MemoryReport:
 
     Attributes:
         window: sink and recent tokens, on the device.
-        index: the indexes, on the device.
+        index: the indexes, and sums of what is not selected, on the device.
         shared: calibrated tensors on the device, one copy for all caches of the process.
         store_device: cold rows and page tables on the device.
         store_host: cold rows in host memory.
@@ -67,6 +67,8 @@ def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryR
         if regions.index is not None:
             index += regions.index.nbytes()
             shared += regions.index.shared_nbytes()
+        if regions.rest is not None:
+            index += regions.rest.nbytes()
         if regions.store is not None:
             shared += regions.store.shared_nbytes()
             on_host = regions.store.host_nbytes()

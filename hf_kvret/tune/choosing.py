@@ -183,9 +183,11 @@ def choose(measured: Sequence[Measured], target: float) -> Chosen:
     """The cheapest variant of the last round that reaches ``target``; see ``Chosen``."""
     by_cost = sorted(measured, key=lambda one: one.cost)
     for certainty, errors in (("sure", 1.0), ("mean", 0.0)):
-        for one in by_cost:
-            if one.agreement - errors * one.agreement_error >= target:
-                return Chosen(one, certainty)
+        reaching = [x for x in by_cost if x.agreement - errors * x.agreement_error >= target]
+        # Of those that cost the same, the best.
+        unbeaten = [x for x in reaching if not any(beats(other, x) for other in reaching)]
+        if unbeaten:
+            return Chosen(unbeaten[0], certainty)
     return Chosen(max(by_cost, key=lambda one: one.agreement, default=None), "missed")
 
 
@@ -198,11 +200,13 @@ def front(measured: Sequence[Measured]) -> list[Measured]:
 def beats(one: Measured, other: Measured) -> bool:
     """Whether ``one`` is nowhere worse (agreement, bytes, time) and somewhere better.
 
-    On the windows that both have seen. Times count where they differ by more than 5%.
+    On the windows that both have seen. Times count where they differ by more than 5%, and KL where
+    agreement and bytes are equal.
     """
     shared = min(len(one.rows), len(other.rows))
     a, b = one.on(shared), other.on(shared)
     if a.agreement < b.agreement or a.step_bytes > b.step_bytes or a.ms > _AS_QUICK * b.ms:
         return False
-    better = a.agreement > b.agreement or a.step_bytes < b.step_bytes
-    return better or _AS_QUICK * a.ms < b.ms
+    if (a.agreement, a.step_bytes) == (b.agreement, b.step_bytes):
+        return _AS_QUICK * a.ms < b.ms or (a.kl < b.kl and b.ms <= _AS_QUICK * a.ms)
+    return True

@@ -140,8 +140,9 @@ class Step {
         const Selection own = selection(index);
         const int64_t heads = request_.query_heads / request_.id_heads;
         const int64_t kv_head = own.head / (request_.id_heads / request_.kv_heads);
+        const std::vector<int64_t> selected = counted(index);
         for (int64_t r = 0; r < rest.count; ++r) {
-            const int64_t left = rest.tokens[own.batch * rest.count + r] - chosen(index, r);
+            const int64_t left = rest.tokens[own.batch * rest.count + r] - selected[r];
             if (left <= 0) continue;
             const int64_t place = (own.batch * request_.kv_heads + kv_head) * rest.count + r;
             const float *key = rest.keys + place * request_.key_dim;
@@ -155,15 +156,17 @@ class Step {
         }
     }
 
-    // How many ids of a selection lie in set `r`.
-    int64_t chosen(int64_t index, int64_t r) const {
+    // How many ids of a selection lie in each set.
+    std::vector<int64_t> counted(int64_t index) const {
         const int32_t *own = ids(index);
-        const int64_t first = r * step_.rest.block_len;
-        const int64_t last = step_.rest.block_len > 0 ? first + step_.rest.block_len
-                                                      : std::numeric_limits<int64_t>::max();
-        int64_t count = 0;
-        for (int64_t i = 0; i < request_.count; ++i) count += own[i] >= first && own[i] < last;
-        return count;
+        const int64_t length = step_.rest.block_len, sets = step_.rest.count;
+        std::vector<int64_t> counts(sets, 0);
+        for (int64_t i = 0; i < request_.count; ++i) {
+            if (own[i] < 0) continue;
+            const int64_t set = length > 0 ? own[i] / length : 0;
+            if (set < sets) ++counts[set];
+        }
+        return counts;
     }
 
     // Of the query at `row` of [batch, query_heads, queries] and a key.

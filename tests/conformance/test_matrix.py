@@ -83,20 +83,26 @@ def _possible(case: dict[str, Any]) -> bool:
     """Whether a method keeps rows in such a store, and transformers' own cache has the mode."""
     if "method" in case and case.get("store", "device") not in _stores(case["method"]):
         return False
-    if case.get("method", "").startswith("aqua") and case.get("rest"):
+    if case.get("method", "").startswith("aqua") and case.get("rest", "nothing") != "nothing":
         # It leaves nothing out, and says so.
         return False
     impossible = IMPOSSIBLE.get(RELEASE, {})
     return case.get("mode") not in impossible.get(case.get("model", ""), ())
 
 
-RESTS = (None, "mean", "left_out")
+RESTS: dict[str, dict[str, Any]] = {
+    "nothing": {"rest": None},
+    "mean": {"rest": "mean"},
+    "left_out": {"rest": "left_out"},
+    # Few are selected, and each of the others is a mean of its own.
+    "each": {"rest": "mean", "rest_blocks": 1, "top_k": 8},
+}
 FACTORS = {
     "model": list(MODELS),
     "mode": list(MODES),
     "method": list(CACHES),
     "store": STORES,
-    "rest": RESTS,
+    "rest": list(RESTS),
 }
 
 
@@ -115,13 +121,13 @@ def test_same_as_full_attention(
     mode: str,
     method: str,
     store: str,
-    rest: str | None,
+    rest: str,
     artifact_options: ArtifactOptions,
 ) -> None:
     case = Case(model, mode)
     # The codec alone has no use for an artifact.
     learned = {} if method == "aqua_codec" else artifact_options(method.split("_")[0], case.model)
-    options = {"store": store, "rest": rest, **learned, **COVERING_OPTIONS}
+    options = {"store": store, **learned, **COVERING_OPTIONS, **RESTS[rest]}
     result = run_case(case, lambda model: CACHES[method](config=model.config, **options))
     if result.status == "skipped":
         if RELEASE in IMPOSSIBLE:

@@ -311,7 +311,7 @@ def test_few_tokens_left_out_of_a_million(left: int) -> None:
     store.append(TokenBlock(keys, values, 0))
     valid = torch.ones(1, total, dtype=torch.bool)
     cold = ColdTokens(store, Scoring(valid, 1.0), total - left)
-    sums = RestSums(None)
+    sums = RestSums(None, dim, dim)
     sums.catch_up(cold, 1, 0)
     rest = torch.randperm(total, generator=generator)[:left]
     ids = torch.ones(total, dtype=torch.bool).index_fill_(0, rest, False).nonzero()[:, 0]
@@ -343,11 +343,11 @@ def test_a_crop_gives_what_never_having_seen_the_tokens_gives() -> None:
         sums.catch_up(cold, 3, 0)
         return sums.means()
 
-    sums = RestSums(None)
+    sums = RestSums(None, 8, 8)
     means(sums, 9000)
     for length in (7000, 4500, 4096, 40):
         sums.crop(length)
-        cropped, fresh = means(sums, length), means(RestSums(None), length)
+        cropped, fresh = means(sums, length), means(RestSums(None, 8, 8), length)
         assert torch.equal(cropped.counts, fresh.counts)
         torch.testing.assert_close(cropped.keys, fresh.keys, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(cropped.values, fresh.values, rtol=1e-6, atol=1e-6)
@@ -357,7 +357,7 @@ def test_a_crop_gives_what_never_having_seen_the_tokens_gives() -> None:
     ("kind", "options", "message"),
     [
         (FlatKVCache, {"rest": "average"}, "choose 'mean', 'left_out' or None"),
-        (FlatKVCache, {"rest_blocks": 64}, "only rest='mean'"),
+        (FlatKVCache, {"rest": None, "rest_blocks": 64}, "only rest='mean'"),
         (FlatKVCache, {"rest": "left_out", "rest_blocks": 64}, "only rest='mean'"),
         (FlatKVCache, {"rest": "mean", "rest_blocks": 0}, "at least 1"),
         (AquaKVCache, {"rest": "mean"}, "nothing is left out"),

@@ -127,7 +127,7 @@ def test_files_of_others_are_skipped_and_named(
         ("deep", "not JSON"),
         ("folder", "a folder"),
         ("link", "it can't be read (No such file or directory)"),
-        ("book", "no results of hf-kvret demo, eval or bench"),
+        ("book", "no results of hf-kvret demo, eval, tune or bench"),
         ("pipe", "no ordinary file"),
     ):
         assert f"skipped {tmp_path / name}.json: {reason}\n" in printed

@@ -77,6 +77,17 @@ def test_time_decides_where_bytes_are_equal_and_the_first_is_the_best_of_equals(
     assert choose([slow, quick], 0.999).variant is quick
 
 
+def test_of_variants_that_cost_the_same_the_best_is_chosen() -> None:
+    # A little slower, within what times are worth.
+    worse, better = variant("worse", 97, bytes=5), variant("better", 100, bytes=5, ms=1.001)
+    assert choose([worse, better], 0.9).variant is better
+    assert front([worse, better]) == [better]
+    nearer = Measured("nearer", (row(97, 5, ms=1.001) | {"kl": 0.01},))
+    assert choose([worse, nearer], 0.9).variant is nearer
+    slower = Measured("slower", (row(97, 5, ms=1.2) | {"kl": 0.01},))
+    assert choose([worse, slower], 0.9).variant is worse
+
+
 def _results(rows: dict[tuple[str, int], Row], windows: int = 2) -> Results:
     setup = {"windows": windows, "agreement": 0.95, "variants": 6}
     results = Results("tune", setup)

@@ -46,7 +46,9 @@ def _logits_kernel(
     SOFTCAP: tl.constexpr,
 ):
     """``heads`` select, SHARE of them read the means of one KV head."""
-    index, r = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # One dimension: the others of a grid end at 65,535.
+    program = tl.program_id(0).to(tl.int64)
+    index, r = program // tokens, program % tokens
     b, h, q_index, group = head_tile(index, heads, queries, TILE, TILES)
     columns = tl.arange(0, BLOCK)
     query_heads = h * G + group
@@ -89,7 +91,7 @@ def rest_logits(
     group, block = query_heads // heads, triton.next_power_of_2(dim)
     tile = min(triton.next_power_of_2(group), max(1, _HELD // block))
     tiles = triton.cdiv(group, tile)
-    _logits_kernel[(batch * heads * tiles * queries, tokens)](
+    _logits_kernel[(batch * heads * tiles * queries * tokens,)](
         query,
         means.keys,
         means.counts,
