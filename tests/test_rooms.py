@@ -29,9 +29,10 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("hf_kvret.core.renamed", "hf_kvret.core.sizes", "hf_kvret.integration.compatibility"),
     ("hf_kvret.config",),
     ("hf_kvret.core",),
-    ("hf_kvret.stores", "hf_kvret.io"),
+    # What a cache loads of what was learned, and how it is learned.
+    ("hf_kvret.stores", "hf_kvret.io", "hf_kvret.calibration"),
     ("hf_kvret.cache",),
-    ("hf_kvret.integration", "hf_kvret.replay", "hf_kvret.calibration"),
+    ("hf_kvret.integration", "hf_kvret.replay"),
     ("hf_kvret.methods",),
     ("hf_kvret.registry",),
     ("hf_kvret",),

@@ -22,6 +22,7 @@ from hf_kvret.core.regions import MakeStore, Regions
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.selected_attention import attend_selected
 from hf_kvret.core.store import Store
+from hf_kvret.core.unselected import LayerOfModel
 
 HANDLE = "hf_kvret_layer"
 
@@ -53,6 +54,7 @@ class RetrievalLayer(CacheLayerMixin):
         below: the retrieval layer before this one in the model; set by the cache.
         edits: goes up with everything that is done to the layer, but for a replayed step.
         final_len: tokens that were announced, held ones included; 0: none.
+        of_model: which layer of the model this is; set by the cache.
     """
 
     is_sliding = False
@@ -74,6 +76,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.below: RetrievalLayer | None = None
         self._above = _Weakly(None)
         self.edits = self.final_len = 0
+        self.of_model = LayerOfModel()
         self._given: tuple[int, torch.Size, torch.Size] | None = None
         self._scoring: Scoring | None = None
         self._make_index = make_index
@@ -267,7 +270,7 @@ class RetrievalLayer(CacheLayerMixin):
         else:
             if first:
                 self.regions.take_step(key, value, call.scoring.valid)
-            given = self.regions, to_rows, call, self.counters, self.final_len
+            given = self.regions, to_rows, call, self.counters, self.final_len, self.of_model
             out = attend_selected(*given).to(query.dtype)
         self.waiting = False
         return out if as_it_is else call.from_rows(out)
@@ -332,6 +335,7 @@ class RetrievalLayer(CacheLayerMixin):
             raise RuntimeError("fork() between update and attention: finish the forward pass first")
         made = self._make_index, self._make_store, self._needs_positions, self._value_in_key
         twin = type(self)(self.config, *made)
+        twin.of_model = self.of_model
         self._build_index()
         if self.regions is not None:
             own = _Weakly(twin)

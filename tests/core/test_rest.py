@@ -356,7 +356,7 @@ def test_a_crop_gives_what_never_having_seen_the_tokens_gives() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (FlatKVCache, {"rest": "average"}, "choose 'mean', 'left_out' or None"),
+        (FlatKVCache, {"rest": "average"}, "choose 'mean', 'left_out', 'index', 'sample' or None"),
         (FlatKVCache, {"rest_blocks": 64}, "only rest='mean'"),
         (FlatKVCache, {"rest": "left_out", "rest_blocks": 64}, "only rest='mean'"),
         (FlatKVCache, {"rest": "mean", "rest_blocks": 0}, "at least 1"),
