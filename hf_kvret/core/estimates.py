@@ -50,17 +50,23 @@ def left_out_logits(
     return torch.logaddexp(sums, _mean_logits(query, free.flatten(1, 2), cold, means))
 
 
+def valid_logits(estimates: Estimates, cold: ColdTokens) -> torch.Tensor:
+    """The logits of ``estimates``, -inf for tokens that are not valid."""
+    ids, logits = estimates.ids, estimates.logits
+    if ids is None:
+        return logits.masked_fill(~cold.valid[:, None, None], float("-inf"))
+    # A place more, for ids of -1.
+    marks = torch.nn.functional.pad(cold.valid, (0, 1))[:, None, None]
+    marks = marks.expand(*ids.shape[:3], -1).gather(-1, _places(ids, len(cold)))
+    grouped = logits.unflatten(1, (ids.shape[1], -1))
+    return grouped.masked_fill(~marks.unsqueeze(2), float("-inf")).flatten(1, 2)
+
+
 def unknown_logits(
     query: torch.Tensor, estimates: Estimates, cold: ColdTokens, means: RestMeans
 ) -> torch.Tensor:
     """``[B, Hq, Q]`` fp32, as ``left_out_logits`` of all tokens that no head has estimates of."""
-    ids, known = estimates.ids, estimates.logits > float("-inf")
-    if ids is None:
-        known = known & cold.valid[:, None, None]
-    else:
-        marks = torch.nn.functional.pad(cold.valid, (0, 1))[:, None, None]
-        marks = marks.expand(*ids.shape[:3], -1).gather(-1, _places(ids, len(cold)))
-        known = known & marks.repeat_interleave(known.shape[1] // ids.shape[1], dim=1)
+    known = valid_logits(estimates, cold) > float("-inf")
     free = cold.valid.sum(-1)[:, None, None] - known.sum(-1)
     return _mean_logits(query, free, cold, means)
 

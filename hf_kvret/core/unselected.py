@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_kvret.core.estimates import exact_left_out, left_out_logits, unknown_logits
+from hf_kvret.core.estimates import exact_left_out, left_out_logits, unknown_logits, valid_logits
 from hf_kvret.core.head_groups import HeadGroups
 from hf_kvret.core.index import ColdTokens, Estimates, Index, makes_estimates
 from hf_kvret.core.regions import Regions
@@ -185,12 +185,8 @@ def _sampled(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A sample in place of the ids ``found``, and the logs of its weights."""
     batch, heads, queries, count = found.shape
-    logits, slots = estimates.logits, estimates.ids
-    if slots is None:
-        logits = logits.masked_fill(~cold.valid[:, None, None], float("-inf"))
-        of_slots = torch.arange(logits.shape[-1], device=logits.device)
-    else:
-        of_slots = slots
+    logits, slots = valid_logits(estimates, cold), estimates.ids
+    of_slots = torch.arange(len(cold), device=logits.device) if slots is None else slots
     own = regions.window.keys.shape[1]
     device = logits.device
     row = torch.arange(batch, device=device).view(-1, 1, 1, 1)

@@ -99,7 +99,7 @@ class Driver:
         key, value = key + 0.5, value + 1.0
         scoring = Scoring(None if self.mask.all() else self.mask, 0.5, self.softcap)
         self.ids, self.query = None, query
-        key, value = self.layer.update(key, value)
+        key, value = self.cache.update(key, value, 0)
         call = AttentionCall(scoring, lambda: torch.zeros_like(query), self.sink_logits)
         with self._watching():
             return self.layer.attend(query, key, value, call)
