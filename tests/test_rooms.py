@@ -45,6 +45,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "hf_kvret.calibration.command",
         "hf_kvret.calibration.command_options",
         "hf_kvret.calibration.inspection",
+        "hf_kvret.calibration.rest",
         "hf_kvret.calibration.sources",
         "hf_kvret.survey.command",
         "hf_kvret.tune",

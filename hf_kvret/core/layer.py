@@ -54,6 +54,7 @@ class RetrievalLayer(CacheLayerMixin):
         below: the retrieval layer before this one in the model; set by the cache.
         edits: goes up with everything that is done to the layer, but for a replayed step.
         final_len: tokens that were announced, held ones included; 0: none.
+        needs_positions: see ``RetrievalCache.needs_positions``.
         of_model: which layer of the model this is; set by the cache.
     """
 
@@ -81,14 +82,14 @@ class RetrievalLayer(CacheLayerMixin):
         self._scoring: Scoring | None = None
         self._make_index = make_index
         self._make_store = make_store
-        self._needs_positions = needs_positions
+        self.needs_positions = needs_positions
         self._value_in_key = value_in_key
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the regions for tokens shaped like these, ``[B, Hkv, *, D]``."""
         made = self.config, self._make_index(), partial(_new_store, _Weakly(self))
         rows = key_states, value_states
-        self.regions = Regions(*made, *rows, self._needs_positions, self._value_in_key)
+        self.regions = Regions(*made, *rows, self.needs_positions, self._value_in_key)
         self.is_initialized = True
 
     @property
@@ -333,7 +334,7 @@ class RetrievalLayer(CacheLayerMixin):
         """An independent copy that shares the cold part; counts start anew."""
         if self.waiting:
             raise RuntimeError("fork() between update and attention: finish the forward pass first")
-        made = self._make_index, self._make_store, self._needs_positions, self._value_in_key
+        made = self._make_index, self._make_store, self.needs_positions, self._value_in_key
         twin = type(self)(self.config, *made)
         twin.of_model = self.of_model
         self._build_index()

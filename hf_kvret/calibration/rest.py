@@ -1,0 +1,194 @@
+"""How much a method's estimates of what is left out are off, by query head: ``calibrate rest``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.calibration.rest_factors import METHOD, TENSOR
+from hf_kvret.calibration.study import Calibration, LayerFindings, LayerStudy, Progress
+from hf_kvret.core.estimates import exact_left_out, left_out_logits
+from hf_kvret.core.head_groups import HeadGroups
+from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret.core.scoring import Scoring
+from hf_kvret.evaluation.caches import choose_cache
+from hf_kvret.integration.latent import ModuleHeads
+from hf_kvret_model_patches.rope import Rope
+from hf_kvret_model_patches.taps import LayerTokens
+
+# Share of a sequence that is read as a prompt, tokens of a pass from there on, and how many passes
+# there are for one whose queries are looked at.
+_PROMPT, _PASS_LEN, _EVERY = 0.75, 16, 4
+_LEAST_LEN = 64
+
+
+@dataclass(frozen=True)
+class RestCalibration(Calibration):
+    """Factors of the weight that ``rest="index"`` gives to what is left out.
+
+    Of each query head the mean, over queries, of the log of the true weight over the estimated one.
+
+    Attributes:
+        cache: a method and its options, as ``"paris:top_k=0.03"``. Factors depend little on the
+            budget, but they do.
+        model: whose layers are studied; None before ``of_model``.
+    """
+
+    method: ClassVar[str] = METHOD
+
+    cache: str = "paris:top_k=0.03"
+    model: PreTrainedModel | None = None
+
+    def __post_init__(self) -> None:
+        choice = choose_cache(self.cache)
+        if choice.options is None:
+            raise ValueError(
+                f"cache={self.cache!r}: it retrieves nothing; choose flat, paris, lrqk or a2ats"
+            )
+        # What can't estimate says so here, before the texts are read.
+        _studied(choice.options)
+
+    def of_model(self, model: PreTrainedModel) -> RestCalibration:
+        """The same, for a model; ValueError for a cache that does not serve it."""
+        made = replace(self, model=model)
+        made.new_cache().check_model(model)
+        return made
+
+    def new_cache(self) -> RetrievalCache:
+        """An empty cache of the method, with its options."""
+        assert self.model is not None, "of_model comes first"
+        made = choose_cache(self.cache).make(self.model.config, 1)
+        assert isinstance(made, RetrievalCache), "others are refused"
+        return type(made)(self.model.config, _studied(made.options))
+
+    def check(self, lengths: Sequence[int]) -> None:
+        super().check(lengths)
+        options = choose_cache(self.cache).options
+        assert options is not None, "others are refused"
+        least = max(_LEAST_LEN, int((options.recent + options.sink + 1) / _PROMPT) + _PASS_LEN)
+        if max(lengths) < least:
+            raise ValueError(
+                f"sequences of up to {max(lengths)} tokens, but recent={options.recent} leaves "
+                f"nothing cold in those below {least}: give a longer --length, or a smaller recent"
+            )
+
+    def study(self, layer: int, rope: Rope, device: torch.device) -> FactorStudy:
+        return FactorStudy(self, layer)
+
+    def options(self) -> dict[str, Any]:
+        choice = choose_cache(self.cache)
+        assert choice.options is not None, "others are refused"
+        names = ("top_k", "sink", "recent", "flush", "select_heads")
+        own = {name: getattr(choice.options, name) for name in names}
+        return {"cache": choice.method, **own}
+
+
+class FactorStudy(LayerStudy):
+    """Goes through each sequence as a cache does, and compares what it estimates with what is.
+
+    The findings are ``log_factors [Hq]`` fp32. Figures are of held-out sequences: ``lost``, the
+    share of the attention to cold tokens that is left out; ``log_error``, the mean distance of the
+    logs of estimated and true weights, and ``corrected`` the same with the factors.
+    """
+
+    def __init__(self, options: RestCalibration, layer: int) -> None:
+        self.options, self.layer = options, layer
+        # By held_out, [Hq, m] each: log of the true over the estimated weight; the share lost.
+        self._errors: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        self._lost: list[float] = []
+
+    @property
+    def work(self) -> int:
+        return 1
+
+    def add(self, tokens: LayerTokens, held_out: bool) -> None:
+        length = tokens.key.shape[2]
+        prompt = int(_PROMPT * length)
+        layer = self.options.new_cache().layers[self.layer]
+        assert isinstance(layer, RetrievalLayer), "the runner studies those"
+        config = layer.config
+        layer.lazy_initialization(tokens.key[:, :, :0], tokens.value[:, :, :0])
+        regions = layer.regions
+        assert regions is not None
+        scale = tokens.query.shape[-1] ** -0.5 if tokens.scale is None else tokens.scale
+        scoring = Scoring(None, scale, tokens.softcap)
+        heads = None if tokens.latent is None else ModuleHeads(tokens.latent)
+        places = tokens.position_ids
+        if places is None and layer.needs_positions:
+            places = torch.arange(length, device=tokens.key.device)[None]
+        for number, start in enumerate([0, *range(prompt, length, _PASS_LEN)]):
+            part = slice(start, prompt if number == 0 else min(start + _PASS_LEN, length))
+            query, keys, values = (
+                side[:, :, part] for side in (tokens.query, tokens.key, tokens.value)
+            )
+            query = query if heads is None else heads.absorb(query)
+            positions = None if places is None else places[:, part]
+            regions.on_forward(query, keys, None, positions)
+            if number == 0:
+                regions.take_prompt(keys, values, None)
+                continue
+            regions.take_step(keys, values, None)
+            cold = regions.cold(scoring)
+            if cold is None:
+                continue
+            index = regions.ready_index(cold)
+            if index is None or number % _EVERY:
+                continue
+            groups = HeadGroups.of(config.select_heads, keys.shape[1], query.shape[1])
+            searching = query if groups is None else groups.fold(query)
+            ids = index.search(searching, cold)
+            estimates = index.estimate(searching, cold)
+            config.check_estimates(estimates is not None)
+            assert estimates is not None, "others are refused"
+            means = regions.rest_sums(cold).joint_means()
+            estimated = left_out_logits(searching, estimates, ids, cold, means)
+            exact = exact_left_out(searching, ids, cold)
+            index.after_search(ids)
+            logs = [exact, estimated]
+            if held_out:
+                _, attended = cold.store.attend(searching, ids, cold.scale, cold.softcap)
+                logs.append(attended)
+            logs = [x if groups is None else groups.unfold(x) for x in logs]
+            self._take(logs, held_out)
+
+    def _take(self, logs: Sequence[torch.Tensor], held_out: bool) -> None:
+        exact, estimated = logs[:2]
+        # Nothing is left out of a context that the budget covers.
+        if not bool((exact > float("-inf")).all()):
+            return
+        self._errors[held_out].append((exact - estimated)[0].double().cpu())
+        if held_out:
+            self._lost.append(float((exact - logs[2]).sigmoid().mean()))
+
+    def finish(self, progress: Progress, carried: object = None) -> LayerFindings:
+        if not self._errors[False]:
+            raise ValueError(
+                f"cache={self.options.cache!r}: no query of layer {self.layer} left anything out; "
+                "give longer sequences (--length) or a smaller top_k"
+            )
+        factors = torch.cat(self._errors[False], dim=1).mean(1)
+        quality: dict[str, float | int | str | None] = {
+            "largest_factor": float(factors.abs().max().exp())
+        }
+        if self._errors[True]:
+            errors = torch.cat(self._errors[True], dim=1)
+            quality |= {
+                "lost": sum(self._lost) / len(self._lost),
+                "log_error": float(errors.abs().mean()),
+                "corrected": float((errors - factors[:, None]).abs().mean()),
+            }
+        progress(1)
+        return LayerFindings({TENSOR: factors.float()}, {}, quality)
+
+
+def _studied(options: Any) -> Any:
+    """Options of the cache that is studied: rows as they are, on the device, no short contexts."""
+    return options.replace(
+        rest="index", rest_artifact=None, rest_blocks=None, dense_below=0, store="device",
+        device_budget=None, track_recall=False,
+    )  # fmt: skip
