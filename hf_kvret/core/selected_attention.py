@@ -133,17 +133,17 @@ def _attend_in_parts(
         "valid": regions.window.validity(call.scoring.valid),
         "softcap": call.scoring.softcap,
     }
-    ids = None if choice is None else choice.ids
+    chosen = None if choice is None else choice.ids
     if isinstance(finish_cold, Pieces):
         # Launched already: one launch more does all that is left.
-        options |= {"sink_logits": call.sink_logits, "ids": ids, "selected": selected}
+        options |= {"sink_logits": call.sink_logits, "ids": chosen, "selected": selected}
         options["rest"] = rest_tokens
         out, lse = step_attention(searching, keys, values, finish_cold, **options)
     else:
         near = prompt_pieces(searching, keys, values, **options)
         parts = [(near.outs, near.lses)]
-        if ids is not None and selected is not None:
-            count_ids(ids, selected)
+        if chosen is not None and selected is not None:
+            count_ids(chosen, selected)
         if finish_cold is not None:
             parts.append(finish_cold())
         out, lse = merge(parts, call.sink_logits, query.dtype)

@@ -87,7 +87,8 @@ class Lost(NamedTuple):
 
     def unfolded(self, groups: HeadGroups) -> Lost:
         """The same by the query's own heads, where heads select in ``groups``."""
-        return Lost(*(None if logits is None else groups.unfold(logits) for logits in self))
+        stand_in, exact = (None if x is None else groups.unfold(x) for x in self[1:])
+        return Lost(groups.unfold(self.estimated), stand_in, exact)
 
     def shares(self, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Shares ``[B, Hq, Q]`` of the attention, 0 to 1: estimated and, where known, exact.

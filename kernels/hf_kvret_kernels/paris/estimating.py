@@ -37,8 +37,14 @@ def estimates(
     if choose_backend(backend, q_rot) != "naive":
         ids = torch.arange(length, dtype=torch.int32, device=q_rot.device)
         every = ids.expand(batch, heads, queries, -1).contiguous()
-        options = {"m": m, "scale": scale, "softcap": softcap, "offset": offset}
-        return rerank(q_rot, codes, every, levels, backend=backend, **options)
+        return rerank(
+            *(q_rot, codes, every, levels),
+            m=m,
+            scale=scale,
+            softcap=softcap,
+            offset=offset,
+            backend=backend,
+        )
     rows = q_rot.reshape(batch, heads, queries * tables, dim)
     out = q_rot.new_empty(batch, heads, queries * tables, length)
     step = max(1, _PIECE_NUMBERS // max(1, batch * heads * dim))
