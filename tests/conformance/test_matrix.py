@@ -44,6 +44,7 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "aqua_codec": partial(AquaKVCache, bits=16, predictor="none"),
     "a2ats_paper": partial(A2ATSCache, options=A2ATSConfig.paper()),
 }
+ESTIMATING = ("flat", "paris", "lrqk", "a2ats", "a2ats_paper")
 ArtifactOptions = Callable[[str, str], dict[str, str]]
 
 STORES = ("device", "host", "resident", "cpu")
@@ -86,11 +87,13 @@ def _possible(case: dict[str, Any]) -> bool:
     if case.get("method", "").startswith("aqua") and case.get("rest"):
         # It leaves nothing out, and says so.
         return False
+    if case.get("rest") in ("index", "sample") and case.get("method", "flat") not in ESTIMATING:
+        return False
     impossible = IMPOSSIBLE.get(RELEASE, {})
     return case.get("mode") not in impossible.get(case.get("model", ""), ())
 
 
-RESTS = (None, "mean", "left_out")
+RESTS = (None, "mean", "left_out", "index", "sample")
 FACTORS = {
     "model": list(MODELS),
     "mode": list(MODES),
