@@ -34,8 +34,8 @@ def left_out_logits(
     valid = cold.valid[:, None, None]
     # A place more, for ids of -1: as if it were selected.
     taken = slot_marks(ids, len(cold))
-    taken[..., -1] = True
-    taken[..., :-1] |= ~valid
+    taken[..., -1:].fill_(True)
+    taken[..., :-1].logical_or_(~valid)
     if estimates.ids is None:
         taken = taken[..., :-1]
     else:

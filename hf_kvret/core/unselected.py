@@ -216,9 +216,7 @@ def query_places(window: Window, queries: int) -> torch.Tensor:
 def _log_factors(
     regions: Regions, query: torch.Tensor, layer: LayerOfModel, groups: HeadGroups | None
 ) -> torch.Tensor | None:
-    """``[B, Hq, Q]`` fp32 for ``query``, folded as it is; None without an artifact."""
-    if regions.config.rest_artifact is None:
-        return None
+    """``[B, Hq, Q]`` fp32 for ``query``, folded as it is; None where nothing was learned."""
     heads = regions.window.keys.shape[1]
     own = query.shape[1] if groups is None else heads * groups.query_heads
     factors = layer.factors(heads, own, query.device)

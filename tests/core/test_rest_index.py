@@ -23,12 +23,14 @@ from hf_kvret import (
 from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
 from hf_kvret.core.call import AttentionCall
+from hf_kvret.core.counters import LayerCounters
 from hf_kvret.core.estimates import exact_left_out, left_out_logits
 from hf_kvret.core.index import ColdTokens, Estimates, Index
 from hf_kvret.core.recall import exact_scores
 from hf_kvret.core.sampling import priority_sample, uniforms
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.store import weighted_attention
+from hf_kvret.core.unselected import LayerOfModel
 from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
 from hf_kvret.methods.flat import FlatConfig, FlatIndex
 from hf_kvret_kernels.relevance import group_relevance
@@ -438,6 +440,47 @@ def test_saved_loaded_and_forked_options(tmp_path: Any) -> None:
         driver.generator.set_state(state)
         outs.append(driver.forward(1))
     assert torch.equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("size", [None, 1, 2])
+def test_factors_are_those_of_the_querys_own_heads(size: int | None) -> None:
+    factors = torch.linspace(-1.0, 1.0, 6)
+    driver = Driver(rest="index", select_heads=size)
+    driver.forward(90)
+    driver.layer.of_model = LayerOfModel(0, 2, factors)
+    outs, add = [], LayerCounters.add_lost
+    for learned in (factors, None):
+        driver.layer.of_model.log_factors = learned
+        regions = driver.layer.regions
+        assert regions is not None
+        lost = []
+        with pytest.MonkeyPatch.context() as patch:
+
+            def watch(counters: LayerCounters, *shares: Any, kept: Any = lost) -> None:
+                kept.append(shares[0])
+                add(counters, *shares)
+
+            patch.setattr(LayerCounters, "add_lost", watch)
+            driver.generator.manual_seed(5)
+            driver.forward(3)
+        outs.append(lost[0].double())
+        driver.cache.crop(-3)
+        driver.mask = driver.mask[:, :-3]
+    # The odds of what is left out grow by the factor.
+    shifts = outs[0].logit() - outs[1].logit()
+    expected = factors.double().view(1, -1, 1).expand_as(shifts)
+    torch.testing.assert_close(shifts, expected, rtol=0.0, atol=1e-4)
+
+
+def test_the_heads_of_a_process_take_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 KV heads with two query heads each, the second of four processes has 2."""
+    factors = torch.arange(16.0)
+    layer = LayerOfModel(0, 8, factors)
+    assert torch.equal(layer.factors(8, 16, factors.device), factors)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    assert layer.first_head(2) == 2
+    assert layer.factors(2, 4, factors.device).tolist() == [4, 5, 6, 7]  # type: ignore[union-attr]
 
 
 class BlindKVCache(RetrievalCache):
