@@ -15,10 +15,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from hf_kvret.calibration import rest_factors
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.core.index import Index
+from hf_kvret.core.index import Index, makes_estimates
 from hf_kvret.core.latent import LatentLayer
 from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret.core.unselected import LayerOfModel
 from hf_kvret.integration.compatibility import (
     check_config,
     head_dims,
@@ -29,7 +31,13 @@ from hf_kvret.integration.compatibility import (
     retrieval_shapes,
 )
 from hf_kvret.io import persistence
-from hf_kvret.io.reports import MemoryReport, layer_stats, memory_report
+from hf_kvret.io.reports import (
+    LostMassWarning,
+    MemoryReport,
+    dense_reason,
+    layer_stats,
+    memory_report,
+)
 from hf_kvret.stores import Store, StoreChoice
 
 
@@ -74,6 +82,7 @@ class RetrievalCache(Cache):
         else:
             options = options.replace(**changes) if changes else options
         check_config(config)
+        self._config = config
         layer_class = LatentLayer if is_latent(config) else RetrievalLayer
         layers: list[Any] = model_layers(config)
         ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
@@ -88,12 +97,16 @@ class RetrievalCache(Cache):
             make_store = partial(self.make_store, options, number, self._stores)
             kinds = self.needs_positions(options, number), latent_rank(config)
             layers[number] = layer_class(options, make_index, make_store, *kinds)
+        if options.uses_estimates:
+            options.check_estimates(makes_estimates(self.make_index(options, ours[0])))
         self._newest: RetrievalLayer | None = None
+        self._lost_mass = LostMassWarning()
         self._thread = threading.get_ident()
         # The newest recurrent layer, below the lowest attention layer, that got tokens this pass.
         self._state_layer: int | None = None
         super().__init__(layers=layers)
         self._stack_layers()
+        self._number_layers()
 
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> Any:
@@ -106,7 +119,7 @@ class RetrievalCache(Cache):
             options.check_model(dim)
         if rank := latent_rank(config):
             RetrievalConfig.check_model(options, rank)
-        return options
+        return rest_factors.placed(options, config)
 
     @classmethod
     def make_index(cls, options: Any, layer: int) -> Index | None:
@@ -133,6 +146,7 @@ class RetrievalCache(Cache):
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Called by ``generate``: raise for a model that the options don't fit."""
+        rest_factors.check_weights(self.options, model)
 
     @property
     def retrieval_layers(self) -> list[RetrievalLayer]:
@@ -175,6 +189,7 @@ class RetrievalCache(Cache):
         if layer is self._lowest:
             self._state_layer = None
             self._begin_pass()
+            self._lost_mass.at_a_flush(self.layers, self.options)
             self._stores.note_pass(key_states.shape[2])
         self._newest = layer if isinstance(layer, RetrievalLayer) else newest
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -273,21 +288,7 @@ class RetrievalCache(Cache):
 
     def why_dense(self) -> str | None:
         """Why nothing was ever retrieved, if the cache is too short for that; else None."""
-        layers = self.retrieval_layers
-        length = max(layer.get_seq_length() for layer in layers)
-        options = self.options
-        active = any(layer.counters.steps or layer.cold_len for layer in layers)
-        if active or not length or not options.retrieves:
-            return None
-        if length < options.dense_len:
-            return (
-                f"{type(self).__name__} retrieved nothing: it attends to all tokens below "
-                f"dense_below={options.dense_len}, and held {length}"
-            )
-        return (
-            f"{type(self).__name__} retrieved nothing: its {length} tokens fit into the window "
-            f"(sink={options.sink}, recent={options.recent}, flush={options.flush})"
-        )
+        return dense_reason(self.retrieval_layers, self.options, type(self).__name__)
 
     def stats(self) -> dict[str, Any]:
         """Counts since the cache was made, forked or reset.
@@ -300,8 +301,13 @@ class RetrievalCache(Cache):
         summed over batch, heads and queries, ``cold_rows`` (rows there were to choose from,
         summed alike), ``read_ratio = selected / cold_rows``, ``exact_rows`` (rows read by exact
         attention of long second prompts), ``bytes_fetched``, and with ``track_recall`` the
-        means ``recall_overlap``, ``recall_mass``, ``recall_best_mass`` (see ``Recall``).
+        means ``recall_overlap``, ``recall_mass``, ``recall_best_mass`` (see ``Recall``). Also
+        ``lost_mass``: the share of the attention that was not computed exactly, as the index
+        estimates it, mean over queries, heads and steps; None: not measured, as with
+        ``rest="index"`` or ``"sample"``, ``warn_lost_mass`` and ``track_recall`` it is. With the
+        last ``exact_lost_mass`` is the same from all keys.
         """
+        self._lost_mass.give(self.layers, self.options)
         layers = [
             {"layer": number, **layer_stats(layer)}
             for number, layer in enumerate(self.layers)
@@ -332,12 +338,14 @@ class RetrievalCache(Cache):
         twin.__dict__ = dict(vars(self))
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
         twin._newest, twin._thread = None, threading.get_ident()
+        twin._lost_mass = LostMassWarning()
         twin._stack_layers()
         if changes:
-            twin.options = self.options.replace(**changes)
+            twin.options = rest_factors.placed(self.options.replace(**changes), self._config)
             for number, layer in enumerate(twin.layers):
                 if isinstance(layer, RetrievalLayer):
                     layer.set_options(twin.options, partial(self.make_index, twin.options, number))
+            twin._number_layers()
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -356,6 +364,14 @@ class RetrievalCache(Cache):
         self._lowest = self._attention_layers[0]
         for layer, below in zip(ours[1:], ours, strict=False):
             layer.below, below.above = below, layer
+
+    def _number_layers(self) -> None:
+        """Tell each retrieval layer which one it is, and what was learned about it."""
+        factors = rest_factors.learned_factors(self.options, self.name, self._config)
+        shapes = retrieval_shapes(self._config)
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, RetrievalLayer):
+                layer.of_model = LayerOfModel(number, shapes[number].kv_heads, factors.get(number))
 
     def options_to_load(self) -> RetrievalConfig:
         """The options to save: with the name of a coded store that ``"auto"`` chose.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -54,8 +55,16 @@ class RetrievalConfig(metaclass=RenamesOptions):
         rest: what stands for the cold tokens that a query does not select. None: nothing.
             ``"mean"``: one token of each KV head, with the mean key and the mean value of all cold
             tokens and the weight of those that are left out. ``"left_out"``: the same with means of
-            exactly those, for which the selected rows are read once more.
+            exactly those, for which the selected rows are read once more. ``"index"``: as
+            ``"mean"``, with the weight that the index's own estimates give to what is left out.
+            ``"sample"``: the budget is sampled, with probabilities by the index's estimates, and
+            tokens that were drawn stand for those that were not.
         rest_blocks: of ``rest="mean"``, a token for every so many cold slots; None: one for all.
+        rest_artifact: of ``rest="index"``, folder or hub id of factors that correct the estimates,
+            one for each query head, learned by ``hf-kvret calibrate rest``. None: no factors.
+        warn_lost_mass: warn once where the share of the attention that a layer does not compute
+            exactly, as its index estimates it, is larger in the mean: above 0 and below 1. None:
+            never.
         track_recall: compare every selection with the exact top-k. Reads all keys: for study.
         graph: ``"auto"``: ``generate`` replays decode steps from a CUDA graph where it can (see
             ``DecodeGraph``); False: it never does.
@@ -80,8 +89,10 @@ class RetrievalConfig(metaclass=RenamesOptions):
     slots: int | float = 1.0
     bits: int = 4
     device_budget: int | str | None = None
-    rest: Literal["mean", "left_out"] | None = None
+    rest: Literal["mean", "left_out", "index", "sample"] | None = None
     rest_blocks: int | None = None
+    rest_artifact: str | None = None
+    warn_lost_mass: float | None = None
     track_recall: bool = False
     graph: Literal["auto", False] = "auto"
 
@@ -102,6 +113,12 @@ class RetrievalConfig(metaclass=RenamesOptions):
             _check_length("dense_below", self.dense_below, 0)
         _check_prefill_chunk(self.prefill_chunk, self.max_draft)
         _check_rest(self.rest, self.rest_blocks, self.rest_obstacle)
+        if isinstance(self.rest_artifact, os.PathLike):
+            object.__setattr__(self, "rest_artifact", os.fspath(self.rest_artifact))
+        _check_rest_artifact(self.rest_artifact, self.rest)
+        _check_lost_mass(self.warn_lost_mass)
+        if self.uses_estimates and self.estimate_obstacle:
+            raise ValueError(_without_estimates(self, self.estimate_obstacle))
         if not isinstance(self.track_recall, bool):
             raise TypeError(f"track_recall must be True or False, got {self.track_recall!r}")
         if self.graph is not False and self.graph != "auto":
@@ -163,6 +180,21 @@ class RetrievalConfig(metaclass=RenamesOptions):
         return ""
 
     @property
+    def estimate_obstacle(self) -> str:
+        """Why the index can't estimate attention logits; empty where it can, or may."""
+        return ""
+
+    @property
+    def uses_estimates(self) -> bool:
+        """Whether the index is asked for estimates in every step."""
+        return self.rest in ("index", "sample") or self.warn_lost_mass is not None
+
+    def check_estimates(self, makes_them: bool) -> None:
+        """ValueError where estimates are needed and the index does not make any."""
+        if self.uses_estimates and not makes_them:
+            raise ValueError(_without_estimates(self, "its index has no method estimate"))
+
+    @property
     def lacks_artifact(self) -> bool:
         """Whether the method needs a calibration artifact and the options name none."""
         return False
@@ -207,6 +239,7 @@ _BUDGETS: tuple[tuple[float, int], ...] = (
 
 
 _BITS = (2, 3, 4, 16)
+_RESTS = ("mean", "left_out", "index", "sample")
 
 
 def _check_budget(top_k: object) -> None:
@@ -264,8 +297,8 @@ def _check_select_heads(count: object, obstacle: str) -> None:
 
 
 def _check_rest(rest: object, blocks: object, obstacle: str) -> None:
-    if rest is not None and rest not in ("mean", "left_out"):
-        raise ValueError(f"rest={rest!r}: choose 'mean', 'left_out' or None")
+    if rest is not None and rest not in _RESTS:
+        raise ValueError(f"rest={rest!r}: choose {', '.join(map(repr, _RESTS))} or None")
     if rest is not None and obstacle:
         raise ValueError(f"rest={rest!r}: {obstacle}; leave it out")
     if blocks is None:
@@ -276,6 +309,38 @@ def _check_rest(rest: object, blocks: object, obstacle: str) -> None:
             f"rest_blocks={blocks} with rest={rest!r}: only rest='mean' makes a token for every so "
             "many; give that, or rest_blocks=None"
         )
+
+
+def _check_rest_artifact(artifact: object, rest: object) -> None:
+    if artifact is None:
+        return
+    if not isinstance(artifact, str) or not artifact:
+        raise TypeError(f"rest_artifact must be a folder or a hub id, got {artifact!r}")
+    if rest != "index":
+        raise ValueError(
+            f"rest_artifact={artifact!r} with rest={rest!r}: its factors correct the estimates of "
+            "rest='index'; give that, or leave rest_artifact out"
+        )
+
+
+def _check_lost_mass(share: object) -> None:
+    if share is None:
+        return
+    if isinstance(share, bool) or not isinstance(share, int | float):
+        raise TypeError(f"warn_lost_mass must be a share or None (never), got {share!r}")
+    if not 0.0 < share < 1.0:
+        raise ValueError(
+            f"warn_lost_mass={share}: a share of the attention, above 0 and below 1, as 0.3"
+        )
+
+
+def _without_estimates(config: RetrievalConfig, why: str) -> str:
+    """What is told where estimates are needed and there are none."""
+    asking = f"warn_lost_mass={config.warn_lost_mass}"
+    remedy = "leave it out"
+    if config.rest in ("index", "sample"):
+        asking, remedy = f"rest={config.rest!r}", "take rest='mean', which needs none"
+    return f"{asking}: {why}; {remedy}, or use flat, paris, lrqk or a2ats"
 
 
 def _check_device_budget(size: object, store: str) -> None:

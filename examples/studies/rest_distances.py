@@ -22,7 +22,9 @@ def follow(
     ``kl`` is the mean divergence of the next token's distribution from full attention's, in nats,
     ``kl_error`` its standard error, as if places were independent; ``equal`` the share of places
     with the same best token; ``lost`` the share of the attention on cold tokens that selections
-    miss, exactly; ``rows`` the share of cold rows that are read.
+    miss, exactly; ``rows`` the share of cold rows that are read. ``lost_of_all`` is the share of
+    all attention that is not computed exactly, ``estimated`` what the index says it is; None where
+    it says nothing.
 
     Args:
         readers: of the contexts, which they have read; they stay where they are.
@@ -34,6 +36,7 @@ def follow(
         ValueError: nothing was cold.
     """
     divergences, equal, lost, rows = [], [], [], []
+    estimated, exact = [], []
     for start, window in zip(readers, windows, strict=True):
         start.check_step(step)
         reader = start.fork(**changes, track_recall=True)
@@ -52,6 +55,10 @@ def follow(
             lost += [1.0 - one.mass for one in counters.recalls]
             if counters.selected is not None:
                 rows.append(int(counters.selected) / counters.cold_rows)
+            shares = counters.lost_mass(), counters.exact_lost_mass()
+            if shares[0] is not None and shares[1] is not None:
+                estimated.append(shares[0])
+                exact.append(shares[1])
     if not lost:
         raise ValueError("nothing was cold: take longer --lengths, or flat:dense_below=0:recent=64")
     all_places = torch.cat(divergences).double()
@@ -61,4 +68,6 @@ def follow(
         "equal": float(torch.cat(equal).double().mean()),
         "lost": sum(lost) / len(lost),
         "rows": sum(rows) / len(rows),
+        "lost_of_all": sum(exact) / len(exact) if exact else None,
+        "estimated": sum(estimated) / len(estimated) if estimated else None,
     }

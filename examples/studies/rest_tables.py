@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,35 @@ def _table(cells: Found) -> str:
         if len(results) == len(shares) and way[2] == next(iter(ways))[2]
     ]
     head = ["cache", "context", *(f"{share:.0%}: mass of the cold ones lost" for share in shares)]
-    table = markdown_table(header, lines)
-    return f"{table}\n\n{markdown_table(head, lost)}" if lost else table
+    tables = [markdown_table(header, lines)]
+    if lost:
+        tables.append(markdown_table(head, lost))
+    if estimates := _estimates(ways, shares):
+        tables.append(estimates)
+    return "\n\n".join(tables)
+
+
+def _estimates(
+    ways: Mapping[tuple[str, str, str], Mapping[float, Mapping[str, Any]]], shares: Sequence[float]
+) -> str:
+    """Lost mass as indexes estimate it, beside the exact one; empty where nobody did."""
+    lines = []
+    for way, results in ways.items():
+        found = [results.get(share, {}) for share in shares]
+        if any(one.get("estimated") is not None for one in found):
+            lines.append(
+                [
+                    *way,
+                    *(
+                        "-"
+                        if one.get("estimated") is None
+                        else f"{one['estimated']:.3f}, {one['lost_of_all']:.3f}"
+                        for one in found
+                    ),
+                ]
+            )
+    head = [f"{share:.0%}: share of all attention lost, estimated, exact" for share in shares]
+    return markdown_table(["cache", "context", "for the rest", *head], lines) if lines else ""
 
 
 def _plot(path: Path, cells: Found) -> None:

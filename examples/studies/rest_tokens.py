@@ -30,21 +30,27 @@ from hf_kvret.evaluation.subject import Subject
 
 OFF = "nothing"
 """What stands for the rest where nothing does."""
+_KINDS = (OFF, "mean", "left_out", "index", "sample")
 
 
-def rest_options(name: str) -> dict[str, Any]:
-    """Options of a cache for what stands for the rest: a value of ``rest``, or tokens of a mean."""
+def rest_options(name: str, method: str = "") -> dict[str, Any]:
+    """Options of a cache of ``method`` for what stands for the rest, as ``--rests`` names it."""
+    kind, _, folder = name.partition(":")
+    options: dict[str, Any] = {"rest": kind, "rest_blocks": None, "rest_artifact": None}
+    if folder:
+        options["rest_artifact"] = str(Path(folder) / method)
     if name == OFF:
-        return {"rest": None, "rest_blocks": None}
+        options["rest"] = None
     if name.isdigit():
-        return {"rest": "mean", "rest_blocks": int(name)}
-    return {"rest": name, "rest_blocks": None}
+        options |= {"rest": "mean", "rest_blocks": int(name)}
+    return options
 
 
 def _known(name: str) -> str:
-    if name not in (OFF, "mean", "left_out") and not (name.isdigit() and int(name)):
+    of_index = name.startswith("index:") and len(name) > len("index:")
+    if name not in _KINDS and not of_index and not (name.isdigit() and int(name)):
         raise argparse.ArgumentTypeError(
-            f"{name!r}: choose {OFF}, mean, left_out, or tokens of a mean, as 512"
+            f"{name!r}: choose {', '.join(_KINDS)}, index:FOLDER, or tokens of a mean, as 512"
         )
     return name
 
@@ -57,7 +63,7 @@ class RestTokens(Ablation):
     method = "flat"
     others = ("paris", "lrqk", "ctkvr", "a2ats")
     example = "recent=128"
-    chosen = ("rest", "rest_blocks", "top_k")
+    chosen = ("rest", "rest_blocks", "rest_artifact", "top_k")
     instead = ": --rests and --shares name them"
     described = ("windows", "new_tokens", "step")
     tables = TABLES
@@ -72,7 +78,8 @@ class RestTokens(Ablation):
     parts: tuple[str, ...] = parts_option(("tokens",))
     rests: tuple[str, ...] = values_option(
         (OFF, "mean", "left_out", "512"),
-        "what stands for the rest: nothing, mean, left_out, or cold tokens of a mean",
+        "what stands for the rest: nothing, mean, left_out, index, sample, cold tokens of a mean, "
+        "or index:FOLDER, with factors in FOLDER/METHOD",
         _known,
     )
     shares: tuple[float, ...] = values_option(
@@ -105,7 +112,7 @@ class RestTokens(Ablation):
                 options = options.replace(top_k=top_k)
             begun = made(cell["cache"], type(cache), options)
             self._read[key] = read_contexts(subject, begun, windows, length)
-        changes = {"top_k": float(share), **rest_options(rest)}
+        changes = {"top_k": float(share), **rest_options(rest, type(cache).name)}
         return follow(self._read[key], windows, self.step, **changes)
 
 

@@ -35,7 +35,7 @@ def model_card(artifact: CalibrationArtifact, source: str) -> str:
         f"transformers, learned about the keys of {link}. It holds no weights of that model and "
         "is of no use for another one, not for another tune of the same base either.",
         "## How to load it",
-        _code(artifact.method, source),
+        _code(artifact, source),
         _settings_text(artifact),
         "## What is in it",
         _table(["tensors", "count", "shape", "dtype", "size"], _sizes(artifact)),
@@ -74,8 +74,14 @@ def _metadata(artifact: CalibrationArtifact) -> str:
     return ModelCardData(**fields).to_yaml()
 
 
-def _code(method: str, source: str) -> str:
-    method, source = (json.dumps(text, ensure_ascii=False) for text in (method, source))
+def _code(artifact: CalibrationArtifact, source: str) -> str:
+    """How to load it, and a cache with it: of the method that it is for, or of its own."""
+    user, options = artifact.method, {"artifact": source}
+    if artifact.method == "rest":
+        user, options = artifact.options["cache"], {"rest": "index", "rest_artifact": source}
+    method, source, user, config = (
+        json.dumps(text, ensure_ascii=False) for text in (artifact.method, source, user, options)
+    )
     return f"""```python
 from hf_kvret.calibration import CalibrationArtifact
 
@@ -90,7 +96,7 @@ or, in one step with the generation:
 import hf_kvret
 
 model.generate(
-    **inputs, cache_implementation={method}, cache_config={{"artifact": {source}}}
+    **inputs, cache_implementation={user}, cache_config={config}
 )
 ```"""
 

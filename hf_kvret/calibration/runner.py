@@ -78,6 +78,7 @@ def calibrate(
         raise ValueError("the model is in training mode, where dropout acts: call model.eval()")
     check_model(model)
     _check_lengths(model, corpus)
+    calibration = calibration.of_model(model)
     train_count = len(corpus.sequences) - corpus.held_out
     calibration.check([len(ids) for ids in corpus.sequences[:train_count]])
     ropes = check_rope(model)

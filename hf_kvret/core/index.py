@@ -77,6 +77,20 @@ class SearchCost(NamedTuple):
     keys_read: int = 0
 
 
+class Estimates(NamedTuple):
+    """Attention logits of cold tokens, as an index estimates them.
+
+    Attributes:
+        logits: ``[B, Hq, Q, C]`` fp32, scaled and capped, the part of a mean key included; -inf
+            where there is no estimate.
+        ids: ``[B, H, Q, C]`` int32 slots, -1 for none, with H as of ``search``; None: C is the
+            number of cold tokens, and they are in order.
+    """
+
+    logits: torch.Tensor
+    ids: torch.Tensor | None = None
+
+
 _NEW_NAMES = {
     "observe": "add(block)",
     "extend": "add(block)",
@@ -156,6 +170,15 @@ class Index(State):
         """
         return None
 
+    def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates | None:
+        """What the index knows of the logits of the tokens that it found, and of the others.
+
+        Called after ``search`` with the same arguments where ``rest="index"``, ``rest="sample"`` or
+        ``stats()["lost_mass"]`` want it. What it says of tokens that are not valid does not matter.
+        None, as here: nothing, and options that need it are refused.
+        """
+        return None
+
     def cost(self, n: int, budget: int) -> SearchCost:
         """Cost of a search for ``budget`` of ``n`` tokens; by default the whole index is read.
 
@@ -221,8 +244,8 @@ class Index(State):
 class CapturableIndex:
     """Mixin of an index whose decode steps can be captured in a CUDA graph and replayed.
 
-    For one token between two flushes, ``on_forward``, ``before_search``, ``search`` and
-    ``after_search`` must launch the same work on the same memory each time: no host
+    For one token between two flushes, ``on_forward``, ``before_search``, ``search``, ``estimate``
+    and ``after_search`` must launch the same work on the same memory each time: no host
     synchronization, no dependence on host numbers that change from step to step (such as ``start``
     of ``on_forward``), state changed in place. They run once, during capture; for every later step
     ``replayed`` is called instead.
@@ -239,6 +262,11 @@ class CapturableIndex:
 
     def replayed(self) -> None:
         """A captured step was replayed: update host state as its Python code would have."""
+
+
+def makes_estimates(index: Index | None) -> bool:
+    """Whether an index has its own ``estimate``."""
+    return index is not None and type(index).estimate is not Index.estimate
 
 
 def capture_obstacle_of(index: Index | None) -> str | None:

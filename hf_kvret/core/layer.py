@@ -22,6 +22,7 @@ from hf_kvret.core.regions import MakeStore, Regions
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.selected_attention import attend_selected
 from hf_kvret.core.store import Store
+from hf_kvret.core.unselected import LayerOfModel
 
 HANDLE = "hf_kvret_layer"
 
@@ -53,6 +54,8 @@ class RetrievalLayer(CacheLayerMixin):
         below: the retrieval layer before this one in the model; set by the cache.
         edits: goes up with everything that is done to the layer, but for a replayed step.
         final_len: tokens that were announced, held ones included; 0: none.
+        needs_positions: see ``RetrievalCache.needs_positions``.
+        of_model: which layer of the model this is; set by the cache.
     """
 
     is_sliding = False
@@ -74,18 +77,19 @@ class RetrievalLayer(CacheLayerMixin):
         self.below: RetrievalLayer | None = None
         self._above = _Weakly(None)
         self.edits = self.final_len = 0
+        self.of_model = LayerOfModel()
         self._given: tuple[int, torch.Size, torch.Size] | None = None
         self._scoring: Scoring | None = None
         self._make_index = make_index
         self._make_store = make_store
-        self._needs_positions = needs_positions
+        self.needs_positions = needs_positions
         self._value_in_key = value_in_key
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the regions for tokens shaped like these, ``[B, Hkv, *, D]``."""
         made = self.config, self._make_index(), partial(_new_store, _Weakly(self))
         rows = key_states, value_states
-        self.regions = Regions(*made, *rows, self._needs_positions, self._value_in_key)
+        self.regions = Regions(*made, *rows, self.needs_positions, self._value_in_key)
         self.is_initialized = True
 
     @property
@@ -267,7 +271,7 @@ class RetrievalLayer(CacheLayerMixin):
         else:
             if first:
                 self.regions.take_step(key, value, call.scoring.valid)
-            given = self.regions, to_rows, call, self.counters, self.final_len
+            given = self.regions, to_rows, call, self.counters, self.final_len, self.of_model
             out = attend_selected(*given).to(query.dtype)
         self.waiting = False
         return out if as_it_is else call.from_rows(out)
@@ -330,8 +334,9 @@ class RetrievalLayer(CacheLayerMixin):
         """An independent copy that shares the cold part; counts start anew."""
         if self.waiting:
             raise RuntimeError("fork() between update and attention: finish the forward pass first")
-        made = self._make_index, self._make_store, self._needs_positions, self._value_in_key
+        made = self._make_index, self._make_store, self.needs_positions, self._value_in_key
         twin = type(self)(self.config, *made)
+        twin.of_model = self.of_model
         self._build_index()
         self._catch_up()
         if self.regions is not None:

@@ -54,8 +54,12 @@ def measure_recall(query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> 
     return Recall(float(overlap), float(mass), float((shares * exact).sum(-1).mean()))
 
 
+def slot_marks(ids: torch.Tensor, length: int) -> torch.Tensor:
+    """Bool ``[B, H, Q, length + 1]`` with True at ``ids [B, H, Q, K]``; -1 marks the last one."""
+    marks = ids.new_zeros(*ids.shape[:-1], length + 1, dtype=torch.bool)
+    return marks.scatter_(-1, ids.long().masked_fill(ids < 0, length), True)
+
+
 def _marks(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Bool ``[B, H, Q, n]`` with True at ``ids``; -1 marks nothing."""
-    marks = like.new_zeros(*like.shape[:-1], like.shape[-1] + 1, dtype=torch.bool)
-    spare = like.shape[-1]
-    return marks.scatter_(-1, ids.long().masked_fill(ids < 0, spare), True)[..., :spare]
+    return slot_marks(ids, like.shape[-1])[..., :-1]

@@ -245,6 +245,8 @@ class Regions:
         self.rest.catch_up(cold, window.keys.shape[1], window.value_in_key)
         # Made here, not within a capture.
         self.rest.means()
+        if self.config.uses_estimates:
+            self.rest.joint_means()
         return self.rest
 
     def search_cost(self) -> SearchCost:
@@ -387,7 +389,8 @@ class Regions:
             positions = torch.nn.functional.pad(positions, (pad_len, 0), value=UNKNOWN_POSITION)
             block = replace(block, positions=positions)
         self.store.append(block)
-        if self.config.rest is not None and not self.store.codes_rows:
+        needs_sums = self.config.rest is not None or self.config.uses_estimates
+        if needs_sums and not self.store.codes_rows:
             if self.rest is None:
                 self.rest = self._new_sums()
             # Else the store's rows are read again.

@@ -49,6 +49,8 @@ class RestSums(State):
         start = 0 if value_in_key else key_dim
         self._value = slice(start, start + value_dim)
         self._means: RestMeans | None = None
+        # With the means that it was made of.
+        self._joint: tuple[RestMeans, RestMeans] | None = None
 
     def add(self, block: TokenBlock, sink_slots: torch.Tensor | None = None) -> None:
         """Add the tokens from slot ``end`` on that are valid, and not in ``sink_slots [B, s]``."""
@@ -126,6 +128,21 @@ class RestSums(State):
                 keys.contiguous(), values.contiguous(), counts.int(), self.mean_len or 0
             )
         return self._means
+
+    def joint_means(self) -> RestMeans:
+        """One mean of all that was added, whatever ``mean_len`` is."""
+        if self.mean_len is None:
+            return self.means()
+        if self._joint is None or self._joint[0] is not self.means():
+            means = self.means()
+            shares = means.counts.double() / means.counts.sum(1, keepdim=True).clamp(min=1)
+            keys, values = (
+                (side * shares[:, None, :, None]).sum(2, keepdim=True).float()
+                for side in (means.keys, means.values)
+            )
+            counts = means.counts.sum(1, keepdim=True).int()
+            self._joint = means, RestMeans(keys, values, counts)
+        return self._joint[1]
 
     def left_out(self, query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> AttentionResult:
         """Attention of ``query [B, Hq, Q, Dk]`` to the mean of exactly what is left out.

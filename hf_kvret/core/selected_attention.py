@@ -19,12 +19,12 @@ from hf_kvret.core.merge import merge
 from hf_kvret.core.pieces import piece_len
 from hf_kvret.core.recall import Recall, measure_recall
 from hf_kvret.core.regions import Regions
-from hf_kvret.core.rest import RestSums
 from hf_kvret.core.store import AttentionResult
+from hf_kvret.core.unselected import Choice, LayerOfModel, Lost, choose, estimates_wanted, stand_ins
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.prompt_attention import prompt_pieces
 from hf_kvret_kernels.relevance import count_ids
-from hf_kvret_kernels.rest_tokens import RestMeans, RestTokens, rest_logits
+from hf_kvret_kernels.rest_tokens import RestTokens
 from hf_kvret_kernels.step_attention import step_attention
 
 
@@ -34,11 +34,12 @@ def attend_selected(
     call: AttentionCall,
     counters: LayerCounters,
     final_len: int = 0,
+    layer: LayerOfModel | None = None,
 ) -> torch.Tensor:
     """Attention of ``query [B, Hq, Q, Dk]`` to the window and to what the index finds.
 
-    ``counters`` are counted up; ``final_len`` as of ``compiling_ahead``. Returns
-    ``[B, Hq, Q, Dv]``, fp32 or the query's dtype.
+    ``counters`` are counted up; ``final_len`` as of ``compiling_ahead``; ``layer`` None: the first
+    one. Returns ``[B, Hq, Q, Dv]``, fp32 or the query's dtype.
     """
     cold = regions.cold(call.scoring)
     index = None if cold is None else regions.ready_index(cold)
@@ -50,11 +51,11 @@ def attend_selected(
     searching = query if groups is None else groups.fold(query)
     # A group's queries see what those of any other group see at their position.
     position_queries = 1 if groups is None else groups.count
-    rest = None
-    if cold is not None and index is not None and regions.config.rest is not None:
-        rest = regions.rest_sums(cold)
-    exactly = rest is not None and regions.config.rest == "left_out"
-    if (groups is None or call.sink_logits is None) and not exactly:
+    looks_closer = regions.config.rest == "left_out" or estimates_wanted(regions, index)
+    if (groups is None or call.sink_logits is None) and not looks_closer:
+        rest = None
+        if cold is not None and index is not None and regions.config.rest is not None:
+            rest = regions.rest_sums(cold)
         step = attend_on_host(
             searching,
             regions.window,
@@ -71,7 +72,8 @@ def attend_selected(
                 _note_search(regions, index, searching, host_ids, cold, counters, position_queries)
                 index.after_search(host_ids)
             return out if groups is None else groups.unfold(out)
-    given = regions, query, searching, index, cold, call, counters, selected, groups, rest
+    layer = LayerOfModel() if layer is None else layer
+    given = regions, query, searching, index, cold, call, counters, selected, groups, layer
     if cold is None:
         return _attend_in_parts(*given)
     with compiling_ahead(regions, query, cold, call, final_len):
@@ -88,34 +90,38 @@ def _attend_in_parts(
     counters: LayerCounters,
     selected: torch.Tensor | None,
     groups: HeadGroups | None,
-    rest: RestSums | None,
+    layer: LayerOfModel,
 ) -> torch.Tensor:
     """See ``attend_selected``, part by part; ``selected`` is counted up."""
     position_queries = 1 if groups is None else groups.count
     finish_cold: Callable[[], AttentionResult] | None = None
     # With one position to see and no logits of heads, groups stay queries up to the end.
     stays_folded = query.shape[2] == 1 and call.sink_logits is None
-    ids: torch.Tensor | None = None
+    choice: Choice | None = None
     rest_tokens: RestTokens | None = None
+    lost: Lost | None = None
     if cold is not None and index is None:
         finish_cold = partial(attend_all, regions, query, cold, counters)
     elif cold is not None and index is not None:
-        ids = index.search(searching, cold)
+        choice = choose(regions, searching, index, cold, layer, groups)
+        ids = choice.ids
         _note_search(regions, index, searching, ids, cold, counters, position_queries)
-        left_out = None
-        if rest is not None and regions.config.rest == "left_out":
-            left_out = rest.left_out(searching, ids, cold)
         # First, so that a store elsewhere works while the device does all the rest.
-        finish_cold = cold.store.begin(searching, ids, cold.scale, cold.softcap)
+        form = cold.scale, cold.softcap
+        if choice.log_weights is None:
+            finish_cold = cold.store.begin(searching, ids, *form)
+        else:
+            finish_cold = cold.store.begin_weighted(searching, ids, choice.log_weights, *form)
         index.after_search(ids)
-        if left_out is not None:
-            finish_cold = partial(_joined, finish_cold, left_out)
-        elif rest is not None:
-            rest_tokens = _rest_tokens(rest.means(), searching, ids, cold)
-            if not isinstance(finish_cold, Pieces) or (groups is not None and not stays_folded):
-                pieces = rest_tokens.pieces()
-                finish_cold = partial(_joined, finish_cold, (pieces.outs, pieces.lses))
-                rest_tokens = None
+        rest_tokens, lost = stand_ins(regions, searching, choice, cold, layer, groups)
+        if choice.part is not None:
+            finish_cold = partial(_joined, finish_cold, choice.part)
+        if rest_tokens is not None and (
+            not isinstance(finish_cold, Pieces) or (groups is not None and not stays_folded)
+        ):
+            pieces = rest_tokens.pieces()
+            finish_cold = partial(_joined, finish_cold, (pieces.outs, pieces.lses))
+            rest_tokens = None
     if groups is not None and finish_cold is not None and not stays_folded:
         finish_cold, searching = partial(_unfolded, groups, finish_cold), query
     keys, values = regions.window.tokens()
@@ -127,28 +133,26 @@ def _attend_in_parts(
         "valid": regions.window.validity(call.scoring.valid),
         "softcap": call.scoring.softcap,
     }
+    chosen = None if choice is None else choice.ids
     if isinstance(finish_cold, Pieces):
         # Launched already: one launch more does all that is left.
-        options |= {"sink_logits": call.sink_logits, "ids": ids, "selected": selected}
+        options |= {"sink_logits": call.sink_logits, "ids": chosen, "selected": selected}
         options["rest"] = rest_tokens
-        out, _ = step_attention(searching, keys, values, finish_cold, **options)
+        out, lse = step_attention(searching, keys, values, finish_cold, **options)
     else:
         near = prompt_pieces(searching, keys, values, **options)
         parts = [(near.outs, near.lses)]
-        if ids is not None and selected is not None:
-            count_ids(ids, selected)
+        if chosen is not None and selected is not None:
+            count_ids(chosen, selected)
         if finish_cold is not None:
             parts.append(finish_cold())
-        out, _ = merge(parts, call.sink_logits, query.dtype)
+        out, lse = merge(parts, call.sink_logits, query.dtype)
+    if lost is not None:
+        if groups is not None:
+            lost = lost.unfolded(groups)
+            lse = groups.unfold(lse) if stays_folded else lse
+        counters.add_lost(*lost.shares(lse))
     return groups.unfold(out) if groups is not None and stays_folded else out
-
-
-def _rest_tokens(
-    means: RestMeans, query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens
-) -> RestTokens:
-    """What stands for the tokens of ``cold`` that are not among ``ids``."""
-    logits = rest_logits(query, means, ids, scale=cold.scale, softcap=cold.softcap)
-    return RestTokens(logits, means.values)
 
 
 def _joined(finish: Callable[[], AttentionResult], others: AttentionResult) -> AttentionResult:

@@ -32,7 +32,7 @@ _TENSORS, _DESCRIPTION = "cache.safetensors", "cache.json"
 _STORE_OPTIONS = {"store", "slots", "device_budget"}
 _CALL_OPTIONS = {
     *("max_draft", "flush", "track_recall", "prefill_chunk", "graph", "select_heads"),
-    *("rest", "rest_blocks"),
+    *("rest", "rest_blocks", "rest_artifact", "warn_lost_mass"),
 }
 _FREE_OPTIONS = {"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS}
 FORK_OPTIONS = frozenset(_FREE_OPTIONS - _STORE_OPTIONS)

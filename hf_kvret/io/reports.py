@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from hf_kvret.config import RetrievalConfig
 
 if TYPE_CHECKING:
     from hf_kvret.core.layer import RetrievalLayer
@@ -99,11 +102,68 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
     if layer.regions is not None:
         for part in (layer.regions.index, layer.regions.store):
             stats |= {} if part is None else part.stats()
+    stats["lost_mass"] = counters.lost_mass()
+    if counters.exactly_lost is not None:
+        stats["exact_lost_mass"] = counters.exact_lost_mass()
     if counters.recalls:
         count = len(counters.recalls)
         for name in ("overlap", "mass", "best_mass"):
             stats[f"recall_{name}"] = sum(getattr(r, name) for r in counters.recalls) / count
     return stats
+
+
+def dense_reason(layers: list[RetrievalLayer], options: RetrievalConfig, name: str) -> str | None:
+    """Why the ``layers`` of the cache ``name`` never retrieved, where they are too short for it."""
+    length = max(layer.get_seq_length() for layer in layers)
+    active = any(layer.counters.steps or layer.cold_len for layer in layers)
+    if active or not length or not options.retrieves:
+        return None
+    if length < options.dense_len:
+        return (
+            f"{name} retrieved nothing: it attends to all tokens below "
+            f"dense_below={options.dense_len}, and held {length}"
+        )
+    return (
+        f"{name} retrieved nothing: its {length} tokens fit into the window "
+        f"(sink={options.sink}, recent={options.recent}, flush={options.flush})"
+    )
+
+
+class LostMassWarning:
+    """Warns once of a cache that leaves out more of the attention than its options allow."""
+
+    def __init__(self) -> None:
+        self._given = False
+
+    def at_a_flush(self, layers: list[Any], options: RetrievalConfig) -> None:
+        """As ``give``, where the next step flushes, and may wait for the device."""
+        if options.warn_lost_mass is None or self._given:
+            return
+        regions = next(layer.regions for layer in layers if hasattr(layer, "counters"))
+        if regions is not None and regions.step_flushes():
+            self.give(layers, options)
+
+    def give(self, layers: list[Any], options: RetrievalConfig) -> None:
+        """Warn if the mean share that a layer lost is above ``options.warn_lost_mass``."""
+        if options.warn_lost_mass is None or self._given:
+            return
+        shares = {
+            number: layer.counters.lost_mass() or 0.0
+            for number, layer in enumerate(layers)
+            if hasattr(layer, "counters")
+        }
+        worst = max(shares, key=lambda number: shares[number])
+        if shares[worst] <= options.warn_lost_mass:
+            return
+        self._given = True
+        more = "" if options.rest else ", or let rest='index' stand for what is left out"
+        above = sum(share > options.warn_lost_mass for share in shares.values())
+        warnings.warn(
+            f"layer {worst} leaves out {shares[worst]:.0%} of its attention, as its index "
+            f"estimates it: more than warn_lost_mass={options.warn_lost_mass}, and so do {above} "
+            f"of {len(shares)} layers; raise top_k={options.top_k}{more}",
+            stacklevel=4,
+        )
 
 
 def _row_bytes(layer: RetrievalLayer) -> int:

@@ -147,7 +147,8 @@ def _seen_interface(original: Callable[..., Any]) -> Callable[..., Any]:
         def attend(
             module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **more: Any
         ) -> Any:
-            frame.attend(query, key, value, more.get("position_ids"))
+            told = (more.get(name) for name in ("position_ids", "scaling", "softcap"))
+            frame.attend(query, key, value, *told)
             return function(module, query, key, value, *rest, **more)
 
         return attend

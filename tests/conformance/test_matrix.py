@@ -44,6 +44,7 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "aqua_codec": partial(AquaKVCache, bits=16, predictor="none"),
     "a2ats_paper": partial(A2ATSCache, options=A2ATSConfig.paper()),
 }
+ESTIMATING = ("flat", "paris", "lrqk", "a2ats", "a2ats_paper")
 ArtifactOptions = Callable[[str, str], dict[str, str]]
 
 STORES = ("device", "host", "resident", "cpu")
@@ -86,6 +87,8 @@ def _possible(case: dict[str, Any]) -> bool:
     if case.get("method", "").startswith("aqua") and case.get("rest", "nothing") != "nothing":
         # It leaves nothing out, and says so.
         return False
+    if case.get("rest") in ("index", "sample") and case.get("method", "flat") not in ESTIMATING:
+        return False
     impossible = IMPOSSIBLE.get(RELEASE, {})
     return case.get("mode") not in impossible.get(case.get("model", ""), ())
 
@@ -94,6 +97,8 @@ RESTS: dict[str, dict[str, Any]] = {
     "nothing": {"rest": None},
     "mean": {"rest": "mean"},
     "left_out": {"rest": "left_out"},
+    "index": {"rest": "index"},
+    "sample": {"rest": "sample"},
     # Few are selected, and each of the others is a mean of its own.
     "each": {"rest": "mean", "rest_blocks": 1, "top_k": 8},
 }

@@ -99,7 +99,7 @@ class Driver:
         key, value = key + 0.5, value + 1.0
         scoring = Scoring(None if self.mask.all() else self.mask, 0.5, self.softcap)
         self.ids, self.query = None, query
-        key, value = self.layer.update(key, value)
+        key, value = self.cache.update(key, value, 0)
         call = AttentionCall(scoring, lambda: torch.zeros_like(query), self.sink_logits)
         with self._watching():
             return self.layer.attend(query, key, value, call)
@@ -356,7 +356,7 @@ def test_a_crop_gives_what_never_having_seen_the_tokens_gives() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (FlatKVCache, {"rest": "average"}, "choose 'mean', 'left_out' or None"),
+        (FlatKVCache, {"rest": "average"}, "choose 'mean', 'left_out', 'index', 'sample' or None"),
         (FlatKVCache, {"rest": None, "rest_blocks": 64}, "only rest='mean'"),
         (FlatKVCache, {"rest": "left_out", "rest_blocks": 64}, "only rest='mean'"),
         (FlatKVCache, {"rest": "mean", "rest_blocks": 0}, "at least 1"),

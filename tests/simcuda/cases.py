@@ -126,7 +126,17 @@ def rest_cases() -> list[Case]:
     made = [Case(*kind, mode, rest="mean") for kind in kinds for mode in MODES]
     exact = [Case("flat", store, mode, rest="left_out") for store in STORES for mode in MODES[:3]]
     heads = [Case("flat", "device", "graph", "deepseek_v3", size, "mean") for size in (None, 2)]
-    return [*made, *exact, *heads]
+    estimating = [
+        *((method, "device") for method in ("flat", "paris", "lrqk", "a2ats")),
+        *(("flat", store) for store in ("host", "resident", "cpu", "higgs")),
+    ]
+    estimated = [
+        Case(*kind, mode, rest=rest)
+        for kind in estimating
+        for mode in ("eager", "graph", "padded")
+        for rest in ("index", "sample")
+    ]
+    return [*made, *exact, *heads, *estimated]
 
 
 @dataclass

@@ -54,5 +54,6 @@ class A2ATSCache(RetrievalCache):
         Raises:
             ValueError: it has.
         """
+        super().check_model(model)
         assert isinstance(self.options, A2ATSConfig) and self.options.artifact is not None
         load(self.options.artifact, self.options.revision).check_weights(model)

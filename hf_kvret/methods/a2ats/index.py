@@ -8,7 +8,7 @@ import torch
 
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import ColdTokens, Index, SearchCost
+from hf_kvret.core.index import ColdTokens, Estimates, Index, SearchCost
 from hf_kvret.core.state import number
 from hf_kvret.core.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.a2ats.config import A2ATSConfig
@@ -77,6 +77,10 @@ class A2ATSIndex(Index):
             return torch.nn.functional.pad(union, (0, budget - union.shape[-1]), value=-1)
         relevance = codebook.lookup_scores(table, codes, valid=valid)
         return top_k(relevance, budget)
+
+    def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates:
+        """By the codewords of all tokens."""
+        return Estimates(codebook.lookup(*self._scores(query, cold)))
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         """See ``Index.host_search``: where a group has one budget."""

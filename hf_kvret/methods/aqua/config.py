@@ -120,6 +120,11 @@ class AquaConfig(RetrievalConfig):
         return self.bits
 
     @property
+    def estimate_obstacle(self) -> str:
+        """See ``RetrievalConfig``."""
+        return "aqua attends to all tokens, and nothing is left out"
+
+    @property
     def rest_obstacle(self) -> str:
         """See ``RetrievalConfig``."""
         return "aqua attends to all tokens, nothing is left out"

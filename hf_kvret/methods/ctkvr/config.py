@@ -103,6 +103,11 @@ class CTkvrConfig(RetrievalConfig):
         """See ``RetrievalConfig``."""
         return "ctkvr compares queries of all heads of a KV head with past ones"
 
+    @property
+    def estimate_obstacle(self) -> str:
+        """See ``RetrievalConfig``."""
+        return "ctkvr recalls tokens by their rank in lists, and has no scores of the others"
+
     def check_model(self, head_dim: int) -> None:
         """ValueError for codes of heads that have none."""
         super().check_model(head_dim)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import CapturableIndex, ColdTokens, Index, SearchCost
+from hf_kvret.core.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
 from hf_kvret.core.recall import exact_scores
 from hf_kvret.core.token_buffer import TokenBuffer, tokens
 from hf_kvret_kernels.host_step import FlatSearch, HostSearch
 from hf_kvret_kernels.relevance import top_places
+
+# Keys that are made fp32 at once.
+_PIECE_LEN = 8192
 
 
 class FlatIndex(CapturableIndex, Index):
@@ -29,6 +32,14 @@ class FlatIndex(CapturableIndex, Index):
         scores = exact_scores(query, keys, cold.scale, cold.softcap)
         scores = scores.masked_fill(~cold.valid[:, None, None], float("-inf"))
         return top_places(scores, keys.shape[1], cold.budget)
+
+    def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates:
+        """The exact logits of all tokens."""
+        pieces = [
+            exact_scores(query, keys, cold.scale, cold.softcap)
+            for keys in self._keys.rows.split(_PIECE_LEN, dim=2)
+        ]
+        return Estimates(torch.cat(pieces, dim=-1))
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
         return FlatSearch(self._keys.rows)

@@ -43,6 +43,11 @@ class H2OConfig(RetrievalConfig):
         """See ``RetrievalConfig``."""
         return "h2o keeps one set of tokens for all query heads of a KV head"
 
+    @property
+    def estimate_obstacle(self) -> str:
+        """See ``RetrievalConfig``."""
+        return "h2o has dropped what it would have to estimate"
+
     @classmethod
     def for_prompt(cls, prompt_len: int, share: float = 0.2, **changes: Any) -> Self:
         """The published protocol: ``share`` of a prompt, half heavy hitters and half recent tokens.

@@ -102,6 +102,15 @@ class LRQKConfig(RetrievalConfig):
             "with factors='als' or shared=False each query head selects for itself" if apart else ""
         )
 
+    @property
+    def estimate_obstacle(self) -> str:
+        """See ``RetrievalConfig``."""
+        if self.factors == "closed":
+            return ""
+        return (
+            "with factors='als' a search changes the factors, so it can't be asked for scores again"
+        )
+
     def rank_of(self, dim: int) -> int:
         """The rank for heads of ``dim``; ValueError where there is no such rank."""
         if self.rank is None:

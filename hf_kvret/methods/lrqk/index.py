@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import CapturableIndex, ColdTokens, Index, SearchCost
+from hf_kvret.core.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
 from hf_kvret.core.state import number, part, tensor
 from hf_kvret.methods.lrqk.config import LRQKConfig
 from hf_kvret.methods.lrqk.factors import Factors, closed_form
@@ -126,6 +126,18 @@ class LRQKIndex(CapturableIndex, Index):
             softcap=cold.softcap,
         )
 
+    def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates:
+        """By the proxies of all tokens."""
+        proxies, _ = self._query_proxies(query, cold)
+        logits = proxy.relevance(
+            proxies,
+            self._proxies.rows,
+            query.shape[1],
+            offset=self._mean_part(query, cold),
+            softcap=cold.softcap,
+        )
+        return Estimates(logits)
+
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
         proxies, offset = self._query_proxies(query, cold)
         return ProxySearch(proxies, self._proxies.rows, offset)
@@ -146,8 +158,13 @@ class LRQKIndex(CapturableIndex, Index):
         offset = None
         if cold.softcap is not None:
             # The cap applies to the whole score, including the part of the mean key.
-            offset = (query.float() * self._mean_of(query_heads).unsqueeze(2)).sum(-1) * cold.scale
+            offset = self._mean_part(query, cold)
         return proxies.view(batch, query_heads, count, -1), offset
+
+    def _mean_part(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        """``[B, Hq, Q]`` fp32: what the mean key adds to all scores of a query."""
+        mean = self._mean_of(query.shape[1]).unsqueeze(2)
+        return (query.float() * mean).sum(-1) * cold.scale
 
     def before_capture(self) -> None:
         self._queries.before_capture()

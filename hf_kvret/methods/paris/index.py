@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.index import CapturableIndex, ColdTokens, Index, SearchCost
+from hf_kvret.core.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
 from hf_kvret.core.state import tensor
 from hf_kvret.core.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.paris.config import ParisConfig
@@ -85,10 +85,8 @@ class ParisIndex(CapturableIndex, Index):
         if options.group_reduce == "mean":
             grouped = grouped.float().mean(dim=2, keepdim=True)
         _, rho = options.ratios(held)
-        offset = None
-        if cold.softcap is not None and self._mean is not None:
-            # A cap bends the whole score, the mean key's part included.
-            offset = torch.einsum("bhgqd,bhd->bhqg", grouped.float(), self._mean)
+        # A cap bends the whole score, the mean key's part included.
+        offset = None if cold.softcap is None else self._mean_part(grouped)
         return paris.search(
             *self.search_query(grouped.transpose(2, 3)),
             codes,
@@ -104,6 +102,31 @@ class ParisIndex(CapturableIndex, Index):
             softcap=cold.softcap,
             offset=offset,
         )
+
+    def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates:
+        """By the codes of all tokens, for each query head whatever ``group_reduce`` is."""
+        if self._levels is None:
+            raise RuntimeError("the index is empty: add a block first")
+        codes = self._codes()
+        batch, heads, _, _ = codes.sign.shape
+        grouped = query.view(batch, heads, -1, query.shape[2], query.shape[3])
+        rows, signs = self.search_query(grouped.transpose(2, 3))
+        logits = paris.estimates(
+            rows if signs is None else paris.rotate(rows, signs),
+            codes,
+            self._levels,
+            m=self.options.subspace_dim,
+            scale=cold.scale,
+            softcap=cold.softcap,
+            offset=self._mean_part(grouped),
+        )
+        return Estimates(logits.transpose(2, 3).flatten(1, 2))
+
+    def _mean_part(self, grouped: torch.Tensor) -> torch.Tensor | None:
+        """``[B, Hkv, Q, G]`` fp32: products of ``grouped [B, Hkv, G, Q, D]`` with the mean key."""
+        if self._mean is None:
+            return None
+        return torch.einsum("bhgqd,bhd->bhqg", grouped.float(), self._mean)
 
     def search_query(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``query [B, Hkv, Q, G, D]`` as ``paris.search`` takes it, and signs of a rotation."""

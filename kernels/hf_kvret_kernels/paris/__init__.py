@@ -3,7 +3,7 @@
 A key becomes a *sign plane* (one bit a coordinate), a *magnitude plane* (three bits a
 coordinate) and one *weight* a subspace. Stage 1 reads the sign plane alone: ``candidates`` are the
 tokens with the highest scores of ``collisions``. Stage 2 estimates inner products from the full
-codes: ``rerank``. ``search`` is all of it.
+codes: ``rerank``. ``search`` is all of it. ``estimates`` are those of stage 2 for all tokens.
 
 Paper: ParisKV, sections 4.1 and 4.2. Dimensions: B batch, H kv heads, Q queries at once, G query
 tables of a kv head (1 after a mean over the group, or the group's size), n tokens, D head dim,
@@ -13,6 +13,7 @@ S = P / m subspaces, C candidates.
 
 from hf_kvret_kernels.paris.codes import MAX_HEAD_DIM, ParisCodes, padded_dim, rotated_dim
 from hf_kvret_kernels.paris.encoding import decode, encode, random_signs, rotate
+from hf_kvret_kernels.paris.estimating import estimates
 from hf_kvret_kernels.paris.levels import magnitude_levels
 from hf_kvret_kernels.paris.selection import (
     candidates,
@@ -31,6 +32,7 @@ __all__ = [
     "count_centroids",
     "decode",
     "encode",
+    "estimates",
     "magnitude_levels",
     "padded_dim",
     "random_signs",
