@@ -46,7 +46,8 @@ def without_autocast(method: _Method[_Owner, _Rest, _Result]) -> _Method[_Owner,
         self: _Owner, first: torch.Tensor, /, *args: _Rest.args, **kwargs: _Rest.kwargs
     ) -> _Result:
         kind = first.device.type
-        if not torch.is_autocast_enabled(kind):
+        # The meta device has no autocast to ask for.
+        if first.is_meta or not torch.is_autocast_enabled(kind):
             return method(self, first, *args, **kwargs)
         with torch.autocast(kind, enabled=False):
             return method(self, first, *args, **kwargs)
