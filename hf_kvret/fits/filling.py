@@ -212,7 +212,8 @@ class Predictor:
         layer, options = cache.layers[number], self.choice.options
         if not isinstance(layer, RetrievalLayer):
             nbytes = memory_report([layer], []).other_layers
-            read = held_bytes(layer)
+            # A static layer counts its tokens in a tensor, and attends to its whole buffer.
+            read = None if isinstance(layer, StaticLayer) else held_bytes(layer)
             return Held(window=nbytes, read_device=nbytes if read is None else read)
         report, floor = memory_report([layer], [layer]), layer_floor(layer)
         assert options is not None, "retrieval caches have some"
