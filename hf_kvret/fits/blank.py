@@ -21,8 +21,8 @@ class Blank(TorchFunctionMode):
     """Context in which questions about contents that are not there get the plain answer.
 
     Nothing is padded, NaN, infinite or due: ``all`` and ``isfinite`` of a whole tensor say True,
-    ``any`` says False, ``nonzero`` finds nothing, other numbers are 0. Tensors on other devices
-    answer for themselves.
+    ``any`` says False, ``nonzero`` finds nothing, other numbers are 0, copies on the CPU too. Tensors
+    on other devices answer for themselves.
     """
 
     def __torch_function__(
@@ -41,6 +41,8 @@ class Blank(TorchFunctionMode):
             if name == "nonzero":
                 places = asked.new_empty((0, asked.ndim), dtype=torch.long)
                 return places.unbind(1) if kwargs.get("as_tuple") else places
+            if name == "cpu":
+                return torch.zeros((), dtype=asked.dtype).expand(asked.shape)
             if name in ("all", "any") and len(args) == 1 and not kwargs:
                 return torch.tensor(name == "all")
             if name == "isfinite" and not asked.ndim:

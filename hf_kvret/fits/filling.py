@@ -24,7 +24,7 @@ from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.sizes import byte_count
 from hf_kvret.evaluation.caches import CacheChoice
 from hf_kvret.fits.blank import Blank
-from hf_kvret.integration.compatibility import layer_shape, latent_rank
+from hf_kvret.integration.compatibility import latent_rank, layer_shape
 from hf_kvret.io.reports import memory_report
 
 _META = torch.device("meta")
