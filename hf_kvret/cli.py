@@ -20,6 +20,7 @@ from hf_kvret.evaluation.measurement import add_measurement
 from hf_kvret.evaluation.program import kept_results, run_program
 from hf_kvret.evaluation.report import add_report_parser
 from hf_kvret.evaluation.tasks import TASKS
+from hf_kvret.fits.command import add_fits_parser
 from hf_kvret.survey.command import add_models_parser
 from hf_kvret.tune.command import Tune
 
@@ -53,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_lm_eval_parser(commands)
     add_calibrate_parser(commands)
     add_models_parser(commands)
+    add_fits_parser(commands)
     tasks = {f"eval {name}": task for name, task in TASKS.items()}
     add_report_parser(commands, {"demo": Demo, "tune": Tune, **tasks, **MEASUREMENTS})
     return parser

@@ -221,6 +221,12 @@ class RetrievalConfig(metaclass=RenamesOptions):
         return min(self.top_k, cold_len)
 
     @property
+    def even_len(self) -> int:
+        """Tokens from which on every token more takes the same number of bytes, up to rounding."""
+        steps = 2 * int(_BUDGETS[-2][0]) if self.top_k is None else 0
+        return max(8192, 2 * (self.dense_len + self.recent + self.flush), steps)
+
+    @property
     def dense_len(self) -> int:
         """Length below which the cache stays dense, ``dense_below`` or its default."""
         if self.dense_below is not None:

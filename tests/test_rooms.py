@@ -42,6 +42,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     (
         "hf_kvret.evaluation",
         "hf_kvret.benchmark",
+        "hf_kvret.fits",
         "hf_kvret.calibration.command",
         "hf_kvret.calibration.command_options",
         "hf_kvret.calibration.inspection",

@@ -99,12 +99,19 @@ def decode_floor(
     device += cache.memory().other_layers
     bus = 0.0
     for layer in cache.retrieval_layers:
-        if layer.regions is not None:
-            keys, values = layer.regions.window.tokens()
-            device += keys.nbytes + values.nbytes + layer.regions.search_cost().nbytes
-            far, near = _compared_bytes(layer, keys)
-            bus, device = bus + far, device + near
+        part = layer_floor(layer)
+        bus, device = bus + part.host_bytes, device + part.device_bytes
     return Floor(device + selected.near_bytes, bus + selected.bus_bytes)
+
+
+def layer_floor(layer: RetrievalLayer) -> Floor:
+    """What a step reads of one layer beside the rows that it selects."""
+    if layer.regions is None:
+        return Floor(0.0, 0.0)
+    keys, values = layer.regions.window.tokens()
+    far, near = _compared_bytes(layer, keys)
+    beside = keys.nbytes + values.nbytes + layer.regions.search_cost().nbytes
+    return Floor(beside + near, far)
 
 
 def _compared_bytes(layer: RetrievalLayer, keys: torch.Tensor) -> tuple[float, float]:

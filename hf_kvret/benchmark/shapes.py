@@ -144,8 +144,13 @@ class Shape:
         return config
 
 
-def load_shape(name: str) -> Shape:
+def load_shape(name: str, *, option: str = "--shape", experts: bool = False) -> Shape:
     """The shape called ``name``: one of ``SHAPES``, or a folder or hub id with config.json.
+
+    Args:
+        name: as the user gave it.
+        option: that it was given to, for messages.
+        experts: whether it may be a mixture of experts.
 
     Raises:
         ValueError: nothing of that name, or a model that can't be measured; says why.
@@ -153,24 +158,29 @@ def load_shape(name: str) -> Shape:
     if name in SHAPES:
         return Shape(name, AutoConfig.for_model(**SHAPES[name]))
     unknown = (
-        f"--shape {name}: neither a known shape ({', '.join(SHAPES)}) nor a folder or hub id "
+        f"{option} {name}: neither a known shape ({', '.join(SHAPES)}) nor a folder or hub id "
         "(owner/name) with config.json"
     )
     if "/" not in name and not Path(name).is_dir():
         raise ValueError(unknown)
-    cached = needs_cache("--shape", name, "config.json")
+    cached = needs_cache(option, name, "config.json")
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=cached)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(unknown) from error
     config = config.get_text_config(decoder=True)
     check_config(config)
-    if any(getattr(config, field, None) for field in ("num_experts", "num_local_experts")):
+    if not experts and _number(config, "num_experts", "num_local_experts"):
         raise ValueError(
-            f"--shape {name}: a mixture of experts reads only some of its weights in a step, so "
+            f"{option} {name}: a mixture of experts reads only some of its weights in a step, so "
             "the floor in bytes is not known; give a dense model"
         )
     return Shape(name, config)
+
+
+def _number(config: PreTrainedConfig, *names: str) -> int:
+    """The first of these fields that is there; 0 where none is."""
+    return next((count for name in names if (count := getattr(config, name, None))), 0)
 
 
 def random_model(
@@ -198,7 +208,8 @@ class WeightBytes:
     Attributes:
         held: all of them.
         read: what a decode step reads: all but the input embedding, of which a step reads single
-            rows; where it serves as output head too, it is read in full and counted once.
+            rows; where it serves as output head too, it is read in full and counted once. Of the
+            experts of a mixture, as many as one token has.
         row: one row of the input embedding.
     """
 
@@ -214,4 +225,16 @@ def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> WeightBytes:
     held = sum(parameter.nbytes for parameter in model.parameters())
     table = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is table
-    return WeightBytes(held, held if tied else held - table.nbytes, table[0].nbytes)
+    idle = _idle_bytes(model)
+    return WeightBytes(held, held - idle - (0 if tied else table.nbytes), table[0].nbytes)
+
+
+def _idle_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the experts that a token does not pass through."""
+    count = _number(model.config, "num_experts", "num_local_experts", "n_routed_experts")
+    chosen = _number(model.config, "num_experts_per_tok", "moe_topk", "moe_k")
+    if not count or not chosen:
+        return 0
+    named = model.named_parameters()
+    nbytes = sum(parameter.nbytes for name, parameter in named if ".experts." in name)
+    return nbytes * (count - chosen) // count

@@ -48,7 +48,8 @@ def without_autocast(
         self: _Owner, first: torch.Tensor, /, *args: _Params.args, **kwargs: _Params.kwargs
     ) -> _Result:
         kind = first.device.type
-        if not torch.is_autocast_enabled(kind):
+        # The meta device has no autocast to ask for.
+        if first.is_meta or not torch.is_autocast_enabled(kind):
             return method(self, first, *args, **kwargs)
         with torch.autocast(kind, enabled=False):
             return method(self, first, *args, **kwargs)

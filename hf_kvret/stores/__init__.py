@@ -143,7 +143,7 @@ class StoreChoice:
         if self.name is None:
             rows_bytes = int(self._expected_bytes(cold_bytes) * self._all_to_first)
             self.name, self.reason = choose(device, rows_bytes, self._options, self._head_dim)
-        if self.name != "device" and device.type not in ("cpu", "cuda"):
+        if self.name != "device" and device.type not in ("cpu", "cuda", "meta"):
             raise ValueError(f"store={self.name!r} on {device}: only store='device' works there")
         store: Store
         if self.name == SPLIT:

@@ -86,7 +86,7 @@ class HostMemory(PageMemory):
     reads need fewer page table walks. Where there are several NUMA nodes, pinned chunks lie on that
     of the GPU that reads them, while it has memory. Chunks are registered with CUDA at their exact
     size (torch's pinned allocator rounds up to a power of two). Writes run on a side stream;
-    ``wait`` orders the reader behind them.
+    ``wait`` orders the reader behind them. Rows of the meta device have no contents and stay there.
 
     Args:
         device: where rows come from.
@@ -111,6 +111,7 @@ class HostMemory(PageMemory):
                 "kernels here do not know of: use store='device', or store='cpu'"
             )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._place = device if device.type == "meta" else CPU
         self._last_write: torch.cuda.Event | None = None
         self._layers = layers or LayerChunks(1)
         self._node = node_of(_index_of(self.device)) if self.device.type == "cuda" else None
@@ -121,7 +122,7 @@ class HostMemory(PageMemory):
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         if self._stream is None:
-            return empty(shape, dtype, CPU)
+            return empty(shape, dtype, self._place)
         form = Chunk(shape, dtype, self._stream.device, self._node)
         return self._layers.take(form, self._stream)
 
@@ -185,7 +186,7 @@ class SplitMemory(PageMemory):
         super().__init__(device)
         self.budget = budget
         self._near, self._far = DeviceMemory(device), HostMemory(device, layers=layers)
-        # Bytes of live chunks on the device, by address.
+        # Bytes of live chunks on the device, by ``id``: chunks of the meta device have no address.
         self._chunk_bytes: dict[int, int] = {}
 
     @property
@@ -198,8 +199,8 @@ class SplitMemory(PageMemory):
         if pages < least:
             return self._far.allocate(shape, dtype)
         chunk = self._near.allocate((min(pages, shape[0]), *shape[1:]), dtype)
-        self._chunk_bytes[chunk.data_ptr()] = chunk.nbytes
-        weakref.finalize(chunk, self._chunk_bytes.pop, chunk.data_ptr()).atexit = False
+        self._chunk_bytes[id(chunk)] = chunk.nbytes
+        weakref.finalize(chunk, self._chunk_bytes.pop, id(chunk)).atexit = False
         return chunk
 
     def prepares(self, size: int) -> bool:
@@ -217,7 +218,7 @@ class SplitMemory(PageMemory):
         return self.budget - sum(list(self._chunk_bytes.values()))
 
     def on_host(self, chunk: torch.Tensor) -> bool:
-        return chunk.data_ptr() not in self._chunk_bytes
+        return id(chunk) not in self._chunk_bytes
 
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
         # Without a GPU both are host memory and write the same way.

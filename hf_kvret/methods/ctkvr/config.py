@@ -116,6 +116,12 @@ class CTkvrConfig(RetrievalConfig):
                 f"head dim {head_dim}: codes exist up to {_LARGEST_HEAD}; use rerank='auto'"
             )
 
+    @property
+    def even_len(self) -> int:
+        """See ``RetrievalConfig``: lists are all there, and their slots take three bytes."""
+        lists = max(self.centroids * self.tokens_per_centroid, 1 << 16)
+        return max(super().even_len, lists + self.recent + self.flush)
+
     def centroids_for(self, cold_len: int) -> int:
         """How many there are for ``cold_len`` tokens: at least 1."""
         return max(1, min(self.centroids, cold_len // self.tokens_per_centroid))

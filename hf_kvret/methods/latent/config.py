@@ -58,6 +58,11 @@ class LatentConfig(RetrievalConfig):
         return sys.maxsize
 
     @property
+    def even_len(self) -> int:
+        """See ``RetrievalConfig``; nothing ever goes cold."""
+        return 8192
+
+    @property
     def group_obstacle(self) -> str:
         """See ``RetrievalConfig``."""
         return "latent selects nothing, it attends to all tokens"

@@ -89,6 +89,9 @@ def key_lists(
             # Not held while the next one is made.
             del keys
 
+    if queries.is_meta:
+        # Without contents all keys are alike: the form alone.
+        return iter((queries.new_empty((*queries.shape[:3], count), dtype=torch.int32),))
     arguments = (queries, check_pieces, count, valid, positions, scale, softcap, most_scores)
     if choose_backend(backend, queries) == "naive":
         return naive.key_lists(*arguments)

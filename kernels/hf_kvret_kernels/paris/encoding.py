@@ -118,6 +118,9 @@ def encode(
             f"{(batch, heads, length)}; pass out.tokens(start, start + n)"
         )
     check_codes(out, dim, m, keys.device)
+    if keys.is_meta:
+        # There is nothing to write.
+        return out
     if choose_backend(backend, keys) == "naive":
         naive.encode(keys, signs, levels, m, mean, out)
     else:

@@ -110,6 +110,9 @@ def assign(
             f"{ids.shape[2]} requests for {slots.slots} slots: ask for fewer at a time, or make "
             "more slots"
         )
+    if ids.is_meta:
+        # Which slots are free is not known: the form alone.
+        return torch.empty_like(ids), torch.empty_like(ids)
     if choose_backend(backend, ids) == "naive":
         return naive.assign(slots, ids)
     from hf_kvret_kernels.resident import triton
@@ -163,6 +166,8 @@ def fetch(
             f"buffer is {buffer.dtype} {tuple(buffer.shape)}: pass contiguous {rows.dtype} "
             f"[{lead[0]}, {lead[1]}, S, {rows.width}]"
         )
+    if ids.is_meta:
+        return
     if choose_backend(backend, ids) == "naive":
         naive.fetch(rows, ids, fetched, buffer)
         return
