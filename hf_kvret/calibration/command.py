@@ -25,6 +25,7 @@ from hf_kvret.calibration.sources import (
     random_uuids,
     text_file,
 )
+from hf_kvret.calibration.verification import verify
 from hf_kvret.evaluation import outputs
 from hf_kvret.evaluation.arguments import DTYPES, check_device, file_path
 from hf_kvret.evaluation.contexts import describe_file
@@ -60,8 +61,10 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         one.set_defaults(run=lambda parsed, kind=kind: run_calibrate(read_options(kind, parsed)))
     parser = commands.add_parser(
         "inspect",
-        help="say what a calibration artifact is",
-        description="Say what a calibration artifact is: method, model, data, sizes and quality.",
+        help="say what a calibration artifact is; verify what was saved",
+        description="Say what a calibration artifact is: method, model, data, sizes and quality. "
+        "With --verify read an artifact or a result file whole, compare every checksum, and say "
+        "whether it can be what it says; status 2 where it is damaged.",
         formatter_class=HelpFormatter,
     )
     add_options(parser, InspectOptions)
@@ -72,8 +75,11 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
 class InspectOptions:
     """What ``hf-kvret inspect`` takes."""
 
-    artifact: str = option(help="a folder or a hub id", name="artifact")
+    artifact: str = option(
+        help="a folder or a hub id; with --verify a result file", name="artifact"
+    )
     revision: str | None = option(None, "branch, tag or commit on the hub")
+    verify: bool = option(False, "look for damage instead")
     json: bool = option(False, "print config.json's fields instead")
     plot: Path | None = option(
         None, "a picture of the quality by layer", kind=file_path, metavar="FILE"
@@ -232,7 +238,12 @@ def _check_outputs(options: CalibrateOptions, method: str) -> None:
 
 
 def run_inspect(options: InspectOptions) -> int:
-    """Print what an artifact is."""
+    """Print what an artifact is, or whether something is whole."""
+    if options.verify:
+        if options.json or options.plot:
+            raise ValueError("--verify says whether it is whole: leave --json and --plot out")
+        print(verify(options.artifact, options.revision))
+        return 0
     if options.plot:
         outputs.check_picture("--plot", options.plot)
     artifact = CalibrationArtifact.from_pretrained(options.artifact, revision=options.revision)
