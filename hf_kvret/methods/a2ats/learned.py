@@ -161,7 +161,7 @@ def check_learned(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
 
 
 def _options(artifact: CalibrationArtifact) -> A2ATSCalibration:
-    make = partial(check_options, artifact, A2ATSCalibration, ("space", "window", "codewords"))
+    make = partial(check_options, artifact, A2ATSCalibration, ("space", "window"))
     return made_once(artifact, "options", make)
 
 
@@ -171,7 +171,8 @@ def _check_layer(artifact: CalibrationArtifact, layer: int) -> bool:
     name, dtypes = f"layers.{layer}.codewords", tuple(CODEWORD_DTYPES.values())
     if "codeword_dtype" in artifact.options:
         dtypes = (CODEWORD_DTYPES[options.codeword_dtype],)
-    words = check_tensor(artifact, name, (None, options.codewords, None), dtypes)
+    count = options.codewords if "codewords" in artifact.options else None
+    words = check_tensor(artifact, name, (None, count, None), dtypes)
     heads, count, dim = words.shape
     expected = {
         "codewords": Expected(dtypes, (heads, count, dim)),
