@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from hf_kvret.calibration.card import model_card
-from hf_kvret.calibration.fields import check_method, plain_json, plain_quality, tensor_dict
+from hf_kvret.calibration.fields import (
+    add_tensors,
+    check_method,
+    plain_json,
+    plain_quality,
+    tensor_dict,
+)
 from hf_kvret.calibration.files import (
     DESCRIPTION,
     FORMAT_VERSION,
@@ -94,11 +100,7 @@ class CalibrationArtifact:
             "quality": self.quality,
         }
         digest = hashlib.sha256(plain_bytes(plain))
-        for name, tensor in sorted(self.tensors.items()):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            digest.update(plain_bytes([name, dtype, list(tensor.shape)]))
-            numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            digest.update(numbers.numpy().data)
+        add_tensors(digest, self.tensors)
         return digest.hexdigest()
 
     def check_sha256(self, sha256: str) -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
 
 from hf_kvret.calibration.artifact import CalibrationArtifact
+from hf_kvret.calibration.shared import made_once
 from hf_kvret.integration.compatibility import retrieval_layers
 from hf_kvret_model_patches.rope import Rope
 
@@ -204,12 +206,19 @@ def learned_rope(artifact: CalibrationArtifact, layer: int) -> Rope:
 def check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
     """Refuse an artifact that lacks a layer that retrieves, or turns one otherwise than the model.
 
-    Frequencies and factor are computed from the configuration. How the model pairs numbers is
-    believed to the artifact where the model's code doesn't tell it.
+    Frequencies and factor are computed from the configuration, once for models that ``check``
+    takes for one. How the model pairs numbers is believed to the artifact where the model's code
+    doesn't tell it.
 
     Raises:
         ValueError: so it is.
     """
+    text = config.get_text_config(decoder=True)
+    key = ("rotations", type(text), getattr(text, "max_position_embeddings", None))
+    made_once(artifact, key, partial(_check_rotations, artifact, config))
+
+
+def _check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> bool:
     for layer in retrieval_layers(config):
         rope = learned_rope(artifact, layer)
         own = _own_rope(config, layer, rope.layout)
@@ -237,6 +246,7 @@ def check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> 
                     f"has {what} for layer {layer} that the model doesn't have "
                     f"({value[place]:.6g} for {expected[place]:.6g})",
                 )
+    return True
 
 
 def _own_rope(config: PreTrainedConfig, layer: int, layout: str) -> Rope:

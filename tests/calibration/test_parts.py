@@ -175,11 +175,16 @@ def test_an_interruption_between_the_two_files_of_a_layer_repeats_that_layer(
     assert files_of(out) == expected
 
 
+@pytest.mark.parametrize("how", ["cut", "one bit"])
 @pytest.mark.parametrize("damage", ["carried_1", "layer_0", "layer_1"])
-def test_a_broken_chain_starts_anew(model: PreTrainedModel, tmp_path: Path, damage: str) -> None:
+def test_a_broken_chain_starts_anew(
+    model: PreTrainedModel, tmp_path: Path, damage: str, how: str
+) -> None:
     expected, out = whole(model, tmp_path / "whole"), tmp_path / "out"
     interrupt(model, out, 2)
     file = out / ".parts" / f"{damage}.safetensors"
-    file.write_bytes(file.read_bytes()[:-2])
+    content = file.read_bytes()
+    flipped = content[:-1] + bytes([content[-1] ^ 1])
+    file.write_bytes(content[:-2] if how == "cut" else flipped)
     assert go_on(model, out) == [0, 1, 2]
     assert files_of(out) == expected

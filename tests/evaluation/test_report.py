@@ -176,3 +176,16 @@ def test_a_reader_that_is_gone_is_no_error(tmp_path: Path) -> None:
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert done.returncode == 0 and "rror" not in done.stderr, done.stderr
+
+
+def test_checksums_are_added_to_what_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _ruler(tmp_path)
+    whole = path.read_bytes()
+    path.write_text(json.dumps(_format_1(json.loads(whole)), indent=1) + "\n")
+    assert main(["report", "--add-checksums", str(tmp_path)]) == 0
+    assert f"added checksums to {path}\n" in capsys.readouterr().out
+    assert path.read_bytes() == whole
+    assert main(["report", "--add-checksums", str(tmp_path)]) == 0
+    assert "added" not in capsys.readouterr().out
