@@ -188,4 +188,4 @@ def test_checksums_are_added_to_what_has_none(
     assert f"added checksums to {path}\n" in capsys.readouterr().out
     assert path.read_bytes() == whole
     assert main(["report", "--add-checksums", str(tmp_path)]) == 0
-    assert "added" not in capsys.readouterr().out
+    assert "added checksums" not in capsys.readouterr().out
