@@ -175,7 +175,9 @@ def test_what_a_stranger_wrote_can_not_command_the_terminal(
 def test_an_artifact_is_verified(bundled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = bundled
     assert main(["inspect", "--verify", str(folder)]) == 0
-    assert f"{folder}: a whole a2ats artifact" in capsys.readouterr().out
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("artifact a2ats of ") and shown[1].endswith(": whole")
+    assert shown[2] == f"sha256   {CalibrationArtifact.from_pretrained(folder).sha256}"
     (tensors,) = folder.glob("artifact-*.safetensors")
     content = bytearray(tensors.read_bytes())
     content[-1] ^= 1
@@ -199,9 +201,7 @@ def test_a_result_file_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture
     file = tmp_path / "r.json"
     Results("eval x", {"seed": 1}, file).add({"cache": "full"}, {"score": 1.5})
     assert main(["inspect", "--verify", str(file)]) == 0
-    assert (
-        f"{file}: whole results of eval x, 1 cells, by their checksums" in capsys.readouterr().out
-    )
+    assert capsys.readouterr().out == "results  eval x, format 2\ncells    1: whole\n"
     file.write_text(file.read_text().replace("1.5", "1.7"))
     assert main(["inspect", "--verify", str(file)]) == 2
     assert "the cell cache full is not what its checksum says" in capsys.readouterr().err
@@ -213,7 +213,7 @@ def test_results_without_checksums_are_said_to_have_none(
     content = {"name": "eval x", "format": 1, "setup": {}, "environments": [], "cells": []}
     (tmp_path / "r.json").write_text(json.dumps(content))
     assert main(["inspect", "--verify", str(tmp_path / "r.json")]) == 0
-    assert "of format 1, which has no checksums" in capsys.readouterr().out
+    assert "readable; format 1 has no checksums" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", [["--json"], ["--plot", "a.png"]])
@@ -222,3 +222,13 @@ def test_verify_shows_nothing_else(
 ) -> None:
     assert main(["inspect", "--verify", str(saved), *option]) == 2
     assert "--verify" in capsys.readouterr().err
+
+
+def test_what_is_of_no_kind_is_not_verified(
+    hub: Any, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["inspect", "--verify", str(tmp_path / "empty")]) == 2
+    assert "--verify checks artifacts, result files" in capsys.readouterr().err
+    assert main(["inspect", "--verify", "alice/none"]) == 2
+    assert "no repository alice/none" in capsys.readouterr().err
