@@ -112,12 +112,15 @@ def test_earlier_results_of_another_model_or_bench_are_refused(
 ) -> None:
     old = tmp_path / "old.json"
     assert bench("machine-code", *SMALL, "--json", str(old)) == 0
-    content = json.loads(old.read_text())
-    for change, message in (
-        ({"setup": content["setup"] | {"clock": 1.0}}, "other figures of the chip"),
-        ({"name": "bench kernels"}, "holds bench kernels: give bench machine-code"),
+    whole = Results.load(old)
+    for name, setup, message in (
+        (whole.name, whole.setup | {"clock": 1.0}, "other figures of the chip"),
+        ("bench kernels", whole.setup, "holds bench kernels: give bench machine-code"),
     ):
-        old.write_text(json.dumps(content | change))
+        other = Results(name, setup)
+        for cell, row in whole:
+            other.add(cell, row)
+        other.save(old)
         with pytest.raises(ValueError, match=message):
             bench("machine-code", *SMALL, "--before", str(old))
 
