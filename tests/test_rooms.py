@@ -48,6 +48,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "hf_kvret.calibration.inspection",
         "hf_kvret.calibration.rest",
         "hf_kvret.calibration.sources",
+        "hf_kvret.calibration.verification",
         "hf_kvret.survey.command",
         "hf_kvret.tune",
     ),

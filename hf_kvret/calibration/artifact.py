@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from hf_kvret.calibration.card import model_card
-from hf_kvret.calibration.fields import check_method, plain_json, plain_quality, tensor_dict
+from hf_kvret.calibration.fields import (
+    add_tensors,
+    check_method,
+    plain_json,
+    plain_quality,
+    tensor_dict,
+)
 from hf_kvret.calibration.files import (
     DESCRIPTION,
     FORMAT_VERSION,
     read_description,
     read_tensors,
     write_folder,
+    write_for_hub,
 )
 from hf_kvret.calibration.hub import find_folder, upload_folder
 from hf_kvret.calibration.identity import ModelIdentity
 from hf_kvret.calibration.weights import WeightsReport, compare_weights
+from hf_kvret.io.strict_json import plain_bytes
 from hf_kvret.version import __version__
 
 if TYPE_CHECKING:
@@ -43,7 +53,7 @@ class CalibrationArtifact:
         options: the method's calibration options, plain JSON.
         quality: a row of figures for each layer: ``layer``, its number in the model, and numbers,
             strings or None by name.
-        format_version: of the files.
+        format_version: of the files that are written.
 
     Raises:
         TypeError, ValueError: a field that is not as above. Plain JSON is kept as a copy that went
@@ -76,19 +86,50 @@ class CalibrationArtifact:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write ``artifact.safetensors``, ``config.json`` and the model card ``README.md``.
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of method, model, data, options, quality and all tensors, 64 hexadecimal digits.
 
-        ``directory`` is made if needed; other files in it stay. An interruption leaves what was
-        there before, or, between two of the final moves, a folder that ``from_pretrained`` refuses.
+        The same however and wherever the artifact is saved.
+        """
+        plain = {
+            "method": self.method,
+            "model": self.model.as_json(),
+            "data": self.data,
+            "options": self.options,
+            "quality": self.quality,
+        }
+        digest = hashlib.sha256(plain_bytes(plain))
+        add_tensors(digest, self.tensors)
+        return digest.hexdigest()
+
+    def check_sha256(self, sha256: str) -> None:
+        """Refuse this artifact unless it is the one that is meant.
+
+        Raises:
+            ValueError: its ``sha256`` is another; both are named.
+        """
+        if self.sha256 != sha256:
+            raise ValueError(
+                f"the {self.method} artifact of {self.model.name} has sha256 {self.sha256}, and "
+                f"artifact_sha256 asks for {sha256}: load the artifact that was meant (a commit's "
+                "id as revision= pins it on the hub), or, where you trust this one, give its sha256"
+            )
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write ``artifact-<version>.safetensors``, ``config.json`` and the card ``README.md``.
+
+        ``directory`` is made if needed; other files in it stay. Whenever it breaks off, by a kill
+        or a full disk, the folder has the old artifact or the new one, whole.
 
         Raises:
             FileExistsError, NotADirectoryError: ``directory``, or a part of it, is a file.
+            OSError: no space, or no right to write.
             ValueError: ``config.json`` there is a model's, or of another method: an artifact
-                replaces only an older one of its method.
+                replaces only an older one of its method; a file to replace is a symbolic link.
         """
         path = Path(directory).expanduser()
-        self._write(path, path.resolve().name)
+        self._write(write_folder, path, path.resolve().name)
 
     @classmethod
     def from_pretrained(
@@ -100,6 +141,7 @@ class CalibrationArtifact:
         cache_dir: str | os.PathLike[str] | None = None,
         token: str | bool | None = None,
         local_files_only: bool = False,
+        sha256: str | None = None,
     ) -> Self:
         """The artifact in a folder or on the hub, with its tensors on the CPU.
 
@@ -114,14 +156,15 @@ class CalibrationArtifact:
             cache_dir: where downloads are kept; None for the cache of huggingface_hub.
             token: of the hub; None for the one that is logged in.
             local_files_only: use the local cache only, no network.
+            sha256: the ``sha256`` that the artifact must have; None for any.
 
         Raises:
             FileNotFoundError: no such folder and no such repository or revision; no artifact there;
                 not in the cache while offline.
             NotADirectoryError: a file instead of a folder.
             PermissionError: the hub refuses the token, or the repository is gated.
-            ValueError: a damaged file, another format version, another method than ``method``, or a
-                revision of a local folder.
+            ValueError: a damaged file, another format version, another method than ``method``,
+                another digest than ``sha256``, or a revision of a local folder.
         """
         folder = find_folder(
             path_or_hub_id,
@@ -139,7 +182,7 @@ class CalibrationArtifact:
             )
         tensors = read_tensors(folder, description)
         try:
-            return cls(
+            artifact = cls(
                 method=name,
                 model=ModelIdentity.from_json(description["model"]),
                 tensors=tensors,
@@ -156,6 +199,9 @@ class CalibrationArtifact:
             raise ValueError(
                 f"{folder / DESCRIPTION} is damaged ({error}): save or download the artifact again"
             ) from error
+        if sha256 is not None:
+            artifact.check_sha256(sha256)
+        return artifact
 
     def push_to_hub(
         self,
@@ -187,7 +233,7 @@ class CalibrationArtifact:
             ConnectionError: the hub can't be reached, or ``HF_HUB_OFFLINE`` is set.
         """
         with tempfile.TemporaryDirectory() as name:
-            self._write(Path(name), repo_id)
+            self._write(write_for_hub, Path(name), repo_id)
             return upload_folder(
                 Path(name),
                 repo_id,
@@ -257,8 +303,8 @@ class CalibrationArtifact:
             warnings.warn(message, stacklevel=2)
         return report
 
-    def _write(self, directory: Path, source: str) -> None:
-        """Write the files; ``source`` is what the code in the card loads from."""
+    def _write(self, write: Callable[..., None], directory: Path, source: str) -> None:
+        """``write`` the files; ``source`` is what the code in the card loads from."""
         description = {
             "method": self.method,
             "made_with": f"hf-kvret {__version__}",
@@ -267,4 +313,4 @@ class CalibrationArtifact:
             "options": self.options,
             "quality": self.quality,
         }
-        write_folder(directory, description, self.tensors, model_card(self, source))
+        write(directory, description, self.tensors, model_card(self, source))

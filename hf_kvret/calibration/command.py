@@ -13,7 +13,7 @@ from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.calibration.command_options import METHODS, CalibrateOptions
 from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.files import check_no_foreign_artifact
-from hf_kvret.calibration.hub import check_repository, is_hub_id
+from hf_kvret.calibration.hub import check_repository, find_folder, is_hub_id
 from hf_kvret.calibration.hub_access import why_unreachable
 from hf_kvret.calibration.inspection import describe, plot_quality, quality_table
 from hf_kvret.calibration.runner import calibrate
@@ -31,6 +31,7 @@ from hf_kvret.evaluation.contexts import describe_file
 from hf_kvret.evaluation.help_text import HelpFormatter, example_lines
 from hf_kvret.evaluation.options import add_options, option, read_options
 from hf_kvret.evaluation.subject import Subject, load_subject
+from hf_kvret.evaluation.verification import verify
 
 
 def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,8 +61,10 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         one.set_defaults(run=lambda parsed, kind=kind: run_calibrate(read_options(kind, parsed)))
     parser = commands.add_parser(
         "inspect",
-        help="say what a calibration artifact is",
-        description="Say what a calibration artifact is: method, model, data, sizes and quality.",
+        help="say what a calibration artifact is, or check what was saved",
+        description="Say what a calibration artifact is: method, model, data, sizes and quality. "
+        "With --verify, check every byte of an artifact or a result file; status 2 says that it is "
+        "damaged.",
         formatter_class=HelpFormatter,
     )
     add_options(parser, InspectOptions)
@@ -72,8 +75,9 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
 class InspectOptions:
     """What ``hf-kvret inspect`` takes."""
 
-    artifact: str = option(help="a folder or a hub id", name="artifact")
+    artifact: str = option(help="a folder or a hub id; with --verify a path", name="artifact")
     revision: str | None = option(None, "branch, tag or commit on the hub")
+    verify: bool = option(False, "check what is saved there, byte by byte")
     json: bool = option(False, "print config.json's fields instead")
     plot: Path | None = option(
         None, "a picture of the quality by layer", kind=file_path, metavar="FILE"
@@ -232,7 +236,15 @@ def _check_outputs(options: CalibrateOptions, method: str) -> None:
 
 
 def run_inspect(options: InspectOptions) -> int:
-    """Print what an artifact is."""
+    """Print what an artifact is, or what is whole in a folder."""
+    if options.verify:
+        if options.json or options.plot:
+            raise ValueError("--verify says whether it is whole: leave --json and --plot out")
+        path = Path(options.artifact).expanduser()
+        if not path.is_file() or options.revision is not None:
+            path = find_folder(options.artifact, revision=options.revision)
+        print("\n".join(verify(path)))
+        return 0
     if options.plot:
         outputs.check_picture("--plot", options.plot)
     artifact = CalibrationArtifact.from_pretrained(options.artifact, revision=options.revision)

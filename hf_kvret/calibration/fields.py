@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from hf_kvret.io.strict_json import plain_bytes
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 
 def check_method(method: str) -> None:
@@ -26,6 +31,15 @@ def tensor_dict(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"tensors: {name} is a {type(tensor).__name__}, pass a torch.Tensor")
     return dict(tensors)
+
+
+def add_tensors(digest: _Hash, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Add names, dtypes, shapes and numbers to a digest, in the order of the names."""
+    for name, tensor in sorted(tensors.items()):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        digest.update(plain_bytes([name, dtype, list(tensor.shape)]))
+        numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(numbers.numpy().data)
 
 
 def plain_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:

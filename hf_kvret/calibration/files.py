@@ -1,27 +1,38 @@
-"""The files of an artifact: ``artifact.safetensors``, ``config.json`` and ``README.md``.
+"""The files of an artifact: tensors, ``config.json`` and ``README.md``.
 
-``config.json`` lists name, shape and dtype of every tensor and the sha256 of the tensor file, so
-that a folder with parts of two artifacts is found out.
+``config.json`` names the tensor file, ``artifact-<version>.safetensors``, and replaces the older
+one in one step, so that a save that breaks off leaves the old artifact. It lists name, shape and
+dtype of every tensor and the sha256 of their file, and has a checksum of its own. On the hub, where
+a commit is one step, the tensor file is ``artifact.safetensors``, as it always was in format 1,
+whose ``config.json`` has no checksum and names no file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
-FORMAT_VERSION = 1
+from hf_kvret.io.folder import VERSION_LEN, replacing
+from hf_kvret.io.strict_json import plain_bytes, read_json
+
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, FORMAT_VERSION)
 TENSORS, DESCRIPTION, CARD = "artifact.safetensors", "config.json", "README.md"
-FILES = (TENSORS, DESCRIPTION, CARD)
+HUB_FILES = (TENSORS, DESCRIPTION, CARD)
+PATTERNS = (TENSORS, "artifact-*.safetensors", DESCRIPTION, CARD)
+"""Names of an artifact's files, as the hub's client takes them."""
+
+_STEM = "artifact"
+_SUFFIX = ".safetensors"
+_VERSIONED = re.compile(rf"{_STEM}-[0-9a-f]{{{VERSION_LEN}}}{re.escape(_SUFFIX)}")
 
 _AGAIN = "save or download the artifact again"
 _KINDS = {
@@ -33,6 +44,7 @@ _KINDS = {
     "tensors": dict,
     "tensors_sha256": str,
 }
+_KINDS_SINCE_2 = {"files": dict, "description_sha256": str}
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -68,8 +80,8 @@ def check_description(content: bytes, method: str, place: str, way_out: str) -> 
         ValueError: it is of a model, or of anything else than an artifact; of another method.
     """
     try:
-        description = json.loads(content)
-    except (ValueError, RecursionError):
+        description = read_json(content)
+    except ValueError:
         description = None
     if not isinstance(description, dict) or not {"format_version", "method"} <= description.keys():
         owner = "not of a calibration artifact (but of a model, perhaps)"
@@ -85,39 +97,44 @@ def write_folder(
 ) -> None:
     """Write the three files to ``directory``, which is made if needed.
 
-    They are written to a temporary folder inside it and then moved, so an interruption leaves the
-    old files. An interruption between two moves leaves a mixture, which ``read_tensors`` refuses.
-    Other files of the directory stay.
+    Whenever it breaks off, by a kill or a full disk, the folder has the old artifact or the new
+    one, whole. Other files of the directory stay.
 
     Args:
         directory: where to.
-        description: plain JSON with ``method``; the format version and the list of tensors are
-            added.
+        description: plain JSON with ``method``; the format version, the list of tensors and the
+            checksums are added.
         tensors: on any device, of any layout.
         card: text of the model card.
 
     Raises:
         FileExistsError, NotADirectoryError: ``directory``, or a part of it, is a file.
-        ValueError: ``config.json`` there is not of an artifact of this method.
+        ValueError: ``config.json`` there is not of an artifact of this method, or a file that would
+            be replaced is a link.
+        OSError: no space, no right to write; the old artifact is as it was.
     """
     check_no_foreign_artifact(directory, description["method"])
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".unfinished-") as name:
-        folder = Path(name)
-        save_file(_contiguous(tensors), folder / TENSORS)
-        full = {
-            "format_version": FORMAT_VERSION,
-            **description,
-            "tensors": _list(tensors),
-            "tensors_sha256": _sha256(folder / TENSORS),
-        }
-        text = json.dumps(full, indent=1, allow_nan=False) + "\n"
-        (folder / DESCRIPTION).write_text(text, encoding="utf-8")
-        (folder / CARD).write_text(card, encoding="utf-8")
-        # safetensors makes files that only their owner can read.
-        shutil.copymode(folder / CARD, folder / TENSORS)
-        for file in FILES:
-            os.replace(folder / file, directory / file)
+    content = save(_contiguous(tensors))
+    with replacing(directory, DESCRIPTION, _STEM) as new:
+        digest = hashlib.sha256(content).hexdigest()
+        with new.new_file() as file:
+            file.write(content)
+            name = new.keep(file, digest[:VERSION_LEN], _SUFFIX)
+        new.put_beside(CARD, card.encode())
+        # Format 1 had its tensors under a fixed name.
+        new.commit(_description_text(description, tensors, name, digest), obsolete=[TENSORS])
+
+
+def write_for_hub(
+    directory: Path, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], card: str
+) -> None:
+    """Write the three files for a commit to the hub; arguments as of ``write_folder``."""
+    content = save(_contiguous(tensors))
+    digest = hashlib.sha256(content).hexdigest()
+    (directory / TENSORS).write_bytes(content)
+    text = _description_text(description, tensors, TENSORS, digest)
+    (directory / DESCRIPTION).write_bytes(text)
+    (directory / CARD).write_text(card, encoding="utf-8")
 
 
 def read_description(directory: Path) -> dict[str, Any]:
@@ -134,8 +151,8 @@ def read_description(directory: Path) -> dict[str, Any]:
             "CalibrationArtifact.save_pretrained wrote, or the hub id of one"
         )
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        description = read_json(path.read_bytes())
+    except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}): {_AGAIN}") from error
     if not isinstance(description, dict) or "format_version" not in description:
         raise ValueError(
@@ -143,12 +160,13 @@ def read_description(directory: Path) -> dict[str, Any]:
             f"perhaps), or damaged; {_AGAIN}"
         )
     version = description["format_version"]
-    if version != FORMAT_VERSION:
+    if version not in READABLE_VERSIONS or type(version) is not int:
         raise ValueError(
-            f"{path} has format version {version!r}, this hf-kvret reads {FORMAT_VERSION}: upgrade "
-            "hf-kvret (git pull, then pip install -c constraints.txt .), or calibrate again"
+            f"{path} has format version {version!r}, this hf-kvret reads "
+            f"{' and '.join(map(str, READABLE_VERSIONS))}: upgrade hf-kvret (git pull, then pip "
+            "install -c constraints.txt .), or calibrate again"
         )
-    for name, kind in _KINDS.items():
+    for name, kind in (_KINDS if version == 1 else _KINDS | _KINDS_SINCE_2).items():
         if name not in description:
             raise ValueError(f"{path} has no {name!r}: it is damaged; {_AGAIN}")
         if not isinstance(description[name], kind):
@@ -156,6 +174,11 @@ def read_description(directory: Path) -> dict[str, Any]:
                 f"{path} has a {type(description[name]).__name__} for {name!r} where a "
                 f"{kind.__name__} belongs: it is damaged; {_AGAIN}"
             )
+    if version == 1:
+        if not description.keys().isdisjoint(_KINDS_SINCE_2):
+            raise ValueError(f"{path} has checksums that format 1 has not: it is damaged; {_AGAIN}")
+    elif description["description_sha256"] != _digest(description):
+        raise ValueError(f"{path} was changed (its sha256 is not the one that it says): {_AGAIN}")
     return description
 
 
@@ -166,15 +189,15 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
         FileNotFoundError: there is no tensor file.
         ValueError: it is damaged, holds other tensors, or belongs to another ``config.json``.
     """
-    path = directory / TENSORS
+    path = directory / _tensor_file(directory, description)
     if not path.is_file():
-        raise FileNotFoundError(f"no calibration artifact in {directory}: {TENSORS} is missing")
+        raise FileNotFoundError(f"no calibration artifact in {directory}: {path.name} is missing")
+    # Read once: what is hashed is what is used, whatever happens to the file meanwhile.
+    content = path.read_bytes()
     try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        with path.open("rb") as file:
-            is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+        tensors = load(content)
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        is_pointer = content.startswith(_LFS_POINTER)
         way_out = "it is a git-lfs pointer, run git lfs pull" if is_pointer else _AGAIN
         raise ValueError(f"{path} is corrupt or truncated ({error}): {way_out}") from error
     own_list, saved_list = _list(tensors), description["tensors"]
@@ -184,7 +207,7 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
                 f"{path} does not hold what {DESCRIPTION} says: {name} is "
                 f"{_tell(own_list.get(name))} instead of {_tell(saved_list.get(name))}; {_AGAIN}"
             )
-    if _sha256(path) != description["tensors_sha256"]:
+    if hashlib.sha256(content).hexdigest() != description["tensors_sha256"]:
         raise ValueError(
             f"{path} and {DESCRIPTION} are of different artifacts, or the file was changed "
             f"(its sha256 is not the one in {DESCRIPTION}): {_AGAIN}"
@@ -221,6 +244,34 @@ def _tell(entry: Any) -> str:
     return repr(entry)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _description_text(
+    description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], file: str, digest: str
+) -> bytes:
+    """``config.json``: ``description``, the list of tensors, and checksums."""
+    full = {
+        "format_version": FORMAT_VERSION,
+        **description,
+        "tensors": _list(tensors),
+        "files": {"tensors": file},
+        "tensors_sha256": digest,
+    }
+    full["description_sha256"] = _digest(full)
+    return (json.dumps(full, indent=1, allow_nan=False) + "\n").encode()
+
+
+def _digest(description: Mapping[str, Any]) -> str:
+    """Of all that a description says but this digest, however it is written down."""
+    rest = {name: one for name, one in description.items() if name != "description_sha256"}
+    return hashlib.sha256(plain_bytes(rest)).hexdigest()
+
+
+def _tensor_file(directory: Path, description: Mapping[str, Any]) -> str:
+    """Name of the tensor file; ValueError for one that can't be of an artifact."""
+    if description["format_version"] == 1:
+        return TENSORS
+    name = description["files"].get("tensors")
+    if not isinstance(name, str) or not (name == TENSORS or _VERSIONED.fullmatch(name)):
+        raise ValueError(
+            f"{directory / DESCRIPTION} names {name!r} as its tensor file: it is damaged; {_AGAIN}"
+        )
+    return name

@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from hf_kvret.calibration.files import DESCRIPTION, FILES, check_description
+from hf_kvret.calibration.files import DESCRIPTION, HUB_FILES, PATTERNS, check_description
 from hf_kvret.version import __version__
 
 # Base class of the HTTP client's errors when there is no response; which client differs by version.
@@ -90,7 +90,7 @@ def find_folder(
             cache_dir=cache_dir,
             token=token,
             local_files_only=local_files_only,
-            allow_patterns=list(FILES),
+            allow_patterns=list(PATTERNS),
             library_name="hf-kvret",
             library_version=__version__,
         )
@@ -201,7 +201,7 @@ def upload_folder(
             "only; leave one of the two out"
         )
     api = HfApi(token=token, library_name="hf-kvret", library_version=__version__)
-    operations = [CommitOperationAdd(name, str(folder / name)) for name in FILES]
+    operations = [CommitOperationAdd(name, str(folder / name)) for name in HUB_FILES]
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         check_repository(repo_id, method, revision=revision, token=token)

@@ -29,16 +29,19 @@ def describe(artifact: CalibrationArtifact, *, as_json: bool = False) -> str:
             "quality": list(artifact.quality),
             "tensors": sizes,
             "bytes": artifact.nbytes,
+            "sha256": artifact.sha256,
         }
         return json.dumps(whole, indent=1)
     layers = f", {len(artifact.quality)} layers" if artifact.quality else ""
     return "\n".join(
-        [
+        _printable(line)
+        for line in [
             f"method   {artifact.method}{layers}",
             f"model    {model.name} ({model.facts.get('model_type')}, {model.sha256[:12]})",
             f"data     {_list(artifact.data)}",
             f"options  {_list(options)}",
             f"tensors  {len(sizes)}, {artifact.nbytes / 2**20:.2f} MiB",
+            f"sha256   {artifact.sha256}",
         ]
     )
 
@@ -48,8 +51,8 @@ def quality_table(artifact: CalibrationArtifact) -> str:
     if not artifact.quality:
         return "no figures of quality"
     names = list(dict.fromkeys(name for row in artifact.quality for name in row))
-    rows = [[_cell(row.get(name)) for name in names] for row in artifact.quality]
-    return markdown_table([name.replace("_", " ") for name in names], rows)
+    rows = [[_printable(_cell(row.get(name))) for name in names] for row in artifact.quality]
+    return markdown_table([_printable(name.replace("_", " ")) for name in names], rows)
 
 
 def plot_quality(path: Path, artifact: CalibrationArtifact) -> None:
@@ -69,6 +72,11 @@ def plot_quality(path: Path, artifact: CalibrationArtifact) -> None:
         raise ValueError("--plot: this artifact has no figures of quality; leave the option out")
     title = f"{artifact.method} of {artifact.model.name}"
     plot_lines(path, lines, title=title, x="layer", y="share", whole_x=True, low=0.0)
+
+
+def _printable(text: str) -> str:
+    """``text`` with what could command a terminal, or end the line, spelled out."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def _list(values: Mapping[str, Any]) -> str:

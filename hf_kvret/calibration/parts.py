@@ -1,4 +1,8 @@
-"""Finished layers on disk until all layers are finished; one writer at a time."""
+"""Finished layers on disk until all layers are finished; one writer at a time.
+
+Each file has a checksum. One that is damaged, by a power cut for instance, counts as missing: its
+layer is learned again.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from hf_kvret.calibration.fields import add_tensors
 from hf_kvret.calibration.study import Carried, LayerFindings
+from hf_kvret.io.folder import replace_file
 
 _SETUP = "setup.sha256"
 _LOCK = ".lock"
+_CHECKSUM = "sha256"
 
 
 @contextmanager
@@ -87,11 +94,8 @@ class Parts:
         mark = hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()
         mark_file = folder / _SETUP
         if not mark_file.is_file() or not any(folder.glob("layer_*.safetensors")):
-            folder.mkdir(parents=True, exist_ok=True)
-            temporary = folder / f"{_SETUP}.unfinished"
-            temporary.write_text(mark)
-            os.replace(temporary, mark_file)
-        elif mark_file.read_text() != mark:
+            replace_file(mark_file, mark.encode())
+        elif mark_file.read_bytes() != mark.encode():
             raise ValueError(
                 f"{folder} holds finished layers of another calibration (model, data or options "
                 "differ): delete that folder, or give another --out"
@@ -157,6 +161,7 @@ class Parts:
 
     def _write(self, file: Path, tensors: Carried, metadata: dict[str, str]) -> None:
         temporary = self._folder / f"{file.stem}.unfinished"
+        metadata = {**metadata, _CHECKSUM: _checksum(tensors, metadata)}
         save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, metadata)
         os.replace(temporary, file)
 
@@ -172,6 +177,14 @@ def _read(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
     try:
         with safe_open(file, "pt") as reader:
             tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - no mapping
-            return tensors, reader.metadata() or {}
+            metadata = reader.metadata() or {}
     except (FileNotFoundError, SafetensorError):
         return None
+    checksum = metadata.pop(_CHECKSUM, None)
+    return (tensors, metadata) if checksum == _checksum(tensors, metadata) else None
+
+
+def _checksum(tensors: Carried, metadata: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    add_tensors(digest, tensors)
+    return digest.hexdigest()

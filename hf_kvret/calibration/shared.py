@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-import torch
 from transformers import PreTrainedConfig
 
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.calibration.files import DESCRIPTION
-from hf_kvret.integration.compatibility import retrieval_layers
-from hf_kvret_model_patches.rope import Rope
 
 Value = TypeVar("Value")
 
@@ -46,7 +44,9 @@ def artifact_place(artifact: str | None, config: PreTrainedConfig, method: str) 
     return str(folder.absolute())
 
 
-def shared_artifact(artifact: str, revision: str | None, method: str) -> CalibrationArtifact:
+def shared_artifact(
+    artifact: str, revision: str | None, method: str, sha256: str | None = None
+) -> CalibrationArtifact:
     """The artifact of a folder or hub id; read anew when a folder was rewritten.
 
     Raises:
@@ -59,6 +59,8 @@ def shared_artifact(artifact: str, revision: str | None, method: str) -> Calibra
     if result is None:
         result = CalibrationArtifact.from_pretrained(artifact, method=method, revision=revision)
         _artifacts[key] = result
+    if sha256 is not None:
+        result.check_sha256(sha256)
     if not _newest or _newest[-1] is not result:
         _newest.append(result)
     return result
@@ -81,80 +83,18 @@ def check_revision(artifact: str | None, revision: str | None) -> None:
         )
 
 
-def check_tensor(
-    artifact: CalibrationArtifact, name: str, shape: tuple[int | None, ...]
-) -> torch.Tensor:
-    """The tensor ``name`` of an artifact, of finite numbers and of ``shape``; None: any size.
+def check_sha256(sha256: str | None) -> None:
+    """Refuse what is no digest to pin an artifact by.
 
     Raises:
-        ValueError: it is missing, not finite, or of another shape; the message names the remedy.
+        TypeError, ValueError: it is no text of 64 small hexadecimal digits.
     """
-    again = f"make it again with `hf-kvret calibrate {artifact.method}`"
-    owner = f"the {artifact.method} artifact of {artifact.model.name}"
-    tensor = artifact.tensors.get(name)
-    if tensor is None:
-        raise ValueError(f"{owner} has no {name}: {again}")
-    fits = len(shape) == tensor.ndim and all(
-        expected_size in (None, size)
-        for expected_size, size in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
-        sizes = ", ".join("*" if size is None else str(size) for size in shape)
-        raise ValueError(f"{owner} has {name} {tuple(tensor.shape)}, not [{sizes}]: {again}")
-    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-        raise ValueError(f"{owner} has {name} with NaN or infinity: {again}")
-    return tensor
-
-
-def check_layer_settings(
-    artifact: CalibrationArtifact, layer: int, fields: Mapping[str, type | tuple[type, ...]]
-) -> dict[str, Any]:
-    """An artifact's settings of a layer, of which ``fields`` must have these types.
-
-    Raises:
-        ValueError: a field is missing or of another type.
-    """
-    layers = artifact.options.get("layers")
-    entry = layers.get(str(layer)) if isinstance(layers, dict) else None
-    settings = entry if isinstance(entry, dict) else {}
-    wrong = [name for name, kind in fields.items() if not isinstance(settings.get(name), kind)]
-    if wrong:
+    if sha256 is None:
+        return
+    if not isinstance(sha256, str):
+        raise TypeError(f"artifact_sha256 must be a text, got {sha256!r}")
+    if not re.fullmatch("[0-9a-f]{64}", sha256):
         raise ValueError(
-            f"the {artifact.method} artifact of {artifact.model.name} doesn't tell "
-            f"{', '.join(wrong)} of layer {layer} as it should: make it again with `hf-kvret "
-            f"calibrate {artifact.method}`"
+            f"artifact_sha256={sha256!r}: give the 64 hexadecimal digits that `hf-kvret inspect` "
+            "shows, or leave it out"
         )
-    return settings
-
-
-def learned_rope(artifact: CalibrationArtifact, layer: int) -> Rope:
-    """RoPE of layer number ``layer`` from the artifact, on the CPU.
-
-    Raises:
-        ValueError: missing or invalid settings.
-    """
-    fields = {"attention_factor": (int, float), "layout": (str,)}
-    settings = check_layer_settings(artifact, layer, fields)
-    frequencies = check_tensor(artifact, f"layers.{layer}.inv_freq", (None,))
-    factor, last = float(settings["attention_factor"]), settings.get("last", False) is True
-    try:
-        return Rope(frequencies, factor, settings["layout"], last)
-    except ValueError as error:
-        raise ValueError(
-            f"the {artifact.method} artifact of {artifact.model.name} is damaged at layer {layer} "
-            f"({error}): make it again with `hf-kvret calibrate {artifact.method}`"
-        ) from error
-
-
-def check_rotations(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
-    """ValueError unless the artifact has all layers that retrieve, rotated as in the model."""
-    for layer in retrieval_layers(config):
-        rope = learned_rope(artifact, layer)
-        own = Rope.of(config, layer, rope.layout)
-        if (len(own.inv_freq), own.last) != (len(rope.inv_freq), rope.last):
-            ends = [" at the end of a row" if one.last else "" for one in (rope, own)]
-            raise ValueError(
-                f"the {artifact.method} artifact of {artifact.model.name} has {len(rope.inv_freq)} "
-                f"frequencies{ends[0]} for layer {layer}, the model {len(own.inv_freq)}{ends[1]}: "
-                f"make it again with `hf-kvret calibrate {artifact.method}`"
-            )

@@ -12,6 +12,7 @@ from typing import Any
 from hf_kvret.evaluation.damage import naming_damage
 from hf_kvret.evaluation.plots import require_matplotlib
 from hf_kvret.evaluation.results import Results, check_results
+from hf_kvret.io.folder import replace_file
 
 PICTURES = (".png", ".svg", ".pdf")
 _TABLE_MARK = "<!-- This table is written by hf-kvret. -->"
@@ -128,8 +129,7 @@ def check_own(
 
 def write_table(path: Path, table: str) -> None:
     """Write a markdown table with the mark by which ``check_outputs`` knows it again."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{table}\n\n{_TABLE_MARK}\n", encoding="utf-8")
+    replace_file(path, f"{table}\n\n{_TABLE_MARK}\n".encode())
 
 
 def write_outputs(options: Any, measurement: Any, results: Any) -> None:

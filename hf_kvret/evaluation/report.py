@@ -22,9 +22,10 @@ from hf_kvret.evaluation.outputs import (
     check_own,
 )
 from hf_kvret.evaluation.plots import plot_points, require_matplotlib
-from hf_kvret.evaluation.results import Results, why_no_results
+from hf_kvret.evaluation.results import Results, read_results, why_no_results
 from hf_kvret.evaluation.scripts import SCRIPTS, command_line, load_measurement
 from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.io.folder import replace_file
 
 _OVERVIEW = "overview.md"
 
@@ -42,7 +43,14 @@ def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known
         formatter_class=HelpFormatter,
     )
     parser.add_argument("folder", type=file_path, metavar="DIR", help="holds the result files")
-    parser.set_defaults(run=lambda options: _report(options.folder, measurements))
+    parser.add_argument(
+        "--add-checksums",
+        action="store_true",
+        help="give result files of earlier versions checksums of what they hold now",
+    )
+    parser.set_defaults(
+        run=lambda options: _report(options.folder, measurements, options.add_checksums)
+    )
 
 
 _Known = Mapping[str, type[Measurement]]
@@ -158,7 +166,7 @@ def _page(path: Path, results: Results, measurement: Any, picture: Path) -> Path
         f"All numbers are in [{path.name}]({path.name}). {PAGE_MARK}",
     ]
     page = path.with_suffix(".md")
-    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    replace_file(page, ("\n\n".join(parts) + "\n").encode())
     return page
 
 
@@ -199,11 +207,26 @@ def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -
         parts.append(f"![answers right against bytes read](images/{picture.name})")
     parts.append(PAGE_MARK)
     page = folder / _OVERVIEW
-    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    replace_file(page, ("\n\n".join(parts) + "\n").encode())
     return page
 
 
-def _report(folder: Path, measurements: _Known) -> int:
+def add_checksums(folder: Path) -> list[Path]:
+    """Write result files of format 1 in ``folder`` anew, with checksums; returns which.
+
+    Raises:
+        ValueError: one is damaged, as far as that can be seen without checksums.
+    """
+    paths = [path for path in sorted(folder.glob("*.json")) if why_no_results(path) is None]
+    old = [path for path in paths if read_results(path)["format"] == 1]
+    for path in old:
+        Results.load(path).save(path)
+    return old
+
+
+def _report(folder: Path, measurements: _Known, seals: bool) -> int:
+    for path in add_checksums(folder) if seals else ():
+        print(f"added checksums to {path}")
     pages, skipped, failed = write_report(folder, measurements)
     lines = [
         *(f"wrote {page}" for page in pages),

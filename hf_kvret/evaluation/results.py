@@ -1,17 +1,26 @@
-"""Results that survive an interruption: one JSON file, one entry a finished cell."""
+"""Results that survive an interruption: one JSON file, one entry a finished cell.
+
+Since format 2 every entry has a checksum, and so has what stands above them, so that a number that
+was changed by mistake or by a bad disk is found. Files of format 1 are read as they are, and get
+checksums when a cell is added.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 from hf_kvret.evaluation.environment import describe_environment
+from hf_kvret.io.folder import replace_file
+from hf_kvret.io.strict_json import plain_bytes, read_json
 
-_FORMAT = 1
+_FORMAT = 2
+_READABLE = (1, _FORMAT)
+_CHECKSUM = "checksum"
+_CHECKSUM_LEN = 16
 # What a page tells of a run; None and names that are missing stand for what was not there.
 _ENVIRONMENT = {"command", "processor", "threads", "accelerator", "python", "versions"}
 _FIELDS = {"name": str, "setup": dict, "environments": list, "cells": list}
@@ -66,15 +75,19 @@ class Results:
         return None if found is None else found[1]
 
     def add(self, cell: Cell, result: dict[str, Any]) -> None:
-        """Keep a finished cell; the file is replaced as a whole, so it is never half written."""
+        """Keep a finished cell; the file is replaced as a whole, so it is never half written.
+
+        Raises:
+            OSError: the file can't be written, because the disk is full for instance; it is as it
+                was.
+        """
         self._results[_key(cell)] = (dict(cell), result)
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self.path.parent, prefix=".unfinished-") as folder:
-            new = Path(folder) / "results.json"
-            new.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-            os.replace(new, self.path)
+        if self.path is not None:
+            self.save(self.path)
+
+    def save(self, path: Path) -> None:
+        """Replace ``path`` by these results; OSError as of ``add``."""
+        replace_file(path, json.dumps(self.to_dict(), indent=1).encode() + b"\n")
 
     def __iter__(self) -> Iterator[tuple[Cell, dict[str, Any]]]:
         return iter(self._results.values())
@@ -84,12 +97,17 @@ class Results:
 
     def to_dict(self) -> dict[str, Any]:
         """The file's content."""
-        return {
+        content = {
             "name": self.name,
             "format": _FORMAT,
             "setup": self.setup,
             "environments": self._environments,
-            "cells": [{"cell": cell, "result": result} for cell, result in self],
+        }
+        cells = ({"cell": cell, "result": result} for cell, result in self)
+        return {
+            **content,
+            _CHECKSUM: _checksum(content),
+            "cells": [entry | {_CHECKSUM: _checksum(entry)} for entry in cells],
         }
 
     def _read(self, path: Path) -> None:
@@ -123,8 +141,9 @@ def read_results(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        # A measured number may be infinite, or none.
+        content = read_json(path.read_bytes(), allow_nan=True)
+    except ValueError as error:
         raise ValueError(
             f"{path} is not JSON ({error}): delete it, or give another file"
         ) from error
@@ -134,10 +153,11 @@ def read_results(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is no result file of hf-kvret demo, eval, tune or bench: give another file"
         )
-    if content.get("format") != _FORMAT:
+    version = content.get("format")
+    if version not in _READABLE or type(version) is not int:
         raise ValueError(
-            f"{path} has format {content.get('format')!r}, this version reads {_FORMAT}: make it "
-            "again"
+            f"{path} has format {version!r}, this version reads "
+            f"{' and '.join(map(str, _READABLE))}: make it again, or upgrade hf-kvret"
         )
     if not all(map(_is_entry, content["cells"])):
         raise ValueError(
@@ -148,6 +168,7 @@ def read_results(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} has a damaged entry among its environments: delete it, or make it again"
         )
+    _check_checksums(path, content)
     name = content["name"]
     return content | {"name": OLD_TITLES.get(name, name)}
 
@@ -182,14 +203,46 @@ def why_no_results(path: Path) -> str | None:
     except OSError as error:
         return f"it can't be read ({error.strerror or error})"
     try:
-        content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+        content = read_json(text, allow_nan=True)
+    except ValueError:
         return None if '"format"' in text and '"cells"' in text else "not JSON"
     if isinstance(content, dict) and {"format", "cells"} <= content.keys():
         return None
     if isinstance(content, dict) and isinstance(content.get("name"), str):
         return f"results of {content['name']!r}, made by an earlier version, without cells"
     return "no results of hf-kvret demo, eval, tune or bench"
+
+
+def _check_checksums(path: Path, content: dict[str, Any]) -> None:
+    """ValueError for a part of a result file that is not as it was written."""
+    entries = content["cells"]
+    if content["format"] == 1:
+        if any(_CHECKSUM in part for part in (content, *entries)):
+            raise ValueError(
+                f"{path} has checksums, and says that it is of format 1, which has none: it is "
+                "damaged, restore it, or delete it and make it again"
+            )
+        return
+    above = {name: one for name, one in content.items() if name not in ("cells", _CHECKSUM)}
+    if content.get(_CHECKSUM) != _checksum(above):
+        raise ValueError(
+            f"{path} was changed: name, set-up and environments are not what its checksum says; "
+            "restore it, or delete it and make it again"
+        )
+    for entry in entries:
+        plain = {name: one for name, one in entry.items() if name != _CHECKSUM}
+        if entry.get(_CHECKSUM) != _checksum(plain):
+            cell = ", ".join(f"{name} {value}" for name, value in entry["cell"].items())
+            raise ValueError(
+                f"{path} was changed: the cell {cell} is not what its checksum says; restore the "
+                "file, or take that entry out, and the command that made it measures it again"
+            )
+
+
+def _checksum(part: dict[str, Any]) -> str:
+    """Of what a reader of the file will have: JSON knows no tuples, and no numbers as names."""
+    read = json.loads(json.dumps(part))
+    return hashlib.sha256(plain_bytes(read)).hexdigest()[:_CHECKSUM_LEN]
 
 
 def _is_entry(entry: object) -> bool:

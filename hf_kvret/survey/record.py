@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from hf_kvret.io.folder import replace_file
 from hf_kvret.survey.trial import Trial, trial
 
 BUNDLED = Path(__file__).with_name("trials.json")
@@ -47,9 +48,7 @@ class Record:
         # A line for each type.
         lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in types.items()]
         text = json.dumps(versions)[:-1] + ', "types": {\n' + ",\n".join(lines) + "\n}}\n"
-        part = path.with_name(f"{path.name}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        replace_file(path, text.encode())
 
 
 def try_types(

@@ -10,6 +10,7 @@ from typing import Any
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.io.folder import replace_file
 from hf_kvret.tune.choosing import FULL, Chosen, Measured, choose, collect, finalists, front
 
 _HEADER = (
@@ -34,8 +35,7 @@ def write_choice(path: Path, results: Results) -> str | None:
     if chosen is None:
         return None
     text = json.dumps(configuration(results, chosen.name), indent=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{text}\n", encoding="utf-8")
+    replace_file(path, f"{text}\n".encode())
     return text
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_kvret.calibration import CalibrationArtifact, ModelIdentity, files
 
-TENSORS, DESCRIPTION, CARD = "artifact.safetensors", "config.json", "README.md"
+DESCRIPTION, CARD = "config.json", "README.md"
 
 
 @pytest.fixture
@@ -24,16 +24,34 @@ def saved(artifact: CalibrationArtifact, tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def _edit(folder: Path, change: Callable[[dict[str, Any]], object], *, seal: bool = True) -> None:
+    """Change ``config.json``; ``seal`` makes its checksum that of the change."""
     description = json.loads((folder / DESCRIPTION).read_text())
     change(description)
+    if seal and "description_sha256" in description:
+        description["description_sha256"] = files._digest(description)
     (folder / DESCRIPTION).write_text(json.dumps(description))
+
+
+def _tensors(folder: Path) -> Path:
+    """The only tensor file of an artifact."""
+    (path,) = folder.glob("artifact*.safetensors")
+    return path
+
+
+def _save_format_1(artifact: CalibrationArtifact, folder: Path) -> None:
+    """As versions before 0.2 did: one fixed name, no checksum of ``config.json``."""
+    artifact.save_pretrained(folder)
+    _tensors(folder).rename(folder / "artifact.safetensors")
+    old = {"format_version": 1}
+    _edit(folder, lambda d: (d.update(old), d.pop("files"), d.pop("description_sha256")))
 
 
 def test_a_saved_artifact_comes_back(artifact: CalibrationArtifact, tmp_path: Path) -> None:
     artifact.save_pretrained(tmp_path / "deep" / "down")
+    tensors = _tensors(tmp_path / "deep" / "down").name
     assert {path.name for path in (tmp_path / "deep" / "down").iterdir()} == {
-        TENSORS,
+        tensors,
         DESCRIPTION,
         CARD,
     }
@@ -43,7 +61,7 @@ def test_a_saved_artifact_comes_back(artifact: CalibrationArtifact, tmp_path: Pa
         assert loaded.tensors[name].dtype == tensor.dtype
         assert loaded.tensors[name].device.type == "cpu"
         assert torch.equal(loaded.tensors[name], tensor)
-    for part in ("method", "model", "data", "options", "quality", "format_version", "nbytes"):
+    for part in ("method", "model", "data", "options", "quality", "nbytes", "sha256"):
         assert getattr(loaded, part) == getattr(artifact, part)
 
 
@@ -73,7 +91,7 @@ def test_tensors_of_any_layout_are_saved(identity: ModelIdentity, tmp_path: Path
     for name, tensor in tensors.items():
         assert loaded[name].shape == tensor.shape and loaded[name].dtype == tensor.dtype
         assert torch.equal(loaded[name], tensor)
-    assert (tmp_path / TENSORS).stat().st_size < 4 * (24 * 3 + 6 + 12 + 1) + 1000
+    assert _tensors(tmp_path).stat().st_size < 4 * (24 * 3 + 6 + 12 + 1) + 1000
 
 
 def test_a_new_artifact_replaces_the_old_one_and_nothing_else(
@@ -102,51 +120,127 @@ class _Interruption(BaseException):
     """Ctrl-C, or the machine taking the process away."""
 
 
-def _interrupt(*arguments: object, **options: object) -> None:
-    raise _Interruption
-
-
-def test_an_interrupted_save_leaves_what_was_there(
-    artifact: CalibrationArtifact, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    newer = CalibrationArtifact("a2ats", artifact.model, {"x": torch.ones(3)})
-    for place, name in ((files, "save_file"), (files.json, "dumps"), (files.os, "replace")):
-        with monkeypatch.context() as patch:
-            patch.setattr(place, name, _interrupt)
-            for folder in (saved, tmp_path / "new"):
-                with pytest.raises(_Interruption):
-                    newer.save_pretrained(folder)
-        left = CalibrationArtifact.from_pretrained(saved).tensors
-        assert left.keys() == artifact.tensors.keys()
-        assert len(list(saved.iterdir())) == 3
-        assert not list((tmp_path / "new").iterdir())
-
-
-@pytest.mark.parametrize("moved", [1, 2])
-def test_a_save_that_broke_off_between_two_files_is_found_out(
-    artifact: CalibrationArtifact, saved: Path, monkeypatch: pytest.MonkeyPatch, moved: int
+@pytest.mark.parametrize("before", ["nothing", "format 1", "format 2"])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_save_that_breaks_off_leaves_the_old_or_the_new(
+    artifact: CalibrationArtifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    call: str,
 ) -> None:
     tensors = {name: tensor + 1 for name, tensor in artifact.tensors.items()}
     newer = CalibrationArtifact("a2ats", artifact.model, tensors)
-    replace, calls = os.replace, []
+    original = getattr(os, call)
+    for count in range(20):
+        home = tmp_path / str(count)
+        if before == "format 1":
+            _save_format_1(artifact, home)
+        elif before == "format 2":
+            artifact.save_pretrained(home)
+        calls = []
 
-    def some(source: Path, target: Path) -> None:
-        calls.append(target)
-        if len(calls) > moved:
-            raise _Interruption
-        replace(source, target)
+        def some(*arguments: Any, count: int = count, calls: list[Any] = calls) -> None:
+            if len(calls) == count:
+                raise _Interruption
+            calls.append(arguments)
+            original(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(files.os, "replace", some)
-        with pytest.raises(_Interruption):
-            newer.save_pretrained(saved)
-    if moved == 1:
-        with pytest.raises(ValueError, match="are of different artifacts"):
-            CalibrationArtifact.from_pretrained(saved)
-    else:  # only the card is old
-        name = "layers.0.codebook"
-        loaded = CalibrationArtifact.from_pretrained(saved).tensors[name]
-        assert torch.equal(loaded, tensors[name])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, some)
+            try:
+                newer.save_pretrained(home)
+            except _Interruption:
+                pass
+            else:
+                break
+        if before == "nothing" and not (home / DESCRIPTION).exists():
+            assert not list(home.iterdir())
+            continue
+        loaded = CalibrationArtifact.from_pretrained(home)
+        assert loaded.sha256 in (artifact.sha256, newer.sha256)
+        # The next save removes what was left.
+        newer.save_pretrained(home)
+        assert CalibrationArtifact.from_pretrained(home).sha256 == newer.sha256
+        assert len(list(home.iterdir())) == 3
+    assert count > 2, "nothing was interrupted"
+    assert CalibrationArtifact.from_pretrained(home).sha256 == newer.sha256
+
+
+def test_format_1_is_read_and_replaced(artifact: CalibrationArtifact, tmp_path: Path) -> None:
+    _save_format_1(artifact, tmp_path)
+    assert json.loads((tmp_path / DESCRIPTION).read_text())["format_version"] == 1
+    assert CalibrationArtifact.from_pretrained(tmp_path).sha256 == artifact.sha256
+    newer = CalibrationArtifact("a2ats", artifact.model, {"x": torch.ones(3)})
+    newer.save_pretrained(tmp_path)
+    assert CalibrationArtifact.from_pretrained(tmp_path).sha256 == newer.sha256
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_format_1_with_a_checksum_is_damaged(artifact: CalibrationArtifact, tmp_path: Path) -> None:
+    artifact.save_pretrained(tmp_path)
+    _edit(tmp_path, lambda d: d.update(format_version=1), seal=False)
+    with pytest.raises(ValueError, match="checksums that format 1 has not"):
+        CalibrationArtifact.from_pretrained(tmp_path)
+
+
+def test_an_artifact_is_never_written_through_a_link(
+    artifact: CalibrationArtifact, saved: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("kept")
+    (saved / CARD).unlink()
+    (saved / CARD).symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match="is a symbolic link"):
+        artifact.save_pretrained(saved)
+    assert (tmp_path / "secret").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda d: d["options"].update(codewords=9), "options"),
+        (lambda d: d["data"].update(tokens=4097), "data"),
+        (lambda d: d["quality"][0].update(score_error=0.12345679), "quality"),
+        (lambda d: d.update(made_with="hf-kvret 9"), "made_with"),
+    ],
+)
+def test_a_changed_description_is_found(
+    saved: Path, change: Callable[[dict[str, Any]], object], part: str
+) -> None:
+    _edit(saved, change, seal=False)
+    with pytest.raises(ValueError, match=r"config\.json was changed .*sha256"):
+        CalibrationArtifact.from_pretrained(saved)
+
+
+def test_the_digest_is_of_all_that_is_loaded_and_of_nothing_else(
+    artifact: CalibrationArtifact, identity: ModelIdentity, tmp_path: Path
+) -> None:
+    plain = {name: getattr(artifact, name) for name in ("tensors", "data", "options", "quality")}
+    same = CalibrationArtifact("a2ats", identity, **plain)
+    assert same.sha256 == artifact.sha256 and len(same.sha256) == 64
+    first = next(iter(artifact.tensors))
+    tensors = {**artifact.tensors, first: artifact.tensors[first].clone()}
+    tensors[first].view(-1)[3] += 1
+    shaped = {**artifact.tensors, first: artifact.tensors[first].flatten()}
+    others = [
+        CalibrationArtifact("aqua", identity, **plain),
+        CalibrationArtifact("a2ats", ModelIdentity("x", identity.facts, identity.weights), **plain),
+        CalibrationArtifact("a2ats", identity, **{**plain, "tensors": tensors}),
+        CalibrationArtifact("a2ats", identity, **{**plain, "tensors": shaped}),
+        CalibrationArtifact("a2ats", identity, **{**plain, "data": {}}),
+        CalibrationArtifact("a2ats", identity, **{**plain, "options": {}}),
+        CalibrationArtifact("a2ats", identity, **{**plain, "quality": []}),
+    ]
+    assert len({one.sha256 for one in (artifact, *others)}) == 1 + len(others)
+
+
+def test_another_digest_than_the_pinned_one_is_refused(
+    artifact: CalibrationArtifact, saved: Path
+) -> None:
+    loaded = CalibrationArtifact.from_pretrained(saved, sha256=artifact.sha256)
+    assert loaded.sha256 == artifact.sha256
+    with pytest.raises(ValueError, match=rf"has sha256 {artifact.sha256}, and .* for {'0' * 64}"):
+        CalibrationArtifact.from_pretrained(saved, sha256="0" * 64)
 
 
 def test_a_file_in_the_way_is_named(artifact: CalibrationArtifact, tmp_path: Path) -> None:
@@ -157,10 +251,12 @@ def test_a_file_in_the_way_is_named(artifact: CalibrationArtifact, tmp_path: Pat
         CalibrationArtifact.from_pretrained(tmp_path / "file")
 
 
-@pytest.mark.parametrize("missing", [DESCRIPTION, TENSORS])
+@pytest.mark.parametrize("missing", [DESCRIPTION, "tensors"])
 def test_a_folder_without_the_files_is_named(saved: Path, missing: str) -> None:
-    (saved / missing).unlink()
-    with pytest.raises(FileNotFoundError, match=f"no calibration artifact in .*{missing} is miss"):
+    path = _tensors(saved) if missing == "tensors" else saved / missing
+    path.unlink()
+    words = f"no calibration artifact in .*{path.name} is miss"
+    with pytest.raises(FileNotFoundError, match=words):
         CalibrationArtifact.from_pretrained(saved)
 
 
@@ -171,23 +267,23 @@ def test_a_folder_without_a_card_is_an_artifact(artifact: CalibrationArtifact, s
 
 @pytest.mark.parametrize("kept", [0, 4, 100, -1])
 def test_truncated_tensors_are_refused(saved: Path, kept: int) -> None:
-    content = (saved / TENSORS).read_bytes()
-    (saved / TENSORS).write_bytes(content[:kept])
-    with pytest.raises(ValueError, match=r"artifact\.safetensors is corrupt or truncated"):
+    content = _tensors(saved).read_bytes()
+    _tensors(saved).write_bytes(content[:kept])
+    with pytest.raises(ValueError, match=r"artifact-\w+\.safetensors is corrupt or truncated"):
         CalibrationArtifact.from_pretrained(saved)
 
 
 def test_a_flipped_bit_is_found(saved: Path) -> None:
-    content = bytearray((saved / TENSORS).read_bytes())
+    content = bytearray(_tensors(saved).read_bytes())
     content[-1] ^= 1
-    (saved / TENSORS).write_bytes(bytes(content))
+    _tensors(saved).write_bytes(bytes(content))
     with pytest.raises(ValueError, match=r"the file was changed .*sha256"):
         CalibrationArtifact.from_pretrained(saved)
 
 
 def test_a_git_lfs_pointer_names_the_way_out(saved: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-    (saved / TENSORS).write_text(pointer)
+    _tensors(saved).write_text(pointer)
     with pytest.raises(ValueError, match="run git lfs pull"):
         CalibrationArtifact.from_pretrained(saved)
 
@@ -197,7 +293,7 @@ def test_tensors_of_another_artifact_are_refused(
 ) -> None:
     tensors = {name: tensor + 1 for name, tensor in artifact.tensors.items()}
     CalibrationArtifact("a2ats", artifact.model, tensors).save_pretrained(tmp_path / "other")
-    (tmp_path / "other" / TENSORS).replace(saved / TENSORS)
+    _tensors(tmp_path / "other").replace(_tensors(saved))
     with pytest.raises(ValueError, match="are of different artifacts"):
         CalibrationArtifact.from_pretrained(saved)
 
@@ -220,9 +316,9 @@ def test_tensors_of_another_artifact_are_refused(
 def test_tensors_that_are_not_listed_so_are_refused(
     saved: Path, change: Callable[[dict[str, torch.Tensor]], object], words: str
 ) -> None:
-    tensors = load_file(saved / TENSORS)
+    tensors = load_file(_tensors(saved))
     change(tensors)
-    save_file(tensors, saved / TENSORS)
+    save_file(tensors, _tensors(saved))
     with pytest.raises(ValueError, match=rf"does not hold what config\.json says: {words}"):
         CalibrationArtifact.from_pretrained(saved)
 
@@ -242,7 +338,8 @@ def test_another_files_description_is_told_apart(saved: Path, text: str) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["method", "model", "data", "options", "quality", "tensors", "tensors_sha256"]
+    "name",
+    ["method", "model", "data", "options", "quality", "tensors", "tensors_sha256", "files"],
 )
 def test_a_description_that_lacks_a_part_is_refused(saved: Path, name: str) -> None:
     _edit(saved, lambda description: description.update({name: 3}))
@@ -272,15 +369,45 @@ def test_a_models_identity_that_is_damaged_is_refused(
         CalibrationArtifact.from_pretrained(saved)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1.5", None])
+@pytest.mark.parametrize("version", [0, 3, "1.5", None, True, 2.0])
 def test_another_format_version_asks_for_an_upgrade(saved: Path, version: object) -> None:
     # A newer format may have none of the other parts.
     (saved / DESCRIPTION).write_text(json.dumps({"format_version": version}))
-    with pytest.raises(ValueError, match=r"reads 1: upgrade hf-kvret \(git pull, then pip install"):
+    with pytest.raises(
+        ValueError, match=r"reads 1 and 2: upgrade hf-kvret \(git pull, then pip install"
+    ):
         CalibrationArtifact.from_pretrained(saved)
 
 
 def test_another_method_is_refused_before_its_tensors_are_read(saved: Path) -> None:
-    (saved / TENSORS).unlink()
+    _tensors(saved).unlink()
     with pytest.raises(ValueError, match=r"an artifact of 'a2ats', not of 'aqua'.*calibrate aqua"):
         CalibrationArtifact.from_pretrained(saved, method="aqua")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        '{"a":' * 100_000,
+        '{"format_version": ' + "9" * 5000 + "}",
+        '{"format_version": 2, "format_version": 1}',
+        '{"format_version": 2, "data": NaN}',
+        '{"format_version": 2, "data": 1e999}',
+        "[" * 70 + "]" * 70,
+    ],
+    ids=["deep list", "deep dict", "digits", "twice", "NaN", "overflow", "nested"],
+)
+def test_json_that_is_made_to_do_damage_is_refused(saved: Path, text: str) -> None:
+    (saved / DESCRIPTION).write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json is no JSON"):
+        CalibrationArtifact.from_pretrained(saved)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "x", 3, None, "README.md"]
+)
+def test_no_file_is_read_but_one_of_an_artifacts_names(saved: Path, name: object) -> None:
+    _edit(saved, lambda description: description["files"].update(tensors=name))
+    with pytest.raises(ValueError, match="as its tensor file: it is damaged"):
+        CalibrationArtifact.from_pretrained(saved)

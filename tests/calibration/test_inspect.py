@@ -12,6 +12,15 @@ import pytest
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.inspection import plot_quality, quality_table
 from hf_kvret.cli import main
+from hf_kvret.evaluation.bundled import BUNDLED_MODEL
+from hf_kvret.evaluation.results import Results
+
+
+@pytest.fixture
+def bundled(tmp_path: Path) -> Path:
+    """The folder of a whole artifact, of the small model that comes with the library."""
+    CalibrationArtifact.from_pretrained(BUNDLED_MODEL / "a2ats").save_pretrained(tmp_path / "whole")
+    return tmp_path / "whole"
 
 
 @pytest.fixture
@@ -118,8 +127,10 @@ def test_artifacts_on_the_hub_are_inspected(
 ) -> None:
     files = {file.name: file.read_bytes() for file in saved.iterdir()}
     first = hub.add("alice/codebooks", files)
-    other = files["config.json"].replace(b'"seed": null', b'"seed": 7')
-    hub.add("alice/codebooks", {"config.json": other})
+    whole = CalibrationArtifact.from_pretrained(saved)
+    options = {**whole.options, "seed": 7}
+    dataclasses.replace(whole, options=options).save_pretrained(saved)
+    hub.add("alice/codebooks", {file.name: file.read_bytes() for file in saved.iterdir()})
     assert main(["inspect", "alice/codebooks", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["options"]["seed"] == 7
     assert main(["inspect", "alice/codebooks", "--json", "--revision", first]) == 0
@@ -137,5 +148,87 @@ def test_what_is_no_artifact_is_one_line(
     assert "config.json is missing" in error(str(tmp_path))
     assert "is a file: give the folder" in error(str(saved / "config.json"))
     assert "only artifacts on the hub have revisions" in error(str(saved), "--revision", "v1")
-    (saved / "artifact.safetensors").write_bytes(b"x")
+    (tensors,) = saved.glob("artifact-*.safetensors")
+    tensors.write_bytes(b"x")
     assert "is corrupt or truncated" in error(str(saved))
+
+
+def test_the_digest_that_pins_it_is_shown(
+    saved: Path, artifact: CalibrationArtifact, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(saved)]) == 0
+    assert f"sha256   {artifact.sha256}\n" in capsys.readouterr().out
+    assert main(["inspect", str(saved), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sha256"] == artifact.sha256
+
+
+def test_what_a_stranger_wrote_can_not_command_the_terminal(
+    artifact: CalibrationArtifact, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"text": "\x1b[2Jgone\nmethod   aqua"}
+    dataclasses.replace(artifact, data=data).save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\\x1b[2Jgone\\nmethod   aqua" in shown
+
+
+def test_an_artifact_is_verified(bundled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = bundled
+    assert main(["inspect", "--verify", str(folder)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("artifact a2ats of ") and shown[1].endswith(": whole")
+    assert shown[2] == f"sha256   {CalibrationArtifact.from_pretrained(folder).sha256}"
+    (tensors,) = folder.glob("artifact-*.safetensors")
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    assert main(["inspect", "--verify", str(folder)]) == 2
+    assert "the file was changed" in capsys.readouterr().err
+
+
+def test_an_artifact_that_lies_in_good_order_is_not_verified(
+    bundled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = CalibrationArtifact.from_pretrained(bundled)
+    name = "layers.0.codewords"
+    tensors = {**whole.tensors, name: whole.tensors[name] * float("nan")}
+    dataclasses.replace(whole, tensors=tensors).save_pretrained(bundled)
+    assert main(["inspect", "--verify", str(bundled)]) == 2
+    assert f"{name} with NaN or infinity" in capsys.readouterr().err
+
+
+def test_a_result_file_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "r.json"
+    Results("eval x", {"seed": 1}, file).add({"cache": "full"}, {"score": 1.5})
+    assert main(["inspect", "--verify", str(file)]) == 0
+    assert capsys.readouterr().out == "results  eval x, format 2\ncells    1: whole\n"
+    file.write_text(file.read_text().replace("1.5", "1.7"))
+    assert main(["inspect", "--verify", str(file)]) == 2
+    assert "the cell cache full is not what its checksum says" in capsys.readouterr().err
+
+
+def test_results_without_checksums_are_said_to_have_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = {"name": "eval x", "format": 1, "setup": {}, "environments": [], "cells": []}
+    (tmp_path / "r.json").write_text(json.dumps(content))
+    assert main(["inspect", "--verify", str(tmp_path / "r.json")]) == 0
+    assert "readable; format 1 has no checksums" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", [["--json"], ["--plot", "a.png"]])
+def test_verify_shows_nothing_else(
+    saved: Path, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", "--verify", str(saved), *option]) == 2
+    assert "--verify" in capsys.readouterr().err
+
+
+def test_what_is_of_no_kind_is_not_verified(
+    hub: Any, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["inspect", "--verify", str(tmp_path / "empty")]) == 2
+    assert "--verify checks artifacts, result files" in capsys.readouterr().err
+    assert main(["inspect", "--verify", "alice/none"]) == 2
+    assert "no repository alice/none" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,13 @@ def _ruler(folder: Path) -> Path:
         found = {"score": score, "read_ratio": read, "step_bytes": 4, "full_bytes": 100}
         results.add(cell, found)
     return path
+
+
+def _format_1(content: dict[str, Any]) -> dict[str, Any]:
+    """As earlier versions wrote it, without checksums."""
+    cells = [{name: cell[name] for name in ("cell", "result")} for cell in content["cells"]]
+    rest = {name: one for name, one in content.items() if name != "checksum"}
+    return {**rest, "format": 1, "cells": cells}
 
 
 def test_a_page_has_table_picture_command_and_notes(
@@ -98,7 +106,8 @@ def test_mistakes_are_named_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no result file \(but list.json\)"):
         write_report(tmp_path, MEASUREMENTS)
     (tmp_path / "mine.away").rename(path)
-    content = json.loads(path.read_text())
+    # Before checksums, a number could be missing unnoticed.
+    content = _format_1(json.loads(path.read_text()))
     del content["cells"][0]["result"]["score"]
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"mine.json has a damaged cell, full vt .*no 'score'\)"):
@@ -140,13 +149,15 @@ def test_damaged_results_are_named_and_the_others_have_their_pages(
     content = json.loads(_ruler(tmp_path).read_text())
     whole = json.dumps(content)
     content["cells"][1]["result"]["score"] = {"no": "number"}
-    (tmp_path / "wrong.json").write_text(json.dumps(content))
+    (tmp_path / "changed.json").write_text(json.dumps(content))
+    (tmp_path / "wrong.json").write_text(json.dumps(_format_1(content)))
     (tmp_path / "cut.json").write_text(whole[:-2])
     (tmp_path / "odd.json").write_text(whole.replace('"environments": [', '"environments": [3, '))
     Results("eval weather", {}, tmp_path / "new.json").add({"cache": "full"}, {})
     assert main(["report", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     for name, reason in (
+        ("changed", "was changed: the cell cache paris, task vt, length 4096"),
         ("wrong", "has a damaged cell, paris vt 4096 inside ("),
         ("cut", "is not JSON"),
         ("odd", "has a damaged entry among its environments"),
@@ -165,3 +176,16 @@ def test_a_reader_that_is_gone_is_no_error(tmp_path: Path) -> None:
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert done.returncode == 0 and "rror" not in done.stderr, done.stderr
+
+
+def test_checksums_are_added_to_what_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _ruler(tmp_path)
+    whole = path.read_bytes()
+    path.write_text(json.dumps(_format_1(json.loads(whole)), indent=1) + "\n")
+    assert main(["report", "--add-checksums", str(tmp_path)]) == 0
+    assert f"added checksums to {path}\n" in capsys.readouterr().out
+    assert path.read_bytes() == whole
+    assert main(["report", "--add-checksums", str(tmp_path)]) == 0
+    assert "added checksums" not in capsys.readouterr().out

@@ -47,7 +47,8 @@ def test_the_file_names_command_machine_and_versions(tmp_path: Path) -> None:
     content = read_results(file)
     assert len(content["environments"]) == 1
     assert {"command", "processor", "versions"} <= set(content["environments"][0])
-    assert content["cells"] == [{"cell": CELL, "result": {"again": True}}]
+    (entry,) = content["cells"]
+    assert (entry["cell"], entry["result"]) == (CELL, {"again": True})
 
 
 def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +77,7 @@ def test_another_setup_or_task_is_refused_and_nothing_is_lost(tmp_path: Path) ->
         (json.dumps({"name": "demo", "results": []}), "no result file"),
         (
             json.dumps({"name": "x", "setup": {}, "environments": [], "cells": [], "format": 9}),
-            "has format 9, this version reads 1",
+            "has format 9, this version reads 1 and 2",
         ),
     ],
 )
@@ -99,3 +100,53 @@ def test_results_of_a_measurement_that_was_renamed_go_on(tmp_path: Path) -> None
     old.add({"cache": "a"}, {"x": 1})
     assert Results.load(file).name == "bench launch"
     assert Results("bench launch", {"seed": 1}, file).find({"cache": "a"}) == {"x": 1}
+
+
+def test_results_without_checksums_go_on_and_get_them(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    Results("eval x", {"seed": 1}, file).add(CELL, {"score": 1})
+    content = json.loads(file.read_text())
+    old = {name: one for name, one in content.items() if name != "checksum"} | {"format": 1}
+    for entry in old["cells"]:
+        del entry["checksum"]
+    file.write_text(json.dumps(old))
+    again = Results("eval x", {"seed": 1}, file)
+    assert again.find(CELL) == {"score": 1}
+    again.add(CELL | {"length": 128}, {"score": 2})
+    content = json.loads(file.read_text())
+    assert content["format"] == 2 and all("checksum" in entry for entry in content["cells"])
+    assert len(read_results(file)["cells"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (('"score": 1.5', '"score": 1.7'), "the cell cache full, length 64 is not what its"),
+        (('"length": 64', '"length": 65'), "the cell cache full, length 65 is not what its"),
+        (('"seed": 1', '"seed": 3'), "name, set-up and environments are not what its checksum"),
+        (('"format": 2', '"format": 1'), "has checksums, and says that it is of format 1"),
+        (('"score": 1.5', '"score": 1.5, "score": 1.5'), "'score' is there twice"),
+    ],
+)
+def test_a_changed_file_is_refused_and_what_changed_is_named(
+    change: tuple[str, str], words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "r.json"
+    Results("eval x", {"seed": 1}, file).add(CELL, {"score": 1.5})
+    assert change[0] in file.read_text()
+    file.write_text(file.read_text().replace(*change))
+    with pytest.raises(ValueError, match=words):
+        Results("eval x", {"seed": 1}, file)
+
+
+def test_a_cell_that_was_taken_out_is_measured_again(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    results = Results("eval x", {}, file)
+    results.add(CELL, {"score": float("nan"), 3: (1, 2)})
+    results.add(CELL | {"length": 128}, {"score": 2})
+    content = json.loads(file.read_text())
+    del content["cells"][1]
+    file.write_text(json.dumps(content))
+    again = Results("eval x", {}, file)
+    assert len(again) == 1 and again.find(CELL | {"length": 128}) is None
+    assert again.find(CELL)["3"] == [1, 2]

@@ -348,6 +348,6 @@ def test_a_layer_is_predicted_from_the_one_below_or_not_at_all(
     options = json.loads(json.dumps(whole.options))
     options["layers"]["2"]["previous"] = previous
     dataclasses.replace(whole, options=options).save_pretrained(tmp_path / "spoilt")
-    message = r"damaged at layer 2 \(previous=.*hf-kvret calibrate aqua"
+    message = r"damaged at layer 2 \(role='predicted', previous=.*hf-kvret calibrate aqua"
     with pytest.raises(ValueError, match=message):
         _cache(_built("smollm3"), str(tmp_path / "spoilt"))

@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.calibration.shared import artifact_place, check_rotations
+from hf_kvret.calibration.shared import artifact_place
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.integration.compatibility import retrieval_layers
 from hf_kvret.methods.a2ats.config import A2ATSConfig
 from hf_kvret.methods.a2ats.index import A2ATSIndex
-from hf_kvret.methods.a2ats.learned import check_learned, load, space_of
+from hf_kvret.methods.a2ats.learned import check_artifact, load
 
 
 class A2ATSCache(RetrievalCache):
@@ -36,11 +35,7 @@ class A2ATSCache(RetrievalCache):
         """
         options = super().options_for(options, config)
         options = options.replace(artifact=artifact_place(options.artifact, config, cls.name))
-        artifact = load(options.artifact, options.revision)
-        artifact.check(config)
-        space_of(artifact).check_model(config)
-        check_learned(artifact, retrieval_layers(config))
-        check_rotations(artifact, config)
+        check_artifact(load(options.artifact, options.revision, options.artifact_sha256), config)
         return options
 
     @classmethod
@@ -55,5 +50,6 @@ class A2ATSCache(RetrievalCache):
             ValueError: it has.
         """
         super().check_model(model)
-        assert isinstance(self.options, A2ATSConfig) and self.options.artifact is not None
-        load(self.options.artifact, self.options.revision).check_weights(model)
+        options = self.options
+        assert isinstance(options, A2ATSConfig) and options.artifact is not None
+        load(options.artifact, options.revision, options.artifact_sha256).check_weights(model)

@@ -26,6 +26,7 @@ from hf_kvret_model_patches.taps import LayerTokens
 
 # fp32 numbers of queries that are worked on at once.
 _PIECE_NUMBERS = 1 << 26
+_LAST_POSITION = 2**31 - 1
 
 SPACES = ("windowed", "rotated")
 CODEWORD_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -73,6 +74,8 @@ class A2ATSCalibration(Calibration):
         for name in ("window", "rounds", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: 0 or more")
+        if self.window > _LAST_POSITION:
+            raise ValueError(f"window={self.window}: at most {_LAST_POSITION}")
         if not 0 <= self.tolerance < float("inf"):
             raise ValueError(f"tolerance={self.tolerance}: 0 or more, 1e-4 is usual")
         if self.space not in SPACES:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Self
 
-from hf_kvret.calibration.shared import check_revision
+from hf_kvret.calibration.shared import check_revision, check_sha256
 from hf_kvret.config import RetrievalConfig
 
 _BUDGETS = ("head", "union")
@@ -20,6 +20,8 @@ class A2ATSConfig(RetrievalConfig):
         artifact: folder or hub id of the calibration artifact that belongs to the model; None for
             the folder ``a2ats`` in the model's own folder.
         revision: of the artifact on the hub; None for its main branch.
+        artifact_sha256: of the artifact that is meant, as `hf-kvret inspect` shows it: any other
+            is refused; None for whatever is there.
         budget_of: ``"head"``: the best tokens of a KV head, by the largest softmax weight that its
             query heads give them; ``"union"``: each of the G query heads chooses ``budget // G``
             tokens, and all heads of the group attend to all of these, as published.
@@ -29,6 +31,7 @@ class A2ATSConfig(RetrievalConfig):
     recent: int = 64
     artifact: str | None = None
     revision: str | None = None
+    artifact_sha256: str | None = None
     budget_of: str = "head"
 
     def __post_init__(self) -> None:
@@ -40,6 +43,7 @@ class A2ATSConfig(RetrievalConfig):
             if value is not None and (not isinstance(value, str) or not value):
                 raise TypeError(f"{name} must be a name, got {value!r}")
         check_revision(self.artifact, self.revision)
+        check_sha256(self.artifact_sha256)
         if self.budget_of not in _BUDGETS:
             raise ValueError(
                 f"budget_of={self.budget_of!r}: choose {' or '.join(map(repr, _BUDGETS))}"

@@ -158,6 +158,6 @@ class A2ATSIndex(Index):
                     "the options name no artifact: pass A2ATSConfig(artifact='folder-or-hub-id'), "
                     "or make an A2ATSCache, which looks beside the model"
                 )
-            self._artifact = load(options.artifact, options.revision)
+            self._artifact = load(options.artifact, options.revision, options.artifact_sha256)
             self._quantizer = learned_layer(self._artifact, self.layer, device)
         return self._quantizer

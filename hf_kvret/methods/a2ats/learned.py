@@ -9,9 +9,24 @@ from functools import cached_property, partial
 from typing import Self
 
 import torch
+from transformers import PreTrainedConfig
 
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.shared import check_tensor, learned_rope, made_once, shared_artifact
+from hf_kvret.calibration.layer_checks import (
+    LARGEST,
+    Expected,
+    check_names,
+    check_options,
+    check_rotations,
+    check_tensor,
+    check_tensors,
+    damaged,
+    learned_rope,
+    told_layers,
+)
+from hf_kvret.calibration.shared import made_once, shared_artifact
+from hf_kvret.integration.compatibility import retrieval_shapes
+from hf_kvret.methods.a2ats.calibrator import CODEWORD_DTYPES, A2ATSCalibration
 from hf_kvret.methods.a2ats.spaces import SPACES, KeySpace
 from hf_kvret_kernels import codebook
 
@@ -94,32 +109,96 @@ class LearnedLayer:
         return codebook.score_table(table_query, self.words, scale=scale, softcap=softcap)
 
 
-def load(artifact: str, revision: str | None) -> CalibrationArtifact:
+def load(artifact: str, revision: str | None, sha256: str | None = None) -> CalibrationArtifact:
     """The artifact of a folder or hub id; OSError or ValueError as ``shared_artifact``."""
-    return shared_artifact(artifact, revision, METHOD)
+    return shared_artifact(artifact, revision, METHOD, sha256)
+
+
+def check_artifact(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
+    """Refuse an artifact that can't be one of a model, before any token is cached.
+
+    Raises:
+        ValueError: the first thing that is wrong: architecture, options, layers, shapes, numbers
+            or rotations.
+    """
+    artifact.check(config)
+    space_of(artifact).check_model(config)
+    shapes = retrieval_shapes(config)
+    check_names(artifact, shapes)
+    check_learned(artifact, shapes)
+    for layer, shape in shapes.items():
+        heads, _, dim = artifact.tensors[f"layers.{layer}.codewords"].shape
+        # Some models have a KV head for each query head, whatever their configuration says.
+        if heads not in (shape.kv_heads, shape.heads) or dim != shape.head_dim:
+            raise damaged(
+                artifact,
+                f"has codewords of {dim} numbers for {heads} heads of layer {layer}, the model "
+                f"{shape.head_dim} for {shape.kv_heads}",
+            )
+    check_rotations(artifact, config)
+
+
+def check_whole(artifact: CalibrationArtifact) -> None:
+    """Refuse an artifact that can't be one of any model.
+
+    Raises:
+        ValueError: as ``check_artifact``, but for what only a configuration can tell.
+    """
+    space_of(artifact)
+    layers = told_layers(artifact)
+    check_names(artifact, layers)
+    check_learned(artifact, layers)
 
 
 def check_learned(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
-    """Check an artifact for completeness, before any token is cached. Checks each layer once.
+    """Check options and layers of an artifact by themselves. Checks each layer once.
 
     Raises:
-        ValueError: a layer or field is missing, has a wrong shape, or is not finite.
+        ValueError: an option, layer or tensor is missing or not as it should be.
     """
     for layer in layers:
         made_once(artifact, ("checked", layer), partial(_check_layer, artifact, layer))
 
 
+def _options(artifact: CalibrationArtifact) -> A2ATSCalibration:
+    make = partial(check_options, artifact, A2ATSCalibration, ("space", "window"))
+    return made_once(artifact, "options", make)
+
+
 def _check_layer(artifact: CalibrationArtifact, layer: int) -> bool:
-    learned_rope(artifact, layer)
-    heads, _, dim = check_tensor(artifact, f"layers.{layer}.codewords", (None, None, None)).shape
-    metric = check_tensor(artifact, f"layers.{layer}.metric", (heads, dim, dim))
-    window = artifact.options.get("window")
-    if not isinstance(window, int) or not bool((metric.diagonal(dim1=1, dim2=2) > 0).all()):
-        raise ValueError(
-            f"the a2ats artifact of {artifact.model.name} has window={window!r}, or a metric of "
-            f"layer {layer} that can't be inverted: make it again with `hf-kvret calibrate a2ats`"
-        )
+    options = _options(artifact)
+    rope = learned_rope(artifact, layer)
+    name, dtypes = f"layers.{layer}.codewords", tuple(CODEWORD_DTYPES.values())
+    if "codeword_dtype" in artifact.options:
+        dtypes = (CODEWORD_DTYPES[options.codeword_dtype],)
+    count = options.codewords if "codewords" in artifact.options else None
+    words = check_tensor(artifact, name, (None, count, None), dtypes)
+    heads, count, dim = words.shape
+    expected = {
+        "codewords": Expected(dtypes, (heads, count, dim)),
+        "metric": Expected((torch.float32,), (heads, dim, dim)),
+        "inv_freq": Expected((torch.float32,), tuple(rope.inv_freq.shape)),
+    }
+    check_tensors(artifact, layer, expected)
+    if rope.rotary_dim > dim:
+        raise damaged(artifact, f"turns {rope.rotary_dim} of {dim} numbers in layer {layer}")
+    if count > 1 and bool((words == words[:, :1]).all()):
+        raise damaged(artifact, f"has {name} that are all equal")
+    _check_metric(artifact, layer)
     return True
+
+
+def _check_metric(artifact: CalibrationArtifact, layer: int) -> None:
+    """ValueError unless the metric is a Cholesky factor whose inverse can be computed."""
+    metric = artifact.tensors[f"layers.{layer}.metric"]
+    sound = bool((metric.diagonal(dim1=1, dim2=2) > 0).all()) and not bool(metric.triu(1).any())
+    if sound:
+        eye = torch.eye(metric.shape[-1]).expand_as(metric)
+        inverse = torch.linalg.solve_triangular(metric, eye, upper=False)
+        # Not `>`: it may overflow to NaN.
+        sound = bool((inverse.abs() <= LARGEST).all())
+    if not sound:
+        raise damaged(artifact, f"has a metric of layer {layer} that can't be inverted")
 
 
 def space_of(artifact: CalibrationArtifact) -> type[KeySpace]:
@@ -130,10 +209,9 @@ def space_of(artifact: CalibrationArtifact) -> type[KeySpace]:
     """
     name = artifact.options.get("space")
     if not isinstance(name, str) or name not in SPACES:
-        raise ValueError(
-            f"the a2ats artifact of {artifact.model.name} has space={name!r}, known are "
-            f"{', '.join(map(repr, SPACES))}: upgrade hf-kvret, or make it again with "
-            "`hf-kvret calibrate a2ats`"
+        raise damaged(
+            artifact,
+            f"has space={name!r}, known are {', '.join(map(repr, SPACES))} (upgrade hf-kvret)",
         )
     return SPACES[name]
 

@@ -11,13 +11,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.shared import artifact_place, check_rotations, made_once
+from hf_kvret.calibration.shared import artifact_place, made_once
 from hf_kvret.config import RetrievalConfig
-from hf_kvret.integration.compatibility import is_latent, retrieval_layers, retrieval_shapes
+from hf_kvret.integration.compatibility import is_latent, retrieval_shapes
 from hf_kvret.methods.aqua.coding import check_group, default_group
 from hf_kvret.methods.aqua.config import NOT_CODED, AquaConfig
 from hf_kvret.methods.aqua.kivi import KiviStore
-from hf_kvret.methods.aqua.learned import check_learned, check_space, load
+from hf_kvret.methods.aqua.learned import check_artifact, load
 from hf_kvret.methods.aqua.plan import filled_in, layer_plan
 from hf_kvret.methods.aqua.store import AquaStore
 from hf_kvret.stores import PagedStore, Store, StoreChoice
@@ -49,14 +49,11 @@ class AquaKVCache(RetrievalCache):
         options = super().options_for(options, config)
         if options.predictor == "artifact":
             place = artifact_place(options.artifact, config, cls.name)
-            artifact = load(place, options.revision)
-            artifact.check(config)
-            check_space(artifact, config)
+            artifact = load(place, options.revision, options.artifact_sha256)
+            check_artifact(artifact, config)
             options = filled_in(options.replace(artifact=place))
             _check_backbone(options, artifact)
             _tell_sinks(options, artifact)
-            check_learned(artifact, retrieval_layers(config))
-            check_rotations(artifact, config)
         else:
             options = filled_in(options)
         _check_width(options, config)
@@ -104,7 +101,8 @@ class AquaKVCache(RetrievalCache):
         assert isinstance(options, AquaConfig)
         if options.predictor == "artifact":
             assert options.artifact is not None
-            load(options.artifact, options.revision).check_weights(model)
+            artifact = load(options.artifact, options.revision, options.artifact_sha256)
+            artifact.check_weights(model)
 
 
 def _check_backbone(options: AquaConfig, artifact: CalibrationArtifact) -> None:

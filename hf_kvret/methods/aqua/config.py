@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Self
 
-from hf_kvret.calibration.shared import check_revision
+from hf_kvret.calibration.shared import check_revision, check_sha256
 from hf_kvret.config import RetrievalConfig
 
 NOT_CODED = 16
@@ -51,6 +51,8 @@ class AquaConfig(RetrievalConfig):
         artifact: folder or hub id of the calibration artifact that belongs to the model; None for
             the folder ``aqua`` in the model's own folder.
         revision: of the artifact on the hub; None for its main branch.
+        artifact_sha256: of the artifact that is meant, as `hf-kvret inspect` shows it: any other
+            is refused; None for whatever is there.
     """
 
     top_k: int | float | None = 1.0
@@ -65,6 +67,7 @@ class AquaConfig(RetrievalConfig):
     keep: str = "codes"
     artifact: str | None = None
     revision: str | None = None
+    artifact_sha256: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,10 +78,13 @@ class AquaConfig(RetrievalConfig):
             if value is not None and (not isinstance(value, str) or not value):
                 raise TypeError(f"{name} must be a name, got {value!r}")
         check_revision(self.artifact, self.revision)
-        if self.predictor in (None, "none") and self.artifact is not None:
-            raise ValueError(
-                f"artifact={self.artifact!r} with predictor='none', which uses none: leave one out"
-            )
+        check_sha256(self.artifact_sha256)
+        for name in ("artifact", "artifact_sha256"):
+            value = getattr(self, name)
+            if self.predictor in (None, "none") and value is not None:
+                raise ValueError(
+                    f"{name}={value!r} with predictor='none', which uses no artifact: leave one out"
+                )
         if self.predictor is None:
             # The command line parses "none" to None.
             object.__setattr__(self, "predictor", "none")

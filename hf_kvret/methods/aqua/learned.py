@@ -12,15 +12,26 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.shared import (
-    check_layer_settings,
-    check_tensor,
+from hf_kvret.calibration.layer_checks import (
+    check_names,
+    check_options,
+    check_rotations,
+    check_tensors,
+    damaged,
     learned_rope,
-    made_once,
-    shared_artifact,
+    told_layers,
 )
-from hf_kvret.methods.aqua.calibrator import BITS, KEY_INPUTS, SPACES, VALUE_INPUTS
+from hf_kvret.calibration.shared import made_once, shared_artifact
+from hf_kvret.integration.compatibility import is_latent, retrieval_shapes
+from hf_kvret.methods.aqua.calibrator import (
+    BITS,
+    KEY_INPUTS,
+    SPACES,
+    VALUE_INPUTS,
+    AquaCalibration,
+)
 from hf_kvret.methods.aqua.coding import BACKBONES
+from hf_kvret.methods.aqua.expected import LayerSettings, expected_tensors
 from hf_kvret.methods.aqua.predictors import unpacked
 from hf_kvret_model_patches.rope import Rope
 
@@ -125,9 +136,37 @@ class LearnedLayer:
             )
 
 
-def load(artifact: str, revision: str | None) -> CalibrationArtifact:
+def load(artifact: str, revision: str | None, sha256: str | None = None) -> CalibrationArtifact:
     """The artifact of a folder or hub id; OSError or ValueError as ``shared_artifact``."""
-    return shared_artifact(artifact, revision, METHOD)
+    return shared_artifact(artifact, revision, METHOD, sha256)
+
+
+def check_artifact(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
+    """Refuse an artifact that can't be one of a model, before any token is cached.
+
+    Raises:
+        ValueError: the first thing that is wrong: architecture, options, layers, shapes, numbers
+            or rotations.
+    """
+    artifact.check(config)
+    check_space(artifact, config)
+    learned_options(artifact)
+    shapes = retrieval_shapes(config)
+    check_names(artifact, shapes)
+    check_learned(artifact, shapes)
+    for layer, shape in shapes.items():
+        settings = LayerSettings.of(artifact, layer)
+        # Some models have a KV head for each query head, whatever their configuration says.
+        sound = settings.heads in (shape.kv_heads, shape.heads)
+        sound &= settings.head_dim == shape.head_dim
+        if not sound or (settings.value_head_dim > 0) == is_latent(config):
+            raise damaged(
+                artifact,
+                f"is damaged at layer {layer} (heads={settings.heads}, head_dim="
+                f"{settings.head_dim}, value_head_dim={settings.value_head_dim}; the model has "
+                f"{shape.kv_heads} KV heads of {shape.head_dim} numbers)",
+            )
+    check_rotations(artifact, config)
 
 
 def learned_options(artifact: CalibrationArtifact) -> tuple[int, str]:
@@ -144,37 +183,44 @@ def learned_options(artifact: CalibrationArtifact) -> tuple[int, str]:
     return bits, backbone
 
 
-def check_learned(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
-    """Check an artifact for completeness, before any token is cached. Checks each layer once.
+def check_whole(artifact: CalibrationArtifact) -> None:
+    """Refuse an artifact that can't be one of any model.
 
     Raises:
-        ValueError: a layer or field is missing, has a wrong shape, or is not finite.
+        ValueError: as ``check_artifact``, but for what only a configuration can tell.
+    """
+    learned_options(artifact)
+    layers = told_layers(artifact)
+    check_names(artifact, layers)
+    check_learned(artifact, layers)
+
+
+def check_learned(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
+    """Check options and layers of an artifact by themselves. Checks each layer once.
+
+    Raises:
+        ValueError: an option, layer or tensor is missing or not as it should be.
     """
     for layer in layers:
         made_once(artifact, ("checked", layer), partial(_check_layer, artifact, layer))
 
 
+def _options(artifact: CalibrationArtifact) -> AquaCalibration:
+    read = ("bits", "backbone", "seed", "space", "key_inputs", "value_inputs")
+    return made_once(artifact, "options", partial(check_options, artifact, AquaCalibration, read))
+
+
 def _check_layer(artifact: CalibrationArtifact, layer: int) -> bool:
-    learned_rope(artifact, layer)
-    settings = check_layer_settings(
-        artifact, layer, dict.fromkeys(("heads", "head_dim", "value_head_dim", "bits"), int)
-    )
-    previous, seed = settings.get("previous", ""), artifact.options.get("seed")
-    lower = [number for number in map(int, artifact.options["layers"]) if number < layer]
-    sound = previous is None or (type(previous) is int and previous == max(lower, default=None))
-    if not sound or settings["bits"] not in BITS or not isinstance(seed, int):
-        raise ValueError(
-            f"the aqua artifact of {artifact.model.name} is damaged at layer {layer} (previous="
-            f"{previous!r}, bits={settings['bits']}, seed={seed!r}): make it again with `hf-kvret "
-            "calibrate aqua`"
+    options = _options(artifact)
+    rope = learned_rope(artifact, layer)
+    settings = LayerSettings.of(artifact, layer)
+    below = None if settings.previous is None else LayerSettings.of(artifact, settings.previous)
+    if rope.rotary_dim > settings.head_dim:
+        raise damaged(
+            artifact, f"turns {rope.rotary_dim} of {settings.head_dim} numbers in layer {layer}"
         )
-    prefix = f"layers.{layer}."
-    for name, tensor in artifact.tensors.items():
-        if name.startswith(prefix):
-            check_tensor(artifact, name, (None,) * tensor.ndim)
-    for side, dim in (("key", settings["head_dim"]), ("value", settings["value_head_dim"])):
-        if f"{prefix}{side}.bias" in artifact.tensors:
-            check_tensor(artifact, f"{prefix}{side}.bias", (settings["heads"] * dim,))
+    expected = expected_tensors(options, settings, below, len(rope.inv_freq))
+    check_tensors(artifact, layer, expected)
     return True
 
 
@@ -201,11 +247,8 @@ def check_space(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None
 def _unknown(
     artifact: CalibrationArtifact, name: str, value: object, choices: Iterable[object]
 ) -> ValueError:
-    return ValueError(
-        f"the aqua artifact of {artifact.model.name} has {name}={value!r}, known are "
-        f"{', '.join(map(repr, choices))}: upgrade hf-kvret, or make it again with `hf-kvret "
-        "calibrate aqua`"
-    )
+    known = ", ".join(map(repr, choices))
+    return damaged(artifact, f"has {name}={value!r}, known are {known} (upgrade hf-kvret)")
 
 
 def needs_positions(artifact: CalibrationArtifact) -> bool:

@@ -96,7 +96,7 @@ def _artifact(options: AquaConfig) -> CalibrationArtifact:
             "the options name no artifact: pass AquaConfig(artifact='folder-or-hub-id') or "
             "predictor='none', or make an AquaKVCache, which looks beside the model"
         )
-    return load(options.artifact, options.revision)
+    return load(options.artifact, options.revision, options.artifact_sha256)
 
 
 def _role(

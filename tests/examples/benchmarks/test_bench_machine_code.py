@@ -91,9 +91,9 @@ def test_finished_sizes_are_not_compiled_again(tmp_path: Path, bench: Run, compi
 def test_times_of_an_earlier_run_stand_beside(tmp_path: Path, bench: Run, compiled: list) -> None:
     old, new, table = (str(tmp_path / name) for name in ("old.json", "new.json", "new.md"))
     assert bench("machine-code", "--parts", "merge", *SMALL[2:], "--json", old) == 0
-    content = json.loads(Path(old).read_text())
-    content["cells"][0]["result"]["kernels"][0]["issue_seconds"] = 0.25
-    Path(old).write_text(json.dumps(content))
+    results = Results.load(Path(old))
+    next(iter(results))[1]["kernels"][0]["issue_seconds"] = 0.25
+    results.save(Path(old))
     assert bench("machine-code", *SMALL, "--before", old, "--json", new, "--table", table) == 0
     rows = {cell["cache"]: row["kernels"][0] for cell, row in Results.load(Path(new))}
     assert rows["merge"]["issue_seconds_before"] == 0.25
@@ -112,12 +112,15 @@ def test_earlier_results_of_another_model_or_bench_are_refused(
 ) -> None:
     old = tmp_path / "old.json"
     assert bench("machine-code", *SMALL, "--json", str(old)) == 0
-    content = json.loads(old.read_text())
-    for change, message in (
-        ({"setup": content["setup"] | {"clock": 1.0}}, "other figures of the chip"),
-        ({"name": "bench kernels"}, "holds bench kernels: give bench machine-code"),
+    whole = Results.load(old)
+    for name, setup, message in (
+        (whole.name, whole.setup | {"clock": 1.0}, "other figures of the chip"),
+        ("bench kernels", whole.setup, "holds bench kernels: give bench machine-code"),
     ):
-        old.write_text(json.dumps(content | change))
+        other = Results(name, setup)
+        for cell, row in whole:
+            other.add(cell, row)
+        other.save(old)
         with pytest.raises(ValueError, match=message):
             bench("machine-code", *SMALL, "--before", str(old))
 

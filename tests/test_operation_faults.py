@@ -1,0 +1,191 @@
+"""One operation of a pass fails, for want of memory or by Ctrl-C: nothing wrong follows in silence.
+
+Each torch operation of a pass can be the last one before an error. What comes next is either right
+to the last bit of what a pass without the error gives, or refused; never another result. A cache
+that was refused is as new after ``reset()``, and a fork's original is unharmed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret.registry import registered_methods
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+
+# Tokens of the passes before, and of the pass that fails.
+PHASES: dict[str, tuple[tuple[int, ...], int]] = {
+    "prompt": ((), 90),
+    "step": ((90, 1), 1),
+    "flushing step": ((90, 1, 1, 1), 1),
+    "question": ((90, 1), 5),
+    "second prompt": ((90, 1), 60),
+}
+METHODS = ("flat", "paris", "lrqk", "ctkvr", "h2o")
+STORES = ("device", "cpu", "resident", "higgs")
+ERRORS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt, RuntimeError)
+COUNT = 728
+"""Faults in all, as many to each combination of method, store and phase as go into it."""
+
+COMBINATIONS = [(m, s, p) for m in METHODS for s in STORES for p in PHASES]
+# By default one of each method, store and phase.
+USUAL = [
+    ("flat", "device", "prompt"),
+    ("paris", "cpu", "flushing step"),
+    ("lrqk", "resident", "question"),
+    ("ctkvr", "higgs", "second prompt"),
+    ("h2o", "device", "step"),
+]
+
+
+class _Fault(TorchDispatchMode):
+    """Raises in place of operation number ``at``, counted from 1; counts them all."""
+
+    def __init__(self, at: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self.at, self.error, self.count = at, error, 0
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        if self.count == self.at:
+            raise self.error(f"planted at operation {self.count}, {operation}")
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    model = MODELS["llama"].build()
+    hf_kvret.attach(model)
+    return model
+
+
+def _ids(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, 128, (2, count), generator=torch.Generator().manual_seed(seed))
+
+
+class _Trial:
+    """A method with a store, in a phase: what a pass and the one after it give without a fault."""
+
+    def __init__(self, model: PreTrainedModel, method: str, store: str, phase: str) -> None:
+        self.model, self.phase = model, phase
+        self.kind = registered_methods()[method]
+        self.options: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4, "store": store}
+        self.ids, self.following = _ids(PHASES[phase][1], 9), _ids(1, 10)
+        cache = self.prepared()
+        self.length = cache.get_seq_length()
+        counter = _Fault(0, RuntimeError)
+        with counter:
+            self.expected = self.run(cache, self.ids)
+        self.operations = counter.count
+        self.expected_next = self.run(cache, self.following)
+
+    def new(self) -> Any:
+        return self.kind(self.model.config, **self.options)
+
+    def run(self, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self.model(ids, past_key_values=cache).logits
+
+    def prepared(self) -> Any:
+        """A cache before the pass that fails."""
+        cache = self.new()
+        for number, count in enumerate(PHASES[self.phase][0]):
+            self.run(cache, _ids(count, number))
+        if self.phase == "flushing step":
+            for number in range(40):
+                if cache.retrieval_layers[0].regions.step_flushes():
+                    return cache
+                self.run(cache, _ids(1, 20 + number))
+            raise AssertionError("no step flushes")
+        return cache
+
+    def check(self, cache: Any, at: int, error: type[BaseException]) -> str:
+        """Fail at an operation, and go on: ``"complete"``, ``"retried"`` or ``"refused"``.
+
+        ``"whole"`` where the pass ended before it: a fork may take fewer operations.
+        """
+        try:
+            with _Fault(at, error):
+                result = self.run(cache, self.ids)
+        except error as planted:
+            assert f"planted at operation {at}," in str(planted), f"{planted} in its place"
+        else:
+            assert torch.equal(result, self.expected), "a pass without a fault is wrong"
+            return "whole"
+        layers = cache.retrieval_layers
+        lengths = {layer.get_seq_length() for layer in layers}
+        complete = lengths == {self.length + self.ids.shape[1]}
+        complete = complete and not any(layer.waiting for layer in layers)
+        try:
+            result = self.run(cache, self.following if complete else self.ids)
+            last = result if complete else self.run(cache, self.following)
+        except (RuntimeError, ValueError) as refusal:
+            assert "planted" not in str(refusal)
+            cache.reset()
+            new, prompt = self.new(), _ids(70, 4)
+            for ids in (prompt, self.following):
+                assert torch.equal(self.run(cache, ids), self.run(new, ids)), "reset is not as new"
+            return "refused"
+        if not complete:
+            assert torch.equal(result, self.expected), "a pass that was tried again is wrong"
+        assert torch.equal(last, self.expected_next), "the pass after it is wrong"
+        return "complete" if complete else "retried"
+
+
+def _check(model: PreTrainedModel, combination: tuple[str, str, str], count: int) -> Counter[str]:
+    """Ends of ``count`` trials, counted."""
+    trial = _Trial(model, *combination)
+    rng = random.Random("/".join(combination))
+    original = trial.prepared()
+    ends: Counter[str] = Counter()
+    places = rng.sample(range(1, trial.operations + 1), min(count, trial.operations))
+    for at in places:
+        # An empty cache has nothing that a fork could share.
+        cache = trial.prepared() if combination[2] == "prompt" else original.fork()
+        error = rng.choice(ERRORS)
+        try:
+            ends[trial.check(cache, at, error)] += 1
+        except Exception as wrong:
+            place = f"{combination}, operation {at} of {trial.operations}, {error.__name__}"
+            raise AssertionError(f"{place}: {wrong}") from wrong
+    assert torch.equal(trial.run(original, trial.ids), trial.expected), "the original was harmed"
+    return ends
+
+
+@pytest.mark.parametrize("combination", USUAL, ids="-".join)
+def test_a_fault_in_any_operation_is_never_silent(
+    combination: tuple[str, str, str], model: PreTrainedModel
+) -> None:
+    assert _check(model, combination, 2).total() == 2
+
+
+@pytest.mark.slow
+def test_728_faults_in_all_combinations_are_never_silent(model: PreTrainedModel) -> None:
+    each = -(-COUNT // len(COMBINATIONS)) + 1
+    ends = sum((_check(model, one, each) for one in COMBINATIONS), Counter())
+    print(dict(ends))
+    assert ends.total() - ends["whole"] >= COUNT
+
+
+def test_a_cache_that_forgets_a_broken_pass_is_found_out(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check bites."""
+    trial = _Trial(model, "flat", "device", "step")
+    monkeypatch.setattr(hf_kvret.RetrievalCache, "_pass_fault", lambda self: None)
+    original, wrong = trial.prepared(), 0
+    for at in range(trial.operations // 2, trial.operations, 4):
+        try:
+            trial.check(original.fork(), at, RuntimeError)
+        except AssertionError as error:
+            wrong += "is wrong" in str(error)
+    assert wrong
