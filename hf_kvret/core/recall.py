@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvret.core.index import ColdTokens
+from hf_kvret_kernels.ids import check_id_range
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.soft_cap import soft_cap_
 
@@ -55,7 +56,8 @@ def measure_recall(query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> 
 
 
 def _marks(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Bool ``[B, H, Q, n]`` with True at ``ids``; -1 marks nothing."""
+    """Bool ``[B, H, Q, n]`` with True at ``ids``; -1 marks nothing, WrongIdError for others."""
+    check_id_range(ids, like.shape[-1])
     marks = like.new_zeros(*like.shape[:-1], like.shape[-1] + 1, dtype=torch.bool)
     spare = like.shape[-1]
     return marks.scatter_(-1, ids.long().masked_fill(ids < 0, spare), True)[..., :spare]

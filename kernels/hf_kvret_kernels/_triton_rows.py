@@ -31,12 +31,13 @@ def head_tile(index, heads, queries, TILE: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def load_ids(ids_row, places, inside, stride):
+def load_ids(ids_row, places, inside, stride, tokens):
     """Ids ``[K]`` at ``places [K]`` int32 of a row whose ids are ``stride`` apart.
 
-    -1, which names no row, outside ``inside``.
+    Negative, which names no row, outside ``inside``, and for ids that are none of the ``tokens``.
     """
-    return tl.load(ids_row + places.to(tl.int64) * stride, mask=inside, other=-1)
+    ids = tl.load(ids_row + places.to(tl.int64) * stride, mask=inside, other=-1)
+    return tl.where(ids < tokens, ids, -1)
 
 
 @triton.jit
