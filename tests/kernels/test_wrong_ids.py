@@ -146,7 +146,7 @@ def test_rows_are_fetched_into_slots_that_there_are(place: Place) -> None:
     check(place, work)
 
 
-@pytest.mark.factor("dim", [16, 24])
+@pytest.mark.factor("dim", [16, 192])
 def test_rerank(place: Place, dim: int) -> None:
     """Of rows that are no power of two long the kernel is another one."""
     signs = paris.random_signs(dim, seed=7).to(place[1])

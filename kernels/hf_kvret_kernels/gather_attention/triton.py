@@ -118,8 +118,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     last = tl.minimum(first + split_len, count)
     for start in range(first, last, BLOCK_K):
         positions = start + tl.arange(0, BLOCK_K)
-        ids = load_ids(ids_row, positions, positions < last, stride_ids_k, tokens)
-        id_mask = ids >= 0
+        ids, id_mask = load_ids(ids_row, positions, positions < last, stride_ids_k, tokens)
         # A copy has zeros for holes, so its loads don't wait for ids and can be made ahead.
         if USE_COPY:
             rows = (row_copy + (index * count + positions) * WIDTH)[:, None]
@@ -128,6 +127,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         else:
             rows = row_pointers(
                 ids,
+                id_mask,
                 h // SHARE,
                 table_row,
                 page_address,

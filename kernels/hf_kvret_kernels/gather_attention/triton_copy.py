@@ -49,12 +49,20 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     b, h, q_index = selection_place(index, heads, queries)
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
     inside = positions < count
-    ids = load_ids(ids_row, positions, inside, stride_ids_k, tokens)
+    ids, id_mask = load_ids(ids_row, positions, inside, stride_ids_k, tokens)
     table_row = table + b * stride_table_b
     rows = row_pointers(
-        ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
+        ids,
+        id_mask,
+        h // SHARE,
+        table_row,
+        page_address,
+        stride_table,
+        PAGE_LEN,
+        WIDTH,
+        ALIGN,
+        DTYPE,
     )
-    id_mask = ids >= 0
     targets = row_copy + (index * count + positions) * WIDTH
     targets = tl.multiple_of(targets[:, None], (ALIGN, ALIGN))
     columns = tl.arange(0, BLOCK_WIDTH)

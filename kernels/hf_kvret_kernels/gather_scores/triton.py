@@ -75,12 +75,20 @@ def _gather_scores_kernel(  # type: ignore[no-untyped-def]
 
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
     inside = positions < count
-    ids = load_ids(ids_row, positions, inside, stride_ids_k, tokens)
+    ids, id_mask = load_ids(ids_row, positions, inside, stride_ids_k, tokens)
     table_row = table + b * stride_table_b
     rows = row_pointers(
-        ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
+        ids,
+        id_mask,
+        h // SHARE,
+        table_row,
+        page_address,
+        stride_table,
+        PAGE_LEN,
+        WIDTH,
+        ALIGN,
+        DTYPE,
     )
-    id_mask = ids >= 0
     columns = tl.arange(0, BLOCK_DK)
     key = load_rows(rows + columns[None, :], id_mask, columns, MAIN, BLOCK_DK, True)
 

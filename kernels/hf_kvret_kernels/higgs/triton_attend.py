@@ -155,10 +155,10 @@ def _attend_kernel(
     last = tl.minimum(first + split_len, count)
     for start in range(first, last, BLOCK_K):
         positions = start + tl.arange(0, BLOCK_K)
-        ids = load_ids(ids_row, positions, positions < last, stride_ids_k, tokens)
-        id_mask = ids >= 0
+        ids, id_mask = load_ids(ids_row, positions, positions < last, stride_ids_k, tokens)
         codes, scales = side_pointers(
             ids,
+            id_mask,
             h // SHARE,
             table_row,
             page_address,

@@ -139,7 +139,7 @@ def _rerank_kernel(
     b = row // queries // heads
     h = row // queries % heads
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ids = load_ids(ids_ptr + row * count, slots, slots < count, 1, tokens)
+    ids, id_mask = load_ids(ids_ptr + row * count, slots, slots < count, 1, tokens)
 
     # A thread holds whole bytes of signs. Their eight coordinates are taken one after the other, so
     # that nothing crosses threads before the sums over a key; and as many bytes in a row as make
@@ -147,7 +147,7 @@ def _rerank_kernel(
     byte_ids = tl.arange(0, BYTES // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
     byte_ids = byte_ids[None, :, :]
     # Of the first token where there is none: what comes of it is dropped.
-    rows = tl.maximum(ids, 0).to(tl.int64)
+    rows = tl.where(id_mask, ids, 0).to(tl.int64)
     places = rows[:, None, None] * BYTES + byte_ids
     sign_ptr += b * sign_stride_b + h * sign_stride_h
     magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
@@ -201,7 +201,7 @@ def _rerank_kernel(
                 if HAS_OFFSET:
                     estimate += tl.load(offset_ptr + table)
                 estimate = capped_scores(estimate, inner, outer, SOFTCAP)
-                estimate = tl.where(ids >= 0, estimate, float("-inf"))
+                estimate = tl.where(id_mask, estimate, float("-inf"))
                 tl.store(scores_ptr + table * count + slots, estimate, mask=slots < count)
 
     # Read back by all threads: above, several hold the same key.

@@ -131,11 +131,11 @@ def _rerank_wide_kernel(
     b = row // queries // heads
     h = row // queries % heads
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ids = load_ids(ids_ptr + row * count, slots, slots < count, 1, tokens)
+    ids, id_mask = load_ids(ids_ptr + row * count, slots, slots < count, 1, tokens)
     byte_ids = tl.arange(0, PIECE // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
     byte_ids = byte_ids[None, :, :]
     # Of the first token where there is none: what comes of it is dropped.
-    rows = tl.maximum(ids, 0).to(tl.int64)
+    rows = tl.where(id_mask, ids, 0).to(tl.int64)
     places = rows[:, None, None] * BYTES + byte_ids
     sign_ptr += b * sign_stride_b + h * sign_stride_h
     magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
@@ -187,7 +187,7 @@ def _rerank_wide_kernel(
             if HAS_OFFSET:
                 estimate += tl.load(offset_ptr + tl.minimum(table, last))
             estimate = capped_scores(estimate, inner, outer, SOFTCAP)
-            estimate = tl.where(ids >= 0, estimate, float("-inf"))
+            estimate = tl.where(id_mask, estimate, float("-inf"))
             # None where there is no such query.
             inside = slots < tl.where(table <= last, count, 0)
             tl.store(scores_ptr + table * count + slots, estimate, mask=inside)

@@ -136,10 +136,10 @@ def _assign_kernel(
     # several requests for one token, any claim may win.
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
-        ids = load_ids(ids_ptr, request, request < count, stride_ids_r, tokens)
-        slot = tl.load(table_ptr + ids, mask=ids >= 0, other=-1)
+        ids, id_mask = load_ids(ids_ptr, request, request < count, stride_ids_r, tokens)
+        slot = tl.load(table_ptr + ids, mask=id_mask, other=-1)
         tl.store(stamp_ptr + slot, clock, mask=slot >= 0)
-        tl.store(table_ptr + ids, -2 - request, mask=(ids >= 0) & (slot < 0))
+        tl.store(table_ptr + ids, -2 - request, mask=id_mask & (slot < 0))
     tl.debug_barrier()
 
     # Winning claims are numbered; ``fetched`` has the number until there is a slot.
@@ -147,8 +147,8 @@ def _assign_kernel(
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
         inside = request < count
-        ids = load_ids(ids_ptr, request, inside, stride_ids_r, tokens)
-        claim = tl.load(table_ptr + ids, mask=ids >= 0, other=-1)
+        ids, id_mask = load_ids(ids_ptr, request, inside, stride_ids_r, tokens)
+        claim = tl.load(table_ptr + ids, mask=id_mask, other=-1)
         winner = (claim == -2 - request).to(tl.int32)
         number = miss_count + tl.cumsum(winner, axis=0) - winner
         tl.store(fetched_ptr + request, tl.where(winner > 0, number, -1), mask=inside)
@@ -162,7 +162,7 @@ def _assign_kernel(
         request = start + tl.arange(0, BLOCK_R)
         number = tl.load(fetched_ptr + request, mask=request < count, other=-1)
         winner = number >= 0
-        ids = load_ids(ids_ptr, request, winner, stride_ids_r, tokens)
+        ids, _ = load_ids(ids_ptr, request, winner, stride_ids_r, tokens)
         slot = tl.load(victims_ptr + number, mask=winner, other=-1)
         old = tl.load(token_ptr + slot, mask=winner, other=-1)
         # If threads have copies of a request, all must read it before one overwrites it.
@@ -177,8 +177,8 @@ def _assign_kernel(
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
         inside = request < count
-        ids = load_ids(ids_ptr, request, inside, stride_ids_r, tokens)
-        slot = tl.load(table_ptr + ids, mask=ids >= 0, other=-1)
+        ids, id_mask = load_ids(ids_ptr, request, inside, stride_ids_r, tokens)
+        slot = tl.load(table_ptr + ids, mask=id_mask, other=-1)
         tl.store(places_ptr + request, slot, mask=inside)
 
 
@@ -256,16 +256,15 @@ def _fetch_kernel(
     b, h = row // heads, row % heads
     request = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     fetched_row = fetched_ptr + b * stride_fetched_b + h * stride_fetched_h
-    slot = load_ids(fetched_row, request, request < count, stride_fetched_r, slots)
-    slot_mask = slot >= 0
+    slot, slot_mask = load_ids(fetched_row, request, request < count, stride_fetched_r, slots)
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h
-    ids = load_ids(ids_row, request, slot_mask, stride_ids_r, tokens)
+    ids, id_mask = load_ids(ids_row, request, slot_mask, stride_ids_r, tokens)
     table_row = table + b * stride_table_b
     sources = row_pointers(
-        ids, h, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
+        ids, id_mask, h, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
     )
     columns = tl.arange(0, BLOCK_W)
-    mask = (ids >= 0)[:, None] & (columns < WIDTH)[None, :]
+    mask = id_mask[:, None] & (columns < WIDTH)[None, :]
     tile = tl.load(sources + columns[None, :], mask=mask)
     targets = buffer + (row * slots + slot)[:, None] * WIDTH
     tl.store(targets + columns[None, :], tile, mask=mask)
