@@ -138,8 +138,10 @@ def _held_codes(
             valid_ptr, b, tokens, length, valid_stride_b, valid_stride_n, VALID_UNIT
         )
     codes_ptr += b * stride_b + h * stride_h
-    codes = tl.load(codes_ptr + tokens * stride_n, mask=token_mask, other=-1).to(tl.int32)
-    return codes, (codes >= 0) & (codes < codewords)
+    codes = tl.load(codes_ptr + tokens * stride_n, mask=token_mask, other=-1)
+    # As unsigned: one comparison then finds both ends.
+    codes = codes.to(tl.uint16, bitcast=True).to(tl.int32)
+    return codes, codes < codewords
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "stride_b", "stride_h", "valid_stride_b"])
