@@ -359,8 +359,8 @@ FAULTS = (
     ),
     Fault(
         "wrong-ids-of-nobody",
-        "hf_kvret/core/selected_attention.py",
-        'raise blamed_on(index, "search", error) from error',
-        "raise",
+        "hf_kvret/core/index.py",
+        'return error.by(f"the index {type(index).__name__}.{method}")',
+        "return error",
     ),
 )
