@@ -7,10 +7,11 @@ from functools import cache
 import torch
 
 from hf_kvret.core.call import AttentionCall
-from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.index import ColdTokens, Index, blamed_on
 from hf_kvret.core.window import Window
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import preferred
+from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.rest_tokens import RestMeans
 
 
@@ -39,31 +40,38 @@ def attend_on_host(
         return None
     if preferred() is not None or window.place is not None:
         return None
-    chosen = None
+    rows, search = None, None
     if cold is not None:
         rows = cold.store.host_rows()
         if rows is None or index is None:
             return None
         search = index.host_search(query, cold) if _describes_its_search(index) else None
-        if search is None:
-            search = host_step.GivenIds(index.search(query, cold))
-        chosen = host_step.HostCold(rows, search, cold.valid, cold.budget, rest)
+    method = "search" if search is None else "host_search"
     valid = window.validity(call.scoring.valid)
     near = window.host
     if near is None or near.keys is not window.keys:
         near = window.host = host_step.HostWindow(window.keys, window.values, 0)
     near.length, near.valid = window.sink + window.length, valid
-    return host_step.run_step(
-        query,
-        near,
-        chosen,
-        scale=call.scoring.scale,
-        softcap=call.scoring.softcap,
-        sink_logits=call.sink_logits,
-        selected=selected,
-        dtype=query.dtype,
-        position_queries=position_queries,
-    )
+    try:
+        chosen = None
+        if cold is not None and index is not None and rows is not None:
+            if search is None:
+                search = host_step.GivenIds(index.search(query, cold))
+            chosen = host_step.HostCold(rows, search, cold.valid, cold.budget, rest)
+        return host_step.run_step(
+            query,
+            near,
+            chosen,
+            scale=call.scoring.scale,
+            softcap=call.scoring.softcap,
+            sink_logits=call.sink_logits,
+            selected=selected,
+            dtype=query.dtype,
+            position_queries=position_queries,
+        )
+    except WrongIdError as error:
+        assert index is not None, "only an index names tokens"
+        raise blamed_on(index, method, error) from error
 
 
 def _describes_its_search(index: Index) -> bool:

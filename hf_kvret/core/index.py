@@ -13,6 +13,7 @@ from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.contract import refuse_old_names
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.state import State
+from hf_kvret_kernels.ids import WrongIdError
 
 if TYPE_CHECKING:
     from hf_kvret.core.store import Store
@@ -157,7 +158,8 @@ class Index(State):
             ``[B, Hkv, Q, budget]`` or ``[B, Hq, Q, budget]`` int32 slots, each at most once a
             row, -1 where fewer than ``budget`` tokens are valid or survive the index's own
             pruning. With ``budget == n`` every valid token is selected: pruning stages must then
-            keep all.
+            keep all. Where a CPU reads the rows, ids of no token raise WrongIdError, a ValueError,
+            which names the index; where a GPU does, they count as -1.
         """
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
@@ -267,6 +269,11 @@ class CapturableIndex:
 def makes_estimates(index: Index | None) -> bool:
     """Whether an index has its own ``estimate``."""
     return index is not None and type(index).estimate is not Index.estimate
+
+
+def blamed_on(index: Index, method: str, error: WrongIdError) -> WrongIdError:
+    """``error``, saying that it was this method of ``index`` that named no token."""
+    return error.by(f"the index {type(index).__name__}.{method}")
 
 
 def capture_obstacle_of(index: Index | None) -> str | None:

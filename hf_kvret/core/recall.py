@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvret.core.index import ColdTokens
+from hf_kvret_kernels.ids import check_id_range
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.soft_cap import soft_cap_
 
@@ -61,5 +62,6 @@ def slot_marks(ids: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _marks(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Bool ``[B, H, Q, n]`` with True at ``ids``; -1 marks nothing."""
+    """Bool ``[B, H, Q, n]`` with True at ``ids``; -1 marks nothing, WrongIdError for others."""
+    check_id_range(ids, like.shape[-1])
     return slot_marks(ids, like.shape[-1])[..., :-1]

@@ -11,13 +11,14 @@ import torch
 
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.block import UNKNOWN_POSITION, TokenBlock
-from hf_kvret.core.index import ColdTokens, Index, SearchCost
+from hf_kvret.core.index import ColdTokens, Index, SearchCost, blamed_on
 from hf_kvret.core.rest import RestSums
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.state import Tensors
 from hf_kvret.core.store import Store, all_of
 from hf_kvret.core.token_buffer import TokenBuffer
 from hf_kvret.core.window import Window
+from hf_kvret_kernels.ids import WrongIdError
 
 MakeStore = Callable[[torch.device, int], Store]
 
@@ -226,14 +227,20 @@ class Regions:
         if not self._built:
             self.build_index(cold)
         elif self.index is not None:
-            self.index.before_search(cold)
+            try:
+                self.index.before_search(cold)
+            except WrongIdError as error:
+                raise blamed_on(self.index, "before_search", error) from error
         return self.index
 
     @_keeps_tensors
     def build_index(self, cold: ColdTokens) -> None:
         """Call ``Index.build``, unless it was called before."""
         if not self._built and self.index is not None:
-            self.index.build(cold)
+            try:
+                self.index.build(cold)
+            except WrongIdError as error:
+                raise blamed_on(self.index, "build", error) from error
         self._built = True
 
     @_keeps_tensors

@@ -14,13 +14,14 @@ from hf_kvret.core.counters import LayerCounters
 from hf_kvret.core.exact_attention import attend_cold
 from hf_kvret.core.head_groups import HeadGroups
 from hf_kvret.core.host_step import attend_on_host
-from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.index import ColdTokens, Index, blamed_on
 from hf_kvret.core.merge import merge
 from hf_kvret.core.pieces import piece_len
 from hf_kvret.core.recall import Recall, measure_recall
 from hf_kvret.core.regions import Regions
 from hf_kvret.core.store import AttentionResult
 from hf_kvret.core.unselected import Choice, LayerOfModel, Lost, choose, estimates_wanted, stand_ins
+from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.prompt_attention import prompt_pieces
 from hf_kvret_kernels.relevance import count_ids
@@ -76,8 +77,12 @@ def attend_selected(
     given = regions, query, searching, index, cold, call, counters, selected, groups, layer
     if cold is None:
         return _attend_in_parts(*given)
-    with compiling_ahead(regions, query, cold, call, final_len):
-        return _attend_in_parts(*given)
+    try:
+        with compiling_ahead(regions, query, cold, call, final_len):
+            return _attend_in_parts(*given)
+    except WrongIdError as error:
+        assert index is not None, "only an index names tokens"
+        raise blamed_on(index, "search", error) from error
 
 
 def _attend_in_parts(

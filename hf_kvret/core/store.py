@@ -272,7 +272,8 @@ def scores_of_gathered(
         keys = store.gather(wanted.contiguous())[0].to(query.device)[:, :, 0]
         grouped = one.float().unflatten(1, (heads, -1)).squeeze(3)
         logits = grouped @ keys.float().transpose(-1, -2) * scale
-        logits = soft_cap_(logits, softcap).masked_fill_(wanted < 0, float("-inf"))
+        none = (wanted < 0) | (wanted >= len(store))
+        logits = soft_cap_(logits, softcap).masked_fill_(none, float("-inf"))
         found.append(logits.flatten(1, 2).unsqueeze(2))
     return torch.cat(found, dim=2)
 

@@ -262,16 +262,19 @@ class PagedStore(Store):
         """``paged_rows`` without waiting for earlier writes."""
         if self._table is None:
             raise RuntimeError("the store is empty: append first")
-        if self._rows is None:
-            self._rows = PagedRows(
+        rows = self._rows
+        if rows is None or rows.tokens != self.length:
+            # Not changed in place: a fork may share it.
+            rows = self._rows = PagedRows(
                 self._chunks,
                 self._table,
                 self._key_dim,
-                self._addresses,
+                self._addresses if rows is None else rows.page_address,
                 self._apart,
                 self._value_in_key,
+                self.length,
             )
-        return self._rows
+        return rows
 
     def _dense(self, first: int, last: int, device: torch.device | None = None) -> torch.Tensor:
         """Table columns ``first .. last`` as rows ``[B, Hkv, n, W]`` on ``device``.

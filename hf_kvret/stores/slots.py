@@ -88,17 +88,18 @@ class SlotBuffer(State):
         H is Hkv or a multiple. The slots, in the shape of ids, are valid until the next call.
         """
         tokens = ids.reshape(*self.memory.shape[:2], -1)
-        places, fetch_slots = assign(self.slot_map, tokens)
+        places, fetch_slots = assign(self.slot_map, tokens, tokens=rows.token_count)
         fetch(rows, tokens, fetch_slots, self.memory)
-        self.requests += (tokens >= 0).sum()
+        self.requests += (places >= 0).sum()
         self.misses += (fetch_slots >= 0).sum()
         return places.view(ids.shape)
 
     def find(self, ids: torch.Tensor) -> torch.Tensor:
-        """The slots of ``ids [B, H, Q, k]``, -1 for tokens without one."""
-        tokens = ids.reshape(*self.memory.shape[:2], -1)
-        places = self._table.gather(2, tokens.clamp(min=0).long())
-        return places.masked_fill(tokens < 0, _EMPTY).view(ids.shape)
+        """The slots of ``ids [B, H, Q, k]``, -1 for tokens without one and for what is none."""
+        tokens, room = ids.reshape(*self.memory.shape[:2], -1), self._table.shape[2]
+        outside = (tokens < 0) | (tokens >= room)
+        places = self._table.gather(2, tokens.masked_fill(outside, 0).long())
+        return places.masked_fill(outside, _EMPTY).view(ids.shape)
 
     def cover(self, tokens: int) -> None:
         """Grow the table to at least ``tokens``."""

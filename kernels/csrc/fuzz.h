@@ -115,6 +115,14 @@ inline double capped(double score, double softcap) {
     return softcap > 0 ? softcap * std::tanh(score / softcap) : score;
 }
 
+// An id of none of `tokens` tokens, which is not -1 either.
+inline int32_t wrong_id(Random &random, int64_t tokens) {
+    constexpr int64_t most = std::numeric_limits<int32_t>::max();
+    const int64_t wrong[] = {tokens, tokens + 1, random.pick(tokens, most), most,
+                             -2,     -most - 1,  random.pick(-most - 1, -2)};
+    return static_cast<int32_t>(wrong[random.pick(0, 6)]);
+}
+
 // Runs a random request; null where the result is right, else what is wrong with it.
 const char *fuzz_attention(Random &random);
 const char *fuzz_step(Random &random);

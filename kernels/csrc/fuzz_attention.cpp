@@ -40,7 +40,8 @@ struct Case {
             r.row_dim = r.key_dim + r.value_dim;
         }
         width = r.row_dim;
-        tokens = r.max_pages * r.page_len;
+        // The last page may be a part of one.
+        tokens = r.tokens = r.max_pages * r.page_len - pick(0, r.page_len - 1);
 
         query = Numbers(r.batch * r.query_heads * r.queries * r.key_dim, r.dtype);
         query.fill(random);
@@ -85,7 +86,7 @@ struct Case {
     }
 
   private:
-    // Make one id or more lead beyond the table, or to a table entry without a page.
+    // Make one id or more name no token, or lead to a table entry without a page.
     void lead_astray(Random &random) {
         const auto pick = [&random](int64_t low, int64_t high) { return random.pick(low, high); };
         constexpr int32_t largest = std::numeric_limits<int32_t>::max();
@@ -93,8 +94,7 @@ struct Case {
         for (int64_t bad = pick(1, 3); bad > 0; --bad) {
             const int64_t place = pick(0, static_cast<int64_t>(ids.size()) - 1);
             if (pick(0, 1)) {
-                ids[place] = static_cast<int32_t>(pick(0, 1) ? pick(tokens, largest)
-                                                             : tokens + pick(0, 2));
+                ids[place] = wrong_id(random, tokens);
                 continue;
             }
             const int64_t column = pick(0, request.max_pages - 1);

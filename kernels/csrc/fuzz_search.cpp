@@ -135,10 +135,14 @@ class CodebookCase : public ScoringCase {
         table_.fill(random);
         const Strides strides(random, r.id_heads, step.tokens, 1);
         codes_.resize(strides.size(r.batch, r.id_heads, step.tokens, 1));
-        // Few of them name no codeword.
+        // Few of them name no codeword: of the first words behind the last one, or of all.
+        const bool astray = random.one_in(4);
         for (uint16_t &code : codes_) {
-            code = static_cast<uint16_t>(random.one_in(20) ? random.pick(0, 65535)
-                                                           : random.pick(0, book_.words - 1));
+            int64_t word = random.pick(0, book_.words - 1);
+            if (astray && random.one_in(20)) {
+                word = random.one_in(2) ? book_.words + random.pick(0, 1) : random.pick(0, 65535);
+            }
+            code = static_cast<uint16_t>(word);
         }
         book_.table = table_.floats();
         book_.codes = codes_.data();
@@ -148,22 +152,35 @@ class CodebookCase : public ScoringCase {
 
     const void *request() const override { return &book_; }
 
+    bool leads_astray(const hfk_step &step) const override {
+        for (int64_t b = 0; b < step.attention.batch; ++b) {
+            for (int64_t h = 0; h < step.attention.id_heads; ++h) {
+                for (int64_t token = 0; token < step.tokens; ++token) {
+                    if (!step.valid[b * step.valid_stride + token]) continue;
+                    if (code(b, h, token) >= book_.words) return true;
+                }
+            }
+        }
+        return false;
+    }
+
   protected:
     double product(const hfk_step &step, const Numbers &, int64_t batch, int64_t head,
                    int64_t place, int64_t token) const override {
         const hfk_request &r = step.attention;
-        const int64_t id_head = head / (r.query_heads / r.id_heads);
-        const uint16_t code =
-            codes_[batch * book_.batch_stride + id_head * book_.head_stride + token];
-        if (code >= book_.words) return -kInf;
         const int64_t row = (batch * r.query_heads + head) * r.queries + place;
-        return table_[row * book_.words + code];
+        const int64_t id_head = head / (r.query_heads / r.id_heads);
+        return table_[row * book_.words + code(batch, id_head, token)];
     }
 
     // The table's scores are capped already.
     double finish(double score, double) const override { return score; }
 
   private:
+    uint16_t code(int64_t batch, int64_t head, int64_t token) const {
+        return codes_[batch * book_.batch_stride + head * book_.head_stride + token];
+    }
+
     Numbers table_;
     std::vector<uint16_t> codes_;
     hfk_codebook book_{};

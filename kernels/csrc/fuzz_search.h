@@ -16,6 +16,9 @@ class SearchCase {
     // The interface's struct of the search.
     virtual const void *request() const = 0;
 
+    // Whether a step with this search must be refused.
+    virtual bool leads_astray(const hfk_step &) const { return false; }
+
     // Runs hfk_search_ids on a step with this search. Null where its ids are right, else what is
     // wrong with them.
     virtual const char *run(const hfk_step &step, const Numbers &query,

@@ -53,6 +53,11 @@ class StepCase {
     }
 
     const char *run() {
+        const bool search_fails = search_ != nullptr && search_->leads_astray(step_);
+        if (search_fails) {
+            if (hfk_search_ids(&step_, nullptr) != HFK_BAD_ID) return "status of hfk_search_ids";
+            return hfk_run_step(&step_) == HFK_BAD_ID ? nullptr : "status of hfk_run_step";
+        }
         if (search_ != nullptr) {
             const auto key = [this](int64_t batch, int64_t head, int64_t token, int64_t dim) {
                 return key_number(batch, head, token, dim);
@@ -117,6 +122,10 @@ class StepCase {
         r.max_pages = (step_.tokens + r.page_len - 1) / r.page_len + random.pick(0, 2);
         const bool astray = random.one_in(8);
         if (astray && random.one_in(2)) r.max_pages /= 2;
+        // All that the table has room for, or the tokens that there are, or fewer.
+        r.tokens = r.max_pages * r.page_len;
+        if (random.one_in(2)) r.tokens = std::min(r.tokens, step_.tokens);
+        if (astray && random.one_in(2)) r.tokens = random.pick(0, r.tokens);
         r.page_count = random.pick(1, 4);
         for (int64_t page = 0; page < r.page_count; ++page) {
             rows_.emplace_back(r.kv_heads * r.page_len * r.row_dim, r.dtype);
@@ -141,6 +150,9 @@ class StepCase {
             if (search_ != nullptr) break;
             const bool hole = step_.tokens == 0 || random.one_in(4);
             id = hole ? -1 : static_cast<int32_t>(random.pick(0, step_.tokens - 1));
+        }
+        if (search_ == nullptr && !ids_.empty() && random.one_in(6)) {
+            ids_[random.pick(0, static_cast<int64_t>(ids_.size()) - 1)] = wrong_id(random, r.tokens);
         }
         r.ids = ids_.data();
     }
@@ -194,7 +206,7 @@ class StepCase {
     // The page of an id; -1 where it leads to no row.
     int64_t page_of(int64_t batch, int32_t id) const {
         const hfk_request &r = step_.attention;
-        if (id / r.page_len >= r.max_pages) return -1;
+        if (id < 0 || id >= r.tokens) return -1;
         const int32_t page = table_[batch * r.max_pages + id / r.page_len];
         return page < r.page_count ? page : -1;
     }
@@ -210,7 +222,7 @@ class StepCase {
     bool leads_astray() const {
         const int64_t per_row = static_cast<int64_t>(ids_.size()) / step_.attention.batch;
         for (size_t i = 0; i < ids_.size(); ++i) {
-            if (ids_[i] >= 0 && page_of(i / per_row, ids_[i]) < 0) return true;
+            if (ids_[i] != -1 && page_of(i / per_row, ids_[i]) < 0) return true;
         }
         return false;
     }

@@ -1,8 +1,11 @@
 // C interface of the CPU library: attention over chosen rows in host memory, and whole decode steps.
 //
 // A row is a key followed by its value, or a key in which its value lies. Rows lie in pages
-// [kv_heads, page_len, row_dim], a page is found by its address, and `table` maps the tokens of a batch row to page numbers. Nothing
-// is read for a token number beyond the table, or in a table entry without a page: the request fails.
+// [kv_heads, page_len, row_dim], a page is found by its address, and `table` maps the tokens of a
+// batch row to page numbers.
+//
+// No id is trusted: it is -1 for none, or the number of a token. Nothing is read for any other id, nor
+// for one whose table entry names no page, nor for a code of no codeword: the request fails.
 #pragma once
 
 #include <stdint.h>
@@ -10,7 +13,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 8
+#define HFK_VERSION 9
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -23,7 +26,8 @@ enum hfk_status {
     HFK_NO_MEMORY = 1,
     HFK_NO_PATH = 2,     // the path is unknown, was not compiled, or the processor lacks it
     HFK_BAD_REQUEST = 3, // an unknown dtype, or sizes that do not divide as they must
-    HFK_BAD_ID = 4       // an id that leads to no row; `out` and `lse` may hold anything
+    HFK_BAD_ID = 4       // an id that leads to no row, or a code to no codeword; `out` and `lse` may
+                         // hold anything
 };
 
 // What chooses the ids of a step, and the struct that describes it.
@@ -39,7 +43,7 @@ enum hfk_search {
 // All arrays are contiguous; sizes count elements.
 struct hfk_request {
     const void *query;      // [batch, query_heads, queries, key_dim], of `dtype`
-    const int32_t *ids;     // [batch, id_heads, queries, count]; negative is a hole
+    const int32_t *ids;     // [batch, id_heads, queries, count]: below `tokens`; -1 is a hole
     const int32_t *table;   // [batch, max_pages]: page numbers
     const int64_t *pages;   // byte address of every page
     float *out;             // attend: [batch, query_heads, queries, value_dim]
@@ -56,6 +60,7 @@ struct hfk_request {
     int64_t max_pages;
     int64_t page_len;
     int64_t page_count;     // of `pages`
+    int64_t tokens;         // that have rows, at most max_pages * page_len
     int64_t row_dim;        // at least key_dim
     int64_t value_start;    // where in a row its value begins; value_start + value_dim <= row_dim
     double scale;           // factor of the dot products
@@ -170,7 +175,7 @@ struct hfk_proxy {
 // Scores of codewords, of which each token has one, and the best tokens.
 struct hfk_codebook {
     const float *table;     // [batch, query_heads, queries, words]
-    const uint16_t *codes;  // [batch, id_heads, *]; a token whose code is not below `words` is none
+    const uint16_t *codes;  // [batch, id_heads, *], below `words` wherever a token is valid
     int64_t batch_stride;   // elements
     int64_t head_stride;
     int64_t words;          // at most 2^15

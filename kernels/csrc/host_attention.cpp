@@ -41,10 +41,14 @@ bool is_good(const hfk_request &request) {
     const auto divides = [](int64_t number, int64_t multiple) {
         return number > 0 && multiple % number == 0;
     };
+    // Ids and page numbers are compared as unsigned numbers of 32 bits.
+    constexpr int64_t kMost = int64_t{1} << 31;
     return request.dtype >= HFK_FLOAT32 && request.dtype <= HFK_BFLOAT16 && request.batch >= 0 &&
            request.queries >= 0 && request.count >= 0 && request.key_dim > 0 &&
            request.value_dim > 0 && request.page_len > 0 && request.max_pages >= 0 &&
-           request.page_count >= 0 && request.value_start >= 0 &&
+           request.page_count >= 0 && request.page_count <= kMost && request.tokens >= 0 &&
+           request.tokens <= std::min(kMost, request.max_pages * request.page_len) &&
+           request.value_start >= 0 &&
            request.row_dim >= std::max(request.key_dim, request.value_start + request.value_dim) &&
            divides(request.kv_heads, request.id_heads) &&
            divides(request.id_heads, request.query_heads);

@@ -37,7 +37,7 @@ class ListSearch : public Search {
     bool is_split(int stage) const override { return stage == kCompare || stage == kScore; }
     int64_t bytes() const override { return bytes_; }
 
-    void run(int stage, const Selection &selection, char *work, float *scratch, int64_t piece,
+    bool run(int stage, const Selection &selection, char *work, float *scratch, int64_t piece,
              int64_t pieces, int32_t *ids) const override {
         int32_t *candidates = at<int32_t>(work, candidates_);
         float *scores = at<float>(work, scores_);
@@ -68,6 +68,7 @@ class ListSearch : public Search {
             kernel_.best(relevance, *count, candidates, request_.count, ids);
         }
         }
+        return true;
     }
 
   private:

@@ -37,7 +37,7 @@ class ParisSearch : public Search {
     }
     int64_t bytes() const override { return bytes_; }
 
-    void run(int stage, const Selection &selection, char *work, float *, int64_t piece,
+    bool run(int stage, const Selection &selection, char *work, float *, int64_t piece,
              int64_t pieces, int32_t *ids) const override {
         const int64_t head = selection.batch * step_.attention.id_heads + selection.head;
         int64_t *count = at<int64_t>(work, count_);
@@ -73,6 +73,7 @@ class ParisSearch : public Search {
             kernel_.best(relevance, *count, candidates, step_.attention.count, ids);
         }
         }
+        return true;
     }
 
     void trace(const Selection &selection, const char *work, const hfk_paris_trace &trace) const {

@@ -32,6 +32,9 @@ constexpr int kBlock = 64;
 
 constexpr int64_t kLine = 64;
 
+// The id of no token.
+constexpr int32_t kHole = -1;
+
 // Ask for the cache line at `address`; it may lie anywhere. Goes to the second-level cache:
 // measured, that keeps about 1.6 times more lines in flight than asking for the first level.
 inline void ask_for(const char *address) { __builtin_prefetch(address, 0, 2); }
@@ -69,9 +72,9 @@ class RowStream {
         const int64_t kv_head = span.id_head / (request.id_heads / request.kv_heads);
         head_bytes_ = kv_head * page_len_ * row_bytes_;
         table_ = request.table + span.batch * request.max_pages;
-        max_pages_ = request.max_pages;
         pages_ = request.pages;
-        page_count_ = request.page_count;
+        page_count_ = static_cast<uint32_t>(request.page_count);
+        tokens_ = static_cast<uint32_t>(request.tokens);
         ids_ = span.ids;
         next_ = span.first;
         last_ = span.last;
@@ -82,7 +85,7 @@ class RowStream {
         }
     }
 
-    // Whether all ids so far were holes or led to rows.
+    // Whether all ids so far were -1 or led to rows.
     bool is_whole() const { return whole_; }
 
     // The next rows, at most kBlock.
@@ -107,7 +110,11 @@ class RowStream {
         count_ = 0;
         while (count_ < kBlock && next_ < last_) {
             const int32_t id = ids_[next_++];
-            if (id < 0) continue;
+            // One comparison finds both ends: as unsigned, negative numbers exceed all counts.
+            if (static_cast<uint32_t>(id) >= tokens_) {
+                if (id != kHole) whole_ = false;
+                continue;
+            }
             const char *row = address(id);
             if (row == nullptr) {
                 whole_ = false;
@@ -119,7 +126,7 @@ class RowStream {
         }
     }
 
-    // Null where there is no such row.
+    // Of a token that there is, whose page the table has; null where no page is named there.
     const char *address(int32_t id) const {
         int64_t page, slot;
         if (shift_ >= 0) {
@@ -129,9 +136,8 @@ class RowStream {
             page = id / page_len_;
             slot = id % page_len_;
         }
-        if (page >= max_pages_) return nullptr;
         const int32_t number = table_[page];
-        if (number < 0 || number >= page_count_) return nullptr;
+        if (static_cast<uint32_t>(number) >= page_count_) return nullptr;
         return reinterpret_cast<const char *>(pages_[number] + head_bytes_ + slot * row_bytes_);
     }
 
@@ -139,7 +145,8 @@ class RowStream {
     const int32_t *table_;
     const int64_t *pages_;
     int64_t next_, last_;
-    int64_t value_offset_, row_bytes_, head_bytes_, page_len_, max_pages_, page_count_;
+    int64_t value_offset_, row_bytes_, head_bytes_, page_len_;
+    uint32_t page_count_, tokens_;
     int shift_;
     bool whole_ = true;
     // The block to come.

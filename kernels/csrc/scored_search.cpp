@@ -12,17 +12,17 @@ class ScoredSearch : public Search {
     bool is_split(int stage) const override { return stage == 0; }
     int64_t bytes() const override { return bytes_; }
 
-    void run(int stage, const Selection &selection, char *work, float *scratch, int64_t piece,
+    bool run(int stage, const Selection &selection, char *work, float *scratch, int64_t piece,
              int64_t pieces, int32_t *ids) const override {
         float *scores = at<float>(work, scores_);
         if (stage == 0) {
-            score(selection, boundary(step_.tokens, piece, pieces),
-                  boundary(step_.tokens, piece + 1, pieces), scratch, scores);
-            return;
+            return score(selection, boundary(step_.tokens, piece, pieces),
+                         boundary(step_.tokens, piece + 1, pieces), scratch, scores);
         }
         float *relevance = at<float>(work, relevance_);
         kernel_.relevance(scores, heads_, stride_, step_.tokens, relevance);
         kernel_.best(relevance, step_.tokens, nullptr, step_.attention.count, ids);
+        return true;
     }
 
   protected:
@@ -37,7 +37,8 @@ class ScoredSearch : public Search {
     }
 
     // Scores [heads_, stride_] of the tokens `first .. last`; -inf for those that are not valid.
-    virtual void score(const Selection &selection, int64_t first, int64_t last, float *scratch,
+    // False as of `run`.
+    virtual bool score(const Selection &selection, int64_t first, int64_t last, float *scratch,
                        float *scores) const = 0;
 
     const uint8_t *valid(const Selection &selection) const {
@@ -66,7 +67,7 @@ class FlatSearch : public ScoredSearch {
         : ScoredSearch(step, kernel), flat_(*static_cast<const hfk_flat *>(step.search)) {}
 
   private:
-    void score(const Selection &selection, int64_t first, int64_t last, float *scratch,
+    bool score(const Selection &selection, int64_t first, int64_t last, float *scratch,
                float *scores) const override {
         const hfk_request &request = step_.attention;
         const int64_t size = request.dtype == HFK_FLOAT32 ? 4 : 2;
@@ -76,6 +77,7 @@ class FlatSearch : public ScoredSearch {
         const Span span = {selection.batch, selection.head, selection.query, nullptr, first, last,
                            0, 0};
         kernel_.dense_scores(request, span, keys, valid(selection), scratch, scores, stride_);
+        return true;
     }
 
     const hfk_flat &flat_;
@@ -88,7 +90,7 @@ class ProxySearch : public ScoredSearch {
         : ScoredSearch(step, kernel), proxy_(*static_cast<const hfk_proxy *>(step.search)) {}
 
   private:
-    void score(const Selection &selection, int64_t first, int64_t last, float *scratch,
+    bool score(const Selection &selection, int64_t first, int64_t last, float *scratch,
                float *scores) const override {
         const int64_t size = proxy_.dtype == HFK_FLOAT32 ? 4 : proxy_.dtype == HFK_INT8 ? 1 : 2;
         const int64_t heads_of_set = step_.attention.query_heads / proxy_.sets;
@@ -114,6 +116,7 @@ class ProxySearch : public ScoredSearch {
             part.out = scores + g * stride_;
             kernel_.proxy_scores(part);
         }
+        return true;
     }
 
     const hfk_proxy &proxy_;
@@ -126,20 +129,24 @@ class CodebookSearch : public ScoredSearch {
         : ScoredSearch(step, kernel), book_(*static_cast<const hfk_codebook *>(step.search)) {}
 
   private:
-    void score(const Selection &selection, int64_t first, int64_t last, float *,
+    bool score(const Selection &selection, int64_t first, int64_t last, float *,
                float *scores) const override {
         const uint16_t *codes = book_.codes + selection.batch * book_.batch_stride +
                                 selection.head * book_.head_stride;
         const uint8_t *seen = valid(selection);
         const uint16_t words = static_cast<uint16_t>(book_.words);
+        // Before the look-ups, as a loop that the compiler makes vectors of.
+        uint16_t wrong = 0;
+        for (int64_t i = first; i < last; ++i) wrong |= (codes[i] >= words) & (seen[i] != 0);
+        if (wrong != 0) return false;
         for (int64_t g = 0; g < heads_; ++g) {
             const float *table = book_.table + query_row(selection, g) * book_.words;
             float *to = scores + g * stride_;
             for (int64_t i = first; i < last; ++i) {
-                const float score = table[codes[i] < words ? codes[i] : 0];
-                to[i] = seen[i] && codes[i] < words ? score : kNever;
+                to[i] = seen[i] ? table[codes[i]] : kNever;
             }
         }
+        return true;
     }
 
     static constexpr float kNever = -__builtin_inff();

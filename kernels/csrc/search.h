@@ -25,8 +25,9 @@ class Search {
     // Work space of a selection, kept from stage to stage; begins at a multiple of 64.
     virtual int64_t bytes() const = 0;
 
-    // The last stage writes the ids of the selection. `scratch` are floats of the thread.
-    virtual void run(int stage, const Selection &selection, char *work, float *scratch,
+    // The last stage writes the ids of the selection. `scratch` are floats of the thread. False where
+    // a valid token's code is of no codeword.
+    virtual bool run(int stage, const Selection &selection, char *work, float *scratch,
                      int64_t piece, int64_t pieces, int32_t *ids) const = 0;
 };
 

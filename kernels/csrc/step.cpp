@@ -65,12 +65,13 @@ class Step {
     }
 
     // The search alone.
-    void find(const hfk_paris_trace *trace) {
+    int32_t find(const hfk_paris_trace *trace) {
         for (int64_t index = 0; index < spans_; ++index) {
             char *work = arena.take(work_bytes_ + scratch_bytes_);
-            search_all(index, work);
+            if (!search_all(index, work)) return HFK_BAD_ID;
             if (trace != nullptr) trace_paris(*search_, selection(index), work, *trace);
         }
+        return HFK_OK;
     }
 
   private:
@@ -83,16 +84,25 @@ class Step {
             self.no_memory_.store(true, std::memory_order_relaxed);
             return;
         }
-        if (self.search_ != nullptr) self.search_all(index, work);
+        if (self.search_ != nullptr && !self.search_all(index, work)) {
+            self.note_astray();
+            return;
+        }
         self.attend(index, reinterpret_cast<float *>(work + self.work_bytes_));
     }
 
-    void search_all(int64_t index, char *work) const {
+    // False as of `Search::run`, and then without ids.
+    bool search_all(int64_t index, char *work) const {
         float *scratch = reinterpret_cast<float *>(work + work_bytes_);
         for (int stage = 0; stage < search_->stages(); ++stage) {
-            search_->run(stage, selection(index), work, scratch, 0, 1, ids(index));
+            if (!search_->run(stage, selection(index), work, scratch, 0, 1, ids(index))) {
+                return false;
+            }
         }
+        return true;
     }
+
+    void note_astray() { all_found_.store(false, std::memory_order_relaxed); }
 
     void attend(int64_t index, float *scratch) {
         const Selection own = selection(index);
@@ -104,7 +114,7 @@ class Step {
         const bool found = kernel_.attend(
             request_, window(), span, scratch, request_.out + row * request_.value_dim,
             request_.queries * request_.value_dim, lse_.data() + row, request_.queries);
-        if (!found) all_found_.store(false, std::memory_order_relaxed);
+        if (!found) note_astray();
         add_rest(index);
     }
 
@@ -116,22 +126,23 @@ class Step {
                 pieces_ = search_->is_split(stage_)
                               ? (kItemsPerThread * threads_ + spans_ - 1) / spans_ : 1;
                 Pool::instance().run(spans_ * pieces_, threads_, &Step::piece, this);
+                if (!all_found_) return;
             }
         }
         hfk_request request = request_;
         request.lse = lse_.data();
-        if (Job(request, kernel_, true, window()).run() == HFK_BAD_ID) all_found_ = false;
+        if (Job(request, kernel_, true, window()).run() == HFK_BAD_ID) note_astray();
         for (int64_t index = 0; index < spans_; ++index) add_rest(index);
     }
 
     static void piece(void *step, int64_t item, int slot) {
-        const Step &self = *static_cast<const Step *>(step);
+        Step &self = *static_cast<Step *>(step);
         const int64_t index = item / self.pieces_;
         char *scratch = self.work_ + self.spans_ * self.work_bytes_ + slot * self.scratch_bytes_;
-        self.search_->run(self.stage_, self.selection(index),
-                          self.work_ + index * self.work_bytes_,
-                          reinterpret_cast<float *>(scratch), item % self.pieces_, self.pieces_,
-                          self.ids(index));
+        const bool found = self.search_->run(
+            self.stage_, self.selection(index), self.work_ + index * self.work_bytes_,
+            reinterpret_cast<float *>(scratch), item % self.pieces_, self.pieces_, self.ids(index));
+        if (!found) self.note_astray();
     }
 
     // The rest tokens of a selection's KV head join what its query heads attended to.
@@ -268,8 +279,7 @@ int32_t serve(const hfk_step &step, bool attends, const hfk_paris_trace *trace) 
         if (search == nullptr || (trace != nullptr && step.search_kind != HFK_SEARCH_PARIS)) {
             return HFK_BAD_REQUEST;
         }
-        job.find(trace);
-        return HFK_OK;
+        return job.find(trace);
     } catch (const std::bad_alloc &) {
         return HFK_NO_MEMORY;
     }

@@ -31,17 +31,21 @@ def head_tile(index, heads, queries, TILE: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def load_ids(ids_row, places, inside, stride):
-    """Ids ``[K]`` at ``places [K]`` int32 of a row whose ids are ``stride`` apart.
+def load_ids(ids_row, places, inside, stride, tokens):
+    """Ids ``[K]`` at ``places [K]`` int32 of a row whose ids are ``stride`` apart, and a mask.
 
-    -1, which names no row, outside ``inside``.
+    The mask is False outside ``inside``, for -1, and for what is none of the ``tokens``: such ids
+    are never to be followed. They come as uint32: one comparison then finds both ends.
     """
-    return tl.load(ids_row + places.to(tl.int64) * stride, mask=inside, other=-1)
+    ids = tl.load(ids_row + places.to(tl.int64) * stride, mask=inside, other=-1)
+    ids = ids.to(tl.uint32, bitcast=True)
+    return ids, ids < tokens.to(tl.uint32)
 
 
 @triton.jit
 def row_pointers(
     ids,
+    id_mask,
     kv_head,
     table_row,
     page_address,
@@ -51,18 +55,18 @@ def row_pointers(
     ALIGN: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Pointers ``[K, 1]`` to the rows that ``ids [K]`` name; meaningless where an id is negative.
+    """Pointers ``[K, 1]`` to the rows that ``ids [K]`` name; meaningless outside ``id_mask``.
 
     Args:
+        ids, id_mask: of ``load_ids``.
         kv_head: int64.
         table_row: the page numbers of the batch row, ``stride_table`` apart.
         page_address: byte addresses, int64, of all pages ``[Hkv, PAGE_LEN, WIDTH]`` of DTYPE.
         ALIGN: see ``PagedRows.alignment_bytes``.
     """
-    row_mask = ids >= 0
     columns = (ids // PAGE_LEN).to(tl.int64)
-    page = tl.load(table_row + columns * stride_table, mask=row_mask, other=0)
-    address = tl.load(page_address + page, mask=row_mask, other=0)
+    page = tl.load(table_row + columns * stride_table, mask=id_mask, other=0)
+    address = tl.load(page_address + page, mask=id_mask, other=0)
     slot = kv_head * PAGE_LEN + ids % PAGE_LEN
     rows = address.to(tl.pointer_type(DTYPE)) + slot.to(tl.int64) * WIDTH
     return tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
@@ -71,6 +75,7 @@ def row_pointers(
 @triton.jit
 def side_pointers(
     ids,
+    id_mask,
     kv_head,
     table_row,
     page_address,
@@ -86,10 +91,9 @@ def side_pointers(
 
     KEY_ALIGN and VALUE_ALIGN are ``PagedRows.side_alignments``.
     """
-    row_mask = ids >= 0
     columns = (ids // PAGE_LEN).to(tl.int64)
-    page = tl.load(table_row + columns * stride_table, mask=row_mask, other=0)
-    address = tl.load(page_address + page, mask=row_mask, other=0)
+    page = tl.load(table_row + columns * stride_table, mask=id_mask, other=0)
+    address = tl.load(page_address + page, mask=id_mask, other=0)
     block = address.to(tl.pointer_type(DTYPE)) + kv_head * (PAGE_LEN * (DK + DV))
     slot = ids % PAGE_LEN
     keys, values = block + slot * DK, block + (PAGE_LEN * DK + slot * DV)

@@ -20,7 +20,7 @@ FILE_NAME = "libhf_kvret_host.so"
 PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
 # Names the instruction set to use where a call asks for none, one of PATHS.
 ISA_VARIABLE = "HF_KVRET_CPU_PATH"
-VERSION = 8
+VERSION = 9
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
 PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}
@@ -30,10 +30,10 @@ _NO_MEMORY = 1
 _NO_PATH = 2
 BAD_ID = 4
 
-# hfk_request of csrc/hf_kvret_host.h: six addresses, eleven sizes, scale and softcap, and dtype,
+# hfk_request of csrc/hf_kvret_host.h: six addresses, fourteen sizes, scale and softcap, and dtype,
 # path, threads and a reserved number. Packed in one call: to fill a ctypes.Structure field by field
 # takes so long that it shows where few rows are read.
-_REQUEST = struct.Struct("@6P13q2d4i")
+_REQUEST = struct.Struct("@6P14q2d4i")
 # hfk_ranking: three addresses, six sizes, threads and path.
 _RANKING = struct.Struct("@3P6q2i")
 
@@ -86,14 +86,15 @@ def run(
     The arguments were checked by the caller. Other Python threads run meanwhile.
 
     Raises:
-        ValueError: an id that leads to no row; ``out`` and ``lse`` may hold anything then.
+        WrongIdError: an id of no token; ``out`` and ``lse`` may hold anything then.
+        ValueError: a table entry that an id leads to names no page.
         MemoryError: no room for the work space.
         RuntimeError: the library is of another build.
     """
     # These must live until the call is over: the request has only their addresses.
     query, ids, threads = query.contiguous(), ids.contiguous(), thread_count(threads)
     table, pages = rows.table.contiguous(), rows.addresses().contiguous()
-    where = (table, pages, rows.page_len)
+    where = (table, pages, rows.page_len, rows.token_count)
     sizes = (rows.heads, rows.value_dim, rows.width, rows.value_start)
     request = pack_request(query, ids, where, sizes, out, lse, scale, softcap, threads, path)
     if call(function, threads, request) == BAD_ID:
@@ -106,7 +107,7 @@ def run(
 def pack_request(
     query: torch.Tensor,
     ids: torch.Tensor,
-    pages: tuple[torch.Tensor, torch.Tensor, int] | None,
+    pages: tuple[torch.Tensor, torch.Tensor, int, int] | None,
     sizes: tuple[int, int, int, int],
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
@@ -117,10 +118,10 @@ def pack_request(
 ) -> bytes:
     """``hfk_request`` of contiguous tensors, which must live until the call is over.
 
-    ``pages``: table, addresses and page length, or None where there are no rows; ``sizes``: KV
-    heads, value dim, numbers of a row, and where in it the value begins.
+    ``pages``: table, addresses, page length and number of tokens, or None where there are no rows;
+    ``sizes``: KV heads, value dim, numbers of a row, and where in it the value begins.
     """
-    table, addresses, page_len = pages or (None, None, 1)
+    table, addresses, page_len, tokens = pages or (None, None, 1, 0)
     batch, query_heads, queries, key_dim = query.shape
     return _REQUEST.pack(
         query.data_ptr(),
@@ -140,6 +141,7 @@ def pack_request(
         0 if table is None else table.shape[1],
         page_len,
         0 if addresses is None else addresses.shape[0],
+        tokens,
         *sizes[2:],
         scale,
         softcap or 0.0,

@@ -9,6 +9,7 @@ import torch
 
 from hf_kvret_kernels._dispatch import choose_backend, interpreted, launching_on
 from hf_kvret_kernels.chunks import select
+from hf_kvret_kernels.ids import check_id_range
 
 
 @dataclass(eq=False)
@@ -28,10 +29,12 @@ class PagedRows:
             chunks' shape stays. For coded rows; only some operations take them.
         value_in_key: Dv, where the value is the first numbers of its key and not kept beside it,
             as in latent attention; 0 where it follows the key.
+        tokens: how many there are; ids from there on name nothing. None: as many as the table has
+            room for.
 
     Raises:
-        ValueError: no chunks, chunks or table of another form, or ``key_dim`` and ``value_in_key``
-            that don't fit the width.
+        ValueError: no chunks, chunks or table of another form, ``key_dim`` and ``value_in_key``
+            that don't fit the width, or more tokens than the table has room for.
     """
 
     chunks: list[torch.Tensor]
@@ -40,6 +43,7 @@ class PagedRows:
     page_address: torch.Tensor | None = field(default=None, repr=False)
     apart: bool = False
     value_in_key: int = 0
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.chunks:
@@ -68,6 +72,9 @@ class PagedRows:
                 f"table is {self.table.dtype} {tuple(self.table.shape)}: pass int32 "
                 "[B, max_pages] with at least one column"
             )
+        room = self.table.shape[1] * self.page_len
+        if self.tokens is not None and not 0 <= self.tokens <= room:
+            raise ValueError(f"tokens={self.tokens}: the table has room for 0 to {room} of them")
         if self.value_in_key:
             fits = 0 < self.value_in_key <= self.key_dim == self.width
             if self.apart or not fits:
@@ -90,6 +97,11 @@ class PagedRows:
     def page_len(self) -> int:
         """Tokens in a page."""
         return self.chunks[0].shape[2]
+
+    @property
+    def token_count(self) -> int:
+        """How many tokens ids may name."""
+        return self.table.shape[1] * self.page_len if self.tokens is None else self.tokens
 
     @property
     def heads(self) -> int:
@@ -165,7 +177,8 @@ class PagedRows:
             buffer, unless they lie apart).
 
         Raises:
-            ValueError: ids of another form, or chunks that the backend cannot read.
+            ValueError: ids of another form, or chunks that the backend cannot read; with
+                ``"naive"`` also ids that lead to no row, for which Triton gives zeros.
         """
         self.check_ids(ids)
         if choose_backend(backend, self.table) == "triton":
@@ -190,14 +203,8 @@ class PagedRows:
             )
 
     def check_range(self, ids: torch.Tensor) -> None:
-        """ValueError where one of ``ids [B, H, Q, K]`` leads to no page; looks at the data."""
-        if not ids.numel():
-            return
-        tokens, largest = self.table.shape[1] * self.page_len, int(ids.max())
-        if largest >= tokens:
-            raise ValueError(
-                f"ids name token {largest}: the page table covers 0 to {tokens - 1}; -1 is for none"
-            )
+        """ValueError where one of ``ids [B, H, Q, K]`` leads to no row; looks at the data."""
+        check_id_range(ids, self.token_count)
         columns = (ids.flatten(1).long() // self.page_len).clamp(min=0)
         entries = self.table.gather(1, columns)[ids.flatten(1) >= 0]
         count = sum(len(chunk) for chunk in self.chunks)
@@ -208,13 +215,14 @@ class PagedRows:
             )
 
     def gather_with_torch(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``gather`` with ``"naive"``, for ids that ``check_ids`` has seen."""
+        """``gather`` with ``"naive"``, for ids of the right form; looks at them."""
         for chunk in self.chunks:
             if chunk.device != ids.device:
                 raise ValueError(
                     f"the rows lie on {chunk.device}, ids on {ids.device}: use backend='triton' "
                     "with pinned rows, or move the ids"
                 )
+        self.check_range(ids)
         hole = ids < 0
         batch, heads = ids.shape[:2]
         rows = torch.arange(batch, device=ids.device).view(-1, 1, 1, 1).expand_as(ids)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ROW_DTYPES = {**TL_DTYPES, torch.uint8: tl.uint8}
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "count", *CHANGING_STRIDES])
+@triton.jit(do_not_specialize=["heads", "queries", "count", "tokens", *CHANGING_STRIDES])
 def _gather_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,
     table,
@@ -40,6 +40,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     heads,
     queries,
     count,
+    tokens,
     SHARE: tl.constexpr,
     PAGE_LEN: tl.constexpr,
     DK: tl.constexpr,
@@ -59,15 +60,14 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q * stride_ids_q
     inside = columns < count
-    ids = load_ids(ids_row, columns, inside, stride_ids_k)
+    ids, id_mask = load_ids(ids_row, columns, inside, stride_ids_k, tokens)
     table_row = table + b * stride_table_b
-    place = (ids, h // SHARE, table_row, page_address, stride_table)
+    place = (ids, id_mask, h // SHARE, table_row, page_address, stride_table)
     if APART:
         keys_at, values_at = side_pointers(*place, PAGE_LEN, DK, DV, ALIGN, VALUE_ALIGN, DTYPE)
     else:
         keys_at = row_pointers(*place, PAGE_LEN, WIDTH, ALIGN, DTYPE)
         values_at = keys_at + VALUE_START
-    id_mask = ids >= 0
     key_columns = tl.arange(0, BLOCK_DK)
     value_columns = tl.arange(0, BLOCK_DV)
     key_mask = id_mask[:, None] & (key_columns < DK)[None, :]
@@ -108,6 +108,7 @@ def gather_rows(rows: PagedRows, ids: torch.Tensor) -> tuple[torch.Tensor, torch
         heads,
         queries,
         count,
+        rows.token_count,
         SHARE=heads // rows.heads,
         PAGE_LEN=rows.page_len,
         DK=rows.key_dim,

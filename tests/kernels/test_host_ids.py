@@ -10,6 +10,7 @@ import torch
 from hf_kvret_kernels import host_attention as host
 from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels.host_attention import host_attention, host_scores
+from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.paged import PagedRows
 
 FUNCTIONS = (host_attention, host_scores)
@@ -28,22 +29,30 @@ def place(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"backend": "cpp", "path": request.param}
 
 
-def _rows() -> PagedRows:
-    """Two batch rows of 9 pages of 8 tokens."""
+def _rows(tokens: int | None = None) -> PagedRows:
+    """Two batch rows of 9 pages of 8 tokens, or fewer."""
     table = torch.stack([torch.randperm(9), torch.randperm(9)]).int()
-    return PagedRows([torch.randn(9, 2, 8, 32)], table, 16)
+    return PagedRows([torch.randn(9, 2, 8, 32)], table, 16, tokens=tokens)
 
 
 @pytest.mark.factor("count", [1, 65, 1000])
-@pytest.mark.factor("bad", [72, 500, 2**31 - 1])
-def test_an_id_beyond_the_rows_is_refused_by_name(
-    place: dict[str, Any], bad: int, count: int
+@pytest.mark.factor("tokens", [None, 69])
+@pytest.mark.factor("bad", [0, 1, 500, 2**31 - 1, -2, -(2**31)])
+def test_an_id_of_no_token_is_refused_by_name(
+    place: dict[str, Any], bad: int, tokens: int | None, count: int
 ) -> None:
-    ids = torch.randint(-1, 72, (2, 2, 2, count), dtype=torch.int32)
+    """The first two behind the last token, which may be in the middle of a page, and others."""
+    rows = _rows(tokens)
+    bad = rows.token_count + bad if bad in (0, 1) else bad
+    ids = torch.randint(-1, rows.token_count, (2, 2, 2, count), dtype=torch.int32)
+    right = ids.clone()
+    right[1, 0, 1, count // 2] = -1
     ids[1, 0, 1, count // 2] = bad
+    query = torch.randn(2, 4, 2, 16)
     for function in FUNCTIONS:
-        with pytest.raises(ValueError, match=rf"ids name token {bad}: .* covers 0 to 71"):
-            function(torch.randn(2, 4, 2, 16), _rows(), ids, scale=0.3, threads=3, **place)
+        with pytest.raises(WrongIdError, match=rf"^id {bad} of {rows.token_count} tokens: allowed"):
+            function(query, rows, ids, scale=0.3, threads=3, **place)
+        function(query, rows, right, scale=0.3, threads=3, **place)
 
 
 @pytest.mark.factor("chunks", [1, 2])

@@ -265,7 +265,7 @@ def test_a_page_table_without_the_rows_is_an_error() -> None:
     rows, keys, _ = cold_rows(shape)
     short = replace(rows, table=rows.table[:, :2], page_address=None)
     cold = HostCold(short, FlatSearch(keys), shape.mask(), 90)
-    with pytest.raises(ValueError, match="page table covers"):
+    with pytest.raises(ValueError, match="of 32 tokens: allowed are 0 to 31"):
         run_step(shape.query(), near_window(shape, 5), cold, scale=1.0)
 
 

@@ -333,4 +333,34 @@ FAULTS = (
         "            self.rest.crop(cold)",
         "            pass",
     ),
+    Fault(
+        "ids-behind-the-last-token",
+        "hf_kvret/stores/paged.py",
+        "                self._value_in_key,\n                self.length,\n",
+        "                self._value_in_key,\n                None,\n",
+    ),
+    Fault(
+        "ids-below-none",
+        "kernels/hf_kvret_kernels/ids.py",
+        "if not least <= wrong < count:",
+        "if not wrong < count:",
+    ),
+    Fault(
+        "triton-follows-any-id",
+        "kernels/hf_kvret_kernels/_triton_rows.py",
+        "return ids, ids < tokens.to(tl.uint32)",
+        "return ids, ids.to(tl.int32, bitcast=True) >= 0",
+    ),
+    Fault(
+        "triton-counts-any-code",
+        "kernels/hf_kvret_kernels/codebook/triton_lookup.py",
+        "return codes, codes < codewords",
+        "return codes, token_mask",
+    ),
+    Fault(
+        "wrong-ids-of-nobody",
+        "hf_kvret/core/index.py",
+        'return error.by(f"the index {type(index).__name__}.{method}")',
+        "return error",
+    ),
 )

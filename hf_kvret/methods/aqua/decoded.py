@@ -11,6 +11,7 @@ from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.store import AttentionResult, Store
 from hf_kvret.stores.memory import DeviceMemory, PageMemory
 from hf_kvret.stores.paged import PagedStore
+from hf_kvret_kernels.ids import check_id_range
 
 PIECE = 4096
 """Tokens coded or decoded at once."""
@@ -96,6 +97,7 @@ class DecodedStore(Store):
 
     def _dense(self, ids: torch.Tensor) -> tuple[PagedStore, torch.Tensor]:
         """A dense store of the tokens from the lowest to the highest id, and ids relative to it."""
+        check_id_range(ids, len(self))
         slots = ids[ids >= 0]
         first, last = (int(slots.min()), int(slots.max()) + 1) if len(slots) else (0, 1)
         rows = PagedStore(DeviceMemory(self.memory.device))

@@ -160,7 +160,7 @@ def take_lists(
     Args:
         low: ``[B, H, m, rho]`` int16, the low 16 bits, any strides.
         high: ``[B, H, m, rho]`` uint8, the 8 bits above, or None for 0.
-        index: ``[B, H, Q, c]`` int64, 0 to m - 1; not checked, that would have to look at the data.
+        index: ``[B, H, Q, c]`` int64, 0 to m - 1. For others torch raises and Triton gives -1.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Raises:

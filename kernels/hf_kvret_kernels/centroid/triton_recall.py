@@ -74,6 +74,7 @@ def take_lists(low: torch.Tensor, high: torch.Tensor | None, index: torch.Tensor
         *(low if high is None else high).stride(),
         index.shape[1],
         index.shape[2] * index.shape[3],
+        low.shape[2],
         rho,
         blocks,
         HAS_HIGH=high is not None,
@@ -180,7 +181,7 @@ def _similarity_kernel(
         tl.store(cosines_ptr + target, best, mask=query_mask[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["list_count", "blocks"])
+@triton.jit(do_not_specialize=["list_count", "lists", "blocks"])
 def _take_kernel(
     low_ptr,
     high_ptr,
@@ -196,22 +197,24 @@ def _take_kernel(
     high_stride_r,
     heads,
     list_count,
+    lists,
     rho,
     blocks,
     HAS_HIGH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Unpack a piece of one list; ``list_count`` lists are requested for each head."""
+    """Unpack a piece of one of ``lists`` lists; ``list_count`` are requested for each head."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     places = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = places < rho
     b, h = row // list_count // heads, row // list_count % heads
     centroid = tl.load(index_ptr + row)
+    held = places < tl.where((centroid >= 0) & (centroid < lists), rho, 0)
     low_ptr += b * low_stride_b + h * low_stride_h + centroid * low_stride_m
-    ids = tl.load(low_ptr + places * low_stride_r, mask=inside, other=0).to(tl.int32) & 65535
+    ids = tl.load(low_ptr + places * low_stride_r, mask=held, other=0).to(tl.int32) & 65535
     if HAS_HIGH:
         high_ptr += b * high_stride_b + h * high_stride_h + centroid * high_stride_m
-        high = tl.load(high_ptr + places * high_stride_r, mask=inside, other=0)
+        high = tl.load(high_ptr + places * high_stride_r, mask=held, other=0)
         ids = ids | (high.to(tl.int32) << 16)
     tl.store(ids_ptr + row * rho + places, ids - 1, mask=inside)
 

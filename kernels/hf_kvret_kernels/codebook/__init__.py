@@ -152,13 +152,14 @@ def lookup(
     Args:
         table: ``[B, Hq, Q, C]`` fp32, any strides, as ``score_table`` gives it; query head h reads
             the codes of head ``h // (Hq // H)``.
-        codes: ``[B, H, n]`` int16, any strides, 0 to C - 1 wherever valid; not checked, that would
-            have to look at the data.
+        codes: ``[B, H, n]`` int16, any strides, 0 to C - 1 wherever valid. Torch looks at them;
+            Triton takes tokens of other codes for such as are not valid.
         valid: ``[B, n]`` bool, any strides, or None for all valid.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
+        WrongIdError: a ValueError, with ``"naive"``: a code of no codeword.
     """
     _check_table(table)
     _check_codes(codes, table)
@@ -189,7 +190,7 @@ def lookup_scores(
     Args:
         table: ``[B, Hq, Q, C]`` fp32, any strides, as ``score_table`` gives it; query head h goes
             with head ``h // (Hq // H)`` of the codes.
-        codes: ``[B, H, n]`` int16, any strides, 0 to C - 1 wherever valid; not checked.
+        codes: ``[B, H, n]`` int16, as of ``lookup``.
         valid: ``[B, n]`` bool, any strides, or None for all valid.
         counts: ``[B, H, C]`` int32 of ``code_counts`` for these codes and this mask, for callers
             that keep them up to date; None counts.
@@ -197,6 +198,7 @@ def lookup_scores(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
+        WrongIdError: a ValueError, with ``"naive"``: a code of no codeword.
     """
     _check_table(table)
     _check_codes(codes, table)
@@ -230,13 +232,14 @@ def code_counts(
     """``[B, H, C]`` int32: how many valid tokens have each code.
 
     Args:
-        codes: ``[B, H, n]`` int16, any strides, 0 to C - 1 wherever valid; not checked.
+        codes: ``[B, H, n]`` int16, as of ``lookup``.
         codewords: C, 1 to 32768.
         valid: ``[B, n]`` bool, any strides, or None for all valid.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, or C out of range.
+        WrongIdError: a ValueError, with ``"naive"``: a code of no codeword.
     """
     if codes.ndim != 3 or codes.dtype != torch.int16:
         raise ValueError(f"codes is {codes.dtype} {tuple(codes.shape)}: pass int16 [B, H, n]")

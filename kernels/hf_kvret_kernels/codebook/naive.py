@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvret_kernels._naive import log_shares
+from hf_kvret_kernels.ids import check_code_range
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 # Scores that ``encode`` holds at once.
@@ -40,9 +41,17 @@ def score_table(query: torch.Tensor, codebook: torch.Tensor, softcap: float | No
     return table.view(H, B, Hq // H, Q, C).transpose(0, 1).reshape(B, Hq, Q, C)
 
 
+def check_valid_codes(codes: torch.Tensor, words: int, valid: torch.Tensor | None) -> None:
+    """WrongIdError where a code of ``codes [B, H, n]`` is of no word and its token is valid."""
+    if valid is not None:
+        codes = codes.masked_fill(~valid[:, None], 0)
+    check_code_range(codes, words)
+
+
 def code_counts(codes: torch.Tensor, C: int, valid: torch.Tensor | None) -> torch.Tensor:
     """See ``hf_kvret_kernels.codebook.code_counts``."""
     B, H, _ = codes.shape
+    check_valid_codes(codes, C, valid)
     if valid is None:
         places, ones = codes.long(), torch.ones_like(codes, dtype=torch.int32)
     else:
@@ -70,6 +79,7 @@ def lookup(table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None)
     """See ``hf_kvret_kernels.codebook.lookup``."""
     B, Hq, Q, C = table.shape
     H, n = codes.shape[1:]
+    check_valid_codes(codes, C, valid)
     places = codes.long()
     if valid is not None:
         places = places.masked_fill(~valid[:, None], 0)

@@ -121,6 +121,7 @@ def _held_codes(
     tokens,
     heads,
     length,
+    codewords,
     stride_b,
     stride_h,
     stride_n,
@@ -129,7 +130,7 @@ def _held_codes(
     VALID_UNIT: tl.constexpr,
     HAS_VALID: tl.constexpr,
 ):
-    """``(codes, held)`` of a block of tokens; 0 and False where none is valid."""
+    """``(codes, held)`` of a block of tokens; False where none is valid, or has no codeword."""
     b, h = index // heads, index % heads
     token_mask = tokens < length
     if HAS_VALID:
@@ -137,7 +138,10 @@ def _held_codes(
             valid_ptr, b, tokens, length, valid_stride_b, valid_stride_n, VALID_UNIT
         )
     codes_ptr += b * stride_b + h * stride_h
-    return tl.load(codes_ptr + tokens * stride_n, mask=token_mask, other=0).to(tl.int32), token_mask
+    codes = tl.load(codes_ptr + tokens * stride_n, mask=token_mask, other=-1)
+    # As unsigned: one comparison then finds both ends.
+    codes = codes.to(tl.uint16, bitcast=True).to(tl.int32)
+    return codes, codes < codewords
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "stride_b", "stride_h", "valid_stride_b"])
@@ -160,13 +164,14 @@ def _count_kernel(
 ):
     index = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    codes, token_mask = _held_codes(
+    codes, held = _held_codes(
         codes_ptr,
         valid_ptr,
         index,
         tokens,
         heads,
         length,
+        codewords,
         stride_b,
         stride_h,
         stride_n,
@@ -175,7 +180,7 @@ def _count_kernel(
         VALID_UNIT,
         HAS_VALID,
     )
-    tl.atomic_add(counts_ptr + index * codewords + codes, 1, mask=token_mask, sem="relaxed")
+    tl.atomic_add(counts_ptr + index * codewords + codes, 1, mask=held, sem="relaxed")
 
 
 @triton.jit
@@ -263,13 +268,14 @@ def _lookup_kernel(
     """A block of tokens of one head; its readers are the queries of its query heads, in order."""
     index = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    codes, token_mask = _held_codes(
+    codes, held = _held_codes(
         codes_ptr,
         valid_ptr,
         index,
         tokens,
         heads,
         length,
+        codewords,
         stride_b,
         stride_h,
         stride_n,
@@ -280,5 +286,5 @@ def _lookup_kernel(
     )
     for reader in range(readers):
         row = index * readers + reader
-        scores = tl.load(table_ptr + row * codewords + codes, mask=token_mask, other=float("-inf"))
+        scores = tl.load(table_ptr + row * codewords + codes, mask=held, other=float("-inf"))
         tl.store(scores_ptr + row * length + tokens, scores, mask=tokens < length)

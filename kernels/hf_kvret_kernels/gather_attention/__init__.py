@@ -62,10 +62,11 @@ def gather_attention(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, an unknown backend or variant, a
             variant for another backend than Triton, gradients.
+        WrongIdError: a ValueError, on a CPU: an id of no token.
         ImportError: ``"triton"`` without Triton, ``"cpp"`` without the library.
         MemoryError: no room for the library's work space.
 
-    Token numbers are not checked against the table: that would have to look at the data.
+    Triton, which may not look at the data, takes other ids for -1.
     """
     pieces = gather_pieces(
         query, rows, ids, scale=scale, softcap=softcap, backend=backend, variant=variant

@@ -44,7 +44,9 @@ from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.paged import PagedRows
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "count", "split_len", *CHANGING_STRIDES])
+@triton.jit(
+    do_not_specialize=["heads", "queries", "count", "tokens", "split_len", *CHANGING_STRIDES]
+)
 def _attend_kernel(  # type: ignore[no-untyped-def]
     query,
     ids_ptr,
@@ -66,6 +68,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     heads,
     queries,
     count,
+    tokens,
     split_len,
     inner,
     outer,
@@ -115,8 +118,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     last = tl.minimum(first + split_len, count)
     for start in range(first, last, BLOCK_K):
         positions = start + tl.arange(0, BLOCK_K)
-        ids = load_ids(ids_row, positions, positions < last, stride_ids_k)
-        id_mask = ids >= 0
+        ids, id_mask = load_ids(ids_row, positions, positions < last, stride_ids_k, tokens)
         # A copy has zeros for holes, so its loads don't wait for ids and can be made ahead.
         if USE_COPY:
             rows = (row_copy + (index * count + positions) * WIDTH)[:, None]
@@ -125,6 +127,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         else:
             rows = row_pointers(
                 ids,
+                id_mask,
                 h // SHARE,
                 table_row,
                 page_address,
@@ -226,6 +229,7 @@ def gather_pieces(
         heads,
         queries,
         count,
+        rows.token_count,
         split_len,
         inner,
         outer,

@@ -20,7 +20,7 @@ from hf_kvret_kernels._triton_shared import TL_DTYPES
 from hf_kvret_kernels.paged import PagedRows
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "count", *CHANGING_STRIDES])
+@triton.jit(do_not_specialize=["heads", "queries", "count", "tokens", *CHANGING_STRIDES])
 def _copy_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,
     table,
@@ -35,6 +35,7 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     heads,
     queries,
     count,
+    tokens,
     SHARE: tl.constexpr,
     PAGE_LEN: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -48,12 +49,20 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     b, h, q_index = selection_place(index, heads, queries)
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
     inside = positions < count
-    ids = load_ids(ids_row, positions, inside, stride_ids_k)
+    ids, id_mask = load_ids(ids_row, positions, inside, stride_ids_k, tokens)
     table_row = table + b * stride_table_b
     rows = row_pointers(
-        ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
+        ids,
+        id_mask,
+        h // SHARE,
+        table_row,
+        page_address,
+        stride_table,
+        PAGE_LEN,
+        WIDTH,
+        ALIGN,
+        DTYPE,
     )
-    id_mask = ids >= 0
     targets = row_copy + (index * count + positions) * WIDTH
     targets = tl.multiple_of(targets[:, None], (ALIGN, ALIGN))
     columns = tl.arange(0, BLOCK_WIDTH)
@@ -81,6 +90,7 @@ def copy_rows(rows: PagedRows, ids: torch.Tensor, block: int, warps: int) -> tor
         heads,
         queries,
         count,
+        rows.token_count,
         SHARE=heads // rows.heads,
         PAGE_LEN=rows.page_len,
         WIDTH=rows.width,

@@ -43,10 +43,11 @@ def gather_scores(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
+        WrongIdError: a ValueError, on a CPU: an id of no token.
         ImportError: ``"triton"`` without Triton, ``"cpp"`` without the library.
         MemoryError: no room for the library's work space.
 
-    Token numbers are not checked against the table: that would have to look at the data.
+    Triton, which may not look at the data, takes other ids for -1.
     """
     check_chosen_rows(query, rows, ids, softcap)
     backend_name = choose_row_backend(backend, query)

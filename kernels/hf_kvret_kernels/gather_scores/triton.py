@@ -30,7 +30,7 @@ from hf_kvret_kernels.gather_scores import choices
 from hf_kvret_kernels.paged import PagedRows
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "count", "blocks", *CHANGING_STRIDES])
+@triton.jit(do_not_specialize=["heads", "queries", "count", "tokens", "blocks", *CHANGING_STRIDES])
 def _gather_scores_kernel(  # type: ignore[no-untyped-def]
     query,
     ids_ptr,
@@ -49,6 +49,7 @@ def _gather_scores_kernel(  # type: ignore[no-untyped-def]
     heads,
     queries,
     count,
+    tokens,
     blocks,
     inner,
     outer,
@@ -74,12 +75,20 @@ def _gather_scores_kernel(  # type: ignore[no-untyped-def]
 
     ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
     inside = positions < count
-    ids = load_ids(ids_row, positions, inside, stride_ids_k)
+    ids, id_mask = load_ids(ids_row, positions, inside, stride_ids_k, tokens)
     table_row = table + b * stride_table_b
     rows = row_pointers(
-        ids, h // SHARE, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
+        ids,
+        id_mask,
+        h // SHARE,
+        table_row,
+        page_address,
+        stride_table,
+        PAGE_LEN,
+        WIDTH,
+        ALIGN,
+        DTYPE,
     )
-    id_mask = ids >= 0
     columns = tl.arange(0, BLOCK_DK)
     key = load_rows(rows + columns[None, :], id_mask, columns, MAIN, BLOCK_DK, True)
 
@@ -142,6 +151,7 @@ def gather_scores(
         heads,
         queries,
         count,
+        rows.token_count,
         blocks,
         *score_factors(scale, softcap),
         G=group,

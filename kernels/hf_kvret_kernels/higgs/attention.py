@@ -61,9 +61,10 @@ def attend(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, rows of another codec's size, an
             unknown backend, gradients.
+        WrongIdError: a ValueError, with ``"naive"``: an id of no token.
         ImportError: ``"triton"`` without Triton.
 
-    Token numbers are not checked against the table: that would have to look at the data.
+    Triton, which may not look at the data, takes other ids for -1.
     """
     pieces = attend_pieces(
         query,

@@ -47,7 +47,9 @@ _MOST_SPLITS = 64
 _FEWEST_HEADS = 4
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "count", "split_len", *CHANGING_STRIDES])
+@triton.jit(
+    do_not_specialize=["heads", "queries", "count", "tokens", "split_len", *CHANGING_STRIDES]
+)
 def _attend_kernel(
     query,
     ids_ptr,
@@ -70,6 +72,7 @@ def _attend_kernel(
     heads,
     queries,
     count,
+    tokens,
     split_len,
     inner,
     outer,
@@ -152,10 +155,10 @@ def _attend_kernel(
     last = tl.minimum(first + split_len, count)
     for start in range(first, last, BLOCK_K):
         positions = start + tl.arange(0, BLOCK_K)
-        ids = load_ids(ids_row, positions, positions < last, stride_ids_k)
-        id_mask = ids >= 0
+        ids, id_mask = load_ids(ids_row, positions, positions < last, stride_ids_k, tokens)
         codes, scales = side_pointers(
             ids,
+            id_mask,
             h // SHARE,
             table_row,
             page_address,
@@ -320,6 +323,7 @@ def attend_pieces(
         heads,
         queries,
         count,
+        rows.token_count,
         split_len,
         inner,
         outer,

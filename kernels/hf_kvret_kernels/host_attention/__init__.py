@@ -59,7 +59,7 @@ def host_attention(
         read it NaN or Inf, and no others.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, ids beyond the rows, gradients, an
+        ValueError: shapes, dtypes or devices that do not fit, gradients, an
             unknown backend or path, a path that the processor lacks, threads below 1.
         ImportError: ``"cpp"`` without the library; see ``why_not()``.
         MemoryError: no room for the work space.
@@ -68,7 +68,6 @@ def host_attention(
     """
     _check(query, rows, ids, softcap)
     if _choose(backend, threads, path) == "naive":
-        rows.check_range(ids)
         return gather_attention(query, rows, ids, scale, softcap)
     return host_library.attend(query, rows, ids, scale, softcap, threads, path)
 
@@ -91,7 +90,6 @@ def host_scores(
     """
     _check(query, rows, ids, softcap)
     if _choose(backend, threads, path) == "naive":
-        rows.check_range(ids)
         return gather_scores(query, rows, ids, scale, softcap)
     return host_library.score(query, rows, ids, scale, softcap, threads, path)
 

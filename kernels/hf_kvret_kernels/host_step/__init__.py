@@ -179,6 +179,7 @@ def run_step(
         ValueError: another ``dtype`` than these two, ``position_queries`` that don't divide Q, a
             query of another dtype or head dim than the rows, windows or cold rows that do not fit
             each other, ids that a short page table does not lead to.
+        WrongIdError: a ValueError, for an id of no token, or a code of no codeword.
         MemoryError: no room for the work space.
     """
     if dtype not in (torch.float32, query.dtype):
@@ -211,7 +212,7 @@ def run_step(
     pages = None
     if cold is not None:
         table, addresses = cold.rows.table.contiguous(), cold.rows.addresses()
-        pages = table, addresses, cold.rows.page_len
+        pages = table, addresses, cold.rows.page_len, cold.rows.token_count
     # Without cold tokens no row is read.
     layout = (query.shape[3] + value_dim, query.shape[3])
     if cold is not None:
@@ -223,6 +224,8 @@ def run_step(
     lengths = capacity, position_queries
     step, _keep = _pack_step(request, window, lengths, cold, sink_logits, selected, result)
     if host_library.call("hfk_run_step", threads, step) == host_library.BAD_ID and cold is not None:
+        if isinstance(cold.search, CodebookSearch):
+            cold.search.check(cold.valid)
         cold.rows.check_range(ids)
         raise RuntimeError(
             "ids or page table changed while they were read: do not write to them in another thread"

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 
 from hf_kvret_kernels import host_library
+from hf_kvret_kernels.codebook.naive import check_valid_codes
 from hf_kvret_kernels.paris.codes import ParisCodes
 
 _INT8 = 3
@@ -194,7 +195,7 @@ class CodebookSearch:
 
     Attributes:
         table: ``[B, Hq, Q, C]`` fp32 scores of the codewords.
-        codes: ``[B, Hkv, n]`` int16, 0 to C - 1.
+        codes: ``[B, Hkv, n]`` int16, 0 to C - 1 wherever a token is valid.
     """
 
     kind: ClassVar[int] = 4
@@ -206,6 +207,10 @@ class CodebookSearch:
 
     def tokens(self) -> int | None:
         return self.codes.shape[2]
+
+    def check(self, valid: torch.Tensor) -> None:
+        """WrongIdError where a code of ``valid [B, n]`` tokens is of no codeword."""
+        check_valid_codes(self.codes, self.table.shape[3], valid)
 
     def pack(self) -> bytes:
         self.table = self.table.contiguous()

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from hf_kvret_kernels.ids import check_id_range
 from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
@@ -216,6 +217,7 @@ def rerank(
 ) -> torch.Tensor:
     batch, heads, queries, tables, _ = q_rot.shape
     count = ids.shape[-1]
+    check_id_range(ids, codes.sign.shape[2])
     out = q_rot.new_full((batch, heads, queries, tables, count), -math.inf)
     if codes.sign.shape[2] == 0:
         return out

@@ -165,6 +165,8 @@ def rerank(
 ) -> torch.Tensor:
     """``[B, H, Q, G, C]`` fp32 estimates of ``scale * <k - mean, q>``; -inf for ids of -1.
 
+    Ids of no token: torch raises ``WrongIdError``, a ValueError; Triton takes them for -1.
+
     ``sum_b w_b <v_b, q_b>`` over the rotated query as it is: the paper's
     ``|q| sum_b w_b <v_b, q_b / |q|>`` (eq. 10). Products and sums are fp32 whatever the
     weights' dtype; the published kernel sums in bf16.

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._triton_log_sums import log_sum_exps
+from hf_kvret_kernels._triton_rows import load_ids
 from hf_kvret_kernels._triton_shared import capped_scores, score_factors
 from hf_kvret_kernels.paris import triton_rerank_wide
 from hf_kvret_kernels.paris.codes import LEVELS, ParisCodes
@@ -76,6 +77,7 @@ def rerank(
             log_sums,
             *score_factors(scale, softcap),
             candidates,
+            codes.sign.shape[2],
             heads,
             count,
             *codes.sign.stride()[:2],
@@ -96,7 +98,7 @@ def rerank(
     return Estimates(scores, log_sums)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "tokens"])
 def _rerank_kernel(
     q_ptr,
     sign_ptr,
@@ -110,6 +112,7 @@ def _rerank_kernel(
     inner,
     outer,
     count,
+    tokens,
     heads,
     queries,
     sign_stride_b,
@@ -136,7 +139,7 @@ def _rerank_kernel(
     b = row // queries // heads
     h = row // queries % heads
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ids = tl.load(ids_ptr + row * count + slots, mask=slots < count, other=-1)
+    ids, id_mask = load_ids(ids_ptr + row * count, slots, slots < count, 1, tokens)
 
     # A thread holds whole bytes of signs. Their eight coordinates are taken one after the other, so
     # that nothing crosses threads before the sums over a key; and as many bytes in a row as make
@@ -144,7 +147,7 @@ def _rerank_kernel(
     byte_ids = tl.arange(0, BYTES // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
     byte_ids = byte_ids[None, :, :]
     # Of the first token where there is none: what comes of it is dropped.
-    rows = tl.maximum(ids, 0).to(tl.int64)
+    rows = tl.where(id_mask, ids, 0).to(tl.int64)
     places = rows[:, None, None] * BYTES + byte_ids
     sign_ptr += b * sign_stride_b + h * sign_stride_h
     magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
@@ -198,7 +201,7 @@ def _rerank_kernel(
                 if HAS_OFFSET:
                     estimate += tl.load(offset_ptr + table)
                 estimate = capped_scores(estimate, inner, outer, SOFTCAP)
-                estimate = tl.where(ids >= 0, estimate, float("-inf"))
+                estimate = tl.where(id_mask, estimate, float("-inf"))
                 tl.store(scores_ptr + table * count + slots, estimate, mask=slots < count)
 
     # Read back by all threads: above, several hold the same key.

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._triton_log_sums import log_sum_exps
+from hf_kvret_kernels._triton_rows import load_ids
 from hf_kvret_kernels._triton_shared import capped_scores, score_factors
 from hf_kvret_kernels.paris.codes import LEVELS, ParisCodes
 from hf_kvret_kernels.paris.triton_levels import pairs_of_levels, split_words
@@ -65,6 +66,7 @@ def rerank(
             log_sums,
             *score_factors(scale, softcap),
             candidates,
+            codes.sign.shape[2],
             heads,
             count,
             *codes.sign.stride()[:2],
@@ -86,7 +88,7 @@ def rerank(
     return scores, log_sums
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "tokens"])
 def _rerank_wide_kernel(
     q_ptr,
     sign_ptr,
@@ -100,6 +102,7 @@ def _rerank_wide_kernel(
     inner,
     outer,
     count,
+    tokens,
     heads,
     queries,
     sign_stride_b,
@@ -128,11 +131,11 @@ def _rerank_wide_kernel(
     b = row // queries // heads
     h = row // queries % heads
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ids = tl.load(ids_ptr + row * count + slots, mask=slots < count, other=-1)
+    ids, id_mask = load_ids(ids_ptr + row * count, slots, slots < count, 1, tokens)
     byte_ids = tl.arange(0, PIECE // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
     byte_ids = byte_ids[None, :, :]
     # Of the first token where there is none: what comes of it is dropped.
-    rows = tl.maximum(ids, 0).to(tl.int64)
+    rows = tl.where(id_mask, ids, 0).to(tl.int64)
     places = rows[:, None, None] * BYTES + byte_ids
     sign_ptr += b * sign_stride_b + h * sign_stride_h
     magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
@@ -184,7 +187,7 @@ def _rerank_wide_kernel(
             if HAS_OFFSET:
                 estimate += tl.load(offset_ptr + tl.minimum(table, last))
             estimate = capped_scores(estimate, inner, outer, SOFTCAP)
-            estimate = tl.where(ids >= 0, estimate, float("-inf"))
+            estimate = tl.where(id_mask, estimate, float("-inf"))
             # None where there is no such query.
             inside = slots < tl.where(table <= last, count, 0)
             tl.store(scores_ptr + table * count + slots, estimate, mask=inside)

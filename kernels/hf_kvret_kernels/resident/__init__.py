@@ -75,7 +75,7 @@ class SlotMap:
 
 
 def assign(
-    slots: SlotMap, ids: torch.Tensor, *, backend: str = "auto"
+    slots: SlotMap, ids: torch.Tensor, *, tokens: int | None = None, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Give every requested token a slot; tokens that have one keep it.
 
@@ -86,8 +86,9 @@ def assign(
 
     Args:
         slots: changed in place.
-        ids: ``[B, H, R]`` int32 tokens below n, -1 for none; may repeat. R at most S, so that
-            there is always a slot to take.
+        ids: ``[B, H, R]`` int32 tokens, -1 for none; may repeat. R at most S, so that there is
+            always a slot to take.
+        tokens: ids are below it, at most n; None: n.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Returns:
@@ -96,7 +97,8 @@ def assign(
         where the row is there or another request for the same token fills it.
 
     Raises:
-        ValueError: ids of another form, or more requests than slots.
+        ValueError: ids of another form, more requests than slots, or more tokens than n.
+        WrongIdError: a ValueError, with ``"naive"``: an id of no token. Triton takes it for -1.
     """
     lead = tuple(slots.table.shape[:2])
     if ids.ndim != 3 or tuple(ids.shape[:2]) != lead or ids.dtype != torch.int32:
@@ -113,12 +115,16 @@ def assign(
     if ids.is_meta:
         # Which slots are free is not known: the form alone.
         return torch.empty_like(ids), torch.empty_like(ids)
+    room = slots.table.shape[2]
+    tokens = room if tokens is None else tokens
+    if not 0 <= tokens <= room:
+        raise ValueError(f"tokens={tokens}: the table is of 0 to {room} of them")
     if choose_backend(backend, ids) == "naive":
-        return naive.assign(slots, ids)
+        return naive.assign(slots, ids, tokens)
     from hf_kvret_kernels.resident import triton
 
     with launching_on(ids):
-        return triton.assign(slots, ids)
+        return triton.assign(slots, ids, tokens)
 
 
 def fetch(
@@ -134,7 +140,8 @@ def fetch(
     Args:
         rows: all rows, a key and its value side by side. ``"naive"`` needs them on the table's
             device; ``"triton"`` also reads pinned host memory, over the bus.
-        ids: ``[B, H, R]`` int32 tokens, as given to ``assign``; H are the rows' kv heads.
+        ids: ``[B, H, R]`` int32 tokens, as given to ``assign``; H are the rows' kv heads. Triton
+            copies nothing for one that is none of the rows'.
         fetched: ``[B, H, R]`` int32, what ``assign`` returned; only these rows are read.
         buffer: ``[B, H, S, W]`` of the rows' dtype on the device of ids, contiguous: the slots.
             Other slots stay as they are.
@@ -142,6 +149,7 @@ def fetch(
 
     Raises:
         ValueError: tensors that do not fit, or rows that the backend cannot read.
+        WrongIdError: a ValueError, with ``"naive"``: an id of no token, or a slot of none.
     """
     if rows.apart:
         raise ValueError("rows have apart=True: a slot has a key and its value side by side")

@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_kvret_kernels.ids import check_id_range
 from hf_kvret_kernels.paged import PagedRows
 
 if TYPE_CHECKING:
     from hf_kvret_kernels.resident import SlotMap
 
 
-def assign(slots: SlotMap, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def assign(slots: SlotMap, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.resident.assign``."""
+    check_id_range(ids, tokens)
     table, token, stamp, clock = slots.table, slots.token, slots.stamp, slots.clock
     clock += 1
     b, h, r = (ids >= 0).nonzero(as_tuple=True)
@@ -54,5 +56,7 @@ def fetch(
             f"the rows lie on {home}, ids on {ids.device}: use backend='triton' with pinned rows, "
             "or move the ids"
         )
+    rows.check_range(ids.masked_fill(fetch_slots < 0, -1))
+    check_id_range(fetch_slots, buffer.shape[2])
     b, h, r = (fetch_slots >= 0).nonzero(as_tuple=True)
     buffer[b, h, fetch_slots[b, h, r].long()] = rows.take(b, h, ids[b, h, r].long())

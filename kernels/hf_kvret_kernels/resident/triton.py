@@ -30,7 +30,7 @@ _MOST_ROWS = 64
 _NEVER = tl.constexpr(2**31 - 1)
 
 
-def assign(slots: SlotMap, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def assign(slots: SlotMap, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.resident.assign``."""
     batch, heads, count = ids.shape
     places = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
@@ -52,6 +52,7 @@ def assign(slots: SlotMap, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         *slots.table.stride()[:2],
         heads,
         count,
+        tokens,
         slots.slots,
         BLOCK_R=_block(count),
         BLOCK_S=_block(slots.slots),
@@ -81,6 +82,7 @@ def fetch(
         *rows.table.stride(),
         heads,
         count,
+        rows.token_count,
         buffer.shape[2],
         PAGE_LEN=rows.page_len,
         WIDTH=rows.width,
@@ -96,7 +98,7 @@ def _block(size: int) -> int:
     return max(_LEAST_BLOCK, min(_MOST_BLOCK, triton.next_power_of_2(size)))
 
 
-@triton.jit(do_not_specialize=["heads", "count", "slots"])
+@triton.jit(do_not_specialize=["heads", "count", "tokens", "slots"])
 def _assign_kernel(
     ids_ptr,
     table_ptr,
@@ -113,6 +115,7 @@ def _assign_kernel(
     stride_table_h,
     heads,
     count,
+    tokens,
     slots,
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -133,10 +136,10 @@ def _assign_kernel(
     # several requests for one token, any claim may win.
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
-        ids = load_ids(ids_ptr, request, request < count, stride_ids_r)
-        slot = tl.load(table_ptr + ids, mask=ids >= 0, other=-1)
+        ids, id_mask = load_ids(ids_ptr, request, request < count, stride_ids_r, tokens)
+        slot = tl.load(table_ptr + ids, mask=id_mask, other=-1)
         tl.store(stamp_ptr + slot, clock, mask=slot >= 0)
-        tl.store(table_ptr + ids, -2 - request, mask=(ids >= 0) & (slot < 0))
+        tl.store(table_ptr + ids, -2 - request, mask=id_mask & (slot < 0))
     tl.debug_barrier()
 
     # Winning claims are numbered; ``fetched`` has the number until there is a slot.
@@ -144,8 +147,8 @@ def _assign_kernel(
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
         inside = request < count
-        ids = load_ids(ids_ptr, request, inside, stride_ids_r)
-        claim = tl.load(table_ptr + ids, mask=ids >= 0, other=-1)
+        ids, id_mask = load_ids(ids_ptr, request, inside, stride_ids_r, tokens)
+        claim = tl.load(table_ptr + ids, mask=id_mask, other=-1)
         winner = (claim == -2 - request).to(tl.int32)
         number = miss_count + tl.cumsum(winner, axis=0) - winner
         tl.store(fetched_ptr + request, tl.where(winner > 0, number, -1), mask=inside)
@@ -159,7 +162,7 @@ def _assign_kernel(
         request = start + tl.arange(0, BLOCK_R)
         number = tl.load(fetched_ptr + request, mask=request < count, other=-1)
         winner = number >= 0
-        ids = load_ids(ids_ptr, request, winner, stride_ids_r)
+        ids, _ = load_ids(ids_ptr, request, winner, stride_ids_r, tokens)
         slot = tl.load(victims_ptr + number, mask=winner, other=-1)
         old = tl.load(token_ptr + slot, mask=winner, other=-1)
         # If threads have copies of a request, all must read it before one overwrites it.
@@ -174,8 +177,8 @@ def _assign_kernel(
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
         inside = request < count
-        ids = load_ids(ids_ptr, request, inside, stride_ids_r)
-        slot = tl.load(table_ptr + ids, mask=ids >= 0, other=-1)
+        ids, id_mask = load_ids(ids_ptr, request, inside, stride_ids_r, tokens)
+        slot = tl.load(table_ptr + ids, mask=id_mask, other=-1)
         tl.store(places_ptr + request, slot, mask=inside)
 
 
@@ -222,7 +225,7 @@ def _count_up_to(stamp_ptr, limit, slots, BLOCK: tl.constexpr):
     return tl.sum(counts)
 
 
-@triton.jit(do_not_specialize=["heads", "count", "slots"])
+@triton.jit(do_not_specialize=["heads", "count", "tokens", "slots"])
 def _fetch_kernel(
     ids_ptr,
     fetched_ptr,
@@ -239,6 +242,7 @@ def _fetch_kernel(
     stride_table,
     heads,
     count,
+    tokens,
     slots,
     PAGE_LEN: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -252,15 +256,15 @@ def _fetch_kernel(
     b, h = row // heads, row % heads
     request = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     fetched_row = fetched_ptr + b * stride_fetched_b + h * stride_fetched_h
-    slot = load_ids(fetched_row, request, request < count, stride_fetched_r)
-    slot_mask = slot >= 0
-    ids = load_ids(ids_ptr + b * stride_ids_b + h * stride_ids_h, request, slot_mask, stride_ids_r)
+    slot, slot_mask = load_ids(fetched_row, request, request < count, stride_fetched_r, slots)
+    ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h
+    ids, id_mask = load_ids(ids_row, request, slot_mask, stride_ids_r, tokens)
     table_row = table + b * stride_table_b
     sources = row_pointers(
-        ids, h, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
+        ids, id_mask, h, table_row, page_address, stride_table, PAGE_LEN, WIDTH, ALIGN, DTYPE
     )
     columns = tl.arange(0, BLOCK_W)
-    mask = slot_mask[:, None] & (columns < WIDTH)[None, :]
+    mask = id_mask[:, None] & (columns < WIDTH)[None, :]
     tile = tl.load(sources + columns[None, :], mask=mask)
     targets = buffer + (row * slots + slot)[:, None] * WIDTH
     tl.store(targets + columns[None, :], tile, mask=mask)

@@ -33,6 +33,6 @@ def _selected_counts(ids: torch.Tensor, tokens: int, block_len: int) -> torch.Te
     """``[B, H, Q, R]`` int64: how many of ``ids [B, H, Q, K]`` lie in each block."""
     if block_len == 0:
         return (ids >= 0).sum(dim=-1, keepdim=True)
-    blocks = torch.where(ids < 0, tokens, ids // block_len).long()
+    blocks = torch.where(ids < 0, tokens, ids // block_len).long().clamp(max=tokens)
     counts = ids.new_zeros(*ids.shape[:-1], tokens + 1, dtype=torch.long)
     return counts.scatter_add_(-1, blocks, torch.ones_like(blocks))[..., :tokens]
