@@ -23,7 +23,7 @@ from hf_kvret.calibration.files import (
 )
 from hf_kvret.calibration.hub import find_folder, upload_folder
 from hf_kvret.calibration.identity import ModelIdentity
-from hf_kvret.calibration.weights import WeightsReport, compare_weights
+from hf_kvret.integration.weights import WeightsReport, compare_weights
 from hf_kvret.version import __version__
 
 if TYPE_CHECKING:
