@@ -1,0 +1,279 @@
+"""Files of a folder, replaced so that a crash, a full disk or a kill leaves the old or the new.
+
+Data files have versioned names, as ``cache-3f9a0c41d2e7.safetensors``; one JSON file of a fixed
+name, the *naming* file, says which of them count. A save writes new data files, syncs them, and
+replaces the naming file in one step; only then are older files removed::
+
+    with replacing(folder, "cache.json", "cache") as save:
+        with save.new_file() as file:
+            ...                                   # file.write(...)
+        name = save.keep(file, version, ".safetensors")
+        save.commit(json.dumps({"files": {"tensors": name}}).encode())
+
+Nothing is written through a symbolic link, and nothing is removed but files of our own names.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+VERSION_LEN = 12
+"""Hexadecimal digits of a version in the name of a data file."""
+
+_UNFINISHED = ".unfinished"
+_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_RIGHTS = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+class Replacement:
+    """New files of a folder, not in place before ``commit``. Made by ``replacing``."""
+
+    def __init__(self, directory: Path, naming: str, stem: str) -> None:
+        self._directory, self._naming, self._stem = directory, naming, stem
+        # Files to remove where the save fails: not named by anything yet.
+        self._loose: set[Path] = set()
+        self._named: set[str] = set()
+        self._beside: dict[str, Path] = {}
+
+    def new_file(self) -> IO[bytes]:
+        """A new, empty file to write to, whose name says that it is unfinished."""
+        file = _new_file(self._directory, self._stem)
+        self._loose.add(Path(file.name))
+        return file
+
+    def keep(self, file: IO[bytes], version: str, suffix: str) -> str:
+        """Sync and close a file of ``new_file``; returns its name, for the naming file.
+
+        Args:
+            file: with its whole content, open or closed.
+            version: ``VERSION_LEN`` hexadecimal digits, of the content best.
+            suffix: of the name, ``".safetensors"`` for instance.
+        """
+        if not re.fullmatch(f"[0-9a-f]{{{VERSION_LEN}}}", version):
+            raise ValueError(f"version={version!r}: give {VERSION_LEN} hexadecimal digits")
+        _finish(file)
+        path, name = Path(file.name), f"{self._stem}-{version}{suffix}"
+        target = self._directory / name
+        is_new = not target.exists()
+        check_replaceable(target)
+        os.replace(path, target)
+        self._loose.discard(path)
+        if is_new:
+            self._loose.add(target)
+        self._named.add(name)
+        return name
+
+    def put_beside(self, name: str, content: bytes) -> None:
+        """Have ``commit`` replace a file of a fixed name that nothing depends on, as a card."""
+        check_replaceable(self._directory / name)
+        with self.new_file() as file:
+            file.write(content)
+            _finish(file)
+        self._beside[name] = Path(file.name)
+
+    def commit(self, content: bytes, obsolete: Iterable[str] = ()) -> None:
+        """Replace the naming file; what it names counts from here on, older files are removed.
+
+        Args:
+            content: of the naming file.
+            obsolete: names of files, other than versioned ones, that only the older naming file
+                meant.
+        """
+        with self.new_file() as file:
+            file.write(content)
+            _finish(file)
+        # The data files are there before the file that names them, also after a power cut.
+        _sync_folder(self._directory)
+        os.replace(file.name, self._directory / self._naming)
+        self._loose.clear()
+        for name, path in self._beside.items():
+            os.replace(path, self._directory / name)
+        _sync_folder(self._directory)
+        self._remove_older(obsolete)
+
+    def abandon(self) -> None:
+        """Remove what was written and is not named."""
+        for path in self._loose:
+            _remove(path)
+
+    def _remove_older(self, obsolete: Iterable[str]) -> None:
+        versioned = re.compile(rf"{re.escape(self._stem)}-[0-9a-f]{{{VERSION_LEN}}}\.\w+")
+        unfinished = _unfinished_names(self._stem)
+        for path in list(self._directory.iterdir()):
+            name = path.name
+            older = versioned.fullmatch(name) or unfinished.fullmatch(name) or name in obsolete
+            if older and name not in self._named:
+                _remove(path)
+
+
+@contextmanager
+def replacing(directory: Path, naming: str, stem: str) -> Iterator[Replacement]:
+    """A ``Replacement`` of files in ``directory``, which is made if needed.
+
+    Whatever breaks off before the naming file is replaced leaves what was there before. One save
+    at a time: another process's, or thread's, is waited for.
+
+    Args:
+        directory: where to.
+        naming: name of the naming file.
+        stem: what names of data files begin with.
+
+    Raises:
+        OSError: as the system says, a full disk for instance, with what to do about it.
+        ValueError: what would be replaced is a symbolic link, or no file.
+    """
+    with _with_remedy(directory):
+        make_folder(directory)
+        with _locked(directory):
+            check_replaceable(directory / naming)
+            replacement = Replacement(directory, naming, stem)
+            try:
+                yield replacement
+            except BaseException:
+                replacement.abandon()
+                raise
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace one file, whose folder is made if needed: it has the old or the new content.
+
+    Raises:
+        OSError, ValueError: as ``replacing``.
+    """
+    with _with_remedy(path):
+        make_folder(path.parent)
+        with _locked(path.parent):
+            check_replaceable(path)
+            for leftover in list(path.parent.iterdir()):
+                if _unfinished_names(path.name).fullmatch(leftover.name):
+                    _remove(leftover)
+            file = _new_file(path.parent, path.name)
+            try:
+                with file:
+                    file.write(content)
+                    _finish(file)
+                os.replace(file.name, path)
+            except BaseException:
+                _remove(Path(file.name))
+                raise
+            _sync_folder(path.parent)
+
+
+def check_replaceable(path: Path) -> None:
+    """ValueError for a symbolic link, or anything else that is no file; nothing there is fine."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(mode):
+        raise ValueError(
+            f"{path} is a symbolic link, and is not written through: remove it, or give the folder "
+            "that it leads to"
+        )
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path} is no ordinary file, and is not replaced: give another folder")
+
+
+def make_folder(directory: Path) -> None:
+    """Make ``directory`` and the folders above it, where they are missing, and sync them."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        _sync_folder(path.parent)
+
+
+def _new_file(directory: Path, stem: str) -> IO[bytes]:
+    path = directory / f".{stem}-{secrets.token_hex(8)}{_UNFINISHED}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    # O_EXCL: never through a link; the usual rights, which the umask cuts.
+    return open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o666))
+
+
+def _unfinished_names(stem: str) -> re.Pattern[str]:
+    return re.compile(rf"\.{re.escape(stem)}-[0-9a-f]{{16}}{re.escape(_UNFINISHED)}")
+
+
+def _finish(file: IO[bytes]) -> None:
+    """Bring a file's content to the disk."""
+    if file.closed:
+        with open(file.name, "rb+") as again:
+            os.fsync(again.fileno())
+        return
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def _sync_folder(directory: Path) -> None:
+    """Bring names of files in ``directory`` to the disk, where the system can."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and FUSE file systems have no such thing.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Remove an ordinary file. Where that fails it stays, for the next save to try."""
+    with suppress(OSError):
+        if stat.S_ISREG(path.lstat().st_mode):
+            path.unlink()
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Wait until nobody else replaces files of ``directory``, where the system has such locks."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        # Without locks, as on some network file systems, two saves at once are the user's care.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            # A forked process may have the descriptor, too.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+@contextmanager
+def _with_remedy(place: Path) -> Iterator[None]:
+    """OSErrors say what is left and what to do."""
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or 0
+        if number in _SPACE:
+            remedy = "free space on this disk (or raise the limit on file sizes)"
+        elif number in _RIGHTS:
+            remedy = "make the folder writable"
+        else:
+            remedy = "look after the disk"
+        # OSError(number, ...) is of the class for that number, as FileExistsError.
+        raise OSError(
+            number,
+            f"{place} could not be written ({error.strerror or error}), what was there before is "
+            f"as it was: {remedy}, or give another place",
+        ) from error
