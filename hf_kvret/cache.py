@@ -19,6 +19,7 @@ from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.index import Index
 from hf_kvret.core.latent import LatentLayer
 from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret.core.token_record import TokenRecord
 from hf_kvret.integration.compatibility import (
     check_config,
     head_dims,
@@ -28,6 +29,7 @@ from hf_kvret.integration.compatibility import (
     model_shape,
     retrieval_shapes,
 )
+from hf_kvret.integration.identity import CacheIdentity, check_identity, identity_of
 from hf_kvret.io import persistence
 from hf_kvret.io.reports import MemoryReport, layer_stats, memory_report
 from hf_kvret.stores import Store, StoreChoice
@@ -45,6 +47,10 @@ class RetrievalCache(Cache):
         config: the model's configuration.
         options: a configuration object of the method, for instance ``ParisConfig.paper()``.
         **changes: single options, by name, on top of ``options`` or of the defaults.
+
+    Attributes:
+        identity: the model that filled it; None while it is empty, and where nobody saw which.
+        tokens: ids of the tokens in it, as far as it saw them.
 
     Raises:
         ValueError: a model that retrieval can't serve, an unknown option or a bad value.
@@ -92,6 +98,8 @@ class RetrievalCache(Cache):
         self._thread = threading.get_ident()
         # The newest recurrent layer, below the lowest attention layer, that got tokens this pass.
         self._state_layer: int | None = None
+        self.identity: CacheIdentity | None = None
+        self.tokens = TokenRecord()
         super().__init__(layers=layers)
         self._stack_layers()
 
@@ -194,6 +202,51 @@ class RetrievalCache(Cache):
         super().reset()
         self._newest = self._state_layer = None
         self._stores.expect(0, 0)
+        self.forget_origin()
+
+    def forget_origin(self) -> None:
+        """Forget which model filled the cache, and with which tokens: nothing of it is compared.
+
+        It then goes on with any model and any prompt of fitting shape.
+        """
+        self.identity = None
+        self.tokens.reset()
+
+    def meet(self, model: PreTrainedModel, owner: str = "past_key_values") -> None:
+        """Note ``model`` as the one that fills the cache, or check that it did.
+
+        ``generate``, and a forward pass of several tokens after ``attach``, do it by themselves. A
+        filled cache of which nobody saw the model stays without.
+
+        Args:
+            model: that is to use the cache.
+            owner: the cache, in messages.
+
+        Raises:
+            ValueError: another model filled it.
+        """
+        if not self.get_seq_length():
+            self.forget_origin()
+            self.identity = identity_of(model)
+        elif self.identity is not None:
+            self.identity = check_identity(self.identity, model, owner)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``beam_idx[b]``."""
+        super().reorder_cache(beam_idx)
+        self.tokens.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch ``repeats`` times."""
+        rows = self.tokens.rows
+        super().batch_repeat_interleave(repeats)
+        if rows is not None:
+            self.tokens.reorder(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows ``indices`` of the batch."""
+        super().batch_select_indices(indices)
+        self.tokens.reorder(indices)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -266,6 +319,7 @@ class RetrievalCache(Cache):
         # From the top: a store may compute rows from those of the layer below.
         for layer in reversed(self.layers):
             layer.crop(int(tokens_to_remove))
+        self.tokens.crop(self.get_seq_length())
 
     def memory(self) -> MemoryReport:
         """Bytes on device and host by part, and those of full attention."""
@@ -331,6 +385,7 @@ class RetrievalCache(Cache):
         twin = object.__new__(type(self))
         twin.__dict__ = dict(vars(self))
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
+        twin.tokens = self.tokens.fork()
         twin._newest, twin._thread = None, threading.get_ident()
         twin._stack_layers()
         if changes:

@@ -111,7 +111,7 @@ def stamp(tensor: torch.Tensor) -> tuple[Any, ...]:
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The numbers of ``tensor`` as bytes; reads them from its device."""
     flat = tensor.detach().cpu().contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def _active_in(layer: Any) -> list[str]:
