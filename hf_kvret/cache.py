@@ -421,13 +421,23 @@ class RetrievalCache(Cache):
             return self.options
         return self.options.replace(store=self._stores.name)
 
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+    def save_pretrained(
+        self, directory: str | os.PathLike[str], *, model: PreTrainedModel | None = None
+    ) -> None:
         """Write the filled cache to ``directory``: ``cache.safetensors`` and ``cache.json``.
+
+        Args:
+            directory: made if needed.
+            model: the one that filled it, where the cache could not see that (filled by hand).
 
         Raises:
             RuntimeError: in the middle of a forward pass.
+            ValueError: another model than ``model`` filled it.
         """
         self._check_pass()
+        if model is not None:
+            self.identity = self.identity or identity_of(model)
+            self.meet(model, "the cache")
         persistence.save(self, Path(directory))
 
     @classmethod
@@ -436,6 +446,8 @@ class RetrievalCache(Cache):
         directory: str | os.PathLike[str],
         config: PreTrainedConfig,
         device: torch.device | str = "cpu",
+        *,
+        model: PreTrainedModel | None = None,
         **changes: Any,
     ) -> Self:
         """The cache that ``save_pretrained`` wrote, for the model with ``config``.
@@ -444,12 +456,18 @@ class RetrievalCache(Cache):
             directory: where it was written.
             config: the model's configuration; another shape than the saved one is refused.
             device: where the model's queries are.
+            model: that is to use the cache; compared with the one that filled it, as ``generate``
+                does later.
             **changes: options to change, for instance ``store="host"``, or ``artifact`` where it
                 lies elsewhere now.
 
         Raises:
             FileNotFoundError: no cache there.
-            ValueError: a corrupt or truncated file, another method, another model's shape, or a
-                change of an option that the saved index depends on.
+            ValueError: a corrupt or truncated file, another method, another model's shape,
+                another model than ``model``, or a change of an option that the saved index
+                depends on.
         """
-        return persistence.load(cls, Path(directory), config, torch.device(device), changes)
+        cache = persistence.load(cls, Path(directory), config, torch.device(device), changes)
+        if model is not None and cache.identity is not None:
+            cache.identity = check_identity(cache.identity, model, f"the cache in {directory}")
+        return cache
