@@ -94,6 +94,8 @@ class RetrievalCache(Cache):
             make_store = partial(self.make_store, options, number, self._stores)
             kinds = self.needs_positions(options, number), latent_rank(config)
             layers[number] = layer_class(options, make_index, make_store, *kinds)
+        # By folder, what this object saved there.
+        self.saved_digests: dict[str, str] = {}
         self._newest: RetrievalLayer | None = None
         self._thread = threading.get_ident()
         # The newest recurrent layer, below the lowest attention layer, that got tokens this pass.
@@ -387,6 +389,7 @@ class RetrievalCache(Cache):
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
         twin.tokens = self.tokens.fork()
         twin._newest, twin._thread = None, threading.get_ident()
+        twin.saved_digests = {}
         twin._stack_layers()
         if changes:
             twin.options = self.options.replace(**changes)
@@ -422,23 +425,36 @@ class RetrievalCache(Cache):
         return self.options.replace(store=self._stores.name)
 
     def save_pretrained(
-        self, directory: str | os.PathLike[str], *, model: PreTrainedModel | None = None
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        overwrite: bool | None = None,
+        model: PreTrainedModel | None = None,
     ) -> None:
-        """Write the filled cache to ``directory``: ``cache.safetensors`` and ``cache.json``.
+        """Write the filled cache to ``directory``: ``cache.json``, and a file that it names.
+
+        A crash, a kill or a full disk leaves what was there before, or the new cache as a whole.
+        Other files of the folder stay, but for leftovers of broken saves.
 
         Args:
-            directory: made if needed.
-            model: the one that filled it, where the cache could not see that (filled by hand).
+            directory: where to; made if needed.
+            overwrite: which cache there may be replaced. None: what this object saved there, or
+                was loaded from; True: any; False: none.
+            model: the one that filled the cache, where it could not see that (filled by hand).
 
         Raises:
             RuntimeError: in the middle of a forward pass.
-            ValueError: another model than ``model`` filled it.
+            FileExistsError: a cache is there that may not be replaced.
+            OSError: the disk is full, for instance.
+            ValueError: ``cache.json`` there is not of a cache, or a symbolic link; another model
+                than ``model`` filled the cache.
         """
         self._check_pass()
         if model is not None:
             self.identity = self.identity or identity_of(model)
-            self.meet(model, "the cache")
-        persistence.save(self, Path(directory))
+            self.identity = check_identity(self.identity, model, "the cache")
+        place = Path(directory)
+        persistence.note_saved(self, place, persistence.save(self, place, overwrite))
 
     @classmethod
     def from_pretrained(
@@ -467,7 +483,9 @@ class RetrievalCache(Cache):
                 another model than ``model``, or a change of an option that the saved index
                 depends on.
         """
-        cache = persistence.load(cls, Path(directory), config, torch.device(device), changes)
+        place = Path(directory)
+        cache, digest = persistence.load(cls, place, config, torch.device(device), changes)
         if model is not None and cache.identity is not None:
             cache.identity = check_identity(cache.identity, model, f"the cache in {directory}")
+        persistence.note_saved(cache, place, digest)
         return cache

@@ -71,8 +71,10 @@ class TokenRecord(State):
 
     def reorder(self, rows: torch.Tensor) -> None:
         if self._ids.is_allocated:
-            self._move(rows.device)
-            super().reorder(rows)
+            # As in `note`.
+            with torch.inference_mode(False):
+                self._move(rows.device)
+                super().reorder(rows)
 
     def note(self, ids: torch.Tensor, start: int, mask: torch.Tensor | None = None) -> None:
         """Note tokens that the cache was given.
