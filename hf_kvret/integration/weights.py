@@ -152,5 +152,4 @@ def _unreadable(parameter: torch.Tensor) -> str:
 def _numbers(parameter: torch.Tensor) -> torch.Tensor:
     """``[16]`` numbers of a parameter, fp32, on the CPU."""
     places = torch.arange(1, SAMPLED_NUMBERS + 1) * _STRIDE % parameter.numel()
-    index = torch.unravel_index(places.to(parameter.device), parameter.shape)
-    return parameter.detach()[index].float().cpu()
+    return parameter.detach().take(places.to(parameter.device)).float().cpu()
