@@ -54,13 +54,13 @@ def restore_origin(
         raise ValueError(
             f"what the saved cache was filled by and with is damaged ({error}): save it again"
         ) from error
-    ids = cache.tokens.ids(length)
-    batch = cache.retrieval_layers[0].batch_size
-    if tokens is not None and (len(cache.tokens) != length or ids is None or len(ids) != batch):
-        raise ValueError(
-            f"the saved cache holds {length} tokens in {batch} rows, and ids of "
-            f"{len(cache.tokens)} in {0 if ids is None else len(ids)}: it is damaged; save it again"
-        )
+    if tokens is not None:
+        shape, ids = [cache.retrieval_layers[0].batch_size, length], parts["ids"]
+        if list(ids.shape) != shape:
+            raise ValueError(
+                f"the saved cache holds tokens of shape {shape}, and ids of {list(ids.shape)}: it "
+                "is damaged; save it again"
+            )
     if length:
         _tell(identity is None, cache.tokens.unknown(length), length)
 
