@@ -85,7 +85,8 @@ class RetrievalCache(Cache):
         ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
         options = self.options = self.options_for(options, config)
         self.model_shape = model_shape(config)
-        widths = [shape.width for shape in retrieval_shapes(config).values()]
+        shapes = retrieval_shapes(config)
+        widths = [shape.width for shape in shapes.values()]
         self._stores = StoreChoice(
             options, len(ours), math.gcd(*head_dims(config)), sum(widths) / widths[0]
         )
@@ -94,6 +95,7 @@ class RetrievalCache(Cache):
             make_store = partial(self.make_store, options, number, self._stores)
             kinds = self.needs_positions(options, number), latent_rank(config)
             layers[number] = layer_class(options, make_index, make_store, *kinds)
+            layers[number].shape = shapes[number]
         # By folder, what this object saved there.
         self.saved_digests: dict[str, str] = {}
         self._newest: RetrievalLayer | None = None

@@ -330,7 +330,12 @@ def _form_fault(cache: RetrievalCache) -> str | None:
     dtypes = {each.window.keys.dtype for each in regions if each is not None}
     if len(dtypes) > 1:
         return f"the layers hold tokens in {', '.join(sorted(map(str, dtypes)))}"
-    forms: dict[tuple[type, str], Any] = {}
+    forms: dict[Any, Any] = {}
+    for layer, each in zip(cache.retrieval_layers, regions, strict=True):
+        if each is not None:
+            form = each.window.keys.shape[1::2], each.window.values.shape[3]
+            if forms.setdefault(layer.shape, form) != form:
+                return "layers that the model has alike hold tokens of different forms"
     for layer in foreign:
         for name, form in foreign_layers.forms_of(layer).items():
             if forms.setdefault((type(layer), name), form) != form:
