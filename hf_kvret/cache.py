@@ -20,6 +20,7 @@ from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.index import Index, makes_estimates
 from hf_kvret.core.latent import LatentLayer
 from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret.core.token_record import TokenRecord
 from hf_kvret.core.unselected import LayerOfModel
 from hf_kvret.integration.compatibility import (
     check_config,
@@ -30,6 +31,7 @@ from hf_kvret.integration.compatibility import (
     model_shape,
     retrieval_shapes,
 )
+from hf_kvret.integration.identity import CacheIdentity, check_identity, identity_of
 from hf_kvret.io import persistence
 from hf_kvret.io.reports import (
     LostMassWarning,
@@ -53,6 +55,10 @@ class RetrievalCache(Cache):
         config: the model's configuration.
         options: a configuration object of the method, for instance ``ParisConfig.paper()``.
         **changes: single options, by name, on top of ``options`` or of the defaults.
+
+    Attributes:
+        identity: the model that filled it; None while it is empty, and where nobody saw which.
+        tokens: ids of the tokens in it, as far as it saw them.
 
     Raises:
         ValueError: a model that retrieval can't serve, an unknown option or a bad value.
@@ -88,7 +94,8 @@ class RetrievalCache(Cache):
         ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
         options = self.options = self.options_for(options, config)
         self.model_shape = model_shape(config)
-        widths = [shape.width for shape in retrieval_shapes(config).values()]
+        shapes = retrieval_shapes(config)
+        widths = [shape.width for shape in shapes.values()]
         self._stores = StoreChoice(
             options, len(ours), math.gcd(*head_dims(config)), sum(widths) / widths[0]
         )
@@ -99,11 +106,16 @@ class RetrievalCache(Cache):
             layers[number] = layer_class(options, make_index, make_store, *kinds)
         if options.uses_estimates:
             options.check_estimates(makes_estimates(self.make_index(options, ours[0])))
+            layers[number].shape = shapes[number]
+        # By folder, what this object saved there.
+        self.saved_digests: dict[str, str] = {}
         self._newest: RetrievalLayer | None = None
         self._lost_mass = LostMassWarning()
         self._thread = threading.get_ident()
         # The newest recurrent layer, below the lowest attention layer, that got tokens this pass.
         self._state_layer: int | None = None
+        self.identity: CacheIdentity | None = None
+        self.tokens = TokenRecord()
         super().__init__(layers=layers)
         self._stack_layers()
         self._number_layers()
@@ -209,6 +221,51 @@ class RetrievalCache(Cache):
         super().reset()
         self._newest = self._state_layer = None
         self._stores.expect(0, 0)
+        self.forget_origin()
+
+    def forget_origin(self) -> None:
+        """Forget which model filled the cache, and with which tokens: nothing of it is compared.
+
+        It then goes on with any model and any prompt of fitting shape.
+        """
+        self.identity = None
+        self.tokens.reset()
+
+    def meet(self, model: PreTrainedModel, owner: str = "past_key_values") -> None:
+        """Note ``model`` as the one that fills the cache, or check that it did.
+
+        ``generate``, and a forward pass of several tokens after ``attach``, do it by themselves. A
+        filled cache of which nobody saw the model stays without.
+
+        Args:
+            model: that is to use the cache.
+            owner: the cache, in messages.
+
+        Raises:
+            ValueError: another model filled it.
+        """
+        if not self.get_seq_length():
+            self.forget_origin()
+            self.identity = identity_of(model)
+        elif self.identity is not None:
+            self.identity = check_identity(self.identity, model, owner)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row b of the batch becomes the old row ``beam_idx[b]``."""
+        super().reorder_cache(beam_idx)
+        self.tokens.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch ``repeats`` times."""
+        rows = self.tokens.rows
+        super().batch_repeat_interleave(repeats)
+        if rows is not None:
+            self.tokens.reorder(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows ``indices`` of the batch."""
+        super().batch_select_indices(indices)
+        self.tokens.reorder(indices)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -281,6 +338,7 @@ class RetrievalCache(Cache):
         # From the top: a store may compute rows from those of the layer below.
         for layer in reversed(self.layers):
             layer.crop(int(tokens_to_remove))
+        self.tokens.crop(self.get_seq_length())
 
     def memory(self) -> MemoryReport:
         """Bytes on device and host by part, and those of full attention."""
@@ -337,8 +395,10 @@ class RetrievalCache(Cache):
         twin = object.__new__(type(self))
         twin.__dict__ = dict(vars(self))
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
+        twin.tokens = self.tokens.fork()
         twin._newest, twin._thread = None, threading.get_ident()
         twin._lost_mass = LostMassWarning()
+        twin.saved_digests = {}
         twin._stack_layers()
         if changes:
             twin.options = rest_factors.placed(self.options.replace(**changes), self._config)
@@ -382,14 +442,37 @@ class RetrievalCache(Cache):
             return self.options
         return self.options.replace(store=self._stores.name)
 
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write the filled cache to ``directory``: ``cache.safetensors`` and ``cache.json``.
+    def save_pretrained(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        overwrite: bool | None = None,
+        model: PreTrainedModel | None = None,
+    ) -> None:
+        """Write the filled cache to ``directory``: ``cache.json``, and a file that it names.
+
+        A crash, a kill or a full disk leaves what was there before, or the new cache as a whole.
+        Other files of the folder stay, but for leftovers of broken saves.
+
+        Args:
+            directory: where to; made if needed.
+            overwrite: which cache there may be replaced. None: what this object saved there, or
+                was loaded from; True: any; False: none.
+            model: the one that filled the cache, where it could not see that (filled by hand).
 
         Raises:
             RuntimeError: in the middle of a forward pass.
+            FileExistsError: a cache is there that may not be replaced.
+            OSError: the disk is full, for instance.
+            ValueError: ``cache.json`` there is not of a cache, or a symbolic link; another model
+                than ``model`` filled the cache.
         """
         self._check_pass()
-        persistence.save(self, Path(directory))
+        if model is not None:
+            self.identity = self.identity or identity_of(model)
+            self.identity = check_identity(self.identity, model, "the cache")
+        place = Path(directory)
+        persistence.note_saved(self, place, persistence.save(self, place, overwrite))
 
     @classmethod
     def from_pretrained(
@@ -397,6 +480,8 @@ class RetrievalCache(Cache):
         directory: str | os.PathLike[str],
         config: PreTrainedConfig,
         device: torch.device | str = "cpu",
+        *,
+        model: PreTrainedModel | None = None,
         **changes: Any,
     ) -> Self:
         """The cache that ``save_pretrained`` wrote, for the model with ``config``.
@@ -405,12 +490,20 @@ class RetrievalCache(Cache):
             directory: where it was written.
             config: the model's configuration; another shape than the saved one is refused.
             device: where the model's queries are.
+            model: that is to use the cache; compared with the one that filled it, as ``generate``
+                does later.
             **changes: options to change, for instance ``store="host"``, or ``artifact`` where it
                 lies elsewhere now.
 
         Raises:
             FileNotFoundError: no cache there.
-            ValueError: a corrupt or truncated file, another method, another model's shape, or a
-                change of an option that the saved index depends on.
+            ValueError: a corrupt or truncated file, another method, another model's shape,
+                another model than ``model``, or a change of an option that the saved index
+                depends on.
         """
-        return persistence.load(cls, Path(directory), config, torch.device(device), changes)
+        place = Path(directory)
+        cache, digest = persistence.load(cls, place, config, torch.device(device), changes)
+        if model is not None and cache.identity is not None:
+            cache.identity = check_identity(cache.identity, model, f"the cache in {directory}")
+        persistence.note_saved(cache, place, digest)
+        return cache

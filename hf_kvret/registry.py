@@ -19,6 +19,8 @@ from hf_kvret.integration.attention import retrieval_attention
 from hf_kvret.integration.base_attention import OUR_NAMES, forget_base, record_base, recorded_base
 from hf_kvret.integration.compatibility import check_model, model_layers, text_key
 from hf_kvret.integration.masks import retrieval_mask
+from hf_kvret.integration.noting import unwatch, watch
+from hf_kvret.integration.prompt_check import check_origin
 from hf_kvret.integration.prompt_chunks import chunk_prompt, forget_chunk
 from hf_kvret.integration.requests import (
     Request,
@@ -117,6 +119,7 @@ def attach(model: PreTrainedModel) -> None:
     latent.apply(model, _is_handle)
     text = model.config.get_text_config(decoder=True)
     _attached.add(model)
+    watch(model)
     if text._attn_implementation in OUR_NAMES:
         return
     record_base(text, text._attn_implementation)
@@ -146,6 +149,7 @@ def restore(model: PreTrainedModel) -> None:
             base = recorded_base(config) or ("sdpa" if supports else "eager")
             config._attn_implementation = {"": base}
         forget_base(config)
+    unwatch(model)
     _attached.discard(model)
 
 
@@ -235,6 +239,8 @@ def _serve(
     model = call.model
     _check_request(generation_config, model_kwargs)
     cache.check_model(model)
+    caller_cache = call.arguments.get("past_key_values") is cache
+    check_origin(call, cache, caller_cache or generation_config.return_dict_in_generate)
     warn_of_top_k(call, cache.name, generation_config.do_sample is True)
     text = model.config.get_text_config(decoder=True)
     with _attention_lock:

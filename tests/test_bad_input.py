@@ -129,6 +129,10 @@ def test_a_cache_filled_by_another_model_is_refused(llama: PreTrainedModel) -> N
     cache = _filled(llama)
     other = MODELS["qwen3"].build()
     hf_kvret.attach(other)
+    with torch.no_grad(), pytest.raises(ValueError, match="made for a llama model, this one is"):
+        other(_ids(), past_key_values=cache)
+    # Without an origin the layers refuse what does not fit.
+    cache.forget_origin()
     words = "filled by another model (KV heads 2, key dim 16, value dim 16, torch.float32"
     with torch.no_grad(), pytest.raises(ValueError, match=re.escape(words)) as raised:
         other(_ids(), past_key_values=cache)

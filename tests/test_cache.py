@@ -113,12 +113,12 @@ def test_a_cache_can_be_pickled(llama: PreTrainedModel, name: str) -> None:
     empty = pickle.loads(pickle.dumps(cls(llama.config, **COVERING_OPTIONS)))
     assert empty.get_seq_length() == 0
     cache = cls(llama.config, **{**COVERING_OPTIONS, "top_k": 4})
-    llama.generate(_ids(60), **RUN, past_key_values=cache)
+    answer = llama.generate(_ids(60), **RUN, past_key_values=cache)
     copy = pickle.loads(pickle.dumps(cache))
     for lower, layer in itertools.pairwise(copy.retrieval_layers):
         assert lower.above is layer and layer.below is lower
         assert layer.regions.store.below() is lower.regions.store
-    going_on = torch.cat([_ids(60), _ids(30)], dim=1)
+    going_on = torch.cat([answer, _ids(30)], dim=1)
     results = [llama.generate(going_on, **RUN, past_key_values=each) for each in (cache, copy)]
     assert torch.equal(*results)
 

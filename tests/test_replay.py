@@ -79,6 +79,23 @@ def test_replayed_steps_are_usual_ones_bit_for_bit(
     assert cache.stats() == usual.cache.stats()
 
 
+def test_the_tokens_of_replayed_steps_are_noted_once(shallow: PreTrainedModel) -> None:
+    """Neither the capture, which runs the model, nor a replay, which does not, notes them."""
+    with taped():
+        usual = DecodeLoop(shallow, _cache(shallow), padded=True)
+        cache = _cache(shallow)
+        step = DecodeGraph(shallow, cache)
+        replayed = DecodeLoop(step, cache, padded=True)
+        for _ in range(7):
+            assert torch.equal(replayed.step(), usual.step())
+    assert step.captures and step.replays > step.captures
+    length = cache.get_seq_length()
+    ids, expected = cache.tokens.ids(length), usual.cache.tokens.ids(length)
+    assert ids is not None and expected is not None
+    assert torch.equal(ids[:, PROMPT:], expected[:, PROMPT:])
+    assert bool((ids[:, PROMPT:] >= 0).all())
+
+
 def test_a_step_of_paris_is_replayed(shallow: PreTrainedModel) -> None:
     """One step each way; more of them, and other stores, are slow in the interpreter."""
     with taped():

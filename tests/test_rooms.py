@@ -26,7 +26,15 @@ KERNELS = "hf_kvret_kernels"
 # for all modules below it that are not listed themselves.
 LEVELS: tuple[tuple[str, ...], ...] = (
     (KERNELS, "hf_kvret_model_patches", "hf_kvret.loading", "hf_kvret.version"),
-    ("hf_kvret.core.renamed", "hf_kvret.core.sizes", "hf_kvret.integration.compatibility"),
+    (
+        "hf_kvret.core.renamed",
+        "hf_kvret.core.sizes",
+        "hf_kvret.integration.adapters",
+        "hf_kvret.integration.compatibility",
+        "hf_kvret.integration.identity",
+        "hf_kvret.integration.model_facts",
+        "hf_kvret.integration.weights",
+    ),
     ("hf_kvret.config",),
     ("hf_kvret.core",),
     # What a cache loads of what was learned, and how it is learned.

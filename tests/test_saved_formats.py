@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import hf_kvret
+from hf_kvret.testing.saved import read_saved
 
 FIXTURES = Path(__file__).parent / "fixtures"
 make = SimpleNamespace(**runpy.run_path(str(FIXTURES / "make_saved.py")))
@@ -24,6 +25,15 @@ EXPECTED_ANEW = json.loads((make.SAVED / "expected_anew.json").read_text(encodin
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return make.load_model()
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*holds a cache of format 1")
+
+
+def test_what_format_1_cannot_tell_is_a_warning(model: PreTrainedModel) -> None:
+    folder = make.SAVED / "caches" / "flat-device"
+    with pytest.warns(UserWarning, match="can't be checked for damage, nor for the model and the"):
+        hf_kvret.FlatKVCache.from_pretrained(folder, model.config)
 
 
 def test_every_method_and_store_was_saved() -> None:
@@ -59,7 +69,7 @@ def test_coded_rows_are_saved_again_byte_for_byte(
     folder, method = make.SAVED / "caches" / name, name.partition("-")[0]
     cls = hf_kvret.registered_methods()[method]
     cls.from_pretrained(folder, model.config, **make.place(method)).save_pretrained(tmp_path)
-    before, after = (load_file(where / "cache.safetensors") for where in (folder, tmp_path))
+    before, (_, after) = load_file(folder / "cache.safetensors"), read_saved(tmp_path)
     rows = {key for key in before if ".store." in key}
     assert {key.rpartition(".")[2] for key in rows} >= {"codes", "scales", "bits"}
     assert rows == {key for key in after if ".store." in key}

@@ -10,7 +10,7 @@ artifact.check_weights(model)
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.calibration.files import FORMAT_VERSION
 from hf_kvret.calibration.identity import ModelIdentity
-from hf_kvret.calibration.weights import WeightSample, WeightsReport
+from hf_kvret.integration.weights import WeightSample, WeightsReport
 
 __all__ = [
     "FORMAT_VERSION",

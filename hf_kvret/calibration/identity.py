@@ -9,22 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_kvret.calibration.weights import WeightSample, sample_weights
-from hf_kvret.integration.compatibility import is_latent, layer_shapes, one_or_all
+from hf_kvret.integration.model_facts import in_words, model_facts
+from hf_kvret.integration.weights import WeightSample, sample_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-_COUNTS = {
-    "num_hidden_layers": "layers",
-    "hidden_size": "numbers in a hidden state",
-    "num_attention_heads": "query heads",
-    "num_key_value_heads": "KV heads",
-    "head_dim": "numbers in a head",
-    "vocab_size": "words in its vocabulary",
-    "kv_lora_rank": "numbers in a latent",
-    "qk_nope_head_dim": "numbers in a head without RoPE",
-}
 
 
 @dataclass(frozen=True)
@@ -73,7 +62,7 @@ class ModelIdentity:
         for name in [*self.facts, *(name for name in facts if name not in self.facts)]:
             theirs, ours = self.facts.get(name), facts.get(name)
             if theirs != ours:
-                return _in_words(name, theirs, ours)
+                return in_words(name, theirs, ours)
         return ""
 
     def as_json(self) -> dict[str, Any]:
@@ -98,76 +87,3 @@ class ModelIdentity:
         if identity.sha256 != plain["sha256"]:
             raise ValueError("the model's sha256 is not that of its facts")
         return identity
-
-
-def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
-    """Facts that must agree between two models for one to use the other's artifact.
-
-    Heads and widths of heads are lists with a number for each layer where layers differ.
-    Plain JSON, the same in all supported versions of transformers, and the same for a text model
-    alone and inside a multimodal one. Parameters that are None count as absent.
-
-    Raises:
-        TypeError: ``config`` is not a transformers configuration.
-    """
-    if not hasattr(config, "get_text_config"):
-        raise TypeError(f"config is a {type(config).__name__}: pass model.config")
-    text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None) or []
-    shapes = layer_shapes(config)
-    facts: dict[str, Any] = {
-        "model_type": text.model_type,
-        "num_hidden_layers": text.num_hidden_layers,
-        "hidden_size": text.hidden_size,
-        "num_attention_heads": one_or_all([shape.heads for shape in shapes]),
-        "num_key_value_heads": one_or_all([shape.kv_heads for shape in shapes]),
-        "head_dim": one_or_all([shape.head_dim for shape in shapes]),
-        # Some versions list the kinds of layers where all have full attention, others don't.
-        "layer_types": list(kinds) if set(kinds) - {"full_attention"} else None,
-        "no_rope_layers": list(getattr(text, "no_rope_layers", None) or ()) or None,
-        **_rope_facts(text),
-        "vocab_size": text.vocab_size,
-        **(_latent_facts(text) if is_latent(config) else {}),
-    }
-    return {name: value for name, value in facts.items() if value is not None}
-
-
-def _latent_facts(text: PreTrainedConfig) -> dict[str, Any]:
-    """How a row is divided, what heads make of it, and in which order RoPE leaves its numbers."""
-    names = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_interleave")
-    return {name: getattr(text, name, None) for name in names}
-
-
-def _rope_facts(text: PreTrainedConfig) -> dict[str, Any]:
-    """RoPE parameters by dotted name, numbers as floats, defaults that not all versions write
-    left out."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    parts = {kind: part for kind, part in rope.items() if isinstance(part, Mapping)}
-    parts[""] = {name: value for name, value in rope.items() if name not in parts}
-    facts = {}
-    for kind, part in sorted(parts.items()):
-        prefix = f"rope.{kind}." if kind else "rope."
-        for name, value in sorted(part.items()):
-            default = name == "partial_rotary_factor" and value == 1
-            # `type` is the old name of `rope_type`, which transformers always sets.
-            if value is not None and name != "type" and not default:
-                facts[prefix + name] = _plain(value)
-    return facts
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _in_words(name: str, theirs: Any, ours: Any) -> str:
-    if name == "model_type":
-        return f"made for a {theirs} model, this one is {ours}"
-    if isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
-        place = next(i for i in range(len(ours)) if theirs[i] != ours[i])
-        return f"made for {name}[{place}]={theirs[place]}, this model has {ours[place]}"
-    if name in _COUNTS:
-        return f"made for {theirs} {_COUNTS[name]}, this model has {ours}"
-    theirs, ours = ("none" if value is None else value for value in (theirs, ours))
-    return f"made for {name}={theirs}, this model has {ours}"

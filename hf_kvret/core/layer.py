@@ -16,6 +16,7 @@ from hf_kvret.core.cached_rows import CachedRows, RowSource, prefix_of
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.counters import LayerCounters
 from hf_kvret.core.exact_attention import attend_exactly
+from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.index import Index
 from hf_kvret.core.precision import check_dtypes, without_autocast
 from hf_kvret.core.regions import MakeStore, Regions
@@ -23,6 +24,7 @@ from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.selected_attention import attend_selected
 from hf_kvret.core.store import Store
 from hf_kvret.core.unselected import LayerOfModel
+from hf_kvret.integration.compatibility import AttentionShape
 
 HANDLE = "hf_kvret_layer"
 
@@ -56,6 +58,8 @@ class RetrievalLayer(CacheLayerMixin):
         final_len: tokens that were announced, held ones included; 0: none.
         needs_positions: see ``RetrievalCache.needs_positions``.
         of_model: which layer of the model this is; set by the cache.
+        shape: heads, KV heads and key dim by the model's configuration, set by the cache, with
+            which a saved layer is compared.
     """
 
     is_sliding = False
@@ -78,6 +82,7 @@ class RetrievalLayer(CacheLayerMixin):
         self._above = _Weakly(None)
         self.edits = self.final_len = 0
         self.of_model = LayerOfModel()
+        self.shape: AttentionShape | None = None
         self._given: tuple[int, torch.Size, torch.Size] | None = None
         self._scoring: Scoring | None = None
         self._make_index = make_index
@@ -337,6 +342,7 @@ class RetrievalLayer(CacheLayerMixin):
         made = self._make_index, self._make_store, self.needs_positions, self._value_in_key
         twin = type(self)(self.config, *made)
         twin.of_model = self.of_model
+        twin.shape = self.shape
         self._build_index()
         self._catch_up()
         if self.regions is not None:
@@ -387,13 +393,34 @@ class RetrievalLayer(CacheLayerMixin):
     def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
         """Become the layer whose ``state_dict`` this is. KeyError names a missing tensor."""
         self.reset()
-        if state:
-            keys = state["window.keys"].to(device)
-            in_key = self._value_in_key
-            values = keys[..., :in_key] if in_key else state["window.values"].to(device)
-            self.lazy_initialization(keys, values)
-            if self.regions is not None:
-                self.regions.load_state_dict(state, device)
+        if not state:
+            return
+        in_key = self._value_in_key
+        sides = [state["window.keys"]] + ([] if in_key else [state["window.values"]])
+        form = Form(sides[0].dtype, {})
+        for name, side in zip(("keys", "values"), sides, strict=False):
+            form.check(f"window.{name}", side, f"B H c {name}", form.dtype)
+            if 0 in (*side.shape[:2], side.shape[3]):
+                raise damaged(f"window.{name} is {list(side.shape)}")
+        keys = sides[0].to(device)
+        values = keys[..., :in_key] if in_key else sides[1].to(device)
+        check_dtypes(keys=keys, values=values)
+        self.lazy_initialization(keys, values)
+        if self.regions is not None:
+            self.regions.load_state_dict(state, device, self._query_heads(keys))
+
+    def _query_heads(self, keys: torch.Tensor) -> int | None:
+        """Query heads for ``keys [B, Hkv, *, D]`` of a saved layer; None where nobody knows.
+
+        In a tensor parallel model each process holds some of the heads.
+        """
+        shape = self.shape
+        known = shape is not None and (shape.kv_heads, shape.head_dim) == (
+            keys.shape[1],
+            keys.shape[3],
+        )
+        parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return shape.heads if known and shape is not None and not parallel else None
 
 
 def _new_store(own: _Weakly, device: torch.device, cold_bytes: int) -> Store:

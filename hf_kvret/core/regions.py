@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import ParamSpec, Self, TypeVar
 
@@ -11,6 +12,7 @@ import torch
 
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.block import UNKNOWN_POSITION, TokenBlock
+from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.index import ColdTokens, Index, SearchCost, blamed_on
 from hf_kvret.core.rest import RestSums
 from hf_kvret.core.scoring import Scoring
@@ -359,28 +361,75 @@ class Regions:
         return state | ({"built": torch.tensor(self._built)} if "store" in parts else {})
 
     @_keeps_tensors
-    def load_state_dict(self, state: Tensors, device: torch.device) -> None:
-        """Become the regions whose ``state_dict`` this is. KeyError names a missing tensor."""
+    def load_state_dict(
+        self, state: Tensors, device: torch.device, query_heads: int | None = None
+    ) -> None:
+        """Become the regions whose ``state_dict`` this is; ``query_heads`` where they are known.
+
+        Raises:
+            KeyError: names a missing tensor.
+            ValueError: a tensor does not fit the others.
+        """
         window, index, rows = (_part(state, name) for name in ("window.", "index.", "store."))
-        self.window.load_state_dict(window, device)
-        if self.needs_positions:
-            self.positions.put(index["positions"].to(device)[:, None], int(index["start"]))
-        if self.index is not None and (index or self.window.start):
-            self.index.load_state_dict(index, device)
-        if self.window.start:
-            self.store = self._make_store(device, sum(x.nbytes for x in rows.values()))
+        strange = state.keys() - {f"{a}.{b}" for a in _PARTS for b in _part(state, f"{a}.")}
+        if strange - {"built"}:
+            raise damaged(f"there is an unknown {min(strange - {'built'})[:80]}")
+        keys, values = self.window.keys, self.window.values
+        sizes = {"B": keys.shape[0], "H": keys.shape[1], "D": keys.shape[3], "V": values.shape[3]}
+        sizes |= {"S": self.config.sink, "I": self.window.value_in_key}
+        sizes |= {} if query_heads is None else {"Q": query_heads}
+        form = Form(keys.dtype, sizes)
+        with named("window."):
+            self.window.check_saved(window, form)
+            self.window.load_state_dict(window, device)
+            self.window.check_loaded(form)
+        form = form.extended({"N": self.window.start, "T": self.window.end})
+        with named("index."):
+            self._load_index(index, form, device)
+        if not self.window.start:
+            if rows or "built" in state:
+                raise damaged("there is a store of a layer without cold tokens")
+            return
+        self.store = self._make_store(device, sum(x.nbytes for x in rows.values()))
+        with named("store."):
+            self.store.check_saved(rows, form)
             self.store.load_state_dict(rows, device)
-            self._built = bool(state["built"])
-            sums = _part(state, "rest.")
-            if sums and self.config.rest is not None and self.config.rest_blocks is None:
-                self.rest = self._new_sums()
-                self.rest.load_state_dict(sums, device)
-                self.rest.check(self.batch_size, self.window.keys.shape[1], self.cold_len)
+            self.store.check_loaded(form)
+        if len(self.store) != self.window.start:
+            raise damaged(f"the store has {len(self.store)} tokens, not {self.window.start}")
+        form.check("built", state["built"].reshape(-1), "1", torch.bool)
+        if not bool(state["built"]):
+            # A save builds the index.
+            raise damaged("built is False")
+        self._built = True
+        sums = _part(state, "rest.")
+        if sums and self.config.rest is not None and self.config.rest_blocks is None:
+            self.rest = self._new_sums()
+            self.rest.load_state_dict(sums, device)
+            self.rest.check(self.batch_size, self.window.keys.shape[1], self.cold_len)
 
     def _new_sums(self) -> RestSums:
         window = self.window
         dims = window.keys.shape[-1], window.values.shape[-1]
         return RestSums(self.config.rest_blocks, *dims, bool(window.value_in_key))
+
+    def _load_index(self, index: Tensors, form: Form, device: torch.device) -> None:
+        if self.needs_positions:
+            form.check("positions", index["positions"], "B n", torch.int32)
+            form.check("start", index["start"].reshape(-1), "1", torch.int64)
+            first, count = int(index["start"]), index["positions"].shape[1]
+            # A crop leaves positions of tokens that are gone.
+            if first < 0 or (count and first + count < form["T"]):
+                raise damaged(f"positions start at {first}, {count} of {form['T']} tokens")
+            self.positions.put(index["positions"].to(device)[:, None], first)
+            index = {name: x for name, x in index.items() if name not in ("positions", "start")}
+        if self.index is None:
+            if index:
+                raise damaged(f"there is an unknown {min(index)[:80]}")
+        elif index or self.window.start:
+            self.index.check_saved(index, form)
+            self.index.load_state_dict(index, device)
+            self.index.check_loaded(form)
 
     def _cool(self, block: TokenBlock) -> None:
         """Move a block into store and index, its first valid tokens also into free sinks."""
@@ -408,6 +457,18 @@ class Regions:
             self.index.add(block)
         self._retrievable = None
         self.changes += 1
+
+
+_PARTS = ("window", "index", "store", "rest")
+
+
+@contextmanager
+def named(prefix: str) -> Iterator[None]:
+    """Errors of a saved part name it."""
+    try:
+        yield
+    except KeyError as missing:
+        raise KeyError(f"{prefix}{missing.args[0]}") from missing
 
 
 def _part(state: Tensors, prefix: str) -> Tensors:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from hf_kvret.core.form import DTypes, Form, check_finite, damaged
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -18,13 +20,16 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
     Fields are declared in the body of the class, with the functions of this module::
 
         class MeanKeys(State):
-            total: torch.Tensor | None = tensor()     # [B, Hkv, D]
+            total: torch.Tensor | None = tensor(dims="B H D")
             recent: TokenBuffer = part(TokenBuffer)   # a state of its own
-            updates: int = number(0)
+            updates: int = number(0, least=0)
 
     ``reorder``, ``crop``, ``fork``, ``nbytes``, ``state_dict``, ``load_state_dict`` and ``reset``
     then go through the fields. A class overrides one only where it really differs, and says why.
     Undeclared attributes (options, tables of constants) are shared by forks and not saved.
+
+    A saved state is compared with what the fields declare before it is loaded (``check_saved``),
+    and with itself afterwards (``check_loaded``).
     """
 
     fields: ClassVar[dict[str, Field]] = {}
@@ -111,6 +116,51 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
     def loaded(self) -> None:  # noqa: B027 - most states need nothing else
         """Hook: derive attributes from tensors just loaded. ValueError where they are invalid."""
 
+    def saved_sizes(self, form: Form) -> dict[str, int]:
+        """Sizes of this kind of state alone, for ``dims`` of its fields and of its parts."""
+        return {}
+
+    def check_saved(self, state: Tensors, form: Form) -> None:
+        """Compare a saved state with the fields, before it is loaded.
+
+        Raises:
+            ValueError: a tensor that none has, or of another form; a number out of range.
+        """
+        claimed = self.claim(state, form)
+        # Whoever loads by hand knows the names by hand.
+        if type(self).load_state_dict is State.load_state_dict and claimed < state.keys():
+            raise damaged(f"there is an unknown {min(state.keys() - claimed)[:80]}")
+
+    def claim(self, state: Tensors, form: Form) -> set[str]:
+        """The names of ``state`` that belong to it, checked as by ``check_saved``."""
+        form = form.extended(self.saved_sizes(form))
+        claimed: set[str] = set()
+        for name, field in self.fields.items():
+            claimed |= field.claim(getattr(self, name), state, form)
+        for key, names in self._numbers():
+            if key in state:
+                claimed.add(key)
+                self._check_numbers(key, [self.fields[name] for name in names], state[key], form)
+        return claimed
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError where values just loaded do not fit one another; goes through the parts.
+
+        A class with values that are used as ids, offsets or lengths extends it.
+        """
+        form = form.extended(self.saved_sizes(form))
+        for name, field in self.fields.items():
+            value = getattr(self, name)
+            if field.is_saved and isinstance(value, State):
+                value.check_loaded(form)
+
+    @staticmethod
+    def _check_numbers(key: str, fields: list[Any], saved: torch.Tensor, form: Form) -> None:
+        dtype = torch.float64 if float in {field.kind for field in fields} else torch.int64
+        form.check(key, saved.reshape(-1) if len(fields) == 1 else saved, f"{len(fields)}", dtype)
+        for field, value in zip(fields, saved.reshape(-1).tolist(), strict=True):
+            field.check(value, form)
+
     def _numbers(self) -> Iterator[tuple[str, list[str]]]:
         """Keys of saved numbers, with the fields that are saved under each."""
         keys: dict[str, list[str]] = {}
@@ -167,6 +217,10 @@ class Field:
         """Whether ``state`` contains it, or a part of it."""
         return self.is_saved and self.key in state
 
+    def claim(self, value: Any, state: Tensors, form: Form) -> set[str]:
+        """Names of ``state`` that are of this field, checked; ``value`` is that of a new state."""
+        return set()
+
     def saved(self, value: Any) -> Tensors:
         """Tensors of the value, by name."""
         return {}
@@ -180,10 +234,28 @@ class TensorField(Field):
     """See ``tensor``."""
 
     def __init__(
-        self, key: str | None, is_saved: bool, optional: bool, batched: bool, shared: bool
+        self,
+        key: str | None,
+        is_saved: bool,
+        optional: bool,
+        batched: bool,
+        shared: bool,
+        dims: str | None,
+        dtype: DTypes,
+        finite: bool,
     ) -> None:
         super().__init__(key, is_saved)
         self.optional, self.batched, self.shared = optional, batched, shared
+        self.dims, self.dtype, self.finite = dims, dtype, finite
+
+    def claim(self, value: Any, state: Tensors, form: Form) -> set[str]:
+        if not self.is_in(state):
+            return set()
+        if self.dims is not None:
+            form.check(self.key, state[self.key], self.dims, self.dtype)
+        if self.finite:
+            check_finite(self.key, state[self.key])
+        return {self.key}
 
     def reordered(self, value: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
         if value is None or not self.batched:
@@ -211,9 +283,33 @@ class TensorField(Field):
 class NumberField(Field):
     """See ``number``."""
 
-    def __init__(self, default: float, key: str | None, is_saved: bool, anew: bool) -> None:
+    def __init__(
+        self,
+        default: float,
+        key: str | None,
+        is_saved: bool,
+        anew: bool,
+        least: float | None,
+        most: float | str | None,
+    ) -> None:
         super().__init__(key, is_saved)
         self.default, self.kind, self.anew = default, type(default), anew
+        self.least, self.most = least, most
+
+    def check(self, value: float, form: Form) -> None:
+        """ValueError for a saved ``value`` that is not of the kind, or out of range."""
+        least, most = self.least, self.most
+        if self.kind is bool:
+            least, most = 0, 1
+        most = form.get(most) if isinstance(most, str) else most
+        whole = self.kind is float or value == value // 1
+        fits = (least is None or value >= least) and (most is None or value <= most)
+        if not whole or not fits:
+            raise damaged(
+                f"{self.name.lstrip('_')} is {value}, not "
+                f"{'a whole number ' if self.kind is not float else ''}"
+                f"from {'any' if least is None else least} to {'any' if most is None else most}"
+            )
 
     def initial(self) -> float:
         return self.default
@@ -270,6 +366,21 @@ class PartField(Field):
     def nbytes(self, value: State | None) -> int:
         return 0 if value is None else value.nbytes()
 
+    def claim(self, value: State | None, state: Tensors, form: Form) -> set[str]:
+        if not self.is_saved or not self.is_in(state):
+            return set()
+        prefix = self.prefix
+        mine = {
+            name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
+        }
+        if value is None:
+            assert self.make is not None, "a part that is saved can be made"
+            value = self.make()
+        try:
+            return {f"{prefix}{name}" for name in value.claim(mine, form)}
+        except ValueError as error:
+            raise ValueError(f"{prefix}{error}") from error
+
     def is_in(self, state: Tensors) -> bool:
         if self.prefix or self.make is None:
             return self.is_saved and any(name.startswith(self.prefix) for name in state)
@@ -308,6 +419,9 @@ def tensor(
     optional: bool = False,
     batched: bool = True,
     shared: bool = False,
+    dims: str | None = None,
+    dtype: DTypes = None,
+    finite: bool = False,
 ) -> Any:
     """Declare a small tensor ``[B, ...]``, None until it is assigned.
 
@@ -317,12 +431,21 @@ def tensor(
         optional: it may be missing where other fields were saved.
         batched: its first dimension is the batch.
         shared: it is never written in place, so that forks need no copy.
+        dims: of a saved one, see ``Form``; None: any.
+        dtype: of a saved one with ``dims``; None for that of keys.
+        finite: whether numbers of a saved one must be finite.
     """
-    return TensorField(key, saved, optional, batched, shared)
+    return TensorField(key, saved, optional, batched, shared, dims, dtype, finite)
 
 
 def number(
-    default: bool | int | float, *, key: str | None = None, saved: bool = True, anew: bool = False
+    default: bool | int | float,
+    *,
+    key: str | None = None,
+    saved: bool = True,
+    anew: bool = False,
+    least: float | None = None,
+    most: float | str | None = None,
 ) -> Any:
     """Declare a plain number, of the type of ``default``.
 
@@ -331,8 +454,10 @@ def number(
         key: as of ``tensor``; numbers with the same key are saved in one tensor, in this order.
         saved: whether it is saved.
         anew: a fork starts with the default, for example counters of a report.
+        least: smallest value of a saved one; None: any.
+        most: largest one, or the letter of a size (see ``Form``); None: any.
     """
-    return NumberField(default, key, saved, anew)
+    return NumberField(default, key, saved, anew, least, most)
 
 
 def part(

@@ -10,6 +10,7 @@ import torch
 
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.contract import refuse_old_names
+from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.state import State, Tensors
 from hf_kvret_kernels.host_attention import host_rank
 from hf_kvret_kernels.paged import PagedRows
@@ -216,6 +217,11 @@ class Store(State):
         """Plain numbers of the store's own, for ``cache.stats()``; may wait for the device."""
         return {}
 
+    def check_saved(self, state: Tensors, form: Form) -> None:
+        """As for every state, of rows in full; a store that saves another form extends it."""
+        if "keys" in state and type(self).load_state_dict is Store.load_state_dict:
+            check_rows(state, form)
+
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """Fill an empty store with what ``state_dict`` gave, for queries on ``device``.
 
@@ -232,6 +238,28 @@ class Store(State):
             keys, in_key = state["keys"].to(device), int(state.get("value_in_key", 0))
             values = keys[..., :in_key] if in_key else state["values"].to(device)
             self.append(TokenBlock(keys, values, start=0, value_in_key=in_key))
+
+
+def check_rows(state: Tensors, form: Form) -> None:
+    """ValueError unless ``state`` has keys and values in full of all cold tokens of a layer."""
+    in_key = form.get("I") or 0
+    names = {"keys"} | ({"value_in_key"} if in_key else {"values"})
+    if names < state.keys():
+        raise damaged(f"store has an unknown {min(state.keys() - names)[:80]}")
+    form.check("store.keys", state["keys"], "B H N D")
+    if not in_key and "values" in state:
+        form.check("store.values", state["values"], "B H N V")
+    check_in_key(state, form)
+
+
+def check_in_key(state: Tensors, form: Form) -> None:
+    """ValueError unless ``value_in_key`` is that of the layer; missing where that is 0."""
+    in_key = form.get("I") or 0
+    saved = state.get("value_in_key")
+    if saved is None and not in_key:
+        return
+    if saved is None or saved.dtype != torch.int64 or saved.numel() != 1 or int(saved) != in_key:
+        raise damaged(f"store.value_in_key is not {in_key}")
 
 
 def all_of(

@@ -8,7 +8,11 @@ from typing import Any, Self
 
 import torch
 
+from hf_kvret.core.form import DTypes, Form, check_range
 from hf_kvret.core.state import PartField, State, Tensors
+
+MOST_SLOT = 2**31 - 1
+"""No slot of a saved cache is above."""
 
 # Dropped rows at the front that may stay before the others are moved.
 _SLACK = 256
@@ -23,10 +27,14 @@ class TokenBuffer(State):
 
     Attributes:
         first: slot of the first row.
+        dims, dtype: of saved rows, see ``Form``; of ``tokens`` and ``passed`` their field has them.
     """
 
-    def __init__(self, least_step: int = 256) -> None:
+    def __init__(
+        self, least_step: int = 256, dims: str | None = None, dtype: DTypes = None
+    ) -> None:
         self.least_step = least_step
+        self.dims, self.dtype = dims, dtype
         self.reset()
 
     def reset(self) -> None:
@@ -147,6 +155,16 @@ class TokenBuffer(State):
         self.append(state["rows"].to(device))
         self.first = int(state["first"])
 
+    def claim(self, state: Tensors, form: Form) -> set[str]:
+        """As for every state: of ``rows`` and ``first``."""
+        form = form.extended({})
+        if "rows" in state and self.dims is not None:
+            form.check("rows", state["rows"], self.dims, self.dtype)
+        if "first" in state:
+            form.check("first", state["first"].reshape(-1), "1", torch.int64)
+            check_range("first", state["first"], 0, MOST_SLOT)
+        return {"rows", "first"} & state.keys()
+
     def _adopt(self, memory: torch.Tensor) -> None:
         """Have ``memory``, of which the first ``len(self)`` rows are in use."""
         self._begin, self._end = 0, len(self)
@@ -157,10 +175,23 @@ class TokensField(PartField):
     """See ``tokens`` and ``passed``."""
 
     def __init__(
-        self, make: Callable[[], TokenBuffer], key: str | None, cold: bool, may_be_empty: bool
+        self,
+        make: Callable[[], TokenBuffer],
+        key: str | None,
+        cold: bool,
+        may_be_empty: bool,
+        dims: str | None,
+        dtype: DTypes,
     ) -> None:
         super().__init__(make, key, is_saved=True, optional=False, may_be_empty=may_be_empty)
-        self.cold = cold
+        self.cold, self.dims, self.dtype = cold, dims, dtype
+
+    def claim(self, value: Any, state: Tensors, form: Form) -> set[str]:
+        if self.key not in state:
+            return set()
+        if self.dims is not None:
+            form.check(self.key, state[self.key], self.dims, self.dtype)
+        return {self.key}
 
     def crop(self, value: Any, length: int) -> None:
         if self.cold:
@@ -183,6 +214,8 @@ def tokens(
     *,
     key: str | None = None,
     may_be_empty: bool = False,
+    dims: str | None = None,
+    dtype: DTypes = None,
 ) -> Any:
     """Declare a ``TokenBuffer`` of all cold tokens, from slot 0 on, saved as one tensor.
 
@@ -192,8 +225,9 @@ def tokens(
         make: makes an empty one.
         key: as of ``tensor``.
         may_be_empty: it may never have held rows where other fields were saved.
+        dims, dtype: as of ``tensor``.
     """
-    return TokensField(make, key, cold=True, may_be_empty=may_be_empty)
+    return TokensField(make, key, True, may_be_empty, dims, dtype)
 
 
 def passed(
@@ -201,10 +235,12 @@ def passed(
     *,
     key: str | None = None,
     may_be_empty: bool = False,
+    dims: str | None = None,
+    dtype: DTypes = None,
 ) -> Any:
     """Declare a ``TokenBuffer`` of tokens seen in forward passes, those in the window included.
 
     A crop leaves it as it is, because it does not say how many tokens stay in the window: ``put``,
     at the slot where the next pass starts, drops the others. Arguments as of ``tokens``.
     """
-    return TokensField(make, key, cold=False, may_be_empty=may_be_empty)
+    return TokensField(make, key, False, may_be_empty, dims, dtype)

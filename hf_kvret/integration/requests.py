@@ -85,6 +85,13 @@ def is_served(model: PreTrainedModel) -> bool:
         return any(one.model is model and one.cache is not None for _, one in _under_way)
 
 
+def is_using(cache: RetrievalCache) -> bool:
+    """Whether a running call of ``generate`` in this thread uses ``cache``."""
+    thread = threading.get_ident()
+    with _lock:
+        return any(owner == thread and one.cache is cache for owner, one in _under_way)
+
+
 def check_length(call: Request, cache: RetrievalCache) -> None:
     """ValueError unless the prompt of ``call`` continues the tokens in ``cache``.
 

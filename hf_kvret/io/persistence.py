@@ -1,32 +1,43 @@
 """Saving a filled cache and loading it again, also in another process.
 
-``cache.safetensors`` holds every tensor under ``layers.<number>.<part>``; ``cache.json`` says
-which method and options it belongs to and what the model's cache layers look like. Layers that
-are not ours (sliding, linear) are saved attribute by attribute.
+A folder holds ``cache.json``, which says what the cache is, and a file of tensors that it names,
+``layers.<number>.<part>``, with a checksum for every block; see docs/formats.md. Whatever is read
+is checked before it is used, and nothing that a file says becomes code or the name of an attribute.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret.io import foreign_layers
+from hf_kvret.io.description import (
+    DESCRIPTION,
+    OLD_TENSORS,
+    STEM,
+    SUFFIX,
+    Description,
+    LayerValues,
+    digest_of,
+    is_of_a_cache,
+    written,
+)
+from hf_kvret.io.folder import replacing
+from hf_kvret.io.origin import restore_origin, saved_origin
+from hf_kvret.io.tensor_file import DTYPES, TensorFile, version_of, write_tensors
 
 if TYPE_CHECKING:
     from hf_kvret.cache import RetrievalCache
 
     CacheType = TypeVar("CacheType", bound=RetrievalCache)
-
-FORMAT_VERSION = 1
-_TENSORS, _DESCRIPTION = "cache.safetensors", "cache.json"
 
 # Options that do not affect what is stored, so a load may change them.
 _STORE_OPTIONS = {"store", "slots", "device_budget"}
@@ -42,31 +53,45 @@ FORK_OPTIONS = frozenset(_FREE_OPTIONS - _STORE_OPTIONS)
 _MOVABLE_OPTIONS = {"artifact", "revision", "artifact_sha256"}
 
 
-def save(cache: RetrievalCache, directory: Path) -> None:
-    """Write ``cache`` to ``directory``, which is made if needed."""
-    tensors: dict[str, torch.Tensor] = {}
-    layers = []
-    for number, layer in enumerate(cache.layers):
-        if isinstance(layer, RetrievalLayer):
-            parts: dict[str, torch.Tensor] = layer.state_dict()
-            plain: Any = {}
-        else:
-            parts, plain = _split(vars(layer))
-        tensors |= {f"layers.{number}.{name}": tensor for name, tensor in parts.items()}
-        layers.append({"type": type(layer).__name__, "values": plain})
-    description = {
-        "format_version": FORMAT_VERSION,
-        "method": cache.name,
-        "model": cache.model_shape,
-        "options": dataclasses.asdict(cache.options_to_load()),
-        "layers": layers,
-        "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
-    }
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / _TENSORS)
-    (directory / _DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
-    # safetensors makes files that only their owner can read.
-    shutil.copymode(directory / _DESCRIPTION, directory / _TENSORS)
+def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> str:
+    """Write ``cache`` to ``directory``, which is made if needed.
+
+    Args:
+        cache: to be saved.
+        directory: where to.
+        overwrite: as in ``save_pretrained``.
+
+    Returns:
+        A digest of what was written, see ``digest_of``.
+
+    Raises:
+        FileExistsError: a cache is there that may not be replaced.
+        OSError: the disk is full, for instance; what was there before is as it was.
+        TypeError: a cache layer of transformers that is not known.
+        ValueError: what would be replaced is not of a cache.
+    """
+    with replacing(directory, DESCRIPTION, STEM) as replacement:
+        _check_overwrite(cache, directory, overwrite)
+        tensors: dict[str, torch.Tensor] = {}
+        layers = []
+        no_values: dict[str, Any] = {}
+        for number, layer in enumerate(cache.layers):
+            if isinstance(layer, RetrievalLayer):
+                parts, plain = layer.state_dict(), no_values
+            else:
+                parts, plain = foreign_layers.parts_of(layer)
+            tensors |= {f"layers.{number}.{name}": tensor for name, tensor in parts.items()}
+            layers.append(LayerValues(type(layer).__name__, plain))
+        origin, more = _split_origin(saved_origin(cache))
+        with replacement.new_file() as file:
+            entries, _ = write_tensors(file, tensors | more)
+        name = replacement.keep(file, version_of(entries), SUFFIX)
+        options = dataclasses.asdict(cache.options_to_load())
+        form = cache.name, cache.model_shape, options, layers
+        # The tensors of format 1 are those of the description that is replaced.
+        obsolete = [OLD_TENSORS] if (directory / DESCRIPTION).exists() else []
+        replacement.commit(written(*form, entries, name, origin), obsolete)
+    return digest_of(directory) or ""
 
 
 def load(
@@ -75,13 +100,63 @@ def load(
     config: PreTrainedConfig,
     device: torch.device,
     changes: dict[str, Any],
+) -> tuple[CacheType, str]:
+    """The cache in ``directory`` as a ``cls``, and the digest of what was read.
+
+    Arguments as in ``from_pretrained``.
+    """
+    while True:
+        description = Description.read(directory)
+        try:
+            return _load(cls, directory, description, config, device, changes), description.digest
+        except FileNotFoundError:
+            # Another process may have replaced the cache in the meantime.
+            if digest_of(directory) == description.digest:
+                raise
+
+
+def _load(
+    cls: type[CacheType],
+    directory: Path,
+    description: Description,
+    config: PreTrainedConfig,
+    device: torch.device,
+    changes: dict[str, Any],
 ) -> CacheType:
-    """The cache in ``directory`` as a ``cls``; arguments as in ``from_pretrained``."""
-    description = _read_description(directory)
-    if description["method"] != cls.name:
+    cache = _empty_cache(cls, directory, description, config, changes)
+    parts = read_parts(directory, description)
+    layers = zip(cache.layers, description.layers, strict=True)
+    for number, (layer, saved) in enumerate(layers):
+        tensors = next(parts)
+        try:
+            if isinstance(layer, RetrievalLayer):
+                layer.load_state_dict(tensors, device)
+            else:
+                foreign_layers.restore(layer, saved.values, tensors, device)
+        except KeyError as missing:
+            raise ValueError(
+                f"{directory / description.file} has no layers.{number}.{missing.args[0]}: the "
+                "file is damaged or from another version; save the cache again"
+            ) from missing
+        except ValueError as error:
+            raise ValueError(f"{directory}: layer {number}: {error}") from error
+    check_agreement(directory, cache)
+    restore_origin(cache, dict(description.origin), next(parts))
+    return cache
+
+
+def _empty_cache(
+    cls: type[CacheType],
+    directory: Path,
+    description: Description,
+    config: PreTrainedConfig,
+    changes: dict[str, Any],
+) -> CacheType:
+    """A new cache with the saved options and ``changes``, for the saved model."""
+    if description.method != cls.name:
         raise ValueError(
-            f"{directory} holds a {description['method']!r} cache, not {cls.name!r}: load it with "
-            "the class of that method"
+            f"{directory} holds a {description.method[:80]!r} cache, not {cls.name!r}: load it "
+            "with the class of that method"
         )
     changes = cls.config_class.current_names(changes)
     movable = _MOVABLE_OPTIONS if cls.needs_artifact else set()
@@ -92,35 +167,70 @@ def load(
     if changes.get("store", "split") not in ("auto", "split"):
         # The saved budget belongs to the saved store.
         changes = {"device_budget": None, **changes}
-    options = cls.config_class.from_saved(description["options"]).replace(**changes)
+    options = cls.config_class.from_saved(description.options).replace(**changes)
     cache = cls(config, options)
-    saved_types = [layer["type"] for layer in description["layers"]]
-    _check_model(directory, cache, description["model"], saved_types)
-    tensors = _read_tensors(directory)
-    if {name: list(tensor.shape) for name, tensor in tensors.items()} != description["tensors"]:
-        raise ValueError(
-            f"{directory / _TENSORS} does not hold what {_DESCRIPTION} says: the files are of "
-            "different caches or damaged; save the cache again"
-        )
-    for number, layer in enumerate(cache.layers):
-        prefix = f"layers.{number}."
-        parts = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(prefix)
-        }
-        values = description["layers"][number]["values"]
-        try:
-            if isinstance(layer, RetrievalLayer):
-                layer.load_state_dict(parts, device)
-            else:
-                vars(layer).update(_join(parts, values, device))
-        except KeyError as missing:
-            raise ValueError(
-                f"{directory / _TENSORS} has no {prefix}{missing.args[0]}: the file is damaged or "
-                "from another version; save the cache again"
-            ) from missing
+    types = [layer.type for layer in description.layers]
+    _check_model(directory, cache, dict(description.model), types)
     return cache
+
+
+def read_parts(
+    directory: Path, description: Description, check: bool = True
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of each layer, without their prefix, and at last those that are of no layer.
+
+    Args:
+        directory: of the cache.
+        description: of it.
+        check: whether checksums are compared, where there are any.
+
+    Raises:
+        FileNotFoundError: the file of tensors is missing.
+        ValueError: it is damaged.
+    """
+    path = directory / description.file
+    if not path.is_file():
+        raise FileNotFoundError(f"no saved cache in {directory}: {description.file} is missing")
+    groups: list[list[str]] = [[] for _ in range(len(description.layers) + 1)]
+    for name in description.shapes:
+        groups[_layer_of(name, len(description.layers))].append(name)
+    prefixes = [f"layers.{number}." for number in range(len(description.layers))] + [""]
+    if description.format_version == 1:
+        everything = _read_old(path, description)
+        every = ({name: everything[name] for name in names} for names in groups)
+        yield from _named(every, prefixes)
+        return
+    with TensorFile(path, description.tensors, check) as file:
+        yield from _named(file.groups(groups), prefixes)
+
+
+def _named(
+    groups: Iterator[dict[str, torch.Tensor]], prefixes: list[str]
+) -> Iterator[dict[str, torch.Tensor]]:
+    for prefix, group in zip(prefixes, groups, strict=True):
+        yield {name.removeprefix(prefix): tensor for name, tensor in group.items()}
+
+
+def _layer_of(name: str, layers: int) -> int:
+    """Number of the layer that a tensor is of; ``layers`` for what is of none.
+
+    ValueError for a name that no save gives.
+    """
+    first, _, rest = name.partition(".")
+    number, _, part = rest.partition(".")
+    if first in ("identity", "tokens") and rest:
+        return layers
+    # No other spelling of a number.
+    if first == "layers" and part and number in {str(i) for i in range(layers)}:
+        return int(number)
+    raise ValueError(f"there is a tensor {name[:80]!r}, which is of no layer: save the cache again")
+
+
+def check_agreement(directory: Path, cache: RetrievalCache) -> None:
+    """ValueError where the layers of a loaded cache do not hold the same rows and tokens."""
+    fault = cache._pass_fault() or _form_fault(cache)
+    if fault is not None:
+        raise ValueError(f"{directory} is damaged or crafted: {fault}; save the cache again")
 
 
 def check_fork(changes: dict[str, Any]) -> None:
@@ -138,44 +248,99 @@ def check_changes(changes: dict[str, Any], free: set[str]) -> None:
         )
 
 
-def _read_description(directory: Path) -> dict[str, Any]:
-    path = directory / _DESCRIPTION
-    if not path.is_file():
-        raise FileNotFoundError(f"no saved cache in {directory}: {_DESCRIPTION} is missing")
-    try:
-        description = json.loads(path.read_text())
-        version = description["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is corrupt ({error}): save the cache again") from error
-    if version != FORMAT_VERSION:
+def _check_overwrite(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None:
+    """FileExistsError, or ValueError, where a save into ``directory`` would replace too much."""
+    there = digest_of(directory)
+    if there is None:
+        return
+    if not is_of_a_cache(directory):
         raise ValueError(
-            f"{path} has format version {version}, this hf_kvret reads {FORMAT_VERSION}: save the "
-            "cache again"
+            f"{directory / DESCRIPTION} is not of a saved cache, or damaged, and would be "
+            "replaced: give another folder, or remove it"
         )
-    if not _is_complete(description):
-        raise ValueError(f"{path} is corrupt (a part is missing): save the cache again")
-    return description
+    if overwrite or (overwrite is None and cache.saved_digests.get(_place(directory)) == there):
+        return
+    if overwrite is None:
+        raise FileExistsError(
+            f"{directory} holds a cache that another object saved: give another folder, or pass "
+            "overwrite=True to replace it"
+        )
+    raise FileExistsError(f"{directory} holds a cache: give another folder, or leave out overwrite")
 
 
-def _is_complete(description: dict[str, Any]) -> bool:
-    kinds = {"method": str, "model": dict, "options": dict, "layers": list, "tensors": dict}
-    return all(isinstance(description.get(name), kind) for name, kind in kinds.items()) and all(
-        isinstance(layer, dict) and {"type", "values"} <= layer.keys()
-        for layer in description["layers"]
-    )
+def note_saved(cache: RetrievalCache, directory: Path, digest: str) -> None:
+    """Note that ``directory`` holds what ``cache`` wrote there, or was loaded from."""
+    cache.saved_digests[_place(directory)] = digest
 
 
-def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    path = directory / _TENSORS
-    if not path.is_file():
-        raise FileNotFoundError(f"no saved cache in {directory}: {_TENSORS} is missing")
+def _place(directory: Path) -> str:
+    return os.path.realpath(directory)
+
+
+def _split_origin(origin: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """``origin`` without its tensors, and these by path, ``identity.<key>`` for instance."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def plain(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+        rest = {}
+        for name, value in values.items():
+            path = f"{prefix}{name}"
+            if isinstance(value, torch.Tensor):
+                tensors[path] = value.detach().cpu().contiguous()
+            else:
+                rest[name] = plain(value, f"{path}.") if isinstance(value, dict) else value
+        return rest
+
+    return plain(origin, ""), tensors
+
+
+def _read_old(path: Path, description: Description) -> dict[str, torch.Tensor]:
+    """The tensors of format 1."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = set(file.keys())
+            forms = {name: file.get_slice(name) for name in names}
+            if {name: form.get_shape() for name, form in forms.items()} != description.shapes:
+                raise ValueError(
+                    f"{path} does not hold what {DESCRIPTION} says: the files are of different "
+                    "caches or damaged; save the cache again"
+                )
+            strange = [name for name in names if forms[name].get_dtype() not in DTYPES]
+            if strange:
+                raise ValueError(
+                    f"{path} has a tensor of dtype {forms[strange[0]].get_dtype()}, which no cache "
+                    "has: it is damaged; save the cache again"
+                )
+            tensors = {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ValueError(
             f"{path} is corrupt or truncated ({error}): save the cache again"
         ) from error
+    return tensors
+
+
+def _form_fault(cache: RetrievalCache) -> str | None:
+    """What tells that layers are not of one model; None where nothing does."""
+    regions = [layer.regions for layer in cache.retrieval_layers]
+    foreign = [layer for layer in cache.layers if not isinstance(layer, RetrievalLayer)]
+    batches = {each.batch_size for each in regions if each is not None}
+    batches |= {batch for layer in foreign if (batch := foreign_layers.batch_of(layer))}
+    if len(batches) > 1:
+        return f"the layers hold batches of {', '.join(map(str, sorted(batches)))}"
+    dtypes = {each.window.keys.dtype for each in regions if each is not None}
+    if len(dtypes) > 1:
+        return f"the layers hold tokens in {', '.join(sorted(map(str, dtypes)))}"
+    forms: dict[Any, Any] = {}
+    for layer, each in zip(cache.retrieval_layers, regions, strict=True):
+        if each is not None:
+            form = each.window.keys.shape[1::2], each.window.values.shape[3]
+            if forms.setdefault(layer.shape, form) != form:
+                return "layers that the model has alike hold tokens of different forms"
+    for layer in foreign:
+        for name, form in foreign_layers.forms_of(layer).items():
+            if forms.setdefault((type(layer), name), form) != form:
+                return f"{name} of layers of one kind have different forms"
+    return None
 
 
 def _check_model(
@@ -210,44 +375,6 @@ def _first_difference(name: str, theirs: Any, ours: Any) -> tuple[str, Any, Any]
         return name, theirs, ours
     place = next(place for place, value in enumerate(theirs) if value != ours[place])
     return f"{name}[{place}]", theirs[place], ours[place]
-
-
-def _split(value: Any, prefix: str = "") -> tuple[dict[str, torch.Tensor], Any]:
-    """Tensors by path, and the same structure with ``{"tensor": path}`` in their place."""
-    if isinstance(value, torch.Tensor):
-        return {prefix: value.detach().cpu().contiguous()}, {"tensor": prefix}
-    if isinstance(value, dict):
-        tensors: dict[str, torch.Tensor] = {}
-        items = []
-        for key, item in value.items():
-            parts, plain = _split(item, f"{prefix}.{key}" if prefix else str(key))
-            tensors |= parts
-            items.append([key, plain])
-        return tensors, {"dict": items}
-    if isinstance(value, list | tuple):
-        parts, plain = _split(dict(enumerate(value)), prefix)
-        return parts, {"list": [item for _, item in plain["dict"]]}
-    if isinstance(value, torch.dtype | torch.device):
-        return {}, {type(value).__name__: str(value).removeprefix("torch.")}
-    if value is None or isinstance(value, bool | int | float | str):
-        return {}, {"plain": value}
-    raise TypeError(f"cannot save {prefix} of type {type(value).__name__}")
-
-
-def _join(parts: dict[str, torch.Tensor], plain: Any, device: torch.device) -> Any:
-    """The inverse of ``_split``, on ``device``."""
-    ((kind, value),) = plain.items()
-    if kind == "tensor":
-        return parts[value].to(device)
-    if kind == "dict":
-        return {key: _join(parts, item, device) for key, item in value}
-    if kind == "list":
-        return [_join(parts, item, device) for item in value]
-    if kind == "dtype":
-        return getattr(torch, value)
-    if kind == "device":
-        return device
-    return value
 
 
 def _summary(types: list[str]) -> str:

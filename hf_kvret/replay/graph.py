@@ -24,6 +24,9 @@ from hf_kvret.replay.sliding_step import SlidingStep
 
 _log = logging.getLogger("hf_kvret.replay")
 _logged_reasons: set[str] = set()
+# Modules whose hooks a replay may leave out: those of transformers stay after a call with
+# output_hidden_states and do nothing without it, ours note tokens, which is done for a replay.
+_HARMLESS = ("transformers.utils.output_capturing", "hf_kvret.integration.noting")
 # Why captures failed, by model and kind of cache, so that generate does not try again each time.
 _failures: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()
 
@@ -95,7 +98,12 @@ class DecodeGraph:
         if not self._given_up and self._is_plain(inputs):
             self.reason = self._refusal(inputs)
             if self.reason is None:
-                return self._step(inputs)
+                tokens, start = self._cache.tokens, self._cache.get_seq_length()
+                tokens.crop(start)
+                output = self._step(inputs)
+                if len(tokens) <= start:
+                    tokens.note(inputs["input_ids"], start)
+                return output
             _tell(self.reason)
         return self._usual(inputs)
 
@@ -199,9 +207,12 @@ class DecodeGraph:
         """The model's output for the frame's inputs, with the token placed by ``frame.place``."""
         for layer in self._all:
             layer.set_place(frame.place)
+        # A replay would write the ids where they were at the capture; see `__call__`.
+        self._cache.tokens.paused = True
         try:
             return self._model(**frame.inputs)
         finally:
+            self._cache.tokens.paused = False
             for layer in self._all:
                 layer.set_place(None)
 
@@ -292,13 +303,8 @@ def _is_compiled(model: PreTrainedModel) -> bool:
 
 def _has_hooks(module: nn.Module) -> bool:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    # Hooks of transformers stay after a call with output_hidden_states, and do nothing without it.
-    others = [hook for hook in hooks if not _is_of_transformers(hook)]
+    others = [hook for hook in hooks if getattr(hook, "__module__", "") not in _HARMLESS]
     return bool(others) or hasattr(module, "_hf_hook")
-
-
-def _is_of_transformers(hook: Any) -> bool:
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def _copy(output: Any) -> Any:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.state import Tensors
-from hf_kvret.core.store import AttentionResult
+from hf_kvret.core.store import AttentionResult, check_in_key, check_rows
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.stores.wrapped import WrappedStore
@@ -109,6 +110,31 @@ class QuantizedStore(WrappedStore):
             **({"value_in_key": torch.tensor(self._value_in_key)} if self._value_in_key else {}),
         }
 
+    def check_saved(self, state: Tensors, form: Form) -> None:
+        """As for every store, of rows in full or coded."""
+        if "codes" not in state:
+            check_rows(state, form)
+            return
+        names = {"codes", "scales", "bits", "key_like", "value_like", "value_in_key"}
+        if not state.keys() <= names:
+            raise damaged(f"store has an unknown {min(state.keys() - names)[:80]}")
+        check_in_key(state, form)
+        value_dim = 0 if form.get("I") else form["V"]
+        for name, dims in (("key_like", "0 D"), ("value_like", f"0 {value_dim}")):
+            form.check(f"store.{name}", state[name], dims)
+        form.check("store.bits", state["bits"].reshape(-1), "1", torch.int64)
+        if int(state["bits"]) != self._bits:
+            # An option of another save, which the user is told of.
+            return
+        codec = higgs.HiggsCodec(self._bits, self._group(form["D"], value_dim or form["D"]))
+        sides = [form["D"], value_dim] if value_dim else [form["D"]]
+        widths = {
+            "codes": sum(codec.code_bytes(side) for side in sides),
+            "scales": sum(codec.scale_bytes(side) for side in sides),
+        }
+        for name, width in widths.items():
+            form.check(f"store.{name}", state[name], f"B H N {width}", torch.uint8)
+
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """Fill an empty store with a saved one, coded or not."""
         if "codes" not in state:
@@ -139,17 +165,22 @@ class QuantizedStore(WrappedStore):
         """
         if self._codec is None:
             dims = keys.shape[-1], values.shape[-1]
-            whole = math.gcd(*dims)
-            group = min(LARGEST_GROUP, whole & -whole)
-            if group < SMALLEST_GROUP:
-                raise ValueError(
-                    f"heads of {dims[0]} and {dims[1]} numbers: coded rows need dims that "
-                    f"{SMALLEST_GROUP} divides; use store='device' or 'host'"
-                )
-            self._codec = higgs.HiggsCodec(self._bits, group).to(keys.device)
+            self._codec = higgs.HiggsCodec(self._bits, self._group(*dims)).to(keys.device)
             self._dims = (dims[0], 0) if value_in_key else dims
             self._value_in_key, self._dtype = value_in_key, keys.dtype
         return self._codec
+
+    @staticmethod
+    def _group(key_dim: int, value_dim: int) -> int:
+        """Numbers that share a scale; ValueError for dims that no group divides."""
+        whole = math.gcd(key_dim, value_dim)
+        group = min(LARGEST_GROUP, whole & -whole)
+        if group < SMALLEST_GROUP:
+            raise ValueError(
+                f"heads of {key_dim} and {value_dim} numbers: coded rows need dims that "
+                f"{SMALLEST_GROUP} divides; use store='device' or 'host'"
+            )
+        return group
 
     def _decoded(
         self, codes: torch.Tensor, scales: torch.Tensor

@@ -12,7 +12,7 @@ import torch
 from transformers import Gemma3Config, Gemma3TextConfig, PreTrainedModel
 
 from hf_kvret.calibration import ModelIdentity
-from hf_kvret.calibration.identity import model_facts
+from hf_kvret.integration.model_facts import model_facts
 from hf_kvret.testing import MODELS
 
 # An old name of the same thing, and what decides nothing about keys and queries.

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 import hf_kvret
 from hf_kvret import A2ATSCache, AquaKVCache
 from hf_kvret.calibration import CalibrationArtifact
-from hf_kvret.calibration.identity import model_facts
 from hf_kvret.cli import main
 from hf_kvret.evaluation.bundled import REFERENCE_MODEL
+from hf_kvret.integration.model_facts import model_facts
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret.testing.tiny import spread_weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvret.calibration.weights import (
+from hf_kvret.integration.weights import (
     SAMPLED_NUMBERS,
     SAMPLED_PARAMETERS,
     WeightSample,

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -18,6 +17,7 @@ import hf_kvret
 from hf_kvret import FlatKVCache, LatentKVCache, ParisKVCache
 from hf_kvret.integration.latent import ModuleHeads
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
+from hf_kvret.testing.saved import read_saved
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_model_patches import latent
 
@@ -156,7 +156,7 @@ def test_a_token_is_held_once(model: PreTrainedModel, tmp_path: Path) -> None:
     tokens = layer.get_seq_length()
     assert cache.memory().full_attention == 2 * tokens * numbers * 4
     cache.save_pretrained(tmp_path)
-    names = load_file(tmp_path / "cache.safetensors")
+    names = read_saved(tmp_path)[1]
     assert "layers.0.store.keys" in names and "layers.0.window.keys" in names
     assert not [name for name in names if name.endswith(("window.values", "store.values"))]
 

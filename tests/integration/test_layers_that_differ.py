@@ -23,7 +23,7 @@ from hf_kvret import (
     ParisKVCache,
     RetrievalCache,
 )
-from hf_kvret.calibration.identity import ModelIdentity, model_facts
+from hf_kvret.calibration.identity import ModelIdentity
 from hf_kvret.integration.compatibility import (
     AttentionShape,
     head_dims,
@@ -31,6 +31,7 @@ from hf_kvret.integration.compatibility import (
     model_shape,
     retrieval_shapes,
 )
+from hf_kvret.integration.model_facts import model_facts
 from hf_kvret.integration.prompt_chunks import token_bytes
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, tiny_artifact
 from hf_kvret.testing.models import GEMMA4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_kvret import (
@@ -26,10 +26,11 @@ from hf_kvret import (
     registered_methods,
 )
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
+from hf_kvret.testing.saved import read_saved, saved_file, write_saved
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 10, "do_sample": False}
-TENSORS, DESCRIPTION = "cache.safetensors", "cache.json"
+DESCRIPTION = "cache.json"
 
 
 def _document(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,9 +125,7 @@ def test_a_cache_that_was_cropped_to_nothing_is_as_new(
 
 
 def _copy(source: Path, target: Path) -> Path:
-    for name in (TENSORS, DESCRIPTION):
-        (target / name).write_bytes((source / name).read_bytes())
-    return target
+    return Path(shutil.copytree(source, target, dirs_exist_ok=True))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +165,7 @@ def test_coded_rows_come_back_as_they_were(
     cache.save_pretrained(tmp_path)
     loaded = ParisKVCache.from_pretrained(tmp_path, llama.config, store=after)
     assert (loaded.options.store, loaded.options.bits) == (after, bits)
-    names = [name for name in load_file(tmp_path / TENSORS) if name.startswith("layers.0.store.")]
+    names = [name for name in read_saved(tmp_path)[1] if name.startswith("layers.0.store.")]
     assert {"codes", "scales"} <= {name.rpartition(".")[2] for name in names}
     assert not any(name.endswith(("keys", "values")) for name in names), "nothing is kept twice"
     assert torch.equal(_continue(llama, loaded), _continue(llama, cache))
@@ -199,19 +198,19 @@ def test_plain_rows_are_coded_by_a_store_for_coded_rows(
 def test_options_are_saved_by_their_names_of_today_and_loaded_by_any(
     llama: PreTrainedModel, tmp_path: Path
 ) -> None:
-    """Only who gives an old name is warned; the format of the file is the same."""
+    """Only who gives an old name is warned."""
     with pytest.warns(FutureWarning):
         cache = CTkvrCache(llama.config, **SMALL, probes=2)
     _prefill(llama, cache).save_pretrained(tmp_path)
-    description = json.loads((tmp_path / DESCRIPTION).read_text())
-    assert description["format_version"] == 1
+    description, _ = read_saved(tmp_path)
+    assert description["format_version"] == 2
     assert description["options"]["nprobe"] == 2 and "probes" not in description["options"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert CTkvrCache.from_pretrained(tmp_path, llama.config).options == cache.options
         options = description["options"]
         options["probes"] = options.pop("nprobe")
-        (tmp_path / DESCRIPTION).write_text(json.dumps(description))
+        write_saved(tmp_path, description)
         loaded = CTkvrCache.from_pretrained(tmp_path, llama.config)
         loaded.save_pretrained(tmp_path / "again")
     assert loaded.options == cache.options
@@ -317,8 +316,8 @@ def test_a_missing_cache_is_named(llama: PreTrainedModel, saved: Path, tmp_path:
     with pytest.raises(FileNotFoundError, match=r"no saved cache in .*cache\.json is missing"):
         FlatKVCache.from_pretrained(tmp_path / "nowhere", llama.config)
     _copy(saved, tmp_path)
-    (tmp_path / TENSORS).unlink()
-    with pytest.raises(FileNotFoundError, match=r"cache\.safetensors is missing"):
+    saved_file(tmp_path).unlink()
+    with pytest.raises(FileNotFoundError, match=r"cache-[0-9a-f]{12}\.safetensors is missing"):
         FlatKVCache.from_pretrained(tmp_path, llama.config)
 
 
@@ -326,9 +325,9 @@ def test_a_missing_cache_is_named(llama: PreTrainedModel, saved: Path, tmp_path:
 def test_truncated_tensors_are_refused(
     llama: PreTrainedModel, saved: Path, tmp_path: Path, kept: int
 ) -> None:
-    path = _copy(saved, tmp_path) / TENSORS
+    path = saved_file(_copy(saved, tmp_path))
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"cache\.safetensors is corrupt or truncated"):
+    with pytest.raises(ValueError, match=r"safetensors is corrupt or truncated: it has"):
         FlatKVCache.from_pretrained(tmp_path, llama.config)
 
 
@@ -343,19 +342,18 @@ def test_truncated_tensors_are_refused(
         '{"format_version": 1}',
         '{"format_version": 1, "method": "flat", "options": 3, "layers": []}',
         '{"format_version": 1, "method": "flat", "options": {}, "layers": [{}], "model": {}}',
+        "[" * 200_000,
+        '{"format_version": ' + "9" * 5000 + "}",
+        '{"format_version": NaN}',
+        "\ud800",
     ],
 )
 def test_a_corrupt_description_is_refused(
     llama: PreTrainedModel, saved: Path, tmp_path: Path, text: str
 ) -> None:
-    (_copy(saved, tmp_path) / DESCRIPTION).write_text(text)
+    (_copy(saved, tmp_path) / DESCRIPTION).write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(ValueError, match=r"cache\.json is corrupt"):
         FlatKVCache.from_pretrained(tmp_path, llama.config)
-
-
-def _edit(directory: Path, **changes: Any) -> None:
-    path = directory / DESCRIPTION
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def test_another_format_or_method_is_refused(
@@ -363,8 +361,8 @@ def test_another_format_or_method_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match="holds a 'flat' cache, not 'paris': load it with the"):
         ParisKVCache.from_pretrained(saved, llama.config)
-    _edit(_copy(saved, tmp_path), format_version=99)
-    with pytest.raises(ValueError, match="has format version 99, this hf_kvret reads 1"):
+    write_saved(_copy(saved, tmp_path), {**read_saved(saved)[0], "format_version": 99})
+    with pytest.raises(ValueError, match="has format version 99, this hf_kvret reads 1 to 2"):
         FlatKVCache.from_pretrained(tmp_path, llama.config)
 
 
@@ -372,11 +370,10 @@ def test_another_format_or_method_is_refused(
 def test_a_missing_tensor_is_named(
     llama: PreTrainedModel, saved: Path, tmp_path: Path, missing: str
 ) -> None:
-    path = _copy(saved, tmp_path) / TENSORS
-    tensors = load_file(path)
+    description, tensors = read_saved(saved)
     del tensors[f"layers.1.{missing}"]
-    save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"does not hold what cache\.json says"):
+    write_saved(tmp_path, description, tensors)
+    with pytest.raises(ValueError, match=rf"layers\.1\.{missing}"):
         FlatKVCache.from_pretrained(tmp_path, llama.config)
 
 

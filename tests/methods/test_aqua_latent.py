@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 import hf_kvret
@@ -19,6 +18,7 @@ from hf_kvret.methods.aqua.learned import load
 from hf_kvret.methods.aqua.predictors import predict, unpacked
 from hf_kvret.methods.aqua.store import AquaStore
 from hf_kvret.testing import LATENT_MODELS
+from hf_kvret.testing.saved import read_saved
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.higgs import HiggsCodec
 from hf_kvret_model_patches.rope import Rope
@@ -113,7 +113,7 @@ def test_bytes_are_those_of_rows_alone(tmp_path: Path) -> None:
             options.get("bits", 4),
         ]
         cache.save_pretrained(tmp_path / "saved")
-        saved = load_file(tmp_path / "saved" / "cache.safetensors")
+        saved = read_saved(tmp_path / "saved")[1]
         rows = sum(
             saved[f"layers.1.store.{x}"][0, 0, 0].nbytes
             for x in ("keys", "values")

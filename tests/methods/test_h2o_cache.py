@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_kvret import ColdTokens, FlatKVCache, attach
 from hf_kvret.methods.h2o import H2OCache, H2OConfig, H2OIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, failures, run_conformance
+from hf_kvret.testing.saved import read_saved, write_saved
 from hf_kvret.testing.scenario import prompt, ragged
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 0.2}
@@ -152,20 +152,19 @@ def test_a_file_that_names_other_tokens_is_refused(bad: int, part: str, tmp_path
     model.generate(prompt(1, 60), past_key_values=cache, max_new_tokens=1, do_sample=False)
     assert cache.stats()["layers"][0]["cold_tokens"] == 52
     cache.save_pretrained(tmp_path)
-    file = tmp_path / "cache.safetensors"
-    tensors = load_file(file)
+    description, tensors = read_saved(tmp_path)
     name = next(name for name in tensors if name.endswith(f"index.{part}"))
     tensors[name].view(-1)[-1] = bad
-    save_file(tensors, file)
+    write_saved(tmp_path, description, tensors)
     with pytest.raises(ValueError, match=r"the tokens .* crafted, save the cache again"):
         H2OCache.from_pretrained(tmp_path, model.config)
     tensors[name].view(-1)[-1] = 51
-    save_file({**tensors, name: tensors[name].long()}, file)
+    write_saved(tmp_path, description, {**tensors, name: tensors[name].long()})
     with pytest.raises(ValueError, match=r"chosen tokens torch\.int64"):
         H2OCache.from_pretrained(tmp_path, model.config)
     for layer in range(2):
         tensors[f"layers.{layer}.index.counts"][1] = 55
-    save_file(tensors, file)
+    write_saved(tmp_path, description, tensors)
     loaded = H2OCache.from_pretrained(tmp_path, model.config)
     attach(model)
     with torch.no_grad(), pytest.raises(ValueError, match="as if 55 tokens were cold, and 52 are"):

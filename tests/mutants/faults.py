@@ -362,5 +362,27 @@ FAULTS = (
         "hf_kvret/core/index.py",
         'return error.by(f"the index {type(index).__name__}.{method}")',
         "return error",
+        "beams-keep-their-tokens",
+        "hf_kvret/cache.py",
+        "        self.tokens.reorder(beam_idx)\n",
+        "",
+    ),
+    Fault(
+        "another-document-accepted",
+        "hf_kvret/integration/prompt_check.py",
+        "    if difference is not None:",
+        "    if False:",
+    ),
+    Fault(
+        "another-adapter-accepted",
+        "hf_kvret/integration/identity.py",
+        "if hashes[0] == hashes[1]:",
+        "if True:",
+    ),
+    Fault(
+        "tokens-of-replayed-steps-unseen",
+        "hf_kvret/replay/graph.py",
+        "if len(tokens) <= start:",
+        "if False:",
     ),
 )

@@ -8,6 +8,7 @@ import torch
 
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.index import ColdTokens, Estimates, Index, SearchCost
 from hf_kvret.core.state import number
 from hf_kvret.core.token_buffer import TokenBuffer, passed
@@ -31,8 +32,8 @@ class A2ATSIndex(Index):
 
     capture_obstacle = "a2ats appends the code of each token at a position that the host computes"
 
-    _codes: TokenBuffer = passed()
-    _cold: int = number(0)
+    _codes: TokenBuffer = passed(dims="B H t", dtype=torch.int16)
+    _cold: int = number(0, least=0)
     # Fingerprint of the codebook, so that a saved cache is loaded with the same one.
     _fingerprint: int = number(0, key="learned")
 
@@ -143,6 +144,14 @@ class A2ATSIndex(Index):
                 f"the cache was saved with codes {lowest} to {highest} of {codes.shape[2]} tokens; "
                 f"there are {words} codewords and {cold} cold tokens: the file is damaged, save "
                 "the cache again"
+            )
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError where codes of tokens are missing; a crop leaves later ones."""
+        if self._cold != form["N"] or len(self._codes) < form["T"]:
+            raise damaged(
+                f"index: codes of {len(self._codes)} of {form['T']} tokens, {self._cold} of "
+                f"{form['N']} cold"
             )
 
     def stats(self) -> dict[str, Any]:

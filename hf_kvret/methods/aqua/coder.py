@@ -119,20 +119,14 @@ class RowCoder:
         Raises:
             ValueError: a shape that doesn't fit the predictors or groups.
         """
-        predictors, seed = None, 0
+        predictors = None
         if plan.artifact is not None:
             with_inputs = plan.previous is not None
             predictors = learned_layer(plan.artifact, plan.layer, with_inputs, device, dtype)
             predictors.check_shape(*shape)
-            seed = int(plan.artifact.options["seed"])
-        bits = plan.lowest_bits if lowest else plan.bits
-        heads, key_dim, value_dim = shape
-        codecs = [
-            _codec(plan, learned_group, bits, heads * dim, seed, device)
-            for dim, learned_group in zip((key_dim, value_dim), plan.learned_groups, strict=True)
-        ]
-        dims = heads, key_dim, value_dim
-        return cls(*dims, dtype, bits, codecs[0], codecs[1], predictors, value_in_key)
+        bits = plan.bits_of(lowest)
+        codecs = codecs_of(plan, bits, shape[0], shape[1:], device)
+        return cls(*shape, dtype, bits, codecs[0], codecs[1], predictors, value_in_key)
 
     def unpacked(self) -> RowCoder:
         """A copy with unpacked predictor matrices, for coding several pieces."""
@@ -236,6 +230,21 @@ class RowCoder:
         parts = {"keys": keys, "values": below.values}
         inputs = [x for name, x in parts.items() if name in self.predictors.value_inputs]
         return _predict(self.predictors.value, inputs)
+
+
+def codecs_of(
+    plan: LayerPlan, bits: int, heads: int, dims: tuple[int, int], device: torch.device
+) -> list[Codec | None]:
+    """Codecs of keys and of values with these dims; None where rows are kept as they are.
+
+    Raises:
+        ValueError: dims that don't fit the groups.
+    """
+    seed = 0 if plan.artifact is None else int(plan.artifact.options["seed"])
+    return [
+        _codec(plan, learned_group, bits, heads * dim, seed, device)
+        for dim, learned_group in zip(dims, plan.learned_groups, strict=True)
+    ]
 
 
 def _codec(

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.state import Tensors, part, tensor
 from hf_kvret.methods.aqua.config import AquaConfig
 from hf_kvret.methods.aqua.decoded import PIECE, BytePages, DecodedStore, joined, spans, split
+from hf_kvret.methods.aqua.saved import check_coded, check_names, check_shape
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.higgs import MinMaxCodec
 
@@ -120,6 +122,23 @@ class KiviStore(DecodedStore):
         state["shape"] = torch.tensor(self._shape)
         return state
 
+    def check_saved(self, state: Tensors, form: Form) -> None:
+        """As for every state: codes and scales of as many tokens as are cold."""
+        if not state:
+            return
+        heads, key_dim, value_dim = (form[letter] for letter in "HDV")
+        check_names(state, {"keys", "values", "group_keys", "group_values", "newest", "shape"})
+        check_shape(state["shape"], [heads, key_dim, value_dim])
+        width = heads * value_dim
+        check_coded(state, form, [(self._codec_of(width), width)])
+        groups, rest = divmod(form["N"], self.group)
+        form.check("store.newest", state["newest"], f"B {rest} {heads * key_dim}")
+        if groups:
+            channels = [(self._key_codec, self.group)] * (heads * key_dim)
+            check_coded(state, form, channels, str(groups), "group_")
+        elif state.keys() & {"group_keys", "group_values"}:
+            raise damaged("store has groups of keys, and too few tokens")
+
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         if not state:
             return
@@ -138,7 +157,10 @@ class KiviStore(DecodedStore):
     @property
     def _value_codec(self) -> MinMaxCodec:
         heads, _, value_dim = self._shape
-        width = heads * value_dim
+        return self._codec_of(heads * value_dim)
+
+    def _codec_of(self, width: int) -> MinMaxCodec:
+        """Of values, ``width`` numbers of all heads."""
         return MinMaxCodec(self.bits, min(self.group, width & -width))
 
     def _keys(self, first: int, last: int) -> torch.Tensor:

@@ -42,6 +42,10 @@ class LayerPlan:
         settings = self.artifact.options["layers"][str(self.layer)]
         return settings.get("group"), settings.get("value_group")
 
+    def bits_of(self, lowest: bool) -> int:
+        """Bits of the layer, or where it is the ``lowest`` that retrieves."""
+        return self.lowest_bits if lowest else self.bits
+
     @property
     def keeps_positions(self) -> bool:
         """Whether this layer keeps the positions, for all layers."""

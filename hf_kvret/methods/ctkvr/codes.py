@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.form import FLOATS, Form
 from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.state import tensor
 from hf_kvret.core.store import best_of
@@ -12,6 +13,7 @@ from hf_kvret.core.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.ctkvr.candidates import Candidates
 from hf_kvret.methods.ctkvr.rerank import Rerank
 from hf_kvret_kernels import paris
+from hf_kvret_kernels.paris.codes import check_widths
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 _SUBSPACE_DIM = 8
@@ -24,10 +26,10 @@ class KeyCodes(Rerank):
     """
 
     # As in ``ParisCodes``.
-    _sign: TokenBuffer = tokens()
-    _magnitude: TokenBuffer = tokens()
-    _weight: TokenBuffer = tokens()
-    _mean: torch.Tensor | None = tensor(shared=True)
+    _sign: TokenBuffer = tokens(dims="B H N p", dtype=torch.uint8)
+    _magnitude: TokenBuffer = tokens(dims="B H N q", dtype=torch.uint8)
+    _weight: TokenBuffer = tokens(dims="B H N s", dtype=FLOATS)
+    _mean: torch.Tensor | None = tensor(shared=True, dims="B H D", dtype=torch.float32)
     _signs: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
     _levels: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
 
@@ -80,6 +82,12 @@ class KeyCodes(Rerank):
         """Bytes of one token's code, all heads and rows of the batch."""
         planes = [plane for plane in (self._sign, self._magnitude, self._weight) if len(plane)]
         return sum(plane.rows.nbytes / len(plane) for plane in planes)
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError for codes of keys of another length."""
+        if len(self._sign):
+            planes = self._sign.rows, self._magnitude.rows, self._weight.rows
+            check_widths(paris.ParisCodes(*planes), form["D"], _SUBSPACE_DIM)
 
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""

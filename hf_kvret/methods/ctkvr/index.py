@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.index import ColdTokens, Index, SearchCost
 from hf_kvret.core.state import Tensors, number, part
 from hf_kvret.methods.ctkvr.candidates import Candidates
@@ -51,12 +52,12 @@ class CTkvrIndex(Index):
     _file: InvertedFile = part(key="lists")
     _rerank: Rerank = part(may_be_empty=True)
     # KV heads and query heads of each; 0 before the first pass.
-    _heads: int = number(0, key="counts")
-    _group: int = number(0, key="counts")
-    _length: int = number(0, key="counts")
-    _steps: int = number(0, key="counts")
+    _heads: int = number(0, key="counts", least=0)
+    _group: int = number(0, key="counts", least=0)
+    _length: int = number(0, key="counts", least=0)
+    _steps: int = number(0, key="counts", least=0)
     _flushed: bool = number(False, key="counts")
-    _since: float = number(math.inf, key="counts")
+    _since: float = number(math.inf, key="counts", least=0)
 
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
@@ -233,11 +234,28 @@ class CTkvrIndex(Index):
         super().reset()
         self._forget_pass()
 
-    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
+    def saved_sizes(self, form: Form) -> dict[str, int]:
+        """G query heads of each KV head."""
+        heads = form.get("Q")
+        return {} if heads is None else {"G": heads // form["H"]}
+
+    def check_saved(self, state: Tensors, form: Form) -> None:
         """As for every state; KeyError for an empty ``state``, which no field would report."""
         if not state:
             raise KeyError("counts")
-        super().load_state_dict(state, device)
+        super().check_saved(state, form)
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError for other heads or tokens than the layer's, KeyError without queries."""
+        super().check_loaded(form)
+        group = form["Q"] // form["H"] if form.get("Q") else self._group
+        if (self._heads, self._group) != (form["H"], group) or self._length != form["N"]:
+            raise damaged(
+                f"index.counts are of {self._heads} heads, groups of {self._group} and "
+                f"{self._length} tokens, not of {form['H']}, {group} and {form['N']}"
+            )
+        if self._file.queue is None and not len(self._sampler):
+            raise KeyError("pool.queries")
 
     def loaded(self) -> None:
         """KeyError where codes of cold tokens are missing."""

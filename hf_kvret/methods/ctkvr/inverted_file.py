@@ -33,11 +33,13 @@ class InvertedFile(State):
     """
 
     queue: CentroidQueue | None = part(lambda: CentroidQueue(0, 0), key="", optional=True)
-    listed_len: int = number(0, key="listed")
+    listed_len: int = number(0, key="listed", least=0, most="N")
     list_builds: int = number(0, saved=False, anew=True)
     keys_scored: int = number(0, saved=False, anew=True)
     # Share of the tokens in any list, [B] fp32, at the last check.
-    _coverage: torch.Tensor | None = tensor(key="covered", optional=True, shared=True)
+    _coverage: torch.Tensor | None = tensor(
+        key="covered", optional=True, shared=True, dims="B", dtype=torch.float32
+    )
 
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options

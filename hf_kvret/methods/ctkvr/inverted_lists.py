@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 
+from hf_kvret.core.form import Form, check_range
 from hf_kvret.core.state import State
-from hf_kvret.core.token_buffer import TokenBuffer, tokens
+from hf_kvret.core.token_buffer import MOST_SLOT, TokenBuffer, tokens
 from hf_kvret_kernels import centroid
 from hf_kvret_kernels.host_step import Generation
 
@@ -32,11 +33,11 @@ class InvertedLists(State):
     """
 
     # A row is a centroid.
-    _queries: TokenBuffer = tokens(_small)
-    _inverse: TokenBuffer = tokens(_small)
-    _slots: TokenBuffer = tokens(_small)
-    _low: TokenBuffer = tokens(_small)
-    _high: TokenBuffer = tokens(_small, may_be_empty=True)
+    _queries: TokenBuffer = tokens(_small, dims="B H m G D")
+    _inverse: TokenBuffer = tokens(_small, dims="B H m G", dtype=torch.float32)
+    _slots: TokenBuffer = tokens(_small, dims="B 1 m", dtype=torch.int64)
+    _low: TokenBuffer = tokens(_small, dims="B H m w", dtype=torch.int16)
+    _high: TokenBuffer = tokens(_small, may_be_empty=True, dims="B H m w", dtype=torch.uint8)
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -140,12 +141,25 @@ class InvertedLists(State):
         lists = (ids.masked_fill_(ids >= length, -1) for ids in old.pieces())
         self._pack(lists, self.queries, len(old._high) > 0)
 
+    @property
+    def generation_form(self) -> tuple[int, int, bool]:
+        """Query heads of a KV head, slots of a list, and whether slots take three bytes."""
+        return self.queries.shape[3], self._low.rows.shape[3], len(self._high) > 0
+
     def list_nbytes(self) -> int:
         """Bytes of one list of one head and batch row."""
         return self.width * (3 if len(self._high) else 2)
 
     def loaded(self) -> None:
         self.width = self._low.rows.shape[-1]
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError for lists that name tokens that are not cold."""
+        if not len(self):
+            return
+        check_range("slots", self.slots, -1, MOST_SLOT)
+        for ids in self.pieces():
+            check_range("lists", ids, -1, form["N"] - 1)
 
     def _pack(self, parts: Iterable[torch.Tensor], queries: torch.Tensor, wide: bool) -> None:
         """Append the lists ``parts`` of as many centroids as there are ``queries``."""

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.state import State, number, part
+from hf_kvret.core.token_buffer import MOST_SLOT
 from hf_kvret.methods.ctkvr.inverted_lists import InvertedLists
 from hf_kvret_kernels.host_step import ListSearch
 
@@ -23,8 +25,8 @@ class CentroidQueue(State):
         drop_count: number of dropped centroids of the base.
     """
 
-    room: int = number(0, key="counts")
-    drop_count: int = number(0, key="counts")
+    room: int = number(0, key="counts", least=1, most=MOST_SLOT)
+    drop_count: int = number(0, key="counts", least=0, most=MOST_SLOT)
     _base: InvertedLists = part()
     _fresh: InvertedLists = part(may_be_empty=True)
 
@@ -129,6 +131,14 @@ class CentroidQueue(State):
 
     def loaded(self) -> None:
         self._fresh.width = self._base.width
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError for two generations that do not go on, or more dropped than there are."""
+        super().check_loaded(form)
+        if not self.drop_count < len(self._base):
+            raise damaged(f"lists: {self.drop_count} of {len(self._base)} centroids are dropped")
+        if len(self._fresh) and self._fresh.generation_form != self._base.generation_form:
+            raise damaged("lists.fresh are of another form than lists.base")
 
     def _take(self, index: torch.Tensor) -> torch.Tensor:
         """``[B, H, Q, c, width]`` int32 lists of ``index [B, H, Q, c]``; dropped ones count too."""

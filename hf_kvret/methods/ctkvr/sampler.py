@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hf_kvret.core.form import Form, check_range
 from hf_kvret.core.state import State, number, part, tensor
+from hf_kvret.core.token_buffer import MOST_SLOT
 
 _BITS = 30
 
@@ -21,10 +23,10 @@ class CentroidSampler(State):
     """
 
     # [B, Hq, m, D]; slot and rank [B, m] int64, -1 where a row has fewer.
-    _queries: torch.Tensor | None = tensor(shared=True)
-    _slots: torch.Tensor | None = tensor(shared=True)
-    _ranks: torch.Tensor | None = tensor(shared=True)
-    _count: int = number(0, key="seen")
+    _queries: torch.Tensor | None = tensor(shared=True, dims="B Q m D")
+    _slots: torch.Tensor | None = tensor(shared=True, dims="B m", dtype=torch.int64)
+    _ranks: torch.Tensor | None = tensor(shared=True, dims="B m", dtype=torch.int64)
+    _count: int = number(0, key="seen", least=0, most=MOST_SLOT)
 
     def __init__(self, choice: str, most: int, seed: int = 0) -> None:
         self.choice, self.most, self.seed = choice, most, seed
@@ -51,6 +53,12 @@ class CentroidSampler(State):
 
     def __len__(self) -> int:
         return 0 if self._queries is None else self._queries.shape[2]
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError for slots or ranks that no query has."""
+        if self._slots is not None and self._ranks is not None:
+            check_range("slots", self._slots, -1, MOST_SLOT)
+            check_range("ranks", self._ranks, -1, 1 << 32)
 
     def best(
         self, count: int, before: torch.Tensor | None = None

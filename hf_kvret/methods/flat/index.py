@@ -22,7 +22,7 @@ class FlatIndex(CapturableIndex, Index):
     are broken arbitrarily.
     """
 
-    _keys: TokenBuffer = tokens()
+    _keys: TokenBuffer = tokens(dims="B H N D")
 
     def add(self, block: TokenBlock) -> None:
         self._keys.append(block.keys)

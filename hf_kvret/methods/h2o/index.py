@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.form import Form, check_ids, damaged
 from hf_kvret.core.index import ColdTokens, Index, SearchCost
 from hf_kvret.core.state import number, part, tensor
-from hf_kvret.core.token_buffer import TokenBuffer, passed
+from hf_kvret.core.token_buffer import MOST_SLOT, TokenBuffer, passed
 from hf_kvret.methods.h2o.accumulated import AccumulatedAttention
 from hf_kvret.methods.h2o.config import H2OConfig
 from hf_kvret.methods.h2o.received import Asked, Piece, received, received_by_few
@@ -36,16 +37,16 @@ class H2OIndex(Index):
     )
 
     # Queries that do not count yet, and keys of tokens that are not cold.
-    _queries: TokenBuffer = part(lambda: TokenBuffer(64))
-    _keys: TokenBuffer = part(lambda: TokenBuffer(64))
+    _queries: TokenBuffer = part(lambda: TokenBuffer(64, dims="B Q n D"))
+    _keys: TokenBuffer = part(lambda: TokenBuffer(64, dims="B H n D"))
     # [B, 1, T] bool, of all tokens.
-    _valid: TokenBuffer = passed()
-    _scores: AccumulatedAttention = passed(AccumulatedAttention)
+    _valid: TokenBuffer = passed(dims="B 1 t", dtype=torch.bool)
+    _scores: AccumulatedAttention = passed(AccumulatedAttention, dims="B H t", dtype=torch.float32)
     # The newest of the queries, which may be rejected drafts.
-    _tentative: int = number(0, key="counts")
+    _tentative: int = number(0, key="counts", least=0, most=MOST_SLOT)
     # Cold tokens and budget of the current selection.
-    _chosen_len: int = number(0, key="counts")
-    _chosen_budget: int = number(0, key="counts")
+    _chosen_len: int = number(0, key="counts", least=0, most="N")
+    _chosen_budget: int = number(0, key="counts", least=0, most="N")
     # Slots [B, Hkv, k] int32, and with the sinks' before them [B, Hkv, s + k].
     _selection: torch.Tensor | None = tensor(key="kept", optional=True, shared=True)
     _attention_ids: torch.Tensor | None = tensor(key="attended", optional=True, shared=True)
@@ -92,12 +93,6 @@ class H2OIndex(Index):
         Not in ``after_search``, where it is unknown whether drafts are accepted, and the store may
         be busy.
         """
-        if self._chosen_len > len(cold):
-            # A crop drops the selection, so only a bad file can lead here.
-            raise ValueError(
-                f"the cache was saved as if {self._chosen_len} tokens were cold, and "
-                f"{len(cold)} are: the file is damaged or crafted, save the cache again"
-            )
         self._count(cold)
         self._keys.drop(len(cold))
         if self._selection is None or self._chosen_for() != (len(cold), cold.budget):
@@ -143,14 +138,34 @@ class H2OIndex(Index):
         return {"evicted": int((self._scores.rows == float("-inf")).sum())}
 
     def loaded(self) -> None:
-        """ValueError for selected ids that are out of range."""
+        """KeyError where what was chosen is missing."""
         if not self._chosen_len:
             self._selection = self._attention_ids = None
             return
         for name, ids in (("kept", self._selection), ("attended", self._attention_ids)):
             if ids is None:
                 raise KeyError(name)
-            _check_ids(ids, self._scores.rows, self._chosen_len)
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError for chosen ids out of range, or buffers that do not end alike."""
+        end = len(self._scores)
+        ends = {"queries": self._queries.end, "keys": self._keys.end, "valid": len(self._valid)}
+        # A crop leaves what it dropped to the next pass.
+        if set(ends.values()) != {end} or end < form["T"]:
+            raise damaged(f"index: {ends} and scores {end} of {form['T']} tokens")
+        if self._tentative > len(self._queries):
+            raise damaged(f"index: {self._tentative} of {len(self._queries)} queries may be drafts")
+        selection, attended = self._selection, self._attention_ids
+        if selection is None or attended is None:
+            return
+        length, budget = self._chosen_len, self._chosen_budget
+        sinks = min(self.options.sink, length)
+        form.check("index.kept", selection, f"B H {budget}", torch.int32)
+        form.check("index.attended", attended, f"B H {sinks + budget}", torch.int32)
+        check_ids("index.kept", selection, length)
+        check_ids("index.attended", attended[..., :sinks], length)
+        if not torch.equal(attended[..., sinks:], selection):
+            raise damaged("index.attended is not of the tokens in index.kept")
 
     def _chosen_for(self) -> tuple[int, int]:
         """Cold tokens and budget."""
@@ -233,17 +248,3 @@ class H2OIndex(Index):
         sinks = slots.topk(min(self.options.sink, cold_len), largest=False).values
         sinks = sinks.masked_fill(sinks == cold_len, -1)
         return sinks.expand(-1, self._scores.rows.shape[1], -1)
-
-
-def _check_ids(ids: torch.Tensor, scores: torch.Tensor, cold_len: int) -> None:
-    """ValueError for saved ``ids`` that are out of range: kernels use them as row addresses."""
-    batch, heads, length = scores.shape
-    fits = ids.ndim == 3 and ids.shape[:2] == (batch, heads) and ids.dtype == torch.int32
-    if fits and cold_len <= length and bool(((ids >= -1) & (ids < cold_len)).all()):
-        return
-    span = f", which name the tokens {int(ids.min())} to {int(ids.max())}" if ids.numel() else ""
-    raise ValueError(
-        f"the cache was saved with chosen tokens {ids.dtype} {list(ids.shape)}{span}; there are "
-        f"{batch} rows, {heads} KV heads and {length} tokens, {cold_len} of them to choose from: "
-        "the file is damaged or crafted, save the cache again"
-    )

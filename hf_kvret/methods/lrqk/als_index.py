@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.form import FLOATS, Form, check_ids, damaged
 from hf_kvret.core.index import ColdTokens, Index, SearchCost
 from hf_kvret.core.state import part, tensor
 from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
@@ -44,10 +45,16 @@ class PaperLRQKIndex(Index):
     _proxies: Proxies = part(may_be_empty=True)
     _recent: RecentProxies = part(key="waiting")
     # B_Q and B_K, [B, Hq, r, D].
-    _query_basis: torch.Tensor | None = tensor(key="bases.query", optional=True, shared=True)
-    _key_basis: torch.Tensor | None = tensor(key="bases.key", optional=True, shared=True)
+    _query_basis: torch.Tensor | None = tensor(
+        key="bases.query", optional=True, shared=True, dims="B Q R D", dtype=FLOATS, finite=True
+    )
+    _key_basis: torch.Tensor | None = tensor(
+        key="bases.key", optional=True, shared=True, dims="B Q R D", dtype=FLOATS, finite=True
+    )
     # Of the newest query, [B, Hq, 1, k] int32.
-    _selection: torch.Tensor | None = tensor(key="selected.ids", optional=True, shared=True)
+    _selection: torch.Tensor | None = tensor(
+        key="selected.ids", optional=True, shared=True, dims="B Q 1 k", dtype=torch.int32
+    )
 
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
@@ -190,7 +197,7 @@ class PaperLRQKIndex(Index):
         return SearchCost(0, self._proxies.rows.nbytes + both + fit_bytes)
 
     def loaded(self) -> None:
-        """KeyError for a missing part, ValueError for selected ids that are out of range."""
+        """KeyError for a missing part."""
         length = len(self._proxies)
         parts = {
             "bases.query": self._query_basis,
@@ -203,15 +210,25 @@ class PaperLRQKIndex(Index):
             raise KeyError(absent[0])
         if self._queries.cross is not None and not self._chance.is_drawn:
             raise KeyError("chance.state")
-        ids = self._selection
-        if ids is None:
-            return
-        if ids.dtype != torch.int32 or not bool(((ids >= -1) & (ids < length)).all()):
-            raise ValueError(
-                f"the cache was saved with selected tokens {ids.dtype} from {int(ids.min())} to "
-                f"{int(ids.max())}, and {length} are cold: the file is damaged or crafted, save "
-                "the cache again"
-            )
+
+    def saved_sizes(self, form: Form) -> dict[str, int]:
+        """Rank R; proxies are of each query head."""
+        heads = form.get("Q")
+        return {"R": self.options.rank_of(form["D"])} | ({} if heads is None else {"F": heads})
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError for selected ids out of range, or without what the factors are made of."""
+        super().check_loaded(form)
+        if self._selection is not None:
+            check_ids("index.selected.ids", self._selection, form["N"])
+        basis = self._query_basis if self._bases is not None else self._queries.gram
+        if basis is None or (self._bases is None and self._keys.gram is None):
+            raise KeyError("queries.gram")
+        if basis.shape[1] % form["H"]:
+            raise damaged(f"index: {basis.shape[1]} query heads")
+        if self._bases is None and form["N"]:
+            # A save builds the index.
+            raise KeyError("bases.query")
 
     @property
     def _bases(self) -> Bases | None:

@@ -6,9 +6,12 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.state import State, Tensors, tensor
 from hf_kvret.methods.lrqk.factors import Sketch
 from hf_kvret.methods.lrqk.grams import PIECE
+
+_FP32 = torch.float32
 
 
 class RandomSource(State):
@@ -43,8 +46,15 @@ class RandomSource(State):
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         self.reset()
-        self._generator.set_state(state["state"].cpu())
+        try:
+            self._generator.set_state(state["state"].cpu())
+        except (RuntimeError, TypeError) as error:
+            raise damaged(f"index.chance.state is of no generator ({error})") from error
         self.is_drawn = True
+
+    def claim(self, state: Tensors, form: Form) -> set[str]:
+        """As for every state: ``state``, which the generator checks."""
+        return {"state"} & state.keys()
 
 
 class Moments(State):
@@ -57,10 +67,14 @@ class Moments(State):
             itself (eq. 22).
     """
 
-    gram: torch.Tensor | None = tensor(shared=True)
-    sizes: torch.Tensor | None = tensor(shared=True)
-    cross: torch.Tensor | None = tensor(shared=True, optional=True)
-    own: torch.Tensor | None = tensor(shared=True, optional=True)
+    gram: torch.Tensor | None = tensor(shared=True, dims="B Q D D", dtype=_FP32, finite=True)
+    sizes: torch.Tensor | None = tensor(shared=True, dims="B Q D", dtype=_FP32, finite=True)
+    cross: torch.Tensor | None = tensor(
+        shared=True, optional=True, dims="B Q R D", dtype=_FP32, finite=True
+    )
+    own: torch.Tensor | None = tensor(
+        shared=True, optional=True, dims="B Q R R", dtype=_FP32, finite=True
+    )
 
     def __init__(self, random: bool) -> None:
         self.random = random

@@ -12,6 +12,7 @@ from hf_kvret.methods.lrqk.query_buffer import QueryBuffer
 # Queries older than this many half-lives have a negligible weight in fp32.
 _MEMORY = 24
 _PENDING = 64
+_FP32 = torch.float32
 # Tokens converted to fp32 at a time.
 PIECE = 4096
 
@@ -30,9 +31,9 @@ class QueryGrams(State):
             first queries.
     """
 
-    steady: torch.Tensor | None = tensor(shared=True)
-    recent: torch.Tensor | None = tensor(shared=True)
-    scale: torch.Tensor | None = tensor(shared=True)
+    steady: torch.Tensor | None = tensor(shared=True, dims="B F D D", dtype=_FP32, finite=True)
+    recent: torch.Tensor | None = tensor(shared=True, dims="B F D D", dtype=_FP32, finite=True)
+    scale: torch.Tensor | None = tensor(shared=True, dims="B Q", dtype=_FP32, finite=True)
     sets: int = number(0, saved=False)
     _is_scaled: bool = number(False, saved=False)
     _buffer: QueryBuffer = part(lambda: QueryBuffer(_PENDING), saved=False)
@@ -137,9 +138,9 @@ class QueryGrams(State):
 class KeyGrams(State):
     """Gram matrix, sum and count of a layer's cold keys: ``[B, Hkv, D, D]``, fp32."""
 
-    gram: torch.Tensor | None = tensor(shared=True)
-    total: torch.Tensor | None = tensor(shared=True)
-    count: torch.Tensor | None = tensor(shared=True)
+    gram: torch.Tensor | None = tensor(shared=True, dims="B H D D", dtype=_FP32, finite=True)
+    total: torch.Tensor | None = tensor(shared=True, dims="B H D", dtype=_FP32, finite=True)
+    count: torch.Tensor | None = tensor(shared=True, dims="B", dtype=_FP32, finite=True)
 
     def add(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
         """Add ``keys [B, Hkv, n, D]``; ``valid [B, n]`` bool or None."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.form import FLOATS, Form, damaged
 from hf_kvret.core.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
 from hf_kvret.core.state import number, part, tensor
 from hf_kvret.methods.lrqk.config import LRQKConfig
@@ -37,16 +38,24 @@ class LRQKIndex(CapturableIndex, Index):
     _queries: QueryGrams = part()
     _proxies: Proxies = part(may_be_empty=True)
     # Of the factors, [B, F, D, r]; the mean key, [B, Hkv, D].
-    _to_query: torch.Tensor | None = tensor(optional=True, shared=True)
-    _to_key: torch.Tensor | None = tensor(optional=True, shared=True)
-    _mean: torch.Tensor | None = tensor(optional=True, shared=True)
+    _to_query: torch.Tensor | None = tensor(
+        optional=True, shared=True, dims="B F D R", dtype=FLOATS, finite=True
+    )
+    _to_key: torch.Tensor | None = tensor(
+        optional=True, shared=True, dims="B F D R", dtype=FLOATS, finite=True
+    )
+    _mean: torch.Tensor | None = tensor(
+        optional=True, shared=True, dims="B H D", dtype=torch.float32, finite=True
+    )
     # The error for the newest queries at the last check, [B, F].
-    _reference_error: torch.Tensor | None = tensor(key="expected", optional=True, shared=True)
+    _reference_error: torch.Tensor | None = tensor(
+        key="expected", optional=True, shared=True, dims="B F", dtype=torch.float64
+    )
     _partial: bool = number(False, key="due")
     _check: bool = number(False, key="due")
     _flushed: bool = number(False, key="due")
     # Queries since the last reprojection: drafts must not trigger one every time.
-    _since: float = number(math.inf, key="due")
+    _since: float = number(math.inf, key="due", least=0)
     _reprojections: int = number(0, saved=False, anew=True)
     _reprojected_rows: int = number(0, saved=False, anew=True)
 
@@ -203,6 +212,20 @@ class LRQKIndex(CapturableIndex, Index):
             "reprojections": self._reprojections,
             "reprojected_rows": self._reprojected_rows,
         }
+
+    def saved_sizes(self, form: Form) -> dict[str, int]:
+        """F sets of heads and rank R."""
+        sets = form["H"] if self.options.shared else form.get("Q")
+        return {"R": self.options.rank_of(form["D"])} | ({} if sets is None else {"F": sets})
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError where heads do not go evenly into sets, or factors are missing."""
+        super().check_loaded(form)
+        sets, scale = self._queries.sets, self._queries.scale
+        if scale is not None and (scale.shape[1] % form["H"] or sets % form["H"]):
+            raise damaged(f"index: {scale.shape[1]} query heads in {sets} sets")
+        if form["N"] and self._to_query is None:
+            raise KeyError("to_query")
 
     def loaded(self) -> None:
         """KeyError if only some of the factors' tensors were saved."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.state import State, tensor
 from hf_kvret.core.token_buffer import TokenBuffer, tokens
 
@@ -23,8 +24,10 @@ class Proxies(State):
             ``replace``; rows appended later are clamped to the range.
     """
 
-    steps: torch.Tensor | None = tensor(optional=True, shared=True)
-    _rows: TokenBuffer = tokens()
+    steps: torch.Tensor | None = tensor(
+        optional=True, shared=True, dims="B F 1 R", dtype=torch.float32
+    )
+    _rows: TokenBuffer = tokens(dims="B F N R", dtype=(torch.bfloat16, torch.int8))
 
     def __init__(self, dtype: str) -> None:
         """``dtype``: a name in ``DTYPES``."""
@@ -80,6 +83,11 @@ class Proxies(State):
     def values(self, rows: torch.Tensor) -> torch.Tensor:
         """Some of the rows, ``[B, F, *, r]``, as fp32 numbers."""
         return rows.float() if self.steps is None else rows.float() * self.steps
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError for rows of another dtype than the options ask for."""
+        if len(self) and self.rows.dtype != self.dtype:
+            raise damaged(f"index.proxies are {self.rows.dtype}, not {self.dtype}")
 
     def loaded(self) -> None:
         if self.dtype != torch.int8:

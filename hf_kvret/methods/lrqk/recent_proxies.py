@@ -7,8 +7,9 @@ from functools import partial
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.state import State, number
-from hf_kvret.core.token_buffer import TokenBuffer, passed
+from hf_kvret.core.token_buffer import MOST_SLOT, TokenBuffer, passed
 from hf_kvret.methods.lrqk.als_update import Bases, OmegaProducts
 
 _small = partial(TokenBuffer, 64)
@@ -23,10 +24,10 @@ class RecentProxies(State):
         end: slot after the newest.
     """
 
-    keys: TokenBuffer = passed(_small)
-    proxies: TokenBuffer = passed(_small, may_be_empty=True)
-    end: int = number(0)
-    _pass_len: int = number(0, key="end")
+    keys: TokenBuffer = passed(_small, dims="B H m D")
+    proxies: TokenBuffer = passed(_small, may_be_empty=True, dims="B Q m R", dtype=torch.float32)
+    end: int = number(0, least=0, most=MOST_SLOT)
+    _pass_len: int = number(0, key="end", least=0, most=MOST_SLOT)
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -81,6 +82,12 @@ class RecentProxies(State):
         self.keys.drop(block.end)
         self.proxies.drop(block.end)
         return proxies
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError for tokens that are not the newest; a crop leaves later ones."""
+        count, end = len(self.keys), self.end
+        if not max(count, self._pass_len, form["T"]) <= end:
+            raise damaged(f"index.waiting: {count} tokens end at {end} of {form['T']}")
 
     def loaded(self) -> None:
         for rows in (self.keys, self.proxies):

@@ -8,12 +8,14 @@ from typing import Self
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.form import FLOATS, Form, damaged
 from hf_kvret.core.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
 from hf_kvret.core.state import tensor
 from hf_kvret.core.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.paris.config import ParisConfig
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.host_step import HostSearch, ParisSearch
+from hf_kvret_kernels.paris.codes import check_widths
 
 
 class ParisIndex(CapturableIndex, Index):
@@ -30,13 +32,15 @@ class ParisIndex(CapturableIndex, Index):
     """
 
     # Codes of the tokens, as in ``ParisCodes``; a negative weight marks padding.
-    _sign: TokenBuffer = tokens()
-    _magnitude: TokenBuffer = tokens()
-    _weight: TokenBuffer = tokens()
+    _sign: TokenBuffer = tokens(dims="B H N p", dtype=torch.uint8)
+    _magnitude: TokenBuffer = tokens(dims="B H N q", dtype=torch.uint8)
+    _weight: TokenBuffer = tokens(dims="B H N s", dtype=FLOATS)
     # Keys in each centroid of each subspace.
-    _counts: torch.Tensor | None = tensor(shared=True)
+    _counts: torch.Tensor | None = tensor(shared=True, dims="B H s c", dtype=torch.int32)
     # Of the first block: [B, Hkv, D] fp32.
-    _mean: torch.Tensor | None = tensor(shared=True, optional=True)
+    _mean: torch.Tensor | None = tensor(
+        shared=True, optional=True, dims="B H D", dtype=torch.float32
+    )
     # Random signs of the rotation, [P] fp32, and the [8] fp32 levels of magnitudes.
     _signs: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
     _levels: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
@@ -197,6 +201,16 @@ class ParisIndex(CapturableIndex, Index):
         twin = super().fork()
         twin._host_search = None
         return twin
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError for codes of another length, or counts that are not those of the tokens."""
+        m, counts, weight = self.options.subspace_dim, self._counts, self._weight.rows
+        if counts is None:
+            return
+        check_widths(self._codes(), form["D"], m)
+        counted = (weight[:, 0, :, 0] >= 0).sum(dim=1)[:, None, None]
+        if counts.shape[3] != 1 << m or bool((counts < 0).any() | (counts.sum(3) != counted).any()):
+            raise damaged("index.counts do not add up to the tokens")
 
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""

@@ -1,7 +1,7 @@
 """A sample of a model's weights: enough numbers to tell a base model from its instruct tune.
 
 Names are relative to the decoder (``layers.0.mlp.up_proj.weight``), so the same text model inside
-another class is compared too.
+another class is compared too. With adapters of PEFT they are those of the base model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from hf_kvret.integration.adapters import base_parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,7 +88,7 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
     """
     parameters = {
         name: parameter
-        for name, parameter in _decoder(model).named_parameters()
+        for name, parameter in base_parameters(decoder_of(model)).items()
         if not _unreadable(parameter) and parameter.numel() >= SAMPLED_NUMBERS
     }
     # Ordered by the hash of the name: 32 of some hundred then cover all kinds of layers.
@@ -106,7 +108,7 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
 
 def compare_weights(samples: tuple[WeightSample, ...], model: PreTrainedModel) -> WeightsReport:
     """Compare ``samples`` with ``model``, in fp32, tolerating casts to bf16 and fp16."""
-    parameters = dict(_decoder(model).named_parameters())
+    parameters = base_parameters(decoder_of(model))
     count, differences, reasons, example = 0, [], {}, ""
     for sample in samples:
         parameter = parameters.get(sample.name)
@@ -131,7 +133,8 @@ def compare_weights(samples: tuple[WeightSample, ...], model: PreTrainedModel) -
     return WeightsReport(count, tuple(differences), reasons, example)
 
 
-def _decoder(model: PreTrainedModel) -> torch.nn.Module:
+def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
+    """The text model in ``model``, which may be that itself."""
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
@@ -149,5 +152,4 @@ def _unreadable(parameter: torch.Tensor) -> str:
 def _numbers(parameter: torch.Tensor) -> torch.Tensor:
     """``[16]`` numbers of a parameter, fp32, on the CPU."""
     places = torch.arange(1, SAMPLED_NUMBERS + 1) * _STRIDE % parameter.numel()
-    index = torch.unravel_index(places.to(parameter.device), parameter.shape)
-    return parameter.detach()[index].float().cpu()
+    return parameter.detach().take(places.to(parameter.device)).float().cpu()

@@ -1,0 +1,84 @@
+"""Hooks on a model that note the tokens of a forward pass in the cache that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.integration.prompt_check import other_inputs
+from hf_kvret.integration.requests import is_using
+from hf_kvret.integration.weights import decoder_of
+
+
+def watch(model: PreTrainedModel) -> None:
+    """Have the passes of ``model`` noted. Doing it twice is harmless."""
+    for module in _watched(model):
+        if _after_pass not in module._forward_hooks.values():
+            module.register_forward_pre_hook(_before_pass, with_kwargs=True)
+            module.register_forward_hook(_after_pass, with_kwargs=True)
+
+
+def unwatch(model: PreTrainedModel) -> None:
+    """Undo ``watch``. Harmless on a model that is not watched."""
+    for module in _watched(model):
+        for hooks, options, ours in (
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, _before_pass),
+            (module._forward_hooks, module._forward_hooks_with_kwargs, _after_pass),
+        ):
+            for key in [key for key, hook in hooks.items() if hook is ours]:
+                del hooks[key]
+                options.pop(key, None)
+
+
+def _watched(model: PreTrainedModel) -> Iterable[nn.Module]:
+    """The model and its decoder, which adapters of PEFT call past the model's hooks."""
+    return {id(module): module for module in (model, decoder_of(model))}.values()
+
+
+# A compiled model would trace them, and what they keep is no part of its graph.
+@torch.compiler.disable
+def _before_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Remember where the pass begins, and that the cache and the model belong together."""
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, RetrievalCache) or cache.tokens.paused:
+        return
+    start = cache.tokens.start = cache.get_seq_length()
+    cache.tokens.crop(start)
+    ids = _ids(args, kwargs)
+    # Steps of one token are not checked again: that would cost more than to note them.
+    if ids is not None and (ids.shape[1] > 1 or not start) and not is_using(cache):
+        cache.meet(module)
+
+
+@torch.compiler.disable
+def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Note the ids of a pass that did not fail, and hashes of what else it was given."""
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, RetrievalCache) or cache.tokens.paused:
+        return
+    ids, start, end = _ids(args, kwargs), cache.tokens.start, cache.get_seq_length()
+    # The decoder has noted them before the model. Other counts: the model adds tokens of its own.
+    if ids is None or len(cache.tokens) == end or end - start != ids.shape[1]:
+        return
+    count = end - start
+    cache.tokens.note(ids, start, kwargs.get("attention_mask"))
+    # `generate` was told all of them at once.
+    if count > 1 and not is_using(cache):
+        inputs = other_inputs(kwargs)
+        if inputs:
+            mask = kwargs.get("attention_mask")
+            mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+            cache.tokens.inputs.note(inputs, (len(ids), count), start, count, mask)
+
+
+def _ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """``[B, n]`` ids that a model was given; None for embeddings."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if kwargs.get("inputs_embeds") is not None or not isinstance(ids, torch.Tensor):
+        return None
+    return ids if ids.ndim == 2 and not ids.is_floating_point() else None

@@ -1,0 +1,340 @@
+"""The tokens of a cache: noted as they come, followed through edits, compared by generate."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_kvret
+from hf_kvret import RetrievalCache
+from hf_kvret.core.token_record import CHAIN_BLOCK, PADDING, UNKNOWN, TokenRecord, chain
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.modes import MODES
+from hf_kvret.testing.scenario import prompt, ragged
+
+RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return MODELS["llama"].build()
+
+
+@pytest.fixture(scope="module")
+def qwen2_vl() -> Any:
+    return MODELS["qwen2_vl"].build()
+
+
+def new_cache(model: PreTrainedModel) -> RetrievalCache:
+    return hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
+
+
+def held_ids(cache: RetrievalCache) -> list[list[int]]:
+    ids = cache.tokens.ids(cache.get_seq_length())
+    assert ids is not None
+    assert ids.dtype == torch.int32
+    return ids.tolist()
+
+
+def saved(cache: RetrievalCache, directory: Path, model: PreTrainedModel) -> RetrievalCache:
+    cache.save_pretrained(directory)
+    return type(cache).from_pretrained(directory, model.config)
+
+
+def as_it_is(cache: RetrievalCache, directory: Path, model: PreTrainedModel) -> RetrievalCache:
+    return cache
+
+
+def forked(cache: RetrievalCache, directory: Path, model: PreTrainedModel) -> RetrievalCache:
+    return copy.deepcopy(cache)
+
+
+@pytest.mark.parametrize("go_on", [as_it_is, forked, saved])
+@pytest.mark.parametrize("slot", [0, 31, 52])
+def test_another_document_is_refused_at_the_first_token_that_differs(
+    llama: Any, tmp_path: Path, go_on: Callable[..., RetrievalCache], slot: int
+) -> None:
+    cache = new_cache(llama)
+    answer = llama.generate(prompt(2, 50), past_key_values=cache, **RUN)
+    cache = go_on(cache, tmp_path, llama)
+    ids = torch.cat([answer, prompt(2, 20, salt=1)], dim=1)
+    other = ids.clone()
+    other[1, slot] += 1
+    other[0, slot + 5 :] = 9
+    wrong = f"row 1 at position {slot} it has id {other[1, slot]}, the cache holds {ids[1, slot]}"
+    if slot + 5 < 53:
+        assert held_ids(cache) == answer[:, :-1].tolist()
+    with pytest.raises(ValueError, match=wrong):
+        llama.generate(other, past_key_values=cache, **RUN)
+    # Nothing was done yet, and the remedy works.
+    expected = llama.generate(ids, **RUN)
+    assert torch.equal(llama.generate(ids, past_key_values=cache, **RUN), expected)
+
+
+def test_the_cut_that_the_message_names_makes_the_prompt_fit(llama: Any) -> None:
+    cache, other = new_cache(llama), prompt(1, 60)
+    llama.generate(other[:, :50], past_key_values=cache, **RUN)
+    other[0, 40:] = prompt(1, 20, salt=3)
+    with pytest.raises(ValueError, match=r"cache\.crop\(-13\)"):
+        llama.generate(other, past_key_values=cache, **RUN)
+    cache.crop(-13)
+    expected = llama.generate(other, **RUN)
+    assert torch.equal(llama.generate(other, past_key_values=cache, **RUN), expected)
+
+
+def test_a_forgotten_origin_is_not_compared(llama: Any) -> None:
+    cache = new_cache(llama)
+    llama.generate(prompt(1, 50), past_key_values=cache, **RUN)
+    cache.forget_origin()
+    llama.generate(prompt(1, 70, salt=1), past_key_values=cache, **RUN)
+    assert held_ids(cache)[0][:53] == [UNKNOWN] * 53
+    assert held_ids(cache)[0][53:70] == prompt(1, 70, salt=1)[0, 53:].tolist()
+    assert cache.identity is None
+
+
+@pytest.fixture(scope="module")
+def without_positions() -> Any:
+    """A model in which a token's first key is the same wherever it stands: nothing is rotated."""
+    model = MODELS["llama"].build()
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            module.inv_freq.zero_()
+    hf_kvret.attach(model)
+    return model
+
+
+def keys_of_tokens(model: Any) -> torch.Tensor:
+    """``[vocabulary, Hkv * D]`` keys of the first layer."""
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        return layer.self_attn.k_proj(layer.input_layernorm(model.model.embed_tokens.weight))
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_record_is_what_the_first_layer_holds(without_positions: Any, name: str) -> None:
+    """Through beams, drafts, crops, forks, and rows that come and go."""
+    model = without_positions
+    options = {"sink": 0, "recent": 1024, "dense_below": 4096}
+    outcome = MODES[name].run(model, lambda: hf_kvret.FlatKVCache(model.config, **options))
+    keys = keys_of_tokens(model)
+    for cache in outcome.caches:
+        assert isinstance(cache, RetrievalCache)
+        window = cache.retrieval_layers[0].regions.window
+        held = window.keys[:, :, : cache.get_seq_length()].transpose(1, 2).flatten(2)
+        ids = torch.tensor(held_ids(cache))
+        assert held.shape[:2] == ids.shape
+        expected = torch.cdist(held, keys.expand(len(held), -1, -1)).argmin(dim=-1)
+        assert torch.equal(ids[ids >= 0], expected[ids >= 0])
+        assert bool((expected[ids == PADDING] == 0).all())
+        unknown = int((ids == UNKNOWN).sum())
+        assert unknown == (105 if name == "inputs_embeds" else 0)
+
+
+def test_ids_are_noted_inside_inference_mode_and_outside(llama: Any) -> None:
+    hf_kvret.attach(llama)
+    cache, ids = new_cache(llama), prompt(1, 40)
+    with torch.inference_mode():
+        llama(ids[:, :30], past_key_values=cache)
+    with torch.no_grad():
+        llama(ids[:, 30:35], past_key_values=cache)
+    twin = cache.fork()
+    with torch.inference_mode():
+        twin.batch_repeat_interleave(2)
+        llama(ids[:, 35:].repeat(2, 1), past_key_values=twin)
+    assert held_ids(cache) == ids[:, :35].tolist()
+    assert held_ids(twin) == ids.repeat(2, 1).tolist()
+
+
+def test_a_pass_of_the_decoder_alone_is_noted(llama: Any) -> None:
+    """Adapters of PEFT call past the hooks of the whole model."""
+    hf_kvret.attach(llama)
+    cache = new_cache(llama)
+    with torch.no_grad():
+        llama.model(prompt(1, 30), past_key_values=cache)
+    assert held_ids(cache) == prompt(1, 30).tolist()
+    assert cache.identity is not None
+
+
+def test_tokens_by_hand_are_unknown_and_never_refused(
+    llama: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf_kvret.attach(llama)
+    cache, ids = new_cache(llama), prompt(1, 60)
+    with torch.no_grad():
+        llama(ids[:, :20], past_key_values=cache)
+        llama(inputs_embeds=llama.get_input_embeddings()(ids[:, 20:30]), past_key_values=cache)
+        llama(ids[:, 30:40], past_key_values=cache)
+    assert held_ids(cache)[0] == [*ids[0, :20], *[UNKNOWN] * 10, *ids[0, 30:40]]
+    with caplog.at_level(logging.INFO, logger="hf_kvret"):
+        llama.generate(ids, past_key_values=cache.fork(), **RUN)
+    assert "10 of the 40 tokens in past_key_values" in caplog.text
+    wrong = ids.clone()
+    wrong[0, 25] = wrong[0, 39] = 9
+    with pytest.raises(ValueError, match="at position 39"):
+        llama.generate(wrong, past_key_values=cache, **RUN)
+
+
+def test_a_failed_pass_notes_nothing(llama: Any) -> None:
+    hf_kvret.attach(llama)
+    cache, ids = new_cache(llama), prompt(1, 40)
+    with torch.no_grad():
+        llama(ids[:, :20], past_key_values=cache)
+        with pytest.raises(ValueError, match="embed"):
+            llama(ids, inputs_embeds=torch.zeros(1, 3, 64), past_key_values=cache)
+        with pytest.raises(IndexError):
+            llama(torch.full((1, 5), 10**6), past_key_values=cache)
+        llama(ids[:, 20:], past_key_values=cache)
+    assert held_ids(cache) == ids.tolist()
+
+
+def test_padding_is_neither_compared_nor_saved(llama: Any, tmp_path: Path) -> None:
+    ids, mask = ragged((40, 30))
+    cache = new_cache(llama)
+    answer = llama.generate(ids, attention_mask=mask, past_key_values=cache, **RUN)
+    assert held_ids(cache)[1][:10] == [PADDING] * 10
+    cache = saved(cache, tmp_path, llama)
+    assert held_ids(cache)[1][:10] == [PADDING] * 10
+    answer[1, :10] = 77
+    mask = torch.cat([mask, torch.ones(2, 4).long()], dim=1)
+    llama.generate(answer, attention_mask=mask, past_key_values=cache, **RUN)
+
+
+def test_only_the_new_tokens_are_compared_with_nothing(llama: Any) -> None:
+    """A prompt of the new tokens alone, longer than what the cache holds."""
+    cache, ids = new_cache(llama), prompt(1, 90)
+    llama.generate(ids[:, :30], past_key_values=cache, max_new_tokens=1, do_sample=False)
+    mask, positions = torch.ones(1, 90).long(), torch.arange(30, 90)[None]
+    llama.generate(
+        ids[:, 30:], attention_mask=mask, position_ids=positions, past_key_values=cache, **RUN
+    )
+    assert held_ids(cache)[0][:90] == ids[0].tolist()
+
+
+def test_other_positions_are_refused(llama: Any) -> None:
+    ids = prompt(2, 60)
+    positions = torch.arange(60).expand(2, -1).clone()
+    positions[:, 35:] += 200
+    cache = new_cache(llama)
+    answer = llama.generate(ids, position_ids=positions, past_key_values=cache, **RUN)
+    more = positions[:, -1:] + torch.arange(1, 5)
+    again = torch.cat([positions, more], dim=1)
+    llama.generate(answer, position_ids=again, past_key_values=cache.fork(), **RUN)
+    again[1, 50] += 1
+    with pytest.raises(ValueError, match="position_ids is not what the tokens 0 to 59"):
+        llama.generate(answer, position_ids=again, past_key_values=cache, **RUN)
+
+
+def picture(model: Any, seed: int) -> dict[str, torch.Tensor]:
+    """A picture of four patches, which one token stands for."""
+    vision = model.config.vision_config
+    width = 3 * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.randn(4, width, generator=torch.Generator().manual_seed(seed))
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 2]])}
+
+
+def with_picture(model: Any, length: int) -> dict[str, torch.Tensor]:
+    ids = prompt(1, length)
+    config = model.config
+    ids[0, 5:8] = torch.tensor(
+        [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]
+    )
+    return {"input_ids": ids, "mm_token_type_ids": (ids == config.image_token_id).int()}
+
+
+@pytest.mark.parametrize("go_on", [forked, saved])
+def test_another_picture_is_refused(
+    qwen2_vl: Any, tmp_path: Path, go_on: Callable[..., RetrievalCache]
+) -> None:
+    inputs = with_picture(qwen2_vl, 50)
+    cache = new_cache(qwen2_vl)
+    answer = qwen2_vl.generate(**inputs, **picture(qwen2_vl, 0), past_key_values=cache, **RUN)
+    ids = torch.cat([answer, prompt(1, 20, salt=1)], dim=1)
+    cache = go_on(cache, tmp_path, qwen2_vl)
+    with pytest.raises(ValueError, match="pixel_values is not what the tokens 0 to 49"):
+        qwen2_vl.generate(ids, **picture(qwen2_vl, 1), past_key_values=cache, **RUN)
+    # Text alone goes on after pictures.
+    qwen2_vl.generate(ids, past_key_values=cache, **RUN)
+    pads = [
+        PADDING if token == qwen2_vl.generation_config.pad_token_id else token for token in ids[0]
+    ]
+    assert held_ids(cache)[0][:74] == pads
+
+
+def test_a_new_picture_for_new_tokens_is_not_refused(qwen2_vl: Any) -> None:
+    first = with_picture(qwen2_vl, 50)
+    cache = new_cache(qwen2_vl)
+    answer = qwen2_vl.generate(**first, **picture(qwen2_vl, 0), past_key_values=cache, **RUN)
+    ids = torch.cat([answer, with_picture(qwen2_vl, 20)["input_ids"]], dim=1)
+    types = {"mm_token_type_ids": (ids == qwen2_vl.config.image_token_id).int()}
+    both = [picture(qwen2_vl, seed) for seed in (0, 1)]
+    pictures = {name: torch.cat([one[name] for one in both]) for name in both[0]}
+    names: list[str] = []
+    note = cache.tokens.inputs.note
+
+    def noted(inputs: Any, *args: Any) -> None:
+        names.extend(inputs)
+        note(inputs, *args)
+
+    cache.tokens.inputs.note = noted  # type: ignore[method-assign]
+    try:
+        qwen2_vl.generate(ids, **types, **pictures, past_key_values=cache, **RUN)
+    except ValueError as error:
+        # Of Qwen2-VL, which looks for places of both pictures among the new tokens.
+        assert "past_key_values" not in str(error)
+    assert "pixel_values" in names
+
+
+def test_the_chain_tells_how_far_two_texts_agree() -> None:
+    ids = prompt(1, 200).int()
+    other = ids.clone()
+    other[0, 130] += 1
+    one, two = chain(ids)[0], chain(other)[0]
+    assert one.shape == (-(-200 // CHAIN_BLOCK), 32)
+    assert (one == two).all(dim=1).tolist() == [True, True, False, False]
+    padded = torch.cat([ids.new_full((1, 7), PADDING), ids], dim=1)
+    assert torch.equal(chain(padded)[0], one)
+    padded[0, 7 + 130] = UNKNOWN
+    assert torch.equal(chain(padded)[0, :2], one[:2])
+    assert not bool(chain(torch.full((1, 70), UNKNOWN, dtype=torch.int32)).any())
+
+
+def test_a_record_that_was_tampered_with_is_refused() -> None:
+    record = TokenRecord()
+    record.note(prompt(2, 100), 0)
+    plain = record.to_json(100)
+    assert plain is not None
+    tensors = {"ids": plain["ids"], "chain": plain["chain"]}
+    assert torch.equal(TokenRecord.from_json(plain, tensors).ids(100), plain["ids"])
+    other = plain["ids"].clone()
+    other[1, 99] += 1
+    for bad in (other, other.long(), other[0], other.new_full((2, 100), -3), other[:0]):
+        with pytest.raises((ValueError, RuntimeError)):
+            TokenRecord.from_json(plain, {**tensors, "ids": bad})
+
+
+def test_a_step_notes_a_token_without_looking_at_it(llama: Any) -> None:
+    """Nothing is read from the device: neither ids nor a mask."""
+    hf_kvret.attach(llama)
+    cache = new_cache(llama)
+    ids = prompt(1, 40)
+    with torch.no_grad():
+        llama(ids[:, :39], past_key_values=cache)
+        reads: list[str] = []
+        for name in ("item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__int__"):
+            original = getattr(torch.Tensor, name)
+
+            def counted(self: Any, *args: Any, _name: str = name, _f: Any = original) -> Any:
+                reads.append(_name)
+                return _f(self, *args)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.Tensor, name, counted)
+                cache.tokens.note(ids[:, 39:], 39, torch.ones(1, 40).long())
+    assert not reads
