@@ -32,7 +32,6 @@ from hf_kvret.calibration.files import (
 )
 from hf_kvret.calibration.hub import find_folder, upload_folder
 from hf_kvret.calibration.identity import ModelIdentity
-from hf_kvret.calibration.weights import WeightsReport, compare_weights
 from hf_kvret.integration.weights import WeightsReport, compare_weights
 from hf_kvret.io.strict_json import plain_bytes
 from hf_kvret.version import __version__

@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.calibration.artifact import CalibrationArtifact
-from hf_kvret.calibration.shared import artifact_place, check_tensor, made_once, shared_artifact
+from hf_kvret.calibration.layer_checks import check_tensor
+from hf_kvret.calibration.shared import artifact_place, made_once, shared_artifact
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.integration.compatibility import retrieval_shapes
 
@@ -60,6 +61,6 @@ def _load(options: RetrievalConfig) -> CalibrationArtifact:
 
 def _factors(artifact: CalibrationArtifact, config: PreTrainedConfig) -> dict[int, torch.Tensor]:
     return {
-        layer: check_tensor(artifact, f"layers.{layer}.{TENSOR}", (shape.heads,)).float()
+        layer: check_tensor(artifact, f"layers.{layer}.{TENSOR}", (shape.heads,), (torch.float32,))
         for layer, shape in retrieval_shapes(config).items()
     }

@@ -109,7 +109,9 @@ class RestSums(State):
         blocks = -(-self.end // self._block_len)
         shapes = (batch, heads, blocks, max(self._key.stop, self._value.stop)), (batch, blocks)
         found = [None if x is None else tuple(x.shape) for x in (self._sums, self._counts)]
-        if not 0 < self.end <= cold_len or found != list(shapes):
+        kinds = [None if x is None else x.dtype for x in (self._sums, self._counts)]
+        is_plain = kinds == [torch.float64, torch.int64] and found == list(shapes)
+        if not 0 < self.end <= cold_len or not is_plain:
             raise ValueError(
                 f"rest: sums of {found} up to slot {self.end} are not of {cold_len} cold tokens: "
                 "the file is damaged, save the cache again"

@@ -21,8 +21,8 @@ class Blank(TorchFunctionMode):
     """Context in which questions about contents that are not there get the plain answer.
 
     Nothing is padded, NaN, infinite or due: ``all`` and ``isfinite`` of a whole tensor say True,
-    ``any`` says False, ``nonzero`` finds nothing, other numbers are 0, copies on the CPU too. Tensors
-    on other devices answer for themselves.
+    ``any`` says False, ``nonzero`` finds nothing, other numbers are 0, copies on the CPU too.
+    Tensors on other devices answer for themselves.
     """
 
     def __torch_function__(

@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:
-    from hf_kvret.cache import RetrievalCache
-
 from hf_kvret.core.token_record import TokenRecord
 from hf_kvret.integration.identity import CacheIdentity
 
@@ -24,8 +21,6 @@ def saved_origin(cache: RetrievalCache) -> dict[str, Any]:
 
     Values may be tensors, at any depth of dicts; they are saved beside those of the cache.
     """
-    del cache
-    return {"identity": None, "tokens": None}
     return {
         "identity": None if cache.identity is None else cache.identity.to_json(),
         "tokens": cache.tokens.to_json(cache.get_seq_length()),
@@ -48,7 +43,6 @@ def restore_origin(
     Raises:
         ValueError: they are not what ``saved_origin`` makes.
     """
-    del cache, description, tensors
     identity, tokens = description.get("identity"), description.get("tokens")
     length = cache.get_seq_length()
     try:
