@@ -61,7 +61,7 @@ def valid_logits(estimates: Estimates, cold: ColdTokens) -> torch.Tensor:
 def unknown_logits(
     query: torch.Tensor, estimates: Estimates, cold: ColdTokens, means: RestMeans
 ) -> torch.Tensor:
-    """``[B, Hq, Q]`` fp32: the second of ``left_out_logits``, where only what it is of is left out."""
+    """The second of ``left_out_logits``, where all tokens without estimates are left out."""
     known = valid_logits(estimates, cold) > float("-inf")
     free = cold.valid.sum(-1)[:, None, None] - known.sum(-1)
     return _mean_logits(query, free, cold, means)
