@@ -194,7 +194,7 @@ def _numbers(regions: Regions, index: Index, query: torch.Tensor, cold: ColdToke
     config.check_estimates(estimates is not None)
     assert estimates is not None, "others are refused"
     means = regions.rest_sums(cold).joint_means()
-    estimated = left_out_logits(searching, estimates, ids, cold, means)
+    estimated = torch.logaddexp(*left_out_logits(searching, estimates, ids, cold, means))
     exact = exact_left_out(searching, ids, cold)
     found = cold.store.attend(searching, ids, cold.scale, cold.softcap)
     index.after_search(ids)

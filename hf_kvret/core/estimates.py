@@ -15,12 +15,11 @@ def left_out_logits(
     ids: torch.Tensor,
     cold: ColdTokens,
     means: RestMeans,
-    log_factors: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Log of the sum of the exponentiated logits that are left out, ``[B, Hq, Q]`` fp32.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logs of the sums of the exponentiated logits that are left out, ``[B, Hq, Q]`` fp32 each.
 
-    By the estimates where there are any; every other token has the logit of the mean key. -inf
-    where nothing is left out.
+    First of those that have estimates, by these; then of the others, which all have the logit of
+    the mean key. -inf where there are none.
 
     Args:
         query: ``[B, Hq, Q, Dk]``.
@@ -28,7 +27,6 @@ def left_out_logits(
         ids: ``[B, H, Q, K]`` int32 that the queries attend to, -1 for none.
         cold: the tokens.
         means: of all of them, one of each KV head.
-        log_factors: ``[B, Hq, Q]`` fp32 to be added to the logs of what is estimated; None: 0.
     """
     heads = ids.shape[1]
     valid = cold.valid[:, None, None]
@@ -45,9 +43,7 @@ def left_out_logits(
     selected = (ids >= 0).sum(-1)
     free = (valid.sum(-1) - selected).unsqueeze(2) - (known > float("-inf")).sum(-1)
     sums = known.logsumexp(-1).flatten(1, 2)
-    if log_factors is not None:
-        sums = sums + log_factors
-    return torch.logaddexp(sums, _mean_logits(query, free.flatten(1, 2), cold, means))
+    return sums, _mean_logits(query, free.flatten(1, 2), cold, means)
 
 
 def valid_logits(estimates: Estimates, cold: ColdTokens) -> torch.Tensor:
@@ -65,14 +61,14 @@ def valid_logits(estimates: Estimates, cold: ColdTokens) -> torch.Tensor:
 def unknown_logits(
     query: torch.Tensor, estimates: Estimates, cold: ColdTokens, means: RestMeans
 ) -> torch.Tensor:
-    """``[B, Hq, Q]`` fp32, as ``left_out_logits`` of all tokens that no head has estimates of."""
+    """The second of ``left_out_logits``, where all tokens without estimates are left out."""
     known = valid_logits(estimates, cold) > float("-inf")
     free = cold.valid.sum(-1)[:, None, None] - known.sum(-1)
     return _mean_logits(query, free, cold, means)
 
 
 def exact_left_out(query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-    """What ``left_out_logits`` estimates, ``[B, Hq, Q]`` fp32. Reads every key of the store."""
+    """What both of ``left_out_logits`` estimate together, ``[B, Hq, Q]`` fp32. Reads all keys."""
     heads, batch = ids.shape[1], len(query)
     taken = slot_marks(ids, len(cold))[..., :-1] | ~cold.valid[:, None, None]
     sums = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)

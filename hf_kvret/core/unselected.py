@@ -161,11 +161,15 @@ def stand_ins(
     if estimates is None:
         return tokens, None
     means = regions.rest_sums(cold).joint_means()
-    factors = _log_factors(regions, query, layer, groups)
-    lost = left_out_logits(query, estimates, ids, cold, means, factors)
+    known, others = left_out_logits(query, estimates, ids, cold, means)
+    lost = torch.logaddexp(known, others)
     stand_in = lost if rest in ("index", "sample") else None
     if rest == "index":
-        tokens = RestTokens(lost.unsqueeze(-1), means.values)
+        factors = _log_factors(regions, query, layer, groups)
+        if factors is not None:
+            stand_in = torch.logaddexp(known + factors, others)
+        assert stand_in is not None, "it was set above"
+        tokens = RestTokens(stand_in.unsqueeze(-1), means.values)
     elif rest == "sample":
         unknown = unknown_logits(query, estimates, cold, means)
         tokens = RestTokens(unknown.unsqueeze(-1), means.values)

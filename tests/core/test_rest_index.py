@@ -23,14 +23,13 @@ from hf_kvret import (
 from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
 from hf_kvret.core.call import AttentionCall
-from hf_kvret.core.counters import LayerCounters
 from hf_kvret.core.estimates import exact_left_out, left_out_logits
 from hf_kvret.core.index import ColdTokens, Estimates, Index
 from hf_kvret.core.recall import exact_scores
 from hf_kvret.core.sampling import priority_sample, uniforms
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.store import weighted_attention
-from hf_kvret.core.unselected import LayerOfModel
+from hf_kvret.core.unselected import LayerOfModel, Lost
 from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
 from hf_kvret.methods.flat import FlatConfig, FlatIndex
 from hf_kvret_kernels.relevance import group_relevance
@@ -187,7 +186,8 @@ def test_the_rest_weighs_as_much_as_its_estimates_say(softcap: float | None) -> 
         assert regions is not None
         means = regions.rest_sums(cold).means()
         plain = Estimates(torch.full((*query.shape[:3], len(cold)), float("-inf")))
-        none_known = left_out_logits(query, plain, ids, cold, means)
+        known, none_known = left_out_logits(query, plain, ids, cold, means)
+        assert (known == float("-inf")).all()
         expected = driver.expected()
         # exp(left) in place of exp(none_known), worked out from the two softmaxes.
         near_lse, mean_value = _near(watched, ids), means.values.repeat_interleave(3, 1)
@@ -248,7 +248,7 @@ def test_tokens_without_estimates_weigh_as_their_mean(rest: str) -> None:
     if rest == "sample":
         # Nothing else can be drawn.
         assert bool(((ids % 2 == 0) | (ids == -1)).all())
-    result = left_out_logits(query, estimates, ids, cold, means)
+    result = torch.logaddexp(*left_out_logits(query, estimates, ids, cold, means))
     scores = exact_scores(
         query, torch.cat([k for _, k in cold.store.key_chunks()], 2), cold.scale
     ).double()
@@ -443,33 +443,29 @@ def test_saved_loaded_and_forked_options(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [None, 1, 2])
-def test_factors_are_those_of_the_querys_own_heads(size: int | None) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_factors_are_those_of_the_querys_own_heads(count: int, size: int | None) -> None:
     factors = torch.linspace(-1.0, 1.0, 6)
-    driver = Driver(rest="index", select_heads=size)
+    driver = Driver(rest="index", select_heads=size, flush=64)
     driver.forward(90)
-    driver.layer.of_model = LayerOfModel(0, 2, factors)
-    outs, add = [], LayerCounters.add_lost
+    results, outs, shares = [], [], Lost.shares
     for learned in (factors, None):
-        driver.layer.of_model.log_factors = learned
-        regions = driver.layer.regions
-        assert regions is not None
-        lost = []
+        driver.layer.of_model = LayerOfModel(0, 2, learned)
+        driver.generator.manual_seed(5)
         with pytest.MonkeyPatch.context() as patch:
-
-            def watch(counters: LayerCounters, *shares: Any, kept: Any = lost) -> None:
-                kept.append(shares[0])
-                add(counters, *shares)
-
-            patch.setattr(LayerCounters, "add_lost", watch)
-            driver.generator.manual_seed(5)
-            driver.forward(3)
-        outs.append(lost[0].double())
-        driver.cache.crop(-3)
-        driver.mask = driver.mask[:, :-3]
-    # The odds of what is left out grow by the factor.
-    shifts = outs[0].logit() - outs[1].logit()
-    expected = factors.double().view(1, -1, 1).expand_as(shifts)
-    torch.testing.assert_close(shifts, expected, rtol=0.0, atol=1e-4)
+            patch.setattr(
+                Lost, "shares", lambda lost, lse: (results.append(lost), shares(lost, lse))[1]
+            )
+            outs.append(driver.forward(count))
+        driver.cache.crop(-count)
+        driver.mask = driver.mask[:, :-count]
+    corrected, plain = results
+    # What is lost is not what stands for it.
+    torch.testing.assert_close(corrected.estimated, plain.estimated, rtol=0.0, atol=1e-5)
+    assert corrected.stand_in is not None and plain.stand_in is not None
+    shifts = corrected.stand_in - plain.stand_in
+    torch.testing.assert_close(shifts, factors.view(1, -1, 1).expand_as(shifts), rtol=0, atol=1e-4)
+    assert not torch.allclose(outs[0], outs[1], atol=1e-3)
 
 
 def test_the_heads_of_a_process_take_their_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,11 +79,22 @@ class Case:
         lead to other tokens.
 
         Weights of ParisKV's codes are bf16. Another order of sums rounds one of them the other way
-        here, and two tokens that matter alike change places.
+        here, and two tokens that matter alike change places. So may those of a sample.
         """
+        if self.method == "paris" and self.rest == "sample":
+            return True
         if self.method == "paris":
             return self.store == "higgs-host" and self.select_heads == 2
         return self.method == "lrqk" and self.store.startswith("higgs")
+
+    @property
+    def tolerance(self) -> float:
+        """How far logits may be from those of a CPU.
+
+        Where ParisKV's estimates are a part of the attention, so is the rounding of its weights:
+        up to 2^-7 of a subspace's part of a score.
+        """
+        return 3e-2 if self.method == "paris" and self.rest == "index" else _TOLERANCE
 
     def __str__(self) -> str:
         latent = "" if self.family == "llama" else f"{self.family}-{self.select_heads}"
@@ -197,7 +208,7 @@ def attempt(case: Case, steps: int = STEPS) -> Outcome:
 def check_logits(outcome: Outcome) -> None:
     """AssertionError where logits are not those of the same case on a CPU."""
     for own, expected in zip(outcome.logits, _on_cpu(outcome.case), strict=True):
-        torch.testing.assert_close(own, expected, rtol=0, atol=_TOLERANCE)
+        torch.testing.assert_close(own, expected, rtol=0, atol=outcome.case.tolerance)
 
 
 def _on_cpu(case: Case) -> list[torch.Tensor]:
