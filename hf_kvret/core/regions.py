@@ -422,7 +422,7 @@ class Regions:
         if nbytes < _LARGE_WINDOW:
             return
         try:
-            torch.empty(nbytes, dtype=torch.uint8, device=window.keys.device)
+            torch.empty(min(nbytes, _MOST_BYTES), dtype=torch.uint8, device=window.keys.device)
         except (MemoryError, RuntimeError) as error:
             raise ValueError(
                 f"recent, flush and max_draft make a window of {length} tokens, for which there "
@@ -475,7 +475,8 @@ class Regions:
         self.changes += 1
 
 
-_LARGE_WINDOW = 1 << 30
+# No machine has the second.
+_LARGE_WINDOW, _MOST_BYTES = 1 << 30, 1 << 60
 _PARTS = ("window", "index", "store", "rest")
 
 
