@@ -210,8 +210,8 @@ def missing(chance: random.Random, tensors: Tensors, content: dict[str, Any]) ->
 
 
 def missing_in_all_layers(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
-    part = chance.choice(sorted(tensors)).split(".", 2)[2]
-    for name in [name for name in tensors if name.split(".", 2)[2] == part]:
+    part = chance.choice(sorted(tensors)).split(".", 2)[-1]
+    for name in [name for name in tensors if name.split(".", 2)[-1] == part]:
         del tensors[name]
 
 
@@ -334,6 +334,7 @@ def craft(chance: random.Random, folder: Path, mutation: Craft, version: int) ->
         return
     if content.get("format_version") == 2:
         content["format_version"] = 1
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("tokens.")}
     content["tensors"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
     save_file(tensors, folder / "cache.safetensors")
     (folder / DESCRIPTION).write_text(json.dumps(content))
