@@ -128,7 +128,7 @@ def test_verify_finds_damage_anywhere(
     code, shown = _verify(tmp_path, capsys)
     assert code == 0
     assert "flat, format 2, 2 layers" in shown and "MiB: whole" in shown
-    assert "hf_kvret" in shown and "records  tokens" in shown
+    assert "hf_kvret" in shown and "records  identity and tokens" in shown
     for path in (saved_file(tmp_path), tmp_path / "cache.json"):
         content = path.read_bytes()
         for place in (9, len(content) // 3, len(content) - 9):
