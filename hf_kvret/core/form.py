@@ -9,7 +9,8 @@ import torch
 
 DTypes = torch.dtype | tuple[torch.dtype, ...] | None
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""What keys may be."""
 
 
 class Form:

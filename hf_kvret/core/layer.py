@@ -402,6 +402,8 @@ class RetrievalLayer(CacheLayerMixin):
             form.check(f"window.{name}", side, f"B H c {name}", form.dtype)
             if 0 in (*side.shape[:2], side.shape[3]):
                 raise damaged(f"window.{name} is {list(side.shape)}")
+        slots = state["window.sink_slots"]
+        form.check("window.sink_slots", slots, f"B {self.config.sink}", torch.int64)
         keys = sides[0].to(device)
         values = keys[..., :in_key] if in_key else sides[1].to(device)
         check_dtypes(keys=keys, values=values)

@@ -383,6 +383,7 @@ class Regions:
             self.window.check_saved(window, form)
             self.window.load_state_dict(window, device)
             self.window.check_loaded(form)
+        self._check_room()
         form = form.extended({"N": self.window.start, "T": self.window.end})
         with named("index."):
             self._load_index(index, form, device)
@@ -412,6 +413,21 @@ class Regions:
         window = self.window
         dims = window.keys.shape[-1], window.values.shape[-1]
         return RestSums(self.config.rest_blocks, *dims, bool(window.value_in_key))
+
+    def _check_room(self) -> None:
+        """ValueError where there is no memory for the window that the saved options ask for."""
+        window, length = self.window, self.config.sink + self.most_recent
+        heads = window.keys.shape[:2]
+        nbytes = heads.numel() * length * window.row_dim * window.keys.element_size()
+        if nbytes < _LARGE_WINDOW:
+            return
+        try:
+            torch.empty(min(nbytes, _MOST_BYTES), dtype=torch.uint8, device=window.keys.device)
+        except (MemoryError, RuntimeError) as error:
+            raise ValueError(
+                f"recent, flush and max_draft make a window of {length} tokens, for which there "
+                "is no memory: the file is damaged or crafted, or of a larger machine"
+            ) from error
 
     def _load_index(self, index: Tensors, form: Form, device: torch.device) -> None:
         if self.needs_positions:
@@ -459,6 +475,8 @@ class Regions:
         self.changes += 1
 
 
+# No machine has the second.
+_LARGE_WINDOW, _MOST_BYTES = 1 << 30, 1 << 60
 _PARTS = ("window", "index", "store", "rest")
 
 

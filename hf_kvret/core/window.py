@@ -260,7 +260,9 @@ class Window(State):
         # Free ones come last.
         ordered = (after == -1) | ((before >= 0) & (before < after))
         if not bool(((slots >= -1) & (slots < start)).all() & ordered.all()):
-            raise damaged(f"window.sink_slots are {slots.tolist()}, and {start} tokens are cold")
+            raise damaged(
+                f"window.sink_slots are {slots[:4].tolist()}, and {start} tokens are cold"
+            )
 
     def _reserve(self, capacity: int) -> None:
         if capacity <= self.keys.shape[2]:

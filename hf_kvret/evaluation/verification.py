@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from hf_kvret.calibration.verification import holds_artifact, verify_artifact
 from hf_kvret.evaluation.results import read_results
+from hf_kvret.io.verification import holds_cache, verify_cache
 
 
 class Kind(NamedTuple):
@@ -39,6 +40,7 @@ def verify_results(path: Path) -> list[str]:
 
 
 KINDS = (
+    Kind("saved caches", holds_cache, verify_cache),
     Kind("artifacts", holds_artifact, verify_artifact),
     Kind("result files", Path.is_file, verify_results),
 )

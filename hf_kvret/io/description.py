@@ -45,9 +45,11 @@ class Description:
         format_version: 1 or 2.
         method, model, options: of the cache, see ``RetrievalCache``.
         layers: of the cache.
-        tensors: by name, in the order of the file; those of format 1 have no checksums.
+        tensors: by name, in the order of the file; empty for format 1, which has no checksums.
+        shapes: of the tensors.
         file: name of the file of tensors.
         origin: ``identity`` and ``tokens``, see ``origin.py``.
+        library: versions that it was saved with, by name; empty for format 1.
         digest: SHA-256 of the file ``cache.json``.
     """
 
@@ -60,6 +62,7 @@ class Description:
     shapes: Mapping[str, list[int]]
     file: str
     origin: Mapping[str, Any]
+    library: Mapping[str, str]
     digest: str
 
     @classmethod
@@ -107,7 +110,7 @@ class Description:
         form = version, content["method"], content["model"], content["options"], layers
         if version == 1:
             origin = {"identity": None, "tokens": None}
-            return cls(*form, {}, content["tensors"], OLD_TENSORS, origin, digest)
+            return cls(*form, {}, content["tensors"], OLD_TENSORS, origin, {}, digest)
         tensors = {}
         for name, entry in content["tensors"].items():
             try:
@@ -122,7 +125,8 @@ class Description:
         if not all(value is None or isinstance(value, dict) for value in origin.values()):
             raise ValueError("identity or tokens are neither an object nor null")
         shapes = {name: list(entry.shape) for name, entry in tensors.items()}
-        return cls(*form, tensors, shapes, file, origin, digest)
+        library = {str(name)[:80]: str(value)[:80] for name, value in content["library"].items()}
+        return cls(*form, tensors, shapes, file, origin, library, digest)
 
 
 def written(

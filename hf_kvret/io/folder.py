@@ -264,7 +264,10 @@ def _with_remedy(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        number = error.errno or 0
+        number = error.errno
+        if number is None:
+            # Not the system's, but of the caller, who says what to do.
+            raise
         if number in _SPACE:
             remedy = "free space on this disk (or raise the limit on file sizes)"
         elif number in _RIGHTS:

@@ -158,6 +158,7 @@ def _set_plain(layer: Any, name: str, kind: str, values: Mapping[str, Any], stat
 
 def _check(layer: Any) -> None:
     """ValueError where values of a layer do not fit one another."""
+    batch_of(layer)
     if isinstance(layer, DynamicLayer):
         _check_rows(layer)
     if isinstance(layer, DynamicIndexedLayer):

@@ -53,6 +53,9 @@ FORK_OPTIONS = frozenset(_FREE_OPTIONS - _STORE_OPTIONS)
 _MOVABLE_OPTIONS = {"artifact", "revision", "artifact_sha256"}
 
 
+_MOST_NUMBER = 2**63 - 1
+
+
 def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> str:
     """Write ``cache`` to ``directory``, which is made if needed.
 
@@ -167,11 +170,22 @@ def _empty_cache(
     if changes.get("store", "split") not in ("auto", "split"):
         # The saved budget belongs to the saved store.
         changes = {"device_budget": None, **changes}
-    options = cls.config_class.from_saved(description.options).replace(**changes)
+    try:
+        saved_options = cls.config_class.from_saved(description.options)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{directory} has options that no save writes: {error}") from error
+    most = max(filter(_is_whole, description.options.values()), key=abs, default=0)
+    if abs(most) > _MOST_NUMBER:
+        raise ValueError(f"{directory} has options that no save writes: {most:.0e} is too large")
+    options = saved_options.replace(**changes)
     cache = cls(config, options)
     types = [layer.type for layer in description.layers]
     _check_model(directory, cache, dict(description.model), types)
     return cache
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
 
 
 def read_parts(

@@ -19,8 +19,8 @@ def check_names(state: Tensors, names: set[str]) -> None:
 
 def check_shape(saved: torch.Tensor, shape: list[int]) -> None:
     """ValueError unless ``saved``, ``store.shape``, is the layer's: heads, key and value dim."""
-    if saved.dtype != torch.int64 or saved.ndim != 1 or saved.tolist() != shape:
-        raise damaged(f"store.shape is {saved.tolist()}, not {shape}")
+    if saved.dtype != torch.int64 or saved.shape != (len(shape),) or saved.tolist() != shape:
+        raise damaged(f"store.shape is {saved.flatten()[:4].tolist()}, not {shape}")
 
 
 def check_coded(

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.form import FLOATS, Form, check_ids, damaged
+from hf_kvret.core.form import Form, check_ids, damaged
 from hf_kvret.core.index import ColdTokens, Index, SearchCost
 from hf_kvret.core.state import part, tensor
 from hf_kvret.methods.lrqk.als_init import STARTS, Moments, RandomSource
@@ -20,6 +20,11 @@ from hf_kvret.methods.lrqk.recent_proxies import RecentProxies
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
 from hf_kvret_kernels.host_step import HostSearch, ProxySearch
+
+_BASIS: dict[str, Any] = {
+    **{"optional": True, "shared": True, "finite": True},
+    **{"dims": "B Q R D", "dtype": torch.float32},
+}
 
 
 class PaperLRQKIndex(Index):
@@ -45,12 +50,8 @@ class PaperLRQKIndex(Index):
     _proxies: Proxies = part(may_be_empty=True)
     _recent: RecentProxies = part(key="waiting")
     # B_Q and B_K, [B, Hq, r, D].
-    _query_basis: torch.Tensor | None = tensor(
-        key="bases.query", optional=True, shared=True, dims="B Q R D", dtype=FLOATS, finite=True
-    )
-    _key_basis: torch.Tensor | None = tensor(
-        key="bases.key", optional=True, shared=True, dims="B Q R D", dtype=FLOATS, finite=True
-    )
+    _query_basis: torch.Tensor | None = tensor(key="bases.query", **_BASIS)
+    _key_basis: torch.Tensor | None = tensor(key="bases.key", **_BASIS)
     # Of the newest query, [B, Hq, 1, k] int32.
     _selection: torch.Tensor | None = tensor(
         key="selected.ids", optional=True, shared=True, dims="B Q 1 k", dtype=torch.int32

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_kvret.core.block import TokenBlock
-from hf_kvret.core.form import FLOATS, Form, damaged
+from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.index import CapturableIndex, ColdTokens, Estimates, Index, SearchCost
 from hf_kvret.core.state import number, part, tensor
 from hf_kvret.methods.lrqk.config import LRQKConfig
@@ -39,10 +39,10 @@ class LRQKIndex(CapturableIndex, Index):
     _proxies: Proxies = part(may_be_empty=True)
     # Of the factors, [B, F, D, r]; the mean key, [B, Hkv, D].
     _to_query: torch.Tensor | None = tensor(
-        optional=True, shared=True, dims="B F D R", dtype=FLOATS, finite=True
+        optional=True, shared=True, dims="B F D R", dtype=torch.float32, finite=True
     )
     _to_key: torch.Tensor | None = tensor(
-        optional=True, shared=True, dims="B F D R", dtype=FLOATS, finite=True
+        optional=True, shared=True, dims="B F D R", dtype=torch.float32, finite=True
     )
     _mean: torch.Tensor | None = tensor(
         optional=True, shared=True, dims="B H D", dtype=torch.float32, finite=True

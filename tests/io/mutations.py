@@ -1,0 +1,352 @@
+"""Saved caches that were damaged, or crafted: what may be done to one, by name.
+
+Damage leaves checksums as they were; who crafts a file makes them anew. Each mutation changes the
+folder of a saved cache, given a source of chance and, for some, another cache of the same form.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_kvret.testing.saved import read_saved, saved_file, write_saved
+
+DESCRIPTION = "cache.json"
+Tensors = dict[str, torch.Tensor]
+Damage = Callable[[random.Random, Path, Path], None]
+Craft = Callable[[random.Random, Tensors, dict[str, Any]], None]
+
+VALUES: list[Any] = [
+    *(None, 0, -1, 1, 10**9, 2**62, 2**70, 1e308, 0.5, True, False, "x", "", "../../x"),
+    *([], {}, [1], [[]], {"a": 1}, "float8_e4m3fn", float("inf"), -0.0),
+]
+DTYPES = [
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+]
+NUMBERS = [0, 1, -1, -2, 5, 39, 41, 100, 1000, 65535, 10**6, 2**31 - 1, 2**31, 2**40, -(2**40)]
+
+
+def truncated(chance: random.Random, folder: Path, other: Path) -> None:
+    _cut(chance, saved_file(folder))
+
+
+def truncated_description(chance: random.Random, folder: Path, other: Path) -> None:
+    _cut(chance, folder / DESCRIPTION)
+
+
+def _cut(chance: random.Random, path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: chance.randrange(path.stat().st_size - 1)])
+
+
+def flipped_header(chance: random.Random, folder: Path, other: Path) -> None:
+    path = saved_file(folder)
+    _flip(chance, path, 0, _body(path), chance.choice([1, 1, 3]))
+
+
+def flipped_body(chance: random.Random, folder: Path, other: Path) -> None:
+    path = saved_file(folder)
+    _flip(chance, path, _body(path), path.stat().st_size, chance.choice([1, 1, 4, 64]))
+
+
+def flipped_description(chance: random.Random, folder: Path, other: Path) -> None:
+    path = folder / DESCRIPTION
+    _flip(chance, path, 0, path.stat().st_size, 1)
+
+
+def _flip(chance: random.Random, path: Path, start: int, end: int, count: int) -> None:
+    content = bytearray(path.read_bytes())
+    for place in chance.sample(range(start, end), count):
+        content[place] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+
+
+def _body(path: Path) -> int:
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def zeroed(chance: random.Random, folder: Path, other: Path) -> None:
+    path = saved_file(folder)
+    content = bytearray(path.read_bytes())
+    start = chance.randrange(_body(path), len(content) - 1)
+    content[start : start + 4096] = bytes(len(content[start : start + 4096]))
+    path.write_bytes(content)
+
+
+def longer(chance: random.Random, folder: Path, other: Path) -> None:
+    path = saved_file(folder)
+    path.write_bytes(path.read_bytes() + chance.randbytes(chance.choice([1, 8, 4096])))
+
+
+def header_length(chance: random.Random, folder: Path, other: Path) -> None:
+    path = saved_file(folder)
+    content = path.read_bytes()
+    lengths = [0, 1, 2**31, 2**63, 2**64 - 1, len(content), len(content) - 8, 99_999_999]
+    path.write_bytes(chance.choice(lengths).to_bytes(8, "little") + content[8:])
+
+
+def tensors_of_another(chance: random.Random, folder: Path, other: Path) -> None:
+    shutil.copy(saved_file(other), saved_file(folder))
+
+
+def description_of_another(chance: random.Random, folder: Path, other: Path) -> None:
+    shutil.copy(other / DESCRIPTION, folder / DESCRIPTION)
+
+
+def no_file(chance: random.Random, folder: Path, other: Path) -> None:
+    path = chance.choice([saved_file(folder), folder / DESCRIPTION])
+    path.unlink()
+    kind = chance.randrange(6)
+    if kind == 0:
+        path.mkdir()
+    elif kind == 1:
+        path.symlink_to(path)
+    elif kind == 2:
+        path.symlink_to("/dev/zero")
+    elif kind == 3:
+        path.write_bytes(b"")
+    elif kind == 4:
+        path.write_bytes(chance.randbytes(5000))
+
+
+def strange_json(chance: random.Random, folder: Path, other: Path) -> None:
+    path = folder / DESCRIPTION
+    text = path.read_text()
+    version = '"format_version": 2'
+    assert version in text
+    path.write_bytes(
+        chance.choice(
+            [
+                lambda: b"[" * 200_000,
+                lambda: b'{"a":' * 100_000,
+                lambda: text.replace(version, '"format_version": ' + "9" * 5000).encode(),
+                lambda: text.replace(version, '"format_version": NaN').encode(),
+                lambda: text.replace(version, f'{version}, "format_version": 1').encode(),
+                lambda: (text.rstrip()[:-1] + ', "x": [' + "0," * 10**6 + "0]}").encode(),
+                lambda: b"\xff\xfe" + text.encode(),
+                lambda: b"\xef\xbb\xbf" + text.encode(),
+                lambda: text.encode("utf-16"),
+            ]
+        )()
+    )
+
+
+def edited_description(chance: random.Random, folder: Path, other: Path) -> None:
+    """As by hand: a value is another one, the checksum is not."""
+    path = folder / DESCRIPTION
+    content = json.loads(path.read_text())
+    places = [content["options"], content["model"], content["library"], content]
+    place = chance.choice(places)
+    name = chance.choice([name for name in place if name != "checksum"])
+    place[name] = chance.choice([value for value in VALUES if value != place[name]])
+    path.write_text(json.dumps(content))
+
+
+DAMAGES: list[Damage] = [
+    *(truncated, truncated_description, flipped_header, flipped_body, flipped_body),
+    *(flipped_description, zeroed, longer, header_length, tensors_of_another),
+    *(description_of_another, no_file, strange_json, edited_description),
+]
+
+
+def other_shape(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    name = chance.choice(sorted(tensors))
+    tensor = tensors[name]
+    if not tensor.ndim:
+        tensors[name] = tensor.repeat(3)
+        return
+    dim = chance.randrange(tensor.ndim)
+    tensors[name] = chance.choice(
+        [
+            lambda: tensor.narrow(dim, 0, max(0, tensor.shape[dim] - 1)),
+            lambda: torch.cat([tensor, tensor], dim),
+            lambda: tensor.narrow(dim, 0, 0),
+            lambda: tensor.unsqueeze(dim),
+            lambda: tensor.narrow(dim, 0, min(1, tensor.shape[dim])),
+            lambda: tensor.flatten(),
+        ]
+    )()
+
+
+def other_dtype(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    name = chance.choice(sorted(tensors))
+    tensors[name] = tensors[name].to(chance.choice(DTYPES))
+
+
+def not_finite(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    names = [name for name in tensors if tensors[name].is_floating_point()]
+    tensor = tensors[chance.choice([name for name in names if tensors[name].numel()])].view(-1)
+    numbers = [float("nan"), float("inf"), -float("inf"), torch.finfo(tensor.dtype).max]
+    tensor[chance.randrange(len(tensor))] = chance.choice(numbers)
+
+
+def other_numbers(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    whole = [name for name, x in tensors.items() if not x.is_floating_point() and x.numel()]
+    tensor = tensors[chance.choice([name for name in whole if tensors[name].dtype != torch.bool])]
+    limits = torch.iinfo(tensor.dtype)
+    number = max(limits.min, min(limits.max, chance.choice([*NUMBERS, limits.min, limits.max])))
+    count = chance.choice([1, tensor.numel()])
+    start = chance.randrange(tensor.numel() - count + 1)
+    tensor.view(-1)[start : start + count] = number
+
+
+def other_scalar(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    tensor = tensors[chance.choice([name for name, x in tensors.items() if 0 < x.numel() <= 8])]
+    limit = 1 << (8 * tensor.element_size() - 2)
+    number = max(-limit, min(limit, chance.choice(NUMBERS)))
+    tensor.view(-1)[chance.randrange(tensor.numel())] = number % 2 if limit < 256 else number
+
+
+def missing(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    del tensors[chance.choice(sorted(tensors))]
+
+
+def missing_in_all_layers(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    part = chance.choice(sorted(tensors)).split(".", 2)[-1]
+    for name in [name for name in tensors if name.split(".", 2)[-1] == part]:
+        del tensors[name]
+
+
+def unknown(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    names = ["../../evil", "layers.0.evil", "layers.99.window.keys", "layers.0.index.../x"]
+    names += ["/etc/passwd", "layers.0.window.evil", "layers.0.store.evil", "layers.-1.built"]
+    tensors[chance.choice([*names, "layers.00.built", "tokens", ""])] = torch.zeros(3)
+
+
+def swapped(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    one, two = chance.sample(sorted(tensors), 2)
+    tensors[one], tensors[two] = tensors[two], tensors[one]
+
+
+def renamed(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    name = chance.choice(sorted(tensors))
+    new = chance.choice(["layers.0.x", name + "x", name.replace("0", "1", 1), name.upper()])
+    tensors[new] = tensors.pop(name)
+
+
+def version(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    content["format_version"] = chance.choice([0, 1, 3, "2", 2.0, True, None, [], {}, -1, 10**30])
+
+
+def option(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    content["options"][chance.choice(sorted(content["options"]))] = chance.choice(VALUES)
+
+
+def unknown_option(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    content["options"][chance.choice(["evil", "__class__", "__init__", "replace"])] = 1
+
+
+def model(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    content["model"][chance.choice(sorted(content["model"]))] = chance.choice(VALUES)
+
+
+def layers(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    every = content["layers"]
+    number = chance.randrange(len(every))
+    one = every[number]
+    kind = chance.randrange(7)
+    if kind == 0:
+        one["type"] = chance.choice([*VALUES, "DynamicLayer"])
+    elif kind == 1:
+        one["values"] = chance.choice(VALUES)
+    elif kind == 2:
+        every.pop(number)
+    elif kind == 3:
+        every.append(one)
+    elif kind == 4:
+        every[number] = chance.choice(VALUES)
+    elif kind == 5:
+        one["values"][chance.choice(["evil", "__class__", "update", "keys"])] = 1
+    elif one["values"]:
+        one["values"][chance.choice(sorted(one["values"]))] = chance.choice(VALUES)
+
+
+def top(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    content[chance.choice(sorted(set(content) - {"tensors", "files"}))] = chance.choice(VALUES)
+
+
+def method(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    names = ["paris", "flat", "h2o", "lrqk", "ctkvr", "FLAT"]
+    content["method"] = chance.choice([*VALUES, *names])
+
+
+CRAFTS: list[Craft] = [
+    *(other_shape, other_shape, other_shape, other_dtype, other_dtype, not_finite, other_numbers),
+    *(other_numbers, other_scalar, other_scalar, missing, missing_in_all_layers, unknown, swapped),
+    *(
+        swapped,
+        renamed,
+        version,
+        option,
+        option,
+        unknown_option,
+        model,
+        layers,
+        layers,
+        top,
+        method,
+    ),
+]
+
+
+def entries(chance: random.Random, folder: Path) -> None:
+    """Make other entries of tensors, or of files, with the checksum of the description right."""
+    content, _ = read_saved(folder)
+    tensors = content["tensors"]
+    name = chance.choice(sorted(tensors))
+    kind = chance.randrange(7)
+    if kind == 0:
+        shapes = [[2**40], [2**62, 4], [2**63], [0], [2**32, 2**32], [1] * 70, [-1], [1.5], "x"]
+        tensors[name]["shape"] = chance.choice(shapes)
+    elif kind == 1:
+        tensors[name]["dtype"] = chance.choice(["F64", "I8", "BOOL", "F8_E4M3", "U64", "F4", 3])
+    elif kind == 2:
+        tensors[name]["crc32"] = chance.choice(["", "0", "00000000", 0, None, "x" * 8])
+    elif kind == 3:
+        tensors[name] = chance.choice(VALUES)
+    elif kind == 4:
+        tensors[name + "x"] = tensors.pop(name)
+    elif kind == 5:
+        bad = ["../x", "/etc/passwd", "cache-.safetensors", "cache.json", "cache-0123456789ab.x"]
+        content["files"]["tensors"] = chance.choice([*bad, *VALUES])
+    else:
+        tensors[name], other = tensors[chance.choice(sorted(tensors))], tensors[name]
+        tensors[name + "y"] = other
+    write_saved(folder, content)
+
+
+def craft(chance: random.Random, folder: Path, mutation: Craft, version: int) -> None:
+    """Apply ``mutation`` and write the cache anew in a format, checksums and all."""
+    content, tensors = read_saved(folder)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    mutation(chance, tensors, content)
+    tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    if version == 2:
+        write_saved(folder, content, tensors)
+        return
+    if content.get("format_version") == 2:
+        content["format_version"] = 1
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("tokens.")}
+    content["tensors"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    save_file(tensors, folder / "cache.safetensors")
+    (folder / DESCRIPTION).write_text(json.dumps(content))
+
+
+def fp8_in_format_1(chance: random.Random, folder: Path) -> None:
+    """Write a cache of format 1 with a dtype that no cache has."""
+    content, _ = read_saved(folder)
+    tensors = load_file(saved_file(folder))
+    name = chance.choice(sorted(tensors))
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    content |= {"format_version": 1}
+    content["tensors"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    save_file(tensors, folder / "cache.safetensors")
+    (folder / DESCRIPTION).write_text(json.dumps(content))
