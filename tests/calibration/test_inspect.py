@@ -229,6 +229,6 @@ def test_what_is_of_no_kind_is_not_verified(
 ) -> None:
     (tmp_path / "empty").mkdir()
     assert main(["inspect", "--verify", str(tmp_path / "empty")]) == 2
-    assert "--verify checks artifacts, result files" in capsys.readouterr().err
+    assert "--verify checks saved caches, artifacts, result files" in capsys.readouterr().err
     assert main(["inspect", "--verify", "alice/none"]) == 2
     assert "no repository alice/none" in capsys.readouterr().err

@@ -40,6 +40,7 @@ def test_counts_of_a_hand_made_case(llama: PreTrainedModel) -> None:
     for number, layer in enumerate(cache.stats()["layers"]):
         assert layer == {
             "layer": number,
+            "lost_mass": None,
             "steps": 3,
             "queries": 5,
             "cold_tokens": 26,
@@ -140,6 +141,7 @@ def test_an_empty_cache_reports_nothing(llama: PreTrainedModel) -> None:
     assert cache.memory().device == cache.memory().host == cache.memory().full_attention == 0
     assert cache.stats()["layers"][1] == {
         "layer": 1,
+        "lost_mass": None,
         "steps": 0,
         "queries": 0,
         "cold_tokens": 0,
