@@ -161,7 +161,7 @@ class Fits:
         choices: dict[str, CacheChoice] = {}
         for name in wanted:
             for store in options.stores:
-                choice = choose_cache(name, {"top_k": options.top_k, "store": store})
+                choice = self._choice(name, store)
                 if choice.options is None and choice.method not in _OURS:
                     raise ValueError(
                         f"--caches {name}: fits knows {', '.join(_OURS)} and the retrieval caches; "
@@ -171,6 +171,15 @@ class Fits:
         if not choices:
             raise ValueError("--caches names none: leave it out, or name one, as paris")
         return choices
+
+    def _choice(self, name: str, store: str) -> CacheChoice:
+        """A cache in ``store``, or in what comes next to it of those that it takes."""
+        defaults = {"top_k": self.options.top_k}
+        choice = choose_cache(name, defaults | {"store": store})
+        if choice.options is not None and not choice.options.takes_store(store):
+            near = "device" if store == "higgs" else "host"
+            choice = choose_cache(name, defaults | {"store": near})
+        return choice
 
     def setup(self) -> dict[str, Any]:
         """What the rows are about."""
@@ -215,7 +224,6 @@ class Fits:
             "host_bytes": round(held.host),
             "fits": machine.fits(weights, held),
             "largest_context": largest_context(machine, weights, predictor, batch),
-            "even_len": predictor.even_len,
             "largest_batch": largest_batch(machine, weights, predictor, context),
             "read_bytes": round(read + held.read_device + held.read_bus + held.read_cpu),
             "floor_seconds": machine.seconds(weights, held, batch),

@@ -28,9 +28,10 @@ from hf_kvret.integration.compatibility import latent_rank, layer_shape
 from hf_kvret.io.reports import memory_report
 
 _META = torch.device("meta")
-# Of layers that are alike the second stands for all but the first. The third takes over what a
-# layer hands on to the one above it.
-_FILLED = 3
+# Of layers that are alike, so many are filled. Where rows are predicted from the layer below, the
+# first is another, the second stands for the rest, and those above it take over what it doesn't
+# keep.
+_ALONE, _CHAINED = 1, 4
 _FULL_EVEN_LEN = 8192
 _WHOLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
 
@@ -156,17 +157,26 @@ class Predictor:
         # One more is decoded, so that what the first step makes is there.
         cache = self._made(length + 1)
         groups = list(self._groups(cache))
-        numbers = sorted(number for group in groups for number in group[:_FILLED])
+        filled = _ALONE if self._indexed(cache) else _CHAINED
+        numbers = sorted(number for group in groups for number in group[:filled])
         for start, count in ((0, length), (length, 1)):
             for number in numbers:
                 self._pass(cache, number, start, count)
         total = Held()
         for group in groups:
-            total = total.plus(self._of_layer(cache, group[0]))
-            for number in group[1:]:
-                alike = number if len(group) <= _FILLED else group[1]
-                total = total.plus(self._of_layer(cache, alike))
+            parts = [self._of_layer(cache, number) for number in group[:filled]]
+            if len(group) > filled:
+                parts = parts[:2]
+            for part in parts:
+                total = total.plus(part)
+            total = total.plus(parts[-1], len(group) - len(parts))
         return total
+
+    def _indexed(self, cache: Cache) -> bool:
+        """Whether layers have nothing to do with each other."""
+        if not isinstance(cache, RetrievalCache):
+            return True
+        return cache.make_index(cache.options, 0) is not None
 
     def _made(self, capacity: int) -> Cache:
         """The empty cache; on the meta device every kind of store keeps rows like these two."""

@@ -10,6 +10,7 @@ from hf_kvret.fits.filling import Held, Predictor
 
 # No cache is asked for more tokens.
 _MOST_TOKENS = 1 << 30
+_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -56,19 +57,19 @@ def largest_batch(
 
 def largest_context(
     machine: Machine, weights: WeightBytes, predictor: Predictor, batch: int
-) -> int | None:
-    """The most tokens of each of ``batch`` sequences that fit.
+) -> int:
+    """The most tokens of each of ``batch`` sequences that fit; 0 for none.
 
-    None where even ``predictor.even_len`` tokens don't.
+    Below ``predictor.even_len`` it is a multiple of a 64th of that, rounded down.
     """
 
     def fits(length: int) -> bool:
         return machine.fits(weights, predictor.at(length).of_batch(batch))
 
-    if not fits(predictor.even_len):
-        return None
-    more = _largest(lambda tokens: fits(predictor.even_len + tokens), _MOST_TOKENS)
-    return predictor.even_len + more
+    even_len, step = predictor.even_len, predictor.even_len // _STEPS
+    if not fits(even_len):
+        return step * _largest(lambda count: fits(count * step), _STEPS)
+    return even_len + _largest(lambda tokens: fits(even_len + tokens), _MOST_TOKENS)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:

@@ -39,7 +39,7 @@ def _opening(report: Mapping[str, Any]) -> str:
 
 
 def _line(report: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
-    held, context = row["bytes"], row["largest_context"]
+    held = row["bytes"]
     return [
         row["cache"],
         _gb(held["window"]),
@@ -48,7 +48,7 @@ def _line(report: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
         _gb(row["host_bytes"]),
         _gb(row["device_bytes"] + report["weights"]["held"]),
         "yes" if row["fits"] else "no",
-        f"below {row['even_len']:,}" if context is None else f"{context:,}",
+        f"{row['largest_context']:,}",
         f"{row['largest_batch']:,}",
         _gb(row["read_bytes"]),
         f"{row['floor_seconds'] * 1e3:.1f}",

@@ -13,7 +13,7 @@ from hf_kvret.benchmark.shapes import weight_bytes
 from hf_kvret.cli import main
 from hf_kvret.evaluation.arguments import DTYPES
 
-TINY = ("tiny", "--caches", "full,paris", "--context", "4K,16K", "--reserve", "1MB")
+TINY = ("tiny", "--caches", "full,flat", "--context", "4K,16K", "--reserve", "1MB")
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -30,9 +30,9 @@ def row(told: dict[str, Any], cache: str, context: int) -> dict[str, Any]:
 def test_the_largest_context_and_batch_fit_and_no_more(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    memory = ("--device-memory", "30MB", "--host-memory", "100MB")
+    memory = ("--device-memory", "40MB", "--host-memory", "100MB")
     told = report(capsys, *TINY, *memory)
-    for cache in ("full", "paris:store=device", "paris:store=host"):
+    for cache in ("full", "flat:store=host"):
         for batch, count in (
             ("1", row(told, cache, 16_384)["largest_context"]),
             (str(row(told, cache, 16_384)["largest_batch"]), 16_384),
@@ -59,17 +59,17 @@ def test_full_attention_is_counted_to_the_byte(capsys: pytest.CaptureFixture[str
 
 
 def test_without_host_memory_all_is_in_one(capsys: pytest.CaptureFixture[str]) -> None:
-    apart = report(capsys, *TINY, "--device-memory", "12MB", "--host-memory", "100MB")
-    together = report(capsys, *TINY, "--device-memory", "12MB")
-    assert row(apart, "paris:store=host", 16_384)["fits"]
-    assert not row(together, "paris:store=host", 16_384)["fits"]
+    apart = report(capsys, *TINY, "--device-memory", "20MB", "--host-memory", "100MB")
+    together = report(capsys, *TINY, "--device-memory", "20MB")
+    assert row(apart, "flat:store=host", 16_384)["fits"]
+    assert not row(together, "flat:store=host", 16_384)["fits"]
 
 
 def test_rows_on_the_host_cross_the_bus(capsys: pytest.CaptureFixture[str]) -> None:
     memory = ("--device-memory", "1GB", "--host-memory", "1GB")
     slow = report(capsys, *TINY, *memory, "--bus-bandwidth", "1MB")
     quick = report(capsys, *TINY, *memory, "--bus-bandwidth", "10MB")
-    near, far = "paris:store=device", "paris:store=host"
+    near, far = "flat:store=device", "flat:store=host"
     assert row(slow, near, 4096)["floor_seconds"] == row(quick, near, 4096)["floor_seconds"]
     # 1,024 selected rows of two layers, two heads, keys and values, 2 bytes a number.
     bus = 1024 * 2 * 2 * 2 * 64 * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,13 @@ SHORT = ":sink=4:recent=32:flush=32:dense_below=0:max_draft=16"
 
 def tiny() -> PreTrainedModel:
     return random_model(load_shape("tiny").config, torch.float32, "cpu", 0)
+
+
+@pytest.fixture(scope="module")
+def six_layers() -> PreTrainedModel:
+    config = copy.deepcopy(load_shape("tiny").config)
+    config.num_hidden_layers = 6
+    return random_model(config, torch.float32, "cpu", 0)
 
 
 def really(model: PreTrainedModel, cache: RetrievalCache, batch: int, length: int) -> None:
@@ -62,6 +70,7 @@ def check(model: PreTrainedModel, name: str, length: int, batch: int = 1) -> Non
         "ctkvr:store=cpu:rerank=cpu",
         "h2o:store=host",
         "aqua:predictor=none:first_bits=4",
+        "aqua:predictor=none:first_bits=4:store=host",
     ],
 )
 def test_bytes_are_those_of_a_filled_cache(name: str) -> None:
@@ -130,3 +139,17 @@ def test_a_store_that_asks_the_machine_is_refused() -> None:
         Predictor(config, choose_cache("paris:store=split"), torch.float32)
     with pytest.raises(ValueError, match="no latent attention"):
         Predictor(config, choose_cache("latent"), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["paris:store=host", "aqua:predictor=none:first_bits=4"])
+def test_one_layer_stands_for_those_that_are_like_it(
+    name: str, six_layers: PreTrainedModel
+) -> None:
+    check(six_layers, name + SHORT, 200)
+
+
+def test_predicted_rows_are_handed_on_from_layer_to_layer(
+    six_layers: PreTrainedModel, tmp_path: Path
+) -> None:
+    folder = tiny_artifact(six_layers, "aqua", tmp_path / "aqua")
+    check(six_layers, f"aqua:artifact={folder}" + SHORT, 200)
