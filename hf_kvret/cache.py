@@ -104,9 +104,9 @@ class RetrievalCache(Cache):
             make_store = partial(self.make_store, options, number, self._stores)
             kinds = self.needs_positions(options, number), latent_rank(config)
             layers[number] = layer_class(options, make_index, make_store, *kinds)
+            layers[number].shape = shapes[number]
         if options.uses_estimates:
             options.check_estimates(makes_estimates(self.make_index(options, ours[0])))
-            layers[number].shape = shapes[number]
         # By folder, what this object saved there.
         self.saved_digests: dict[str, str] = {}
         self._newest: RetrievalLayer | None = None

@@ -25,6 +25,7 @@ from hf_kvret import (
     registered_methods,
 )
 from hf_kvret.core.layer import HANDLE, RetrievalLayer
+from hf_kvret.integration.compatibility import retrieval_shapes
 from hf_kvret.stores.places import choose
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 
@@ -121,6 +122,14 @@ def test_a_cache_can_be_pickled(llama: PreTrainedModel, name: str) -> None:
     going_on = torch.cat([answer, _ids(30)], dim=1)
     results = [llama.generate(going_on, **RUN, past_key_values=each) for each in (cache, copy)]
     assert torch.equal(*results)
+
+
+def test_every_layer_knows_its_heads(llama: PreTrainedModel) -> None:
+    """Without them a loaded state is not compared with the model's query heads."""
+    cache = registered_methods()["flat"](llama.config, **COVERING_OPTIONS)
+    assert [layer.shape for layer in cache.retrieval_layers] == list(
+        retrieval_shapes(llama.config).values()
+    )
 
 
 @pytest.mark.parametrize("store", ["device", "resident", "higgs"])
