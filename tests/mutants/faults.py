@@ -374,6 +374,8 @@ FAULTS = (
         "hf_kvret/core/index.py",
         'return error.by(f"the index {type(index).__name__}.{method}")',
         "return error",
+    ),
+    Fault(
         "beams-keep-their-tokens",
         "hf_kvret/cache.py",
         "        self.tokens.reorder(beam_idx)\n",
