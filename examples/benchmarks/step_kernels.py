@@ -228,7 +228,7 @@ def _resident(shape: StepShape) -> None:
     wanted, held, slots = (shape.ids(LRQK_K)[:, :, 0] for _ in range(3))
     where = shape.tokens(dtype=torch.int32)
     clock = torch.empty(1, dtype=torch.int32, device=_META)
-    triton.assign(SlotMap(where, held, slots, clock), wanted, shape.context)
+    triton.assign(SlotMap(where, held, slots, clock), wanted, shape.cold_len)
     width = 2 * shape.head_dim
     buffer = torch.empty(shape.batch, shape.heads, LRQK_K, width, dtype=_HALF, device=_META)
     triton.fetch(shape.pages(width, shape.head_dim, _HALF), wanted, slots, buffer)

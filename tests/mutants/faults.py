@@ -358,10 +358,10 @@ FAULTS = (
         "if not wrong < count:",
     ),
     Fault(
-        "triton-follows-any-id",
+        "triton-follows-the-id-behind-the-last",
         "kernels/hf_kvret_kernels/_triton_rows.py",
         "return ids, ids < tokens.to(tl.uint32)",
-        "return ids, ids.to(tl.int32, bitcast=True) >= 0",
+        "return ids, ids <= tokens.to(tl.uint32)",
     ),
     Fault(
         "triton-counts-any-code",
