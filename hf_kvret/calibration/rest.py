@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.calibration.rest_factors import METHOD, TENSOR
+from hf_kvret.calibration.rest_factors import METHOD, MOST_LOG, TENSOR
 from hf_kvret.calibration.study import Calibration, LayerFindings, LayerStudy, Progress
 from hf_kvret.core.estimates import exact_left_out, left_out_logits
 from hf_kvret.core.exact_attention import attend_cold, attend_dense
@@ -31,7 +31,7 @@ from hf_kvret_model_patches.taps import LayerTokens
 _PROMPT, _PASS_LEN, _EVERY = 0.75, 16, 4
 _LEAST_LEN = 64
 # Logs of factors that are tried.
-_MOST, _STEP = 6.0, 0.125
+_STEP = 0.125
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class FactorStudy(LayerStudy):
                 "give longer sequences (--length) or a smaller top_k"
             )
         numbers = torch.cat(self._numbers[False], dim=-1)
-        steps = torch.arange(-_MOST, _MOST + _STEP, _STEP, dtype=torch.double)
+        steps = torch.arange(-MOST_LOG, MOST_LOG + _STEP, _STEP, dtype=torch.double)
         errors = torch.stack([_error(numbers, step).sum(-1) for step in steps])
         factors = steps[errors.argmin(0)]
         quality: dict[str, float | int | str | None] = {

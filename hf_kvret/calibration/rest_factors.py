@@ -8,7 +8,13 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.calibration.artifact import CalibrationArtifact
-from hf_kvret.calibration.layer_checks import check_tensor
+from hf_kvret.calibration.layer_checks import (
+    Expected,
+    check_names,
+    check_tensors,
+    damaged,
+    told_layers,
+)
 from hf_kvret.calibration.shared import artifact_place, made_once, shared_artifact
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.integration.compatibility import retrieval_shapes
@@ -16,6 +22,8 @@ from hf_kvret.integration.compatibility import retrieval_shapes
 METHOD = "rest"
 """Name of the artifact's method."""
 TENSOR = "log_factors"
+MOST_LOG = 6.0
+"""Largest logarithm of a factor, and least with a minus, that a calibration tries."""
 
 
 def placed(options: RetrievalConfig, config: PreTrainedConfig) -> RetrievalConfig:
@@ -59,8 +67,29 @@ def _load(options: RetrievalConfig) -> CalibrationArtifact:
     return shared_artifact(options.rest_artifact, None, METHOD)
 
 
+def check_whole(artifact: CalibrationArtifact) -> None:
+    """Refuse an artifact that can't be one of any model; ValueError names the first fault."""
+    layers = told_layers(artifact)
+    check_names(artifact, layers)
+    if not isinstance(artifact.options.get("cache"), str):
+        raise damaged(artifact, "doesn't tell for which cache it was made")
+    for layer in layers:
+        _check_layer(artifact, layer, artifact.model.facts.get("num_attention_heads"))
+
+
+def _check_layer(artifact: CalibrationArtifact, layer: int, heads: object) -> None:
+    # A list where layers differ.
+    count = heads[layer] if isinstance(heads, list) and layer < len(heads) else heads
+    if type(count) is not int:
+        raise damaged(artifact, f"doesn't tell the heads of layer {layer}")
+    check_tensors(artifact, layer, {TENSOR: Expected((torch.float32,), (count,))})
+    if bool((artifact.tensors[f"layers.{layer}.{TENSOR}"].abs() > MOST_LOG).any()):
+        raise damaged(artifact, f"has factors of layer {layer} beyond exp({MOST_LOG:g})")
+
+
 def _factors(artifact: CalibrationArtifact, config: PreTrainedConfig) -> dict[int, torch.Tensor]:
-    return {
-        layer: check_tensor(artifact, f"layers.{layer}.{TENSOR}", (shape.heads,), (torch.float32,))
-        for layer, shape in retrieval_shapes(config).items()
-    }
+    shapes = retrieval_shapes(config)
+    check_names(artifact, shapes)
+    for layer, shape in shapes.items():
+        _check_layer(artifact, layer, shape.heads)
+    return {layer: artifact.tensors[f"layers.{layer}.{TENSOR}"] for layer in shapes}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hf_kvret.calibration import rest_factors
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.calibration.files import DESCRIPTION
 from hf_kvret.methods.a2ats import learned as a2ats
 from hf_kvret.methods.aqua import learned as aqua
 
-_METHODS = {one.METHOD: one.check_whole for one in (a2ats, aqua)}
+_METHODS = {one.METHOD: one.check_whole for one in (a2ats, aqua, rest_factors)}
 
 
 def holds_artifact(path: Path) -> bool:

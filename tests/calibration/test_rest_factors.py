@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,23 @@ def test_the_command_makes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "cache flat" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "out")]) == 0
     assert "corrected" in capsys.readouterr().out
+
+
+def test_factors_are_verified_and_wrong_ones_refused(
+    model: PreTrainedModel, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", "--verify", folder]) == 0
+    assert "artifact rest of " in capsys.readouterr().out
+    whole = CalibrationArtifact.from_pretrained(folder)
+    name = "layers.1.log_factors"
+    for spoilt, words in (
+        (whole.tensors[name] + float("nan"), "NaN or infinity"),
+        (whole.tensors[name] + 50, r"factors of layer 1 beyond exp\(6\)"),
+        (whole.tensors[name].half(), "in float16, not in float32"),
+        (whole.tensors[name][:-1], r"\(3,\), not \[4\]"),
+    ):
+        tensors = {**whole.tensors, name: spoilt.contiguous()}
+        dataclasses.replace(whole, tensors=tensors).save_pretrained(tmp_path)
+        assert main(["inspect", "--verify", str(tmp_path)]) == 2
+        with pytest.raises(ValueError, match=words):
+            FlatKVCache(CONFIG, rest="index", rest_artifact=str(tmp_path), **SIZES)

@@ -52,8 +52,9 @@ def model() -> PreTrainedModel:
     return MODELS["llama"].build()
 
 
-def _fill(model: PreTrainedModel, cache: A2ATSCache) -> None:
-    model.generate(prompt(1, 60), past_key_values=cache, **RUN)
+def _fill(model: PreTrainedModel, cache: A2ATSCache) -> torch.Tensor:
+    """The prompt and the answer."""
+    return model.generate(prompt(1, 60), past_key_values=cache, **RUN)
 
 
 def test_a_folder_may_be_a_path_or_its_name(model: PreTrainedModel, artifact: Path) -> None:
@@ -303,11 +304,11 @@ def test_a_relative_path_means_the_folder_that_it_meant_first(
     monkeypatch.chdir(tmp_path / "elsewhere")
     _fill(model, cache)
     cache.reset()
-    _fill(model, cache)
+    ids = torch.cat([_fill(model, cache), prompt(1, 20)], dim=1)
     # The same options beside the cache are no contradiction, in whatever form.
     monkeypatch.chdir(artifact.parent)
     options = {"artifact": artifact.name}
-    model.generate(prompt(1, 90), past_key_values=cache.fork(), cache_config=options, **RUN)
+    model.generate(ids, past_key_values=cache.fork(), cache_config=options, **RUN)
 
 
 def test_a_revision_without_an_artifact_is_refused() -> None:
