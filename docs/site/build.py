@@ -24,7 +24,7 @@ ROOT = DOCS.parent
 TOP_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 # Folders of files of the repository that pages link to.
 SOURCES = "source"
-ASSETS = (".md", ".png", ".svg", ".css", ".json", ".txt")
+ASSETS = (".md", ".png", ".svg", ".css", ".js", ".json", ".txt")
 FENCE = re.compile(r"^( *)(`{3,})(\w*)")
 LINK = re.compile(r"(?<!`)(\[[^\]]*\]\()([^)\s#]+)([^)\s]*\))")
 FORMULA = re.compile(r"^\$\$(.+?)\$\$$", flags=re.MULTILINE | re.DOTALL)
@@ -129,7 +129,11 @@ def main() -> int:
     config = config.replace('paths = ["."]', f'paths = ["{ROOT}", "{ROOT / "kernels"}"]')
     (out / "zensical.toml").write_text(config, encoding="utf-8")
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
-    built = subprocess.run(command, cwd=out)
+    built = subprocess.run(
+        command, cwd=out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    # It colours each letter of a page that it finds fault with.
+    print(re.sub("\x1b\\[[0-9;]*m", "", built.stdout))
     return built.returncode or check(out / "html")
 
 
