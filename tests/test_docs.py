@@ -2,14 +2,19 @@
 
 A block of Python runs in the namespace of its page, in order. Pages may use ``model`` and
 ``inputs`` without making them, as if they were the reader's own, but for those that promise to be
-whole. A block after the comment
-``<!-- not run: <reason> -->`` is only parsed.
+whole. A block after the comment ``<!-- not run: <reason> -->`` is parsed, and its names of ours are
+looked up; so is one after ``<!-- needs: <module> -->`` where that module is missing.
+
+By default run the pages that a newcomer meets; `.ci/docs` runs all. ``python tests/test_docs.py``
+counts the blocks.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -31,11 +36,27 @@ FIRST_STEPS = DOCS / "tutorials" / "first-steps.md"
 # Runs in tests/calibration/test_tutorial_calibration.py, where there is a hub.
 SHARING = DOCS / "tutorials" / "calibrate-share-load.md"
 # They begin with what their blocks need.
-WHOLE = (DOCS / "options.md", DOCS / "models.md")
+WHOLE = tuple(
+    DOCS / f"{page}.md"
+    for page in (
+        "options",
+        "models",
+        "choose",
+        "quickstart",
+        "recipes",
+        "migrate",
+        "memory",
+        "multi-gpu",
+        "faq",
+    )
+)
+# Their blocks run by default.
+NEWCOMERS = (README, DOCS / "quickstart.md", DOCS / "choose.md")
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
+NEEDS = re.compile(r"<!-- needs: (\w+) -->")
 FENCE = re.compile(r"^ *(`{3,})(\w*)")
 LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
 LITERAL = re.compile(r"^`([^`]*)`$")
@@ -57,7 +78,9 @@ def blocks(page: Path) -> Iterator[Block]:
         fence = FENCE.match(line)
         if fence and not inside:
             inside, language, first, lines = True, fence[2], number + 1, []
-            runs = not NOT_RUN.fullmatch(before)
+            needs = NEEDS.fullmatch(before)
+            missing = needs and importlib.util.find_spec(needs[1]) is None
+            runs = not NOT_RUN.fullmatch(before) and not missing
         elif fence:
             inside = False
             yield Block(language, first, "\n".join(lines), runs)
@@ -104,10 +127,28 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def pages_with_code() -> list[Path]:
-    """All but the tutorials, which have tests of their own."""
-    pages = [page for page in PAGES if page not in (FIRST_STEPS, SHARING)]
-    return [page for page in pages if any(one.language == "python" for one in blocks(page))]
+def pages_with_code() -> Iterator[Any]:
+    """All but the tutorials, which have tests of their own; most of them are slow together."""
+    for page in PAGES:
+        if page in (FIRST_STEPS, SHARING) or all(one.language != "python" for one in blocks(page)):
+            continue
+        marks = () if page in NEWCOMERS else pytest.mark.slow
+        yield pytest.param(page, id=name(page), marks=marks)
+
+
+def unknown_names(code: str) -> list[str]:
+    """Names that a block takes from our packages and that are not there."""
+    unknown = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_kvret"):
+            module = importlib.import_module(node.module)
+            wanted = [(module, one.name) for one in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "hf_kvret":
+            wanted = [(hf_kvret, node.attr)]
+        else:
+            continue
+        unknown += [f"{one.__name__}.{attr}" for one, attr in wanted if not hasattr(one, attr)]
+    return unknown
 
 
 @pytest.fixture(scope="module")
@@ -182,12 +223,37 @@ def test_the_parser_finds_blocks_and_tables(tmp_path: Path) -> None:
     assert "z" not in made
 
 
-@pytest.mark.parametrize("page", pages_with_code(), ids=name)
+@pytest.mark.parametrize("page", pages_with_code())
 def test_the_code_of_a_page_runs(page: Path, namespace: dict[str, Any]) -> None:
     if page in WHOLE:
         del namespace["model"], namespace["inputs"]
     ran = run(page, namespace)
-    assert ran or page == README, "every block is marked as not run"
+    marked_alone = (README, DOCS / "index.md")
+    assert ran or page in marked_alone, "every block is marked as not run"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_blocks_that_do_not_run_are_python_with_names_that_are_there(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "python" and not block.runs:
+            assert not unknown_names(block.text), f"the block at line {block.line}"
+
+
+def test_a_name_that_is_not_there_is_noticed() -> None:
+    code = "from hf_kvret.testing import MODELS, NONE\nhf_kvret.attach(m)\nhf_kvret.Nothing()"
+    assert unknown_names(code) == ["hf_kvret.testing.NONE", "hf_kvret.Nothing"]
+
+
+def test_the_lines_of_choose_make_caches() -> None:
+    """Each way by machine ends in arguments of ``generate``."""
+    rows = table(DOCS / "choose.md", "machine", "model", "context")
+    lines = [ast.parse(f"f({cells[-1].strip('`')})", mode="eval").body for cells in rows]
+    assert len(lines) >= 6
+    for call in lines:
+        assert isinstance(call, ast.Call)
+        given = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+        config = hf_kvret.registered_methods()[given["cache_implementation"]].config_class
+        config(**given.get("cache_config", {}))
 
 
 def test_the_first_steps_get_their_answers(namespace: dict[str, Any]) -> None:
@@ -346,3 +412,14 @@ def test_the_commands_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> 
     for page in PAGES:
         for script in re.findall(r"python (examples/\S+\.py)", page.read_text(encoding="utf-8")):
             assert (ROOT / script).is_file(), f"{name(page)}: {script}"
+
+
+def count_blocks() -> str:
+    """How many blocks of Python `.ci/docs` runs here, and how many it only looks at."""
+    python = [one for page in PAGES for one in blocks(page) if one.language == "python"]
+    ran = sum(one.runs for one in python)
+    return f"{ran} blocks run, {len(python) - ran} checked for syntax and names"
+
+
+if __name__ == "__main__":
+    print(count_blocks())

@@ -1,0 +1,171 @@
+"""The site of the docs: what it is made from is complete, and its tools see what is wrong.
+
+Building it takes packages of the extra ``docs``; `.ci/docs` does that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import hf_kvret
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SITE = DOCS / "site"
+
+
+def tool(name: str) -> ModuleType:
+    """A script of the site, as a module; scripts import each other by name."""
+    sys.path.insert(0, str(SITE))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(SITE))
+
+
+messages = tool("messages")
+links = tool("links")
+
+
+def test_the_page_has_every_message_of_the_code() -> None:
+    page = messages.PAGE.read_text(encoding="utf-8")
+    again = "run python docs/site/messages.py"
+    assert page == messages.written(page), again
+
+
+def test_messages_are_found_whatever_their_form(tmp_path: Path) -> None:
+    file = tmp_path / "code.py"
+    file.write_text(
+        "WAY_OUT = 'take another'\nTEMPLATE = 'no {} here: {}'\n"
+        "def f(x):\n"
+        "    if x: raise ValueError(f'x={x!r} is odd: {WAY_OUT}')\n"
+        "    if x: raise TypeError(TEMPLATE.format(x, 1))\n"
+        "    _log.warning('%s of %d rows', x, 2)\n"
+        "    message = f'made before {x}'\n"
+        "    warnings.warn(message, stacklevel=2)\n"
+        "    raise\n"
+    )
+    assert sorted(messages.messages(file)) == [
+        ("TypeError", "no … here: …"),
+        ("ValueError", "x=… is odd: take another"),
+        ("warning", "made before …"),
+        ("warning", "… of … rows"),
+    ]
+
+
+def test_what_users_meet_most_is_among_the_messages() -> None:
+    texts = [one.text for group in messages.groups().values() for one in group]
+    assert len(texts) > 250
+    for part in ("padded on the right", "hf_kvret.attach(model)", "needs a calibration artifact"):
+        assert any(part in text for text in texts), part
+
+
+def test_the_page_of_the_api_has_every_public_name() -> None:
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^::: hf_kvret\.(\w+)$", text, re.MULTILINE)) == sorted(
+        hf_kvret.__all__
+    )
+
+
+def public_names(module: ModuleType) -> set[str]:
+    if hasattr(module, "__all__"):
+        return set(module.__all__)
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(value) or inspect.isfunction(value))
+        and value.__module__ == module.__name__
+    }
+
+
+def test_the_page_of_parts_has_every_public_name_of_its_modules() -> None:
+    text = (DOCS / "api-parts.md").read_text(encoding="utf-8")
+    sections = re.split(r"^## `([\w.]+)`$", text, flags=re.MULTILINE)[1:]
+    assert {"hf_kvret.testing", "hf_kvret.calibration"} <= set(sections[::2])
+    for module, section in zip(sections[::2], sections[1::2], strict=True):
+        names = re.findall(rf"^::: {re.escape(module)}\.(\w+)$", section, re.MULTILINE)
+        assert set(names) == public_names(importlib.import_module(module)), module
+
+
+def pages_of(nav: object) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return [page for part in parts for page in pages_of(part)]
+
+
+def test_every_page_is_in_the_navigation_but_results() -> None:
+    """Results and tasks are reached from their own tables."""
+    config = tomllib.loads((SITE / "zensical.toml").read_text(encoding="utf-8"))["project"]
+    pages = pages_of(config["nav"])
+    assert len(pages) == len(set(pages))
+    for page in pages:
+        assert (DOCS / page).is_file() or (ROOT / page).is_file(), page
+    here = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    left = {page for page in here - set(pages) if not page.startswith(("results/", "eval/"))}
+    assert not left
+
+
+def test_the_site_takes_nothing_from_other_servers() -> None:
+    config = tomllib.loads((SITE / "zensical.toml").read_text(encoding="utf-8"))["project"]
+    assert config["strict"] is True
+    assert config["theme"]["font"] is False
+    # Zensical then leaves out its own shim, which comes from a CDN.
+    assert [one["path"] for one in config["extra"]["polyfills"]] == ["site/iframe-worker.js"]
+    # It draws mermaid by a script from a CDN: diagrams of the pages are pictures.
+    mermaid = [page for page in DOCS.rglob("*.md") if "```mermaid" in page.read_text("utf-8")]
+    assert not mermaid
+
+
+@pytest.mark.parametrize(
+    ("link", "fault"),
+    [
+        ('<a href="other.html#here">', None),
+        ('<a href="#top">', None),
+        ('<a href="https://example.org/">', None),
+        ('<img src="picture.svg">', None),
+        ('<a href="gone.html">', "gone.html"),
+        ('<a href="other.html#gone">', "no such anchor"),
+        ('<img src="https://example.org/a.png">', "fetches"),
+        ('<script src="https://example.org/a.js"></script>', "fetches"),
+        ('<link rel="stylesheet" href="https://example.org/a.css">', "fetches"),
+    ],
+)
+def test_faults_of_a_built_site_are_seen(tmp_path: Path, link: str, fault: str | None) -> None:
+    (tmp_path / "other.html").write_text('<h1 id="here">x</h1>')
+    (tmp_path / "picture.svg").write_text("<svg/>")
+    (tmp_path / "index.html").write_text(f'<p id="top">{link}')
+    found = links.faults(tmp_path, links.read(tmp_path))
+    assert found == [] if fault is None else fault in found[0]
+
+
+def test_links_out_are_listed_and_marked_as_unchecked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "index.html").write_text('<a href="https://example.org/x">x</a><a href="y">y</a>')
+    assert links.list_external(tmp_path, ask=False) == 0
+    out = capsys.readouterr().out
+    assert out.split()[:2] == ["unchecked", "https://example.org/x"]
+    assert len(out.splitlines()) == 1
+
+
+def test_pages_are_staged_with_what_they_link_to(tmp_path: Path) -> None:
+    pytest.importorskip("latex2mathml", reason="the extra docs is not installed")
+    stage = tool("build").Stage(tmp_path / "pages")
+    stage.fill()
+    evaluation = (tmp_path / "pages" / "evaluation.md").read_text(encoding="utf-8")
+    assert "](source/examples/studies/README.md)" in evaluation
+    assert (tmp_path / "pages/source/examples/studies/README.md").is_file()
+    assert (tmp_path / "pages/CHANGELOG.md").is_file()
+    concepts = (tmp_path / "pages" / "concepts.md").read_text(encoding="utf-8")
+    assert "<math" in concepts
+    assert "$$" not in concepts
