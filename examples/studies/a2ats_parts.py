@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
 
-from hf_kvret.core.index import ColdTokens
+from hf_kvret.core.index import ColdTokens, Estimates
 from hf_kvret.core.recall import exact_scores
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.integration.compatibility import model_layers
@@ -40,11 +40,14 @@ class ExactKeysIndex(A2ATSIndex):
         self._positions = positions
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        scores = self.estimate(query, cold).logits
+        return top_k(group_relevance(scores, self._codes.rows.shape[1]), cold.budget)
+
+    def estimate(self, query: torch.Tensor, cold: ColdTokens) -> Estimates:
         keys = self._codes.rows[:, :, : len(cold)]
         seen = self._on(query.device).space.queries(query, self._positions)
         scores = exact_scores(seen, keys, cold.scale, cold.softcap)
-        scores = scores.masked_fill(~cold.valid[:, None, None], float("-inf"))
-        return top_k(group_relevance(scores, keys.shape[1]), cold.budget)
+        return Estimates(scores.masked_fill(~cold.valid[:, None, None], float("-inf")))
 
 
 class ExactKeysCache(A2ATSCache):

@@ -112,7 +112,7 @@ def test_bytes_are_those_of_rows_alone(tmp_path: Path) -> None:
             options.get("bits", 4),
             options.get("bits", 4),
         ]
-        cache.save_pretrained(tmp_path / "saved")
+        cache.save_pretrained(tmp_path / "saved", overwrite=True)
         saved = read_saved(tmp_path / "saved")[1]
         rows = sum(
             saved[f"layers.1.store.{x}"][0, 0, 0].nbytes

@@ -24,6 +24,8 @@ MEANINGLESS: dict[str, Any] = {
     "track_recall": True,
     "rest": "mean",
 }
+# Refused by what they need, which has no meaning here either.
+DEPENDENT = ("select_heads", "rest_blocks", "rest_artifact", "warn_lost_mass")
 PASSES: dict[str, Any] = {"max_draft": 6, "prefill_chunk": 64, "graph": False}
 
 
@@ -49,7 +51,7 @@ def test_heads_that_select_are_refused_and_unknown_names_too() -> None:
 
 def test_options_of_passes_and_defaults_are_taken() -> None:
     defaults = dataclasses.asdict(LatentConfig())
-    assert {*defaults} == {*MEANINGLESS, *PASSES, "select_heads", "rest_blocks"}
+    assert {*defaults} == {*MEANINGLESS, *PASSES, *DEPENDENT}
     options = LatentConfig.from_options(**defaults | PASSES)
     assert {name: getattr(options, name) for name in PASSES} == PASSES
     assert options.exact() == options

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_kvret import LRQKConfig, TokenBlock
+from hf_kvret.core.form import Form
 from hf_kvret.methods.lrqk import PaperLRQKIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
@@ -187,11 +188,22 @@ def test_a_missing_tensor_is_named(moment: str, init: str) -> None:
 def test_a_file_that_names_other_tokens_is_refused(bad: int) -> None:
     run = _at("steps", "top")
     assert run.cold == 58
+    _loaded(run, run.index.state_dict())
     state = run.index.state_dict()
     state["selected.ids"] = state["selected.ids"].clone()
     state["selected.ids"].view(-1)[-1] = bad
-    with pytest.raises(ValueError, match=f"{bad}.* 58 are cold: the file is damaged or crafted"):
-        PaperLRQKIndex(run.index.options).load_state_dict(state)
+    with pytest.raises(ValueError, match=f"{bad}.* not from -1 to 57: the file is damaged or"):
+        _loaded(run, state)
+
+
+def _loaded(run: Run, state: dict[str, torch.Tensor]) -> PaperLRQKIndex:
+    """An index with ``state``, compared with the layer that it is of."""
+    sizes = {"B": BATCH, "H": HEADS, "Q": HEADS * GROUP, "D": DIM, "V": DIM, "S": 0}
+    form = Form(torch.float32, sizes | {"N": run.cold, "T": run.cold})
+    index = PaperLRQKIndex(run.index.options)
+    index.load_state_dict(state)
+    index.check_loaded(form)
+    return index
 
 
 def test_bytes_are_those_of_the_tensors() -> None:

@@ -316,15 +316,17 @@ def test_other_options_and_files_are_refused(tmp_path: Path, bench: Run) -> None
         bench("step", "--modelled", "--caches", "paris,h2o", "--kernels", str(file))
     with pytest.raises(ValueError, match="--context 4000: give at least 32,768 tokens"):
         bench("step", "--modelled", "--context", "4000", "--kernels", str(file))
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps(content | {"setup": content["setup"] | {"clock": 1.0}}))
-    with pytest.raises(ValueError, match=r"--kernels .*other figures of the chip"):
-        bench("step", "--modelled", "--kernels", str(file))
-    file.write_text(json.dumps(content | {"name": "bench kernels"}))
-    with pytest.raises(
-        ValueError, match=r"--before .*holds bench kernels: give bench machine-code"
+    whole = Results.load(file)
+    for name, setup, option, message in (
+        (whole.name, whole.setup | {"clock": 1.0}, "--kernels", "other figures of the chip"),
+        ("bench kernels", whole.setup, "--before", "holds bench kernels: give bench machine-code"),
     ):
-        bench("step", "--modelled", "--caches", "static", "--before", str(file))
+        other = Results(name, setup)
+        for cell, row in whole:
+            other.add(cell, row)
+        other.save(file)
+        with pytest.raises(ValueError, match=f"{option} .*{message}"):
+            bench("step", "--modelled", "--caches", "static", option, str(file))
 
 
 def test_without_triton_the_remedies_are_named(
