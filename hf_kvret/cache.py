@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,8 @@ from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.index import Index, makes_estimates
 from hf_kvret.core.latent import LatentLayer
 from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret.core.layer_stack import LayerStack
 from hf_kvret.core.token_record import TokenRecord
-from hf_kvret.core.unselected import LayerOfModel
 from hf_kvret.integration.compatibility import (
     check_config,
     head_dims,
@@ -57,6 +56,7 @@ class RetrievalCache(Cache):
         **changes: single options, by name, on top of ``options`` or of the defaults.
 
     Attributes:
+        stack: the layers, and the forward pass under way.
         identity: the model that filled it; None while it is empty, and where nobody saw which.
         tokens: ids of the tokens in it, as far as it saw them.
 
@@ -71,31 +71,17 @@ class RetrievalCache(Cache):
     options: RetrievalConfig
 
     def __init__(
-        self,
-        config: PreTrainedConfig,
-        options: RetrievalConfig | None = None,
-        **changes: Any,
+        self, config: PreTrainedConfig, options: RetrievalConfig | None = None, **changes: Any
     ) -> None:
-        if not isinstance(config, PreTrainedConfig):
-            raise TypeError(f"config must be the model's config, got {type(config).__name__}")
-        if options is None:
-            options = self.config_class.from_options(**changes)
-        elif not isinstance(options, self.config_class):
-            raise TypeError(
-                f"{type(self).__name__} takes a {self.config_class.__name__}, got "
-                f"{type(options).__name__}"
-            )
-        else:
-            options = options.replace(**changes) if changes else options
         check_config(config)
+        options = self.config_class.of(options, changes, type(self).__name__)
         self._config = config
         layer_class = LatentLayer if is_latent(config) else RetrievalLayer
         layers: list[Any] = model_layers(config)
         ours = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
         options = self.options = self.options_for(options, config)
         self.model_shape = model_shape(config)
-        shapes = retrieval_shapes(config)
-        widths = [shape.width for shape in shapes.values()]
+        widths = [shape.width for shape in retrieval_shapes(config).values()]
         self._stores = StoreChoice(
             options, len(ours), math.gcd(*head_dims(config)), sum(widths) / widths[0]
         )
@@ -104,21 +90,16 @@ class RetrievalCache(Cache):
             make_store = partial(self.make_store, options, number, self._stores)
             kinds = self.needs_positions(options, number), latent_rank(config)
             layers[number] = layer_class(options, make_index, make_store, *kinds)
-            layers[number].shape = shapes[number]
         if options.uses_estimates:
             options.check_estimates(makes_estimates(self.make_index(options, ours[0])))
         # By folder, what this object saved there.
         self.saved_digests: dict[str, str] = {}
-        self._newest: RetrievalLayer | None = None
         self._lost_mass = LostMassWarning()
-        self._thread = threading.get_ident()
-        # The newest recurrent layer, below the lowest attention layer, that got tokens this pass.
-        self._state_layer: int | None = None
         self.identity: CacheIdentity | None = None
         self.tokens = TokenRecord()
         super().__init__(layers=layers)
-        self._stack_layers()
-        self._number_layers()
+        self.stack = LayerStack(layers)
+        rest_factors.give(layers, options, self.name, config)
 
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> Any:
@@ -181,29 +162,18 @@ class RetrievalCache(Cache):
             RuntimeError: a layer was updated but its attention was never called, so the model does
                 not use the registered attention function.
         """
-        newest = self._newest
-        if newest is not None and newest.waiting:
-            self._check_thread()
-            raise RuntimeError(
-                f"layer {self.layers.index(newest)} was given tokens but its attention was never "
-                "called: the model does not use hf_kvret's attention, or a forward pass broke off. "
-                f"Call hf_kvret.attach(model) or model.set_attn_implementation({self.name!r}) "
-                "before the forward pass (generate does it by itself), and start with a new cache "
-                "or cache.reset(). If it is attached, it changes the keys after the cache: use "
-                "cache_implementation='dynamic'"
-            )
+        self.stack.check_attention(self.name)
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"layer {layer_idx} of the model, but this cache was made for {len(self.layers)} "
                 "layers: make it with config=model.config"
             )
         layer = self.layers[layer_idx]
-        if layer is self._lowest:
-            self._state_layer = None
-            self._begin_pass()
+        if layer is self.stack.lowest:
+            self.stack.begin_pass()
             self._lost_mass.at_a_flush(self.layers, self.options)
             self._stores.note_pass(key_states.shape[2])
-        self._newest = layer if isinstance(layer, RetrievalLayer) else newest
+        self.stack.note_tokens(layer)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def expect(self, tokens: int, chunk: int, new_tokens: int = 0) -> None:
@@ -219,15 +189,12 @@ class RetrievalCache(Cache):
     def reset(self) -> None:
         """Forget all tokens and counts of every layer, and an announced prompt."""
         super().reset()
-        self._newest = self._state_layer = None
+        self.stack.forget_pass()
         self._stores.expect(0, 0)
         self.forget_origin()
 
     def forget_origin(self) -> None:
-        """Forget which model filled the cache, and with which tokens: nothing of it is compared.
-
-        It then goes on with any model and any prompt of fitting shape.
-        """
+        """Forget which model filled the cache, and with which tokens: any may go on that fit."""
         self.identity = None
         self.tokens.reset()
 
@@ -257,10 +224,8 @@ class RetrievalCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch ``repeats`` times."""
-        rows = self.tokens.rows
         super().batch_repeat_interleave(repeats)
-        if rows is not None:
-            self.tokens.reorder(rows.repeat_interleave(repeats))
+        self.tokens.repeat(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch."""
@@ -271,70 +236,25 @@ class RetrievalCache(Cache):
         self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """As transformers' own; RuntimeError where the last pass broke off."""
-        self._note_state(layer_idx)
+        self.stack.note_state(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """As transformers' own; RuntimeError where the last pass broke off."""
-        self._note_state(layer_idx)
+        self.stack.note_state(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
-
-    def _note_state(self, layer_idx: int) -> None:
-        """Note a layer whose state is ahead until the lowest attention layer gets the tokens."""
-        if self._state_layer is not None and layer_idx < self._state_layer:
-            self._check_pass()
-        if layer_idx < self.layers.index(self._lowest):
-            self._state_layer = layer_idx
-
-    def _begin_pass(self) -> None:
-        """Note the thread of a new pass; RuntimeError where the last one did not end."""
-        if self._pass_fault() is not None:
-            self._check_thread()
-            self._check_pass()
-        self._thread = threading.get_ident()
-
-    def _check_thread(self) -> None:
-        """RuntimeError in the middle of another thread's pass."""
-        if threading.get_ident() != self._thread:
-            raise RuntimeError(
-                "another thread is in the middle of a forward pass with this cache, or broke off "
-                "there: a cache serves one thread at a time. Give each thread a cache of its own "
-                "(cache.fork() shares what is held), or start again with cache.reset()"
-            )
-
-    def _check_pass(self) -> None:
-        """RuntimeError where the last forward pass did not reach all layers."""
-        fault = self._pass_fault()
-        if fault is not None:
-            raise RuntimeError(
-                f"{fault}: finish the forward pass first or, where it broke off in the middle, "
-                "start with a new cache or cache.reset()"
-            )
-
-    def _pass_fault(self) -> str | None:
-        """The sign that a forward pass did not reach all layers; None if there is none."""
-        for number, layer in enumerate(self.layers):
-            if isinstance(layer, RetrievalLayer) and layer.waiting:
-                return f"layer {number} was given tokens and has not attended yet"
-        lengths = [layer.get_seq_length() for layer in self._attention_layers]
-        if len(set(lengths)) > 1:
-            return f"the layers hold different numbers of tokens ({', '.join(map(str, lengths))})"
-        if self._state_layer is not None:
-            return f"the state of layer {self._state_layer} is ahead of the layers that attend"
-        return None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens of every layer; pass their count as a negative number.
 
-        transformers 5.17 passes a tensor while it drafts. It is converted to an int, because
-        lengths computed from the tensor would change with it.
+        transformers 5.17 passes a tensor while it drafts: lengths made of it would change with it.
 
         Raises:
             RuntimeError: in the middle of a forward pass.
         """
-        self._check_pass()
+        self.stack.check_pass()
         # From the top: a store may compute rows from those of the layer below.
         for layer in reversed(self.layers):
             layer.crop(int(tokens_to_remove))
@@ -354,16 +274,7 @@ class RetrievalCache(Cache):
         Returns a dict with ``method``, ``store`` (None: not needed yet), ``store_reason`` (why
         ``store="auto"`` chose it; None where it didn't), ``dense`` (why nothing was retrieved,
         where the cache was too short for that; else None) and ``layers``: for each retrieval layer
-        ``layer`` (its number), ``steps`` (selections), ``queries``, ``cold_tokens`` held,
-        ``candidates`` (tokens scored closely) and ``selected`` (rows read by selection), both
-        summed over batch, heads and queries, ``cold_rows`` (rows there were to choose from,
-        summed alike), ``read_ratio = selected / cold_rows``, ``exact_rows`` (rows read by exact
-        attention of long second prompts), ``bytes_fetched``, and with ``track_recall`` the
-        means ``recall_overlap``, ``recall_mass``, ``recall_best_mass`` (see ``Recall``). Also
-        ``lost_mass``: the share of the attention that was not computed exactly, as the index
-        estimates it, mean over queries, heads and steps; None: not measured, as with
-        ``rest="index"`` or ``"sample"``, ``warn_lost_mass`` and ``track_recall`` it is. With the
-        last ``exact_lost_mass`` is the same from all keys.
+        ``layer`` (its number), and what ``hf_kvret.io.reports.layer_stats`` counts.
         """
         self._lost_mass.give(self.layers, self.options)
         layers = [
@@ -389,23 +300,22 @@ class RetrievalCache(Cache):
             ValueError: other options.
             RuntimeError: in the middle of a forward pass.
         """
-        self._check_pass()
+        self.stack.check_pass()
         changes = self.config_class.current_names(changes)
         persistence.check_fork(changes)
         twin = object.__new__(type(self))
         twin.__dict__ = dict(vars(self))
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
         twin.tokens = self.tokens.fork()
-        twin._newest, twin._thread = None, threading.get_ident()
         twin._lost_mass = LostMassWarning()
         twin.saved_digests = {}
-        twin._stack_layers()
+        twin.stack = LayerStack(twin.layers)
         if changes:
             twin.options = rest_factors.placed(self.options.replace(**changes), self._config)
             for number, layer in enumerate(twin.layers):
                 if isinstance(layer, RetrievalLayer):
                     layer.set_options(twin.options, partial(self.make_index, twin.options, number))
-            twin._number_layers()
+            rest_factors.give(twin.layers, twin.options, self.name, self._config)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -416,31 +326,9 @@ class RetrievalCache(Cache):
         for layer in self.layers:
             yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
 
-    def _stack_layers(self) -> None:
-        """Link each retrieval layer with the ones below and above it."""
-        ours = self.retrieval_layers
-        kinds = (RetrievalLayer, DynamicLayer)
-        self._attention_layers = [layer for layer in self.layers if isinstance(layer, kinds)]
-        self._lowest = self._attention_layers[0]
-        for layer, below in zip(ours[1:], ours, strict=False):
-            layer.below, below.above = below, layer
-
-    def _number_layers(self) -> None:
-        """Tell each retrieval layer which one it is, and what was learned about it."""
-        factors = rest_factors.learned_factors(self.options, self.name, self._config)
-        shapes = retrieval_shapes(self._config)
-        for number, layer in enumerate(self.layers):
-            if isinstance(layer, RetrievalLayer):
-                layer.of_model = LayerOfModel(number, shapes[number].kv_heads, factors.get(number))
-
     def options_to_load(self) -> RetrievalConfig:
-        """The options to save: with the name of a coded store that ``"auto"`` chose.
-
-        Another store, which ``"auto"`` may choose when the cache is loaded, can't take coded rows.
-        """
-        if not self._stores.codes_rows:
-            return self.options
-        return self.options.replace(store=self._stores.name)
+        """The options to save; see ``StoreChoice.named``."""
+        return self._stores.named(self.options)
 
     def save_pretrained(
         self,
@@ -467,10 +355,10 @@ class RetrievalCache(Cache):
             ValueError: ``cache.json`` there is not of a cache, or a symbolic link; another model
                 than ``model`` filled the cache.
         """
-        self._check_pass()
+        self.stack.check_pass()
         if model is not None:
-            self.identity = self.identity or identity_of(model)
-            self.identity = check_identity(self.identity, model, "the cache")
+            known = self.identity or identity_of(model)
+            self.identity = check_identity(known, model, "the cache")
         place = Path(directory)
         persistence.note_saved(self, place, persistence.save(self, place, overwrite))
 

@@ -11,8 +11,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
+from hf_kvret.core.option_checks import (
+    check_bits,
+    check_budget,
+    check_device_budget,
+    check_length,
+    check_lost_mass,
+    check_prefill_chunk,
+    check_rest,
+    check_rest_artifact,
+    check_select_heads,
+    check_slots,
+)
 from hf_kvret.core.renamed import RenamesOptions, rename
-from hf_kvret.core.sizes import byte_count
 
 
 @dataclass(frozen=True)
@@ -97,26 +108,26 @@ class RetrievalConfig(metaclass=RenamesOptions):
     graph: Literal["auto", False] = "auto"
 
     def __post_init__(self) -> None:
-        _check_budget(self.top_k)
-        _check_slots(self.slots, self.top_k)
+        check_budget(self.top_k)
+        check_slots(self.slots, self.top_k)
         # A method that reads the bits from its artifact has the default None.
         if self.bits is not type(self).bits:
-            _check_bits(self.bits)
+            check_bits(self.bits)
         if not isinstance(self.store, str):
             raise TypeError(f"store must be a name, got {self.store!r}")
-        _check_device_budget(self.device_budget, self.store)
+        check_device_budget(self.device_budget, self.store)
         for name, least in (("sink", 0), ("recent", 1), ("flush", 1), ("max_draft", 1)):
-            _check_length(name, getattr(self, name), least)
+            check_length(name, getattr(self, name), least)
         if self.select_heads is not None:
-            _check_select_heads(self.select_heads, self.group_obstacle)
+            check_select_heads(self.select_heads, self.group_obstacle)
         if self.dense_below is not None:
-            _check_length("dense_below", self.dense_below, 0)
-        _check_prefill_chunk(self.prefill_chunk, self.max_draft)
-        _check_rest(self.rest, self.rest_blocks, self.rest_obstacle)
+            check_length("dense_below", self.dense_below, 0)
+        check_prefill_chunk(self.prefill_chunk, self.max_draft)
+        check_rest(self.rest, self.rest_blocks, self.rest_obstacle)
         if isinstance(self.rest_artifact, os.PathLike):
             object.__setattr__(self, "rest_artifact", os.fspath(self.rest_artifact))
-        _check_rest_artifact(self.rest_artifact, self.rest)
-        _check_lost_mass(self.warn_lost_mass)
+        check_rest_artifact(self.rest_artifact, self.rest)
+        check_lost_mass(self.warn_lost_mass)
         if self.uses_estimates and self.estimate_obstacle:
             raise ValueError(_without_estimates(self, self.estimate_obstacle))
         if not isinstance(self.track_recall, bool):
@@ -138,6 +149,15 @@ class RetrievalConfig(metaclass=RenamesOptions):
                     f"{', '.join(names)}"
                 )
         return cls(**options)
+
+    @classmethod
+    def of(cls, options: object, changes: Mapping[str, Any], owner: str) -> Self:
+        """What a cache of class ``owner`` was given; ``options`` of this class, None: defaults."""
+        if options is None:
+            return cls.from_options(**changes)
+        if not isinstance(options, cls):
+            raise TypeError(f"{owner} takes a {cls.__name__}, got {type(options).__name__}")
+        return options.replace(**changes) if changes else options
 
     @classmethod
     def from_saved(cls, options: Mapping[str, Any]) -> Self:
@@ -188,6 +208,11 @@ class RetrievalConfig(metaclass=RenamesOptions):
     def uses_estimates(self) -> bool:
         """Whether the index is asked for estimates in every step."""
         return self.rest in ("index", "sample") or self.warn_lost_mass is not None
+
+    @property
+    def needs_means(self) -> bool:
+        """Whether means of what is not selected are asked for."""
+        return self.rest is not None or self.uses_estimates
 
     def check_estimates(self, makes_them: bool) -> None:
         """ValueError where estimates are needed and the index does not make any."""
@@ -244,102 +269,6 @@ _BUDGETS: tuple[tuple[float, int], ...] = (
 )
 
 
-_BITS = (2, 3, 4, 16)
-_RESTS = ("mean", "left_out", "index", "sample")
-
-
-def _check_budget(top_k: object) -> None:
-    if top_k is None:
-        return
-    if isinstance(top_k, bool) or not isinstance(top_k, int | float):
-        raise TypeError(
-            f"top_k must be an int (a count), a float (a share) or None (by length), got {top_k!r}"
-        )
-    if isinstance(top_k, int) and top_k < 1:
-        raise ValueError(f"top_k={top_k}: a count must be at least 1")
-    if isinstance(top_k, float) and not 0.0 < top_k <= 1.0:
-        raise ValueError(
-            f"top_k={top_k}: a float is a share of the cold tokens, above 0 and at most 1; "
-            "pass an int for a count"
-        )
-
-
-def _check_slots(slots: object, top_k: int | float | None) -> None:
-    if isinstance(slots, bool) or not isinstance(slots, int | float):
-        raise TypeError(
-            f"slots must be an int (a count) or a float (a multiple of the budget), got {slots!r}"
-        )
-    if isinstance(slots, float):
-        if not 1.0 <= slots < math.inf:
-            raise ValueError(
-                f"slots={slots}: a float is a multiple of the budget, at least 1.0; pass an int "
-                "for a count"
-            )
-    elif not isinstance(top_k, int):
-        raise ValueError(
-            f"slots={slots} with top_k={top_k}: the budget grows with the length, so slots must be "
-            "a multiple of it, as slots=2.0"
-        )
-    elif slots < top_k:
-        raise ValueError(
-            f"slots={slots} is less than top_k={top_k}: what a query selects must fit into the "
-            "slots; raise slots (a filled cache takes others when saved and loaded), or pass a "
-            "multiple of the budget, as slots=2.0"
-        )
-
-
-def _check_bits(bits: object) -> None:
-    if not isinstance(bits, int) or isinstance(bits, bool) or bits not in _BITS:
-        raise ValueError(f"bits={bits!r}: choose {', '.join(map(str, _BITS))}")
-
-
-def _check_select_heads(count: object, obstacle: str) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"select_heads must be an int (query heads) or None (all), got {count!r}")
-    if count < 1:
-        raise ValueError(f"select_heads={count}: at least one head selects; None means all of them")
-    if obstacle:
-        raise ValueError(f"select_heads={count}: {obstacle}; leave it out")
-
-
-def _check_rest(rest: object, blocks: object, obstacle: str) -> None:
-    if rest is not None and rest not in _RESTS:
-        raise ValueError(f"rest={rest!r}: choose {', '.join(map(repr, _RESTS))} or None")
-    if rest is not None and obstacle:
-        raise ValueError(f"rest={rest!r}: {obstacle}; leave it out")
-    if blocks is None:
-        return
-    _check_length("rest_blocks", blocks, 1)
-    if rest != "mean":
-        raise ValueError(
-            f"rest_blocks={blocks} with rest={rest!r}: only rest='mean' makes a token for every so "
-            "many; give that, or rest_blocks=None"
-        )
-
-
-def _check_rest_artifact(artifact: object, rest: object) -> None:
-    if artifact is None:
-        return
-    if not isinstance(artifact, str) or not artifact:
-        raise TypeError(f"rest_artifact must be a folder or a hub id, got {artifact!r}")
-    if rest != "index":
-        raise ValueError(
-            f"rest_artifact={artifact!r} with rest={rest!r}: its factors correct the estimates of "
-            "rest='index'; give that, or leave rest_artifact out"
-        )
-
-
-def _check_lost_mass(share: object) -> None:
-    if share is None:
-        return
-    if isinstance(share, bool) or not isinstance(share, int | float):
-        raise TypeError(f"warn_lost_mass must be a share or None (never), got {share!r}")
-    if not 0.0 < share < 1.0:
-        raise ValueError(
-            f"warn_lost_mass={share}: a share of the attention, above 0 and below 1, as 0.3"
-        )
-
-
 def _without_estimates(config: RetrievalConfig, why: str) -> str:
     """What is told where estimates are needed and there are none."""
     asking = f"warn_lost_mass={config.warn_lost_mass}"
@@ -347,46 +276,3 @@ def _without_estimates(config: RetrievalConfig, why: str) -> str:
     if config.rest in ("index", "sample"):
         asking, remedy = f"rest={config.rest!r}", "take rest='mean', which needs none"
     return f"{asking}: {why}; {remedy}, or use flat, paris, lrqk or a2ats"
-
-
-def _check_device_budget(size: object, store: str) -> None:
-    if size is None:
-        return
-    if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(
-            f"device_budget must be bytes (an int), a text such as '90GB', or None, got {size!r}"
-        )
-    try:
-        byte_count(size)
-    except ValueError as error:
-        raise ValueError(
-            f"device_budget={size!r}: write '90GB', '75GiB', or bytes, at least 1; store='host' "
-            "keeps no rows on the device"
-        ) from error
-    if store not in ("auto", "split"):
-        raise ValueError(
-            f"device_budget={size!r} with store={store!r}: it is of store='split', which keeps "
-            "rows on the device as long as it lasts; ask for that store, or leave device_budget out"
-        )
-
-
-def _check_prefill_chunk(chunk: object, max_draft: int) -> None:
-    if chunk is None or chunk == "auto":
-        return
-    if isinstance(chunk, bool) or not isinstance(chunk, int):
-        raise TypeError(
-            f"prefill_chunk must be an int (tokens), 'auto' or None (one pass), got {chunk!r}"
-        )
-    if chunk <= max_draft:
-        raise ValueError(
-            f"prefill_chunk={chunk} with max_draft={max_draft}: up to max_draft tokens at once "
-            "retrieve like drafted ones, so a prompt's chunks must be longer; take more than "
-            f"{max_draft}, as {max(1024, 2 * max_draft)}, or 'auto'"
-        )
-
-
-def _check_length(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int (tokens), got {value!r}")
-    if value < least:
-        raise ValueError(f"{name}={value} must be at least {least}")

@@ -127,7 +127,7 @@ def test_a_cache_can_be_pickled(llama: PreTrainedModel, name: str) -> None:
 def test_every_layer_knows_its_heads(llama: PreTrainedModel) -> None:
     """Without them a loaded state is not compared with the model's query heads."""
     cache = registered_methods()["flat"](llama.config, **COVERING_OPTIONS)
-    assert [layer.shape for layer in cache.retrieval_layers] == list(
+    assert [layer.of_model.shape for layer in cache.retrieval_layers] == list(
         retrieval_shapes(llama.config).values()
     )
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import hf_kvret
+from hf_kvret.core.layer_stack import LayerStack
 from hf_kvret.registry import registered_methods
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
@@ -191,7 +192,7 @@ def test_a_cache_that_forgets_a_broken_pass_is_found_out(
 ) -> None:
     """The check bites."""
     trial = _Trial(model, "flat", "device", "step")
-    monkeypatch.setattr(hf_kvret.RetrievalCache, "_pass_fault", lambda self: None)
+    monkeypatch.setattr(LayerStack, "fault", lambda self: None)
     wrong = 0
     for at in range(trial.operations // 2, trial.operations, 4):
         try:

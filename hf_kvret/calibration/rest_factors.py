@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -17,6 +18,8 @@ from hf_kvret.calibration.layer_checks import (
 )
 from hf_kvret.calibration.shared import artifact_place, made_once, shared_artifact
 from hf_kvret.config import RetrievalConfig
+from hf_kvret.core.layer import RetrievalLayer
+from hf_kvret.core.unselected import LayerOfModel
 from hf_kvret.integration.compatibility import retrieval_shapes
 
 METHOD = "rest"
@@ -54,6 +57,21 @@ def learned_factors(
         )
     artifact.check(config)
     return made_once(artifact, METHOD, partial(_factors, artifact, config))
+
+
+def give(
+    layers: list[Any], options: RetrievalConfig, method: str, config: PreTrainedConfig
+) -> None:
+    """Tell each retrieval layer which one of the model it is, and what was learned about it.
+
+    Raises:
+        OSError, ValueError: as ``learned_factors``.
+    """
+    factors = learned_factors(options, method, config)
+    shapes = retrieval_shapes(config)
+    for number, layer in enumerate(layers):
+        if isinstance(layer, RetrievalLayer):
+            layer.of_model = LayerOfModel(number, shapes[number], factors.get(number))
 
 
 def check_weights(options: RetrievalConfig, model: PreTrainedModel) -> None:

@@ -16,30 +16,16 @@ from hf_kvret.core.cached_rows import CachedRows, RowSource, prefix_of
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.counters import LayerCounters
 from hf_kvret.core.exact_attention import attend_exactly
-from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.index import Index
+from hf_kvret.core.layer_reference import LayerReference, new_store, store_below
 from hf_kvret.core.precision import check_dtypes, without_autocast
 from hf_kvret.core.regions import MakeStore, Regions
+from hf_kvret.core.saved_regions import saved_rows
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.selected_attention import attend_selected
-from hf_kvret.core.store import Store
 from hf_kvret.core.unselected import LayerOfModel
-from hf_kvret.integration.compatibility import AttentionShape
 
 HANDLE = "hf_kvret_layer"
-
-
-class _Weakly:
-    """A layer, not kept alive; unlike a weak reference it can be pickled."""
-
-    def __init__(self, layer: RetrievalLayer | None) -> None:
-        self._reference = None if layer is None else weakref.ref(layer)
-
-    def __call__(self) -> RetrievalLayer | None:
-        return None if self._reference is None else self._reference()
-
-    def __reduce__(self) -> tuple[type[_Weakly], tuple[RetrievalLayer | None]]:
-        return _Weakly, (self(),)
 
 
 class RetrievalLayer(CacheLayerMixin):
@@ -58,8 +44,6 @@ class RetrievalLayer(CacheLayerMixin):
         final_len: tokens that were announced, held ones included; 0: none.
         needs_positions: see ``RetrievalCache.needs_positions``.
         of_model: which layer of the model this is; set by the cache.
-        shape: heads, KV heads and key dim by the model's configuration, set by the cache, with
-            which a saved layer is compared.
     """
 
     is_sliding = False
@@ -79,20 +63,19 @@ class RetrievalLayer(CacheLayerMixin):
         self.counters = LayerCounters()
         self.waiting = False
         self.below: RetrievalLayer | None = None
-        self._above = _Weakly(None)
+        self._above = LayerReference(None)
         self.edits = self.final_len = 0
         self.of_model = LayerOfModel()
-        self.shape: AttentionShape | None = None
         self._given: tuple[int, torch.Size, torch.Size] | None = None
         self._scoring: Scoring | None = None
         self._make_index = make_index
-        self._make_store = make_store
+        self.make_store = make_store
         self.needs_positions = needs_positions
         self._value_in_key = value_in_key
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the regions for tokens shaped like these, ``[B, Hkv, *, D]``."""
-        made = self.config, self._make_index(), partial(_new_store, _Weakly(self))
+        made = self.config, self._make_index(), partial(new_store, LayerReference(self))
         rows = key_states, value_states
         self.regions = Regions(*made, *rows, self.needs_positions, self._value_in_key)
         self.is_initialized = True
@@ -104,7 +87,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     @above.setter
     def above(self, layer: RetrievalLayer | None) -> None:
-        self._above = _Weakly(layer)
+        self._above = LayerReference(layer)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -251,9 +234,9 @@ class RetrievalLayer(CacheLayerMixin):
         watched = first and self.regions.index_watches
         to_rows = call.to_rows(query) if watched or not as_it_is else query
         if first:
-            if selects:
+            if selects and not self.regions.built:
                 # Of the prompt alone, as in a fork that was made before.
-                self._build_index()
+                self._settle()
             try:
                 self.regions.on_forward(to_rows, key, call.scoring.valid, call.positions)
             except ValueError:
@@ -339,36 +322,27 @@ class RetrievalLayer(CacheLayerMixin):
         """An independent copy that shares the cold part; counts start anew."""
         if self.waiting:
             raise RuntimeError("fork() between update and attention: finish the forward pass first")
-        made = self._make_index, self._make_store, self.needs_positions, self._value_in_key
+        made = self._make_index, self.make_store, self.needs_positions, self._value_in_key
         twin = type(self)(self.config, *made)
         twin.of_model = self.of_model
-        twin.shape = self.shape
-        self._build_index()
-        self._catch_up()
+        self._settle()
         if self.regions is not None:
-            own = _Weakly(twin)
-            twin.regions = self.regions.fork(partial(_new_store, own))
+            own = LayerReference(twin)
+            twin.regions = self.regions.fork(partial(new_store, own))
             twin.is_initialized = True
             if twin.regions.store is not None:
-                twin.regions.store.below = partial(_store_below, own)
+                twin.regions.store.below = partial(store_below, own)
         return twin
 
-    def _build_index(self) -> None:
-        """Finish the index of what was taken in so far, if there is anything cold."""
-        if self.regions is None or self._scoring is None or self.regions.built:
+    def _settle(self) -> None:
+        """Finish index and sums of what was taken in so far, so that no copy has to."""
+        if self.regions is None or self._scoring is None:
             return
         cold = self.regions.cold(self._scoring)
         if cold is not None:
             self.regions.build_index(cold)
-
-    def _catch_up(self) -> None:
-        """Add up what the sums of cold tokens lack, so that no copy has to."""
-        regions = self.regions
-        if regions is None or regions.index is None or self._scoring is None:
-            return
-        cold = regions.cold(self._scoring)
-        if cold is not None and self.config.rest is not None:
-            regions.rest_sums(cold)
+            if self.config.needs_means and self.regions.index is not None:
+                self.regions.rest_sums(cold)
 
     def set_options(self, config: RetrievalConfig, make_index: Callable[[], Index | None]) -> None:
         """Go on with other options, which must fit the tokens held."""
@@ -386,8 +360,7 @@ class RetrievalLayer(CacheLayerMixin):
         """Tensors of the regions on the CPU; empty for a layer that holds nothing."""
         if self.waiting:
             raise RuntimeError("save between update and attention: finish the forward pass first")
-        self._build_index()
-        self._catch_up()
+        self._settle()
         return {} if self.regions is None else self.regions.state_dict()
 
     def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
@@ -395,49 +368,18 @@ class RetrievalLayer(CacheLayerMixin):
         self.reset()
         if not state:
             return
-        in_key = self._value_in_key
-        sides = [state["window.keys"]] + ([] if in_key else [state["window.values"]])
-        form = Form(sides[0].dtype, {})
-        for name, side in zip(("keys", "values"), sides, strict=False):
-            form.check(f"window.{name}", side, f"B H c {name}", form.dtype)
-            if 0 in (*side.shape[:2], side.shape[3]):
-                raise damaged(f"window.{name} is {list(side.shape)}")
-        slots = state["window.sink_slots"]
-        form.check("window.sink_slots", slots, f"B {self.config.sink}", torch.int64)
-        keys = sides[0].to(device)
-        values = keys[..., :in_key] if in_key else sides[1].to(device)
-        check_dtypes(keys=keys, values=values)
-        self.lazy_initialization(keys, values)
+        rows = saved_rows(state, self.config.sink, self._value_in_key, device)
+        self.lazy_initialization(*rows)
         if self.regions is not None:
-            self.regions.load_state_dict(state, device, self._query_heads(keys))
+            self.regions.load_state_dict(state, device, self._query_heads(rows[0]))
 
     def _query_heads(self, keys: torch.Tensor) -> int | None:
         """Query heads for ``keys [B, Hkv, *, D]`` of a saved layer; None where nobody knows.
 
         In a tensor parallel model each process holds some of the heads.
         """
-        shape = self.shape
-        known = shape is not None and (shape.kv_heads, shape.head_dim) == (
-            keys.shape[1],
-            keys.shape[3],
-        )
+        shape = self.of_model.shape
+        if shape is None or (shape.kv_heads, shape.head_dim) != (keys.shape[1], keys.shape[3]):
+            return None
         parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return shape.heads if known and shape is not None and not parallel else None
-
-
-def _new_store(own: _Weakly, device: torch.device, cold_bytes: int) -> Store:
-    """The store of a layer, which knows the one of the layer below."""
-    layer = own()
-    if layer is None:
-        raise RuntimeError(
-            "the cache of these regions was dropped: keep it as long as anything of it is used"
-        )
-    store = layer._make_store(device, cold_bytes)
-    store.below = partial(_store_below, own)
-    return store
-
-
-def _store_below(own: _Weakly) -> Store | None:
-    layer = own()
-    below = None if layer is None or layer.below is None else layer.below.regions
-    return None if below is None else below.store
+        return None if parallel else shape.heads

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ParamSpec, Self, TypeVar
 
@@ -12,9 +11,9 @@ import torch
 
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.block import UNKNOWN_POSITION, TokenBlock
-from hf_kvret.core.form import Form, damaged
 from hf_kvret.core.index import ColdTokens, Index, SearchCost, blamed_on
 from hf_kvret.core.rest import RestSums
+from hf_kvret.core.saved_regions import load_regions, regions_to_save
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.state import Tensors
 from hf_kvret.core.store import Store, all_of
@@ -57,8 +56,9 @@ class Regions:
         value_in_key: Dv where values are the first numbers of keys, and not held; else 0.
 
     Attributes:
+        built: whether the index was built, see ``Index.build``.
         changes: goes up whenever other tokens are cold, or other rows of the batch are held.
-        rest: sums of cold tokens, where ``config.rest`` asks for their means, which may lag behind;
+        rest: sums of cold tokens, where the options ask for their means, which may lag behind;
             None: there are none yet.
         compiled_len: by shape of queries, how long the layer may grow with kernels that are there.
     """
@@ -82,10 +82,10 @@ class Regions:
         # [B, 1, n] int32 of recent tokens.
         self.positions = TokenBuffer(64)
         self.needs_positions = needs_positions
-        self._make_store = make_store
+        self.make_store = make_store
         self.changes = 0
         self.compiled_len: dict[torch.Size, int] = {}
-        self._built = False
+        self.built = False
         self._retrievable: torch.Tensor | None = None
 
     @property
@@ -97,11 +97,6 @@ class Regions:
     def cold_len(self) -> int:
         """Tokens that have left the window."""
         return 0 if self.store is None else len(self.store)
-
-    @property
-    def built(self) -> bool:
-        """Whether the index was built, see ``Index.build``."""
-        return self._built
 
     @property
     def index_watches(self) -> bool:
@@ -226,7 +221,7 @@ class Regions:
     @_keeps_tensors
     def ready_index(self, cold: ColdTokens) -> Index | None:
         """The index, built and ready to search ``cold``; None: all cold tokens are attended to."""
-        if not self._built:
+        if not self.built:
             self.build_index(cold)
         elif self.index is not None:
             try:
@@ -238,18 +233,18 @@ class Regions:
     @_keeps_tensors
     def build_index(self, cold: ColdTokens) -> None:
         """Call ``Index.build``, unless it was called before."""
-        if not self._built and self.index is not None:
+        if not self.built and self.index is not None:
             try:
                 self.index.build(cold)
             except WrongIdError as error:
                 raise blamed_on(self.index, "build", error) from error
-        self._built = True
+        self.built = True
 
     @_keeps_tensors
     def rest_sums(self, cold: ColdTokens) -> RestSums:
         """Sums of all of ``cold``."""
         if self.rest is None or self.rest.mean_len != self.config.rest_blocks:
-            self.rest = self._new_sums()
+            self.rest = self.new_sums()
         window = self.window
         self.rest.catch_up(cold, window.keys.shape[1], window.value_in_key)
         # Made here, not within a capture.
@@ -308,7 +303,7 @@ class Regions:
         if self.index is not None:
             self.index.crop(cold)
         # An index without tokens is like a new one: the next prompt builds it.
-        self._built = self._built and cold > 0
+        self.built = self.built and cold > 0
         self._retrievable = None
         self.changes += 1
 
@@ -336,121 +331,30 @@ class Regions:
         twin.window, twin.positions = self.window.fork(), self.positions.fork()
         twin.store = None if self.store is None else self.store.fork()
         twin.rest = None if self.rest is None else self.rest.fork()
-        twin._built, twin._retrievable = self._built, self._retrievable
+        twin.built, twin._retrievable = self.built, self._retrievable
         return twin
 
     def state_dict(self) -> Tensors:
-        """Tensors on the CPU, named ``window.*``, ``index.*``, ``store.*``, and ``built``."""
-        # An index may have state from forward passes before any token was cold.
-        index = {} if self.index is None else self.index.state_dict()
-        parts = {"window": self.window.state_dict(), "index": index}
-        if self.positions.is_allocated:
-            # Under index.*, where format version 1 has them.
-            first = torch.tensor(self.positions.first)
-            parts["index"] = {"positions": self.positions.rows[:, 0].contiguous(), "start": first}
-        if self.store is not None and self.cold_len:
-            parts["store"] = self.store.state_dict()
-            # Sums of short blocks are nearly as large as the rows that they are made of.
-            if self.rest is not None and self.rest.mean_len is None:
-                parts["rest"] = self.rest.state_dict()
-        state = {
-            f"{name}.{key}": value.cpu()
-            for name, part in parts.items()
-            for key, value in part.items()
-        }
-        return state | ({"built": torch.tensor(self._built)} if "store" in parts else {})
+        """See ``regions_to_save``."""
+        return regions_to_save(self)
 
     @_keeps_tensors
     def load_state_dict(
         self, state: Tensors, device: torch.device, query_heads: int | None = None
     ) -> None:
-        """Become the regions whose ``state_dict`` this is; ``query_heads`` where they are known.
+        """Become the regions whose ``state_dict`` this is; see ``load_regions``."""
+        load_regions(self, state, device, query_heads)
 
-        Raises:
-            KeyError: names a missing tensor.
-            ValueError: a tensor does not fit the others.
-        """
-        window, index, rows = (_part(state, name) for name in ("window.", "index.", "store."))
-        strange = state.keys() - {f"{a}.{b}" for a in _PARTS for b in _part(state, f"{a}.")}
-        if strange - {"built"}:
-            raise damaged(f"there is an unknown {min(strange - {'built'})[:80]}")
-        keys, values = self.window.keys, self.window.values
-        sizes = {"B": keys.shape[0], "H": keys.shape[1], "D": keys.shape[3], "V": values.shape[3]}
-        sizes |= {"S": self.config.sink, "I": self.window.value_in_key}
-        sizes |= {} if query_heads is None else {"Q": query_heads}
-        form = Form(keys.dtype, sizes)
-        with named("window."):
-            self.window.check_saved(window, form)
-            self.window.load_state_dict(window, device)
-            self.window.check_loaded(form)
-        self._check_room()
-        form = form.extended({"N": self.window.start, "T": self.window.end})
-        with named("index."):
-            self._load_index(index, form, device)
-        if not self.window.start:
-            if rows or "built" in state:
-                raise damaged("there is a store of a layer without cold tokens")
-            return
-        self.store = self._make_store(device, sum(x.nbytes for x in rows.values()))
-        with named("store."):
-            self.store.check_saved(rows, form)
-            self.store.load_state_dict(rows, device)
-            self.store.check_loaded(form)
-        if len(self.store) != self.window.start:
-            raise damaged(f"the store has {len(self.store)} tokens, not {self.window.start}")
-        form.check("built", state["built"].reshape(-1), "1", torch.bool)
-        if not bool(state["built"]):
-            # A save builds the index.
-            raise damaged("built is False")
-        self._built = True
-        sums = _part(state, "rest.")
-        if sums and self.config.rest is not None and self.config.rest_blocks is None:
-            self.rest = self._new_sums()
-            self.rest.load_state_dict(sums, device)
-            self.rest.check(self.batch_size, self.window.keys.shape[1], self.cold_len)
-
-    def _new_sums(self) -> RestSums:
+    def new_sums(self) -> RestSums:
+        """Empty sums of tokens like these."""
         window = self.window
         dims = window.keys.shape[-1], window.values.shape[-1]
         return RestSums(self.config.rest_blocks, *dims, bool(window.value_in_key))
 
-    def _check_room(self) -> None:
-        """ValueError where there is no memory for the window that the saved options ask for."""
-        window, length = self.window, self.config.sink + self.most_recent
-        heads = window.keys.shape[:2]
-        nbytes = heads.numel() * length * window.row_dim * window.keys.element_size()
-        if nbytes < _LARGE_WINDOW:
-            return
-        try:
-            torch.empty(min(nbytes, _MOST_BYTES), dtype=torch.uint8, device=window.keys.device)
-        except (MemoryError, RuntimeError) as error:
-            raise ValueError(
-                f"recent, flush and max_draft make a window of {length} tokens, for which there "
-                "is no memory: the file is damaged or crafted, or of a larger machine"
-            ) from error
-
-    def _load_index(self, index: Tensors, form: Form, device: torch.device) -> None:
-        if self.needs_positions:
-            form.check("positions", index["positions"], "B n", torch.int32)
-            form.check("start", index["start"].reshape(-1), "1", torch.int64)
-            first, count = int(index["start"]), index["positions"].shape[1]
-            # A crop leaves positions of tokens that are gone.
-            if first < 0 or (count and first + count < form["T"]):
-                raise damaged(f"positions start at {first}, {count} of {form['T']} tokens")
-            self.positions.put(index["positions"].to(device)[:, None], first)
-            index = {name: x for name, x in index.items() if name not in ("positions", "start")}
-        if self.index is None:
-            if index:
-                raise damaged(f"there is an unknown {min(index)[:80]}")
-        elif index or self.window.start:
-            self.index.check_saved(index, form)
-            self.index.load_state_dict(index, device)
-            self.index.check_loaded(form)
-
     def _cool(self, block: TokenBlock) -> None:
         """Move a block into store and index, its first valid tokens also into free sinks."""
         if self.store is None:
-            self.store = self._make_store(block.keys.device, block.nbytes)
+            self.store = self.make_store(block.keys.device, block.nbytes)
         takes_sinks = not self.window.sinks_full
         self.window.take_sinks(block)
         if self.positions.is_allocated:
@@ -461,10 +365,9 @@ class Regions:
             positions = torch.nn.functional.pad(positions, (pad_len, 0), value=UNKNOWN_POSITION)
             block = replace(block, positions=positions)
         self.store.append(block)
-        needs_sums = self.config.rest is not None or self.config.uses_estimates
-        if needs_sums and not self.store.codes_rows:
+        if self.config.needs_means and not self.store.codes_rows:
             if self.rest is None:
-                self.rest = self._new_sums()
+                self.rest = self.new_sums()
             # Else the store's rows are read again.
             if self.rest.end == block.start:
                 self.rest.add(block, self.window.sink_slots if takes_sinks else None)
@@ -473,23 +376,3 @@ class Regions:
             self.index.add(block)
         self._retrievable = None
         self.changes += 1
-
-
-# No machine has the second.
-_LARGE_WINDOW, _MOST_BYTES = 1 << 30, 1 << 60
-_PARTS = ("window", "index", "store", "rest")
-
-
-@contextmanager
-def named(prefix: str) -> Iterator[None]:
-    """Errors of a saved part name it."""
-    try:
-        yield
-    except KeyError as missing:
-        raise KeyError(f"{prefix}{missing.args[0]}") from missing
-
-
-def _part(state: Tensors, prefix: str) -> Tensors:
-    return {
-        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
-    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvret.core.block import TokenBlock
+from hf_kvret.core.form import Form, check_range, damaged
 from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.state import State, number, tensor
 from hf_kvret.core.store import AttentionResult
@@ -34,10 +35,10 @@ class RestSums(State):
     """
 
     # [B, Hkv, blocks, Dk + Dv], or Dk where values are numbers of the keys.
-    _sums: torch.Tensor | None = tensor(shared=True)
+    _sums: torch.Tensor | None = tensor(shared=True, dims="B H b W", dtype=torch.float64)
     # [B, blocks] int64.
-    _counts: torch.Tensor | None = tensor(shared=True)
-    end: int = number(0)
+    _counts: torch.Tensor | None = tensor(shared=True, dims="B b", dtype=torch.int64)
+    end: int = number(0, least=1, most="N")
 
     def __init__(
         self, mean_len: int | None, key_dim: int, value_dim: int, value_in_key: bool = False
@@ -48,9 +49,8 @@ class RestSums(State):
         self._key = slice(key_dim)
         start = 0 if value_in_key else key_dim
         self._value = slice(start, start + value_dim)
-        self._means: RestMeans | None = None
-        # With the means that it was made of.
-        self._joint: tuple[RestMeans, RestMeans] | None = None
+        # By their ``block_len``; forks with the same sums share them.
+        self._means: dict[int, RestMeans] = {}
 
     def add(self, block: TokenBlock, sink_slots: torch.Tensor | None = None) -> None:
         """Add the tokens from slot ``end`` on that are valid, and not in ``sink_slots [B, s]``."""
@@ -68,7 +68,7 @@ class RestSums(State):
             sums = torch.cat([self._sums[:, :, :whole], sums], dim=2)
             counts = torch.cat([self._counts[:, :whole], counts], dim=1)
         self._sums, self._counts = sums, counts
-        self.end, self._means = block.end, None
+        self.end, self._means = block.end, {}
 
     def catch_up(self, cold: ColdTokens, heads: int, value_in_key: int) -> None:
         """Add what is missing of ``cold``, of ``heads`` KV heads, as the store reads it back."""
@@ -86,14 +86,14 @@ class RestSums(State):
         if length >= self.end:
             return
         blocks = length // self._block_len
-        self.end, self._means = blocks * self._block_len, None
+        self.end, self._means = blocks * self._block_len, {}
         if self._sums is not None and self._counts is not None:
             self._sums, self._counts = self._sums[:, :, :blocks], self._counts[:, :blocks]
 
     def reorder(self, rows: torch.Tensor) -> None:
         """As every state's; means are made anew."""
         super().reorder(rows)
-        self._means = None
+        self._means = {}
 
     def nbytes(self) -> int:
         """As every state's, with the means."""
@@ -101,50 +101,40 @@ class RestSums(State):
 
     def means_nbytes(self) -> int:
         """Bytes of the means as they are, which a step reads."""
-        means = self._means
-        return 0 if means is None else means.keys.nbytes + means.values.nbytes
+        return sum(one.keys.nbytes + one.values.nbytes for one in self._means.values())
 
-    def check(self, batch: int, heads: int, cold_len: int) -> None:
-        """ValueError unless what was loaded can be of so many rows, KV heads and cold tokens."""
-        blocks = -(-self.end // self._block_len)
-        shapes = (batch, heads, blocks, max(self._key.stop, self._value.stop)), (batch, blocks)
-        found = [None if x is None else tuple(x.shape) for x in (self._sums, self._counts)]
-        kinds = [None if x is None else x.dtype for x in (self._sums, self._counts)]
-        is_plain = kinds == [torch.float64, torch.int64] and found == list(shapes)
-        if not 0 < self.end <= cold_len or not is_plain:
-            raise ValueError(
-                f"rest: sums of {found} up to slot {self.end} are not of {cold_len} cold tokens: "
-                "the file is damaged, save the cache again"
-            )
+    def saved_sizes(self, form: Form) -> dict[str, int]:
+        """W: numbers of a sum."""
+        return {"W": max(self._key.stop, self._value.stop)}
+
+    def check_loaded(self, form: Form) -> None:
+        """ValueError for blocks other than the tokens have, or with more than they hold."""
+        super().check_loaded(form)
+        assert self._sums is not None and self._counts is not None, "they are not optional"
+        check_range("counts", self._counts, 0, self._block_len)
+        if self._sums.shape[2] != -(-self.end // self._block_len):
+            raise damaged(f"{self._sums.shape[2]} sums of {self.end} tokens")
 
     def means(self) -> RestMeans:
         """Means of what was added, which is a token or more."""
-        if self._means is None:
-            assert self._sums is not None and self._counts is not None, "nothing was added"
-            sums, counts = self._sums, self._counts
-            if self.mean_len is None:
-                sums, counts = sums.sum(2, keepdim=True), counts.sum(1, keepdim=True)
-            means = (sums / counts.clamp(min=1)[:, None, :, None]).float()
-            keys, values = means[..., self._key], means[..., self._value]
-            self._means = RestMeans(
-                keys.contiguous(), values.contiguous(), counts.int(), self.mean_len or 0
-            )
-        return self._means
+        return self._means_of(self.mean_len or 0)
 
     def joint_means(self) -> RestMeans:
         """One mean of all that was added, whatever ``mean_len`` is."""
-        if self.mean_len is None:
-            return self.means()
-        if self._joint is None or self._joint[0] is not self.means():
-            means = self.means()
-            shares = means.counts.double() / means.counts.sum(1, keepdim=True).clamp(min=1)
-            keys, values = (
-                (side * shares[:, None, :, None]).sum(2, keepdim=True).float()
-                for side in (means.keys, means.values)
+        return self._means_of(0)
+
+    def _means_of(self, block_len: int) -> RestMeans:
+        if block_len not in self._means:
+            assert self._sums is not None and self._counts is not None, "nothing was added"
+            sums, counts = self._sums, self._counts
+            if not block_len:
+                sums, counts = sums.sum(2, keepdim=True), counts.sum(1, keepdim=True)
+            means = (sums / counts.clamp(min=1)[:, None, :, None]).float()
+            keys, values = means[..., self._key], means[..., self._value]
+            self._means[block_len] = RestMeans(
+                keys.contiguous(), values.contiguous(), counts.int(), block_len
             )
-            counts = means.counts.sum(1, keepdim=True).int()
-            self._joint = means, RestMeans(keys, values, counts)
-        return self._joint[1]
+        return self._means[block_len]
 
     def left_out(self, query: torch.Tensor, ids: torch.Tensor, cold: ColdTokens) -> AttentionResult:
         """Attention of ``query [B, Hq, Q, Dk]`` to the mean of exactly what is left out.

@@ -8,8 +8,9 @@ from typing import Any, Self
 
 import torch
 
+from hf_kvret.core.fields import PartField
 from hf_kvret.core.form import DTypes, Form, check_range
-from hf_kvret.core.state import PartField, State, Tensors
+from hf_kvret.core.state import State, Tensors
 
 MOST_SLOT = 2**31 - 1
 """No slot of a saved cache is above."""

@@ -55,12 +55,11 @@ class TokenRecord(State):
     def __len__(self) -> int:
         return len(self._ids)
 
-    @property
-    def rows(self) -> torch.Tensor | None:
-        """``[B]`` numbers of the rows, on the ids' device; None if nothing was ever noted."""
-        if not self._ids.is_allocated:
-            return None
-        return torch.arange(len(self._ids.rows), device=self._ids.rows.device)
+    def repeat(self, repeats: int) -> None:
+        """Every row of the batch ``repeats`` times."""
+        if self._ids.is_allocated:
+            rows = torch.arange(len(self._ids.rows), device=self._ids.rows.device)
+            self.reorder(rows.repeat_interleave(repeats))
 
     def crop(self, length: int) -> None:
         if length >= len(self._ids):

@@ -14,6 +14,7 @@ from hf_kvret.core.regions import Regions
 from hf_kvret.core.sampling import priority_sample, uniforms
 from hf_kvret.core.store import AttentionResult
 from hf_kvret.core.window import Window
+from hf_kvret.integration.compatibility import AttentionShape
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.rest_tokens import RestTokens, rest_logits
 
@@ -24,22 +25,23 @@ class LayerOfModel:
 
     Attributes:
         number: in the model.
-        kv_heads: of the whole layer, of which tensor parallelism gives each process a part.
+        shape: of the whole layer's heads, of which tensor parallelism gives each process a part;
+            None: not known.
         log_factors: ``[heads]`` fp32 of the whole layer's query heads, to be added to the logs of
             estimates; None: 0.
     """
 
     number: int = 0
-    kv_heads: int | None = None
+    shape: AttentionShape | None = None
     log_factors: torch.Tensor | None = None
     _moved: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def first_head(self, heads: int) -> int:
         """Number in the layer of the first of the ``heads`` KV heads that are here."""
-        whole = self.kv_heads is None or heads == self.kv_heads
-        if whole or self.kv_heads is None or not torch.distributed.is_initialized():
+        shape = self.shape
+        if shape is None or heads == shape.kv_heads or not torch.distributed.is_initialized():
             return 0
-        return torch.distributed.get_rank() % (self.kv_heads // heads) * heads
+        return torch.distributed.get_rank() % (shape.kv_heads // heads) * heads
 
     def factors(self, heads: int, query_heads: int, device: torch.device) -> torch.Tensor | None:
         """The part of ``log_factors`` that is of these heads, ``[query_heads]`` on ``device``."""

@@ -44,10 +44,13 @@ def check_config(config: PreTrainedConfig) -> None:
     """Refuse what the configuration alone shows to be impossible.
 
     Raises:
+        TypeError: no configuration of a model.
         ValueError: encoder-decoders, encoders, latent attention (MLA) of some kinds, keys that
             layers share, models without a full-attention layer of its own; the message says why
             and what to use instead.
     """
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"config must be the model's config, got {type(config).__name__}")
     text = config.get_text_config(decoder=True)
     name = config.model_type
     if config.is_encoder_decoder:

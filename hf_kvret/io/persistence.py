@@ -242,7 +242,7 @@ def _layer_of(name: str, layers: int) -> int:
 
 def check_agreement(directory: Path, cache: RetrievalCache) -> None:
     """ValueError where the layers of a loaded cache do not hold the same rows and tokens."""
-    fault = cache._pass_fault() or _form_fault(cache)
+    fault = cache.stack.fault() or _form_fault(cache)
     if fault is not None:
         raise ValueError(f"{directory} is damaged or crafted: {fault}; save the cache again")
 
@@ -348,7 +348,7 @@ def _form_fault(cache: RetrievalCache) -> str | None:
     for layer, each in zip(cache.retrieval_layers, regions, strict=True):
         if each is not None:
             form = each.window.keys.shape[1::2], each.window.values.shape[3]
-            if forms.setdefault(layer.shape, form) != form:
+            if forms.setdefault(layer.of_model.shape, form) != form:
                 return "layers that the model has alike hold tokens of different forms"
     for layer in foreign:
         for name, form in foreign_layers.forms_of(layer).items():

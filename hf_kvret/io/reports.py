@@ -84,7 +84,18 @@ def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryR
 
 
 def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
-    """Counts of one retrieval layer since the last reset; see ``RetrievalCache.stats``."""
+    """Counts of one retrieval layer since the last reset.
+
+    Returns a dict with ``steps`` (selections), ``queries``, ``cold_tokens`` held, ``candidates``
+    (tokens scored closely) and ``selected`` (rows read by selection), both summed over batch, heads
+    and queries, ``cold_rows`` (rows there were to choose from, summed alike), ``read_ratio =
+    selected / cold_rows``, ``exact_rows`` (rows read by exact attention of long second prompts),
+    ``bytes_fetched``, and with ``track_recall`` the means ``recall_overlap``, ``recall_mass``,
+    ``recall_best_mass`` (see ``Recall``). Also ``lost_mass``: the share of the attention that was
+    not computed exactly, as the index estimates it, mean over queries, heads and steps; None: not
+    measured, as with ``rest="index"`` or ``"sample"``, ``warn_lost_mass`` and ``track_recall`` it
+    is. With the last ``exact_lost_mass`` is the same from all keys.
+    """
     counters = layer.counters
     selected = 0 if counters.selected is None else int(counters.selected)
     rows = selected + counters.exact_rows

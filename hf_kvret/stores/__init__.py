@@ -108,10 +108,13 @@ class StoreChoice:
         self._prompt_len, self._new_tokens = 0, 0
         self._layer_chunks = LayerChunks(layers)
 
-    @property
-    def codes_rows(self) -> bool:
-        """Whether ``"auto"`` decided for rows that only a store of the same kind can load."""
-        return self.reason is not None and self.name in CODED
+    def named(self, options: RetrievalConfig) -> RetrievalConfig:
+        """``options``, with the name of a coded store that ``"auto"`` decided for.
+
+        Another store, which ``"auto"`` may choose when a cache is loaded, can't take coded rows.
+        """
+        codes_rows = self.reason is not None and self.name in CODED
+        return options.replace(store=self.name) if codes_rows else options
 
     def expect(self, tokens: int, chunk: int, new_tokens: int = 0) -> None:
         """Announce a prompt of ``tokens`` tokens, ``chunk`` of them in a pass, and what follows.

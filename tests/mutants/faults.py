@@ -90,7 +90,7 @@ FAULTS = (
     Fault(
         "cropped-index-counts-as-built",
         "hf_kvret/core/regions.py",
-        "self._built = self._built and cold > 0",
+        "self.built = self.built and cold > 0",
         "pass",
     ),
     Fault(
