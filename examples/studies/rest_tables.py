@@ -79,16 +79,25 @@ def _estimates(
 
 
 def _plot(path: Path, cells: Found) -> None:
-    lines = {
-        f"{cache}, {length}: {rest}": (
-            [results[share]["rows"] for share in sorted(results)],
-            [results[share]["kl"] for share in sorted(results)],
-        )
-        for (cache, length, rest), results in _by_way(cells).items()
-    }
-    title = "divergence from full attention, by what stands for the rest"
-    x = "cold rows read, share"
-    plot_lines(path, lines, title=title, x=x, y="KL, nats", log_x=True, log_y=True)
+    ways = _by_way(cells)
+    lengths = {length for _, length, _ in ways}
+    lines = {}
+    for (cache, length, rest), results in ways.items():
+        points = [results[share] for share in sorted(results)]
+        # Artifacts' folders are long names.
+        name = [cache.partition(":artifact=")[0], *([length] if len(lengths) > 1 else []), rest]
+        shares = [one["step_bytes"] / one["full_bytes"] for one in points]
+        lines[", ".join(name)] = shares, [one["kl"] for one in points]
+    plot_lines(
+        path,
+        lines,
+        title="divergence from full attention, by what stands for the rest",
+        x="bytes that a step reads, share of full attention's",
+        y="KL, nats",
+        log_x=True,
+        log_y=True,
+        kinds=[(cache, f"{rest}, {length}") for cache, length, rest in ways],
+    )
 
 
 TABLES: Mapping[str, Table] = {"tokens": _table}
