@@ -36,7 +36,7 @@ def _table(cells: Found) -> str:
                 *(
                     "-"
                     if one is None
-                    else f"{one['kl']:.4f} +- {one['kl_error']:.4f}, {one['equal']:.1%}"
+                    else f"{one['kl']:.3g} +- {one['kl_error']:.1g}, {one['equal']:.1%}"
                     for one in found
                 ),
             ]
@@ -80,23 +80,24 @@ def _estimates(
 
 def _plot(path: Path, cells: Found) -> None:
     ways = _by_way(cells)
-    lengths = {length for _, length, _ in ways}
-    lines = {}
+    longest = max((length for _, length, _ in ways), key=int)
+    lines, kinds = {}, []
     for (cache, length, rest), results in ways.items():
-        points = [results[share] for share in sorted(results)]
-        # Artifacts' folders are long names.
-        name = [cache.partition(":artifact=")[0], *([length] if len(lengths) > 1 else []), rest]
-        shares = [one["step_bytes"] / one["full_bytes"] for one in points]
-        lines[", ".join(name)] = shares, [one["kl"] for one in points]
+        if length == longest:
+            points = [results[share] for share in sorted(results)]
+            shares = [one["step_bytes"] / one["full_bytes"] for one in points]
+            # Artifacts' folders are long names.
+            kinds.append((cache.partition(":artifact=")[0], rest))
+            lines[", ".join(kinds[-1])] = shares, [one["kl"] for one in points]
     plot_lines(
         path,
         lines,
-        title="divergence from full attention, by what stands for the rest",
+        title=f"divergence from full attention, {int(longest):,} tokens of context",
         x="bytes that a step reads, share of full attention's",
         y="KL, nats",
         log_x=True,
         log_y=True,
-        kinds=[(cache, f"{rest}, {length}") for cache, length, rest in ways],
+        kinds=kinds,
     )
 
 
