@@ -99,7 +99,7 @@ class RetrievalCache(Cache):
         self.tokens = TokenRecord()
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
-        rest_factors.give(layers, options, self.name, config)
+        rest_factors.tell_layers(layers, options, self.name, config)
 
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> Any:
@@ -311,11 +311,12 @@ class RetrievalCache(Cache):
         twin.saved_digests = {}
         twin.stack = LayerStack(twin.layers)
         if changes:
-            twin.options = rest_factors.placed(self.options.replace(**changes), self._config)
+            options = self.options.replace(**persistence.with_companions(changes))
+            twin.options = rest_factors.placed(options, self._config)
             for number, layer in enumerate(twin.layers):
                 if isinstance(layer, RetrievalLayer):
                     layer.set_options(twin.options, partial(self.make_index, twin.options, number))
-            rest_factors.give(twin.layers, twin.options, self.name, self._config)
+            rest_factors.tell_layers(twin.layers, twin.options, self.name, self._config)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

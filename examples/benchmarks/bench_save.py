@@ -34,6 +34,7 @@ from hf_kvret.evaluation.options import option
 from hf_kvret.evaluation.plots import plot_groups
 from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.scripts import run_script
+from hf_kvret.fits.filling import skipped_layers
 from hf_kvret.integration.compatibility import latent_rank, layer_shape
 from hf_kvret.io import origin
 from hf_kvret.testing.saved import read_saved
@@ -126,11 +127,20 @@ class Save(Measurement):
         return load_shape(self.shape)
 
     def _filled(self, name: str, context: int) -> RetrievalCache:
-        """A cache of ``context`` random rows."""
+        """A cache of ``context`` random rows.
+
+        Raises:
+            ValueError: the model has layers that hold something else.
+        """
         config = self._shape.config
         choice: CacheChoice = choose_cache(name, {"store": "device"})
         cache = choice.make(config, context)
         assert isinstance(cache, RetrievalCache)
+        if strange := skipped_layers(config, cache):
+            raise ValueError(
+                f"--shape {self.shape}: layer {strange[0]} holds no keys and values that random "
+                "rows could stand for; choose a model whose layers all do"
+            )
         rank = latent_rank(config)
         layers = []
         for number in range(self._shape.layers):

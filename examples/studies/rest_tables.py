@@ -78,22 +78,37 @@ def _estimates(
     return markdown_table(["cache", "context", "for the rest", *head], lines) if lines else ""
 
 
+def _short_names(names: Sequence[str]) -> dict[str, str]:
+    """Names without what follows the first colon, where that still tells them apart."""
+    different = list(dict.fromkeys(names))
+    short = {name: name.partition(":")[0] for name in different}
+    counts = [*short.values()]
+    return {name: name if counts.count(one) > 1 else one for name, one in short.items()}
+
+
 def _plot(path: Path, cells: Found) -> None:
+    """Of the longest context. Results that don't know their bytes are drawn by their rows."""
     ways = _by_way(cells)
-    longest = max((length for _, length, _ in ways), key=int)
+    longest = max((length for _, length, _ in ways), key=int, default="0")
+    ways = {way: results for way, results in ways.items() if way[1] == longest}
+    has_bytes = all("step_bytes" in one for results in ways.values() for one in results.values())
+    caches = _short_names([cache for cache, _, _ in ways])
+    rests = _short_names([rest for _, _, rest in ways])
     lines, kinds = {}, []
-    for (cache, length, rest), results in ways.items():
-        if length == longest:
-            points = [results[share] for share in sorted(results)]
-            shares = [one["step_bytes"] / one["full_bytes"] for one in points]
-            # Artifacts' folders are long names.
-            kinds.append((cache.partition(":artifact=")[0], rest))
-            lines[", ".join(kinds[-1])] = shares, [one["kl"] for one in points]
+    for (cache, _, rest), results in ways.items():
+        points = [results[share] for share in sorted(results)]
+        shares = [
+            one["step_bytes"] / one["full_bytes"] if has_bytes else one["rows"] for one in points
+        ]
+        kinds.append((caches[cache], rests[rest]))
+        lines[", ".join(kinds[-1])] = shares, [one["kl"] for one in points]
     plot_lines(
         path,
         lines,
         title=f"divergence from full attention, {int(longest):,} tokens of context",
-        x="bytes that a step reads, share of full attention's",
+        x="bytes that a step reads, share of full attention's"
+        if has_bytes
+        else "cold rows read, share",
         y="KL, nats",
         log_x=True,
         log_y=True,

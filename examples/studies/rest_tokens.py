@@ -37,6 +37,7 @@ def rest_options(name: str, method: str = "") -> dict[str, Any]:
     """Options of a cache of ``method`` for what stands for the rest, as ``--rests`` names it."""
     kind, _, folder = name.partition(":")
     options: dict[str, Any] = {"rest": kind, "rest_blocks": None, "rest_artifact": None}
+    options |= {"rest_revision": None, "rest_artifact_sha256": None}
     if folder:
         options["rest_artifact"] = str(Path(folder) / method)
     if name == OFF:
@@ -63,7 +64,10 @@ class RestTokens(Ablation):
     method = "flat"
     others = ("paris", "lrqk", "ctkvr", "a2ats")
     example = "recent=128"
-    chosen = ("rest", "rest_blocks", "rest_artifact", "top_k")
+    chosen = (
+        *("rest", "rest_blocks", "top_k"),
+        *("rest_artifact", "rest_revision", "rest_artifact_sha256"),
+    )
     instead = ": --rests and --shares name them"
     described = ("windows", "new_tokens", "step")
     tables = TABLES

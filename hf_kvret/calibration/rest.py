@@ -21,7 +21,7 @@ from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.core.merge import merge
 from hf_kvret.core.regions import Regions
 from hf_kvret.core.scoring import Scoring
-from hf_kvret.evaluation.caches import choose_cache
+from hf_kvret.evaluation.caches import TEXT_OPTIONS, choose_cache
 from hf_kvret.integration.latent import ModuleHeads
 from hf_kvret_model_patches.rope import Rope
 from hf_kvret_model_patches.taps import LayerTokens
@@ -95,7 +95,7 @@ class RestCalibration(Calibration):
         names = ("top_k", "sink", "recent", "flush", "select_heads")
         own = {name: getattr(choice.options, name) for name in names}
         # What the text names, but for where something lies.
-        named = [x for x in choice.name.split(":")[1:] if not x.startswith(("artifact", "revis"))]
+        named = [x for x in choice.name.split(":")[1:] if x.partition("=")[0] not in TEXT_OPTIONS]
         return {"cache": choice.method, **own, "named": ":".join(named)}
 
 
@@ -222,6 +222,6 @@ def _error(numbers: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
 def _studied(options: Any) -> Any:
     """Options of the cache that is studied: rows as they are, on the device, no short contexts."""
     return options.replace(
-        rest="index", rest_artifact=None, rest_blocks=None, dense_below=0, store="device",
-        device_budget=None, track_recall=False,
+        rest="index", rest_artifact=None, rest_revision=None, rest_artifact_sha256=None,
+        rest_blocks=None, dense_below=0, store="device", device_budget=None, track_recall=False,
     )  # fmt: skip

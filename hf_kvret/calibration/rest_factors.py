@@ -59,7 +59,7 @@ def learned_factors(
     return made_once(artifact, METHOD, partial(_factors, artifact, config))
 
 
-def give(
+def tell_layers(
     layers: list[Any], options: RetrievalConfig, method: str, config: PreTrainedConfig
 ) -> None:
     """Tell each retrieval layer which one of the model it is, and what was learned about it.
@@ -82,9 +82,8 @@ def check_weights(options: RetrievalConfig, model: PreTrainedModel) -> None:
 
 def _load(options: RetrievalConfig) -> CalibrationArtifact:
     assert options.rest_artifact is not None, "only then there is one"
-    return shared_artifact(
-        options.rest_artifact, options.rest_revision, METHOD, options.rest_artifact_sha256
-    )
+    pins = options.rest_revision, METHOD, options.rest_artifact_sha256
+    return shared_artifact(options.rest_artifact, *pins, prefix="rest_")
 
 
 def check_whole(artifact: CalibrationArtifact) -> None:

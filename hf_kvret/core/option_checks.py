@@ -121,7 +121,8 @@ def check_rest_artifact(artifact: object, revision: object, sha256: object, rest
     check_source(artifact, revision, sha256, "rest_")
     if artifact is None and sha256 is not None:
         raise ValueError(
-            f"rest_artifact_sha256={sha256!r} without rest_artifact: name its folder or hub id too"
+            f"rest_artifact_sha256={sha256!r} without rest_artifact: name its folder "
+            "or hub id too, or leave the digest out"
         )
     if artifact is not None and rest != "index":
         raise ValueError(

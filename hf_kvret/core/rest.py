@@ -35,7 +35,9 @@ class RestSums(State):
     """
 
     # [B, Hkv, blocks, Dk + Dv], or Dk where values are numbers of the keys.
-    _sums: torch.Tensor | None = tensor(shared=True, dims="B H b W", dtype=torch.float64)
+    _sums: torch.Tensor | None = tensor(
+        shared=True, dims="B H b W", dtype=torch.float64, finite=True
+    )
     # [B, blocks] int64.
     _counts: torch.Tensor | None = tensor(shared=True, dims="B b", dtype=torch.int64)
     end: int = number(0, least=1, most="N")
@@ -95,6 +97,16 @@ class RestSums(State):
         super().reorder(rows)
         self._means = {}
 
+    def reset(self) -> None:
+        """As every state's; there are no means then."""
+        super().reset()
+        self._means = {}
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether there are sums, and of numbers: those of infinite rows could not be loaded."""
+        return self.end > 0 and self._sums is not None and bool(self._sums.isfinite().all())
+
     def nbytes(self) -> int:
         """As every state's, with the means."""
         return super().nbytes() + self.means_nbytes()
@@ -108,12 +120,18 @@ class RestSums(State):
         return {"W": max(self._key.stop, self._value.stop)}
 
     def check_loaded(self, form: Form) -> None:
-        """ValueError for blocks other than the tokens have, or with more than they hold."""
+        """ValueError for other blocks than the tokens have, or more than there can be in them."""
         super().check_loaded(form)
         assert self._sums is not None and self._counts is not None, "they are not optional"
-        check_range("counts", self._counts, 0, self._block_len)
-        if self._sums.shape[2] != -(-self.end // self._block_len):
+        blocks = -(-self.end // self._block_len)
+        if self._sums.shape[2] != blocks:
             raise damaged(f"{self._sums.shape[2]} sums of {self.end} tokens")
+        last = self.end - (blocks - 1) * self._block_len
+        check_range("counts", self._counts[:, :-1], 0, self._block_len)
+        check_range("counts of the last block", self._counts[:, -1:], 0, last)
+        most = self._counts.double()[:, None, :, None] * torch.finfo(form.dtype).max
+        if bool((self._sums.abs() > most).any()):
+            raise damaged("sums are larger than those of as many tokens")
 
     def means(self) -> RestMeans:
         """Means of what was added, which is a token or more."""

@@ -32,9 +32,11 @@ def regions_to_save(regions: Regions) -> Tensors:
         parts["index"] = {"positions": positions.rows[:, 0].contiguous(), "start": first}
     if regions.store is not None and regions.cold_len:
         parts["store"] = regions.store.state_dict()
-        # Sums of short blocks are nearly as large as the rows that they are made of.
-        if regions.rest is not None and regions.rest.mean_len is None:
-            parts["rest"] = regions.rest.state_dict()
+        # Sums of short blocks are nearly as large as the rows that they are made of, and a store
+        # that codes reads back other rows than those that another one would be given.
+        rest = regions.rest
+        if rest is not None and rest.mean_len is None and not regions.store.codes_rows:
+            parts["rest"] = rest.state_dict() if rest.can_be_saved else {}
     state = {
         f"{name}.{key}": value.cpu() for name, part in parts.items() for key, value in part.items()
     }
@@ -108,7 +110,9 @@ def load_regions(
         raise damaged("built is False")
     regions.built = True
     sums = _part(state, "rest.")
-    if sums and regions.config.needs_means and regions.config.rest_blocks is None:
+    wanted = regions.config.needs_means and regions.config.rest_blocks is None
+    # Of coded rows they are made anew.
+    if sums and wanted and not store.codes_rows:
         with _named("rest."):
             regions.rest = regions.new_sums()
             regions.rest.check_saved(sums, form)
@@ -158,6 +162,8 @@ def _named(prefix: str) -> Iterator[None]:
         yield
     except KeyError as missing:
         raise KeyError(f"{prefix}{missing.args[0]}") from missing
+    except ValueError as error:
+        raise ValueError(f"{prefix}{error}") from error
 
 
 def _part(state: Tensors, prefix: str) -> Tensors:

@@ -26,6 +26,13 @@ from transformers.cache_utils import Cache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.registry import registered_methods
 
+TEXT_OPTIONS = {
+    f"{prefix}{name}"
+    for prefix in ("", "rest_")
+    for name in ("artifact", "revision", "artifact_sha256")
+}
+"""Options that say which artifact: names, also those that look like numbers."""
+
 OPPONENTS = ("full", "static", "offloaded", "quantized", "kvpress")
 
 
@@ -197,7 +204,7 @@ def _option(text: str, part: str) -> tuple[str, Any]:
     words = {"true": True, "false": False, "none": None}
     if value.lower() in words:
         return name, words[value.lower()]
-    for kind in (int, float):
+    for kind in () if name in TEXT_OPTIONS else (int, float):
         with contextlib.suppress(ValueError):
             return name, kind(value)
     return name, value

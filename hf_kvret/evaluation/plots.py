@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-_DASHES = ("-", "--", ":", "-.")
+_DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))
 # Lines whose names have room beside them.
 _MOST_INSIDE = 8
 
@@ -48,6 +48,8 @@ def plot_lines(
     ``whole_x`` is for counts and numbers of layers: no tick falls between two of them. With
     ``kinds``, of each line two, lines are alike in colour by the first and in dashes by the second.
     """
+    if kinds and len(kinds) != len(lines):
+        raise ValueError(f"{len(kinds)} kinds of {len(lines)} lines")
     many = len(lines) > _MOST_INSIDE
     figure, axis = _figure(8.4 if many else 6.4, 4.0)
     colors, dashes = (

@@ -165,9 +165,7 @@ def _empty_cache(
     changes = cls.config_class.current_names(changes)
     movable = _MOVABLE_OPTIONS if cls.needs_artifact else set()
     check_changes(changes, _FREE_OPTIONS | movable)
-    if "artifact" in changes:
-        # The saved revision belongs to the saved artifact.
-        changes = {"revision": None, **changes}
+    changes = with_companions(changes)
     if changes.get("store", "split") not in ("auto", "split"):
         # The saved budget belongs to the saved store.
         changes = {"device_budget": None, **changes}
@@ -251,6 +249,19 @@ def check_agreement(directory: Path, cache: RetrievalCache) -> None:
 def check_fork(changes: dict[str, Any]) -> None:
     """ValueError unless all ``changes`` are options that may differ in a fork."""
     check_changes(changes, set(FORK_OPTIONS))
+
+
+def with_companions(changes: dict[str, Any]) -> dict[str, Any]:
+    """``changes`` with what belongs to an artifact that they replace.
+
+    Its revision; and the digest of rest factors, where there are none any more.
+    """
+    for prefix in ("", "rest_"):
+        if f"{prefix}artifact" in changes:
+            changes = {f"{prefix}revision": None, **changes}
+    if changes.get("rest_artifact", "") is None:
+        changes = {"rest_artifact_sha256": None, **changes}
+    return changes
 
 
 def check_changes(changes: dict[str, Any], free: set[str]) -> None:

@@ -14,9 +14,13 @@ import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.corpus import Corpus
-from hf_kvret.calibration.rest import RestCalibration
+from hf_kvret.calibration.rest import RestCalibration, _studied
 from hf_kvret.calibration.runner import calibrate
 from hf_kvret.cli import main
+from hf_kvret.evaluation.caches import choose_cache
+from hf_kvret.evaluation.results import Results
+from hf_kvret.evaluation.subject import Subject
+from hf_kvret.evaluation.task import artifact_sha256, check_artifacts
 from hf_kvret.testing.tiny import spread_weights
 
 CONFIG = LlamaConfig(
@@ -118,11 +122,13 @@ def test_a_pinned_artifact_is_that_one_or_refused(folder: str) -> None:
     assert pinned.options.rest_artifact_sha256 == digest
     other = digest[::-1]
     with pytest.raises(
-        ValueError, match=f"has sha256 {digest}, and artifact_sha256 asks for {other}"
+        ValueError, match=f"has sha256 {digest}, and rest_artifact_sha256 asks for {other}"
     ):
         FlatKVCache(CONFIG, **options, rest_artifact_sha256=other)
     with pytest.raises(ValueError, match="64 hexadecimal digits"):
         FlatKVCache(CONFIG, **options, rest_artifact_sha256="abc")
+    for fork in (pinned.fork(rest=None, rest_artifact=None), pinned.fork(rest_artifact=folder)):
+        assert (fork.options.rest_artifact_sha256 is None) == (fork.options.rest is None)
     with pytest.raises(TypeError, match="rest_artifact_sha256 must be a text"):
         FlatKVCache(CONFIG, **options, rest_artifact_sha256=1)
     with pytest.raises(ValueError, match="rest_revision='v1' without rest_artifact"):
@@ -182,3 +188,30 @@ def test_factors_are_verified_and_wrong_ones_refused(
         assert main(["inspect", "--verify", str(tmp_path)]) == 2
         with pytest.raises(ValueError, match=words):
             FlatKVCache(CONFIG, rest="index", rest_artifact=str(tmp_path), **SIZES)
+
+
+def test_names_of_the_command_line_stay_names_and_no_place_is_published() -> None:
+    pin = "12" * 32
+    spec = (
+        f"flat:top_k=0.05:rest=index:rest_artifact=7:rest_revision=123:rest_artifact_sha256={pin}"
+    )
+    choice = choose_cache(spec)
+    assert choice.options is not None
+    assert (choice.options.rest_artifact, choice.options.rest_revision) == ("7", "123")
+    options = RestCalibration(spec).options()
+    assert options["named"] == "top_k=0.05:rest=index"
+    # A calibration goes by the cache without the factors that it had.
+    assert _studied(choice.options).rest_artifact_sha256 is None
+
+
+def test_finished_cells_know_their_factors(
+    model: PreTrainedModel, folder: str, tmp_path: Path
+) -> None:
+    subject = Subject("tiny", model, None)
+    choice = choose_cache(f"flat:rest=index:rest_artifact={folder}")
+    digest = artifact_sha256(choice, subject)
+    assert digest is not None and artifact_sha256(choose_cache("flat"), subject) is None
+    results = Results("eval ppl", {}, tmp_path / "r.json")
+    results.add({"cache": choice.name}, {"loss": 1.0, "artifact": "0" * 64})
+    with pytest.raises(ValueError, match=f"sha256 000000000000, now {digest[:12]}"):
+        check_artifacts(results, {choice.name: digest})
