@@ -112,7 +112,7 @@ def test_factors_are_those_of_the_querys_own_heads(count: int, size: int | None)
     driver.forward(90)
     results, outs, shares = [], [], Lost.shares
     for learned in (factors, None):
-        driver.layer.of_model = LayerOfModel(0, AttentionShape(2, 6, 32), learned)
+        driver.layer.of_model = LayerOfModel(0, AttentionShape(6, 2, 32), learned)
         driver.generator.manual_seed(5)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
@@ -133,7 +133,7 @@ def test_factors_are_those_of_the_querys_own_heads(count: int, size: int | None)
 def test_the_heads_of_a_process_take_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 KV heads with two query heads each, the second of four processes has 2."""
     factors = torch.arange(16.0)
-    layer = LayerOfModel(0, AttentionShape(8, 16, 32), factors)
+    layer = LayerOfModel(0, AttentionShape(16, 8, 32), factors)
     assert torch.equal(layer.factors(8, 16, factors.device), factors)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)

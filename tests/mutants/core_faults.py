@@ -31,7 +31,7 @@ FAULTS = (
     ),
     Fault(
         "fork-shares-the-window",
-        "hf_kvret/core/state.py",
+        "hf_kvret/core/fields.py",
         "return value if value is None or self.shared else value.clone()",
         "return value",
     ),
@@ -104,7 +104,7 @@ FAULTS = (
     Fault(
         "means-of-other-rows",
         "hf_kvret/core/rest.py",
-        "        super().reorder(rows)\n        self._means = None",
+        "        super().reorder(rows)\n        self._means = {}",
         "        super().reorder(rows)",
     ),
     Fault(
