@@ -73,6 +73,9 @@ class RetrievalConfig(metaclass=RenamesOptions):
         rest_blocks: of ``rest="mean"``, a token for every so many cold slots; None: one for all.
         rest_artifact: of ``rest="index"``, folder or hub id of factors that correct the estimates,
             one for each query head, learned by ``hf-kvret calibrate rest``. None: no factors.
+        rest_revision: of that hub id: a branch, a tag or a commit's id.
+        rest_artifact_sha256: of the artifact that is meant, as `hf-kvret inspect` shows it: any
+            other is refused. None: none is refused.
         warn_lost_mass: warn once where the share of the attention that a layer does not compute
             exactly, as its index estimates it, is larger in the mean: above 0 and below 1. None:
             never.
@@ -103,6 +106,8 @@ class RetrievalConfig(metaclass=RenamesOptions):
     rest: Literal["mean", "left_out", "index", "sample"] | None = None
     rest_blocks: int | None = None
     rest_artifact: str | None = None
+    rest_revision: str | None = None
+    rest_artifact_sha256: str | None = None
     warn_lost_mass: float | None = None
     track_recall: bool = False
     graph: Literal["auto", False] = "auto"
@@ -126,7 +131,9 @@ class RetrievalConfig(metaclass=RenamesOptions):
         check_rest(self.rest, self.rest_blocks, self.rest_obstacle)
         if isinstance(self.rest_artifact, os.PathLike):
             object.__setattr__(self, "rest_artifact", os.fspath(self.rest_artifact))
-        check_rest_artifact(self.rest_artifact, self.rest)
+        check_rest_artifact(
+            self.rest_artifact, self.rest_revision, self.rest_artifact_sha256, self.rest
+        )
         check_lost_mass(self.warn_lost_mass)
         if self.uses_estimates and self.estimate_obstacle:
             raise ValueError(_without_estimates(self, self.estimate_obstacle))

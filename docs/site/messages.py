@@ -19,11 +19,19 @@ END = "<!-- made by `python docs/site/messages.py`, to here -->"
 # What a user does, and the files whose messages he may meet then; a file counts where it comes
 # first.
 GROUPS = {
-    "Options": ["config.py", "methods/*/config.py", "core/sizes.py", "core/renamed.py"],
+    "Options": [
+        "config.py",
+        "methods/*/config.py",
+        "core/option_checks.py",
+        "core/sizes.py",
+        "core/renamed.py",
+    ],
     "Making a cache, and generate": [
         "registry.py",
         "cache.py",
         "core/layer.py",
+        "core/layer_reference.py",
+        "core/layer_stack.py",
         "core/precision.py",
         "core/regions.py",
         "integration/*.py",
@@ -31,7 +39,7 @@ GROUPS = {
     ],
     "Looking into a cache": ["core/cached_rows.py"],
     "Stores and memory": ["stores/*.py", "core/store.py", "core/host_memory.py"],
-    "Saving and loading a cache": ["io/*.py"],
+    "Saving and loading a cache": ["io/*.py", "core/saved_regions.py"],
     "The command line": [
         "cli.py",
         "calibration/command.py",

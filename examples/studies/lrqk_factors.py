@@ -98,8 +98,8 @@ def _plot(path: Path, cells: Found, *, name: str, y: str) -> None:
             xs, ys = lines.setdefault(label, ([], []))
             xs.append(rank)
             ys.append(value)
-    logs = {"log_x": True, "log_y": name == "error"}
-    plot_lines(path, lines, title="LRQK's factors", x="rank", y=f"{y}, mean of layers", **logs)
+    title, y = "LRQK's factors", f"{y}, mean of layers"
+    plot_lines(path, lines, title=title, x="rank", y=y, log_x=True, log_y=name == "error")
 
 
 def _by_rank(cells: Found) -> dict[Key, list[dict[str, Any]]]:

@@ -24,7 +24,7 @@ def follow(
     with the same best token; ``lost`` the share of the attention on cold tokens that selections
     miss, exactly; ``rows`` the share of cold rows that are read. ``lost_of_all`` is the share of
     all attention that is not computed exactly, ``estimated`` what the index says it is; None where
-    it says nothing.
+    it says nothing. ``step_bytes`` and ``full_bytes`` are means of ``Usage``'s, at the ends.
 
     Args:
         readers: of the contexts, which they have read; they stay where they are.
@@ -36,7 +36,7 @@ def follow(
         ValueError: nothing was cold.
     """
     divergences, equal, lost, rows = [], [], [], []
-    estimated, exact = [], []
+    estimated, exact, usages = [], [], []
     for start, window in zip(readers, windows, strict=True):
         start.check_step(step)
         reader = start.fork(**changes, track_recall=True)
@@ -47,6 +47,7 @@ def follow(
         )
         logits = torch.cat([reader.feed(piece, keep=len(piece)) for piece in pieces])
         given = logits.float().log_softmax(-1)
+        usages.append(reader.usage())
         expected = expected_of(reader.model, window, start.length)
         divergences.append((expected.exp() * (expected - given)).sum(-1))
         equal.append(given.argmax(-1) == expected.argmax(-1))
@@ -70,4 +71,6 @@ def follow(
         "rows": sum(rows) / len(rows),
         "lost_of_all": sum(exact) / len(exact) if exact else None,
         "estimated": sum(estimated) / len(estimated) if estimated else None,
+        "step_bytes": sum(usage.step_bytes for usage in usages) / len(usages),
+        "full_bytes": sum(usage.full_bytes for usage in usages) / len(usages),
     }

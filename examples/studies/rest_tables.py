@@ -36,7 +36,7 @@ def _table(cells: Found) -> str:
                 *(
                     "-"
                     if one is None
-                    else f"{one['kl']:.4f} +- {one['kl_error']:.4f}, {one['equal']:.1%}"
+                    else f"{one['kl']:.3g} +- {one['kl_error']:.1g}, {one['equal']:.1%}"
                     for one in found
                 ),
             ]
@@ -79,16 +79,26 @@ def _estimates(
 
 
 def _plot(path: Path, cells: Found) -> None:
-    lines = {
-        f"{cache}, {length}: {rest}": (
-            [results[share]["rows"] for share in sorted(results)],
-            [results[share]["kl"] for share in sorted(results)],
-        )
-        for (cache, length, rest), results in _by_way(cells).items()
-    }
-    title = "divergence from full attention, by what stands for the rest"
-    x = "cold rows read, share"
-    plot_lines(path, lines, title=title, x=x, y="KL, nats", log_x=True, log_y=True)
+    ways = _by_way(cells)
+    longest = max((length for _, length, _ in ways), key=int)
+    lines, kinds = {}, []
+    for (cache, length, rest), results in ways.items():
+        if length == longest:
+            points = [results[share] for share in sorted(results)]
+            shares = [one["step_bytes"] / one["full_bytes"] for one in points]
+            # Artifacts' folders are long names.
+            kinds.append((cache.partition(":artifact=")[0], rest))
+            lines[", ".join(kinds[-1])] = shares, [one["kl"] for one in points]
+    plot_lines(
+        path,
+        lines,
+        title=f"divergence from full attention, {int(longest):,} tokens of context",
+        x="bytes that a step reads, share of full attention's",
+        y="KL, nats",
+        log_x=True,
+        log_y=True,
+        kinds=kinds,
+    )
 
 
 TABLES: Mapping[str, Table] = {"tokens": _table}

@@ -125,7 +125,9 @@ class Checker:
                 places.append(prefill(self.model, choice, cache, tokens[:, :start]))
             else:
                 assert self.rows is not None
-                fill_randomly(self.model, cache, self.rows, batch, start, self.seed)
+                size = batch, start, self.seed
+                on = {"device": self.model.device, "dtype": self.model.dtype}
+                fill_randomly(self.model.config, cache, self.rows, *size, **on)
             steps = make_steps(choice, self.model, cache, start)
             for place in range(start, context):
                 # A later step may use the same memory.

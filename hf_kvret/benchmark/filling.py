@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_kvret.benchmark.dense_cpp import reading_with_cpp
@@ -139,14 +139,17 @@ def measure_rows(model: PreTrainedModel, seed: int) -> list[LayerRows]:
 
 @torch.inference_mode()
 def fill_randomly(
-    model: PreTrainedModel,
+    config: PreTrainedConfig,
     cache: Cache,
     layers: Sequence[LayerRows],
     batch: int,
     context: int,
     seed: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
-    """Write ``context`` normal rows of the model's own scale into every layer of an empty cache.
+    """Write ``context`` normal rows of each layer's scale into every layer of an empty cache.
 
     They go in as a prompt's do, one layer after another: through ``cache.update``, and for a
     retrieval layer also through its ``attend``, which moves them on to index and store. Only the
@@ -154,13 +157,12 @@ def fill_randomly(
     at none, all tokens share one, which takes next to no memory. The same seed gives the same rows
     to every cache.
     """
-    device = model.device
     generator = torch.Generator(device=device)
 
     def rows(number: int, count: int, dim: int, scale: float, length: int) -> torch.Tensor:
         generator.manual_seed(seed + number)
         shape = (batch, count, length, dim)
-        return torch.randn(shape, generator=generator, device=device, dtype=model.dtype).mul_(scale)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scale)
 
     for number, (layer, like) in enumerate(zip(cache.layers, layers, strict=True)):
         keys = rows(3 * number, like.kv_heads, like.key_dim, like.key_scale, context)
@@ -172,7 +174,7 @@ def fill_randomly(
             learns = index is not None and type(index).on_forward is not Index.on_forward
             count = context if learns else 1
             # Queries as they are compared with rows, which may have more parts than keys.
-            heads, dim = layer_shape(model.config, number).heads, layer.regions.window.keys.shape[3]
+            heads, dim = layer_shape(config, number).heads, layer.regions.window.keys.shape[3]
             query = rows(3 * number + 2, heads, dim, like.key_scale, count)
             query = query.expand(-1, -1, context, -1)
             call = AttentionCall(
@@ -231,7 +233,9 @@ class Turn:
                 yield cache, logits[:, -1:].argmax(-1)
             else:
                 assert self.subject.rows is not None
-                fill_randomly(model, cache, self.subject.rows, self.batch, self.context, seed)
+                size = self.batch, self.context, seed
+                place = {"device": model.device, "dtype": model.dtype}
+                fill_randomly(model.config, cache, self.subject.rows, *size, **place)
                 yield cache, random_tokens(model, self.batch, 1, seed)
 
     def usage(self, cache: Cache, length: int) -> Usage:

@@ -82,7 +82,9 @@ def check_weights(options: RetrievalConfig, model: PreTrainedModel) -> None:
 
 def _load(options: RetrievalConfig) -> CalibrationArtifact:
     assert options.rest_artifact is not None, "only then there is one"
-    return shared_artifact(options.rest_artifact, None, METHOD)
+    return shared_artifact(
+        options.rest_artifact, options.rest_revision, METHOD, options.rest_artifact_sha256
+    )
 
 
 def check_whole(artifact: CalibrationArtifact) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -72,29 +71,3 @@ def made_once(artifact: CalibrationArtifact, key: Hashable, make: Callable[[], V
     if key not in values:
         values[key] = make()
     return values[key]
-
-
-def check_revision(artifact: str | None, revision: str | None) -> None:
-    """ValueError for a revision without an artifact."""
-    if revision is not None and artifact is None:
-        raise ValueError(
-            f"revision={revision!r} without artifact: name the artifact's hub id too, or leave the "
-            "revision out"
-        )
-
-
-def check_sha256(sha256: str | None) -> None:
-    """Refuse what is no digest to pin an artifact by.
-
-    Raises:
-        TypeError, ValueError: it is no text of 64 small hexadecimal digits.
-    """
-    if sha256 is None:
-        return
-    if not isinstance(sha256, str):
-        raise TypeError(f"artifact_sha256 must be a text, got {sha256!r}")
-    if not re.fullmatch("[0-9a-f]{64}", sha256):
-        raise ValueError(
-            f"artifact_sha256={sha256!r}: give the 64 hexadecimal digits that `hf-kvret inspect` "
-            "shows, or leave it out"
-        )

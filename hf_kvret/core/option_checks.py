@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Literal
 
 from hf_kvret.core.sizes import byte_count
 
@@ -84,13 +86,44 @@ def check_rest(rest: object, blocks: object, obstacle: str) -> None:
         )
 
 
-def check_rest_artifact(artifact: object, rest: object) -> None:
-    """Errors for an ``artifact`` of factors that this ``rest`` does not use."""
-    if artifact is None:
+def check_source(
+    artifact: object, revision: object, sha256: object, prefix: Literal["", "rest_"] = ""
+) -> None:
+    """Errors for what can't name an artifact; options have the ``prefix``.
+
+    Args:
+        artifact: folder or hub id; None: none, and so no ``revision``.
+        revision: on the hub.
+        sha256: of the artifact that is meant, 64 small hexadecimal digits.
+        prefix: of their names.
+    """
+    for name, value in (("artifact", artifact), ("revision", revision)):
+        if value is not None and (not isinstance(value, str) or not value):
+            raise TypeError(f"{prefix}{name} must be a name, got {value!r}")
+    if revision is not None and artifact is None:
+        raise ValueError(
+            f"{prefix}revision={revision!r} without {prefix}artifact: name the artifact's hub id "
+            "too, or leave the revision out"
+        )
+    if sha256 is None:
         return
-    if not isinstance(artifact, str) or not artifact:
-        raise TypeError(f"rest_artifact must be a folder or a hub id, got {artifact!r}")
-    if rest != "index":
+    if not isinstance(sha256, str):
+        raise TypeError(f"{prefix}artifact_sha256 must be a text, got {sha256!r}")
+    if not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise ValueError(
+            f"{prefix}artifact_sha256={sha256!r}: give the 64 hexadecimal digits that `hf-kvret "
+            "inspect` shows, or leave it out"
+        )
+
+
+def check_rest_artifact(artifact: object, revision: object, sha256: object, rest: object) -> None:
+    """Errors for factors that can't be, or that this ``rest`` does not use."""
+    check_source(artifact, revision, sha256, "rest_")
+    if artifact is None and sha256 is not None:
+        raise ValueError(
+            f"rest_artifact_sha256={sha256!r} without rest_artifact: name its folder or hub id too"
+        )
+    if artifact is not None and rest != "index":
         raise ValueError(
             f"rest_artifact={artifact!r} with rest={rest!r}: its factors correct the estimates of "
             "rest='index'; give that, or leave rest_artifact out"

@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 
+_DASHES = ("-", "--", ":", "-.")
+# Lines whose names have room beside them.
+_MOST_INSIDE = 8
+
 
 def require_matplotlib() -> None:
     """ModuleNotFoundError with the remedy when matplotlib is missing."""
@@ -37,19 +41,36 @@ def plot_lines(
     whole_x: bool = False,
     low: float | None = None,
     high: float | None = None,
+    kinds: Sequence[tuple[str, str]] = (),
 ) -> None:
     """One line a name, each ``(xs, ys)``, with markers; ``low`` and ``high`` bound y.
 
-    ``whole_x`` is for counts and numbers of layers: no tick falls between two of them.
+    ``whole_x`` is for counts and numbers of layers: no tick falls between two of them. With
+    ``kinds``, of each line two, lines are alike in colour by the first and in dashes by the second.
     """
-    figure, axis = _figure(6.4, 4.0)
-    for name, (xs, ys) in lines.items():
-        axis.plot(xs, ys, marker="o", markersize=3.5, linewidth=1.4, label=name)
+    many = len(lines) > _MOST_INSIDE
+    figure, axis = _figure(8.4 if many else 6.4, 4.0)
+    colors, dashes = (
+        ([*dict.fromkeys(side)] for side in zip(*kinds, strict=True)) if kinds else ([], [])
+    )
+    for number, (name, (xs, ys)) in enumerate(lines.items()):
+        style = {}
+        if kinds:
+            color, dash = kinds[number]
+            style = {
+                "color": f"C{colors.index(color)}",
+                "linestyle": _DASHES[dashes.index(dash) % len(_DASHES)],
+            }
+        axis.plot(xs, ys, marker="o", markersize=3.5, linewidth=1.4, label=name, **style)
     if log_x:
-        axis.set_xscale("log", base=2)
         ticks = sorted({value for xs, _ in lines.values() for value in xs})
-        axis.set_xticks(ticks, [count_label(tick) for tick in ticks])
-        axis.minorticks_off()
+        counts = all(value == int(value) for value in ticks)
+        axis.set_xscale("log", base=2 if counts else 10)
+        if counts:
+            axis.set_xticks(ticks, [count_label(tick) for tick in ticks])
+            axis.minorticks_off()
+        else:
+            _write_out(axis.xaxis, *axis.get_xlim())
     elif whole_x:
         axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     if log_y:
@@ -59,7 +80,10 @@ def plot_lines(
         _write_out(axis.yaxis, *axis.get_ylim())
     axis.set(title=title, xlabel=x, ylabel=y)
     axis.grid(alpha=0.25)
-    axis.legend(frameon=False, fontsize=8)
+    if many:
+        figure.legend(frameon=False, fontsize=8, loc="outside right upper")
+    else:
+        axis.legend(frameon=False, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     _save(figure, path)
 

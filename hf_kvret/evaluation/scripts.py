@@ -36,6 +36,7 @@ SCRIPTS = {
     "bench launch": "benchmarks/bench_launch.py",
     "bench machine-code": "benchmarks/bench_machine_code.py",
     "bench llama-cpp": "benchmarks/bench_llama_cpp.py",
+    "bench save": "benchmarks/bench_save.py",
 }
 """Each script by the name in its result files, which is that of the command that it once was."""
 

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 _STORE_OPTIONS = {"store", "slots", "device_budget"}
 _CALL_OPTIONS = {
     *("max_draft", "flush", "track_recall", "prefill_chunk", "graph", "select_heads"),
-    *("rest", "rest_blocks", "rest_artifact", "warn_lost_mass"),
+    "warn_lost_mass",
+    *("rest", "rest_blocks", "rest_artifact", "rest_revision", "rest_artifact_sha256"),
 }
 _FREE_OPTIONS = {"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS}
 FORK_OPTIONS = frozenset(_FREE_OPTIONS - _STORE_OPTIONS)

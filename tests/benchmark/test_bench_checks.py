@@ -33,6 +33,7 @@ from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.stores import QuantizedStore
 from hf_kvret.testing import held_tokens
 
+PLACE = {"device": torch.device("cpu"), "dtype": torch.float32}
 CACHES = ["full", "dense", "static", "flat", "paris", "paris:store=host"]
 
 
@@ -212,7 +213,7 @@ def test_a_store_that_splits_its_rows_splits_those_of_the_check() -> None:
     given = FlatKVCache(model.config, store="split", device_budget="60GB")
     cache = covering(given, model, 2, 800)
     with serving(model, cache):
-        fill_randomly(model, cache, rows, batch=2, context=800, seed=5)
+        fill_randomly(model.config, cache, rows, batch=2, context=800, seed=5, **PLACE)
     stores = [layer.regions.store for layer in cache.retrieval_layers]
     for store in stores:
         # A token's row is 1,024 bytes: keys and values of two heads of 64 numbers in fp32.
@@ -224,7 +225,7 @@ def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own
     model = tiny()
     rows = measure_rows(model, seed=0)
     plain = DynamicCache(config=model.config)
-    fill_randomly(model, plain, rows, batch=2, context=300, seed=5)
+    fill_randomly(model.config, plain, rows, batch=2, context=300, seed=5, **PLACE)
     for layer, like in zip(plain.layers, rows, strict=True):
         assert layer.keys.shape == (2, 2, 300, 64)
         # 77,000 numbers: their standard deviation is known to half a percent.
@@ -232,7 +233,7 @@ def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own
         assert float(layer.values.std()) == pytest.approx(like.value_scale, rel=0.02)
     ours = FlatKVCache(model.config, sink=4, recent=32, flush=32, dense_below=0, store="device")
     with serving(model, ours):
-        fill_randomly(model, ours, rows, batch=2, context=300, seed=5)
+        fill_randomly(model.config, ours, rows, batch=2, context=300, seed=5, **PLACE)
     regions = ours.retrieval_layers[1].regions
     assert regions is not None and (regions.length, regions.cold_len) == (300, 268)
     keys, values = held_tokens(regions)
@@ -258,7 +259,9 @@ def test_a_random_query_is_as_large_as_the_index_needs(
     small = f"{name}:dense_below=0:recent=32:flush=32"
     cache = choose_bench_caches([small], {"store": "device"}, "cpu")[small].make(model.config, 300)
     with serving(model, cache):
-        fill_randomly(model, cache, measure_rows(model, seed=0), batch=2, context=300, seed=5)
+        fill_randomly(
+            model.config, cache, measure_rows(model, seed=0), batch=2, context=300, seed=5, **PLACE
+        )
     assert sizes == [(held, 1)] * 2
 
 

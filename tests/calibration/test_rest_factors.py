@@ -111,6 +111,26 @@ def test_artifacts_of_others_are_refused(folder: str) -> None:
         FlatKVCache(CONFIG, rest="index", rest_artifact="./nowhere")
 
 
+def test_a_pinned_artifact_is_that_one_or_refused(folder: str) -> None:
+    options = {**SIZES, "rest": "index", "rest_artifact": folder}
+    digest = CalibrationArtifact.from_pretrained(folder).sha256
+    pinned = FlatKVCache(CONFIG, **options, rest_artifact_sha256=digest)
+    assert pinned.options.rest_artifact_sha256 == digest
+    other = digest[::-1]
+    with pytest.raises(
+        ValueError, match=f"has sha256 {digest}, and artifact_sha256 asks for {other}"
+    ):
+        FlatKVCache(CONFIG, **options, rest_artifact_sha256=other)
+    with pytest.raises(ValueError, match="64 hexadecimal digits"):
+        FlatKVCache(CONFIG, **options, rest_artifact_sha256="abc")
+    with pytest.raises(TypeError, match="rest_artifact_sha256 must be a text"):
+        FlatKVCache(CONFIG, **options, rest_artifact_sha256=1)
+    with pytest.raises(ValueError, match="rest_revision='v1' without rest_artifact"):
+        FlatKVCache(CONFIG, rest_revision="v1")
+    with pytest.raises(ValueError, match="without rest_artifact: name its folder"):
+        FlatKVCache(CONFIG, rest_artifact_sha256=digest)
+
+
 def test_other_weights_are_refused_by_generate(folder: str) -> None:
     other = LlamaForCausalLM(CONFIG).eval()
     cache = FlatKVCache(CONFIG, **SIZES, rest="index", rest_artifact=folder)

@@ -38,10 +38,12 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
 }
 ALL_CACHES = CACHES | LEARNED
 STORES = ("device", "host", "resident", "cpu")
-# Of four query heads; the other methods have them select together, or select nothing.
+# Of four query heads; the other methods have them select together, or select nothing, and they
+# don't estimate what is left out.
 HEADS_TOGETHER = (None, 1, 3)
 IN_GROUPS = ("flat", "paris", "lrqk", "a2ats")
 DEFAULT = ("deepseek_v3", "glm4_moe_lite")
+RESTS = (None, "mean", "left_out", "index", "sample")
 # Models with recurrent layers can't go back, neither with transformers' own cache.
 RECURRENT = ("kimi_linear", "bailing_hybrid")
 RELEASE = ".".join(transformers.__version__.split(".")[:2])
@@ -54,12 +56,18 @@ def cases(models: Iterable[str], methods: Iterable[str]) -> list[dict[str, Any]]
     """Every pair of two factors once."""
     factors = {"model": models, "mode": MODES, "method": methods, "store": STORES}
     factors["select_heads"] = HEADS_TOGETHER
+    factors["rest"] = RESTS
     return pairwise({name: list(values) for name, values in factors.items()}, _is_served)
 
 
 def _is_served(case: dict[str, Any]) -> bool:
     method = case.get("method", "flat")
     if method == "aqua" and case.get("store", "device") not in ("device", "host"):
+        return False
+    if case.get("rest") in ("index", "sample") and method not in IN_GROUPS:
+        # They estimate nothing.
+        return False
+    if case.get("rest") is not None and method == "aqua":
         return False
     return case.get("select_heads") is None or method in IN_GROUPS
 
@@ -78,8 +86,9 @@ def check(
     method: str,
     store: str,
     select_heads: int | None,
+    rest: str | None = None,
 ) -> None:
-    options = COVERING_OPTIONS | {"store": store, "select_heads": select_heads}
+    options = COVERING_OPTIONS | {"store": store, "select_heads": select_heads, "rest": rest}
     options |= artifact_options(method, model)
 
     def make(built: Any) -> RetrievalCache:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -48,3 +50,21 @@ def test_it_finds_a_needle(cache: str, reference: Subject) -> None:
         answer = tokenizer.decode(reader.answer(ids[-1:], 32))
         right += sample_score("niah_single_1", answer, sample.outputs)
     assert right >= 3
+
+
+@pytest.mark.parametrize(
+    ("cache", "error"), [("flat", 1e-4), ("paris", 0.002), ("lrqk", 0.02)], ids=str
+)
+def test_the_lost_mass_is_estimated_well(cache: str, error: float, reference: Subject) -> None:
+    """In the mean of a layer's heads and queries, on plain text."""
+    tokenizer = reference.need_tokenizer("test")
+    text = (Path(__file__).parents[2] / "docs" / "concepts.md").read_text(encoding="utf-8")
+    ids = token_ids(tokenizer, text)[:1600]
+    options = "top_k=0.05:dense_below=0:recent=64:track_recall=True"
+    reader = Reader(reference.model, choose_cache(f"{cache}:{options}"), len(ids))
+    reader.prefill(ids[:-64])
+    for piece in ids[-64:].split(16):
+        reader.feed(piece, keep=0)
+    for layer in reader.cache.stats()["layers"]:
+        assert layer["exact_lost_mass"] > 0.02
+        assert layer["lost_mass"] == pytest.approx(layer["exact_lost_mass"], abs=error)

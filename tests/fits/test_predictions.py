@@ -107,7 +107,8 @@ def filled(model: PreTrainedModel, name: str, length: int) -> RetrievalCache:
     cache = choose_cache(name, SMALL).make(model.config, length + 1)
     assert isinstance(cache, RetrievalCache)
     with serving(model, cache):
-        fill_randomly(model, cache, rows_of(model), 1, length, 0)
+        place = {"device": model.device, "dtype": model.dtype}
+        fill_randomly(model.config, cache, rows_of(model), 1, length, 0, **place)
         feed(model, cache, random_tokens(model, 1, 1, 1), length)
     return cache
 

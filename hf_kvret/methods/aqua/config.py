@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Any, Self
 
-from hf_kvret.calibration.shared import check_revision, check_sha256
 from hf_kvret.config import RetrievalConfig
+from hf_kvret.core.option_checks import check_source
 
 NOT_CODED = 16
 """Bits of uncoded rows."""
@@ -73,12 +73,7 @@ class AquaConfig(RetrievalConfig):
         super().__post_init__()
         if isinstance(self.artifact, os.PathLike):
             object.__setattr__(self, "artifact", os.fspath(self.artifact))
-        for name in ("artifact", "revision"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise TypeError(f"{name} must be a name, got {value!r}")
-        check_revision(self.artifact, self.revision)
-        check_sha256(self.artifact_sha256)
+        check_source(self.artifact, self.revision, self.artifact_sha256)
         for name in ("artifact", "artifact_sha256"):
             value = getattr(self, name)
             if self.predictor in (None, "none") and value is not None:

@@ -1,0 +1,250 @@
+"""``hf-kvret bench save``: the time that a filled cache takes to be saved and loaded."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+from transformers import PreTrainedConfig
+
+from hf_kvret.benchmark import timed
+from hf_kvret.benchmark.filling import LayerRows, fill_randomly
+from hf_kvret.benchmark.shapes import SHAPES, Shape, load_shape
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.evaluation import common_options as common
+from hf_kvret.evaluation.arguments import DTYPES, names
+from hf_kvret.evaluation.caches import CacheChoice, choose_cache
+from hf_kvret.evaluation.measurement import Measurement, Progress, Row
+from hf_kvret.evaluation.options import option
+from hf_kvret.evaluation.plots import plot_groups
+from hf_kvret.evaluation.results import Cell, Results
+from hf_kvret.evaluation.scripts import run_script
+from hf_kvret.integration.compatibility import latent_rank, layer_shape
+from hf_kvret.io import origin
+from hf_kvret.testing.saved import read_saved
+
+_WORKS = ("save", "load")
+_WAYS = ("checked", "unchecked", "safetensors")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save(Measurement):
+    """Seconds to save and load a filled cache, with checksums, without, and a plain file."""
+
+    command: ClassVar[str] = "bench"
+    name: ClassVar[str] = "save"
+    summary: ClassVar[str] = "time to save and load a filled cache, and what checking it costs"
+    description: ClassVar[str] = (
+        "Seconds to save and load a cache that is full of random rows, in turns: as users do "
+        "(checked), by the same code with checksums that are not computed (unchecked), and its "
+        "tensors by safetensors alone, synced and read into memory. What is loaded comes from the "
+        "system's page cache, as far as that holds it."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "hf-kvret bench save --json save.json",
+        "hf-kvret bench save --shape tiny --context 4K --repeats 3",
+    )
+
+    shape: str = option("qwen3-0.6b", f"of {', '.join(SHAPES)}, or a folder with config.json")
+    caches: str = option("flat,paris", "retrieval caches, comma-separated, options after colons")
+    context: tuple[int, ...] = common.lengths_option((32_768,), "tokens that the cache holds")
+    repeats: int = common.repeats_option(5, "timed saves and loads of each way")
+    folder: Path | None = option(
+        None, "where to save; default: the system's temporary files", kind=Path, metavar="DIR"
+    )
+    dtype: str = common.dtype_option("bfloat16")
+    seed: int = common.seed_option()
+
+    def check(self) -> None:
+        for name in names(self.caches):
+            options = choose_cache(name, {"store": "device"}).options
+            if options is None:
+                raise ValueError(f"--caches {name}: only retrieval caches can be saved")
+        if self.folder is not None and not self.folder.is_dir():
+            raise ValueError(f"--folder {self.folder}: there is no such folder; make it")
+
+    def setup(self) -> dict[str, Any]:
+        here = timed.describe(
+            self, "shape", "repeats", "dtype", "seed", machine=("processor", "threads", "versions")
+        )
+        return here | {"disk": "temporary files" if self.folder is None else "--folder"}
+
+    def cells(self) -> list[Cell]:
+        return [
+            {"cache": name, "context": context, "work": work, "way": way}
+            for context in self.context
+            for name in names(self.caches)
+            for work in _WORKS
+            for way in _WAYS
+        ]
+
+    def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
+        """All ways of a cache, which take turns, where one of them waits."""
+        waiting = [(cell["cache"], cell["context"]) for cell in self.waiting(results)]
+        for size in dict.fromkeys(waiting):
+            yield [cell for cell in self.cells() if (cell["cache"], cell["context"]) == size]
+
+    def count(self, results: Results) -> int:
+        """All cells of caches of which one waits."""
+        return sum(map(len, self.plan(results)))
+
+    @torch.inference_mode()
+    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+        """The times of one cache."""
+        cache = self._filled(group[0]["cache"], group[0]["context"])
+        # It says at each load what no model and no prompt is compared with.
+        silent = mock.patch.object(logging.getLogger(origin.__name__), "disabled", True)
+        with silent, tempfile.TemporaryDirectory(dir=self.folder) as place:
+            turn = _Turn(cache, self._shape.config, Path(place))
+            rounds = tqdm(range(self.repeats), desc=group[0]["cache"], unit="round", leave=False)
+            # The first, which is not timed, makes files and memory warm.
+            seconds = [turn.take(), *(turn.take() for _ in rounds)][1:]
+            size = turn.nbytes
+        return [
+            timed.calls_row([one[cell["work"], cell["way"]] for one in seconds]) | {"bytes": size}
+            for cell in group
+        ]
+
+    @cached_property
+    def _shape(self) -> Shape:
+        return load_shape(self.shape)
+
+    def _filled(self, name: str, context: int) -> RetrievalCache:
+        """A cache of ``context`` random rows."""
+        config = self._shape.config
+        choice: CacheChoice = choose_cache(name, {"store": "device"})
+        cache = choice.make(config, context)
+        assert isinstance(cache, RetrievalCache)
+        rank = latent_rank(config)
+        layers = []
+        for number in range(self._shape.layers):
+            shape = layer_shape(config, number)
+            dims = (rank, shape.head_dim - rank) if rank else (shape.head_dim, shape.head_dim)
+            layers.append(LayerRows(shape.kv_heads, *dims, 1.0, 1.0))
+        place: dict[str, Any] = {"device": torch.device("cpu"), "dtype": DTYPES[self.dtype]}
+        fill_randomly(config, cache, layers, 1, context, self.seed, **place)
+        return cache
+
+    @classmethod
+    def table(cls, results: Results) -> str:
+        """A line for each cache and work, with seconds of each way and their ratios."""
+        found: dict[tuple[str, int, str], dict[str, Row]] = {}
+        for cell, row in results:
+            key = cell["cache"], cell["context"], cell["work"]
+            found.setdefault(key, {})[cell["way"]] = row
+        columns: tuple[timed.Column, ...] = (
+            ("cache", lambda cell, row: cell["cache"]),
+            ("context", lambda cell, row: f"{cell['context']:,}"),
+            ("GB", lambda cell, row: f"{row['checked']['bytes'] / 1e9:.2f}"),
+            ("", lambda cell, row: cell["work"]),
+            *((f"{way}, s", _seconds(way)) for way in _WAYS),
+            *((f"checked / {way}", _ratio(way)) for way in _WAYS[1:]),
+        )
+        rows = [
+            (dict(zip(("cache", "context", "work"), key, strict=True)), ways)
+            for key, ways in found.items()
+            if len(ways) == len(_WAYS)
+        ]
+        setup = results.setup
+        said = (
+            f"{setup['shape']} in {setup['dtype']}; medians of {setup['repeats']} turns with "
+            f"quartiles; files among {setup['disk']}."
+        )
+        return timed.rows_table(columns, rows, 2, said)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        """Bars of each way's seconds, by cache and work."""
+        groups: dict[str, dict[str, float]] = {}
+        for cell, row in results:
+            name = f"{cell['cache']}, {cell['context']:,}: {cell['work']}"
+            groups.setdefault(name, {})[cell["way"]] = row["seconds"]
+        bars = {way: [found.get(way) for found in groups.values()] for way in _WAYS}
+        plot_groups(path, list(groups), bars, title="a filled cache", y="seconds")
+
+
+class _Turn:
+    """Saves and loads of one cache in each way, one after the other."""
+
+    def __init__(self, cache: RetrievalCache, config: PreTrainedConfig, place: Path) -> None:
+        self._cache, self._config = cache, config
+        self._ours, self._plain = place / "ours", place / "plain.safetensors"
+        cache.save_pretrained(self._ours)
+        self._tensors = read_saved(self._ours)[1]
+        self.nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def take(self) -> dict[tuple[str, str], float]:
+        """Seconds by work and way."""
+        seconds = {}
+        for way in _WAYS:
+            plain = way == "safetensors"
+            # Neither the removal of the old file nor that of the loaded cache is timed.
+            shutil.rmtree(self._ours)
+            self._plain.unlink(missing_ok=True)
+            with _without_checksums() if way == "unchecked" else nullcontext():
+                _, seconds["save", way] = _timed(self._save_plain if plain else self._save)
+                loaded, seconds["load", way] = _timed(self._load_plain if plain else self._load)
+                del loaded
+            if plain:
+                self._save()
+        return seconds
+
+    def _save(self) -> None:
+        self._cache.save_pretrained(self._ours)
+
+    def _load(self) -> RetrievalCache:
+        return type(self._cache).from_pretrained(self._ours, self._config)
+
+    def _save_plain(self) -> None:
+        save_file(self._tensors, self._plain)
+        with self._plain.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def _load_plain(self) -> list[torch.Tensor]:
+        # The file is mapped; a copy reads it.
+        return [tensor.clone() for tensor in load_file(self._plain).values()]
+
+
+def _without_checksums() -> AbstractContextManager[Any]:
+    """Inside, every checksum is 0 and takes no time."""
+    return mock.patch.object(zlib, "crc32", lambda *_: 0)
+
+
+def _timed(work: Callable[[], _Result]) -> tuple[_Result, float]:
+    start = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - start
+
+
+def _seconds(way: str) -> Callable[[Cell, Row], str]:
+    return lambda _, ways: f"{ways[way]['seconds']:.2f} ({timed.spread(ways[way], _digits)})"
+
+
+def _digits(seconds: float) -> str:
+    return f"{seconds:.2f}"
+
+
+def _ratio(way: str) -> Callable[[Cell, Row], str]:
+    return lambda _, ways: f"{ways['checked']['seconds'] / ways[way]['seconds']:.2f}"
+
+
+MEASUREMENT = Save
+
+if __name__ == "__main__":
+    sys.exit(run_script(MEASUREMENT))
