@@ -1,25 +1,21 @@
-"""The documentation is true: its code runs, its links lead somewhere, its tables match the code.
+"""The documentation is true: its code runs, and names and commands in it are there.
 
 A block of Python runs in the namespace of its page, in order. Pages may use ``model`` and
 ``inputs`` without making them, as if they were the reader's own, but for those that promise to be
-whole. A block after the comment ``<!-- not run: <reason> -->`` is parsed, and its names of ours are
-looked up; so is one after ``<!-- needs: <module> -->`` where that module is missing.
-
-By default run the pages that a newcomer meets; `.ci/docs` runs all. ``python tests/test_docs.py``
-counts the blocks.
+whole. A block that does not run (``pages.py`` tells which) is parsed, and its names of ours are
+looked up. By default run the pages that a newcomer meets; `.ci/docs` runs all.
 """
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -27,11 +23,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_kvret
 from hf_kvret.cli import main
-from hf_kvret.testing import MODELS, tiny_artifact
+from hf_kvret.testing import tiny_artifact
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-README = ROOT / "README.md"
+from .pages import DOCS, PAGES, README, ROOT, blocks, name, prose, table
+
 FIRST_STEPS = DOCS / "tutorials" / "first-steps.md"
 # Runs in tests/calibration/test_tutorial_calibration.py, where there is a hub.
 SHARING = DOCS / "tutorials" / "calibrate-share-load.md"
@@ -52,79 +47,6 @@ WHOLE = tuple(
 )
 # Their blocks run by default.
 NEWCOMERS = (README, DOCS / "quickstart.md", DOCS / "choose.md")
-PAGES = [README, *sorted(DOCS.rglob("*.md"))]
-LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-
-NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
-NEEDS = re.compile(r"<!-- needs: (\w+) -->")
-FENCE = re.compile(r"^ *(`{3,})(\w*)")
-LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
-LITERAL = re.compile(r"^`([^`]*)`$")
-
-
-class Block(NamedTuple):
-    """A fenced block: its language, the number of its first line, its text, whether it runs."""
-
-    language: str
-    line: int
-    text: str
-    runs: bool
-
-
-def blocks(page: Path) -> Iterator[Block]:
-    lines: list[str] = []
-    language, first, runs, before, inside = "", 0, True, "", False
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
-        fence = FENCE.match(line)
-        if fence and not inside:
-            inside, language, first, lines = True, fence[2], number + 1, []
-            needs = NEEDS.fullmatch(before)
-            missing = needs and importlib.util.find_spec(needs[1]) is None
-            runs = not NOT_RUN.fullmatch(before) and not missing
-        elif fence:
-            inside = False
-            yield Block(language, first, "\n".join(lines), runs)
-        elif inside:
-            lines.append(line)
-        before = line.strip()
-    assert not inside, f"{page.name}: the fence before line {first} is never closed"
-
-
-def prose(page: Path) -> str:
-    """The page without its fenced blocks."""
-    kept, inside = [], False
-    for line in page.read_text(encoding="utf-8").splitlines():
-        if FENCE.match(line):
-            inside = not inside
-        elif not inside:
-            kept.append(line)
-    return "\n".join(kept)
-
-
-def table(page: Path, *header: str) -> list[list[str]]:
-    """Cells of all tables whose header begins with these columns."""
-    rows, wanted = [], False
-    for line in prose(page).splitlines():
-        if not line.startswith("|"):
-            wanted = False
-            continue
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if tuple(cells[: len(header)]) == header:
-            wanted = True
-        elif wanted and set(line) - set("|-: "):
-            rows.append(cells)
-    return rows
-
-
-def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, made as GitHub makes them."""
-    titles = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
-    kept = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
-    return {title.strip().replace(" ", "-") for title in kept}
-
-
-def name(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 def pages_with_code() -> Iterator[Any]:
@@ -244,18 +166,6 @@ def test_a_name_that_is_not_there_is_noticed() -> None:
     assert unknown_names(code) == ["hf_kvret.testing.NONE", "hf_kvret.Nothing"]
 
 
-def test_the_lines_of_choose_make_caches() -> None:
-    """Each way by machine ends in arguments of ``generate``."""
-    rows = table(DOCS / "choose.md", "machine", "model", "context")
-    lines = [ast.parse(f"f({cells[-1].strip('`')})", mode="eval").body for cells in rows]
-    assert len(lines) >= 6
-    for call in lines:
-        assert isinstance(call, ast.Call)
-        given = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
-        config = hf_kvret.registered_methods()[given["cache_implementation"]].config_class
-        config(**given.get("cache_config", {}))
-
-
 def test_the_first_steps_get_their_answers(namespace: dict[str, Any]) -> None:
     run(FIRST_STEPS, namespace)
     # With full attention the bundled model answers nearly all, by guessing it would answer none.
@@ -264,118 +174,20 @@ def test_the_first_steps_get_their_answers(namespace: dict[str, Any]) -> None:
     assert all(layer["selected"] > 0 for layer in layers)
 
 
-@pytest.mark.parametrize("page", LINKING, ids=name)
-def test_links_lead_somewhere(page: Path) -> None:
-    broken = []
-    for target in LINK.findall(prose(page)):
-        if re.match(r"https?://", target):
-            continue
-        path, _, anchor = target.partition("#")
-        goal = (page.parent / path).resolve() if path else page
-        if not goal.exists() or (anchor and anchor not in anchors(goal)):
-            broken.append(target)
-    assert not broken
-
-
-def test_every_page_can_be_reached_from_the_readme() -> None:
-    seen, ahead = set(), [README]
-    while ahead:
-        page = ahead.pop()
-        if page in seen or page.suffix != ".md" or not page.exists():
-            continue
-        seen.add(page)
-        for target in LINK.findall(prose(page)):
-            if not target.startswith("http") and target.partition("#")[0]:
-                ahead.append((page.parent / target.partition("#")[0]).resolve())
-    assert not set(PAGES) - seen
-
-
-def options_of(page: Path) -> dict[str, list[str]]:
-    """The rows of the page's option table, by option."""
-    rows = table(page, "option", "default")
-    return {cells[0].strip("`"): cells for cells in rows}
-
-
-def check_column(rows: dict[str, list[str]], column: int, config: object) -> None:
-    for option, cells in rows.items():
-        literal = LITERAL.match(cells[column])
-        if literal:
-            assert ast.literal_eval(literal[1]) == getattr(config, option), option
-
-
-def fields(config: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(config)}
-
-
-def test_the_common_options_are_those_of_the_code() -> None:
-    rows = options_of(DOCS / "options.md")
-    assert set(rows) == fields(hf_kvret.RetrievalConfig)
-    assert all(LITERAL.match(cells[1]) for cells in rows.values())
-    check_column(rows, 1, hf_kvret.RetrievalConfig())
-
-
-@pytest.mark.parametrize("method", sorted(hf_kvret.registered_methods()))
-def test_a_method_page_names_the_options_of_its_config(method: str) -> None:
-    config = hf_kvret.registered_methods()[method].config_class
-    rows = options_of(DOCS / "methods" / f"{method}.md")
-    defaults, common = config(), hf_kvret.RetrievalConfig()
-    changed = {
-        name
-        for name in fields(hf_kvret.RetrievalConfig)
-        if getattr(defaults, name) != getattr(common, name)
-    }
-    assert set(rows) == fields(config) - fields(hf_kvret.RetrievalConfig) | changed
-    check_column(rows, 1, config())
-    if hasattr(config, "paper"):
-        assert all(len(cells) == 4 for cells in rows.values())
-        check_column(rows, 2, config.paper())
-
-
-def test_the_schedule_of_paris_is_that_of_the_code() -> None:
-    page = DOCS / "methods" / "paris.md"
-    rows = table(page, "cold tokens", "β, candidates")
-    told = [(cells[0], float(cells[1]), float(cells[2])) for cells in rows]
-    schedule = hf_kvret.ParisConfig().schedule
-    assert [row[1:] for row in told] == [row[1:] for row in schedule]
-    assert [row[0] for row in told[:-1]] == [f"below {row[0]:,}" for row in schedule[:-1]]
-    published = hf_kvret.ParisConfig.paper().schedule
-    assert published[:-1] == schedule[: len(published) - 1]
-    assert published[-1][1:] == schedule[-2][1:]
-
-
-def test_every_method_has_a_page_and_every_page_a_method() -> None:
-    assert {page.stem for page in (DOCS / "methods").glob("*.md")} == set(
-        hf_kvret.registered_methods()
-    )
-
-
-def test_the_readme_tells_which_methods_are_here() -> None:
-    rows = table(README, "method", "what finds the tokens")
-    told = {re.sub(r"\(.*|\W", "", cells[0]): cells[2] for cells in rows}
-    here = {method for method, state in told.items() if state == "here"}
-    assert here == set(hf_kvret.registered_methods())
-    assert all(state == "not yet" for method, state in told.items() if method not in here)
-
-
-def test_the_list_of_models_is_that_of_the_conformance_suite() -> None:
-    rows = table(DOCS / "models.md", "model type")
-    assert sorted(cells[0].strip("`") for cells in rows) == sorted(MODELS)
-
-
 def test_concepts_name_the_counts_and_bytes_of_the_code(
     namespace: dict[str, Any], tmp_path: Path
 ) -> None:
     counted: set[str] = set()
     options = {"top_k": 8, "track_recall": True}
-    for name, cls in hf_kvret.registered_methods().items():
+    for method, cls in hf_kvret.registered_methods().items():
         # The model has no latent attention, which is all that "latent" is for.
         if not cls.config_class.retrieves:
             continue
         model, learned = namespace["model"], {}
         if cls.needs_artifact:
-            learned = {"artifact": tiny_artifact(model, name, tmp_path / name)}
+            learned = {"artifact": tiny_artifact(model, method, tmp_path / method)}
         # AQUA-KV, which attends to everything, has no slots.
-        slots = {} if name == "aqua" else {"store": "resident"}
+        slots = {} if method == "aqua" else {"store": "resident"}
         cache = cls(model.config, **options, **slots, **learned)
         namespace["model"].generate(
             **namespace["inputs"], past_key_values=cache, max_new_tokens=2, do_sample=False
@@ -412,14 +224,3 @@ def test_the_commands_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> 
     for page in PAGES:
         for script in re.findall(r"python (examples/\S+\.py)", page.read_text(encoding="utf-8")):
             assert (ROOT / script).is_file(), f"{name(page)}: {script}"
-
-
-def count_blocks() -> str:
-    """How many blocks of Python `.ci/docs` runs here, and how many it only looks at."""
-    python = [one for page in PAGES for one in blocks(page) if one.language == "python"]
-    ran = sum(one.runs for one in python)
-    return f"{ran} blocks run, {len(python) - ran} checked for syntax and names"
-
-
-if __name__ == "__main__":
-    print(count_blocks())

@@ -5,7 +5,7 @@ A checksum finds damage; these find an artifact that was made wrongly, whatever 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -107,6 +107,34 @@ def check_names(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
     ]
     if foreign:
         raise damaged(artifact, f"has tensors that nothing reads ({', '.join(sorted(foreign))})")
+
+
+def check_each(
+    artifact: CalibrationArtifact,
+    layers: Iterable[int],
+    check: Callable[[CalibrationArtifact, int], object],
+) -> None:
+    """Call a method's own ``check`` of an artifact and a layer for each of ``layers``, once.
+
+    Raises:
+        ValueError: of ``check``: an option, layer or tensor is missing or not as it should be. What
+            was refused is checked again.
+    """
+    for layer in layers:
+        made_once(artifact, ("checked", layer), partial(check, artifact, layer))
+
+
+def check_told(
+    artifact: CalibrationArtifact, check: Callable[[CalibrationArtifact, int], object]
+) -> None:
+    """As ``check_each`` for all layers that an artifact tells of, which has no others.
+
+    Raises:
+        ValueError: as ``told_layers``, ``check_names`` and ``check``.
+    """
+    layers = told_layers(artifact)
+    check_names(artifact, layers)
+    check_each(artifact, layers, check)
 
 
 def check_tensors(

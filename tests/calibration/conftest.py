@@ -79,3 +79,10 @@ def artifact(identity: ModelIdentity) -> CalibrationArtifact:
             {"layer": 1, "score_error": 0.0625, "note": "no RoPE"},
         ],
     )
+
+
+@pytest.fixture
+def saved(artifact: CalibrationArtifact, tmp_path: Path) -> Path:
+    """A folder with a whole artifact."""
+    artifact.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"

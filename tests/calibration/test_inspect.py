@@ -23,12 +23,6 @@ def bundled(tmp_path: Path) -> Path:
     return tmp_path / "whole"
 
 
-@pytest.fixture
-def saved(artifact: CalibrationArtifact, tmp_path: Path) -> Path:
-    artifact.save_pretrained(tmp_path / "saved")
-    return tmp_path / "saved"
-
-
 def test_the_text_tells_what_it_is(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(saved)]) == 0
     shown = capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import importlib.util
 import os
 import shlex
 import subprocess
@@ -11,12 +10,13 @@ import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from hf_kvret.cli import main
+
+from ..pages import blocks
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorials" / "calibrate-share-load.md"
@@ -26,16 +26,6 @@ OFFLINE = (
     "HF_HUB_OFFLINE=1",
 )  # fmt: skip
 SHOWN = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-
-
-def _docs() -> ModuleType:
-    """The tests of the documentation, for their parser; no package, so loaded by path."""
-    path = ROOT / "tests" / "test_docs.py"
-    spec = importlib.util.spec_from_file_location("hf_kvret_test_docs", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Reader:
@@ -98,7 +88,7 @@ def test_the_tutorial_does_what_it_says(
     here.mkdir()
     monkeypatch.chdir(here)
     reader = Reader(hub, tmp_path / "hub-cache")
-    for block in _docs().blocks(PAGE):
+    for block in blocks(PAGE):
         if block.runs:
             reader.block(block.language, block.line, block.text)
 

@@ -1,6 +1,6 @@
 """Latent attention with what others make of ``kv_b_proj``: their packages, where installed.
 
-The same is shown of stand-ins in ``test_latent_weights.py``.
+The same is shown of stand-ins in ``test_latent_weights.py`` and ``test_latent_projections.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from hf_kvret.testing.scenario import prompt
 
 # Importing any of them takes seconds.
 pytestmark = pytest.mark.slow
-
 STEPS = 9
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 CACHES: list[Callable[[Any], Cache]] = [

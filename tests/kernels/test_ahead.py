@@ -66,7 +66,7 @@ class _Compiled:
 
 
 def _note_instead_of_compiling(noted: list[str]) -> None:
-    from test_compile import NamedTarget  # type: ignore[import-not-found]
+    from compile_target import NamedTarget  # type: ignore[import-not-found]
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 

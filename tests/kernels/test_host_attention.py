@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import shutil
-import subprocess
-import threading
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,57 +13,13 @@ from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.host_attention import host_attention, host_scores
 from hf_kvret_kernels.paged import PagedRows
 
-KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+from .host_rows import paged, random_ids, random_query
+
 NEVER = float("-inf")
 # Sums of up to some thousand fp32 products of size 1: some hundred roundings of 6e-8 each.
 FP32_ERROR = 1e-5
 # What stands in table entries that no id leads to; as a page number it would crash.
 NO_PAGE = 10**9
-
-
-@pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Path of a library built from these sources: the installed one, unless it is of others."""
-    installed = next((file for file in library._places() if file.is_file()), None)
-    if installed is not None and sources_of(installed) == digest_of_sources():
-        return str(installed)
-    if shutil.which("cmake") is None:
-        pytest.skip("cmake is not installed: the library can't be built")
-    folder = tmp_path_factory.mktemp("host_attention")
-    for command in (["-S", str(KERNELS), "-B", str(folder)], ["--build", str(folder), "-j2"]):
-        done = subprocess.run(
-            ["cmake", *command], capture_output=True, text=True, check=False, timeout=240
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    file = folder / library.FILE_NAME
-    if not file.exists():
-        pytest.skip("no C++ compiler: the library can't be built")
-    assert sources_of(file) == digest_of_sources()
-    return str(file)
-
-
-def sources_of(file: Path) -> str | None:
-    """What a library says that it was built from; None: it does not say."""
-    try:
-        tell = ctypes.CDLL(str(file)).hfk_sources
-    except AttributeError:
-        return None
-    tell.restype = ctypes.c_char_p
-    return tell().decode()
-
-
-def digest_of_sources() -> str:
-    """As CMakeLists.txt makes it."""
-    files = [KERNELS / "CMakeLists.txt", *(KERNELS / "csrc").glob("*.[ch]*")]
-    names = sorted((file.relative_to(KERNELS).as_posix(), file) for file in files)
-    digests = [f"{name} {sha256(file.read_bytes()).hexdigest()}\n" for name, file in names]
-    return sha256("".join(digests).encode()).hexdigest()
-
-
-@pytest.fixture
-def compiled(built: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.PATH_VARIABLE, built)
-
 
 pytestmark = pytest.mark.factor("place", ["naive", *library.PATHS], indirect=True)
 
@@ -84,37 +33,6 @@ def place(request: pytest.FixtureRequest) -> dict[str, Any]:
     if request.param not in host.paths():
         pytest.skip(f"this processor has no {request.param}")
     return {"backend": "cpp", "path": request.param}
-
-
-def paged(
-    chunks: tuple[int, ...] = (9,),
-    *,
-    batch: int = 2,
-    kv_heads: int = 2,
-    page_len: int = 8,
-    dims: tuple[int, int] = (16, 16),
-    dtype: torch.dtype = torch.float32,
-) -> PagedRows:
-    """Random rows in chunks of ``chunks`` pages, which each batch row has in another order."""
-    torch.manual_seed(sum(chunks) + sum(dims))
-    pages = [torch.randn(count, kv_heads, page_len, sum(dims)).to(dtype) for count in chunks]
-    table = torch.stack([torch.randperm(sum(chunks)) for _ in range(batch)])
-    return PagedRows(pages, table.int(), dims[0])
-
-
-def random_ids(
-    rows: PagedRows, heads: int, queries: int, count: int, holes: float = 0.2
-) -> torch.Tensor:
-    """Distinct tokens ``[B, heads, queries, count]`` in random order, some of them -1."""
-    batch, columns = rows.table.shape
-    tokens = columns * rows.page_len
-    order = torch.rand(batch, heads, queries, tokens).argsort(-1)[..., :count].int()
-    order[torch.rand(order.shape) < holes] = -1
-    return order
-
-
-def random_query(rows: PagedRows, heads: int, queries: int = 1) -> torch.Tensor:
-    return torch.randn(len(rows.table), heads, queries, rows.key_dim).to(rows.dtype)
 
 
 def reference(
@@ -316,69 +234,6 @@ def test_numbers_near_zero_and_near_the_largest(place: dict[str, Any]) -> None:
     check(place, query, rows, random_ids(rows, 2, 1, 40))
 
 
-@pytest.mark.parametrize("path", list(library.PATHS), indirect=True)
-def test_exp_is_accurate(compiled: None, path: str) -> None:
-    numbers = torch.cat([torch.linspace(-87.29, 0, 500_001), -torch.logspace(-30, 0, 1001)])
-    want = numbers.double().exp()
-    error = (library.exponentials(numbers, path).double() / want - 1).abs().max().item()
-    assert error < 1e-6
-    special = torch.tensor([0.0, -0.0, -88.0, -1e30, NEVER, float("nan")])
-    got = library.exponentials(special, path)
-    torch.testing.assert_close(
-        got, torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, float("nan")]), rtol=0, atol=0, equal_nan=True
-    )
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 5000), (2, 3, 40)], ids=str)
-def test_the_number_of_threads_changes_nothing(compiled: None, shape: tuple[int, int, int]) -> None:
-    batch, queries, count = shape
-    rows = paged((80,), batch=batch, kv_heads=1, page_len=64)
-    query, ids = random_query(rows, 4, queries), random_ids(rows, 1, queries, count)
-    ids[..., : count // 2] = -1
-    want = host_attention(query, rows, ids, scale=0.3, threads=1)
-    want_scores = host_scores(query, rows, ids, scale=0.3, threads=1)
-    for threads in range(2, 9):
-        got = host_attention(query, rows, ids, scale=0.3, threads=threads)
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-        scores = host_scores(query, rows, ids, scale=0.3, threads=threads)
-        assert torch.equal(scores, want_scores)
-
-
-def test_two_python_threads_at_once(compiled: None) -> None:
-    rows = paged((40,), page_len=64)
-    query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 1000)
-    want = host_attention(query, rows, ids, scale=0.3, threads=1)
-    wrong: list[int] = []
-
-    def work() -> None:
-        for turn in range(50):
-            got = host_attention(query, rows, ids, scale=0.3, threads=3)
-            if not torch.allclose(got[0], want[0], rtol=0, atol=1e-5):
-                wrong.append(turn)
-
-    workers = [threading.Thread(target=work) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-        assert not worker.is_alive()
-    assert not wrong
-
-
-def test_a_child_after_fork_has_threads_of_its_own(compiled: None) -> None:
-    rows = paged((40,), page_len=64)
-    query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 1000)
-    want, _ = host_attention(query, rows, ids, scale=0.3, threads=4)
-    child = os.fork()
-    if child == 0:
-        # No torch arithmetic here: its own threads do not survive a fork.
-        out, _ = host_attention(query, rows, ids, scale=0.3, threads=4)
-        same = bytes(out.numpy().data) == bytes(want.numpy().data)
-        os._exit(0 if same and len(os.listdir("/proc/self/task")) > 1 else 1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-
-
 def test_torch_defaults_do_not_matter(place: dict[str, Any]) -> None:
     rows = paged(dtype=torch.bfloat16)
     query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 40)
@@ -402,13 +257,3 @@ def test_it_agrees_with_gather_attention(place: dict[str, Any]) -> None:
     want = gather_attention(query, rows, ids, scale=0.3, softcap=2.0, backend="naive")
     got = host_attention(query, rows, ids, scale=0.3, softcap=2.0, **place)
     torch.testing.assert_close(got, want, rtol=0, atol=FP32_ERROR)
-
-
-def test_a_library_of_another_version_is_refused(
-    built: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(library.PATH_VARIABLE, built)
-    monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
-    library._open.cache_clear()
-    assert f"this code needs {library.VERSION}" in host.why_not()
-    library._open.cache_clear()

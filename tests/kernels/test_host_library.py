@@ -1,4 +1,4 @@
-"""What host_attention says without its library, with a broken one, and to mistakes."""
+"""What host_attention says without its library, with a broken one or another, and to mistakes."""
 
 from __future__ import annotations
 
@@ -75,3 +75,26 @@ def test_mistakes_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         function(query, ROWS, ids, **{"scale": 1.0, **options})
+
+
+@pytest.mark.parametrize("path", list(library.PATHS), indirect=True)
+def test_exp_is_accurate(compiled: None, path: str) -> None:
+    numbers = torch.cat([torch.linspace(-87.29, 0, 500_001), -torch.logspace(-30, 0, 1001)])
+    want = numbers.double().exp()
+    error = (library.exponentials(numbers, path).double() / want - 1).abs().max().item()
+    assert error < 1e-6
+    special = torch.tensor([0.0, -0.0, -88.0, -1e30, float("-inf"), float("nan")])
+    got = library.exponentials(special, path)
+    torch.testing.assert_close(
+        got, torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, float("nan")]), rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_a_library_of_another_version_is_refused(
+    built: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(library.PATH_VARIABLE, built)
+    monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
+    library._open.cache_clear()
+    assert f"this code needs {library.VERSION}" in host.why_not()
+    library._open.cache_clear()

@@ -1,11 +1,9 @@
-"""Stage 1: centroid counts, points by tiers, collisions, and the choice of candidates."""
+"""Stage 1: centroid counts, points by tiers, collisions."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
-from importlib.util import find_spec
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,26 +11,17 @@ import torch
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.paris import naive as reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BOTH = ("naive", "triton")
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-BACKENDS = ("naive", pytest.param("triton", marks=needs_triton))
-TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def random_sign(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, shape, generator=generator(seed), dtype=torch.uint8).to(DEVICE)
-
-
-def random_valid(batch: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Holes everywhere, and a last row without any valid token."""
-    valid = torch.rand(batch, length, generator=generator(seed)) < 0.7
-    valid[-1] = False
-    return valid.to(DEVICE)
+from .paris_draws import (
+    BACKENDS,
+    BOTH,
+    DEVICE,
+    TIERS,
+    candidates_by_sorting,
+    generator,
+    needs_triton,
+    random_sign,
+    random_valid,
+)
 
 
 def centroid(sign: torch.Tensor, s: int, m: int) -> int:
@@ -255,94 +244,6 @@ def test_the_greatest_score_is_not_taken_for_an_excluded_token(backend: str) -> 
     assert paris.collisions(q_rot, counts, sign, **options).eq(254).all()
     ids = paris.candidates(q_rot, counts, sign, 3, **options)
     assert ids.flatten().tolist() == [0, 1, 2]
-
-
-def candidates_by_sorting(scores: torch.Tensor, count: int) -> torch.Tensor:
-    ids = torch.full((*scores.shape[:3], count), -1, dtype=torch.int32)
-    for place in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
-        row = scores[tuple(place)].int().cpu()
-        order = row.argsort(descending=True, stable=True)
-        taken = order[row[order] != 255][:count].sort().values.int()
-        ids[tuple(place)][: len(taken)] = taken
-    return ids.to(DEVICE)
-
-
-class Drawn(NamedTuple):
-    """Few different keys, so that many have the same score."""
-
-    q_rot: torch.Tensor
-    counts: torch.Tensor
-    sign: torch.Tensor
-    valid: torch.Tensor
-
-    @classmethod
-    def of(cls, length: int, queries: int) -> Drawn:
-        """Of three rows; the last one has no valid token."""
-        patterns = random_sign(1, 1, 5, 1, seed=3).expand(3, -1, -1, -1)
-        chosen = torch.randint(0, 5, (3, 1, length, 1), generator=generator(7)).to(DEVICE)
-        sign, valid = patterns.gather(2, chosen), random_valid(3, length, seed=8)
-        q_rot = torch.randn(3, 1, queries, 2, 8, generator=generator(9)).to(DEVICE)
-        return cls(q_rot, paris.count_centroids(sign, m=4, valid=valid), sign, valid)
-
-    def run(self, count: int, backend: str, masked: bool = True) -> torch.Tensor:
-        """Its candidates, which are those of a stable sort of its scores."""
-        valid = self.valid if masked else None
-        options = {"rho": 0.6, "tiers": TIERS, "m": 4, "valid": valid}
-        scores = paris.collisions(*self[:3], backend="naive", **options)
-        ids = paris.candidates(*self[:3], count, backend=backend, **options)
-        assert ids.shape == (*scores.shape[:3], count) and ids.dtype == torch.int32
-        assert torch.equal(ids, candidates_by_sorting(scores, count))
-        return ids
-
-
-@pytest.mark.factor("masked", [False, True])
-@pytest.mark.factor("backend", BACKENDS)
-@pytest.mark.factor(
-    "length, count", [(1, 1), (1, 4), (37, 0), (37, 10), (37, 37), (1024, 100), (2600, 700)]
-)
-def test_candidates_are_the_head_of_a_stable_sort(
-    length: int, count: int, backend: str, masked: bool
-) -> None:
-    Drawn.of(length, queries=2).run(count, backend, masked)
-
-
-@needs_triton
-def test_sums_of_many_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of more than 256 blocks do."""
-    from hf_kvret_kernels.paris import triton_collide
-
-    monkeypatch.setattr(triton_collide, "_BLOCKS", 2)
-    Drawn.of(7100, queries=1).run(900, "triton")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_slots_of_several_blocks_stay_empty(backend: str) -> None:
-    drawn = Drawn.of(3500, queries=1)
-    drawn.valid.fill_(False)
-    drawn.valid[1, 1500] = True
-    ids = drawn.run(3400, backend)
-    assert ids[0].eq(-1).all() and ids[1, 0, 0, 0] == 1500 and ids[1, 0, 0, 1:].eq(-1).all()
-
-
-@needs_triton
-@pytest.mark.parametrize("part", [1, 2])
-def test_a_program_may_take_any_number_of_subspaces(
-    part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU's takes one; here one takes all of them, as the others can't be told apart."""
-    from hf_kvret_kernels.paris import triton_bonus
-
-    whole = Drawn.of(50, queries=1)
-    signs = paris.random_signs(8, seed=3).to(DEVICE)
-    query = whole.q_rot[..., :5].contiguous()
-    shares = (100_000, 400_000)
-    expected = triton_bonus.bonus(query, signs, whole.counts, shares, 4)
-    monkeypatch.setattr(triton_bonus, "subspaces_of_program", lambda count: part)
-    found = triton_bonus.bonus(query, signs, whole.counts, shares, 4)
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    rotated = paris.rotate(query, signs, backend="naive")
-    torch.testing.assert_close(found.queries, triton_bonus.by_planes(rotated))
-    assert found.histogram.eq(0).all() and found.tickets.eq(0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -17,7 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from faults import FAULTS, Fault
+from fault import Fault
+from faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kernels/", "model_patches/", "")
@@ -32,11 +33,18 @@ def module_of(file: str) -> str:
 
 
 def imported(test: Path) -> set[str]:
-    """Full names of what a test file imports, with and without the last part."""
+    """Full names of what a test file imports, with and without the last part.
+
+    What modules of the tests import counts for the tests that import these.
+    """
     names: set[str] = set()
     for node in ast.walk(ast.parse(test.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            home = test.parents[node.level - 1]
+            for name in [node.module] if node.module else [alias.name for alias in node.names]:
+                names |= imported(home / f"{name.replace('.', '/')}.py")
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
@@ -66,7 +74,7 @@ def plant(fault: Fault) -> str:
     if text.count(fault.right) != 1:
         raise ValueError(
             f"{fault.name}: {fault.right!r} stands {text.count(fault.right)} times in "
-            f"{fault.file}: bring tests/mutants/faults.py up to date"
+            f"{fault.file}: bring tests/mutants/*_faults.py up to date"
         )
     path.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
     return text

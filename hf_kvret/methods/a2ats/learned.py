@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Self
@@ -15,14 +14,15 @@ from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.layer_checks import (
     LARGEST,
     Expected,
+    check_each,
     check_names,
     check_options,
     check_rotations,
     check_tensor,
     check_tensors,
+    check_told,
     damaged,
     learned_rope,
-    told_layers,
 )
 from hf_kvret.calibration.shared import made_once, shared_artifact
 from hf_kvret.integration.compatibility import retrieval_shapes
@@ -125,7 +125,7 @@ def check_artifact(artifact: CalibrationArtifact, config: PreTrainedConfig) -> N
     space_of(artifact).check_model(config)
     shapes = retrieval_shapes(config)
     check_names(artifact, shapes)
-    check_learned(artifact, shapes)
+    check_each(artifact, shapes, _check_layer)
     for layer, shape in shapes.items():
         heads, _, dim = artifact.tensors[f"layers.{layer}.codewords"].shape
         # Some models have a KV head for each query head, whatever their configuration says.
@@ -145,19 +145,7 @@ def check_whole(artifact: CalibrationArtifact) -> None:
         ValueError: as ``check_artifact``, but for what only a configuration can tell.
     """
     space_of(artifact)
-    layers = told_layers(artifact)
-    check_names(artifact, layers)
-    check_learned(artifact, layers)
-
-
-def check_learned(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
-    """Check options and layers of an artifact by themselves. Checks each layer once.
-
-    Raises:
-        ValueError: an option, layer or tensor is missing or not as it should be.
-    """
-    for layer in layers:
-        made_once(artifact, ("checked", layer), partial(_check_layer, artifact, layer))
+    check_told(artifact, _check_layer)
 
 
 def _options(artifact: CalibrationArtifact) -> A2ATSCalibration:
@@ -165,7 +153,7 @@ def _options(artifact: CalibrationArtifact) -> A2ATSCalibration:
     return made_once(artifact, "options", make)
 
 
-def _check_layer(artifact: CalibrationArtifact, layer: int) -> bool:
+def _check_layer(artifact: CalibrationArtifact, layer: int) -> None:
     options = _options(artifact)
     rope = learned_rope(artifact, layer)
     name, dtypes = f"layers.{layer}.codewords", tuple(CODEWORD_DTYPES.values())
@@ -185,7 +173,6 @@ def _check_layer(artifact: CalibrationArtifact, layer: int) -> bool:
     if count > 1 and bool((words == words[:, :1]).all()):
         raise damaged(artifact, f"has {name} that are all equal")
     _check_metric(artifact, layer)
-    return True
 
 
 def _check_metric(artifact: CalibrationArtifact, layer: int) -> None:
@@ -220,9 +207,9 @@ def learned_layer(artifact: CalibrationArtifact, layer: int, device: torch.devic
     """Layer number ``layer`` of an artifact, on ``device``, one for all caches.
 
     Raises:
-        ValueError: as ``check_learned`` and ``space_of``.
+        ValueError: as ``check_whole``.
     """
-    check_learned(artifact, [layer])
+    check_each(artifact, [layer], _check_layer)
 
     def make() -> LearnedLayer:
         words, metric = (artifact.tensors[f"layers.{layer}.{x}"] for x in ("codewords", "metric"))

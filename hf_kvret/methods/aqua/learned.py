@@ -13,13 +13,14 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.calibration import CalibrationArtifact
 from hf_kvret.calibration.layer_checks import (
+    check_each,
     check_names,
     check_options,
     check_rotations,
     check_tensors,
+    check_told,
     damaged,
     learned_rope,
-    told_layers,
 )
 from hf_kvret.calibration.shared import made_once, shared_artifact
 from hf_kvret.integration.compatibility import is_latent, retrieval_shapes
@@ -153,7 +154,7 @@ def check_artifact(artifact: CalibrationArtifact, config: PreTrainedConfig) -> N
     learned_options(artifact)
     shapes = retrieval_shapes(config)
     check_names(artifact, shapes)
-    check_learned(artifact, shapes)
+    check_each(artifact, shapes, _check_layer)
     for layer, shape in shapes.items():
         settings = LayerSettings.of(artifact, layer)
         # Some models have a KV head for each query head, whatever their configuration says.
@@ -190,19 +191,7 @@ def check_whole(artifact: CalibrationArtifact) -> None:
         ValueError: as ``check_artifact``, but for what only a configuration can tell.
     """
     learned_options(artifact)
-    layers = told_layers(artifact)
-    check_names(artifact, layers)
-    check_learned(artifact, layers)
-
-
-def check_learned(artifact: CalibrationArtifact, layers: Iterable[int]) -> None:
-    """Check options and layers of an artifact by themselves. Checks each layer once.
-
-    Raises:
-        ValueError: an option, layer or tensor is missing or not as it should be.
-    """
-    for layer in layers:
-        made_once(artifact, ("checked", layer), partial(_check_layer, artifact, layer))
+    check_told(artifact, _check_layer)
 
 
 def _options(artifact: CalibrationArtifact) -> AquaCalibration:
@@ -210,7 +199,7 @@ def _options(artifact: CalibrationArtifact) -> AquaCalibration:
     return made_once(artifact, "options", partial(check_options, artifact, AquaCalibration, read))
 
 
-def _check_layer(artifact: CalibrationArtifact, layer: int) -> bool:
+def _check_layer(artifact: CalibrationArtifact, layer: int) -> None:
     options = _options(artifact)
     rope = learned_rope(artifact, layer)
     settings = LayerSettings.of(artifact, layer)
@@ -221,7 +210,6 @@ def _check_layer(artifact: CalibrationArtifact, layer: int) -> bool:
         )
     expected = expected_tensors(options, settings, below, len(rope.inv_freq))
     check_tensors(artifact, layer, expected)
-    return True
 
 
 def check_space(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
@@ -274,9 +262,9 @@ def learned_layer(
         dtype: of the model.
 
     Raises:
-        ValueError: as ``check_learned``.
+        ValueError: as ``check_whole``.
     """
-    check_learned(artifact, [layer])
+    check_each(artifact, [layer], _check_layer)
     make = partial(_make_layer, artifact, layer, with_inputs, device, dtype)
     return made_once(artifact, (layer, with_inputs, device, dtype), make)
 

@@ -1,0 +1,122 @@
+"""Faults in what a retrieval layer is made of: window, regions, state."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+FAULTS = (
+    Fault(
+        "window-crop-off-by-one",
+        "hf_kvret/core/window.py",
+        "self.length -= window_count\n",
+        "self.length -= max(0, window_count - 1)\n",
+    ),
+    Fault(
+        "sinks-counted-from-each-block",
+        "hf_kvret/core/window.py",
+        "rank = valid.long().cumsum(dim=1) - 1 + sink_counts",
+        "rank = valid.long().cumsum(dim=1) - 1",
+    ),
+    Fault(
+        "sink-not-freed-by-crop",
+        "hf_kvret/core/window.py",
+        "self.sink_slots.masked_fill(self.sink_slots >= self.start, -1)",
+        "self.sink_slots.masked_fill(self.sink_slots > self.start, -1)",
+    ),
+    Fault(
+        "padded-sink-attended",
+        "hf_kvret/core/window.py",
+        "sinks = sinks & valid.gather(1, self.sink_slots.clamp(min=0))",
+        "sinks = sinks | valid.gather(1, self.sink_slots.clamp(min=0))",
+    ),
+    Fault(
+        "fork-shares-the-window",
+        "hf_kvret/core/fields.py",
+        "return value if value is None or self.shared else value.clone()",
+        "return value",
+    ),
+    Fault(
+        "sinks-counted-twice",
+        "hf_kvret/core/regions.py",
+        "marks.scatter_(1, slots.masked_fill(slots < 0, cold), False)",
+        "marks.scatter_(1, slots.masked_fill(slots < 0, cold), True)",
+    ),
+    Fault(
+        "fork-shares-the-store",
+        "hf_kvret/core/regions.py",
+        "twin.store = None if self.store is None else self.store.fork()",
+        "twin.store = self.store",
+    ),
+    Fault(
+        "cropped-index-counts-as-built",
+        "hf_kvret/core/regions.py",
+        "self.built = self.built and cold > 0",
+        "pass",
+    ),
+    Fault(
+        "drafts-see-the-future",
+        "hf_kvret/core/selected_attention.py",
+        "offset = keys.shape[2] - query.shape[2] if query.shape[2] > 1 else None",
+        "offset = None",
+    ),
+    Fault(
+        "shared-layer-forgets-its-past",
+        "hf_kvret/core/layer.py",
+        "past = self.regions.length - (0 if first else new)",
+        "past = self.regions.length if first else 0",
+    ),
+    Fault(
+        "learned-sinks-lost-in-a-second-prompt",
+        "hf_kvret/core/exact_attention.py",
+        "        total = merge([total], call.sink_logits)\n",
+        "        pass\n",
+    ),
+    Fault(
+        "soft-cap-lost",
+        "hf_kvret/core/exact_attention.py",
+        "        softcap=scoring.softcap,\n",
+        "        softcap=None,\n",
+    ),
+    Fault(
+        "fork-overwrites-shared-rows",
+        "hf_kvret/core/token_buffer.py",
+        "self._fork_end = max(self._fork_end, self._end)",
+        "self._fork_end = 0",
+    ),
+    Fault(
+        "buffer-keeps-a-cropped-row",
+        "hf_kvret/core/token_buffer.py",
+        "        self.crop(start)\n        self.append(rows)",
+        "        self.crop(start + 1)\n        self.append(rows)",
+    ),
+    Fault(
+        "saved-ids-out-of-range-accepted",
+        "hf_kvret/core/form.py",
+        "check_range(name, ids, -1, end - 1)",
+        "check_range(name, ids, -1, end)",
+    ),
+    Fault(
+        "sinks-counted-as-rest",
+        "hf_kvret/core/rest.py",
+        "return marks.scatter_(1, places.masked_fill(outside, length), False)[:, :length]",
+        "return marks[:, :length]",
+    ),
+    Fault(
+        "means-of-other-rows",
+        "hf_kvret/core/rest.py",
+        "        super().reorder(rows)\n        self._means = {}",
+        "        super().reorder(rows)",
+    ),
+    Fault(
+        "cropped-tokens-stay-in-the-rest",
+        "hf_kvret/core/regions.py",
+        "            self.rest.crop(cold)",
+        "            pass",
+    ),
+    Fault(
+        "wrong-ids-of-nobody",
+        "hf_kvret/core/index.py",
+        'return error.by(f"the index {type(index).__name__}.{method}")',
+        "return error",
+    ),
+)

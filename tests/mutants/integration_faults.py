@@ -1,0 +1,92 @@
+"""Faults in the cache, its options, replays and the seam to transformers."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+FAULTS = (
+    Fault(
+        "mask-column",
+        "hf_kvret/integration/masks.py",
+        "return mask[:, 0, -1]",
+        "return mask[:, 0, 0]",
+    ),
+    Fault(
+        "mask-forgets-padding",
+        "hf_kvret/integration/masks.py",
+        "return None if info.padding is None else info.padding.to(device)",
+        "return None",
+    ),
+    Fault(
+        "mask-may-be-computed-with",
+        "hf_kvret/integration/masks.py",
+        "if name not in _COPIES and name not in _FORM:",
+        "if False:",
+    ),
+    Fault(
+        "refused-call-leaves-the-layer-waiting",
+        "hf_kvret/integration/attention.py",
+        "        layer.waiting = False\n        raise",
+        "        raise",
+    ),
+    Fault(
+        "base-without-learned-sinks",
+        "hf_kvret/integration/base_attention.py",
+        'plain = keywords.get("softcap") is None and keywords.get("s_aux") is None',
+        'plain = keywords.get("softcap") is None',
+    ),
+    Fault(
+        "budget-rounds-down",
+        "hf_kvret/config.py",
+        "return max(1, math.ceil(self.top_k * cold_len))",
+        "return max(1, math.floor(self.top_k * cold_len))",
+    ),
+    Fault(
+        "short-last-chunk-retrieves",
+        "hf_kvret/integration/prompt_chunks.py",
+        "if length % size == 0 or length % size > max_draft:",
+        "if length % size == 0 or length % size >= max_draft:",
+    ),
+    Fault(
+        "failed-call-leaves-the-model-switched",
+        "hf_kvret/registry.py",
+        "if failed and call.switched and not is_served(model):",
+        "if False:",
+    ),
+    Fault(
+        "written-weights-unseen",
+        "hf_kvret/integration/projection.py",
+        "torch.equal(_bits(one), _bits(two))",
+        "one.data_ptr() != two.data_ptr()",
+    ),
+    Fault(
+        "dropout-kept",
+        "hf_kvret/integration/projection.py",
+        "if not known or module.training or _is_hooked(module):",
+        "if not known or _is_hooked(module):",
+    ),
+    Fault(
+        "beams-keep-their-tokens",
+        "hf_kvret/cache.py",
+        "        self.tokens.reorder(beam_idx)\n",
+        "",
+    ),
+    Fault(
+        "another-document-accepted",
+        "hf_kvret/integration/prompt_check.py",
+        "    if difference is not None:",
+        "    if False:",
+    ),
+    Fault(
+        "another-adapter-accepted",
+        "hf_kvret/integration/identity.py",
+        "if hashes[0] == hashes[1]:",
+        "if True:",
+    ),
+    Fault(
+        "tokens-of-replayed-steps-unseen",
+        "hf_kvret/replay/graph.py",
+        "if len(tokens) <= start:",
+        "if False:",
+    ),
+)

@@ -1,0 +1,50 @@
+"""Faults in the methods."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+FAULTS = (
+    Fault(
+        "ids-of-another-dtype",
+        "hf_kvret/methods/flat/index.py",
+        "return top_places(scores, keys.shape[1], cold.budget)",
+        "return top_places(scores, keys.shape[1], cold.budget).long()",
+    ),
+    Fault(
+        "padding-selected",
+        "hf_kvret/methods/flat/index.py",
+        'scores = scores.masked_fill(~cold.valid[:, None, None], float("-inf"))',
+        "assert cold.valid is not None",
+    ),
+    Fault(
+        "counts-of-dropped-keys-kept",
+        "hf_kvret/methods/paris/index.py",
+        "self._counts = self._counts - paris.count_centroids(",
+        "paris.count_centroids(",
+    ),
+    Fault(
+        "lists-name-dropped-tokens",
+        "hf_kvret/methods/ctkvr/inverted_lists.py",
+        "ids.masked_fill_(ids >= length, -1)",
+        "ids.masked_fill_(ids > length, -1)",
+    ),
+    Fault(
+        "dropped-codes-selected",
+        "hf_kvret/methods/a2ats/index.py",
+        "self._cold = min(self._cold, length)",
+        "pass",
+    ),
+    Fault(
+        "queries-of-groups-at-other-positions",
+        "hf_kvret/methods/a2ats/index.py",
+        "positions = positions.repeat_interleave(query.shape[2] // positions.shape[1], dim=1)",
+        "positions = positions.repeat(1, query.shape[2] // positions.shape[1])",
+    ),
+    Fault(
+        "calibrated-with-queries-that-are-not-absorbed",
+        "hf_kvret/methods/a2ats/calibrator.py",
+        "rows = piece if heads is None else heads.absorb(piece)",
+        "rows = piece",
+    ),
+)

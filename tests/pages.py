@@ -1,0 +1,90 @@
+"""Pages of the documentation, read: their blocks of code, their tables, their prose.
+
+A block after the comment ``<!-- not run: <reason> -->`` does not run, nor does one after
+``<!-- needs: <module> -->`` where that module is missing. ``python tests/pages.py`` counts them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, *sorted(DOCS.rglob("*.md"))]
+NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
+NEEDS = re.compile(r"<!-- needs: (\w+) -->")
+FENCE = re.compile(r"^ *(`{3,})(\w*)")
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, the number of its first line, its text, whether it runs."""
+
+    language: str
+    line: int
+    text: str
+    runs: bool
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    lines: list[str] = []
+    language, first, runs, before, inside = "", 0, True, "", False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+        fence = FENCE.match(line)
+        if fence and not inside:
+            inside, language, first, lines = True, fence[2], number + 1, []
+            needs = NEEDS.fullmatch(before)
+            missing = needs and importlib.util.find_spec(needs[1]) is None
+            runs = not NOT_RUN.fullmatch(before) and not missing
+        elif fence:
+            inside = False
+            yield Block(language, first, "\n".join(lines), runs)
+        elif inside:
+            lines.append(line)
+        before = line.strip()
+    assert not inside, f"{page.name}: the fence before line {first} is never closed"
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    kept, inside = [], False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if FENCE.match(line):
+            inside = not inside
+        elif not inside:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def table(page: Path, *header: str) -> list[list[str]]:
+    """Cells of all tables whose header begins with these columns."""
+    rows, wanted = [], False
+    for line in prose(page).splitlines():
+        if not line.startswith("|"):
+            wanted = False
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if tuple(cells[: len(header)]) == header:
+            wanted = True
+        elif wanted and set(line) - set("|-: "):
+            rows.append(cells)
+    return rows
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def count_blocks() -> str:
+    """How many blocks of Python `.ci/docs` runs here, and how many it only looks at."""
+    python = [one for page in PAGES for one in blocks(page) if one.language == "python"]
+    ran = sum(one.runs for one in python)
+    return f"{ran} blocks run, {len(python) - ran} checked for syntax and names"
+
+
+if __name__ == "__main__":
+    print(count_blocks())
