@@ -151,7 +151,7 @@ def test_a_library_that_is_not_ours_is_told_by_what_it_exports() -> None:
     assert any("libgomp" in name for name in dist_check.needs(shipped / "libtorch_cpu.so"))
 
 
-def test_the_compiled_library_brings_no_openmp_and_exports_its_interface(tmp_path: Path) -> None:
+def test_the_compiled_library_brings_no_openmp_and_exports_its_interface_alone(tmp_path: Path) -> None:
     compiled = next((file for file in host_library._places() if file.is_file()), None)
     if compiled is None:
         pytest.skip("the library is not compiled")
@@ -161,5 +161,5 @@ def test_the_compiled_library_brings_no_openmp_and_exports_its_interface(tmp_pat
         pytest.skip("no ELF file on this system")
     interface = dist_check.declared((ROOT / HEADER).read_text(encoding="utf-8"))
     assert len(interface) > 5
-    assert interface <= dist_check.exports(library)
+    assert interface == dist_check.exports(library)
     assert not [name for name in dist_check.needs(library) if "omp" in name or "torch" in name]

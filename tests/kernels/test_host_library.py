@@ -75,3 +75,24 @@ def test_mistakes_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         function(query, ROWS, ids, **{"scale": 1.0, **options})
+
+
+@pytest.mark.skipif(bool(host.why_not()), reason="the library is not compiled")
+def test_a_work_space_that_no_memory_has_is_told() -> None:
+    """The C++ runtime's exception is caught in the library, whatever runtimes the process has."""
+    more_than_addresses = 2**50
+    ids, pages = torch.zeros(1, 1, 1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    request = library.pack_request(
+        torch.zeros(1, 1, 1, 16),
+        ids,
+        (ids[0, 0], pages, 16, 1),
+        (1, more_than_addresses, more_than_addresses, 0),
+        None,
+        None,
+        1.0,
+        None,
+        1,
+        None,
+    )
+    with pytest.raises(MemoryError, match="work space of 1 threads"):
+        library.call("hfk_attend", 1, request)
