@@ -1,13 +1,15 @@
 """Checks what is to be uploaded: ``python .ci/dist_check.py build/wheels``.
 
 Prints what is wrong with the sdist and the wheels of a folder, and exits with 1 if there is anything.
-What auditwheel and twine check is left to them.
+What auditwheel says of the tags is asked; what twine checks is left to it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -85,6 +87,9 @@ def check_wheel(folder: Path, sources: dict[str, bytes], architecture: str) -> I
     made = headers(contents[f"{info}/WHEEL"])
     if made.get_all("Tag") != [tag] or made["Root-Is-Purelib"] != "false":
         yield f"{file.name}: WHEEL says {made.get_all('Tag')}, purelib {made['Root-Is-Purelib']}"
+    grant = granted(file)
+    if not fits(grant, architecture):
+        yield f"{file.name}: auditwheel grants {grant}"
     if contents[f"{info}/METADATA"] != sources["PKG-INFO"]:
         yield f"{file.name}: METADATA differs from the sdist's"
     yield from (f"{file.name}: {fault}" for fault in compare(sources, contents, info))
@@ -100,6 +105,23 @@ def check_wheel(folder: Path, sources: dict[str, bytes], architecture: str) -> I
         path.unlink()
     if missing:
         yield f"{file.name}: the library does not export {sorted(missing)}"
+
+
+def granted(wheel: Path) -> str:
+    """The oldest platform that auditwheel finds a wheel fit for."""
+    command = [sys.executable, "-m", "auditwheel", "show", "--json", str(wheel)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    result = json.loads(shown or "{}")
+    return str(result.get("overall_tag") or result.get("error") or "nothing")
+
+
+def fits(grant: str, architecture: str) -> bool:
+    """Whether what auditwheel grants runs wherever PLATFORM does."""
+    pattern = rf"manylinux_(\d+)_(\d+)_{architecture}"
+    found, wanted = (re.fullmatch(pattern, tag) for tag in (grant, f"{PLATFORM}_{architecture}"))
+    if found is None or wanted is None:
+        return False
+    return [int(part) for part in found.groups()] <= [int(part) for part in wanted.groups()]
 
 
 def headers(text: bytes) -> Message:

@@ -67,6 +67,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of an sdist and two wheels with nothing wrong, whose libraries are not looked into."""
     monkeypatch.setattr(dist_check, "library_faults", lambda path, architecture: iter(()))
     monkeypatch.setattr(dist_check, "exports", lambda path: {"hfk_version"})
+    monkeypatch.setattr(dist_check, "granted", lambda wheel: wheel.stem.partition("none-")[2])
     files = {
         **{source: f"# {source}" for source in SOURCES},
         "PKG-INFO": METADATA,
@@ -136,13 +137,39 @@ def test_an_interface_that_is_not_exported_is_named(
     assert all("does not export ['hfk_version']" in fault for fault in faults)
 
 
+@pytest.mark.parametrize(
+    ("grant", "fits"),
+    [
+        ("manylinux_2_5_x86_64", True),
+        ("manylinux_2_28_x86_64", True),
+        ("manylinux_2_34_x86_64", False),
+        ("manylinux_2_17_aarch64", False),
+        ("linux_x86_64", False),
+        ("nothing", False),
+    ],
+)
+def test_only_grants_that_cover_the_tag_fit(grant: str, fits: bool) -> None:
+    assert dist_check.fits(grant, "x86_64") is fits
+
+
+def test_a_wheel_that_auditwheel_refuses_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist_check, "granted", lambda wheel: "manylinux_2_39_x86_64")
+    assert [fault.partition(": ")[2] for fault in dist_check.check(folder)] == [
+        "auditwheel grants manylinux_2_39_x86_64"
+    ] * 2
+
+
 def test_a_library_that_is_not_ours_is_told_by_what_it_exports() -> None:
     shipped = Path(torch.__file__).parent / "lib"
     openmp = next(shipped.glob("libgomp*"), None)
     if openmp is None:
         pytest.skip("this build of torch brings no libgomp")
     machine = dist_check.machine_of(openmp)
-    own, other = sorted(dist_check.MACHINES, key=lambda name: dist_check.MACHINES[name][0] != machine)
+    own, other = sorted(
+        dist_check.MACHINES, key=lambda name: dist_check.MACHINES[name][0] != machine
+    )
     assert "GOMP_parallel" in dist_check.exports(openmp)
     faults = " ".join(dist_check.library_faults(openmp, own))
     assert "the library exports" in faults
@@ -151,7 +178,9 @@ def test_a_library_that_is_not_ours_is_told_by_what_it_exports() -> None:
     assert any("libgomp" in name for name in dist_check.needs(shipped / "libtorch_cpu.so"))
 
 
-def test_the_compiled_library_brings_no_openmp_and_exports_its_interface_alone(tmp_path: Path) -> None:
+def test_the_compiled_library_brings_no_openmp_and_exports_its_interface_alone(
+    tmp_path: Path,
+) -> None:
     compiled = next((file for file in host_library._places() if file.is_file()), None)
     if compiled is None:
         pytest.skip("the library is not compiled")
