@@ -1,7 +1,7 @@
 """Checks what is to be uploaded: ``python .ci/dist_check.py build/wheels``.
 
-Prints what is wrong with the sdist and the wheels of a folder, and exits with 1 if there is anything.
-What auditwheel says of the tags is asked; what twine checks is left to it.
+Prints what is wrong with the sdist and the wheels of a folder, and exits with 1 if there is
+anything. auditwheel is asked about the tags; what twine checks is left to it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MACHINES = {
     "aarch64": ("EM_AARCH64", "ld-linux-aarch64.so.1"),
 }
 PLATFORM = "manylinux_2_28"
-# Parts of glibc. OpenMP is not among them: torch brings its own, and the library looks for that one.
+# Parts of glibc. OpenMP is not among them: torch brings its own, which the library looks for.
 SYSTEM = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"}
 # PyPI takes no larger file.
 MOST_BYTES = 100 * 2**20
@@ -160,7 +160,7 @@ def declared(header: str) -> set[str]:
 
 
 def library_faults(path: Path, architecture: str) -> Iterator[str]:
-    """What keeps a compiled library from running on every Linux with that glibc, beside any torch."""
+    """What keeps a library from running on every Linux with that glibc, beside any torch."""
     machine, loader = MACHINES[architecture]
     found = machine_of(path)
     if found != machine:
