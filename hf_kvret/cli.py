@@ -23,6 +23,7 @@ from hf_kvret.evaluation.tasks import TASKS
 from hf_kvret.fits.command import add_fits_parser
 from hf_kvret.survey.command import add_models_parser
 from hf_kvret.tune.command import Tune
+from hf_kvret_kernels.host_attention import paths, why_not
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,8 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--version",
         action="version",
         version=f"hf-kvret {hf_kvret.__version__}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}",
-        help="show the versions of hf-kvret, torch and transformers",
+        f"transformers {transformers.__version__}, CPU kernels: {_kernels()}",
+        help="show the versions of hf-kvret, torch and transformers, and the CPU kernels",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     add_measurement(commands, Demo)
@@ -58,6 +59,11 @@ def make_parser() -> argparse.ArgumentParser:
     tasks = {f"eval {name}": task for name, task in TASKS.items()}
     add_report_parser(commands, {"demo": Demo, "tune": Tune, **tasks, **MEASUREMENTS})
     return parser
+
+
+def _kernels() -> str:
+    """Instruction sets of the compiled library on this processor, or why it can't be used."""
+    return why_not() or ", ".join(paths())
 
 
 def _resume_hint(options: argparse.Namespace) -> str:

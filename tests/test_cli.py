@@ -16,6 +16,7 @@ import hf_kvret
 from hf_kvret.cli import main, make_parser
 from hf_kvret.evaluation.arguments import check_device, device_name, file_path, names
 from hf_kvret.evaluation.help_text import shown_default
+from hf_kvret_kernels.host_attention import paths, why_not
 
 
 def parsers(
@@ -85,6 +86,7 @@ def test_versions_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     for version in (hf_kvret.__version__, torch.__version__, transformers.__version__):
         assert version in told
+    assert f"CPU kernels: {why_not() or ', '.join(paths())}" in " ".join(told.split())
 
 
 # What a command needs besides the option under test.

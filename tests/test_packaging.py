@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -16,15 +18,24 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
+import hf_kvret
 from hf_kvret.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PACKAGES: dict[str, str] = PYPROJECT["tool"]["scikit-build"]["wheel"]["packages"]
 DATA_SUFFIXES = {".py", ".json", ".safetensors", ".md", ".typed"}
+# What lies about in a checkout, and in no sdist.
+STRAYS = (
+    "notes.txt",
+    "tests/test_this.py",
+    "hf_kvret/__pycache__/cache.cpython-311.pyc",
+    "kernels/build/CMakeCache.txt",
+    "kernels/hf_kvret_kernels/libhf_kvret_host.so",
+)
 UNPINNED = {"triton", "flash-attn"}  # both have to fit the build of torch at hand
 
 
@@ -134,20 +145,44 @@ def test_the_readme_has_one_test_and_one_demo_command() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel, and beside it in ``source`` what it was made of."""
-    pytest.importorskip("scikit_build_core", reason="building a wheel needs the test extra")
-    folder = tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist, and beside it in ``source`` what it was made of."""
+    pytest.importorskip("scikit_build_core", reason="building needs the test extra")
+    folder = tmp_path_factory.mktemp("sdist")
     # A copy, so that the test doesn't depend on what lies about in the checkout.
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore"):
         shutil.copy(ROOT / name, source / name)
     for name in ("hf_kvret", "kernels", "model_patches"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        ignored = shutil.ignore_patterns("__pycache__", "*.so", "build")
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in STRAYS:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("not for others")
+    code = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in STRAYS:
+        (source / name).unlink()
+    [made] = folder.glob("*.tar.gz")
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the sdist, made where there is no compiler."""
+    folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     done = subprocess.run(
-        [*pip, "--wheel-dir", str(folder), str(source)],
+        [*pip, "--wheel-dir", str(folder), str(sdist)],
         env={**os.environ, "CC": "no-compiler", "CXX": "no-compiler"},
         capture_output=True,
         text=True,
@@ -159,8 +194,30 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_the_wheel_holds_the_packages_and_their_data(wheel: Path) -> None:
-    source = wheel.parent / "source"
+def test_the_sdist_holds_what_wheels_are_made_of_and_nothing_else(sdist: Path) -> None:
+    source = sdist.parent / "source"
+    with tarfile.open(sdist) as archive:
+        names = {one.name.partition("/")[2] for one in archive if one.isfile()}
+    wanted = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    assert len(wanted) > 300
+    assert names == wanted - {".gitignore"} | {"PKG-INFO"}
+
+
+def test_the_wheel_serves_every_python_3_on_its_platform(wheel: Path) -> None:
+    _, version, _, tags = parse_wheel_filename(wheel.name)
+    [tag] = tags
+    assert version == Version(hf_kvret.__version__)
+    assert (tag.interpreter, tag.abi) == ("py3", "none")
+    assert tag.platform == sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {hf_kvret.__version__}\n" in citation
+
+
+def test_the_wheel_holds_the_packages_and_their_data(sdist: Path, wheel: Path) -> None:
+    source = sdist.parent / "source"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         [metadata] = [name for name in names if name.endswith(".dist-info/METADATA")]

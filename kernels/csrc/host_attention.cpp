@@ -2,6 +2,7 @@
 #include <new>
 
 #include "job.h"
+#include "processor.h"
 
 const Kernel *find_kernel(int32_t path) {
     switch (path) {
@@ -9,23 +10,13 @@ const Kernel *find_kernel(int32_t path) {
         return &portable_kernel;
 #ifdef HFK_X86
     case HFK_AVX2:
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                       __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2") &&
-                       __builtin_cpu_supports("popcnt")
-                   ? &avx2_kernel
-                   : nullptr;
+        return Processor::instance().avx2 ? &avx2_kernel : nullptr;
     case HFK_AVX512:
-        return find_kernel(HFK_AVX2) != nullptr && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
-                   ? &avx512_kernel
-                   : nullptr;
+        return Processor::instance().avx512 ? &avx512_kernel : nullptr;
 #endif
 #ifdef HFK_X86_BF16
     case HFK_AVX512_BF16:
-        return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-                       find_kernel(HFK_AVX512) != nullptr
-                   ? &avx512_bf16_kernel
-                   : nullptr;
+        return Processor::instance().avx512_bf16 ? &avx512_bf16_kernel : nullptr;
 #endif
     case HFK_AUTO:
         for (int32_t best : {HFK_AVX512_BF16, HFK_AVX512, HFK_AVX2}) {

@@ -98,3 +98,24 @@ def test_a_library_of_another_version_is_refused(
     library._open.cache_clear()
     assert f"this code needs {library.VERSION}" in host.why_not()
     library._open.cache_clear()
+
+
+@pytest.mark.skipif(bool(host.why_not()), reason="the library is not compiled")
+def test_a_work_space_that_no_memory_has_is_told() -> None:
+    """The C++ runtime's exception is caught in the library, whatever runtimes the process has."""
+    more_than_addresses = 2**50
+    ids, pages = torch.zeros(1, 1, 1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    request = library.pack_request(
+        torch.zeros(1, 1, 1, 16),
+        ids,
+        (ids[0, 0], pages, 16, 1),
+        (1, more_than_addresses, more_than_addresses, 0),
+        None,
+        None,
+        1.0,
+        None,
+        1,
+        None,
+    )
+    with pytest.raises(MemoryError, match="work space of 1 threads"):
+        library.call("hfk_attend", 1, request)

@@ -1,0 +1,193 @@
+"""What checks the sdist and the wheels before a release notices what is wrong with them."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import shutil
+import tarfile
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from hf_kvret_kernels import host_library
+
+pytest.importorskip("elftools", reason="reading a library needs the test extra")
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSION = "1.2.3"
+METADATA = f"Metadata-Version: 2.1\nName: hf-kvret\nVersion: {VERSION}\n"
+HEADER = "kernels/csrc/hf_kvret_host.h"
+LIBRARY = "hf_kvret_kernels/libhf_kvret_host.so"
+# Files of an sdist, and where they lie in a wheel.
+SOURCES = {
+    "hf_kvret/__init__.py": "hf_kvret/__init__.py",
+    "kernels/hf_kvret_kernels/paged.py": "hf_kvret_kernels/paged.py",
+    "model_patches/hf_kvret_model_patches/patch.py": "hf_kvret_model_patches/patch.py",
+}
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("dist_check", ROOT / ".ci" / "dist_check.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+dist_check = script()
+
+
+def wheel_name(architecture: str) -> str:
+    return f"hf_kvret-{VERSION}-py3-none-manylinux_2_28_{architecture}.whl"
+
+
+def wheel_files(architecture: str) -> dict[str, str]:
+    tag = f"py3-none-manylinux_2_28_{architecture}"
+    info = f"hf_kvret-{VERSION}.dist-info"
+    return {
+        **{place: f"# {source}" for source, place in SOURCES.items()},
+        LIBRARY: "compiled",
+        f"{info}/METADATA": METADATA,
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n",
+    }
+
+
+def write_wheel(folder: Path, architecture: str, files: dict[str, str]) -> None:
+    with zipfile.ZipFile(folder / wheel_name(architecture), "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An sdist and two wheels with nothing wrong, whose libraries are not looked into."""
+    monkeypatch.setattr(dist_check, "library_faults", lambda path, architecture: iter(()))
+    monkeypatch.setattr(dist_check, "exports", lambda path: {"hfk_version"})
+    monkeypatch.setattr(dist_check, "granted", lambda wheel: wheel.stem.partition("none-")[2])
+    files = {
+        **{source: f"# {source}" for source in SOURCES},
+        "PKG-INFO": METADATA,
+        HEADER: "HFK_API int32_t hfk_version(void);\n",
+    }
+    with tarfile.open(tmp_path / f"hf_kvret-{VERSION}.tar.gz", "w:gz") as archive:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"hf_kvret-{VERSION}/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    for architecture in dist_check.MACHINES:
+        write_wheel(tmp_path, architecture, wheel_files(architecture))
+    return tmp_path
+
+
+def test_good_files_pass(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dist_check.main([str(folder)]) == 0
+    assert "hold what they should" in capsys.readouterr().out
+    assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        (LIBRARY, None, f"no {LIBRARY}"),
+        ("hf_kvret_kernels/paged.py", None, "no hf_kvret_kernels/paged.py"),
+        ("hf_kvret/__init__.py", "# changed", "hf_kvret/__init__.py differs"),
+        ("hf_kvret/notes.txt", "mine", "hf_kvret/notes.txt is not of the sdist"),
+        ("hf_kvret.libs/libgomp.so.1", "elf", "hf_kvret.libs/libgomp.so.1 is not of the sdist"),
+        (f"hf_kvret-{VERSION}.dist-info/METADATA", f"{METADATA}Author: x\n", "METADATA differs"),
+        (
+            f"hf_kvret-{VERSION}.dist-info/WHEEL",
+            "Root-Is-Purelib: true\nTag: py3-none-any\n",
+            "WHEEL says ['py3-none-any'], purelib true",
+        ),
+    ],
+)
+def test_a_wheel_with_a_fault_is_named(
+    folder: Path, name: str, text: str | None, fault: str
+) -> None:
+    files = wheel_files("aarch64")
+    if text is None:
+        del files[name]
+    else:
+        files[name] = text
+    write_wheel(folder, "aarch64", files)
+    [found] = dist_check.check(folder)
+    assert wheel_name("aarch64") in found
+    assert fault in found
+
+
+def test_missing_and_foreign_files_are_named(folder: Path) -> None:
+    wheel = folder / wheel_name("x86_64")
+    other = wheel.with_name(wheel.name.replace("2_28", "2_39"))
+    wheel.rename(other)
+    assert list(dist_check.check(folder)) == [f"there is no {wheel.name}"]
+    other.unlink()
+    assert list(dist_check.check(folder)) == ["1 sdists and 1 wheels instead of 1 and 2"]
+
+
+def test_an_interface_that_is_not_exported_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist_check, "exports", lambda path: set())
+    faults = list(dist_check.check(folder))
+    assert len(faults) == len(dist_check.MACHINES)
+    assert all("does not export ['hfk_version']" in fault for fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("grant", "fits"),
+    [
+        ("manylinux_2_5_x86_64", True),
+        ("manylinux_2_28_x86_64", True),
+        ("manylinux_2_34_x86_64", False),
+        ("manylinux_2_17_aarch64", False),
+        ("linux_x86_64", False),
+        ("nothing", False),
+    ],
+)
+def test_only_grants_that_cover_the_tag_fit(grant: str, fits: bool) -> None:
+    assert dist_check.fits(grant, "x86_64") is fits
+
+
+def test_a_wheel_that_auditwheel_refuses_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist_check, "granted", lambda wheel: "manylinux_2_39_x86_64")
+    assert [fault.partition(": ")[2] for fault in dist_check.check(folder)] == [
+        "auditwheel grants manylinux_2_39_x86_64"
+    ] * 2
+
+
+def test_a_library_that_is_not_ours_is_told_by_what_it_exports() -> None:
+    shipped = Path(torch.__file__).parent / "lib"
+    openmp = next(shipped.glob("libgomp*"), None)
+    if openmp is None:
+        pytest.skip("this build of torch brings no libgomp")
+    machine = dist_check.machine_of(openmp)
+    [own] = [name for name, (known, _) in dist_check.MACHINES.items() if known == machine]
+    other = "aarch64" if own == "x86_64" else "x86_64"
+    assert "GOMP_parallel" in dist_check.exports(openmp)
+    faults = " ".join(dist_check.library_faults(openmp, own))
+    assert "the library exports" in faults
+    assert "the library is of" not in faults
+    assert f"the library is of {machine}" in " ".join(dist_check.library_faults(openmp, other))
+    assert any("libgomp" in name for name in dist_check.needs(shipped / "libtorch_cpu.so"))
+
+
+def test_the_compiled_library_needs_no_openmp_and_exports_its_interface(
+    tmp_path: Path,
+) -> None:
+    compiled = next((file for file in host_library._places() if file.is_file()), None)
+    if compiled is None:
+        pytest.skip("the library is not compiled")
+    # A copy: as what is checked comes from a wheel.
+    library = Path(shutil.copy(compiled, tmp_path))
+    if library.read_bytes()[:4] != b"\x7fELF":
+        pytest.skip("no ELF file on this system")
+    interface = dist_check.declared((ROOT / HEADER).read_text(encoding="utf-8"))
+    assert len(interface) > 5
+    assert interface == dist_check.exports(library)
+    assert not [name for name in dist_check.needs(library) if "omp" in name or "torch" in name]
