@@ -36,6 +36,10 @@ from hf_kvret.evaluation.usage import UsageSum
 from hf_kvret.registry import attach
 
 _BAR = 40
+# Seconds of each cache on two idle cores, with everything else as by default.
+_SECONDS = {"static": 0, "flat": 0, "paris": 0, "lrqk": 0, "ctkvr": 0, "a2ats": 0}
+# What only ``--full`` asks: transformers' slower cache, and a method that decodes all rows.
+_MORE_SECONDS = {"full": 0, "aqua": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +53,15 @@ class Demo(Measurement):
         "Read one long document with the bundled model, ask questions about it, and compare full "
         "attention with retrieval caches. Needs no network."
     )
-    examples: ClassVar[tuple[str, ...]] = ("hf-kvret demo --context 8K --caches full,paris",)
+    examples: ClassVar[tuple[str, ...]] = ("hf-kvret demo --context 8K --caches static,paris",)
 
     context: int = option(16_384, "document length in tokens, as 4096 or 4K", kind=length)
-    caches: str = option(
-        "full,static,flat,paris,lrqk,ctkvr,a2ats,aqua",
-        "comma-separated, options after colons as lrqk:rank=16:store=resident",
+    caches: str | None = option(
+        None,
+        "comma-separated, options after colons as lrqk:rank=16:store=resident; default: "
+        + ",".join(_SECONDS),
     )
+    full: bool = option(False, f"ask {' and '.join(_MORE_SECONDS)} too, which take long")
     questions: int = count_option(128, "needles asked for")
     top_k: int | float = budget_option()
     store: str = store_option("host")
@@ -66,6 +72,8 @@ class Demo(Measurement):
     """How many questions are asked again with recall measured."""
 
     def __post_init__(self) -> None:
+        if self.full and self.caches is not None:
+            raise ValueError("--full is a list of caches: leave it out, or --caches")
         language = NeedleLanguage()
         most, least = language.most_needles, language.least_length(self.questions)
         if self.questions > most:
@@ -81,8 +89,10 @@ class Demo(Measurement):
     @cached_property
     def choices(self) -> dict[str, CacheChoice]:
         """The caches that are asked; ValueError for an unknown name or option."""
+        usual = [*_MORE_SECONDS, *_SECONDS] if self.full else list(_SECONDS)
+        asked = usual if self.caches is None else names(self.caches)
         retrieval = {"top_k": self.top_k, "store": self.store}
-        return choose_caches(names(self.caches), retrieval, self.device)
+        return choose_caches(asked, retrieval, self.device)
 
     def check(self) -> None:
         """Caches and context are refused before the document is read."""
@@ -95,6 +105,22 @@ class Demo(Measurement):
             )
         for choice in self.choices.values():
             choice.make(config, self.context)
+
+    def opening(self, results: Results) -> str:
+        """What is asked of which caches, and for how long, where that was measured."""
+        waiting = [cell["cache"] for cell in self.waiting(results)]
+        if not waiting:
+            return ""
+        known = {**_MORE_SECONDS, **_SECONDS}
+        if self.setup() == Demo(device="cpu").setup() and set(waiting) <= set(known):
+            seconds = sum(known[name] for name in waiting)
+            takes = f"On two idle cores that takes about {seconds} seconds."
+        else:
+            takes = "The bar says soon how long that takes."
+        return (
+            f"The bundled model reads {self.context:,} tokens and answers {self.questions} "
+            f"questions about them, with each of these caches: {', '.join(waiting)}. {takes}"
+        )
 
     def setup(self) -> dict[str, Any]:
         keys = ("context", "questions", "top_k", "store", "recall_questions", "seed")
@@ -112,7 +138,7 @@ class Demo(Measurement):
         ``recall`` the share of the exact top-k that was selected and ``mass`` that of the cold
         attention on it, means over layers, None for caches that don't retrieve.
         """
-        return [self._ask_all(self.choices[cell["cache"]]) for cell in group]
+        return [self._ask_all(self.choices[cell["cache"]], progress) for cell in group]
 
     def lacking(self, cell: Cell, why: Row) -> None:
         """Nothing is kept of a cache that ran out of memory."""
@@ -141,8 +167,10 @@ class Demo(Measurement):
         language = NeedleLanguage()
         return self.context + language.question_len + language.value_len
 
-    def _ask_all(self, choice: CacheChoice) -> Row:
+    def _ask_all(self, choice: CacheChoice, progress: Progress) -> Row:
         tokens, prompts, answers = self._document
+        again = prompts[: self.recall_questions]
+        part = 1 / (len(prompts) + len(again))
         reader = Reader(self._model, choice, self._capacity)
         reader.prefill(tokens)
         right, seconds, used = 0, [], UsageSum()
@@ -153,8 +181,9 @@ class Demo(Measurement):
             right += turn.answer(prompt, len(answer)) == answer.tolist()
             seconds.append(turn.seconds)
             used.add(turn)
+            progress.advance(part)
         held = reader.usage()
-        recalls, masses = _recall(reader, prompts[: self.recall_questions], answers.shape[1])
+        recalls, masses = _recall(reader, again, answers.shape[1])
         return {
             "right_ratio": right / len(prompts),
             "prefill_seconds": reader.seconds,
