@@ -37,9 +37,12 @@ from hf_kvret.registry import attach
 
 _BAR = 40
 # Seconds of each cache on two idle cores, with everything else as by default.
-_SECONDS = {"static": 0, "flat": 0, "paris": 0, "lrqk": 0, "ctkvr": 0, "a2ats": 0}
-# What only ``--full`` asks: transformers' slower cache, and a method that decodes all rows.
-_MORE_SECONDS = {"full": 0, "aqua": 0}
+_SECONDS = {
+    "full": 0, "static": 0, "flat": 0, "paris": 0, "lrqk": 0, "ctkvr": 0, "a2ats": 0, "aqua": 0,
+}  # fmt: skip
+# Only ``--full`` asks these: transformers' slower cache, and a method that decodes all rows.
+_SLOW = ("full", "aqua")
+_USUAL = tuple(name for name in _SECONDS if name not in _SLOW)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +62,9 @@ class Demo(Measurement):
     caches: str | None = option(
         None,
         "comma-separated, options after colons as lrqk:rank=16:store=resident; default: "
-        + ",".join(_SECONDS),
+        + ",".join(_USUAL),
     )
-    full: bool = option(False, f"ask {' and '.join(_MORE_SECONDS)} too, which take long")
+    full: bool = option(False, f"ask {' and '.join(_SLOW)} too, which take long")
     questions: int = count_option(128, "needles asked for")
     top_k: int | float = budget_option()
     store: str = store_option("host")
@@ -89,7 +92,7 @@ class Demo(Measurement):
     @cached_property
     def choices(self) -> dict[str, CacheChoice]:
         """The caches that are asked; ValueError for an unknown name or option."""
-        usual = [*_MORE_SECONDS, *_SECONDS] if self.full else list(_SECONDS)
+        usual = [*_SECONDS] if self.full else [*_USUAL]
         asked = usual if self.caches is None else names(self.caches)
         retrieval = {"top_k": self.top_k, "store": self.store}
         return choose_caches(asked, retrieval, self.device)
@@ -111,9 +114,8 @@ class Demo(Measurement):
         waiting = [cell["cache"] for cell in self.waiting(results)]
         if not waiting:
             return ""
-        known = {**_MORE_SECONDS, **_SECONDS}
-        if self.setup() == Demo(device="cpu").setup() and set(waiting) <= set(known):
-            seconds = sum(known[name] for name in waiting)
+        if self.setup() == Demo(device="cpu").setup() and set(waiting) <= set(_SECONDS):
+            seconds = sum(_SECONDS[name] for name in waiting)
             takes = f"On two idle cores that takes about {seconds} seconds."
         else:
             takes = "The bar says soon how long that takes."

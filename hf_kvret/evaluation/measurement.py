@@ -193,6 +193,8 @@ def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]
         desc=measurement.name or measurement.command,
         unit="cell",
         bar_format="{l_bar}{bar}| {n:.0f}/{total_fmt} cells [{elapsed}<{remaining}{postfix}]",
+        # The mean speed: parts of a cell go at speeds of their own.
+        smoothing=0,
         disable=not first,
     ) as bar:
         for group in chain(first, groups):
