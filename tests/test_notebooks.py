@@ -83,9 +83,9 @@ def unknown_options(tree: ast.Module) -> list[str]:
         for field in node.body
         if isinstance(field, ast.AnnAssign)
     }
-    given = []
+    given, makes = [], re.compile(r"Cache(\.from_pretrained)?$|\.fork$")
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and re.search(r"Cache(\.from_pretrained)?$|\.fork$", ast.unparse(node.func)):
+        if isinstance(node, ast.Call) and makes.search(ast.unparse(node.func)):
             given += [one.arg for one in node.keywords if one.arg]
         if isinstance(node, ast.keyword | ast.Assign) and isinstance(node.value, ast.Dict):
             name = node.arg if isinstance(node, ast.keyword) else ast.unparse(node.targets[0])

@@ -1,7 +1,7 @@
 """Runs the notebooks of ``examples/notebooks``: ``python docs/site/notebooks.py [NAME ...]``.
 
-Each must run without an error. ``--write`` keeps what it printed and drew in the file, without what
-changes from run to run: bars, times of execution, numbers of widgets. Takes the extra ``notebooks``.
+Each must run without an error. ``--write`` keeps what it printed and drew in the file, without bars
+and what a program adds about itself. Takes the extra ``notebooks``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ FOLDER = ROOT / "examples" / "notebooks"
 MOST_SECONDS = 600
 MOST_OUTPUT_BYTES = 200_000
 # Folders of somebody's machine, and not URLs or fractions.
-MACHINE_PATH = re.compile(r"(?<![\w.:/])(/(home|Users|root|tmp|var|work|opt|usr|mnt|private)/|[A-Z]:\\)")
+MACHINE_PATH = re.compile(
+    r"(?<![\w.:/])(/(home|Users|root|tmp|var|work|opt|usr|mnt|private)/|[A-Z]:\\)"
+)
 PICTURE = "image/png"
 
 
@@ -94,8 +96,10 @@ def run(path: Path) -> dict[str, Any]:
     for number, cell in enumerate(notebook["cells"], start=1):
         cell["id"], cell["metadata"] = f"cell-{number}", {}
         if cell["cell_type"] == "code":
-            kept = [one for one in cell["outputs"] if one.get("name") != "stderr"]
-            cell["outputs"] = [{**one, "metadata": {}} if "metadata" in one else one for one in kept]
+            cell["outputs"] = [one for one in cell["outputs"] if one.get("name") != "stderr"]
+            for output in cell["outputs"]:
+                if "metadata" in output:
+                    output["metadata"] = {}
     return json.loads(nbformat.writes(nbformat.from_dict(notebook)))
 
 
