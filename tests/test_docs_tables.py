@@ -88,8 +88,8 @@ def test_every_method_has_a_page_and_every_page_a_method() -> None:
     )
 
 
-def test_the_readme_tells_which_methods_are_here() -> None:
-    rows = table(README, "method", "what finds the tokens")
+def test_a_page_tells_which_methods_are_here() -> None:
+    rows = table(DOCS / "features.md", "method", "what finds the tokens")
     told = {re.sub(r"\(.*|\W", "", cells[0]): cells[2] for cells in rows}
     here = {method for method, state in told.items() if state == "here"}
     assert here == set(hf_kvret.registered_methods())

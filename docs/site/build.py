@@ -1,8 +1,8 @@
 """Builds the site: ``python docs/site/build.py`` writes ``build/site/html``, which works offline.
 
 The pages of ``docs/`` are copied, and what of the repository they link to beside them: Markdown
-becomes a page too, other files are shown as text. Formulas become MathML. Then Zensical builds,
-and every link of what it wrote is followed.
+and notebooks become pages too, other files are shown as text. Formulas become MathML. Then Zensical
+builds, and every link of what it wrote is followed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from latex2mathml.converter import convert
 from links import check
+from notebooks import as_markdown, read
 
 SITE = Path(__file__).parent
 DOCS = SITE.parent
@@ -69,15 +70,18 @@ class Stage:
         if source.is_dir():
             place.write_text(listing(source), encoding="utf-8")
         elif source.suffix == ".md":
-            place.write_text(self.page(source), encoding="utf-8")
+            place.write_text(self.page(source, source.read_text("utf-8")), encoding="utf-8")
+        elif source.suffix == ".ipynb":
+            text = as_markdown(read(source), source, place.parent)
+            place.write_text(self.page(source, text), encoding="utf-8")
         elif place.suffix == ".md":
             place.write_text(listing_of_text(source), encoding="utf-8")
         else:
             shutil.copyfile(source, place)
 
-    def page(self, source: Path) -> str:
-        """The page with links to the stage; fenced blocks stay as they are."""
-        text = FORMULA.sub(lambda found: convert(found[1], display="block"), source.read_text())
+    def page(self, source: Path, text: str) -> str:
+        """The text of a page with links to the stage; fenced blocks stay as they are."""
+        text = FORMULA.sub(lambda found: convert(found[1], display="block"), text)
         lines, fence = [], ""
         for line in text.splitlines():
             mark = FENCE.match(line)

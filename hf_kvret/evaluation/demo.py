@@ -36,6 +36,15 @@ from hf_kvret.evaluation.usage import UsageSum
 from hf_kvret.registry import attach
 
 _BAR = 40
+# Seconds that one core works for each cache, with everything else as by default: CPU time of one
+# thread of a Xeon.
+_SECONDS = {
+    "full": 10, "static": 10, "flat": 9, "paris": 10, "lrqk": 11, "ctkvr": 12, "a2ats": 8,
+    "aqua": 49,
+}  # fmt: skip
+# Only ``--full`` asks these: transformers' slower cache, and a method that decodes all rows.
+_SLOW = ("full", "aqua")
+_USUAL = tuple(name for name in _SECONDS if name not in _SLOW)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +58,15 @@ class Demo(Measurement):
         "Read one long document with the bundled model, ask questions about it, and compare full "
         "attention with retrieval caches. Needs no network."
     )
-    examples: ClassVar[tuple[str, ...]] = ("hf-kvret demo --context 8K --caches full,paris",)
+    examples: ClassVar[tuple[str, ...]] = ("hf-kvret demo --context 8K --caches static,paris",)
 
     context: int = option(16_384, "document length in tokens, as 4096 or 4K", kind=length)
-    caches: str = option(
-        "full,static,flat,paris,lrqk,ctkvr,a2ats,aqua",
-        "comma-separated, options after colons as lrqk:rank=16:store=resident",
+    caches: str | None = option(
+        None,
+        "comma-separated, options after colons as lrqk:rank=16:store=resident; default: "
+        + ",".join(_USUAL),
     )
+    full: bool = option(False, f"ask {' and '.join(_SLOW)} too, which take long")
     questions: int = count_option(128, "needles asked for")
     top_k: int | float = budget_option()
     store: str = store_option("host")
@@ -66,6 +77,8 @@ class Demo(Measurement):
     """How many questions are asked again with recall measured."""
 
     def __post_init__(self) -> None:
+        if self.full and self.caches is not None:
+            raise ValueError("--full is a list of caches: leave it out, or --caches")
         language = NeedleLanguage()
         most, least = language.most_needles, language.least_length(self.questions)
         if self.questions > most:
@@ -81,8 +94,10 @@ class Demo(Measurement):
     @cached_property
     def choices(self) -> dict[str, CacheChoice]:
         """The caches that are asked; ValueError for an unknown name or option."""
+        usual = [*_SECONDS] if self.full else [*_USUAL]
+        asked = usual if self.caches is None else names(self.caches)
         retrieval = {"top_k": self.top_k, "store": self.store}
-        return choose_caches(names(self.caches), retrieval, self.device)
+        return choose_caches(asked, retrieval, self.device)
 
     def check(self) -> None:
         """Caches and context are refused before the document is read."""
@@ -95,6 +110,21 @@ class Demo(Measurement):
             )
         for choice in self.choices.values():
             choice.make(config, self.context)
+
+    def opening(self, results: Results) -> str:
+        """What is asked of which caches; how long it takes, where that was measured."""
+        waiting = [cell["cache"] for cell in self.waiting(results)]
+        if not waiting:
+            return ""
+        if self.setup() == Demo(device="cpu").setup() and set(waiting) <= set(_SECONDS):
+            seconds = sum(_SECONDS[name] for name in waiting)
+            takes = f"That is about {seconds} seconds of work for one core, and less on several."
+        else:
+            takes = "The bar says soon how long that takes."
+        return (
+            f"The bundled model reads {self.context:,} tokens and answers {self.questions} "
+            f"questions about them, with each of these caches: {', '.join(waiting)}. {takes}"
+        )
 
     def setup(self) -> dict[str, Any]:
         keys = ("context", "questions", "top_k", "store", "recall_questions", "seed")
@@ -112,7 +142,7 @@ class Demo(Measurement):
         ``recall`` the share of the exact top-k that was selected and ``mass`` that of the cold
         attention on it, means over layers, None for caches that don't retrieve.
         """
-        return [self._ask_all(self.choices[cell["cache"]]) for cell in group]
+        return [self._ask_all(self.choices[cell["cache"]], progress) for cell in group]
 
     def lacking(self, cell: Cell, why: Row) -> None:
         """Nothing is kept of a cache that ran out of memory."""
@@ -141,8 +171,10 @@ class Demo(Measurement):
         language = NeedleLanguage()
         return self.context + language.question_len + language.value_len
 
-    def _ask_all(self, choice: CacheChoice) -> Row:
+    def _ask_all(self, choice: CacheChoice, progress: Progress) -> Row:
         tokens, prompts, answers = self._document
+        again = prompts[: self.recall_questions]
+        part = 1 / (len(prompts) + len(again))
         reader = Reader(self._model, choice, self._capacity)
         reader.prefill(tokens)
         right, seconds, used = 0, [], UsageSum()
@@ -153,8 +185,9 @@ class Demo(Measurement):
             right += turn.answer(prompt, len(answer)) == answer.tolist()
             seconds.append(turn.seconds)
             used.add(turn)
+            progress.advance(part)
         held = reader.usage()
-        recalls, masses = _recall(reader, prompts[: self.recall_questions], answers.shape[1])
+        recalls, masses = _recall(reader, again, answers.shape[1])
         return {
             "right_ratio": right / len(prompts),
             "prefill_seconds": reader.seconds,

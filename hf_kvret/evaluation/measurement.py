@@ -94,6 +94,10 @@ class Measurement(ABC):
         """The same, with what it keeps beside its results placed where those go."""
         return self
 
+    def opening(self, results: Results) -> str:
+        """What a user is told before the first bar; empty for nothing."""
+        return ""
+
     @abstractmethod
     def setup(self) -> dict[str, Any]:
         """All that numbers depend on besides the cells, as plain JSON values."""
@@ -189,6 +193,8 @@ def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]
         desc=measurement.name or measurement.command,
         unit="cell",
         bar_format="{l_bar}{bar}| {n:.0f}/{total_fmt} cells [{elapsed}<{remaining}{postfix}]",
+        # The mean speed: parts of a cell go at speeds of their own.
+        smoothing=0,
         disable=not first,
     ) as bar:
         for group in chain(first, groups):
@@ -239,6 +245,8 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     with measurement.surroundings():
         results = Results(measurement.title(), measurement.setup(), outputs.json)
         known = len(measurement.cells()) - len(measurement.waiting(results))
+        if opening := measurement.opening(results):
+            print(f"{opening}\n", file=sys.stderr)
         try:
             failed = measure(measurement, results)
         finally:
