@@ -189,7 +189,7 @@ def attend_all(
     if regions.config.track_recall:
         counters.recalls.append(Recall(overlap=1.0, mass=1.0, best_mass=1.0))
     for observer in counters.observers:
-        observer(selection(number, None, window))
+        observer(selection(number, query, cold, None, window))
     return part
 
 
@@ -212,4 +212,4 @@ def _note_search(
     if regions.config.track_recall:
         counters.recalls.append(measure_recall(query, ids, cold))
     for observer in counters.observers:
-        observer(selection(number, ids, regions.window, groups))
+        observer(selection(number, query, cold, ids, regions.window, groups))

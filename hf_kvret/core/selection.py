@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvret.core.head_groups import HeadGroups
+from hf_kvret.core.index import ColdTokens
 from hf_kvret.core.window import Window
 
 
@@ -17,6 +18,8 @@ class Selection:
 
     Attributes:
         layer: number of the layer in the model.
+        query: ``[B, Hq, Q, Dk]`` as the keys are, after rotation; logits are its products with
+            them, times ``scale``, and capped by ``softcap`` where that is not None.
         ids: ``[B, H, Q, K]`` int32 slots of the cold tokens that were selected, in any order, -1
             for none; H counts KV heads, or query heads where these select apart. None: all cold
             tokens, for a method without an index.
@@ -26,6 +29,9 @@ class Selection:
     """
 
     layer: int
+    query: torch.Tensor
+    scale: float
+    softcap: float | None
     ids: torch.Tensor | None
     sinks: torch.Tensor
     recent: tuple[int, int]
@@ -35,9 +41,17 @@ Observer = Callable[[Selection], None]
 
 
 def selection(
-    layer: int, ids: torch.Tensor | None, window: Window, groups: HeadGroups | None = None
+    layer: int,
+    query: torch.Tensor,
+    cold: ColdTokens,
+    ids: torch.Tensor | None,
+    window: Window,
+    groups: HeadGroups | None = None,
 ) -> Selection:
-    """A selection with copies of ``ids``, folded where heads select in ``groups``."""
+    """A selection with copies of ``query`` and ``ids``, folded where heads select in ``groups``."""
+    query = query.clone() if groups is None else groups.unfold(query).clone()
     if ids is not None:
         ids = ids.clone() if groups is None else groups.unfold_ids(ids)
-    return Selection(layer, ids, window.sink_slots.clone(), (window.start, window.end))
+    recent = window.start, window.end
+    sinks = window.sink_slots.clone()
+    return Selection(layer, query, cold.scale, cold.softcap, ids, sinks, recent)
