@@ -2,8 +2,8 @@
 
     pip install -c constraints.txt ".[app]" && python examples/app.py
 
-It serves 127.0.0.1 alone and asks no other host for anything; a model of the hub is loaded, if it is
-named. See docs/app.md.
+It serves 127.0.0.1 alone and asks no other host for anything, but for a model of the hub that is
+named and not there yet. See docs/app.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model speaks: text to token ids, with the piece of the text that each of them stands for."""
+"""What a model speaks: text to token ids, with the piece of text that each of them stands for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids, and for each the piece of the text that it adds; later ids of one character add ``""``."""
+    """Ids, and the piece of text that each adds; later ids of one character add ``""``."""
 
     ids: list[int]
     pieces: list[str]

@@ -1,4 +1,4 @@
-"""The page: Gradio's parts, and which of them change with what. What they show is made elsewhere."""
+"""The page: Gradio's parts, and what changes with what. What they show is made elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import gradio as gr
 
-from app_parts.answers import Answer
 from app_parts.reading import CACHES
 from app_parts.session import Desk, Session
 from app_parts.showing import answer_html, document_html, notice, numbers_html
@@ -176,10 +175,5 @@ def _summary(session: Session) -> str:
     assert answer is not None and session.reading is not None, "it was just given"
     if not answer.ids:
         return "The model ended its answer before the first word: ask in other words."
-    return _told(answer, session.reading.method)
-
-
-def _told(answer: Answer, method: str) -> str:
-    return (
-        f"{len(answer.ids)} tokens from a fork of the {method} cache. Choose a word of the answer."
-    )
+    count, method = len(answer.ids), session.reading.method
+    return f"{count} tokens from a fork of the {method} cache. Choose a word of the answer."

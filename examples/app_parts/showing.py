@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -169,7 +170,7 @@ def _map(marks: Highlights, strength: np.ndarray) -> str:
     edges = np.linspace(0, total, min(_BINS, total) + 1).astype(int)
     width = 100 / (len(edges) - 1)
     bins = []
-    for number, (first, last) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+    for number, (first, last) in enumerate(pairwise(edges)):
         most = float(strength[first:last].max(initial=0.0))
         near = bool(marks.sinks[first:last].any() or marks.recent[first:last].any())
         if most > 0 or near:

@@ -216,6 +216,8 @@ def test_steps_are_not_replayed_while_they_are_observed() -> None:
 
 
 def test_another_cache_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(TypeError, match="only a retrieval cache selects"):
-        with observe(DynamicCache(config=model.config), print):
-            pass
+    with (
+        pytest.raises(TypeError, match="only a retrieval cache selects"),
+        observe(DynamicCache(config=model.config), print),
+    ):
+        pass
