@@ -11,7 +11,7 @@ import gradio as gr
 from app_parts.reading import CACHES
 from app_parts.session import Desk, Session
 from app_parts.showing import answer_html, document_html, notice, numbers_html
-from app_parts.uploads import visible
+from app_parts.uploads import size_text, visible
 
 STYLE = Path(__file__).with_name("style.css")
 # Gradio's own themes take their fonts from Google.
@@ -39,7 +39,7 @@ def make_page(desk: Desk) -> gr.Blocks:
         with gr.Row():
             with gr.Column(scale=2, min_width=300):
                 file = gr.File(
-                    label=f"Document: plain text, up to {limits.upload / 1e6:g} MB", height=150
+                    label=f"Document: plain text, up to {size_text(limits.upload)}", height=150
                 )
                 text = gr.Textbox(label="or paste a text", lines=4, max_lines=8)
                 with gr.Row():
@@ -96,8 +96,7 @@ def make_page(desk: Desk) -> gr.Blocks:
             yield from reading(session, lambda: desk.of_text(pasted), method)
 
         def read_example(session: Any, method: str) -> Iterator[list[Any]]:
-            made = desk.example.document
-            for change in reading(session, lambda: desk.of_text(made, "the example"), method):
+            for change in reading(session, desk.of_example, method):
                 yield [*change, desk.example.questions[0]]
 
         def answer(

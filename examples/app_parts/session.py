@@ -51,6 +51,10 @@ class Desk:
         check_size(len(text.encode("utf-8", "replace")), self.limits.upload, name)
         return self._document(name, checked(text, name))
 
+    def of_example(self) -> Document:
+        """The example, whatever the limit of uploads."""
+        return self._document("the example", self.example.document)
+
     def _document(self, name: str, text: str) -> Document:
         return Document(name, self.language.document(text))
 

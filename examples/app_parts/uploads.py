@@ -12,7 +12,7 @@ def check_size(count: int, most: int, name: str) -> None:
     """ValueError for more than ``most`` bytes."""
     if count > most:
         raise ValueError(
-            f"{name} has {_megabytes(count)}, and at most {_megabytes(most)} are taken: give a "
+            f"{name} has {size_text(count)}, and at most {size_text(most)} are taken: give a "
             "part of it, or start the app with a larger --max-upload"
         )
 
@@ -69,5 +69,6 @@ def _visible(character: str) -> str:
     return f"‹U+{ord(character):04X}›"
 
 
-def _megabytes(count: int) -> str:
+def size_text(count: int) -> str:
+    """Bytes in MB, or in KB where they are few."""
     return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} KB"

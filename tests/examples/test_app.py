@@ -36,14 +36,18 @@ KEYS, VALUE = "k5 k9", "v7 v8"
 NOISE = " ".join(f"n{number % 90}" for number in range(220))
 TEXT = f"{NOISE} K {KEYS} {VALUE} {NOISE}\n"
 QUESTION = f"Q {KEYS} ->"
-HOSTILE = (
-    "<script>alert(1)</script><img src=x onerror=alert(1)> & \"'` ${1} {{this}} \u202eabc\u0007"
-)
+SCRIPT = "<script>alert(1)</script>"
+HOSTILE = f"{SCRIPT}<img src=x onerror=alert(1)> & \"'` ${{1}} {{{{this}}}} \u202eabc\u0007"
 
 
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     return load_subject("needle")
+
+
+@pytest.fixture(scope="module")
+def english() -> Subject:
+    return load_subject("reference")
 
 
 def desk_of(subject: Subject, **limits: int) -> Desk:
@@ -192,7 +196,7 @@ def test_text_of_strangers_is_shown_as_it_is_and_nothing_else() -> None:
         assert page.attributes <= {"class", "style", "title", "dir", "role", "aria-label"}
         for sign in ("${", "{{", "`", "\u202e", "\u0007"):
             assert sign not in html
-        assert "<script>alert(1)</script>" in page.text
+        assert SCRIPT in page.text
     assert Reader(escaped(HOSTILE)).text == visible(HOSTILE)
     assert "‹U+202E›abc‹U+0007›" in visible(HOSTILE)
 
@@ -285,9 +289,9 @@ def test_a_bad_top_k_is_named(text: str) -> None:
         budget_of(text)
 
 
-def test_pieces_of_a_tokenizer_are_the_text() -> None:
+def test_pieces_of_a_tokenizer_are_the_text(english: Subject) -> None:
     """Also where a character takes several tokens; special names in a document are text."""
-    subject = load_subject("reference")
+    subject = english
     language = language_of(subject, plain=False)
     text = "The naïve 🦉 says </s> twice:\n</s>"
     tokens = language.document(text)
@@ -300,8 +304,8 @@ def test_pieces_of_a_tokenizer_are_the_text() -> None:
     assert language.answer(tokens.ids[1:6])[:1] == ["The"]
 
 
-def test_a_chat_template_goes_around_document_and_question() -> None:
-    subject = load_subject("reference")
+def test_a_chat_template_goes_around_document_and_question(english: Subject) -> None:
+    subject = english
     assert subject.tokenizer is not None
     subject.tokenizer.chat_template = (
         "{% for one in messages %}<s>user: {{ one.content }}</s>{% endfor %}"
