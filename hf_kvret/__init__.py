@@ -11,6 +11,8 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.block import TokenBlock
 from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.observers import observe
+from hf_kvret.core.selection import Selection
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
 from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig
@@ -46,9 +48,11 @@ __all__ = [
     "ParisKVCache",
     "RetrievalCache",
     "RetrievalConfig",
+    "Selection",
     "Store",
     "TokenBlock",
     "attach",
+    "observe",
     "register",
     "registered_methods",
     "restore",

@@ -8,6 +8,7 @@ import torch
 
 from hf_kvret.core.index import ColdTokens, Index
 from hf_kvret.core.recall import Recall
+from hf_kvret.core.selection import Observer
 
 
 @dataclass
@@ -19,6 +20,7 @@ class LayerCounters:
         lost: ``[2]`` fp64, the sum of the shares of the attention that were not computed exactly,
             as the index estimates them, and how many shares there are; None: nothing was measured.
         exactly_lost: the same from all keys, with ``track_recall``.
+        observers: called with what each step selects; see ``observe``.
     """
 
     steps: int = 0
@@ -30,6 +32,7 @@ class LayerCounters:
     lost: torch.Tensor | None = None
     exactly_lost: torch.Tensor | None = None
     recalls: list[Recall] = field(default_factory=list)
+    observers: tuple[Observer, ...] = ()
     # Of one query and head, and what that depends on.
     _candidates: int = field(default=0, init=False)
     _form: tuple[object, ...] = field(default=(), init=False)

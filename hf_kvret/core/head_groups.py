@@ -59,3 +59,7 @@ class HeadGroups:
         sizes = (batch, self.heads, self.size, folded // self.count, self.count, *result.shape[3:])
         own = result.view(sizes).movedim(4, 2).flatten(2, 3)[:, :, : self.query_heads]
         return own.flatten(1, 2)
+
+    def unfold_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """``[B, Hq, Q, K]`` of ids that were found for folded queries, by KV head or by each."""
+        return self.unfold(ids.repeat_interleave(self.heads * self.size // ids.shape[1], dim=1))

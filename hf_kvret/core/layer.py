@@ -310,7 +310,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.regions = self._scoring = None
         self.is_initialized = self.waiting = False
         self.final_len = 0
-        self.counters = LayerCounters()
+        self.counters = LayerCounters(observers=self.counters.observers)
 
     def offload(self) -> None:
         """Nothing: the store decides where rows live."""

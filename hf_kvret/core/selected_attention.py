@@ -19,6 +19,7 @@ from hf_kvret.core.merge import merge
 from hf_kvret.core.pieces import piece_len
 from hf_kvret.core.recall import Recall, measure_recall
 from hf_kvret.core.regions import Regions
+from hf_kvret.core.selection import selection
 from hf_kvret.core.store import AttentionResult
 from hf_kvret.core.unselected import Choice, LayerOfModel, Lost, choose, estimates_wanted, stand_ins
 from hf_kvret_kernels.ids import WrongIdError
@@ -70,7 +71,8 @@ def attend_selected(
         if step is not None:
             out, host_ids = step
             if cold is not None and index is not None:
-                _note_search(regions, index, searching, host_ids, cold, counters, position_queries)
+                number = 0 if layer is None else layer.number
+                _note_search(regions, index, searching, host_ids, cold, counters, groups, number)
                 index.after_search(host_ids)
             return out if groups is None else groups.unfold(out)
     layer = LayerOfModel() if layer is None else layer
@@ -98,7 +100,6 @@ def _attend_in_parts(
     layer: LayerOfModel,
 ) -> torch.Tensor:
     """See ``attend_selected``, part by part; ``selected`` is counted up."""
-    position_queries = 1 if groups is None else groups.count
     finish_cold: Callable[[], AttentionResult] | None = None
     # With one position to see and no logits of heads, groups stay queries up to the end.
     stays_folded = query.shape[2] == 1 and call.sink_logits is None
@@ -106,11 +107,11 @@ def _attend_in_parts(
     rest_tokens: RestTokens | None = None
     lost: Lost | None = None
     if cold is not None and index is None:
-        finish_cold = partial(attend_all, regions, query, cold, counters)
+        finish_cold = partial(attend_all, regions, query, cold, counters, layer.number)
     elif cold is not None and index is not None:
         choice = choose(regions, searching, index, cold, layer, groups)
         ids = choice.ids
-        _note_search(regions, index, searching, ids, cold, counters, position_queries)
+        _note_search(regions, index, searching, ids, cold, counters, groups, layer.number)
         # First, so that a store elsewhere works while the device does all the rest.
         form = cold.scale, cold.softcap
         if choice.log_weights is None:
@@ -172,9 +173,13 @@ def _unfolded(groups: HeadGroups, finish: Callable[[], AttentionResult]) -> Atte
 
 
 def attend_all(
-    regions: Regions, query: torch.Tensor, cold: ColdTokens, counters: LayerCounters
+    regions: Regions,
+    query: torch.Tensor,
+    cold: ColdTokens,
+    counters: LayerCounters,
+    number: int = 0,
 ) -> AttentionResult:
-    """Attention to all cold tokens, counted as selected."""
+    """Attention to all cold tokens of the layer ``number``, counted as selected."""
     window, count = regions.window, query.shape[2]
     heads = window.keys.shape[1]
     numbers = heads * window.row_dim
@@ -183,6 +188,8 @@ def attend_all(
     counters.total(cold).add_(cold.valid.sum() * heads * count)
     if regions.config.track_recall:
         counters.recalls.append(Recall(overlap=1.0, mass=1.0, best_mass=1.0))
+    for observer in counters.observers:
+        observer(selection(number, query, cold, None, window))
     return part
 
 
@@ -193,11 +200,16 @@ def _note_search(
     ids: torch.Tensor,
     cold: ColdTokens,
     counters: LayerCounters,
-    position_queries: int,
+    groups: HeadGroups | None,
+    number: int,
 ) -> None:
+    """Count a search, and tell those who watch the layer ``number``."""
+    position_queries = 1 if groups is None else groups.count
     batch, heads, count, _ = ids.shape
     counters.count(cold, batch * heads * position_queries, count // position_queries)
     changes = regions.config, regions.changes
     counters.count_candidates(index, changes, cold, batch * heads * count)
     if regions.config.track_recall:
         counters.recalls.append(measure_recall(query, ids, cold))
+    for observer in counters.observers:
+        observer(selection(number, query, cold, ids, regions.window, groups))

@@ -46,6 +46,8 @@ class LayerStep:
         """Why the layer's steps can't be captured; None: they can."""
         if self.layer.config.track_recall:
             return "track_recall=True reads all keys at every step, for study"
+        if self.layer.counters.observers:
+            return "the cache is observed, and a replayed step would not be told of"
         regions = self.regions
         index = regions.index
         if not regions.cold_len or regions.store is None:

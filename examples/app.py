@@ -1,0 +1,94 @@
+"""A page that shows which tokens of a document each word of an answer retrieved.
+
+    pip install -c constraints.txt ".[app]" && python examples/app.py
+
+It serves 127.0.0.1 alone and asks no other host for anything, but for a model of the hub that is
+named and not there yet. See docs/app.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from app_parts.reading import CACHES, Limits
+from app_parts.session import Choices, Desk
+
+from hf_kvret.core.sizes import byte_count
+from hf_kvret.evaluation.arguments import (
+    DTYPES,
+    budget,
+    check_device,
+    device_name,
+    length,
+    whole_number,
+)
+from hf_kvret.evaluation.bundled import default_model
+from hf_kvret.evaluation.subject import load_subject
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(
+        description="Ask a document, and see what each word of the answer retrieved."
+    )
+    add, limits = parser.add_argument, Limits()
+    add(
+        "--model",
+        default=default_model(),
+        metavar="NAME_OR_PATH",
+        help="needle, reference, a folder or a hub id (default: %(default)s)",
+    )
+    add("--dtype", choices=DTYPES, default="float32", help="of the model (default: %(default)s)")
+    add("--device", type=device_name, default="cpu", help="cpu or cuda (default: %(default)s)")
+    add("--cache", choices=CACHES, default="paris", help="to begin with (default: %(default)s)")
+    add("--top-k", type=_budget, default="64", help="tokens to retrieve, 64 or a share as 0.02")
+    add("--port", type=whole_number(1, 65_535), help="default: the first free one from 7860 on")
+    add("--max-upload", type=_size, default=limits.upload, metavar="5MB", help="of a document")
+    add("--max-tokens", type=length, default=limits.tokens, metavar="32K", help="of a document")
+    add("--new-tokens", type=length, default=limits.answer, metavar="32", help="of an answer")
+    add("--plain", action="store_true", help="leave out the tokenizer's chat template")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve the page until Ctrl-C. Returns the exit status."""
+    given = make_parser().parse_args(arguments)
+    if importlib.util.find_spec("gradio") is None:
+        print('the app needs gradio: pip install -c constraints.txt ".[app]"', file=sys.stderr)
+        return 1
+    limits = Limits(upload=given.max_upload, tokens=given.max_tokens, answer=given.new_tokens)
+    try:
+        check_device(given.device)
+        subject = load_subject(given.model, DTYPES[given.dtype], given.device)
+        desk = Desk(subject, Choices(given.cache, given.top_k, limits, given.plain))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    # Late: it takes seconds, and is not needed to be told of a mistake.
+    from app_parts.server import serve
+
+    try:
+        serve(desk, given.port)
+    except OSError as error:
+        print(f"--port {given.port}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _budget(text: str) -> str:
+    budget(text)
+    return text
+
+
+def _size(text: str) -> int:
+    try:
+        return byte_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

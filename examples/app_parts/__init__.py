@@ -1,0 +1,1 @@
+"""Parts of ``examples/app.py``: all but ``page`` and ``server`` do without Gradio."""

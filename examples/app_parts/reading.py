@@ -1,0 +1,167 @@
+"""A document that is read once, and questions about it: each takes a fork of the filled cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from app_parts.answers import Answer, Step, retrieved
+from app_parts.languages import Language, Tokens
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.core.observers import observe
+from hf_kvret.core.selection import Selection
+from hf_kvret.evaluation.caches import choose_cache
+from hf_kvret.evaluation.reader import Reader
+from hf_kvret.evaluation.subject import Subject
+
+CACHES = ("paris", "lrqk", "flat", "ctkvr", "a2ats")
+# A small window, so that a short document shows something.
+WINDOW = {"sink": 4, "recent": 64, "flush": 64, "dense_below": 0}
+_CHUNK = 1_024
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is refused, and where an answer ends.
+
+    Attributes:
+        upload: bytes of a document.
+        tokens: of a document.
+        question: characters of a question.
+        answer: tokens of an answer.
+    """
+
+    upload: int = 5_000_000
+    tokens: int = 32_768
+    question: int = 4_000
+    answer: int = 32
+
+
+@dataclass(frozen=True)
+class Document:
+    """What is asked about."""
+
+    name: str
+    tokens: Tokens
+
+
+class Reading:
+    """A document in a cache.
+
+    Args:
+        subject: the model.
+        language: that it speaks.
+        document: see ``read``.
+        method: the cache, one of ``CACHES``.
+        limits: see there.
+
+    Raises:
+        ValueError: a cache that this model can't have, or a document that is too long.
+    """
+
+    def __init__(
+        self, subject: Subject, language: Language, document: Document, method: str, limits: Limits
+    ) -> None:
+        self.language, self.document, self.method, self.limits = language, document, method, limits
+        count = len(document.tokens)
+        if count > limits.tokens:
+            raise ValueError(
+                f"{document.name} has {count:,} tokens, and at most {limits.tokens:,} are taken: "
+                "give a part of it, or start the app with a larger --max-tokens"
+            )
+        config: Any = subject.model.config.get_text_config(decoder=True)
+        self._positions: int | None = getattr(config, "max_position_embeddings", None)
+        self._check_length(document.tokens)
+        # Caches of ours grow as they need; a question has fewer tokens than bytes.
+        capacity = self._positions or count + 4 * limits.question + limits.answer
+        self._reader = Reader(subject.model, choose_cache(method, WINDOW), capacity)
+        self.seconds = 0.0
+
+    def read(self) -> Iterator[int]:
+        """Read the document; yields the number of tokens that were read, after each part."""
+        ids = torch.tensor(self.document.tokens.ids)
+        chunks = list(ids.split(_CHUNK))
+        if len(chunks) > 1 and len(chunks[-1]) < _CHUNK // 4:
+            # So few tokens would retrieve, as drafted ones do.
+            chunks[-2:] = [torch.cat(chunks[-2:])]
+        for chunk in chunks:
+            self._reader.feed(chunk)
+            yield self._reader.length
+        started = time.perf_counter()
+        # Builds the indexes, so that no question has to.
+        self._reader.fork()
+        self.seconds = self._reader.seconds + time.perf_counter() - started
+
+    def ask(self, question: str, top_k: int | float) -> Iterator[Answer]:
+        """The answer after every token of it, the same object each time.
+
+        What was retrieved is in it the last time.
+
+        Raises:
+            ValueError: no question, one that is too long, or a bad ``top_k``.
+        """
+        if not question.strip():
+            raise ValueError("there is no question: write one, or take one of the examples")
+        if len(question) > self.limits.question:
+            raise ValueError(
+                f"the question has {len(question):,} characters, and at most "
+                f"{self.limits.question:,} are taken: put the text into the document"
+            )
+        prompt = self.document.tokens + self.language.question(question)
+        self._check_length(prompt)
+        turn = self._reader.fork(top_k=top_k)
+        ids = torch.tensor(prompt.ids[len(self.document.tokens) :])
+        if len(ids) > 1:
+            turn.feed(ids[:-1])
+        # The last token is fed alone: it asks for the first new one, and retrieves. Another fork
+        # counts the steps of the answer alone.
+        answer = Answer(prompt, len(self.document.tokens))
+        yield from self._generate(turn.fork(), ids[-1:], answer)
+
+    def _generate(self, turn: Reader, token: torch.Tensor, answer: Answer) -> Iterator[Answer]:
+        cache, seen = turn.cache, []
+        assert isinstance(cache, RetrievalCache), "the app offers no others"
+        for _ in range(self.limits.answer):
+            with observe(cache, seen.append):
+                best = int(turn.feed(token)[-1].argmax())
+            answer.passes, answer.seconds = answer.passes + 1, turn.seconds
+            if best in self.language.stop:
+                break
+            answer.ids.append(best)
+            answer.pieces = self.language.answer(answer.ids)
+            answer.steps.append(Step({}, turn.length))
+            token = torch.tensor([best])
+            yield answer
+        usage = turn.usage()
+        answer.step_bytes, answer.full_bytes = usage.step_bytes, usage.full_bytes
+        answer.dense = cache.why_dense()
+        _fill_in(answer, cache, seen)
+        yield answer
+
+    def _check_length(self, prompt: Tokens) -> None:
+        needed = len(prompt) + self.limits.answer
+        if self._positions is not None and needed > self._positions:
+            raise ValueError(
+                f"document, question and answer need {needed:,} positions, and the model knows "
+                f"{self._positions:,} (max_position_embeddings): give a shorter document, or "
+                "start the app with another --model"
+            )
+
+
+def _fill_in(answer: Answer, cache: RetrievalCache, seen: list[Selection]) -> None:
+    """Put what was ``seen`` into the answer's steps."""
+    by_layer: dict[int, list[Selection]] = {}
+    for one in seen:
+        by_layer.setdefault(one.layer, []).append(one)
+    for number, of_layer in by_layer.items():
+        # All keys of a layer, but of one layer at a time.
+        keys = cache.layers[number].keys
+        for one in of_layer:
+            # A pass that ended the answer gave no token.
+            step = one.recent[1] - len(answer.prompt)
+            if step < len(answer.steps):
+                answer.steps[step].layers[number] = retrieved(one, keys)

@@ -1,0 +1,97 @@
+"""The server of the page: this machine alone, no other host, no telemetry."""
+
+from __future__ import annotations
+
+import os
+
+# Read when they are imported.
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+import gradio as gr
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app_parts.page import STYLE, THEME, make_page
+from app_parts.session import Desk
+
+ADDRESS = "127.0.0.1"
+# The browser refuses whatever is of another host, even if a document brought it into the page.
+# Gradio compiles its templates in the page.
+POLICY = "; ".join(
+    (
+        "default-src 'self'",
+        "script-src 'self' 'unsafe-inline' 'unsafe-eval'",
+        "style-src 'self' 'unsafe-inline'",
+        "img-src 'self' data: blob:",
+        "font-src 'self' data:",
+        "worker-src 'self' blob:",
+        "object-src 'none'",
+        "form-action 'self'",
+        "base-uri 'self'",
+        "frame-ancestors 'none'",
+    )
+)
+
+
+class PolicyHeaders:
+    """Adds ``POLICY`` to every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+
+        async def with_policy(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = {
+                    b"content-security-policy": POLICY.encode(),
+                    b"referrer-policy": b"no-referrer",
+                    b"x-content-type-options": b"nosniff",
+                }
+                kept = [one for one in message["headers"] if one[0].lower() not in headers]
+                message = {**message, "headers": [*kept, *headers.items()]}
+            await send(message)
+
+        await self.app(scope, receive, with_policy)
+
+
+def serve(desk: Desk, port: int | None, *, block: bool = True) -> tuple[gr.Blocks, str]:
+    """Serve the page; returns it and its address, with ``block`` after Ctrl-C.
+
+    Args:
+        desk: the model.
+        port: None: the first free one from 7860 on.
+        block: wait until it is stopped.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    page = make_page(desk)
+    page.queue(max_size=16)
+    _, url, _ = page.launch(
+        server_name=ADDRESS,
+        server_port=port,
+        share=False,
+        quiet=True,
+        inbrowser=False,
+        prevent_thread_lock=True,
+        # What is a little too large is refused in our words, which name the remedy.
+        max_file_size=4 * desk.limits.upload,
+        theme=THEME,
+        css_paths=STYLE,
+        footer_links=[],
+        run_history=False,
+        enable_monitoring=False,
+        ssr_mode=False,
+        mcp_server=False,
+        pwa=False,
+        strict_cors=True,
+        state_session_capacity=8,
+        app_kwargs={"middleware": [Middleware(PolicyHeaders)]},
+    )
+    print(f"open {url} in a browser on this machine; Ctrl-C ends it", flush=True)
+    if block:
+        page.block_thread()
+    return page, url

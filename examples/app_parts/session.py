@@ -1,0 +1,130 @@
+"""What a visitor of the page has open: a document, its reading, an answer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from app_parts.answers import Answer, Part
+from app_parts.languages import Example, Language, language_of
+from app_parts.reading import CACHES, Document, Limits, Reading
+from app_parts.uploads import check_size, checked, text_of
+from hf_kvret.evaluation.arguments import budget
+from hf_kvret.evaluation.subject import Subject
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the page begins with.
+
+    Attributes:
+        cache: one of ``CACHES``.
+        top_k: a count or a share, as written.
+        limits: see there.
+        plain: no chat template.
+    """
+
+    cache: str = "paris"
+    top_k: str = "64"
+    limits: Limits = Limits()
+    plain: bool = False
+
+
+class Desk:
+    """A model that reads documents for all visitors, one after the other."""
+
+    def __init__(self, subject: Subject, choices: Choices) -> None:
+        self.subject, self.choices, self.limits = subject, choices, choices.limits
+        self.language: Language = language_of(subject, plain=choices.plain)
+        self.example: Example = self.language.example
+
+    def of_file(self, path: Path) -> Document:
+        """The document in a file; ValueError with the way out for one that can't be read."""
+        # Before it is read: it may be far too large.
+        check_size(path.stat().st_size, self.limits.upload, path.name)
+        return self._document(path.name, text_of(path.read_bytes(), path.name))
+
+    def of_text(self, text: str, name: str = "the text") -> Document:
+        """The document that was pasted; ValueError as above."""
+        check_size(len(text.encode("utf-8", "replace")), self.limits.upload, name)
+        return self._document(name, checked(text, name))
+
+    def of_example(self) -> Document:
+        """The example, whatever the limit of uploads."""
+        return self._document("the example", self.example.document)
+
+    def _document(self, name: str, text: str) -> Document:
+        return Document(name, self.language.document(text))
+
+
+@dataclass
+class Session:
+    """What one visitor has open. Messages are for the page.
+
+    Attributes:
+        reading: of the document, with one method; None before.
+        answer: the newest; None before.
+    """
+
+    desk: Desk
+    reading: Reading | None = None
+    answer: Answer | None = None
+
+    def read(self, document: Document, method: str) -> Iterator[str]:
+        """Read a document in place of that which is open; yields messages.
+
+        Raises:
+            ValueError: a document or a cache that is refused; what was open stays.
+        """
+        if method not in CACHES:
+            raise ValueError(f"there is no cache {method!r}: choose one of {', '.join(CACHES)}")
+        desk, count = self.desk, len(document.tokens)
+        reading = Reading(desk.subject, desk.language, document, method, desk.limits)
+        self.reading = self.answer = None
+        yield f"{document.name}: reading {count:,} tokens into {method} ..."
+        for done in reading.read():
+            yield f"{document.name}: {done:,} of {count:,} tokens read into {method} ..."
+        self.reading = reading
+        yield f"{document.name}: {count:,} tokens read into {method} in {reading.seconds:.1f} s."
+
+    def ask(self, question: str, method: str, top_k: str) -> Iterator[str | Answer]:
+        """Answer a question; reads the document again first where another method is wanted.
+
+        Yields messages and, after every token, the answer.
+
+        Raises:
+            ValueError: no document, or what ``Reading.ask`` and ``read`` refuse.
+        """
+        if self.reading is None:
+            raise ValueError(
+                "there is no document yet: choose a file, paste a text and press Read, or press "
+                "Example"
+            )
+        rows = budget_of(top_k)
+        if method != self.reading.method:
+            yield from self.read(self.reading.document, method)
+        assert self.reading is not None, "it was read above"
+        for answer in self.reading.ask(question, rows):
+            self.answer = answer
+            yield answer
+
+    def part(self, word: int | None, layer: int | None, head: int | None) -> Part:
+        """The part of the answer that was chosen; None or what is not there stands for all."""
+        assert self.answer is not None, "there is an answer to look at"
+        words, heads = self.answer.words, self.answer.heads
+        tokens = range(len(self.answer.ids))
+        if word is not None and 0 <= word < len(words):
+            tokens = words[word][1]
+        layer = layer if layer in heads else None
+        most = max(heads.values(), default=0) if layer is None else heads[layer]
+        return Part(tokens, layer, head if head is not None and 0 <= head < most else None)
+
+
+def budget_of(text: str) -> int | float:
+    """The number of tokens to retrieve; ValueError for none that ``top_k`` may be."""
+    try:
+        return budget(text.strip())
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"top_k: {error}") from error

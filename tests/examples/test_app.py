@@ -1,0 +1,346 @@
+"""The app's logic: what is read, refused and shown; its page is tested in ``test_app_page.py``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hf_kvret.evaluation.bundled import REFERENCE_MODEL, load_bundled_model
+from hf_kvret.evaluation.subject import Subject, load_subject
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import app  # noqa: E402
+from app_parts.answers import Answer, Part, highlights  # noqa: E402
+from app_parts.languages import NeedleWords, Tokens, language_of  # noqa: E402
+from app_parts.reading import CACHES, Document, Limits, Reading  # noqa: E402
+from app_parts.session import Choices, Desk, Session, budget_of  # noqa: E402
+from app_parts.showing import (  # noqa: E402
+    answer_html,
+    document_html,
+    escaped,
+    notice,
+    numbers_html,
+    shown_slots,
+)
+from app_parts.uploads import check_size, checked, text_of, visible  # noqa: E402
+
+KEYS, VALUE = "k5 k9", "v7 v8"
+NOISE = " ".join(f"n{number % 90}" for number in range(220))
+TEXT = f"{NOISE} K {KEYS} {VALUE} {NOISE}\n"
+QUESTION = f"Q {KEYS} ->"
+SCRIPT = "<script>alert(1)</script>"
+HOSTILE = f"{SCRIPT}<img src=x onerror=alert(1)> & \"'` ${{1}} {{{{this}}}} \u202eabc\u0007"
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return load_subject("needle")
+
+
+@pytest.fixture(scope="module")
+def english() -> Subject:
+    return load_subject("reference")
+
+
+def desk_of(subject: Subject, **limits: int) -> Desk:
+    return Desk(subject, Choices(top_k="8", limits=Limits(**{"answer": 4, **limits})))
+
+
+@pytest.fixture(scope="module")
+def session(subject: Subject) -> Session:
+    """With an answer about ``TEXT``; tests only look at it."""
+    session = Session(desk_of(subject))
+    list(session.read(session.desk.of_text(TEXT), "flat"))
+    list(session.ask(QUESTION, "flat", "8"))
+    return session
+
+
+def answer_of(session: Session) -> Answer:
+    assert session.answer is not None
+    return session.answer
+
+
+def test_a_needle_is_found_and_its_tokens_are_the_strongest(session: Session) -> None:
+    answer = answer_of(session)
+    assert answer.text.split() == VALUE.split()
+    value = answer.all_pieces.index(" v7")
+    for (text, tokens), slot in zip(answer.words, (value, value + 1), strict=True):
+        marks = highlights(answer, Part(tokens))
+        assert answer.all_pieces[slot] == text
+        assert int(marks.shares.argmax()) == slot
+
+
+def test_shares_of_all_that_was_attended_to_are_one(session: Session) -> None:
+    answer = answer_of(session)
+    heads = answer.heads
+    assert list(heads) == [0, 1, 2]
+    parts = [Part(range(2)), Part(range(1)), Part(range(2), 1), Part(range(2), 1, 0)]
+    for part, selections in zip(parts, (2 * 6, 6, 4, 2), strict=True):
+        marks = highlights(answer, part)
+        assert marks.selections == selections
+        assert marks.counts.sum() == 8 * selections
+        assert marks.shares.sum() + sum(marks.near_shares) == pytest.approx(1, abs=1e-5)
+        assert not (marks.sinks | marks.recent)[marks.counts > 0].any()
+        assert marks.sinks.sum() == 4
+
+
+def test_shares_are_those_of_attention_as_the_model_computes_it() -> None:
+    """With a budget that covers everything; the model alone, by its own eager attention."""
+    plain = load_bundled_model()
+    plain.set_attn_implementation("eager")
+    subject = load_subject("needle")
+    session = Session(desk_of(subject))
+    list(session.read(session.desk.of_text(TEXT), "paris"))
+    list(session.ask(QUESTION, "paris", "10000"))
+    answer = answer_of(session)
+    ids = torch.tensor([answer.prompt.ids + answer.ids[:-1]])
+    with torch.inference_mode():
+        attentions = plain(ids, output_attentions=True).attentions
+    for step in range(len(answer.ids)):
+        for layer, attention in enumerate(attentions):
+            row = attention[0, :, len(answer.prompt) - 1 + step]
+            for head in range(2):
+                expected = row[2 * head : 2 * head + 2].mean(0).numpy()
+                marks = highlights(answer, Part(range(step, step + 1), layer, head))
+                found = marks.counts > 0
+                got = marks.shares[: len(expected)]
+                near = ~found[: len(expected)]
+                np.testing.assert_allclose(got[~near], expected[~near], atol=1e-5)
+                assert expected[near].sum() == pytest.approx(sum(marks.near_shares), abs=1e-4)
+
+
+@pytest.mark.parametrize("method", CACHES)
+def test_every_cache_that_is_offered_answers(subject: Subject, method: str) -> None:
+    session = Session(desk_of(subject))
+    document = session.desk.of_text(TEXT)
+    messages = list(session.read(document, method))
+    assert f"{len(document.tokens)} tokens read into {method} in" in messages[-1]
+    list(session.ask(QUESTION, method, "0.5"))
+    answer = answer_of(session)
+    assert answer.text.split() == VALUE.split()
+    assert 0.5 < answer.read_ratio < 0.75
+    assert answer.step_bytes > 0
+    assert answer.rate > 0
+    assert answer.dense is None
+
+
+def test_questions_leave_the_document_as_it_was(session: Session) -> None:
+    assert session.reading is not None
+    again = [list(session.reading.ask(QUESTION, 8))[-1].ids for _ in range(2)]
+    assert again[0] == again[1] == answer_of(session).ids
+
+
+def test_another_cache_reads_the_document_again(subject: Subject) -> None:
+    session = Session(desk_of(subject))
+    list(session.read(session.desk.of_text(TEXT), "flat"))
+    events = list(session.ask(QUESTION, "lrqk", "8"))
+    assert "tokens read into lrqk" in str([one for one in events if isinstance(one, str)][-1])
+    assert session.reading is not None and session.reading.method == "lrqk"
+
+
+def test_a_short_document_says_that_nothing_was_retrieved(subject: Subject) -> None:
+    session = Session(desk_of(subject))
+    list(session.read(session.desk.of_text("n1 n2 n3"), "paris"))
+    list(session.ask(QUESTION, "paris", "8"))
+    answer = answer_of(session)
+    assert answer.heads == {}
+    assert answer.read_ratio == 1.0
+    assert "fit into the window" in numbers_html(answer)
+    assert "<mark style" in document_html(answer, session.part(None, 0, 0))  # the legend
+    assert "of the attention, in" not in document_html(answer, session.part(None, None, None))
+
+
+class Reader(HTMLParser):
+    """Text and elements of a piece of HTML."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text, self.tags, self.open = "", set[str](), 0
+        self.attributes: set[str] = set()
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.open += 1
+        self.attributes.update(name for name, _ in attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.open -= 1
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def hostile_answer() -> Answer:
+    pieces = re.findall(r"\W|\w+", HOSTILE)
+    ids = list(range(len(pieces)))
+    return Answer(Tokens(ids, pieces), len(pieces) - 3, ids, pieces)
+
+
+def test_text_of_strangers_is_shown_as_it_is_and_nothing_else() -> None:
+    answer = hostile_answer()
+    part = Part(range(len(answer.steps)))
+    for html in (document_html(answer, part), answer_html(answer, part), notice(HOSTILE, "error")):
+        page = Reader(html)
+        assert page.open == 0
+        assert page.tags <= {"div", "span", "mark", "i", "b"}
+        assert page.attributes <= {"class", "style", "title", "dir", "role", "aria-label"}
+        for sign in ("${", "{{", "`", "\u202e", "\u0007"):
+            assert sign not in html
+        assert SCRIPT in page.text
+    assert Reader(escaped(HOSTILE)).text == visible(HOSTILE)
+    assert "‹U+202E›abc‹U+0007›" in visible(HOSTILE)
+
+
+def test_all_pieces_of_a_short_text_are_shown_in_order(session: Session) -> None:
+    answer = answer_of(session)
+    html = document_html(answer, session.part(0, None, None))
+    body = Reader(html.partition('class="kvret-text"')[2].partition(">")[2]).text
+    assert body.replace("question", "").replace("answer", "") == "".join(answer.all_pieces)
+    found = highlights(answer, session.part(0, None, None))
+    assert html.count("of the attention, in") == (found.counts > 0).sum()
+
+
+def test_of_a_long_text_what_was_retrieved_is_shown_with_its_neighbours() -> None:
+    shares = np.zeros(20_000)
+    shares[[5_000, 9_000]] = 0.1, 0.2
+    shown = shown_slots(shares, shares > 0, 19_000)
+    assert shown[0] and shown[4_990] and shown[5_010] and shown[9_000] and shown[-1]
+    assert shown.sum() < 700
+    # Everything was retrieved: the strongest are shown.
+    shares = np.full(20_000, 1e-6)
+    shares[7_000] = 0.5
+    shown = shown_slots(shares, shares > 0, 19_990)
+    assert shown[7_000] and shown.sum() < 700
+
+
+def test_a_part_that_is_not_there_stands_for_all(session: Session) -> None:
+    assert session.part(1, 2, 1) == Part(range(1, 2), 2, 1)
+    assert session.part(99, 99, 99) == Part(range(2))
+    assert session.part(None, None, 1) == Part(range(2), None, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b" \n ", "a.txt is empty: choose a file"),
+        ("a.pdf", b"%PDF-1.7", r"a.pdf is a .pdf file, .* save it as text"),
+        ("a.txt", b"caf\xe9", r"not UTF-8 text: byte 3 is 0xe9. Save it as UTF-8, .*iconv"),
+        ("a", b"a\0b", "null characters"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused_with_the_way_out(
+    name: str, content: bytes, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        text_of(content, name)
+
+
+def test_text_is_taken_as_it_is_but_for_line_ends() -> None:
+    assert text_of(b"\xef\xbb\xbfa\r\nb\rc\n", "a.md") == "a\nb\nc\n"
+    assert checked("a\ud800", "x") == "a?"
+    with pytest.raises(ValueError, match=r"has 5.0 MB, and at most 1.0 MB .* --max-upload"):
+        check_size(5_000_000, 1_000_000, "x")
+
+
+def test_what_is_too_long_is_refused_with_the_way_out(subject: Subject, tmp_path: Path) -> None:
+    desk = desk_of(subject, tokens=100, upload=2_000, question=50)
+    session = Session(desk)
+    with pytest.raises(ValueError, match="no document yet"):
+        list(session.ask(QUESTION, "flat", "8"))
+    with pytest.raises(ValueError, match=r"446 tokens, and at most 100 .* --max-tokens"):
+        list(session.read(desk.of_text(TEXT), "flat"))
+    large = tmp_path / "large.txt"
+    large.write_text("n1 " * 1_000)
+    with pytest.raises(ValueError, match=r"large.txt has 3.0 KB, and at most 2.0 KB"):
+        desk.of_file(large)
+    with pytest.raises(ValueError, match=r"'hello' is no word of the needle model"):
+        desk.of_text("n1 hello")
+    list(session.read(desk.of_text("n1 n2"), "flat"))
+    for question, message in (("  ", "there is no question"), ("n1 " * 20, "at most 50")):
+        with pytest.raises(ValueError, match=message):
+            list(session.ask(question, "flat", "8"))
+    # What was open stays.
+    with pytest.raises(ValueError, match="no cache 'static'"):
+        list(session.ask(QUESTION, "static", "8"))
+    assert session.reading is not None
+
+
+def test_a_document_that_the_model_has_no_positions_for_is_refused(subject: Subject) -> None:
+    count = subject.model.config.max_position_embeddings
+    language = NeedleWords()
+    document = Document("x", Tokens([9] * count, ["n1"] * count))
+    with pytest.raises(ValueError, match=r"the model knows 131,072 \(max_position_embeddings\)"):
+        Reading(subject, language, document, "flat", Limits(tokens=10**6))
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "1.5", "many"])
+def test_a_bad_top_k_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="top_k: "):
+        budget_of(text)
+
+
+def test_pieces_of_a_tokenizer_are_the_text(english: Subject) -> None:
+    """Also where a character takes several tokens; special names in a document are text."""
+    subject = english
+    language = language_of(subject, plain=False)
+    text = "The naïve 🦉 says </s> twice:\n</s>"
+    tokens = language.document(text)
+    assert tokens.ids[0] == subject.model.config.bos_token_id
+    assert "".join(tokens.pieces[1:]) == text
+    assert "" in tokens.pieces
+    assert subject.model.config.eos_token_id not in tokens.ids
+    assert subject.model.config.eos_token_id in language.stop
+    assert "".join(language.answer(tokens.ids[1:])) == text
+    assert language.answer(tokens.ids[1:6])[:1] == ["The"]
+
+
+def test_a_chat_template_goes_around_document_and_question(english: Subject) -> None:
+    subject = english
+    assert subject.tokenizer is not None
+    subject.tokenizer.chat_template = (
+        "{% for one in messages %}<s>user: {{ one.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}bot:{% endif %}"
+    )
+    chat, plain = (language_of(subject, plain=plain) for plain in (False, True))
+    tokens = chat.document("A text.") + chat.question("Why?")
+    assert "".join(tokens.pieces) == "<s>user: A text.\n\nWhy?</s>bot:"
+    assert subject.model.config.eos_token_id in tokens.ids
+    assert "".join(plain.question("Why?").pieces) == "\n\nWhy?"
+
+
+def test_the_command_line_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    given = app.make_parser().parse_args(["--max-upload", "5MB", "--max-tokens", "2K"])
+    assert (given.max_upload, given.max_tokens, given.cache) == (5_000_000, 2_048, "paris")
+    for arguments in (["--port", "0"], ["--top-k", "-1"], ["--max-upload", "x"], ["--cache", "x"]):
+        with pytest.raises(SystemExit):
+            app.main(arguments)
+    assert "is not a memory size" in capsys.readouterr().err
+
+
+def test_without_gradio_the_remedy_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(app.importlib.util, "find_spec", lambda name: None)
+    assert app.main([]) == 1
+    assert 'pip install -c constraints.txt ".[app]"' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_example_of_the_reference_model_is_answered() -> None:
+    assert REFERENCE_MODEL.is_dir()
+    desk = Desk(load_subject("reference"), Choices(limits=Limits(answer=16)))
+    session = Session(desk)
+    list(session.read(desk.of_text(desk.example.document), "paris"))
+    for question, number in zip(desk.example.questions, ("4821907", "7310642"), strict=False):
+        list(session.ask(question, "paris", "64"))
+        assert number in answer_of(session).text

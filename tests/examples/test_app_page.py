@@ -1,0 +1,255 @@
+"""The app's page in Chromium, asked and looked at; skipped without Chromium or Gradio."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "docs" / "site"
+
+
+def driver() -> ModuleType:
+    """docs/site/browser.py as a module."""
+    spec = importlib.util.spec_from_file_location("browser", SITE / "browser.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+browser = driver()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("gradio") is None, reason="the extra app is not installed"
+    ),
+    pytest.mark.skipif(browser.chromium_binary() is None, reason="there is no chromium here"),
+]
+# Refuses and notes whatever the program asks of other hosts than this one.
+GUARD = """
+import runpy, socket, sys
+LOCAL = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "", None)
+def guarded(function, host_of):
+    def call(*args, **kwargs):
+        host = host_of(args)
+        if host not in LOCAL:
+            print(f"ASKED {host}", flush=True)
+            raise OSError(f"no network in this test: {host}")
+        return function(*args, **kwargs)
+    return call
+def of_address(args):
+    return args[1][0] if isinstance(args[1], tuple) else None
+socket.socket.connect = guarded(socket.socket.connect, of_address)
+socket.socket.connect_ex = guarded(socket.socket.connect_ex, of_address)
+socket.getaddrinfo = guarded(socket.getaddrinfo, lambda args: args[0])
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+class Server:
+    """The app in a process of its own. ``log`` is what it printed."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        (folder / "guard.py").write_text(GUARD)
+        self._log = folder / "log"
+        command = [sys.executable, str(folder / "guard.py"), str(ROOT / "examples" / "app.py")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "examples"),
+            "GRADIO_TEMP_DIR": str(folder),
+            # Whoever set these would open the page to others.
+            "GRADIO_SHARE": "True",
+            "GRADIO_SERVER_NAME": "0.0.0.0",
+        }
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, *options], stdout=log, stderr=log, env=environment, cwd=folder
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def address(self) -> str:
+        """Where it serves, once it does."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and self.process.poll() is None:
+            for line in self.log.splitlines():
+                if line.startswith("open "):
+                    return line.split()[1]
+            time.sleep(0.1)
+        raise AssertionError(f"the app does not serve: {self.log}")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = ("--model", "needle", "--top-k", "8", "--max-upload", "20KB", "--new-tokens", "4")
+    server = Server(tmp_path_factory.mktemp("app"), *options)
+    try:
+        yield server
+    finally:
+        server.process.terminate()
+        server.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Any]:
+    with browser.open_browser() as tab:
+        yield tab
+
+
+@pytest.fixture
+def page(server: Server, tab: Any) -> Iterator[Any]:
+    """The page, open; afterwards no other host was asked for anything, and nothing went wrong."""
+    address = server.address()
+    tab.requests.clear()
+    tab.go(address)
+    tab.wait(f"document.readyState === 'complete' && {button('Ask')}")
+    yield tab
+    assert address in tab.requests
+    assert not [one for one in tab.requests if not one.startswith((address, "data:", "blob:"))]
+    assert not tab.errors
+    assert "ASKED" not in server.log
+
+
+def button(text: str) -> str:
+    return f"[...document.querySelectorAll('button')].find(x => x.innerText.trim() === '{text}')"
+
+
+def shows(text: str) -> str:
+    return f"document.body.innerText.includes({text!r})"
+
+
+def ask(page: Any, question: str) -> None:
+    page.run(
+        "(() => { const box = [...document.querySelectorAll('label')].find(x => "
+        "x.innerText.includes('Question')).querySelector('textarea');"
+        f"box.value = {question!r}; box.dispatchEvent(new Event('input', {{bubbles: true}})) }})()"
+    )
+    time.sleep(0.3)
+    page.run(f"{button('Ask')}.click()")
+
+
+def choose(page: Any, where: str, text: str) -> None:
+    """Choose an option of a drop-down list."""
+    page.run(f"document.querySelector('#{where} input').focus()")
+    options = "[...document.querySelectorAll('li[role=option]')]"
+    option = f"{options}.find(x => x.innerText === {text!r})"
+    page.wait(option)
+    page.run(f"{option}.dispatchEvent(new MouseEvent('mousedown', {{bubbles: true}}))")
+
+
+MARKS = "document.querySelectorAll('.kvret-text mark').length"
+STRONGEST = (
+    "[...document.querySelectorAll('.kvret-text mark')]"
+    ".filter(x => x.style.getPropertyValue('--s') == 1).map(x => x.innerText.trim()).join()"
+)
+
+
+def test_an_answer_shows_what_its_words_retrieved(page: Any) -> None:
+    page.run(f"{button('Example')}.click()")
+    page.wait(shows("tokens read into paris in"))
+    page.run(f"{button('Ask')}.click()")
+    page.wait(shows("tokens from a fork of the paris cache"))
+    words = page.run("document.querySelector('#kvret-word').innerText").split("\n")
+    words = [word for word in words if word.startswith("v")]
+    assert len(words) == 2
+    everything = page.run(MARKS)
+    assert everything
+    for word in words:
+        page.run(
+            "[...document.querySelectorAll('#kvret-word label')]"
+            f".find(x => x.innerText.trim() === '{word}').querySelector('input').click()"
+        )
+        page.wait(f"document.querySelector('.kvret-answer b')?.innerText.trim() === '{word}'")
+        assert page.run(STRONGEST) == word
+    choose(page, "kvret-layer", "layer 1")
+    page.wait(f"{MARKS} < {everything}")
+    choose(page, "kvret-head", "head 1")
+    page.wait(f"{MARKS} <= 8")
+    assert page.run(MARKS) > 0
+    assert page.run(shows("tokens a second"))
+    assert page.run("document.querySelectorAll('.kvret-text i.sink').length")
+    assert page.run("document.querySelectorAll('.kvret-text i.recent').length")
+
+
+def test_a_file_is_read_and_asked_about(page: Any, tmp_path: Path) -> None:
+    file = tmp_path / "report.txt"
+    file.write_text("n1 " * 200 + "K k5 k9 v7 v8 " + "n2 " * 200)
+    page.choose_file("input[type=file]", file)
+    page.wait(shows("report.txt: 406 tokens read into paris"))
+    ask(page, "Q k5 k9 ->")
+    page.wait(shows("2 tokens from a fork"))
+    assert page.run("document.querySelector('.kvret-answer').innerText").split() == ["v7", "v8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "a.txt is empty: choose a file with text in it"),
+        ("a.pdf", b"%PDF", "a.pdf is a .pdf file, and only plain text is read"),
+        ("a.txt", b"caf\xe9", "is not UTF-8 text: byte 3 is 0xe9. Save it as UTF-8"),
+        ("a.txt", b"n1 " * 10_000, "or start the app with a larger --max-upload"),
+        ("a.txt", b"<img src=x onerror=alert(1)>", "is no word of the needle model"),
+    ],
+)
+def test_what_is_refused_says_the_way_out(
+    page: Any, tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    page.choose_file("input[type=file]", file)
+    page.wait(shows(message))
+    assert page.run("document.querySelector('.kvret-notice.error').getAttribute('role')") == "alert"
+    assert not page.run("document.querySelectorAll('.kvret-notice img').length")
+
+
+def test_a_question_without_a_document_says_the_way_out(page: Any) -> None:
+    ask(page, "Q k5 k9 ->")
+    page.wait(shows("there is no document yet: choose a file"))
+
+
+def test_the_page_is_served_to_this_machine_alone(server: Server) -> None:
+    """Whatever the environment says; with a policy that lets the browser fetch nothing else."""
+    address = urlsplit(server.address())
+    assert address.hostname == "127.0.0.1"
+    assert address.port is not None
+    listening = (ROOT / "/proc/net/tcp").read_text().splitlines()[1:]
+    port = f"{address.port:04X}"
+    hosts = {line.split()[1].split(":")[0] for line in listening if f":{port} " in line}
+    assert "0100007F" in hosts
+    assert "00000000" not in hosts
+    connection = HTTPConnection(address.hostname, address.port)
+    connection.request("GET", "/")
+    response = connection.getresponse()
+    policy = str(response.getheader("content-security-policy"))
+    assert "default-src 'self'" in policy
+    assert "http" not in policy
+    text = response.read().decode()
+    assert "fonts.googleapis" not in text
+    assert "share" not in server.log
+
+
+def test_uploads_beyond_the_limit_are_not_taken(server: Server) -> None:
+    """By the server itself, whatever sends them."""
+    address = urlsplit(server.address())
+    line = '--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\n'
+    for count, status in ((1_000, 200), (500_000, 413)):
+        connection = HTTPConnection(str(address.hostname), address.port)
+        body = line.encode() + b"n" * count + b"\r\n--x--\r\n"
+        headers = {"Content-Type": "multipart/form-data; boundary=x"}
+        connection.request("POST", "/gradio_api/upload", body, headers)
+        assert connection.getresponse().status == status
