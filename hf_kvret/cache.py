@@ -32,6 +32,7 @@ from hf_kvret.integration.compatibility import (
 )
 from hf_kvret.integration.identity import CacheIdentity, check_identity, identity_of
 from hf_kvret.io import persistence
+from hf_kvret.io.changes import check_fork, with_companions
 from hf_kvret.io.reports import (
     LostMassWarning,
     MemoryReport,
@@ -302,7 +303,7 @@ class RetrievalCache(Cache):
         """
         self.stack.check_pass()
         changes = self.config_class.current_names(changes)
-        persistence.check_fork(changes)
+        check_fork(changes)
         twin = object.__new__(type(self))
         twin.__dict__ = dict(vars(self))
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
@@ -311,7 +312,7 @@ class RetrievalCache(Cache):
         twin.saved_digests = {}
         twin.stack = LayerStack(twin.layers)
         if changes:
-            options = self.options.replace(**persistence.with_companions(changes))
+            options = self.options.replace(**with_companions(changes))
             twin.options = rest_factors.placed(options, self._config)
             for number, layer in enumerate(twin.layers):
                 if isinstance(layer, RetrievalLayer):

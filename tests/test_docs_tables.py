@@ -12,7 +12,7 @@ import pytest
 import hf_kvret
 from hf_kvret.testing import MODELS
 
-from .pages import DOCS, README, table
+from .pages import DOCS, table
 
 LITERAL = re.compile(r"^`([^`]*)`$")
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.io import foreign_layers
+from hf_kvret.io.changes import check_load, with_companions
 from hf_kvret.io.description import (
     DESCRIPTION,
     OLD_TENSORS,
@@ -38,21 +39,6 @@ if TYPE_CHECKING:
     from hf_kvret.cache import RetrievalCache
 
     CacheType = TypeVar("CacheType", bound=RetrievalCache)
-
-# Options that do not affect what is stored, so a load may change them.
-_STORE_OPTIONS = {"store", "slots", "device_budget"}
-_CALL_OPTIONS = {
-    *("max_draft", "flush", "track_recall", "prefill_chunk", "graph", "select_heads"),
-    "warn_lost_mass",
-    *("rest", "rest_blocks", "rest_artifact", "rest_revision", "rest_artifact_sha256"),
-}
-_FREE_OPTIONS = {"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS}
-FORK_OPTIONS = frozenset(_FREE_OPTIONS - _STORE_OPTIONS)
-"""Options that a fork may change: they don't affect what is held, nor where."""
-# A load may change these too: the artifact may be in another place. The index itself refuses an
-# artifact other than the one that it was saved with.
-_MOVABLE_OPTIONS = {"artifact", "revision", "artifact_sha256"}
-
 
 _MOST_NUMBER = 2**63 - 1
 
@@ -163,8 +149,7 @@ def _empty_cache(
             "with the class of that method"
         )
     changes = cls.config_class.current_names(changes)
-    movable = _MOVABLE_OPTIONS if cls.needs_artifact else set()
-    check_changes(changes, _FREE_OPTIONS | movable)
+    check_load(changes, cls.needs_artifact)
     changes = with_companions(changes)
     if changes.get("store", "split") not in ("auto", "split"):
         # The saved budget belongs to the saved store.
@@ -244,34 +229,6 @@ def check_agreement(directory: Path, cache: RetrievalCache) -> None:
     fault = cache.stack.fault() or _form_fault(cache)
     if fault is not None:
         raise ValueError(f"{directory} is damaged or crafted: {fault}; save the cache again")
-
-
-def check_fork(changes: dict[str, Any]) -> None:
-    """ValueError unless all ``changes`` are options that may differ in a fork."""
-    check_changes(changes, set(FORK_OPTIONS))
-
-
-def with_companions(changes: dict[str, Any]) -> dict[str, Any]:
-    """``changes`` with what belongs to an artifact that they replace.
-
-    Its revision; and the digest of rest factors, where there are none any more.
-    """
-    for prefix in ("", "rest_"):
-        if f"{prefix}artifact" in changes:
-            changes = {f"{prefix}revision": None, **changes}
-    if changes.get("rest_artifact", "") is None:
-        changes = {"rest_artifact_sha256": None, **changes}
-    return changes
-
-
-def check_changes(changes: dict[str, Any], free: set[str]) -> None:
-    """ValueError unless all ``changes`` are among the options that are ``free`` to change."""
-    unchangeable = sorted(set(changes) - free)
-    if unchangeable:
-        raise ValueError(
-            f"{', '.join(unchangeable)}: not an option that a filled cache can change; free to "
-            f"change are {', '.join(sorted(free))}"
-        )
 
 
 def _check_overwrite(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None:

@@ -12,7 +12,7 @@ from hf_kvret.calibration.hub import find_folder
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.evaluation.caches import CacheChoice, choose_cache
 from hf_kvret.evaluation.subject import model_folder
-from hf_kvret.io.persistence import FORK_OPTIONS
+from hf_kvret.io.changes import FORK_OPTIONS
 from hf_kvret.registry import registered_methods
 
 OFF = "off"
