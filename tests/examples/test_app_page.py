@@ -164,6 +164,7 @@ def test_an_answer_shows_what_its_words_retrieved(page: Any) -> None:
     page.wait(shows("tokens read into paris in"))
     page.run(f"{button('Ask')}.click()")
     page.wait(shows("tokens from a fork of the paris cache"))
+    page.wait("document.querySelector('#kvret-word label')")
     words = page.run("document.querySelector('#kvret-word').innerText").split("\n")
     words = [word for word in words if word.startswith("v")]
     assert len(words) == 2
