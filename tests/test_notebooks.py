@@ -23,6 +23,9 @@ import pytest
 import hf_kvret
 from hf_kvret.cli import make_parser
 
+from .test_docs import unknown_names
+from .test_docs_links import anchors
+
 ROOT = Path(__file__).parents[1]
 PATHS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -38,7 +41,6 @@ def load(name: str, path: Path) -> ModuleType:
 
 
 notebooks = load("hf_kvret_notebooks", ROOT / "docs" / "site" / "notebooks.py")
-docs = load("hf_kvret_docs_of_notebooks", ROOT / "tests" / "test_docs.py")
 
 
 def code(notebook: dict[str, Any]) -> str:
@@ -120,7 +122,7 @@ def test_its_first_cell_says_what_is_asked_and_what_is_installed(path: Path) -> 
 def test_what_it_names_is_there(path: Path) -> None:
     text = code(notebooks.read(path))
     tree = ast.parse(text)
-    assert not docs.unknown_names(text)
+    assert not unknown_names(text)
     assert not unknown_options(tree)
     for command in commands(tree):
         make_parser().parse_args(command)
@@ -132,7 +134,7 @@ def test_its_links_lead_somewhere(path: Path) -> None:
         place, _, anchor = target.partition("#")
         goal = (path.parent / place).resolve()
         assert goal.is_file(), target
-        assert not anchor or anchor in docs.anchors(goal), target
+        assert not anchor or anchor in anchors(goal), target
 
 
 def test_names_and_options_that_are_not_there_are_noticed() -> None:
