@@ -8,7 +8,6 @@ import shutil
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from hf_kvret.evaluation.results import Cell, Results
 from hf_kvret.evaluation.scripts import run_script
 from hf_kvret.fits.filling import skipped_layers
 from hf_kvret.integration.compatibility import latent_rank, layer_shape
-from hf_kvret.io import origin
+from hf_kvret.io import origin, tensor_file
 from hf_kvret.testing.saved import read_saved
 
 _WORKS = ("save", "load")
@@ -233,7 +232,7 @@ class _Turn:
 
 def _without_checksums() -> AbstractContextManager[Any]:
     """Inside, every checksum is 0 and takes no time."""
-    return mock.patch.object(zlib, "crc32", lambda *_: 0)
+    return mock.patch.object(tensor_file, "crc32", lambda *_: 0)
 
 
 def _timed(work: Callable[[], _Result]) -> tuple[_Result, float]:

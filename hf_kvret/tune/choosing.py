@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, stdev
 
 from hf_kvret.evaluation.measurement import Row
 from hf_kvret.evaluation.results import Cell, Results
@@ -17,6 +17,8 @@ LEAST = 4
 """So many variants are never halved."""
 # Steps whose times are nearer than this are as quick as each other.
 _AS_QUICK = 1.05
+# Of fewer windows the spread is a guess.
+_WINDOWS_THAT_TELL = 4
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,13 @@ class Measured:
 
     @property
     def agreement_error(self) -> float:
-        """Standard error of ``agreement``, tokens counted as independent.
+        """Standard error of ``agreement``, the larger one of tokens and of windows.
 
-        Of a share that is drawn to 1/2 by one token, so that it is never 0.
+        Tokens: of a share that is drawn to 1/2 by one token, so that it is never 0.
         """
         share = (self.agreement * self.tokens + 0.5) / (self.tokens + 1)
-        return math.sqrt(share * (1 - share) / self.tokens)
+        of_tokens = math.sqrt(share * (1 - share) / self.tokens)
+        return max(of_tokens, _window_error([row["equal"] / row["tokens"] for row in self.rows]))
 
     @property
     def kl(self) -> float:
@@ -52,12 +55,13 @@ class Measured:
 
     @property
     def kl_error(self) -> float:
-        """Standard error of ``kl``, tokens counted as independent; 0 for one token."""
+        """Standard error of ``kl``, the larger one of tokens and of windows; 0 for one token."""
         if self.tokens < 2:
             return 0.0
         squares = sum(row["kl_squares"] for row in self.rows)
         variance = (squares - self.tokens * self.kl**2) / (self.tokens - 1)
-        return math.sqrt(max(0.0, variance) / self.tokens)
+        of_tokens = math.sqrt(max(0.0, variance) / self.tokens)
+        return max(of_tokens, _window_error([row["kl"] / row["tokens"] for row in self.rows]))
 
     @property
     def step_bytes(self) -> float:
@@ -100,6 +104,16 @@ class Chosen:
 
     variant: Measured | None
     certainty: str
+
+
+def _window_error(means: Sequence[float]) -> float:
+    """Standard error of the mean of ``means``, one of each window; 0 where these are too few.
+
+    Tokens of a window have its text in common, and so their errors.
+    """
+    if len(means) < _WINDOWS_THAT_TELL:
+        return 0.0
+    return stdev(means) / math.sqrt(len(means))
 
 
 def collect(cells: Iterable[tuple[Cell, Row]]) -> dict[str, Measured]:

@@ -97,8 +97,8 @@ class Tune(Measurement):
         "what a method learned about the model, a folder or a hub id, comma-separated for several; "
         "the method is tried too",
     )
-    tokens: int = count_option(512, "measured for variants of the last round, over all windows")
-    windows: int = count_option(4, "contexts, at different places of the text")
+    tokens: int = count_option(1024, "measured for variants of the last round, over all windows")
+    windows: int = count_option(8, "contexts, at different places of the text")
     out: Path | None = option(
         None, "write the chosen configuration as JSON", kind=arguments.file_path, metavar="FILE"
     )

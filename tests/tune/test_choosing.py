@@ -50,6 +50,19 @@ def test_means_and_errors_are_those_of_the_textbook() -> None:
     assert Measured("b", (row(1, 1, tokens=1),)).kl_error == 0
 
 
+def test_windows_that_differ_more_than_their_tokens_make_errors_larger() -> None:
+    shares = (60, 100, 60, 100)
+    apart = variant("a", *shares, bytes=1)
+    # Around 80 by 20: a variance of 1,600 / 3 in the sample.
+    assert apart.agreement_error == pytest.approx(0.01 * math.sqrt(1600 / 3 / 4))
+    alike = variant("a", 80, 80, 80, 80, bytes=1)
+    assert alike.agreement_error < 0.25 * apart.agreement_error
+    # Three windows tell little of what the next one brings.
+    assert variant("a", 60, 100, 80, bytes=1).agreement_error < 0.025
+    rows = [row(80, 1) | {"kl": kl, "kl_squares": 2.0} for kl in (0.0, 20.0, 0.0, 20.0)]
+    assert Measured("a", tuple(rows)).kl_error == pytest.approx(0.1 / math.sqrt(3))
+
+
 def test_an_agreement_of_all_tokens_is_not_certain() -> None:
     assert variant("a", 100, bytes=1).agreement_error > 0.005
 

@@ -223,7 +223,7 @@ def test_divergence_is_that_of_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "fewer than the 8,192 of --context and the 512 of --tokens"),
+        ([], "fewer than the 8,192 of --context and the 1,024 of --tokens"),
         (["--context", "1M"], "the model knows 65536 positions"),
         (["--context", "400"], "attends to everything up to 773 tokens (sink, recent and flush)"),
         (["--methods", "full"], "unknown: full; choose among flat, paris"),
