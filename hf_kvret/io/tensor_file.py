@@ -22,6 +22,8 @@ from typing import IO, Any, Self
 import torch
 from isal.isal_zlib import crc32
 
+from hf_kvret.core.host_memory import empty
+
 BLOCK_BYTES = 1 << 20
 """Bytes of a tensor that one checksum covers."""
 
@@ -45,6 +47,7 @@ _THREADS = min(4, os.cpu_count() or 1)
 # Blocks that a thread takes at a time.
 _RUN = 8
 _AGAIN = "save the cache again"
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,7 @@ class TensorFile:
         tensors, runs = {}, []
         for name in names:
             entry = self._entries[name]
-            memory = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
+            memory = empty((entry.nbytes,), torch.uint8, _CPU)
             tensors[name] = memory.view(DTYPES[entry.dtype]).view(entry.shape)
             content, first = _bytes(memory), 0
             for run in _runs(content):
