@@ -32,14 +32,9 @@ from hf_kvret.integration.compatibility import (
 )
 from hf_kvret.integration.identity import CacheIdentity, check_identity, identity_of
 from hf_kvret.io import persistence
-from hf_kvret.io.changes import check_fork, with_companions
-from hf_kvret.io.reports import (
-    LostMassWarning,
-    MemoryReport,
-    dense_reason,
-    layer_stats,
-    memory_report,
-)
+from hf_kvret.io.changes import forked
+from hf_kvret.io.lost_mass import LostMassWarning
+from hf_kvret.io.reports import MemoryReport, dense_reason, layer_stats, memory_report
 from hf_kvret.stores import Store, StoreChoice
 
 
@@ -91,8 +86,7 @@ class RetrievalCache(Cache):
             make_store = partial(self.make_store, options, number, self._stores)
             kinds = self.needs_positions(options, number), latent_rank(config)
             layers[number] = layer_class(options, make_index, make_store, *kinds)
-        if options.uses_estimates:
-            options.check_estimates(makes_estimates(self.make_index(options, ours[0])))
+        self._check_estimates(options, ours[0])
         # By folder, what this object saved there.
         self.saved_digests: dict[str, str] = {}
         self._lost_mass = LostMassWarning()
@@ -101,6 +95,12 @@ class RetrievalCache(Cache):
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
         rest_factors.tell_layers(layers, options, self.name, config)
+
+    @classmethod
+    def _check_estimates(cls, options: Any, layer: int) -> None:
+        """ValueError where ``options`` need estimates that the index does not make."""
+        if options.uses_estimates:
+            options.check_estimates(makes_estimates(cls.make_index(options, layer)))
 
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> Any:
@@ -172,7 +172,7 @@ class RetrievalCache(Cache):
         layer = self.layers[layer_idx]
         if layer is self.stack.lowest:
             self.stack.begin_pass()
-            self._lost_mass.at_a_flush(self.layers, self.options)
+            self._lost_mass.before_a_pass(self.layers, self.options, key_states.shape[2])
             self._stores.note_pass(key_states.shape[2])
         self.stack.note_tokens(layer)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -191,6 +191,7 @@ class RetrievalCache(Cache):
         """Forget all tokens and counts of every layer, and an announced prompt."""
         super().reset()
         self.stack.forget_pass()
+        self._lost_mass = LostMassWarning()
         self._stores.expect(0, 0)
         self.forget_origin()
 
@@ -302,8 +303,8 @@ class RetrievalCache(Cache):
             RuntimeError: in the middle of a forward pass.
         """
         self.stack.check_pass()
-        changes = self.config_class.current_names(changes)
-        check_fork(changes)
+        options = forked(self.options, changes)
+        self._check_estimates(options, self.retrieval_layers[0].of_model.number)
         twin = object.__new__(type(self))
         twin.__dict__ = dict(vars(self))
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
@@ -312,7 +313,6 @@ class RetrievalCache(Cache):
         twin.saved_digests = {}
         twin.stack = LayerStack(twin.layers)
         if changes:
-            options = self.options.replace(**with_companions(changes))
             twin.options = rest_factors.placed(options, self._config)
             for number, layer in enumerate(twin.layers):
                 if isinstance(layer, RetrievalLayer):

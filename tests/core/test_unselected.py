@@ -17,7 +17,8 @@ from hf_kvret import (
     RetrievalCache,
 )
 from hf_kvret.core.index import Index
-from hf_kvret.core.unselected import LayerOfModel, Lost
+from hf_kvret.core.stand_ins import LayerOfModel
+from hf_kvret.core.unselected import Lost
 from hf_kvret.integration.compatibility import AttentionShape
 from hf_kvret.methods.flat import FlatConfig, FlatIndex
 
