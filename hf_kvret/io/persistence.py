@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.io import foreign_layers
-from hf_kvret.io.changes import check_load, with_companions
 from hf_kvret.io.description import (
     DESCRIPTION,
     OLD_TENSORS,
@@ -33,14 +32,13 @@ from hf_kvret.io.description import (
 )
 from hf_kvret.io.folder import replacing
 from hf_kvret.io.origin import restore_origin, saved_origin
+from hf_kvret.io.saved_options import options_to_load
 from hf_kvret.io.tensor_file import DTYPES, TensorFile, version_of, write_tensors
 
 if TYPE_CHECKING:
     from hf_kvret.cache import RetrievalCache
 
     CacheType = TypeVar("CacheType", bound=RetrievalCache)
-
-_MOST_NUMBER = 2**63 - 1
 
 
 def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> str:
@@ -113,7 +111,7 @@ def _load(
     device: torch.device,
     changes: dict[str, Any],
 ) -> CacheType:
-    cache = _empty_cache(cls, directory, description, config, changes)
+    cache, hint = _empty_cache(cls, directory, description, config, changes)
     parts = read_parts(directory, description)
     layers = zip(cache.layers, description.layers, strict=True)
     for number, (layer, saved) in enumerate(layers):
@@ -129,7 +127,8 @@ def _load(
                 "file is damaged or from another version; save the cache again"
             ) from missing
         except ValueError as error:
-            raise ValueError(f"{directory}: layer {number}: {error}") from error
+            more = f"; {hint}" if hint else ""
+            raise ValueError(f"{directory}: layer {number}: {error}{more}") from error
     check_agreement(directory, cache)
     restore_origin(cache, dict(description.origin), next(parts))
     return cache
@@ -141,35 +140,24 @@ def _empty_cache(
     description: Description,
     config: PreTrainedConfig,
     changes: dict[str, Any],
-) -> CacheType:
-    """A new cache with the saved options and ``changes``, for the saved model."""
+) -> tuple[CacheType, str]:
+    """A new cache with the saved options and ``changes``, and the hint of ``options_to_load``."""
     if description.method != cls.name:
         raise ValueError(
             f"{directory} holds a {description.method[:80]!r} cache, not {cls.name!r}: load it "
             "with the class of that method"
         )
-    changes = cls.config_class.current_names(changes)
-    check_load(changes, cls.needs_artifact)
-    changes = with_companions(changes)
-    if changes.get("store", "split") not in ("auto", "split"):
-        # The saved budget belongs to the saved store.
-        changes = {"device_budget": None, **changes}
+    given = cls.config_class, cls.needs_artifact, description.options, changes
+    options, hint = options_to_load(directory, *given)
     try:
-        saved_options = cls.config_class.from_saved(description.options)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{directory} has options that no save writes: {error}") from error
-    most = max(filter(_is_whole, description.options.values()), key=abs, default=0)
-    if abs(most) > _MOST_NUMBER:
-        raise ValueError(f"{directory} has options that no save writes: {most:.0e} is too large")
-    options = saved_options.replace(**changes)
-    cache = cls(config, options)
+        cache = cls(config, options)
+    except (OSError, ValueError) as error:
+        if not hint:
+            raise
+        raise ValueError(f"{hint} (without it: {error})") from error
     types = [layer.type for layer in description.layers]
     _check_model(directory, cache, dict(description.model), types)
-    return cache
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int
+    return cache, hint
 
 
 def read_parts(
