@@ -171,13 +171,18 @@ def digest_of(directory: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def is_of_a_cache(directory: Path) -> bool:
-    """Whether ``cache.json`` in ``directory`` is of a saved cache, of whatever format."""
+def format_of(directory: Path) -> int | None:
+    """The format version that ``cache.json`` in ``directory`` says, known or not.
+
+    None where there is none, or it is not of a saved cache.
+    """
     try:
         content, _ = read_json(directory / DESCRIPTION)
-    except ValueError:
-        return False
-    return isinstance(content, dict) and {"format_version", "method", "layers"} <= content.keys()
+    except (FileNotFoundError, ValueError):
+        return None
+    if isinstance(content, dict) and {"format_version", "method", "layers"} <= content.keys():
+        return content["format_version"] if type(content["format_version"]) is int else None
+    return None
 
 
 def read_json(path: Path) -> tuple[Any, bytes]:

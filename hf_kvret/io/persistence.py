@@ -8,6 +8,7 @@ is checked before it is used, and nothing that a file says becomes code or the n
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from hf_kvret.io.description import (
     Description,
     LayerValues,
     digest_of,
-    is_of_a_cache,
+    format_of,
     written,
 )
 from hf_kvret.io.folder import replacing
@@ -41,20 +42,17 @@ if TYPE_CHECKING:
     CacheType = TypeVar("CacheType", bound=RetrievalCache)
 
 
-def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> str:
-    """Write ``cache`` to ``directory``, which is made if needed.
+def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None:
+    """Write ``cache`` to ``directory``, which is made if needed, and note that it lies there.
 
     Args:
         cache: to be saved.
         directory: where to.
         overwrite: as in ``save_pretrained``.
 
-    Returns:
-        A digest of what was written, see ``digest_of``.
-
     Raises:
         FileExistsError: a cache is there that may not be replaced.
-        OSError: the disk is full, for instance; what was there before is as it was.
+        OSError: the disk is full, for instance; says whether what was there before is as it was.
         TypeError: a cache layer of transformers that is not known.
         ValueError: what would be replaced is not of a cache.
     """
@@ -76,10 +74,14 @@ def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> str:
         name = replacement.keep(file, version_of(entries), SUFFIX)
         options = dataclasses.asdict(cache.options_to_load())
         form = cache.name, cache.model_shape, options, layers
-        # The tensors of format 1 are those of the description that is replaced.
-        obsolete = [OLD_TENSORS] if (directory / DESCRIPTION).exists() else []
-        replacement.commit(written(*form, entries, name, origin), obsolete)
-    return digest_of(directory) or ""
+        # Of format 1 only: another file of that name is not ours.
+        obsolete = [OLD_TENSORS] if format_of(directory) == 1 else []
+        content = written(*form, entries, name, origin)
+        try:
+            replacement.commit(content, obsolete)
+        finally:
+            if replacement.in_place:
+                note_saved(cache, directory, hashlib.sha256(content).hexdigest())
 
 
 def load(
@@ -224,7 +226,7 @@ def _check_overwrite(cache: RetrievalCache, directory: Path, overwrite: bool | N
     there = digest_of(directory)
     if there is None:
         return
-    if not is_of_a_cache(directory):
+    if format_of(directory) is None:
         raise ValueError(
             f"{directory / DESCRIPTION} is not of a saved cache, or damaged, and would be "
             "replaced: give another folder, or remove it"
