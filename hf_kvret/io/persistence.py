@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
     from hf_kvret.cache import RetrievalCache
 
     CacheType = TypeVar("CacheType", bound=RetrievalCache)
+
+ORIGIN_TENSORS = ("tokens.ids", "tokens.chain")
+"""Tensors of ``saved_origin``, where it has ``tokens``."""
+# No other spelling of a number.
+_OF_A_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,8})\..")
+_AGAIN = "save the cache again"
 
 
 def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None:
@@ -180,8 +187,9 @@ def read_parts(
     if not path.is_file():
         raise FileNotFoundError(f"no saved cache in {directory}: {description.file} is missing")
     groups: list[list[str]] = [[] for _ in range(len(description.layers) + 1)]
+    origin = ORIGIN_TENSORS if description.origin["tokens"] is not None else ()
     for name in description.shapes:
-        groups[_layer_of(name, len(description.layers))].append(name)
+        groups[-1 if name in origin else _layer_of(name, len(description.layers))].append(name)
     prefixes = [f"layers.{number}." for number in range(len(description.layers))] + [""]
     if description.format_version == 1:
         everything = _read_old(path, description)
@@ -200,18 +208,11 @@ def _named(
 
 
 def _layer_of(name: str, layers: int) -> int:
-    """Number of the layer that a tensor is of; ``layers`` for what is of none.
-
-    ValueError for a name that no save gives.
-    """
-    first, _, rest = name.partition(".")
-    number, _, part = rest.partition(".")
-    if first in ("identity", "tokens") and rest:
-        return layers
-    # No other spelling of a number.
-    if first == "layers" and part and number in {str(i) for i in range(layers)}:
-        return int(number)
-    raise ValueError(f"there is a tensor {name[:80]!r}, which is of no layer: save the cache again")
+    """Number of the layer, of so many, that a tensor is of; ValueError for a name of none."""
+    match = _OF_A_LAYER.match(name)
+    if match is None or int(match[1]) >= layers:
+        raise ValueError(f"there is a tensor {name[:80]!r}, which no save writes: {_AGAIN}")
+    return int(match[1])
 
 
 def check_agreement(directory: Path, cache: RetrievalCache) -> None:
