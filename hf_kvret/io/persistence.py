@@ -186,13 +186,14 @@ def read_parts(
     path = directory / description.file
     if not path.is_file():
         raise FileNotFoundError(f"no saved cache in {directory}: {description.file} is missing")
+    is_old = description.format_version == 1
+    everything = _read_old(path, description) if is_old else {}
     groups: list[list[str]] = [[] for _ in range(len(description.layers) + 1)]
     origin = ORIGIN_TENSORS if description.origin["tokens"] is not None else ()
     for name in description.shapes:
         groups[-1 if name in origin else _layer_of(name, len(description.layers))].append(name)
     prefixes = [f"layers.{number}." for number in range(len(description.layers))] + [""]
-    if description.format_version == 1:
-        everything = _read_old(path, description)
+    if is_old:
         every = ({name: everything[name] for name in names} for names in groups)
         yield from _named(every, prefixes)
         return
