@@ -361,8 +361,7 @@ class RetrievalCache(Cache):
         if model is not None:
             known = self.identity or identity_of(model)
             self.identity = check_identity(known, model, "the cache")
-        place = Path(directory)
-        persistence.note_saved(self, place, persistence.save(self, place, overwrite))
+        persistence.save(self, Path(directory), overwrite)
 
     @classmethod
     def from_pretrained(
