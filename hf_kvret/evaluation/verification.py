@@ -32,7 +32,10 @@ def verify_results(path: Path) -> list[str]:
         ValueError: damage, with the cell that has it.
     """
     content = read_results(path)
-    checked = "whole" if content["format"] > 1 else "readable; format 1 has no checksums"
+    checked = {
+        1: "readable; format 1 has no checksums",
+        2: "each whole; format 2 has nothing that ties them to this file",
+    }.get(content["format"], "whole")
     return [
         f"results  {content['name']}, format {content['format']}",
         f"cells    {len(content['cells'])}: {checked}",

@@ -18,7 +18,6 @@ from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.saved import read_saved, saved_file, write_saved
 from hf_kvret.testing.scenario import prompt
 
-
 OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4}
 
 
