@@ -174,7 +174,7 @@ class TokenRecord(State):
             KeyError, TypeError, ValueError: anything else.
         """
         ids, links = tensors["ids"], tensors["chain"]
-        if ids.dtype != torch.int32 or ids.ndim != 2 or not len(ids) or int(ids.min()) < UNKNOWN:
+        if ids.dtype != torch.int32 or ids.ndim != 2 or not ids.numel() or int(ids.min()) < UNKNOWN:
             raise ValueError(f"token ids of {ids.dtype} {list(ids.shape)} are not those of a cache")
         if not torch.equal(links, chain(ids)):
             raise ValueError("the token ids are not those that the chain of hashes was made of")

@@ -50,7 +50,7 @@ def restore_origin(
         if tokens is not None:
             parts = {name: tensors[f"tokens.{name}"] for name in ("ids", "chain")}
             cache.tokens = TokenRecord.from_json(tokens, parts)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
             f"what the saved cache was filled by and with is damaged ({error}): save it again"
         ) from error
