@@ -146,9 +146,7 @@ def _has_marks(call: Request, new: torch.Tensor) -> bool:
     return not known or bool(torch.isin(new, torch.tensor(known, device=new.device)).any())
 
 
-def _mask(
-    call: Request, ids: torch.Tensor, prepared: torch.Tensor | None
-) -> torch.Tensor | None:
+def _mask(call: Request, ids: torch.Tensor, prepared: torch.Tensor | None) -> torch.Tensor | None:
     """``[B, T]`` mask that the call uses, 0 is padding; None for masks of another kind."""
     mask = call.arguments.get("attention_mask")
     if mask is None and isinstance(prepared, torch.Tensor) and prepared.ndim == 2:

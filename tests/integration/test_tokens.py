@@ -268,7 +268,7 @@ def test_a_row_that_ended_is_masked_at_its_end(
     assert held_ids(cache)[1][50:54] == [PADDING] * 4
     assert not warnings_of(caplog)
     shown = torch.cat([answer, prompt(2, 9, salt=2)], dim=1)
-    with pytest.raises(ValueError, match="row 1 at position 50 .*, the cache holds padding"):
+    with pytest.raises(ValueError, match=r"row 1 at position 50 .*, the cache holds padding"):
         llama.generate(shown, past_key_values=cache, **RUN)
 
 
