@@ -30,7 +30,7 @@ from hf_kvret.integration.compatibility import (
     model_shape,
     retrieval_shapes,
 )
-from hf_kvret.integration.identity import CacheIdentity, check_identity, identity_of
+from hf_kvret.integration.identity import CacheIdentity, Meeting, check_identity, identity_of
 from hf_kvret.io import persistence
 from hf_kvret.io.changes import forked
 from hf_kvret.io.lost_mass import LostMassWarning
@@ -54,6 +54,7 @@ class RetrievalCache(Cache):
     Attributes:
         stack: the layers, and the forward pass under way.
         identity: the model that filled it; None while it is empty, and where nobody saw which.
+        met: the model that was last compared with it.
         tokens: ids of the tokens in it, as far as it saw them.
 
     Raises:
@@ -91,6 +92,7 @@ class RetrievalCache(Cache):
         self.saved_digests: dict[str, str] = {}
         self._lost_mass = LostMassWarning()
         self.identity: CacheIdentity | None = None
+        self.met = Meeting()
         self.tokens = TokenRecord()
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
@@ -200,24 +202,25 @@ class RetrievalCache(Cache):
         self.identity = None
         self.tokens.reset()
 
-    def meet(self, model: PreTrainedModel, owner: str = "past_key_values") -> None:
-        """Note ``model`` as the one that fills the cache, or check that it did.
+    def meet(
+        self, model: PreTrainedModel, owner: str = "past_key_values", read: bool = True
+    ) -> None:
+        """Note ``model`` as the one that fills the cache; ValueError if another one did.
 
-        ``generate``, and a forward pass of several tokens after ``attach``, do it by themselves. A
-        filled cache of which nobody saw the model stays without.
+        ``generate`` does it by itself; after ``attach`` so do passes of several tokens, and the
+        first with a model. A filled cache of which nobody saw the model stays without.
 
         Args:
             model: that is to use the cache.
             owner: the cache, in messages.
-
-        Raises:
-            ValueError: another model filled it.
+            read: read a sample of the weights; False trusts their version counters.
         """
         if not self.get_seq_length():
             self.forget_origin()
-            self.identity = identity_of(model)
+            self.identity = identity_of(model, read)
         elif self.identity is not None:
-            self.identity = check_identity(self.identity, model, owner)
+            self.identity = check_identity(self.identity, model, owner, read)
+        self.met = Meeting(model)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""
@@ -273,10 +276,9 @@ class RetrievalCache(Cache):
     def stats(self) -> dict[str, Any]:
         """Counts since the cache was made, forked or reset.
 
-        Returns a dict with ``method``, ``store`` (None: not needed yet), ``store_reason`` (why
-        ``store="auto"`` chose it; None where it didn't), ``dense`` (why nothing was retrieved,
-        where the cache was too short for that; else None) and ``layers``: for each retrieval layer
-        ``layer`` (its number), and what ``hf_kvret.io.reports.layer_stats`` counts.
+        Returns ``method``, ``store`` (None: not needed yet), ``store_reason`` (of ``"auto"``),
+        ``dense`` (why nothing was retrieved; None if something was) and ``layers``: for each
+        retrieval layer its number ``layer``, and what ``hf_kvret.io.reports.layer_stats`` counts.
         """
         self._lost_mass.give(self.layers, self.options)
         layers = [
@@ -359,8 +361,7 @@ class RetrievalCache(Cache):
         """
         self.stack.check_pass()
         if model is not None:
-            known = self.identity or identity_of(model)
-            self.identity = check_identity(known, model, "the cache")
+            self.identity = check_identity(self.identity or identity_of(model), model, "the cache")
         persistence.save(self, Path(directory), overwrite)
 
     @classmethod
@@ -386,9 +387,8 @@ class RetrievalCache(Cache):
 
         Raises:
             FileNotFoundError: no cache there.
-            ValueError: a corrupt or truncated file, another method, another model's shape,
-                another model than ``model``, or a change of an option that the saved index
-                depends on.
+            ValueError: a damaged file; another method, model or shape of a model; a change of an
+                option that the saved index depends on.
         """
         place = Path(directory)
         cache, digest = persistence.load(cls, place, config, torch.device(device), changes)

@@ -62,7 +62,11 @@ def restore_origin(
                 "is damaged; save it again"
             )
     if length:
-        _tell(identity is None, cache.tokens.unknown(length), length)
+        unknown = cache.tokens.unknown(length)
+        _tell(identity is None, unknown, length)
+        if unknown:
+            # `generate` need not say it again.
+            cache.tokens.warn_once("unknown")
 
 
 def _tell(no_model: bool, unknown: int, length: int) -> None:
