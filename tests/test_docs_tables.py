@@ -18,9 +18,10 @@ LITERAL = re.compile(r"^`([^`]*)`$")
 
 
 def test_the_lines_of_choose_make_caches() -> None:
-    """Each way by machine ends in arguments of ``generate``."""
+    """Each way by machine ends in arguments of ``generate``, or in none of ours."""
     rows = table(DOCS / "choose.md", "machine", "model", "context")
-    lines = [ast.parse(f"f({cells[-1].strip('`')})", mode="eval").body for cells in rows]
+    ends = [cells[-1] for cells in rows if cells[-1] != "none: leave the argument out"]
+    lines = [ast.parse(f"f({end.strip('`')})", mode="eval").body for end in ends]
     assert len(lines) >= 6
     for call in lines:
         assert isinstance(call, ast.Call)

@@ -61,10 +61,63 @@ def test_messages_are_found_whatever_their_form(tmp_path: Path) -> None:
     ]
 
 
+def test_every_file_with_messages_is_in_a_group_or_left_out_for_a_reason() -> None:
+    assert messages.ungrouped() == [], "name them in GROUPS or LEFT_OUT of docs/site/messages.py"
+    assert all(len(reason) > 20 for reason in messages.LEFT_OUT.values())
+
+
+def test_every_error_has_a_text_that_the_page_can_show() -> None:
+    for file in messages.files(["**/*.py"]):
+        place = str(file.relative_to(messages.PACKAGE))
+        if place not in messages.PASSED_ON and not file.match("testing/simcuda/*"):
+            assert messages.silent(file) == [], place
+    for place in messages.PASSED_ON:
+        assert messages.silent(messages.PACKAGE / place), f"{place} passes nothing on: take it off"
+
+
+def test_messages_made_by_functions_and_choices_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "code.py"
+    file.write_text(
+        "def wrong(name, what):\n"
+        "    return ValueError(f'{name} {what}: make it again')\n"
+        "def told(why):\n"
+        "    return f'it is not so: {why}'\n"
+        "def either(x):\n"
+        "    if x: return 'this one here'\n"
+        "    return 'that one there'\n"
+        "def f(x):\n"
+        "    if x: raise wrong(x, 'has no name')\n"
+        "    if x: raise TypeError(told('too late'))\n"
+        "    if x: raise ValueError('give a text' if x else 'give no text')\n"
+        "    if x: raise OSError(5, 'the disk is full')\n"
+        "    if x: raise ValueError(f'{either(x)}, so stop here')\n"
+        "    if x: raise KeyError(either(x))\n"
+        "    raise ValueError(x)\n"
+    )
+    assert sorted(messages.messages(file)) == [
+        ("KeyError", "that one there"),
+        ("KeyError", "this one here"),
+        ("OSError", "the disk is full"),
+        ("TypeError", "it is not so: too late"),
+        ("ValueError", "give a text"),
+        ("ValueError", "give no text"),
+        ("ValueError", "… has no name: make it again"),
+        ("ValueError", "…, so stop here"),
+    ]
+    assert messages.silent(file) == ["ValueError(x)"]
+
+
 def test_what_users_meet_most_is_among_the_messages() -> None:
     texts = [one.text for group in messages.groups().values() for one in group]
-    assert len(texts) > 250
-    for part in ("padded on the right", "hf_kvret.attach(model)", "needs a calibration artifact"):
+    assert len(texts) > 600
+    for part in (
+        "padded on the right",
+        "hf_kvret.attach(model)",
+        "needs a calibration artifact",
+        "needs a tokenizer",
+        "can't be loaded",
+        "makes its own documents",
+    ):
         assert any(part in text for text in texts), part
 
 

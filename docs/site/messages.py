@@ -7,12 +7,14 @@ syntax; what a message fills in is shown as an ellipsis.
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "hf_kvret"
 PAGE = ROOT / "docs" / "troubleshooting.md"
 BEGIN = "<!-- made by `python docs/site/messages.py`, from here -->"
 END = "<!-- made by `python docs/site/messages.py`, to here -->"
@@ -34,12 +36,20 @@ GROUPS = {
         "core/layer_stack.py",
         "core/precision.py",
         "core/regions.py",
+        "core/rest.py",
+        "core/token_record.py",
+        "core/window.py",
         "integration/*.py",
         "replay/*.py",
     ],
-    "Looking into a cache": ["core/cached_rows.py"],
+    "Looking into a cache": ["core/cached_rows.py", "core/observers.py"],
     "Stores and memory": ["stores/*.py", "core/store.py", "core/host_memory.py"],
-    "Saving and loading a cache": ["io/*.py", "core/saved_regions.py"],
+    "Saving and loading a cache": [
+        "io/*.py",
+        "core/saved_regions.py",
+        "core/form.py",
+        "core/input_record.py",
+    ],
     "The command line": [
         "cli.py",
         "calibration/command.py",
@@ -48,17 +58,51 @@ GROUPS = {
         "calibration/inspection.py",
         "calibration/sources.py",
         "evaluation/arguments.py",
+        "evaluation/bundled.py",
         "evaluation/caches.py",
+        "evaluation/options.py",
+        "evaluation/outputs.py",
+        "evaluation/plots.py",
         "evaluation/program.py",
-        "evaluation/lm_eval.py",
-        "survey/command.py",
-        "tune/*.py",
+        "evaluation/subject.py",
+        "evaluation/texts.py",
     ],
+    "hf-kvret tune": ["tune/*.py"],
+    "hf-kvret demo, eval, lm-eval and report": ["evaluation/**/*.py"],
+    "hf-kvret bench": ["benchmark/*.py"],
+    "hf-kvret fits and models": ["fits/*.py", "survey/*.py"],
     "Calibration and artifacts": ["calibration/*.py"],
     "Methods": ["methods/**/*.py"],
+    "An index or a method of your own": ["core/*.py", "testing/*.py"],
 }
+# Files whose messages are not on the page, and why.
+LEFT_OUT = {"testing/simcuda/*.py": "the GPU that our own tests simulate: no user runs it"}
+# Files that raise what another one says, word for word or behind a name.
+PASSED_ON = (
+    "benchmark/limits.py",
+    "benchmark/opponents.py",
+    "core/fields.py",
+    "core/host_step.py",
+    "core/regions.py",
+    "core/saved_regions.py",
+    "core/selected_attention.py",
+    "evaluation/caches.py",
+    "evaluation/report.py",
+    "evaluation/ruler/aggregation.py",
+    "fits/command.py",
+    "io/description.py",
+    "io/foreign_layers.py",
+    "testing/tape.py",
+)
+# Raised for a loader of ours, which tells what is missing.
+SIGNALS = ("KeyError", "AttributeError")
+# Functions whose text another file raises.
+RAISED_ELSEWHERE = {"methods/aqua/cache.py": ("needs_positions",)}
 WARNINGS = ("warn", "warning", "warning_once")
 GAP = "…"
+ERROR = re.compile(r"[A-Z]\w+$")
+# What names hold, as expressions.
+Local = dict[str, ast.expr]
 
 
 class Message(NamedTuple):
@@ -66,31 +110,107 @@ class Message(NamedTuple):
     text: str
 
 
+class Helper(NamedTuple):
+    """A function that makes an error or its text, and what its module knows."""
+
+    function: ast.FunctionDef
+    texts: Texts
+
+    def results(self, call: ast.Call, texts: Texts, local: Local) -> list[tuple[ast.expr, Local]]:
+        """What it may return, each with its names as ``call`` gives them."""
+        nodes = (node for node in ast.walk(self.function) if isinstance(node, ast.Return))
+        returned = [one.value for one in nodes if one.value and ast.unparse(one.value) != "None"]
+        names = [one.arg for one in self.function.args.args if one.arg not in ("self", "cls")]
+        given = dict(zip(names, call.args, strict=False))
+        given |= {one.arg: one.value for one in call.keywords if one.arg}
+        known = {name: ast.Constant(texts.of(value, local) or GAP) for name, value in given.items()}
+        return [(one, assignments(self.function.body) | known) for one in returned]
+
+
 class Texts:
-    """Strings of a module: what its constants hold, and what a function calls by a name."""
+    """Strings of a module: its constants, its functions, and those that it imports from us."""
 
     def __init__(self, tree: ast.Module) -> None:
+        self.tree = tree
         self.constants = assignments(tree.body)
 
-    def of(self, node: ast.expr, local: dict[str, ast.expr]) -> str | None:
+    @functools.cached_property
+    def functions(self) -> dict[str, Helper]:
+        nodes = (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef))
+        return {node.name: Helper(node, self) for node in nodes}
+
+    @functools.cached_property
+    def helpers(self) -> dict[str, Helper]:
+        """Its own functions, and those that it imports from files of ours."""
+        found = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_kvret"):
+                file = ROOT / f"{node.module.replace('.', '/')}.py"
+                theirs = read(file).functions if file.is_file() else {}
+                found |= {one.name: theirs[one.name] for one in node.names if one.name in theirs}
+        return found | self.functions
+
+    def helper(self, call: ast.Call) -> Helper | None:
+        """The function of ours that a call names, as ``f()`` or ``self.f()``."""
+        return self.helpers.get(ast.unparse(call.func).rpartition(".")[2])
+
+    def makes_error(self, call: ast.Call) -> bool:
+        """Whether it is an exception's name that is called, or a function of ours."""
+        return bool(self.helper(call) or ERROR.search(ast.unparse(call.func)))
+
+    def of(self, node: ast.expr, local: Local) -> str | None:
         """The text that an expression makes, or None where that isn't known."""
         if isinstance(node, ast.Constant):
             return node.value if isinstance(node.value, str) else None
         if isinstance(node, ast.JoinedStr):
             return "".join(self.of(part, local) or GAP for part in node.values)
         if isinstance(node, ast.FormattedValue):
-            return self.of(node.value, {}) if isinstance(node.value, ast.Name) else None
+            return self.of(node.value, local) if isinstance(node.value, ast.Name) else None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mod):
             left = self.of(node.left, local)
             right = self.of(node.right, local) if isinstance(node.op, ast.Add) else ""
             return None if left is None else left + (GAP if right is None else right)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            made = self.of(node.func.value, local) if node.func.attr == "format" else None
-            return made and re.sub(r"\{[^{}]*\}", GAP, made)
+        if isinstance(node, ast.Call):
+            return self.of_call(node, local)
         if isinstance(node, ast.Name):
             value = local.get(node.id) or self.constants.get(node.id)
             return None if value is None else self.of(value, {})
         return None
+
+    def of_call(self, call: ast.Call, local: Local) -> str | None:
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "format":
+            made = self.of(call.func.value, local)
+            return made and re.sub(r"\{[^{}]*\}", GAP, made)
+        helper = self.helper(call)
+        results = helper.results(call, self, local) if helper else []
+        return helper.texts.of(*results[0]) if helper and len(results) == 1 else None
+
+    def choices(self, argument: ast.expr, local: Local) -> list[str | None]:
+        """The texts that an argument may be."""
+        if isinstance(argument, ast.IfExp):
+            return [self.of(one, local) for one in (argument.body, argument.orelse)]
+        helper = self.helper(argument) if isinstance(argument, ast.Call) else None
+        if helper and isinstance(argument, ast.Call):
+            return [helper.texts.of(*one) for one in helper.results(argument, self, local)]
+        return [self.of(argument, local)]
+
+    def error(self, call: ast.Call, local: Local) -> Iterator[Message]:
+        """The messages of a call that makes an error or warns; several where it chooses."""
+        helper = self.helper(call)
+        if helper:
+            for made, names in helper.results(call, self, local):
+                if isinstance(made, ast.Call) and helper.texts.makes_error(made):
+                    yield from helper.texts.error(made, names)
+            return
+        kind = ast.unparse(call.func)
+        for text in (one for argument in call.args for one in self.choices(argument, local)):
+            if len(clean(text or "").replace(GAP, "").split()) > 1:
+                yield Message("error" if kind == "type(error)" else kind, clean(text or ""))
+
+
+@functools.cache
+def read(file: Path) -> Texts:
+    return Texts(ast.parse(file.read_text(encoding="utf-8")))
 
 
 def assignments(body: list[ast.stmt]) -> dict[str, ast.expr]:
@@ -108,54 +228,90 @@ def clean(text: str) -> str:
     return re.sub(rf"{GAP}(?:\s*{GAP})+", GAP, re.sub(r"\s+", " ", text)).strip()
 
 
-def messages(file: Path) -> Iterator[Message]:
-    """What the code of a file raises and warns of, in its order."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    texts, local = Texts(tree), {}
-    for node in ast.walk(tree):
+def calls(texts: Texts) -> Iterator[tuple[ast.Call, Local]]:
+    """What a module raises and warns with, and what the names of that place hold."""
+    around = {}
+    for node in ast.walk(texts.tree):
         if isinstance(node, ast.FunctionDef):
-            for one in ast.walk(node):
-                local[one] = node
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            call, kind = node.exc, ast.unparse(node.exc.func)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in WARNINGS:
-            call, kind = node, "warning"
-        else:
+            around |= dict.fromkeys(ast.walk(node), node)
+    for node in ast.walk(texts.tree):
+        call = node.exc if isinstance(node, ast.Raise) else node
+        if not isinstance(call, ast.Call):
             continue
-        own = assignments(local[node].body) if node in local else {}
-        text = texts.of(call.args[0], own) if call.args else None
-        if text is not None and len(clean(text).replace(GAP, "").split()) > 1:
-            yield Message(kind, clean(text))
+        if call is not node or ast.unparse(call.func).rpartition(".")[2] in WARNINGS:
+            yield call, assignments(around[node].body) if node in around else {}
+
+
+@functools.cache
+def messages(file: Path) -> tuple[Message, ...]:
+    """What the code of a file raises and warns of, in its order."""
+    return tuple(found(file))
+
+
+def found(file: Path) -> Iterator[Message]:
+    texts = read(file)
+    for call, local in calls(texts):
+        for kind, text in texts.error(call, local):
+            yield Message("warning" if kind.rpartition(".")[2] in WARNINGS else kind, text)
+    inside = str(file.relative_to(PACKAGE)) if file.is_relative_to(PACKAGE) else ""
+    for name in RAISED_ELSEWHERE.get(inside, ()):
+        for node in ast.walk(texts.functions[name].function):
+            text = texts.of(node.value, {}) if isinstance(node, ast.Return) and node.value else None
+            if text:
+                yield Message("ValueError", clean(text))
+
+
+def silent(file: Path) -> list[str]:
+    """What a file raises for users without a text that can be read here."""
+    texts, left_out = read(file), (*WARNINGS, *SIGNALS)
+    return [
+        ast.unparse(call)
+        for call, local in calls(texts)
+        if not list(texts.error(call, local)) and not ast.unparse(call.func).endswith(left_out)
+    ]
+
+
+def files(patterns: Iterable[str]) -> list[Path]:
+    """The files of these patterns, each once."""
+    return list(dict.fromkeys(one for each in patterns for one in sorted(PACKAGE.glob(each))))
+
+
+def ungrouped() -> list[str]:
+    """Files with messages that are neither in a group nor left out for a reason."""
+    known = {file for patterns in GROUPS.values() for file in files(patterns)} | set(
+        files(LEFT_OUT)
+    )
+    rest = (file for file in files(["**/*.py"]) if file not in known)
+    return [str(file.relative_to(ROOT)) for file in rest if any(messages(file))]
 
 
 def groups() -> dict[str, list[Message]]:
     """The messages of each group, each once."""
-    seen: set[Path] = set()
+    seen = set(files(LEFT_OUT))
     known: set[str] = set()
-    found: dict[str, list[Message]] = {}
+    grouped: dict[str, list[Message]] = {}
     for group, patterns in GROUPS.items():
-        files = [one for pattern in patterns for one in sorted((ROOT / "hf_kvret").glob(pattern))]
-        found[group] = []
-        for file in dict.fromkeys(files):
+        grouped[group] = []
+        for file in files(patterns):
             if file in seen:
                 continue
             seen.add(file)
             for message in messages(file):
                 if message.text not in known:
                     known.add(message.text)
-                    found[group].append(message)
-    return found
+                    grouped[group].append(message)
+    return grouped
 
 
 def section() -> str:
     lines = [BEGIN, ""]
     for group, found in groups().items():
-        lines += [f"### {group}", "", "| | message |", "|---|---|"]
+        lines += [f"### {group}", "", '<details markdown="1">']
+        lines += [f"<summary>{len(found)} messages</summary>", "", "| | message |", "|---|---|"]
         for kind, text in found:
             shown = text.replace("|", "\\|").replace("`", "'")
             lines.append(f"| {kind} | `{shown}` |")
-        lines.append("")
+        lines += ["", "</details>", ""]
     return "\n".join([*lines, END])
 
 
