@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 from collections.abc import Callable
@@ -17,6 +16,8 @@ import hf_kvret
 from hf_kvret import RetrievalCache
 from hf_kvret.core.input_record import InputHash, InputRecord
 from hf_kvret.core.token_record import PADDING
+from hf_kvret.integration.prompt_check import check_origin
+from hf_kvret.integration.requests import Request
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
@@ -210,19 +211,17 @@ def test_of_several_pictures_any_row_of_known_ones_is_the_same() -> None:
 
 
 def test_pictures_without_a_known_token_are_a_warning(
-    qwen2_vl: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    llama: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    inputs, cache = with_picture(qwen2_vl, 50), new_cache(qwen2_vl)
-    monkeypatch.setattr("hf_kvret.integration.prompt_check._marks", lambda model: [])
-    answer = qwen2_vl.generate(**inputs, **picture(qwen2_vl, 0), past_key_values=cache, **RUN)
-    ids = torch.cat([answer, with_picture(qwen2_vl, 20)["input_ids"]], dim=1)
-    types = {"mm_token_type_ids": (ids == qwen2_vl.config.image_token_id).int()}
-    for seed, warned in ((0, False), (1, True)):
-        # Qwen2-VL itself wants the pictures of the whole conversation, and has no place for them.
-        with contextlib.suppress(StopIteration, RuntimeError):
-            twin = cache.fork()
-            qwen2_vl.generate(ids, **types, **picture(qwen2_vl, seed), past_key_values=twin, **RUN)
-        assert ("does not say which tokens stand for it" in caplog.text) == warned
+    """Of a model whose configuration has no name that we know."""
+    cache, pictures = new_cache(llama), torch.randn(2, 3, 8, 8)
+    answer = llama.generate(prompt(1, 50), past_key_values=cache, **RUN)
+    cache.tokens.inputs.note({"pixel_values": pictures[:1]}, (1, 50), 0, 50, None)
+    ids = torch.cat([answer, prompt(1, 20, salt=1)], dim=1)
+    for picture, count in ((pictures[:1], 0), (pictures[1:], 1), (pictures, 1)):
+        arguments = {"input_ids": ids, "pixel_values": picture}
+        check_origin(Request(llama, arguments), cache, outlives=True)
+        assert caplog.text.count("does not say which tokens stand for it") == count
 
 
 def test_entries_of_whole_passes_are_compared_as_they_were_saved() -> None:
