@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.integration.prompt_check import other_inputs
+from hf_kvret.integration.prompt_check import other_inputs, picture_places
 from hf_kvret.integration.requests import is_using
 from hf_kvret.integration.weights import decoder_of
 
@@ -76,7 +76,8 @@ def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         if inputs:
             mask = kwargs.get("attention_mask")
             mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
-            cache.tokens.inputs.note(inputs, (len(ids), count), start, count, mask)
+            places = picture_places(module, ids, start)
+            cache.tokens.inputs.note(inputs, (len(ids), count), start, count, mask, places)
 
 
 def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

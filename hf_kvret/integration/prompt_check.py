@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,12 +22,10 @@ _NOT_COMPARED = {
     *("negative_prompt_ids", "negative_prompt_attention_mask", "encoder_outputs"),
     *("decoder_input_ids", "decoder_attention_mask"),
 }
-# In configurations, ids that stand for a part of a picture, a video or a sound.
-_MARKS = tuple(
-    f"{kind}_token_{end}"
-    for kind in ("image", "video", "audio", "vision")
-    for end in ("id", "index")
-)
+# In configurations, names of ids that stand for a part of a picture, a video or a sound.
+_MARK = re.compile(r"(image|img|video|audio|vision|media|speech|sound)\w*_token\w*_(id|index)$")
+# Those of its borders do not.
+_BORDER = re.compile(r"start|begin|end|^bo|^eo")
 
 
 def check_origin(
@@ -67,7 +66,8 @@ def check_origin(
         _check_inputs(call, cache, ids, mask, inputs)
     count = length - cache_len if whole else length
     if inputs and count > 0:
-        cache.tokens.inputs.note(inputs, (len(ids), length), cache_len, count, mask)
+        places = picture_places(call.model, ids[:, length - count :], cache_len)
+        cache.tokens.inputs.note(inputs, (len(ids), length), cache_len, count, mask, places)
 
 
 def other_inputs(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -117,6 +117,24 @@ def _check_ids(
         )
 
 
+def picture_places(model: Any, new: torch.Tensor, start: int) -> tuple[int, int] | None:
+    """First slot and count of those that stand for pictures or sounds; None if none does.
+
+    Args:
+        model: whose configuration says what marks them.
+        new: ids ``[B, n]`` of the slots from ``start`` on.
+        start: of the first.
+    """
+    marks = _marks(model)
+    if not marks:
+        return None
+    marked = torch.isin(new, torch.tensor(marks, device=new.device)).any(dim=0).nonzero()
+    if not len(marked):
+        return None
+    first, last = int(marked[0]), int(marked[-1])
+    return start + first, last + 1 - first
+
+
 def _check_inputs(
     call: Request,
     cache: RetrievalCache,
@@ -124,12 +142,25 @@ def _check_inputs(
     mask: torch.Tensor | None,
     inputs: dict[str, torch.Tensor],
 ) -> None:
-    record = cache.tokens.inputs
-    if not inputs or not record.entries:
+    record, shape = cache.tokens.inputs, (len(ids), ids.shape[1])
+    if not record.entries:
         return
-    new = ids[:, cache.get_seq_length() :]
-    shape = len(ids), ids.shape[1]
-    entry = record.difference(inputs, shape, mask, not _has_marks(call, new))
+    if "position_ids" not in inputs:
+        _check_own_positions(call, cache, ids, mask)
+    entry = record.difference(inputs, shape, mask)
+    picture = None if entry is not None else record.unknown_picture(inputs, shape)
+    if picture is not None:
+        cache_len = cache.get_seq_length()
+        if not _marks(call.model):
+            if cache.tokens.warn_once("pictures"):
+                _log.warning(
+                    "%s is not what past_key_values was filled with, and the model's configuration "
+                    "does not say which tokens stand for it: it is taken for that of new tokens. "
+                    "If it is in place of the old, the answer is wrong",
+                    picture.name,
+                )
+        elif picture_places(call.model, ids[:, cache_len:], cache_len) is None:
+            entry = picture
     if entry is not None:
         raise ValueError(
             f"{entry.name} is not what the tokens {entry.start} to {entry.end - 1} in "
@@ -138,12 +169,40 @@ def _check_inputs(
         )
 
 
-def _has_marks(call: Request, new: torch.Tensor) -> bool:
-    """Whether new ids have a place for pictures; also if the model does not say what marks it."""
+def _check_own_positions(
+    call: Request, cache: RetrievalCache, ids: torch.Tensor, mask: torch.Tensor | None
+) -> None:
+    """Compare positions that the caller gave before with those that ``generate`` counts now."""
+    record = cache.tokens.inputs
+    own = [entry for entry in record.entries if entry.name == "position_ids" and entry.by_token]
+    if not own:
+        return
     config = call.model.config
-    marks = [getattr(config, name, None) for name in _MARKS]
-    known = [mark for mark in marks if isinstance(mark, int)]
-    return not known or bool(torch.isin(new, torch.tensor(known, device=new.device)).any())
+    counted = config is config.get_text_config(decoder=True) and mask is not None
+    if counted and mask is not None and all(entry.parts == 1 for entry in own):
+        positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+        entry = record.difference({"position_ids": positions}, (len(ids), ids.shape[1]), mask)
+        if entry is not None:
+            raise ValueError(
+                f"position_ids is missing: the tokens {entry.start} to {entry.end - 1} in "
+                "past_key_values were filled with others than generate counts by itself. Pass "
+                "position_ids of the whole conversation, or begin anew with cache.reset()"
+            )
+    elif cache.tokens.warn_once("positions"):
+        _log.warning(
+            "past_key_values was filled with position_ids of %d tokens, and the prompt has none: "
+            "pass those of the whole conversation, if they are not what the model makes by itself",
+            sum(entry.count for entry in own),
+        )
+
+
+def _marks(model: Any) -> list[int]:
+    """Ids that stand for pictures and sounds; empty if the configuration does not say them."""
+    return [
+        value
+        for name, value in vars(model.config).items()
+        if isinstance(value, int) and _MARK.search(name) and not _BORDER.search(name)
+    ]
 
 
 def _mask(call: Request, ids: torch.Tensor, prepared: torch.Tensor | None) -> torch.Tensor | None:

@@ -23,7 +23,8 @@ def stored_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str
     buffers, with the name of a part behind those that hold several tensors. Tensors of fewer than
     16 bytes are left out.
     """
-    tensors, reasons = {}, {}
+    tensors: dict[str, torch.Tensor] = {}
+    reasons: dict[str, str] = {}
     for name, parameter in base_parameters(module).items():
         reason = unreadable(parameter)
         if not reason:

@@ -27,11 +27,6 @@ def llama() -> Any:
     return MODELS["llama"].build()
 
 
-@pytest.fixture(scope="module")
-def qwen2_vl() -> Any:
-    return MODELS["qwen2_vl"].build()
-
-
 def new_cache(model: PreTrainedModel) -> RetrievalCache:
     return hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
 
@@ -306,80 +301,6 @@ def test_only_the_new_tokens_are_compared_with_nothing(llama: Any) -> None:
         ids[:, 30:], attention_mask=mask, position_ids=positions, past_key_values=cache, **RUN
     )
     assert held_ids(cache)[0][:90] == ids[0].tolist()
-
-
-def test_other_positions_are_refused(llama: Any) -> None:
-    ids = prompt(2, 60)
-    positions = torch.arange(60).expand(2, -1).clone()
-    positions[:, 35:] += 200
-    cache = new_cache(llama)
-    answer = llama.generate(ids, position_ids=positions, past_key_values=cache, **RUN)
-    more = positions[:, -1:] + torch.arange(1, 5)
-    again = torch.cat([positions, more], dim=1)
-    llama.generate(answer, position_ids=again, past_key_values=cache.fork(), **RUN)
-    again[1, 50] += 1
-    with pytest.raises(ValueError, match="position_ids is not what the tokens 0 to 59"):
-        llama.generate(answer, position_ids=again, past_key_values=cache, **RUN)
-
-
-def picture(model: Any, seed: int) -> dict[str, torch.Tensor]:
-    """A picture of four patches, which one token stands for."""
-    vision = model.config.vision_config
-    width = 3 * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.randn(4, width, generator=torch.Generator().manual_seed(seed))
-    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 2]])}
-
-
-def with_picture(model: Any, length: int) -> dict[str, torch.Tensor]:
-    ids = prompt(1, length)
-    config = model.config
-    ids[0, 5:8] = torch.tensor(
-        [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]
-    )
-    return {"input_ids": ids, "mm_token_type_ids": (ids == config.image_token_id).int()}
-
-
-@pytest.mark.parametrize("go_on", [forked, saved])
-def test_another_picture_is_refused(
-    qwen2_vl: Any, tmp_path: Path, go_on: Callable[..., RetrievalCache]
-) -> None:
-    inputs = with_picture(qwen2_vl, 50)
-    cache = new_cache(qwen2_vl)
-    answer = qwen2_vl.generate(**inputs, **picture(qwen2_vl, 0), past_key_values=cache, **RUN)
-    ids = torch.cat([answer, prompt(1, 20, salt=1)], dim=1)
-    cache = go_on(cache, tmp_path, qwen2_vl)
-    with pytest.raises(ValueError, match="pixel_values is not what the tokens 0 to 49"):
-        qwen2_vl.generate(ids, **picture(qwen2_vl, 1), past_key_values=cache, **RUN)
-    # Text alone goes on after pictures.
-    qwen2_vl.generate(ids, past_key_values=cache, **RUN)
-    pads = [
-        PADDING if token == qwen2_vl.generation_config.pad_token_id else token for token in ids[0]
-    ]
-    assert held_ids(cache)[0][:74] == pads
-
-
-def test_a_new_picture_for_new_tokens_is_not_refused(qwen2_vl: Any) -> None:
-    first = with_picture(qwen2_vl, 50)
-    cache = new_cache(qwen2_vl)
-    answer = qwen2_vl.generate(**first, **picture(qwen2_vl, 0), past_key_values=cache, **RUN)
-    ids = torch.cat([answer, with_picture(qwen2_vl, 20)["input_ids"]], dim=1)
-    types = {"mm_token_type_ids": (ids == qwen2_vl.config.image_token_id).int()}
-    both = [picture(qwen2_vl, seed) for seed in (0, 1)]
-    pictures = {name: torch.cat([one[name] for one in both]) for name in both[0]}
-    names: list[str] = []
-    note = cache.tokens.inputs.note
-
-    def noted(inputs: Any, *args: Any) -> None:
-        names.extend(inputs)
-        note(inputs, *args)
-
-    cache.tokens.inputs.note = noted  # type: ignore[method-assign]
-    try:
-        qwen2_vl.generate(ids, **types, **pictures, past_key_values=cache, **RUN)
-    except ValueError as error:
-        # Of Qwen2-VL, which looks for places of both pictures among the new tokens.
-        assert "past_key_values" not in str(error)
-    assert "pixel_values" in names
 
 
 def test_the_chain_tells_how_far_two_texts_agree() -> None:
