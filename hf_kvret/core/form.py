@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Self
 
@@ -11,6 +12,9 @@ DTypes = torch.dtype | tuple[torch.dtype, ...] | None
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """What keys may be."""
+
+# Of a million tokens with a thousand numbers.
+_MOST_ROW = 1e14
 
 
 class Form:
@@ -88,8 +92,16 @@ def check_ids(name: str, ids: torch.Tensor, end: int) -> None:
 
 def check_finite(name: str, values: torch.Tensor) -> None:
     """ValueError for saved numbers that are infinite or no numbers."""
-    if not bool(values.isfinite().all()):
+    # One pass without a copy; NaN is the least and the greatest of what has one.
+    if values.numel() and not all(map(math.isfinite, map(float, torch.aminmax(values)))):
         raise damaged(f"{name} has numbers that are not finite")
+
+
+def check_squares(name: str, values: torch.Tensor) -> None:
+    """ValueError for saved numbers whose squares can't be summed up in fp32; none is fine."""
+    check_finite(name, values)
+    if values.numel() and max(abs(float(end)) for end in torch.aminmax(values)) > _MOST_ROW:
+        raise damaged(f"{name} has numbers above {_MOST_ROW:g}, which no model makes")
 
 
 def damaged(what: str) -> ValueError:
