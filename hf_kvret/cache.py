@@ -355,7 +355,7 @@ class RetrievalCache(Cache):
         Raises:
             RuntimeError: in the middle of a forward pass.
             FileExistsError: a cache is there that may not be replaced.
-            OSError: the disk is full, for instance.
+            OSError: the disk is full, for instance; says which cache is in place.
             ValueError: ``cache.json`` there is not of a cache, or a symbolic link; another model
                 than ``model`` filled the cache.
         """
@@ -382,13 +382,14 @@ class RetrievalCache(Cache):
             device: where the model's queries are.
             model: that is to use the cache; compared with the one that filled it, as ``generate``
                 does later.
-            **changes: options to change, for instance ``store="host"``, or ``artifact`` where it
-                lies elsewhere now.
+            **changes: options to change, for instance ``store="host"``; and ``artifact``, or
+                ``rest_artifact``, which are not taken from the file. Without ``artifact`` the
+                model's own is used.
 
         Raises:
             FileNotFoundError: no cache there.
-            ValueError: a damaged file; another method, model or shape of a model; a change of an
-                option that the saved index depends on.
+            ValueError: a damaged file, another method or model, an artifact that has to be named,
+                or a change of an option that the saved index depends on.
         """
         place = Path(directory)
         cache, digest = persistence.load(cls, place, config, torch.device(device), changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Self
 
@@ -11,6 +12,9 @@ DTypes = torch.dtype | tuple[torch.dtype, ...] | None
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """What keys may be."""
+
+# Of a million tokens with a thousand numbers.
+_MOST_ROW = 1e14
 
 
 class Form:
@@ -88,8 +92,26 @@ def check_ids(name: str, ids: torch.Tensor, end: int) -> None:
 
 def check_finite(name: str, values: torch.Tensor) -> None:
     """ValueError for saved numbers that are infinite or no numbers."""
-    if not bool(values.isfinite().all()):
+    if not math.isfinite(_largest(values)):
         raise damaged(f"{name} has numbers that are not finite")
+
+
+def check_squares(name: str, values: torch.Tensor) -> None:
+    """ValueError for saved numbers whose squares can't be summed up in fp32."""
+    largest = _largest(values)
+    if not math.isfinite(largest):
+        raise damaged(f"{name} has numbers that are not finite")
+    if largest > _MOST_ROW:
+        raise damaged(f"{name} has numbers above {_MOST_ROW:g}, which no model makes")
+
+
+def _largest(values: torch.Tensor) -> float:
+    """The largest absolute value, NaN where one is NaN; 0 of none. One pass, and no copy."""
+    if not values.numel():
+        return 0.0
+    lowest, highest = map(float, torch.aminmax(values))
+    # Both are NaN where one is.
+    return max(abs(lowest), abs(highest))
 
 
 def damaged(what: str) -> ValueError:

@@ -125,12 +125,15 @@ class Index(State):
     Attributes:
         capture_obstacle: for an index that is not a ``CapturableIndex``, why its decode steps
             can't be captured in a CUDA graph, as the message says it.
+        needs_finite: whether a pass raises where rows are NaN or infinite, so that a load refuses
+            a saved cache with such rows.
 
     Raises:
         TypeError: a subclass defines methods of an older version of this contract.
     """
 
     capture_obstacle: ClassVar[str] = ""
+    needs_finite: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -376,10 +376,20 @@ class RetrievalLayer(CacheLayerMixin):
     def _query_heads(self, keys: torch.Tensor) -> int | None:
         """Query heads for ``keys [B, Hkv, *, D]`` of a saved layer; None where nobody knows.
 
-        In a tensor parallel model each process holds some of the heads.
+        In a tensor parallel model each process holds some of the heads. Some models have a KV head
+        for each query head, whatever their configuration says of KV heads.
+
+        Raises:
+            ValueError: keys that this layer of the model doesn't have.
         """
-        shape = self.of_model.shape
-        if shape is None or (shape.kv_heads, shape.head_dim) != (keys.shape[1], keys.shape[3]):
-            return None
+        shape, heads, dim = self.of_model.shape, keys.shape[1], keys.shape[3]
         parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return None if parallel else shape.heads
+        if shape is None or parallel:
+            return None
+        if dim != shape.head_dim or heads not in (shape.kv_heads, shape.heads):
+            raise ValueError(
+                f"window.keys are of {heads} KV heads with {dim} numbers, and this model has "
+                f"{shape.kv_heads} with {shape.head_dim}: the file is damaged or crafted, or of "
+                "another model; save the cache again"
+            )
+        return shape.heads if heads == shape.kv_heads else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_kvret.core.form import Form, damaged
+from hf_kvret.core.form import Form, check_squares, damaged
 from hf_kvret.core.precision import check_dtypes
 from hf_kvret.core.state import Tensors
 
@@ -85,6 +85,10 @@ def load_regions(
     sizes |= {"S": regions.config.sink, "I": regions.window.value_in_key}
     sizes |= {} if query_heads is None else {"Q": query_heads}
     form = Form(keys.dtype, sizes)
+    if regions.index is not None and regions.index.needs_finite:
+        for name, tensor in state.items():
+            if name.startswith(("window.", "store.")) and tensor.is_floating_point():
+                check_squares(name, tensor)
     with _named("window."):
         regions.window.check_saved(window, form)
         regions.window.load_state_dict(window, device)

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.io import foreign_layers
+from hf_kvret.io.agreement import check_agreement, tell_dtype
 from hf_kvret.io.description import (
     DESCRIPTION,
     OLD_TENSORS,
@@ -138,8 +139,10 @@ def _load(
         except ValueError as error:
             more = f"; {hint}" if hint else ""
             raise ValueError(f"{directory}: layer {number}: {error}{more}") from error
-    check_agreement(directory, cache)
+    text = config.get_text_config(decoder=True)
+    check_agreement(directory, cache, getattr(text, "v_head_dim", None))
     restore_origin(cache, dict(description.origin), next(parts))
+    tell_dtype(directory, cache)
     return cache
 
 
@@ -216,13 +219,6 @@ def _layer_of(name: str, layers: int) -> int:
     return int(match[1])
 
 
-def check_agreement(directory: Path, cache: RetrievalCache) -> None:
-    """ValueError where the layers of a loaded cache do not hold the same rows and tokens."""
-    fault = cache.stack.fault() or _form_fault(cache)
-    if fault is not None:
-        raise ValueError(f"{directory} is damaged or crafted: {fault}; save the cache again")
-
-
 def _check_overwrite(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None:
     """FileExistsError, or ValueError, where a save into ``directory`` would replace too much."""
     there = digest_of(directory)
@@ -292,30 +288,6 @@ def _read_old(path: Path, description: Description) -> dict[str, torch.Tensor]:
             f"{path} is corrupt or truncated ({error}): save the cache again"
         ) from error
     return tensors
-
-
-def _form_fault(cache: RetrievalCache) -> str | None:
-    """What tells that layers are not of one model; None where nothing does."""
-    regions = [layer.regions for layer in cache.retrieval_layers]
-    foreign = [layer for layer in cache.layers if not isinstance(layer, RetrievalLayer)]
-    batches = {each.batch_size for each in regions if each is not None}
-    batches |= {batch for layer in foreign if (batch := foreign_layers.batch_of(layer))}
-    if len(batches) > 1:
-        return f"the layers hold batches of {', '.join(map(str, sorted(batches)))}"
-    dtypes = {each.window.keys.dtype for each in regions if each is not None}
-    if len(dtypes) > 1:
-        return f"the layers hold tokens in {', '.join(sorted(map(str, dtypes)))}"
-    forms: dict[Any, Any] = {}
-    for layer, each in zip(cache.retrieval_layers, regions, strict=True):
-        if each is not None:
-            form = each.window.keys.shape[1::2], each.window.values.shape[3]
-            if forms.setdefault(layer.of_model.shape, form) != form:
-                return "layers that the model has alike hold tokens of different forms"
-    for layer in foreign:
-        for name, form in foreign_layers.forms_of(layer).items():
-            if forms.setdefault((type(layer), name), form) != form:
-                return f"{name} of layers of one kind have different forms"
-    return None
 
 
 def _check_model(

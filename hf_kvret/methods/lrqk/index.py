@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,6 +33,8 @@ class LRQKIndex(CapturableIndex, Index):
     since the factors were made, and new factors would be better, all keys are read from the store
     and projected again: at once for a question of several tokens, otherwise at a flush.
     """
+
+    needs_finite: ClassVar[bool] = True
 
     _keys: KeyGrams = part(KeyGrams, may_be_empty=True)
     _queries: QueryGrams = part()
