@@ -213,13 +213,13 @@ def test_a_mutated_cache_is_refused_or_serves(
         assert dataclasses.asdict(saved) == dataclasses.asdict(options)
         return
     # Rows may be infinite where a model made them so; what reads them is, too.
-    finite, length = mutation is not mutations.not_finite, cache.get_seq_length()
+    finite = mutation is not mutations.not_finite
     try:
         with torch.no_grad():
             _passes(base.model, cache, finite)
     except ValueError as refused:
-        # The first pass tells that another model filled it.
-        assert mutation is mutations.deep and cache.get_seq_length() == length
+        # The first pass of several tokens tells that another model filled it.
+        assert mutation is mutations.deep
         assert str(refused).startswith(("past_key_values was made for", "past_key_values was fill"))
 
 
@@ -227,14 +227,16 @@ def _layers(base: Base) -> list[dict[str, Any]]:
     return read_saved(base.folder)[0]["layers"]
 
 
-def _some(count: int) -> list[Any]:
-    """The numbers of all bases, slow after the first."""
-    slow = [pytest.param(n, marks=pytest.mark.slow) for n in range(count, len(BASES))]
-    return [*range(count), *slow]
+def _ids() -> list[Any]:
+    """Numbers of bases, and which part of the wrong ids: some, and with ``slow`` all."""
+    few = [(1, 9), (4, 9), (5, 9)]
+    return [*few, *(pytest.param(n, 1, marks=pytest.mark.slow) for n in range(len(BASES)))]
 
 
-@pytest.mark.parametrize("number", _some(2))
-def test_crafted_ids_are_refused_or_serve(bases: Any, number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "every"), _ids())
+def test_crafted_ids_are_refused_or_serve(
+    bases: Any, number: int, every: int, tmp_path: Path
+) -> None:
     """Whatever ids, offsets and counts say, no kernel reads outside: see .ci/sanitize caches."""
     base = bases(number)
     _, tensors = read_saved(base.folder)
@@ -244,22 +246,27 @@ def test_crafted_ids_are_refused_or_serve(bases: Any, number: int, tmp_path: Pat
         for name, x in tensors.items()
         if name.startswith("layers.") and x.numel() and not x.is_floating_point()
     }
-    loaded = 0
-    for name in whole.values():
-        for craft in crafted_ids(name, tensors[name].dtype):
-            folder = tmp_path / "case"
-            shutil.copytree(base.folder, folder)
-            mutations.craft(random.Random(0), folder, craft, 2)
-            try:
-                cache = base.load(folder)
-            except ValueError:
-                continue
-            finally:
-                shutil.rmtree(folder)
-            loaded += 1
-            with torch.no_grad():
-                _passes(base.model, cache)
-    assert loaded or not whole
+    crafts = [
+        (part, craft)
+        for part, name in whole.items()
+        for craft in crafted_ids(name, tensors[name].dtype)
+    ]
+    refused = 0
+    for part, craft in crafts[::every]:
+        folder = tmp_path / "case"
+        shutil.copytree(base.folder, folder)
+        mutations.craft(random.Random(0), folder, craft, 2)
+        try:
+            cache = base.load(folder)
+        except ValueError:
+            refused += 1
+            continue
+        finally:
+            shutil.rmtree(folder)
+        with torch.no_grad():
+            # Codes of rows may stand for any numbers.
+            _passes(base.model, cache, finite=not part.startswith("store."))
+    assert 0 < refused < len(crafts)
 
 
 @pytest.mark.parametrize("number", range(SAMPLED_BASES))

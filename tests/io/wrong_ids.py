@@ -14,7 +14,7 @@ from .mutations import Craft, Tensors
 def crafted_ids(name: str, dtype: torch.dtype) -> Iterator[Craft]:
     """Wrong numbers in the first place of a tensor, in the last, or everywhere."""
     limits = torch.iinfo(dtype) if dtype != torch.bool else None
-    numbers = {0, 1, -1, -2, 40, 60, 2**15, 2**20, 2**31 - 1, -(2**31), 2**62}
+    numbers = {0, -1, -2, 60, 2**20, 2**31 - 1, 2**62}
     if limits is not None:
         numbers = {limits.min, limits.max, *(n for n in numbers if limits.min < n < limits.max)}
     for number in sorted(numbers if limits else {0, 1}):
