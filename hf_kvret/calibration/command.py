@@ -63,7 +63,7 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         "inspect",
         help="say what a calibration artifact is, or check what was saved",
         description="Say what a calibration artifact is: method, model, data, sizes and quality. "
-        "With --verify, check every byte of the saved caches, artifacts and result files there, and "
+        "With --verify, check every byte of the caches, artifacts and result files there, and "
         "name other files; status 2 says that something is damaged.",
         formatter_class=HelpFormatter,
     )

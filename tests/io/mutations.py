@@ -7,6 +7,7 @@ folder of a saved cache, given a source of chance and, for some, another cache o
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from hf_kvret.core.token_record import chain
 from hf_kvret.testing.saved import read_saved, saved_file, write_saved
 
 DESCRIPTION = "cache.json"
@@ -31,6 +33,7 @@ DTYPES = [
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 ]
+HUGE: list[Any] = [10**400, -(10**400), [2**40, 2**40], [float("inf")], [1e308] * 16]
 NUMBERS = [0, 1, -1, -2, 5, 39, 41, 100, 1000, 65535, 10**6, 2**31 - 1, 2**31, 2**40, -(2**40)]
 
 
@@ -278,22 +281,48 @@ def method(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> 
     content["method"] = chance.choice([*VALUES, *names])
 
 
+def deep(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    """Another value, or none, somewhere inside what else a description says."""
+    names = ["identity", "identity", "tokens", "tokens", "options", "model", "library"]
+    node = content[chance.choice([name for name in names if content[name]])]
+    if node is content["tokens"] and chance.random() < 0.7:
+        digests = ["0" * 64] * chance.choice([1, 2])
+        entry = {"name": "position_ids", "start": 0, "count": 3, "by_token": True}
+        node["inputs"] = [{**entry, "sha256": digests}]
+    while True:
+        place = chance.choice(sorted(node) if isinstance(node, dict) else range(len(node)))
+        if node[place] and isinstance(node[place], dict | list) and chance.random() < 0.8:
+            node = node[place]
+        elif chance.random() < 0.1:
+            del node[place]
+            return
+        else:
+            node[place] = chance.choice([*VALUES, *HUGE])
+            return
+
+
+def other_ids(chance: random.Random, tensors: Tensors, content: dict[str, Any]) -> None:
+    """Other tokens than those that filled it, with a chain of hashes that is right."""
+    ids = tensors["tokens.ids"].clone()
+    kind = chance.randrange(4)
+    if kind == 0:
+        ids = ids[: chance.randrange(3), : chance.randrange(ids.shape[1])]
+    elif kind == 1:
+        ids = ids.repeat(chance.choice([1, 2]), 2)
+    else:
+        numbers = [-1, -2, -3, 0, 127, 128, 10**6, 2**31 - 1, -(2**31)]
+        start = chance.randrange(ids.shape[1])
+        ids[chance.randrange(len(ids)) :, start:] = chance.choice(numbers)
+    links = chain(ids) if len(ids) else torch.zeros(0, 0, 32, dtype=torch.uint8)
+    tensors |= {"tokens.ids": ids, "tokens.chain": links}
+
+
 CRAFTS: list[Craft] = [
+    *(deep, deep, deep, other_ids),
     *(other_shape, other_shape, other_shape, other_dtype, other_dtype, not_finite, other_numbers),
     *(other_numbers, other_scalar, other_scalar, missing, missing_in_all_layers, unknown, swapped),
-    *(
-        swapped,
-        renamed,
-        version,
-        option,
-        option,
-        unknown_option,
-        model,
-        layers,
-        layers,
-        top,
-        method,
-    ),
+    *(swapped, renamed, version, option, option, unknown_option, model, layers, layers, top),
+    *(method,),
 ]
 
 
@@ -321,6 +350,20 @@ def entries(chance: random.Random, folder: Path) -> None:
         tensors[name], other = tensors[chance.choice(sorted(tensors))], tensors[name]
         tensors[name + "y"] = other
     write_saved(folder, content)
+
+
+def huge(chance: random.Random, folder: Path) -> None:
+    """Claim a shape of any size, perhaps with as many checksums."""
+    content, _ = read_saved(folder)
+    entry = content["tensors"][chance.choice(sorted(content["tensors"]))]
+    sizes = [0, 1, 2, 2**20, 2**31, 2**32, 2**40, 2**47, 2**48, 2**62, 2**63]
+    shape = [chance.choice(sizes) for _ in range(chance.randrange(1, 9))]
+    blocks = -(-(4 * math.prod(shape)) // (1 << 20))
+    entry |= {"shape": shape, "crc32": "01234567" * min(blocks, chance.choice([1, 10**5]))}
+    write_saved(folder, content)
+
+
+IN_FOLDER = [entries, huge]
 
 
 def craft(chance: random.Random, folder: Path, mutation: Craft, version: int) -> None:

@@ -107,24 +107,28 @@ def _numbers() -> list[Any]:
     return [*few, *(pytest.param(n, marks=pytest.mark.slow) for n in range(FEW, MANY))]
 
 
-@pytest.mark.parametrize("number", _numbers())
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_save_killed_at_a_step_leaves_the_old_or_the_new(
-    model: PreTrainedModel, old: FlatKVCache, new: FlatKVCache, number: int, tmp_path: Path
+    model: PreTrainedModel, old: FlatKVCache, new: FlatKVCache, every: int, tmp_path: Path
 ) -> None:
-    place = tmp_path / "place"
-    old.save_pretrained(place)
     with pytest.MonkeyPatch.context() as patch:
         count = len(_counted(patch, new, tmp_path / "counted", old))
-    # The last ones of each are the most interesting.
-    step = (count - 1 - number * 7) % count
+    # The last ones are the most interesting.
+    ends = {}
+    for step in range(count - 1, -1, -every):
+        place = tmp_path / f"step-{step}"
+        old.save_pretrained(place)
 
-    def work() -> None:
-        patch = pytest.MonkeyPatch()
-        _steps(patch, lambda n: os.kill(os.getpid(), signal.SIGKILL) if n == step else None)
-        new.save_pretrained(place, overwrite=True)
+        def work(step: int = step, place: Path = place) -> None:
+            patch = pytest.MonkeyPatch()
+            _steps(patch, lambda n: os.kill(os.getpid(), signal.SIGKILL) if n == step else None)
+            new.save_pretrained(place, overwrite=True)
 
-    assert os.WTERMSIG(_in_child(work)) == signal.SIGKILL
-    _check(model, place, old, new)
+        assert os.WTERMSIG(_in_child(work)) == signal.SIGKILL, step
+        ends[step] = _check(model, place, old, new)
+    assert len(ends) == -(-count // every) and count > 30
+    # One step is the change from the one to the other.
+    assert list(ends.values()) == sorted(ends.values()) and set(ends.values()) == {"old", "new"}
 
 
 def _counted(
