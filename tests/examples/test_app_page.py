@@ -211,6 +211,18 @@ def test_an_answer_shows_what_its_words_retrieved(page: Any) -> None:
     assert page.run("document.querySelectorAll('.kvret-text i.recent').length")
 
 
+def test_stop_ends_reading_and_the_next_one_is_served(page: Any, tmp_path: Path) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text("n1 " * 6_500)
+    page.choose_file("input[type=file]", file)
+    page.wait(f"{shows('of 6,501 tokens read')} || {shows('6,501 tokens read into paris in')}")
+    page.run(f"{button('Stop')}.click()")
+    page.wait(shows("Stopped."))
+    page.run(f"{button('Example')}.click()")
+    page.wait(shows("tokens read into paris in"))
+    assert page.run(shows("the example: "))
+
+
 def test_a_file_is_read_and_asked_about(page: Any, tmp_path: Path) -> None:
     file = tmp_path / "report.txt"
     file.write_text("n1 " * 200 + "K k5 k9 v7 v8 " + "n2 " * 200)
