@@ -36,7 +36,7 @@ def make_page(desk: Desk) -> gr.Blocks:
         gr.Markdown(
             "# What an answer retrieved\n\n"
             f"Model: `{visible(desk.subject.name)}`. A document is read once; each question forks "
-            "the filled cache, and every word of the answer shows which tokens its steps looked up."
+            "the filled cache, and for each word of the answer you see which tokens were retrieved."
         )
         state = gr.State(None, time_to_live=3600)
         with gr.Row():
@@ -44,7 +44,7 @@ def make_page(desk: Desk) -> gr.Blocks:
                 file = gr.File(
                     label=f"Document: plain text, up to {size_text(limits.upload)}", height=150
                 )
-                text = gr.Textbox(label="or paste a text", lines=4, max_lines=8)
+                text = gr.Textbox(label="or paste text", lines=4, max_lines=8)
                 with gr.Row():
                     read = gr.Button("Read", min_width=80)
                     example = gr.Button("Example", min_width=80, visible=has_example)
@@ -53,9 +53,7 @@ def make_page(desk: Desk) -> gr.Blocks:
                         list(CACHES), value=begin.cache, label="Cache", min_width=120
                     )
                     top_k = gr.Textbox(begin.top_k, label="top_k: count or share", min_width=120)
-                question = gr.Textbox(
-                    label="Question, or the text to go on from", lines=3, max_lines=6
-                )
+                question = gr.Textbox(label="Question, or text to continue", lines=3, max_lines=6)
                 with gr.Row():
                     ask = gr.Button("Ask", variant="primary", min_width=80)
                     stop = gr.Button("Stop", min_width=80)
