@@ -192,8 +192,8 @@ class NeedleWords:
             number = self._numbers.get(match[0])
             if number is None:
                 raise ValueError(
-                    f"{match[0][:40]!r} is no word of the needle model, which knows K, Q, ->, k0 "
-                    f"to k{self.language.n_keys - 1}, v0 to v{self.language.n_values - 1} and n0 "
+                    f"{match[0][:40]!r} is not a word of the needle model, which knows K, Q, ->, "
+                    f"k0 to k{self.language.n_keys - 1}, v0 to v{self.language.n_values - 1} and n0 "
                     f"to n{self._noise - 1}: take the example, or start with --model reference for "
                     "English"
                 )

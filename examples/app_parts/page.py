@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def make_page(desk: Desk) -> gr.Blocks:
         gr.Markdown(
             "# What an answer retrieved\n\n"
             f"Model: `{visible(desk.subject.name)}`. A document is read once; each question forks "
-            "the filled cache, and every word of the answer shows which tokens its steps looked up."
+            "the filled cache, and for each word of the answer you see which tokens were retrieved."
         )
         state = gr.State(None, time_to_live=3600)
         with gr.Row():
@@ -43,7 +44,7 @@ def make_page(desk: Desk) -> gr.Blocks:
                 file = gr.File(
                     label=f"Document: plain text, up to {size_text(limits.upload)}", height=150
                 )
-                text = gr.Textbox(label="or paste a text", lines=4, max_lines=8)
+                text = gr.Textbox(label="or paste text", lines=4, max_lines=8)
                 with gr.Row():
                     read = gr.Button("Read", min_width=80)
                     example = gr.Button("Example", min_width=80, visible=has_example)
@@ -52,10 +53,10 @@ def make_page(desk: Desk) -> gr.Blocks:
                         list(CACHES), value=begin.cache, label="Cache", min_width=120
                     )
                     top_k = gr.Textbox(begin.top_k, label="top_k: count or share", min_width=120)
-                question = gr.Textbox(
-                    label="Question, or the text to go on from", lines=3, max_lines=6
-                )
-                ask = gr.Button("Ask", variant="primary")
+                question = gr.Textbox(label="Question, or text to continue", lines=3, max_lines=6)
+                with gr.Row():
+                    ask = gr.Button("Ask", variant="primary", min_width=80)
+                    stop = gr.Button("Stop", min_width=80)
                 with gr.Accordion("Questions about the example", open=False, visible=has_example):
                     samples = gr.Dataset(
                         components=[question],
@@ -109,14 +110,20 @@ def make_page(desk: Desk) -> gr.Blocks:
             session = session or Session(desk)
 
             def changes(session: Session) -> Iterator[list[Any]]:
+                message = ""
                 for event in session.ask(asked, method, rows):
                     if isinstance(event, str):
-                        yield [session, notice(event), *_blank()]
+                        message = notice(event)
+                        yield [session, message, *_blank()]
                     else:
-                        yield [session, gr.skip(), answer_html(event, event.whole), *rest]
+                        yield [session, message, answer_html(event, event.whole), *rest]
                 yield [session, notice(_summary(session)), *_view(session)]
 
             yield from _told(session, changes(session))
+
+        def halt(session: Session | None) -> None:
+            if session is not None:
+                session.stopped = True
 
         def look(session: Session | None, chosen: Any, at: Any, of: Any) -> list[Any]:
             if session is None or session.answer is None:
@@ -131,11 +138,17 @@ def make_page(desk: Desk) -> gr.Blocks:
             "api_visibility": "private",
             "show_progress": "hidden",
         }
+        # Said by the browser itself, until it is one's turn.
+        waiting = f"() => {json.dumps(notice('Waiting for the model ...'))}"
+        for trigger in (file.upload, read.click, example.click, ask.click):
+            trigger(None, None, status, js=waiting, api_visibility="private")
         changed = [state, status, *view]
         file.upload(read_file, [file, state, cache], changed, **model)
         read.click(read_text, [text, state, cache], changed, **model)
         example.click(read_example, [state, cache], [*changed, question], **model)
         ask.click(answer, [state, question, cache, top_k], changed, scroll_to_output=True, **model)
+        # Not by Gradio's ``cancels``: what is started just after it can get lost.
+        stop.click(halt, state, api_visibility="private")
         samples.click(lambda row: row[0], samples, question, api_visibility="private")
         for one in looks:
             one.input(
@@ -149,9 +162,14 @@ def make_page(desk: Desk) -> gr.Blocks:
 
 
 def _told(session: Session, changes: Iterator[list[Any]]) -> Iterator[list[Any]]:
-    """The changes; where they end in an error, that beside what is still open."""
+    """The changes; where they are stopped or end in an error, that beside what is still open."""
+    session.stopped = False
     try:
-        yield from changes
+        for change in changes:
+            yield change
+            if session.stopped:
+                yield [session, notice("Stopped."), *_view(session)]
+                break
         return
     except (ValueError, MemoryError) as error:
         message = str(error)

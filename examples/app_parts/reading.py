@@ -93,8 +93,8 @@ class Reading:
         count = len(document.tokens)
         if count > limits.tokens:
             raise ValueError(
-                f"{document.name} has {count:,} tokens, and at most {limits.tokens:,} are taken: "
-                "give a part of it, or start the app with a larger --max-tokens"
+                f"{document.name} has {count:,} tokens, and at most {limits.tokens:,} are "
+                "accepted: give a part of it, or start the app with a larger --max-tokens"
             )
         config: Any = subject.model.config.get_text_config(decoder=True)
         self._positions: int | None = getattr(config, "max_position_embeddings", None)
@@ -130,7 +130,7 @@ class Reading:
         if len(question) > self.limits.question:
             raise ValueError(
                 f"the question has {len(question):,} characters, and at most "
-                f"{self.limits.question:,} are taken: put the text into the document"
+                f"{self.limits.question:,} are accepted: put the text into the document"
             )
         prompt = self.document.tokens + self.language.question(question)
         self._check_length(prompt)

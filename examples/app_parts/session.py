@@ -68,11 +68,13 @@ class Session:
     Attributes:
         reading: of the document, with one method; None before.
         answer: the newest, once it is whole; None before, and while another grows.
+        stopped: whether the visitor wants what is being read or answered to end.
     """
 
     desk: Desk
     reading: Reading | None = None
     answer: Answer | None = None
+    stopped: bool = False
 
     def read(self, document: Document, method: str) -> Iterator[str]:
         """Read a document in place of that which is open; yields messages.

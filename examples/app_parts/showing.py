@@ -26,7 +26,7 @@ _TEMPLATE = {ord("{"): "&#123;", ord("}"): "&#125;", ord("$"): "&#36;", ord("`")
 LEGEND = (
     '<div class="kvret-legend">'
     '<span><mark style="--s: 1">retrieved</mark> <mark style="--s: .2">retrieved</mark>: the '
-    "stronger, the more of the attention</span>"
+    "stronger, the more attention it got</span>"
     '<span><i class="sink">sink</i> <i class="recent">recent</i>: always read</span>'
     "<span>plain: not read</span></div>"
 )
@@ -60,8 +60,8 @@ def numbers_html(answer: Answer) -> str:
     """How much was read, and how quickly."""
     held, read = answer.full_bytes / 1e6, answer.step_bytes / 1e6
     cells = [
-        (f"{answer.read_ratio:.1%}", "of the cache's rows read for a token"),
-        (f"{read:.2f} of {held:.2f} MB", "read for a token, search included"),
+        (f"{answer.read_ratio:.1%}", "of the cache's rows read per token"),
+        (f"{read:.2f} of {held:.2f} MB", "read per token, search included"),
         (f"{answer.rate:.1f}", "tokens a second"),
     ]
     parts = (f"<div><b>{escaped(number)}</b><span>{text}</span></div>" for number, text in cells)

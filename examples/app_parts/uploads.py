@@ -12,7 +12,7 @@ def check_size(count: int, most: int, name: str) -> None:
     """ValueError for more than ``most`` bytes."""
     if count > most:
         raise ValueError(
-            f"{name} has {size_text(count)}, and at most {size_text(most)} are taken: give a "
+            f"{name} is {size_text(count)}, and at most {size_text(most)} is accepted: give a "
             "part of it, or start the app with a larger --max-upload"
         )
 
@@ -38,7 +38,7 @@ def text_of(content: bytes, name: str) -> str:
         ) from error
     if "\0" in text:
         raise ValueError(
-            f"{name} has null characters in it, so it is no plain text: save it as text (.txt) in "
+            f"{name} has null characters in it, so it is not plain text: save it as text (.txt) in "
             "UTF-8, or copy its text into the box"
         )
     return checked(text, name)
@@ -48,7 +48,7 @@ def checked(text: str, name: str) -> str:
     """``text`` with line ends as ``\\n``; ValueError where nothing is in it."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
-        raise ValueError(f"{name} is empty: choose a file with text in it, or paste a text")
+        raise ValueError(f"{name} is empty: choose a file with text in it, or paste text")
     # From a form a lone surrogate can come, which no tokenizer takes.
     return text.encode("utf-8", "replace").decode("utf-8")
 

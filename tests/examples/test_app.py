@@ -354,7 +354,7 @@ def test_a_file_that_is_no_text_is_refused_with_the_way_out(
 def test_text_is_taken_as_it_is_but_for_line_ends() -> None:
     assert text_of(b"\xef\xbb\xbfa\r\nb\rc\n", "a.md") == "a\nb\nc\n"
     assert checked("a\ud800", "x") == "a?"
-    with pytest.raises(ValueError, match=r"has 5.0 MB, and at most 1.0 MB .* --max-upload"):
+    with pytest.raises(ValueError, match=r"is 5.0 MB, and at most 1.0 MB .* --max-upload"):
         check_size(5_000_000, 1_000_000, "x")
 
 
@@ -367,9 +367,9 @@ def test_what_is_too_long_is_refused_with_the_way_out(subject: Subject, tmp_path
         list(session.read(desk.of_text(TEXT), "flat"))
     large = tmp_path / "large.txt"
     large.write_text("n1 " * 1_000)
-    with pytest.raises(ValueError, match=r"large.txt has 3.0 KB, and at most 2.0 KB"):
+    with pytest.raises(ValueError, match=r"large.txt is 3.0 KB, and at most 2.0 KB"):
         desk.of_file(large)
-    with pytest.raises(ValueError, match=r"'hello' is no word of the needle model"):
+    with pytest.raises(ValueError, match=r"'hello' is not a word of the needle model"):
         desk.of_text("n1 hello")
     list(session.read(desk.of_text("n1 n2"), "flat"))
     for question, message in (("  ", "there is no question"), ("n1 " * 20, "at most 50")):

@@ -135,6 +135,16 @@ def tab() -> Iterator[Any]:
 def page(server: Server, tab: Any) -> Iterator[Any]:
     """The page, open; afterwards no other host was asked for anything, and nothing went wrong."""
     address = server.address()
+    visit(tab, address)
+    yield tab
+    assert address in tab.requests
+    assert not [one for one in tab.requests if not one.startswith((address, "data:", "blob:"))]
+    assert not tab.errors
+    assert "ASKED" not in server.log
+
+
+def visit(tab: Any, address: str) -> None:
+    """Open the page, and forget what was asked for and went wrong before."""
     # A page that is left while it listens to the server complains of that.
     tab.go("about:blank")
     tab.wait("location.href === 'about:blank' && document.readyState === 'complete'")
@@ -142,11 +152,6 @@ def page(server: Server, tab: Any) -> Iterator[Any]:
     tab.errors.clear()
     tab.go(address)
     tab.wait(f"document.readyState === 'complete' && {button('Ask')}")
-    yield tab
-    assert address in tab.requests
-    assert not [one for one in tab.requests if not one.startswith((address, "data:", "blob:"))]
-    assert not tab.errors
-    assert "ASKED" not in server.log
 
 
 def button(text: str) -> str:
@@ -211,6 +216,18 @@ def test_an_answer_shows_what_its_words_retrieved(page: Any) -> None:
     assert page.run("document.querySelectorAll('.kvret-text i.recent').length")
 
 
+def test_stop_ends_reading_and_the_next_one_is_served(page: Any, tmp_path: Path) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text("n1 " * 6_500)
+    page.choose_file("input[type=file]", file)
+    page.wait(f"{shows('of 6,501 tokens read')} || {shows('6,501 tokens read into paris in')}")
+    page.run(f"{button('Stop')}.click()")
+    page.wait(shows("Stopped."))
+    page.run(f"{button('Example')}.click()")
+    page.wait(shows("tokens read into paris in"))
+    assert page.run(shows("the example: "))
+
+
 def test_a_file_is_read_and_asked_about(page: Any, tmp_path: Path) -> None:
     file = tmp_path / "report.txt"
     file.write_text("n1 " * 200 + "K k5 k9 v7 v8 " + "n2 " * 200)
@@ -228,7 +245,7 @@ def test_a_file_is_read_and_asked_about(page: Any, tmp_path: Path) -> None:
         ("a.pdf", b"%PDF", "a.pdf is a .pdf file, and only plain text is read"),
         ("a.txt", b"caf\xe9", "is not UTF-8 text: byte 3 is 0xe9. Save it as UTF-8"),
         ("a.txt", b"n1 " * 10_000, "or start the app with a larger --max-upload"),
-        ("a.txt", b"<img src=x onerror=alert(1)>", "is no word of the needle model"),
+        ("a.txt", b"<img src=x onerror=alert(1)>", "is not a word of the needle model"),
     ],
 )
 def test_what_is_refused_says_the_way_out(
@@ -314,9 +331,8 @@ def test_without_the_file_of_the_example_the_page_has_none(tab: Any, tmp_path: P
     model = ROOT / "examples" / "reference_llama"
     server = Server(tmp_path, "--model", str(model), examples=examples)
     try:
-        tab.go(server.address())
-        tab.wait(f"document.readyState === 'complete' && {button('Ask')}")
-        assert tab.run(shows("Choose a file, or paste a text and press Read."))
+        visit(tab, server.address())
+        tab.wait(shows("Choose a file, or paste a text and press Read."))
         assert not tab.run(f"Boolean({button('Example')})")
         assert not tab.run(shows("Questions about the example"))
     finally:
