@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 
+# Read when huggingface_hub is imported.
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+from app_parts.environment import close_environment
 from app_parts.reading import CACHES, Limits
 from app_parts.session import Choices, Desk
+from app_parts.uploads import size_text
 
 from hf_kvret.core.sizes import byte_count
 from hf_kvret.evaluation.arguments import (
@@ -32,9 +38,10 @@ from hf_kvret.evaluation.subject import load_subject
 def make_parser() -> argparse.ArgumentParser:
     """The options of the command line."""
     parser = argparse.ArgumentParser(
-        description="Ask a document, and see what each word of the answer retrieved."
+        description="Ask about a document, and see what each word of the answer retrieved."
     )
     add, limits = parser.add_argument, Limits()
+    most = "most {} (default: {})".format
     add(
         "--model",
         default=default_model(),
@@ -46,9 +53,27 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cache", choices=CACHES, default="paris", help="to begin with (default: %(default)s)")
     add("--top-k", type=_budget, default="64", help="tokens to retrieve, 64 or a share as 0.02")
     add("--port", type=whole_number(1, 65_535), help="default: the first free one from 7860 on")
-    add("--max-upload", type=_size, default=limits.upload, metavar="5MB", help="of a document")
-    add("--max-tokens", type=length, default=limits.tokens, metavar="32K", help="of a document")
-    add("--new-tokens", type=length, default=limits.answer, metavar="32", help="of an answer")
+    add(
+        "--max-upload",
+        type=_size,
+        default=limits.upload,
+        metavar="5MB",
+        help=most("bytes of a document", size_text(limits.upload)),
+    )
+    add(
+        "--max-tokens",
+        type=length,
+        default=limits.tokens,
+        metavar="32K",
+        help=most("tokens of a document", f"{limits.tokens:,}"),
+    )
+    add(
+        "--new-tokens",
+        type=length,
+        default=limits.answer,
+        metavar="32",
+        help=most("tokens of an answer", limits.answer),
+    )
     add("--plain", action="store_true", help="leave out the tokenizer's chat template")
     return parser
 
@@ -67,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
+    close_environment()
     # Late: it takes seconds, and is not needed to be told of a mistake.
     from app_parts.server import serve
 

@@ -30,16 +30,11 @@ from hf_kvret.integration.compatibility import (
     model_shape,
     retrieval_shapes,
 )
-from hf_kvret.integration.identity import CacheIdentity, check_identity, identity_of
+from hf_kvret.integration.identity import CacheIdentity, Meeting, check_identity, identity_of
 from hf_kvret.io import persistence
-from hf_kvret.io.changes import check_fork, with_companions
-from hf_kvret.io.reports import (
-    LostMassWarning,
-    MemoryReport,
-    dense_reason,
-    layer_stats,
-    memory_report,
-)
+from hf_kvret.io.changes import forked
+from hf_kvret.io.lost_mass import LostMassWarning
+from hf_kvret.io.reports import MemoryReport, dense_reason, layer_stats, memory_report
 from hf_kvret.stores import Store, StoreChoice
 
 
@@ -59,6 +54,7 @@ class RetrievalCache(Cache):
     Attributes:
         stack: the layers, and the forward pass under way.
         identity: the model that filled it; None while it is empty, and where nobody saw which.
+        met: the model that was last compared with it.
         tokens: ids of the tokens in it, as far as it saw them.
 
     Raises:
@@ -91,16 +87,22 @@ class RetrievalCache(Cache):
             make_store = partial(self.make_store, options, number, self._stores)
             kinds = self.needs_positions(options, number), latent_rank(config)
             layers[number] = layer_class(options, make_index, make_store, *kinds)
-        if options.uses_estimates:
-            options.check_estimates(makes_estimates(self.make_index(options, ours[0])))
+        self._check_estimates(options, ours[0])
         # By folder, what this object saved there.
         self.saved_digests: dict[str, str] = {}
         self._lost_mass = LostMassWarning()
         self.identity: CacheIdentity | None = None
+        self.met = Meeting()
         self.tokens = TokenRecord()
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
         rest_factors.tell_layers(layers, options, self.name, config)
+
+    @classmethod
+    def _check_estimates(cls, options: Any, layer: int) -> None:
+        """ValueError where ``options`` need estimates that the index does not make."""
+        if options.uses_estimates:
+            options.check_estimates(makes_estimates(cls.make_index(options, layer)))
 
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> Any:
@@ -172,7 +174,7 @@ class RetrievalCache(Cache):
         layer = self.layers[layer_idx]
         if layer is self.stack.lowest:
             self.stack.begin_pass()
-            self._lost_mass.at_a_flush(self.layers, self.options)
+            self._lost_mass.before_a_pass(self.layers, self.options, key_states.shape[2])
             self._stores.note_pass(key_states.shape[2])
         self.stack.note_tokens(layer)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -191,6 +193,7 @@ class RetrievalCache(Cache):
         """Forget all tokens and counts of every layer, and an announced prompt."""
         super().reset()
         self.stack.forget_pass()
+        self._lost_mass = LostMassWarning()
         self._stores.expect(0, 0)
         self.forget_origin()
 
@@ -199,24 +202,25 @@ class RetrievalCache(Cache):
         self.identity = None
         self.tokens.reset()
 
-    def meet(self, model: PreTrainedModel, owner: str = "past_key_values") -> None:
-        """Note ``model`` as the one that fills the cache, or check that it did.
+    def meet(
+        self, model: PreTrainedModel, owner: str = "past_key_values", read: bool = True
+    ) -> None:
+        """Note ``model`` as the one that fills the cache; ValueError if another one did.
 
-        ``generate``, and a forward pass of several tokens after ``attach``, do it by themselves. A
-        filled cache of which nobody saw the model stays without.
+        ``generate`` does it by itself; after ``attach`` so do passes of several tokens, and the
+        first with a model. A filled cache of which nobody saw the model stays without.
 
         Args:
             model: that is to use the cache.
             owner: the cache, in messages.
-
-        Raises:
-            ValueError: another model filled it.
+            read: read a sample of the weights; False trusts their version counters.
         """
         if not self.get_seq_length():
             self.forget_origin()
-            self.identity = identity_of(model)
+            self.identity = identity_of(model, read)
         elif self.identity is not None:
-            self.identity = check_identity(self.identity, model, owner)
+            self.identity = check_identity(self.identity, model, owner, read)
+        self.met = Meeting(model)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""
@@ -272,10 +276,9 @@ class RetrievalCache(Cache):
     def stats(self) -> dict[str, Any]:
         """Counts since the cache was made, forked or reset.
 
-        Returns a dict with ``method``, ``store`` (None: not needed yet), ``store_reason`` (why
-        ``store="auto"`` chose it; None where it didn't), ``dense`` (why nothing was retrieved,
-        where the cache was too short for that; else None) and ``layers``: for each retrieval layer
-        ``layer`` (its number), and what ``hf_kvret.io.reports.layer_stats`` counts.
+        Returns ``method``, ``store`` (None: not needed yet), ``store_reason`` (of ``"auto"``),
+        ``dense`` (why nothing was retrieved; None if something was) and ``layers``: for each
+        retrieval layer its number ``layer``, and what ``hf_kvret.io.reports.layer_stats`` counts.
         """
         self._lost_mass.give(self.layers, self.options)
         layers = [
@@ -302,8 +305,8 @@ class RetrievalCache(Cache):
             RuntimeError: in the middle of a forward pass.
         """
         self.stack.check_pass()
-        changes = self.config_class.current_names(changes)
-        check_fork(changes)
+        options = forked(self.options, changes)
+        self._check_estimates(options, self.retrieval_layers[0].of_model.number)
         twin = object.__new__(type(self))
         twin.__dict__ = dict(vars(self))
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
@@ -312,7 +315,6 @@ class RetrievalCache(Cache):
         twin.saved_digests = {}
         twin.stack = LayerStack(twin.layers)
         if changes:
-            options = self.options.replace(**with_companions(changes))
             twin.options = rest_factors.placed(options, self._config)
             for number, layer in enumerate(twin.layers):
                 if isinstance(layer, RetrievalLayer):
@@ -359,10 +361,8 @@ class RetrievalCache(Cache):
         """
         self.stack.check_pass()
         if model is not None:
-            known = self.identity or identity_of(model)
-            self.identity = check_identity(known, model, "the cache")
-        place = Path(directory)
-        persistence.note_saved(self, place, persistence.save(self, place, overwrite))
+            self.identity = check_identity(self.identity or identity_of(model), model, "the cache")
+        persistence.save(self, Path(directory), overwrite)
 
     @classmethod
     def from_pretrained(
@@ -387,9 +387,8 @@ class RetrievalCache(Cache):
 
         Raises:
             FileNotFoundError: no cache there.
-            ValueError: a corrupt or truncated file, another method, another model's shape,
-                another model than ``model``, or a change of an option that the saved index
-                depends on.
+            ValueError: a damaged file; another method, model or shape of a model; a change of an
+                option that the saved index depends on.
         """
         place = Path(directory)
         cache, digest = persistence.load(cls, place, config, torch.device(device), changes)

@@ -24,6 +24,7 @@ from hf_kvret.core.option_checks import (
     check_slots,
 )
 from hf_kvret.core.renamed import RenamesOptions, rename
+from hf_kvret.core.rest_kinds import REST_KINDS, RestKind
 
 
 @dataclass(frozen=True)
@@ -212,9 +213,14 @@ class RetrievalConfig(metaclass=RenamesOptions):
         return ""
 
     @property
+    def rest_kind(self) -> RestKind:
+        """What ``rest`` asks for."""
+        return REST_KINDS[self.rest]
+
+    @property
     def uses_estimates(self) -> bool:
-        """Whether the index is asked for estimates in every step."""
-        return self.rest in ("index", "sample") or self.warn_lost_mass is not None
+        """Whether the index is asked for estimates."""
+        return self.rest_kind.estimates or self.warn_lost_mass is not None
 
     @property
     def needs_means(self) -> bool:
@@ -280,6 +286,6 @@ def _without_estimates(config: RetrievalConfig, why: str) -> str:
     """What is told where estimates are needed and there are none."""
     asking = f"warn_lost_mass={config.warn_lost_mass}"
     remedy = "leave it out"
-    if config.rest in ("index", "sample"):
+    if config.rest_kind.estimates:
         asking, remedy = f"rest={config.rest!r}", "take rest='mean', which needs none"
     return f"{asking}: {why}; {remedy}, or use flat, paris, lrqk or a2ats"

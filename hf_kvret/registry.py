@@ -240,7 +240,8 @@ def _serve(
     _check_request(generation_config, model_kwargs)
     cache.check_model(model)
     caller_cache = call.arguments.get("past_key_values") is cache
-    check_origin(call, cache, caller_cache or generation_config.return_dict_in_generate)
+    outlives = caller_cache or generation_config.return_dict_in_generate
+    check_origin(call, cache, outlives, model_kwargs.get("attention_mask"))
     warn_of_top_k(call, cache.name, generation_config.do_sample is True)
     text = model.config.get_text_config(decoder=True)
     with _attention_lock:

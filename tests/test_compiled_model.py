@@ -70,3 +70,11 @@ def test_a_compiled_model_gives_the_same_tokens_and_hardly_a_warning(
     logged = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     told = [*logged, *(str(warning.message) for warning in caught)]
     assert len(told) <= HANDFUL, told
+
+
+@pytest.mark.slow
+def test_the_inductor_gives_the_same_tokens() -> None:
+    torch.compiler.reset()
+    model = MODELS["llama"].build()
+    expected = _tokens(model)
+    assert torch.equal(_tokens(_forward(model, "inductor")), expected)

@@ -29,6 +29,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     (
         "hf_kvret.core.option_checks",
         "hf_kvret.core.renamed",
+        "hf_kvret.core.rest_kinds",
         "hf_kvret.core.sizes",
         "hf_kvret.integration.adapters",
         "hf_kvret.integration.compatibility",

@@ -126,6 +126,11 @@ class Answer:
         return {number: len(one.ids) for number, one in layers.items()}
 
     @property
+    def whole(self) -> Part:
+        """All of it."""
+        return Part(range(len(self.steps)))
+
+    @property
     def rate(self) -> float:
         """Tokens a second, 0 before the first."""
         return self.passes / self.seconds if self.seconds else 0.0

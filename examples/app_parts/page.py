@@ -23,6 +23,8 @@ _WORD_LEN = 24
 def make_page(desk: Desk) -> gr.Blocks:
     """The page for a model."""
     limits, begin = desk.limits, desk.choices
+    questions = () if desk.example is None else desk.example.questions
+    has_example = bool(questions)
     page = gr.Blocks(
         title="hf_kvret: what an answer retrieved",
         analytics_enabled=False,
@@ -44,7 +46,7 @@ def make_page(desk: Desk) -> gr.Blocks:
                 text = gr.Textbox(label="or paste a text", lines=4, max_lines=8)
                 with gr.Row():
                     read = gr.Button("Read", min_width=80)
-                    example = gr.Button("Example", min_width=80)
+                    example = gr.Button("Example", min_width=80, visible=has_example)
                 with gr.Row():
                     cache = gr.Dropdown(
                         list(CACHES), value=begin.cache, label="Cache", min_width=120
@@ -54,15 +56,16 @@ def make_page(desk: Desk) -> gr.Blocks:
                     label="Question, or the text to go on from", lines=3, max_lines=6
                 )
                 ask = gr.Button("Ask", variant="primary")
-                with gr.Accordion("Questions about the example", open=False):
+                with gr.Accordion("Questions about the example", open=False, visible=has_example):
                     samples = gr.Dataset(
                         components=[question],
-                        samples=[[one] for one in desk.example.questions],
+                        samples=[[one] for one in questions],
                         show_label=False,
                         type="values",
                     )
             with gr.Column(scale=3, min_width=300):
-                status = gr.HTML(notice("Choose a file, paste a text, or press Example."))
+                either = ", or press Example" if has_example else ""
+                status = gr.HTML(notice(f"Choose a file, or paste a text and press Read{either}."))
                 shown = gr.HTML("", elem_id="kvret-answer")
                 numbers = gr.HTML("")
                 word = gr.Radio(label="Word of the answer", visible=False, elem_id="kvret-word")
@@ -77,16 +80,17 @@ def make_page(desk: Desk) -> gr.Blocks:
 
         looks = [word, layer, head]
         view = [shown, numbers, *looks, document]
-        blank: list[Any] = ["", "", *(gr.update(visible=False) for _ in looks), ""]
-        same: list[Any] = [gr.skip() for _ in view]
+        # While an answer grows: the word list and all after it stay blank.
+        rest: list[Any] = [gr.skip() for _ in view[1:]]
 
         def reading(session: Session | None, make: Any, method: str) -> Iterator[list[Any]]:
             session = session or Session(desk)
-            try:
+
+            def changes(session: Session) -> Iterator[list[Any]]:
                 for message in session.read(make(), method):
-                    yield [session, notice(message), *blank]
-            except ValueError as error:
-                yield [session, notice(str(error), "error"), *same]
+                    yield [session, notice(message), *_blank()]
+
+            yield from _told(session, changes(session))
 
         def read_file(path: str | None, session: Any, method: str) -> Iterator[list[Any]]:
             if path is not None:
@@ -97,22 +101,22 @@ def make_page(desk: Desk) -> gr.Blocks:
 
         def read_example(session: Any, method: str) -> Iterator[list[Any]]:
             for change in reading(session, desk.of_example, method):
-                yield [*change, desk.example.questions[0]]
+                yield [*change, questions[0]]
 
         def answer(
             session: Session | None, asked: str, method: str, rows: str
         ) -> Iterator[list[Any]]:
             session = session or Session(desk)
-            try:
+
+            def changes(session: Session) -> Iterator[list[Any]]:
                 for event in session.ask(asked, method, rows):
                     if isinstance(event, str):
-                        yield [session, notice(event), *blank]
+                        yield [session, notice(event), *_blank()]
                     else:
-                        part = session.part(None, None, None)
-                        yield [session, gr.skip(), answer_html(event, part), *same[1:]]
+                        yield [session, gr.skip(), answer_html(event, event.whole), *rest]
                 yield [session, notice(_summary(session)), *_view(session)]
-            except ValueError as error:
-                yield [session, notice(str(error), "error"), *same]
+
+            yield from _told(session, changes(session))
 
         def look(session: Session | None, chosen: Any, at: Any, of: Any) -> list[Any]:
             if session is None or session.answer is None:
@@ -144,13 +148,33 @@ def make_page(desk: Desk) -> gr.Blocks:
     return page
 
 
+def _told(session: Session, changes: Iterator[list[Any]]) -> Iterator[list[Any]]:
+    """The changes; where they end in an error, that beside what is still open."""
+    try:
+        yield from changes
+        return
+    except (ValueError, MemoryError) as error:
+        message = str(error)
+    except RuntimeError as error:
+        message = f"this should not happen, and the terminal says where it did: {error}"
+        yield [session, notice(message, "error"), *_view(session)]
+        raise
+    # Behind the handler, as an error keeps what it found in memory.
+    yield [session, notice(message, "error"), *_view(session)]
+
+
+def _blank() -> list[Any]:
+    return ["", "", *(gr.update(visible=False) for _ in range(3)), ""]
+
+
 def _view(session: Session) -> list[Any]:
-    """All that is shown of an answer, the last word of it chosen."""
+    """All that is shown of the answer, the whole of it chosen; blank where there is none."""
     answer = session.answer
-    assert answer is not None, "it was just given"
+    if answer is None:
+        return _blank()
     words, heads = answer.words, answer.heads
     labels = [(_label(text), number) for number, (text, _) in enumerate(words)]
-    part = session.part(None, None, None)
+    part = answer.whole
     layers = [("all layers", _ALL), *((f"layer {one}", one) for one in heads)]
     most = max(heads.values(), default=0)
     of = [("all heads", _ALL), *((f"head {one}", one) for one in range(most))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,28 @@ class Document:
 
     name: str
     tokens: Tokens
+
+
+@contextmanager
+def memory_named(task: str) -> Iterator[None]:
+    """Makes every way to run out of memory in it a MemoryError that names the way out."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        raise MemoryError(
+            f"{task}: out of memory. Give a shorter document, or start the app with a smaller "
+            "--model or --dtype bfloat16; --max-tokens sets how long a document may be"
+        ) from error
+
+
+def _out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # torch has no class of its own for a host that can't allocate, nor for CUDA's libraries.
+    signs = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
+    return any(sign in str(error) for sign in signs)
 
 
 class Reading:
@@ -96,16 +119,14 @@ class Reading:
         self._reader.fork()
         self.seconds = self._reader.seconds + time.perf_counter() - started
 
-    def ask(self, question: str, top_k: int | float) -> Iterator[Answer]:
-        """The answer after every token of it, the same object each time.
-
-        What was retrieved is in it the last time.
+    def prompt(self, question: str) -> Tokens:
+        """Document and question.
 
         Raises:
-            ValueError: no question, one that is too long, or a bad ``top_k``.
+            ValueError: no question, or one that is too long.
         """
         if not question.strip():
-            raise ValueError("there is no question: write one, or take one of the examples")
+            raise ValueError("there is no question: write one")
         if len(question) > self.limits.question:
             raise ValueError(
                 f"the question has {len(question):,} characters, and at most "
@@ -113,6 +134,13 @@ class Reading:
             )
         prompt = self.document.tokens + self.language.question(question)
         self._check_length(prompt)
+        return prompt
+
+    def ask(self, prompt: Tokens, top_k: int | float) -> Iterator[Answer]:
+        """The answer to a ``prompt`` after every token of it, the same object each time.
+
+        What was retrieved is in it the last time.
+        """
         turn = self._reader.fork(top_k=top_k)
         ids = torch.tensor(prompt.ids[len(self.document.tokens) :])
         if len(ids) > 1:
@@ -131,9 +159,9 @@ class Reading:
             answer.passes, answer.seconds = answer.passes + 1, turn.seconds
             if best in self.language.stop:
                 break
+            answer.steps.append(Step({}, turn.length))
             answer.ids.append(best)
             answer.pieces = self.language.answer(answer.ids)
-            answer.steps.append(Step({}, turn.length))
             token = torch.tensor([best])
             yield answer
         usage = turn.usage()

@@ -1,21 +1,23 @@
-"""The server of the page: this machine alone, no other host, no telemetry."""
+"""The server of the page: this machine alone, no other host; see ``environment`` too."""
 
 from __future__ import annotations
 
-import os
-
-# Read when they are imported.
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+from urllib.parse import urlsplit
 
 import gradio as gr
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app_parts.page import STYLE, THEME, make_page
 from app_parts.session import Desk
 
 ADDRESS = "127.0.0.1"
+# What a browser on this machine calls it. By another name only a page of another site comes here,
+# by DNS rebinding.
+NAMES = (ADDRESS, "localhost")
 # The browser refuses whatever is of another host, even if a document brought it into the page.
 # Gradio compiles its templates in the page.
 POLICY = "; ".join(
@@ -57,6 +59,22 @@ class PolicyHeaders:
         await self.app(scope, receive, with_policy)
 
 
+class OwnPages:
+    """Refuses what a page of another site asks for: its ``Origin`` is none of ``NAMES``."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
+        if origin is None or urlsplit(origin).hostname in NAMES:
+            await self.app(scope, receive, send)
+        else:
+            refusal = PlainTextResponse("asked by a page of another site", status_code=403)
+            await refusal(scope, receive, send)
+
+
 def serve(desk: Desk, port: int | None, *, block: bool = True) -> tuple[gr.Blocks, str]:
     """Serve the page; returns it and its address, with ``block`` after Ctrl-C.
 
@@ -89,7 +107,13 @@ def serve(desk: Desk, port: int | None, *, block: bool = True) -> tuple[gr.Block
         pwa=False,
         strict_cors=True,
         state_session_capacity=8,
-        app_kwargs={"middleware": [Middleware(PolicyHeaders)]},
+        app_kwargs={
+            "middleware": [
+                Middleware(PolicyHeaders),
+                Middleware(TrustedHostMiddleware, allowed_hosts=NAMES, www_redirect=False),
+                Middleware(OwnPages),
+            ]
+        },
     )
     print(f"open {url} in a browser on this machine; Ctrl-C ends it", flush=True)
     if block:

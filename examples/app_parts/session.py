@@ -9,7 +9,7 @@ from pathlib import Path
 
 from app_parts.answers import Answer, Part
 from app_parts.languages import Example, Language, language_of
-from app_parts.reading import CACHES, Document, Limits, Reading
+from app_parts.reading import CACHES, Document, Limits, Reading, memory_named
 from app_parts.uploads import check_size, checked, text_of
 from hf_kvret.evaluation.arguments import budget
 from hf_kvret.evaluation.subject import Subject
@@ -38,7 +38,7 @@ class Desk:
     def __init__(self, subject: Subject, choices: Choices) -> None:
         self.subject, self.choices, self.limits = subject, choices, choices.limits
         self.language: Language = language_of(subject, plain=choices.plain)
-        self.example: Example = self.language.example
+        self.example: Example | None = self.language.example
 
     def of_file(self, path: Path) -> Document:
         """The document in a file; ValueError with the way out for one that can't be read."""
@@ -53,10 +53,12 @@ class Desk:
 
     def of_example(self) -> Document:
         """The example, whatever the limit of uploads."""
+        assert self.example is not None, "without it the page has no button for it"
         return self._document("the example", self.example.document)
 
     def _document(self, name: str, text: str) -> Document:
-        return Document(name, self.language.document(text))
+        with memory_named(name):
+            return Document(name, self.language.document(text))
 
 
 @dataclass
@@ -65,7 +67,7 @@ class Session:
 
     Attributes:
         reading: of the document, with one method; None before.
-        answer: the newest; None before.
+        answer: the newest, once it is whole; None before, and while another grows.
     """
 
     desk: Desk
@@ -75,18 +77,22 @@ class Session:
     def read(self, document: Document, method: str) -> Iterator[str]:
         """Read a document in place of that which is open; yields messages.
 
+        What was open stays until all is read, and where that fails.
+
         Raises:
-            ValueError: a document or a cache that is refused; what was open stays.
+            ValueError: a document or a cache that is refused.
+            MemoryError: there was too little; names the way out.
         """
         if method not in CACHES:
             raise ValueError(f"there is no cache {method!r}: choose one of {', '.join(CACHES)}")
         desk, count = self.desk, len(document.tokens)
-        reading = Reading(desk.subject, desk.language, document, method, desk.limits)
-        self.reading = self.answer = None
-        yield f"{document.name}: reading {count:,} tokens into {method} ..."
-        for done in reading.read():
-            yield f"{document.name}: {done:,} of {count:,} tokens read into {method} ..."
-        self.reading = reading
+        task = f"{document.name}: reading {count:,} tokens into {method}"
+        with memory_named(task):
+            reading = Reading(desk.subject, desk.language, document, method, desk.limits)
+            yield f"{task} ..."
+            for done in reading.read():
+                yield f"{document.name}: {done:,} of {count:,} tokens read into {method} ..."
+        self.reading, self.answer = reading, None
         yield f"{document.name}: {count:,} tokens read into {method} in {reading.seconds:.1f} s."
 
     def ask(self, question: str, method: str, top_k: str) -> Iterator[str | Answer]:
@@ -95,26 +101,30 @@ class Session:
         Yields messages and, after every token, the answer.
 
         Raises:
-            ValueError: no document, or what ``Reading.ask`` and ``read`` refuse.
+            ValueError: no document, or what ``Reading.prompt`` and ``read`` refuse.
+            MemoryError: there was too little; names the way out.
         """
         if self.reading is None:
             raise ValueError(
-                "there is no document yet: choose a file, paste a text and press Read, or press "
-                "Example"
+                "there is no document yet: choose a file, or paste a text and press Read"
             )
-        rows = budget_of(top_k)
+        rows, prompt = budget_of(top_k), self.reading.prompt(question)
         if method != self.reading.method:
             yield from self.read(self.reading.document, method)
         assert self.reading is not None, "it was read above"
-        for answer in self.reading.ask(question, rows):
-            self.answer = answer
-            yield answer
+        self.answer, answer = None, None
+        yield f"{self.reading.document.name}: answering ..."
+        with memory_named("the answer"):
+            for answer in self.reading.ask(prompt, rows):
+                yield answer
+        # What its words retrieved is known from here on.
+        self.answer = answer
 
     def part(self, word: int | None, layer: int | None, head: int | None) -> Part:
         """The part of the answer that was chosen; None or what is not there stands for all."""
         assert self.answer is not None, "there is an answer to look at"
         words, heads = self.answer.words, self.answer.heads
-        tokens = range(len(self.answer.ids))
+        tokens = self.answer.whole.tokens
         if word is not None and 0 <= word < len(words):
             tokens = words[word][1]
         layer = layer if layer in heads else None

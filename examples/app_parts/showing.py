@@ -159,9 +159,10 @@ def _shares(marks: Highlights) -> str:
     if not marks.selections:
         return ""
     sinks, recent = marks.near_shares
-    found = f"{marks.shares.sum():.0%} to {int((marks.counts > 0).sum()):,} retrieved tokens"
+    share, count = f"{marks.shares.sum():.0%}", f"{int((marks.counts > 0).sum()):,}"
+    found = f"{share} of the attention went to {count} retrieved tokens"
     near = f"{sinks:.0%} to sinks, {recent:.0%} to recent tokens"
-    return f'<div class="kvret-shares">Of the attention went {found}, {near}.</div>'
+    return f'<div class="kvret-shares">{found}, {near}.</div>'
 
 
 def _map(marks: Highlights, strength: np.ndarray) -> str:

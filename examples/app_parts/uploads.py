@@ -48,9 +48,7 @@ def checked(text: str, name: str) -> str:
     """``text`` with line ends as ``\\n``; ValueError where nothing is in it."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
-        raise ValueError(
-            f"{name} is empty: choose a file with text in it, paste a text, or take the example"
-        )
+        raise ValueError(f"{name} is empty: choose a file with text in it, or paste a text")
     # From a form a lone surrogate can come, which no tokenizer takes.
     return text.encode("utf-8", "replace").decode("utf-8")
 

@@ -63,8 +63,8 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         "inspect",
         help="say what a calibration artifact is, or check what was saved",
         description="Say what a calibration artifact is: method, model, data, sizes and quality. "
-        "With --verify, check every byte of a saved cache, an artifact or a result file; status 2 "
-        "says that it is damaged.",
+        "With --verify, check every byte of the saved caches, artifacts and result files there, and "
+        "name other files; status 2 says that something is damaged.",
         formatter_class=HelpFormatter,
     )
     add_options(parser, InspectOptions)

@@ -121,8 +121,8 @@ def write_folder(
             file.write(content)
             name = new.keep(file, digest[:VERSION_LEN], _SUFFIX)
         new.put_beside(CARD, card.encode())
-        # Format 1 had its tensors under a fixed name.
-        new.commit(_description_text(description, tensors, name, digest), obsolete=[TENSORS])
+        obsolete = [TENSORS] if _names_fixed_file(directory) else []
+        new.commit(_description_text(description, tensors, name, digest), obsolete)
 
 
 def write_for_hub(
@@ -263,6 +263,17 @@ def _digest(description: Mapping[str, Any]) -> str:
     """Of all that a description says but this digest, however it is written down."""
     rest = {name: one for name, one in description.items() if name != "description_sha256"}
     return hashlib.sha256(plain_bytes(rest)).hexdigest()
+
+
+def _names_fixed_file(directory: Path) -> bool:
+    """Whether the artifact there, of format 1 or the hub, has its tensors in ``TENSORS``.
+
+    One that can't be read has none.
+    """
+    try:
+        return _tensor_file(directory, read_description(directory)) == TENSORS
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def _tensor_file(directory: Path, description: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ def describe(artifact: CalibrationArtifact, *, as_json: bool = False) -> str:
         return json.dumps(whole, indent=1)
     layers = f", {len(artifact.quality)} layers" if artifact.quality else ""
     return "\n".join(
-        _printable(line)
+        printable(line)
         for line in [
             f"method   {artifact.method}{layers}",
             f"model    {model.name} ({model.facts.get('model_type')}, {model.sha256[:12]})",
@@ -51,8 +51,8 @@ def quality_table(artifact: CalibrationArtifact) -> str:
     if not artifact.quality:
         return "no figures of quality"
     names = list(dict.fromkeys(name for row in artifact.quality for name in row))
-    rows = [[_printable(_cell(row.get(name))) for name in names] for row in artifact.quality]
-    return markdown_table([_printable(name.replace("_", " ")) for name in names], rows)
+    rows = [[printable(_cell(row.get(name))) for name in names] for row in artifact.quality]
+    return markdown_table([printable(name.replace("_", " ")) for name in names], rows)
 
 
 def plot_quality(path: Path, artifact: CalibrationArtifact) -> None:
@@ -74,7 +74,7 @@ def plot_quality(path: Path, artifact: CalibrationArtifact) -> None:
     plot_lines(path, lines, title=title, x="layer", y="share", whole_x=True, low=0.0)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """``text`` with what could command a terminal, or end the line, spelled out."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from hf_kvret.calibration.fields import add_tensors
 from hf_kvret.calibration.study import Carried, LayerFindings
@@ -160,10 +160,8 @@ class Parts:
         return {} if content is None else json.loads(content[1]["findings"])
 
     def _write(self, file: Path, tensors: Carried, metadata: dict[str, str]) -> None:
-        temporary = self._folder / f"{file.stem}.unfinished"
         metadata = {**metadata, _CHECKSUM: _checksum(tensors, metadata)}
-        save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, metadata)
-        os.replace(temporary, file)
+        replace_file(file, save({name: x.contiguous() for name, x in tensors.items()}, metadata))
 
     def _file(self, layer: int) -> Path:
         return self._folder / f"layer_{layer}.safetensors"

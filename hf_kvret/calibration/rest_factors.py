@@ -19,7 +19,7 @@ from hf_kvret.calibration.layer_checks import (
 from hf_kvret.calibration.shared import artifact_place, made_once, shared_artifact
 from hf_kvret.config import RetrievalConfig
 from hf_kvret.core.layer import RetrievalLayer
-from hf_kvret.core.unselected import LayerOfModel
+from hf_kvret.core.stand_ins import LayerOfModel
 from hf_kvret.integration.compatibility import retrieval_shapes
 
 METHOD = "rest"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from hf_kvret.calibration import rest_factors
 from hf_kvret.calibration.artifact import CalibrationArtifact
-from hf_kvret.calibration.files import DESCRIPTION
+from hf_kvret.calibration.files import DESCRIPTION, TENSORS, read_description
+from hf_kvret.io.strict_json import read_json
 from hf_kvret.methods.a2ats import learned as a2ats
 from hf_kvret.methods.aqua import learned as aqua
 
@@ -14,8 +15,26 @@ _METHODS = {one.METHOD: one.check_whole for one in (a2ats, aqua, rest_factors)}
 
 
 def holds_artifact(path: Path) -> bool:
-    """Whether an artifact, damaged perhaps, seems to be in ``path``."""
-    return (path / DESCRIPTION).exists()
+    """Whether an artifact, damaged perhaps, seems to be in ``path``.
+
+    ``config.json`` is also what transformers calls the configuration of a model.
+    """
+    file = path / DESCRIPTION
+    if not file.is_file():
+        return file.exists()
+    try:
+        content = read_json(file.read_bytes())
+    except (OSError, ValueError):
+        return True
+    is_a_models = isinstance(content, dict) and isinstance(content.get("model_type"), str)
+    return not is_a_models or "format_version" in content
+
+
+def files_of_artifact(path: Path) -> set[str]:
+    """Names of what ``verify_artifact`` reads of an artifact that is whole."""
+    description = read_description(path)
+    old = description["format_version"] == 1
+    return {DESCRIPTION, TENSORS if old else description["files"]["tensors"]}
 
 
 def verify_artifact(directory: Path) -> list[str]:

@@ -23,7 +23,7 @@ from hf_kvret.core.regions import MakeStore, Regions
 from hf_kvret.core.saved_regions import saved_rows
 from hf_kvret.core.scoring import Scoring
 from hf_kvret.core.selected_attention import attend_selected
-from hf_kvret.core.unselected import LayerOfModel
+from hf_kvret.core.stand_ins import LayerOfModel
 
 HANDLE = "hf_kvret_layer"
 

@@ -6,10 +6,10 @@ import math
 import re
 from typing import Literal
 
+from hf_kvret.core.rest_kinds import REST_KINDS
 from hf_kvret.core.sizes import byte_count
 
 _BITS = (2, 3, 4, 16)
-_RESTS = ("mean", "left_out", "index", "sample")
 
 
 def check_budget(top_k: object) -> None:
@@ -72,14 +72,16 @@ def check_select_heads(count: object, obstacle: str) -> None:
 
 def check_rest(rest: object, blocks: object, obstacle: str) -> None:
     """ValueError for a ``rest``, or ``blocks`` of it, that can't be, because of an ``obstacle``."""
-    if rest is not None and rest not in _RESTS:
-        raise ValueError(f"rest={rest!r}: choose {', '.join(map(repr, _RESTS))} or None")
+    kind = REST_KINDS.get(rest) if rest is None or isinstance(rest, str) else None
+    if kind is None:
+        names = ", ".join(repr(name) for name in REST_KINDS if name is not None)
+        raise ValueError(f"rest={rest!r}: choose {names} or None")
     if rest is not None and obstacle:
         raise ValueError(f"rest={rest!r}: {obstacle}; leave it out")
     if blocks is None:
         return
     check_length("rest_blocks", blocks, 1)
-    if rest != "mean":
+    if not kind.blocks:
         raise ValueError(
             f"rest_blocks={blocks} with rest={rest!r}: only rest='mean' makes a token for every so "
             "many; give that, or rest_blocks=None"
@@ -116,7 +118,9 @@ def check_source(
         )
 
 
-def check_rest_artifact(artifact: object, revision: object, sha256: object, rest: object) -> None:
+def check_rest_artifact(
+    artifact: object, revision: object, sha256: object, rest: str | None
+) -> None:
     """Errors for factors that can't be, or that this ``rest`` does not use."""
     check_source(artifact, revision, sha256, "rest_")
     if artifact is None and sha256 is not None:
@@ -124,7 +128,7 @@ def check_rest_artifact(artifact: object, revision: object, sha256: object, rest
             f"rest_artifact_sha256={sha256!r} without rest_artifact: name its folder "
             "or hub id too, or leave the digest out"
         )
-    if artifact is not None and rest != "index":
+    if artifact is not None and not REST_KINDS[rest].factors:
         raise ValueError(
             f"rest_artifact={artifact!r} with rest={rest!r}: its factors correct the estimates of "
             "rest='index'; give that, or leave rest_artifact out"

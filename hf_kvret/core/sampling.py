@@ -24,7 +24,8 @@ def uniforms(layer: int, *parts: torch.Tensor) -> torch.Tensor:
     for part in parts:
         state = _mixed((state + part.long() * 0x9E3779B1) & _MASK)
     assert isinstance(state, torch.Tensor), "there are parts"
-    return ((state >> 8).float() + 0.5) * 2.0**-24
+    # Of 23 bits: of one bit more, the greatest would be rounded to 1.
+    return ((state >> 9).float() + 0.5) * 2.0**-23
 
 
 def priority_sample(

@@ -20,8 +20,9 @@ from hf_kvret.core.pieces import piece_len
 from hf_kvret.core.recall import Recall, measure_recall
 from hf_kvret.core.regions import Regions
 from hf_kvret.core.selection import selection
+from hf_kvret.core.stand_ins import LayerOfModel, Search
 from hf_kvret.core.store import AttentionResult
-from hf_kvret.core.unselected import Choice, LayerOfModel, Lost, choose, estimates_wanted, stand_ins
+from hf_kvret.core.unselected import Choice, Lost, choose, estimates_wanted, stand_ins
 from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.merge import Pieces
 from hf_kvret_kernels.prompt_attention import prompt_pieces
@@ -53,7 +54,8 @@ def attend_selected(
     searching = query if groups is None else groups.fold(query)
     # A group's queries see what those of any other group see at their position.
     position_queries = 1 if groups is None else groups.count
-    looks_closer = regions.config.rest == "left_out" or estimates_wanted(regions, index)
+    wants_estimates = estimates_wanted(regions, index, counters)
+    looks_closer = wants_estimates or not regions.config.rest_kind.fused
     if (groups is None or call.sink_logits is None) and not looks_closer:
         rest = None
         if cold is not None and index is not None and regions.config.rest is not None:
@@ -76,50 +78,54 @@ def attend_selected(
                 index.after_search(host_ids)
             return out if groups is None else groups.unfold(out)
     layer = LayerOfModel() if layer is None else layer
-    given = regions, query, searching, index, cold, call, counters, selected, groups, layer
     if cold is None:
-        return _attend_in_parts(*given)
-    try:
-        with compiling_ahead(regions, query, cold, call, final_len):
-            return _attend_in_parts(*given)
-    except WrongIdError as error:
-        assert index is not None, "only an index names tokens"
-        raise blamed_on(index, "search", error) from error
+        return _attend_in_parts(regions, query, call, counters, None, None, False)
+    with compiling_ahead(regions, query, cold, call, final_len):
+        if index is None:
+            finish = partial(attend_all, regions, query, cold, counters, layer.number)
+            return _attend_in_parts(regions, query, call, counters, None, finish, False)
+        search = Search(regions, searching, index, cold, layer, groups)
+        try:
+            return _attend_in_parts(regions, query, call, counters, search, None, wants_estimates)
+        except WrongIdError as error:
+            raise blamed_on(index, "search", error) from error
 
 
 def _attend_in_parts(
     regions: Regions,
     query: torch.Tensor,
-    searching: torch.Tensor,
-    index: Index | None,
-    cold: ColdTokens | None,
     call: AttentionCall,
     counters: LayerCounters,
-    selected: torch.Tensor | None,
-    groups: HeadGroups | None,
-    layer: LayerOfModel,
+    search: Search | None,
+    finish_cold: Callable[[], AttentionResult] | None,
+    wants_estimates: bool,
 ) -> torch.Tensor:
-    """See ``attend_selected``, part by part; ``selected`` is counted up."""
-    finish_cold: Callable[[], AttentionResult] | None = None
+    """See ``attend_selected``, part by part.
+
+    ``search`` is made here, or ``finish_cold`` attends to the cold tokens, or there are none.
+    """
+    searching, groups = query, None
     # With one position to see and no logits of heads, groups stay queries up to the end.
     stays_folded = query.shape[2] == 1 and call.sink_logits is None
     choice: Choice | None = None
+    selected: torch.Tensor | None = None
     rest_tokens: RestTokens | None = None
     lost: Lost | None = None
-    if cold is not None and index is None:
-        finish_cold = partial(attend_all, regions, query, cold, counters, layer.number)
-    elif cold is not None and index is not None:
-        choice = choose(regions, searching, index, cold, layer, groups)
+    if search is not None:
+        searching, groups, cold = search.query, search.groups, search.cold
+        selected = counters.total(cold)
+        choice = choose(search, wants_estimates)
         ids = choice.ids
-        _note_search(regions, index, searching, ids, cold, counters, groups, layer.number)
+        number = search.layer.number
+        _note_search(regions, search.index, searching, ids, cold, counters, groups, number)
         # First, so that a store elsewhere works while the device does all the rest.
         form = cold.scale, cold.softcap
         if choice.log_weights is None:
             finish_cold = cold.store.begin(searching, ids, *form)
         else:
             finish_cold = cold.store.begin_weighted(searching, ids, choice.log_weights, *form)
-        index.after_search(ids)
-        rest_tokens, lost = stand_ins(regions, searching, choice, cold, layer, groups)
+        search.index.after_search(ids)
+        rest_tokens, lost = stand_ins(search, choice)
         if choice.part is not None:
             finish_cold = partial(_joined, finish_cold, choice.part)
         if rest_tokens is not None and (

@@ -21,7 +21,10 @@ CHAIN_BLOCK = 64
 
 
 class TokenDifference(NamedTuple):
-    """Where a prompt differs from the tokens of a cache: the two ids at a slot of a row."""
+    """Where a prompt differs from the tokens of a cache: the two ids at a slot of a row.
+
+    The id of the cache is ``PADDING`` where it holds padding, and the prompt a token.
+    """
 
     row: int
     slot: int
@@ -51,9 +54,16 @@ class TokenRecord(State):
     def __init__(self) -> None:
         self.start = 0
         self.paused = False
+        self._warnings: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    def warn_once(self, topic: str) -> bool:
+        """Whether to warn of ``topic`` now: the first call of a cache; its forks don't again."""
+        new = topic not in self._warnings
+        self._warnings |= {topic}
+        return new
 
     def repeat(self, repeats: int) -> None:
         """Every row of the batch ``repeats`` times."""
@@ -120,30 +130,55 @@ class TokenRecord(State):
     def difference(
         self, prompt: torch.Tensor, mask: torch.Tensor | None, length: int
     ) -> TokenDifference | None:
-        """The first slot at which a prompt has another id; None if there is none.
+        """The first slot at which a prompt has another id, or a token in place of padding.
 
-        Padding and unknown tokens differ from nothing.
+        None if there is none. Unknown tokens, and what the prompt masks, differ from nothing.
 
         Args:
             prompt: ``[B, T]`` ids; each row may stand for several rows of the cache.
-            mask: ``[B, T]``, padding is 0; None for no padding.
+            mask: ``[B, T]``, padding is 0; None where that isn't known.
             length: tokens that the cache holds; all slots if the prompt has as many.
         """
+        ids = self._ids_for(prompt, length)
+        if ids is None:
+            return None
+        repeats, length = len(ids) // len(prompt), ids.shape[1]
+        prompt = prompt[:, :length]
+        differs = ids != prompt.repeat_interleave(repeats, dim=0)
+        if mask is None:
+            differs &= ids >= 0
+        else:
+            differs &= ids != UNKNOWN
+            differs &= mask[:, :length].to(prompt.device).repeat_interleave(repeats, dim=0) != 0
+        place = _first(differs)
+        if place is None:
+            return None
+        row, slot = place
+        return TokenDifference(row, slot, int(prompt[row // repeats, slot]), int(ids[row, slot]))
+
+    def hidden(
+        self, prompt: torch.Tensor, mask: torch.Tensor, length: int
+    ) -> tuple[int, int] | None:
+        """Row and slot of the first token that a mask hides, and that later tokens have seen.
+
+        None if there is none, as where a row ends in what it hides: those are the padding tokens
+        that ``generate`` gives to a row that has ended. Arguments as of ``difference``.
+        """
+        ids = self._ids_for(prompt, length)
+        if ids is None:
+            return None
+        mask = mask[:, : ids.shape[1]].to(ids.device).repeat_interleave(len(ids) // len(mask), 0)
+        shown = (mask != 0) & (ids != PADDING)
+        # Tokens shown from a slot on.
+        behind = shown.flip(1).cumsum(1).flip(1)
+        return _first((ids >= 0) & (mask == 0) & (behind > 0))
+
+    def _ids_for(self, prompt: torch.Tensor, length: int) -> torch.Tensor | None:
+        """Ids of as many slots as a prompt has, on its device; None if they don't fit."""
         ids = self.ids(length)
         if ids is None or len(ids) % len(prompt):
             return None
-        repeats = len(ids) // len(prompt)
-        length = min(length, prompt.shape[1])
-        ids, prompt = ids[:, :length].to(prompt.device), prompt[:, :length]
-        differs = ids != prompt.repeat_interleave(repeats, dim=0)
-        differs &= ids >= 0
-        if mask is not None:
-            differs &= mask[:, :length].to(prompt.device).repeat_interleave(repeats, dim=0) != 0
-        if not differs.any():
-            return None
-        slot = int(differs.any(dim=0).nonzero()[0])
-        row = int(differs[:, slot].nonzero()[0])
-        return TokenDifference(row, slot, int(prompt[row // repeats, slot]), int(ids[row, slot]))
+        return ids[:, : prompt.shape[1]].to(prompt.device)
 
     def to_json(self, length: int) -> dict[str, Any] | None:
         """Plain JSON and tensors for a cache of ``length`` tokens; None if nothing was noted.
@@ -174,7 +209,7 @@ class TokenRecord(State):
             KeyError, TypeError, ValueError: anything else.
         """
         ids, links = tensors["ids"], tensors["chain"]
-        if ids.dtype != torch.int32 or ids.ndim != 2 or not len(ids) or int(ids.min()) < UNKNOWN:
+        if ids.dtype != torch.int32 or ids.ndim != 2 or not ids.numel() or int(ids.min()) < UNKNOWN:
             raise ValueError(f"token ids of {ids.dtype} {list(ids.shape)} are not those of a cache")
         if not torch.equal(links, chain(ids)):
             raise ValueError("the token ids are not those that the chain of hashes was made of")
@@ -188,6 +223,14 @@ class TokenRecord(State):
         if self._ids.is_allocated and self._ids.rows.device != device:
             rows, self._ids = self._ids.rows.to(device), TokenBuffer()
             self._ids.append(rows)
+
+
+def _first(places: torch.Tensor) -> tuple[int, int] | None:
+    """Row and slot of the first True of ``[B, n]``, by slot; None if there is none."""
+    if not places.any():
+        return None
+    slot = int(places.any(dim=0).nonzero()[0])
+    return int(places[:, slot].nonzero()[0]), slot
 
 
 def chain(ids: torch.Tensor) -> torch.Tensor:

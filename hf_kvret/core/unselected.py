@@ -1,58 +1,22 @@
-"""What a step attends to of the cold tokens, and what stands for the others."""
+"""What a step attends to of the cold tokens, and how much of the attention it leaves out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from hf_kvret.core.estimates import exact_left_out, left_out_logits, unknown_logits, valid_logits
+from hf_kvret.core.counters import LayerCounters
+from hf_kvret.core.estimates import exact_left_out, left_out_logits
 from hf_kvret.core.head_groups import HeadGroups
-from hf_kvret.core.index import ColdTokens, Estimates, Index, makes_estimates
+from hf_kvret.core.index import Estimates, Index, makes_estimates
 from hf_kvret.core.regions import Regions
-from hf_kvret.core.sampling import priority_sample, uniforms
+from hf_kvret.core.stand_ins import STAND_INS, LeftOut, Search
 from hf_kvret.core.store import AttentionResult
-from hf_kvret.core.window import Window
-from hf_kvret.integration.compatibility import AttentionShape
-from hf_kvret_kernels.relevance import group_relevance
-from hf_kvret_kernels.rest_tokens import RestTokens, rest_logits
+from hf_kvret_kernels.rest_tokens import RestTokens
 
-
-@dataclass(eq=False)
-class LayerOfModel:
-    """Which layer of the model this is, for what is estimated of its heads.
-
-    Attributes:
-        number: in the model.
-        shape: of the whole layer's heads, of which tensor parallelism gives each process a part;
-            None: not known.
-        log_factors: ``[heads]`` fp32 of the whole layer's query heads, to be added to the logs of
-            estimates; None: 0.
-    """
-
-    number: int = 0
-    shape: AttentionShape | None = None
-    log_factors: torch.Tensor | None = None
-    _moved: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
-
-    def first_head(self, heads: int) -> int:
-        """Number in the layer of the first of the ``heads`` KV heads that are here."""
-        shape = self.shape
-        if shape is None or heads == shape.kv_heads or not torch.distributed.is_initialized():
-            return 0
-        return torch.distributed.get_rank() % (shape.kv_heads // heads) * heads
-
-    def factors(self, heads: int, query_heads: int, device: torch.device) -> torch.Tensor | None:
-        """The part of ``log_factors`` that is of these heads, ``[query_heads]`` on ``device``."""
-        if self.log_factors is None:
-            return None
-        if device not in self._moved:
-            # Kept out of inference mode, where it could not be used outside of it.
-            with torch.inference_mode(False):
-                self._moved[device] = self.log_factors.to(device)
-        first = self.first_head(heads) * (query_heads // heads)
-        return self._moved[device][first : first + query_heads]
+MEASURED_STEPS = 16
+"""With ``warn_lost_mass`` alone, one step in so many asks the index for estimates."""
 
 
 class Choice(NamedTuple):
@@ -62,7 +26,7 @@ class Choice(NamedTuple):
         ids: ``[B, H, Q, K]`` int32 of what they attend to.
         log_weights: of these, fp32; None: 0.
         part: that stands for what is left out, read with the same store; None: nothing, or tokens.
-        estimates: of the index; None where nobody asks.
+        estimates: of the index; None where nobody asks, or it has none.
         exactly_lost: ``[B, Hq, Q]`` fp32, the log of the sum of the exponentiated logits of what is
             left out, where ``track_recall`` and estimates are there.
     """
@@ -107,127 +71,47 @@ class Lost(NamedTuple):
         return estimated, (self.exact - near).sigmoid().nan_to_num(nan=0.0)
 
 
-def estimates_wanted(regions: Regions, index: Index | None) -> bool:
-    """Whether a step asks ``index`` for estimates."""
+def estimates_wanted(regions: Regions, index: Index | None, counters: LayerCounters) -> bool:
+    """Whether a step asks ``index`` for estimates.
+
+    For a warning alone one step in ``MEASURED_STEPS`` is enough, as on a CPU the estimates take
+    much longer than the step. A captured step is always the same, so it always asks.
+    """
     config = regions.config
-    return config.uses_estimates or (config.track_recall and makes_estimates(index))
+    if config.rest_kind.estimates or (config.track_recall and makes_estimates(index)):
+        return True
+    if config.warn_lost_mass is None:
+        return False
+    return regions.window.place is not None or counters.steps % MEASURED_STEPS == 0
 
 
-def choose(
-    regions: Regions,
-    query: torch.Tensor,
-    index: Index,
-    cold: ColdTokens,
-    layer: LayerOfModel,
-    groups: HeadGroups | None,
-) -> Choice:
+def choose(search: Search, wants_estimates: bool) -> Choice:
     """Search, and what has to be read of the store before the step attends.
-
-    ``query [B, Hq, Q, Dk]`` is folded where heads select in ``groups``.
 
     Raises:
         ValueError: estimates are needed and the index gives none.
     """
-    config = regions.config
-    ids = index.search(query, cold)
-    part = None
-    if config.rest == "left_out":
-        part = regions.rest_sums(cold).left_out(query, ids, cold)
-    if not estimates_wanted(regions, index):
-        return Choice(ids, None, part)
-    estimates = index.estimate(query, cold)
-    config.check_estimates(estimates is not None)
-    assert estimates is not None, "others are refused"
-    log_weights = None
-    if config.rest == "sample":
-        ids, log_weights = _sampled(regions, estimates, ids, cold, layer, groups)
-    exact = exact_left_out(query, ids, cold) if config.track_recall else None
-    return Choice(ids, log_weights, part, estimates, exact)
-
-
-def stand_ins(
-    regions: Regions,
-    query: torch.Tensor,
-    choice: Choice,
-    cold: ColdTokens,
-    layer: LayerOfModel,
-    groups: HeadGroups | None,
-) -> tuple[RestTokens | None, Lost | None]:
-    """Tokens that stand for what is left out, and how much that is, where estimates were made."""
-    rest, tokens = regions.config.rest, None
-    ids, estimates = choice.ids, choice.estimates
-    if rest == "mean":
-        means = regions.rest_sums(cold).means()
-        logits = rest_logits(query, means, ids, scale=cold.scale, softcap=cold.softcap)
-        tokens = RestTokens(logits, means.values)
+    config = search.regions.config
+    stand_in = STAND_INS[config.rest]
+    ids = search.index.search(search.query, search.cold)
+    estimates = search.index.estimate(search.query, search.cold) if wants_estimates else None
     if estimates is None:
-        return tokens, None
+        if wants_estimates:
+            config.check_estimates(False)
+        return Choice(ids, None, stand_in.part(search, ids))
+    ids, log_weights = stand_in.chosen(search, estimates, ids)
+    exact = exact_left_out(search.query, ids, search.cold) if config.track_recall else None
+    return Choice(ids, log_weights, stand_in.part(search, ids), estimates, exact)
+
+
+def stand_ins(search: Search, choice: Choice) -> tuple[RestTokens | None, Lost | None]:
+    """Tokens that stand for what is left out, and how much that is, where estimates were made."""
+    regions, cold, ids, estimates = search.regions, search.cold, choice.ids, choice.estimates
+    stand_in = STAND_INS[regions.config.rest]
+    if estimates is None:
+        return stand_in.tokens(search, ids, None, None), None
     means = regions.rest_sums(cold).joint_means()
-    known, others = left_out_logits(query, estimates, ids, cold, means)
-    lost = torch.logaddexp(known, others)
-    stand_in = lost if rest in ("index", "sample") else None
-    if rest == "index":
-        factors = _log_factors(regions, query, layer, groups)
-        if factors is not None:
-            stand_in = torch.logaddexp(known + factors, others)
-        assert stand_in is not None, "it was set above"
-        tokens = RestTokens(stand_in.unsqueeze(-1), means.values)
-    elif rest == "sample":
-        unknown = unknown_logits(query, estimates, cold, means)
-        tokens = RestTokens(unknown.unsqueeze(-1), means.values)
-    elif choice.part is not None:
-        stand_in = choice.part[1]
-    elif tokens is not None:
-        stand_in = tokens.logits.logsumexp(-1)
-    return tokens, Lost(lost, stand_in, choice.exactly_lost)
-
-
-def _sampled(
-    regions: Regions,
-    estimates: Estimates,
-    found: torch.Tensor,
-    cold: ColdTokens,
-    layer: LayerOfModel,
-    groups: HeadGroups | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sample in place of the ids ``found``, and the logs of its weights."""
-    batch, heads, queries, count = found.shape
-    logits, slots = valid_logits(estimates, cold), estimates.ids
-    of_slots = torch.arange(len(cold), device=logits.device) if slots is None else slots
-    own = regions.window.keys.shape[1]
-    device = logits.device
-    row = torch.arange(batch, device=device).view(-1, 1, 1, 1)
-    head = torch.arange(heads, device=device) + layer.first_head(own) * (heads // own)
-    apart = 1 if groups is None else groups.count
-    place = query_places(regions.window, queries // apart).repeat_interleave(apart)
-    group = torch.arange(apart, device=device).repeat(queries // apart)
-    draws = uniforms(
-        layer.number, row, head.view(-1, 1, 1), place.view(-1, 1), group.view(-1, 1), of_slots
-    )
-    places, weights = priority_sample(group_relevance(logits, heads), draws, count)
-    if slots is not None:
-        taken = slots.gather(-1, places.clamp(min=0).long())
-        places = taken.masked_fill(places < 0, -1)
-    return places, weights
-
-
-def query_places(window: Window, queries: int) -> torch.Tensor:
-    """``[queries]`` int64 on the device: slots of the newest tokens, also in a captured step."""
-    if window.place is not None:
-        return window.place.column + (window.start - window.sink)
-    device = window.keys.device
-    return torch.arange(window.end - queries, window.end, device=device)
-
-
-def _log_factors(
-    regions: Regions, query: torch.Tensor, layer: LayerOfModel, groups: HeadGroups | None
-) -> torch.Tensor | None:
-    """``[B, Hq, Q]`` fp32 for ``query``, folded as it is; None where nothing was learned."""
-    heads = regions.window.keys.shape[1]
-    own = query.shape[1] if groups is None else heads * groups.query_heads
-    factors = layer.factors(heads, own, query.device)
-    if factors is None:
-        return None
-    queries = query.shape[2] // (1 if groups is None else groups.count)
-    spread = factors.view(1, -1, 1, 1).expand(len(query), own, queries, 1)
-    return (spread if groups is None else groups.fold(spread)).squeeze(-1)
+    left_out = LeftOut(*left_out_logits(search.query, estimates, ids, cold, means))
+    tokens = stand_in.tokens(search, ids, estimates, left_out)
+    weight = stand_in.weight(choice.part, tokens, left_out)
+    return tokens, Lost(left_out.total, weight, choice.exactly_lost)

@@ -22,7 +22,7 @@ from hf_kvret.evaluation.outputs import (
     check_own,
 )
 from hf_kvret.evaluation.plots import plot_points, require_matplotlib
-from hf_kvret.evaluation.results import Results, read_results, why_no_results
+from hf_kvret.evaluation.results import FORMAT, Results, read_results, why_no_results
 from hf_kvret.evaluation.scripts import SCRIPTS, command_line, load_measurement
 from hf_kvret.evaluation.tables import markdown_table
 from hf_kvret.io.folder import replace_file
@@ -46,7 +46,7 @@ def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known
     parser.add_argument(
         "--add-checksums",
         action="store_true",
-        help="give result files of earlier versions checksums of what they hold now",
+        help="give result files of earlier versions today's checksums of what they hold now",
     )
     parser.set_defaults(
         run=lambda options: _report(options.folder, measurements, options.add_checksums)
@@ -212,13 +212,16 @@ def _overview(folder: Path, loaded: dict[Path, Results], measurements: _Known) -
 
 
 def add_checksums(folder: Path) -> list[Path]:
-    """Write result files of format 1 in ``folder`` anew, with checksums; returns which.
+    """Write result files of older formats in ``folder`` anew, with today's checksums.
+
+    Returns:
+        Which these are.
 
     Raises:
-        ValueError: one is damaged, as far as that can be seen without checksums.
+        ValueError: one is damaged, as far as that can be seen by the checksums that it has.
     """
     paths = [path for path in sorted(folder.glob("*.json")) if why_no_results(path) is None]
-    old = [path for path in paths if read_results(path)["format"] == 1]
+    old = [path for path in paths if read_results(path)["format"] < FORMAT]
     for path in old:
         Results.load(path).save(path)
     return old

@@ -1,8 +1,9 @@
 """Results that survive an interruption: one JSON file, one entry a finished cell.
 
 Since format 2 every entry has a checksum, and so has what stands above them, so that a number that
-was changed by mistake or by a bad disk is found. Files of format 1 are read as they are, and get
-checksums when a cell is added.
+was changed by mistake or by a bad disk is found. Since format 3 that of an entry is also of what
+stands above, so that it fits no other file. A cell may be taken out, and is measured again. Files
+of older formats are read as they are, and get the checksums of today when a cell is added.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from hf_kvret.evaluation.environment import describe_environment
 from hf_kvret.io.folder import replace_file
 from hf_kvret.io.strict_json import plain_bytes, read_json
 
-_FORMAT = 2
-_READABLE = (1, _FORMAT)
+FORMAT = 3
+_READABLE = (1, 2, FORMAT)
 _CHECKSUM = "checksum"
 _CHECKSUM_LEN = 16
 # What a page tells of a run; None and names that are missing stand for what was not there.
@@ -99,15 +100,16 @@ class Results:
         """The file's content."""
         content = {
             "name": self.name,
-            "format": _FORMAT,
+            "format": FORMAT,
             "setup": self.setup,
             "environments": self._environments,
         }
+        above = _checksum(content)
         cells = ({"cell": cell, "result": result} for cell, result in self)
         return {
             **content,
-            _CHECKSUM: _checksum(content),
-            "cells": [entry | {_CHECKSUM: _checksum(entry)} for entry in cells],
+            _CHECKSUM: above,
+            "cells": [entry | {_CHECKSUM: _cell_checksum(entry, above)} for entry in cells],
         }
 
     def _read(self, path: Path) -> None:
@@ -157,7 +159,8 @@ def read_results(path: Path) -> dict[str, Any]:
     if version not in _READABLE or type(version) is not int:
         raise ValueError(
             f"{path} has format {version!r}, this version reads "
-            f"{' and '.join(map(str, _READABLE))}: make it again, or upgrade hf-kvret"
+            f"{', '.join(map(str, _READABLE[:-1]))} and {FORMAT}: make it again, or upgrade "
+            "hf-kvret"
         )
     if not all(map(_is_entry, content["cells"])):
         raise ValueError(
@@ -169,6 +172,7 @@ def read_results(path: Path) -> dict[str, Any]:
             f"{path} has a damaged entry among its environments: delete it, or make it again"
         )
     _check_checksums(path, content)
+    _check_single(path, content["cells"])
     name = content["name"]
     return content | {"name": OLD_TITLES.get(name, name)}
 
@@ -229,17 +233,40 @@ def _check_checksums(path: Path, content: dict[str, Any]) -> None:
             f"{path} was changed: name, set-up and environments are not what its checksum says; "
             "restore it, or delete it and make it again"
         )
+    top = content[_CHECKSUM] if content["format"] > 2 else None
     for entry in entries:
-        plain = {name: one for name, one in entry.items() if name != _CHECKSUM}
-        if entry.get(_CHECKSUM) != _checksum(plain):
-            cell = ", ".join(f"{name} {value}" for name, value in entry["cell"].items())
+        if entry.get(_CHECKSUM) != _cell_checksum(entry, top):
             raise ValueError(
-                f"{path} was changed: the cell {cell} is not what its checksum says; restore the "
-                "file, or take that entry out, and the command that made it measures it again"
+                f"{path} was changed: the cell {_in_words(entry['cell'])} is not what its checksum "
+                "says, or of another file; restore the file, or take that entry out, and the "
+                "command that made it measures it again"
             )
 
 
-def _checksum(part: dict[str, Any]) -> str:
+def _check_single(path: Path, entries: list[dict[str, Any]]) -> None:
+    """ValueError for a cell that a result file has two entries of."""
+    keys = set()
+    for entry in entries:
+        key = _key(entry["cell"])
+        if key in keys:
+            raise ValueError(
+                f"{path} was changed: the cell {_in_words(entry['cell'])} is there twice; restore "
+                "the file, or take both entries out, and the command that made it measures it again"
+            )
+        keys.add(key)
+
+
+def _in_words(cell: Cell) -> str:
+    return ", ".join(f"{name} {value}" for name, value in cell.items())
+
+
+def _cell_checksum(entry: dict[str, Any], above: str | None) -> str:
+    """Of an entry, in a file with the checksum ``above``; None for a file of format 2."""
+    plain = {name: one for name, one in entry.items() if name != _CHECKSUM}
+    return _checksum(plain if above is None else [above, plain])
+
+
+def _checksum(part: Any) -> str:
     """Of what a reader of the file will have: JSON knows no tuples, and no numbers as names."""
     read = json.loads(json.dumps(part))
     return hashlib.sha256(plain_bytes(read)).hexdigest()[:_CHECKSUM_LEN]

@@ -2,58 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from hf_kvret.calibration.verification import holds_artifact, verify_artifact
-from hf_kvret.evaluation.results import read_results
-from hf_kvret.io.verification import holds_cache, verify_cache
+from hf_kvret.calibration import verification as artifacts
+from hf_kvret.calibration.inspection import printable
+from hf_kvret.evaluation.results import read_results, why_no_results
+from hf_kvret.io import verification as caches
+
+KINDS = ("saved caches", "artifacts", "result files")
+
+# Names in a line.
+_MOST_NAMES = 8
 
 
-class Kind(NamedTuple):
+class _Part(NamedTuple):
     """Something that is saved.
 
     Attributes:
-        name: in the plural, for messages.
-        is_at: whether a path has it, damaged perhaps.
         verify: lines that say what was checked; OSError or ValueError for damage.
+        files: names of the files that it reads, where they are whole.
     """
 
-    name: str
-    is_at: Callable[[Path], bool]
-    verify: Callable[[Path], list[str]]
+    verify: Callable[[], list[str]]
+    files: Callable[[], set[str]]
 
 
-def verify_results(path: Path) -> list[str]:
+def verify(path: Path) -> list[str]:
+    """Lines that say what ``path`` holds, what was checked, and what was not.
+
+    Raises:
+        OSError: a file is missing, or can't be read.
+        ValueError: damage, or nothing that can be verified.
+    """
+    lines: list[str] = []
+    files: set[str] = set()
+    faults: list[OSError | ValueError] = []
+    for part in _parts(path):
+        try:
+            lines += part.verify()
+            files |= part.files()
+        except (OSError, ValueError) as error:
+            faults.append(error)
+    if len(faults) > 1:
+        raise ValueError("; ".join(map(str, faults)))
+    if faults:
+        raise faults[0]
+    if not lines:
+        raise ValueError(f"{path}: --verify checks {', '.join(KINDS)}")
+    skipped = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+    skipped = [printable(name) for name in skipped if name not in files]
+    if skipped:
+        more = len(skipped) - _MOST_NAMES
+        names = ", ".join(skipped[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        lines.append(f"skipped  {names}: nothing tells whether these are whole")
+    return lines
+
+
+def _parts(path: Path) -> Iterator[_Part]:
+    """All that is in ``path``, damaged perhaps."""
+    if path.is_file():
+        yield _Part(lambda: _verify_results(path), set)
+        return
+    if caches.holds_cache(path):
+        yield _Part(lambda: caches.verify_cache(path), lambda: caches.files_of_cache(path))
+    if artifacts.holds_artifact(path):
+        yield _Part(
+            lambda: artifacts.verify_artifact(path), lambda: artifacts.files_of_artifact(path)
+        )
+    others = {caches.DESCRIPTION, artifacts.DESCRIPTION}
+    for file in sorted(path.glob("*.json")):
+        if file.name not in others and why_no_results(file) is None:
+            yield _results_of(file)
+
+
+def _results_of(file: Path) -> _Part:
+    return _Part(lambda: _verify_results(file, f"{printable(file.name)}: "), lambda: {file.name})
+
+
+def _verify_results(path: Path, title: str = "") -> list[str]:
     """Lines that say what a result file holds and what was checked.
 
     Raises:
         ValueError: damage, with the cell that has it.
     """
     content = read_results(path)
-    checked = "whole" if content["format"] > 1 else "readable; format 1 has no checksums"
+    checked = {
+        1: "readable; format 1 has no checksums",
+        2: "each whole; format 2 has nothing that ties them to this file",
+    }.get(content["format"], "whole")
     return [
-        f"results  {content['name']}, format {content['format']}",
+        f"results  {title}{content['name']}, format {content['format']}",
         f"cells    {len(content['cells'])}: {checked}",
     ]
-
-
-KINDS = (
-    Kind("saved caches", holds_cache, verify_cache),
-    Kind("artifacts", holds_artifact, verify_artifact),
-    Kind("result files", Path.is_file, verify_results),
-)
-
-
-def verify(path: Path) -> list[str]:
-    """Lines that say what ``path`` holds and what was checked.
-
-    Raises:
-        OSError: a file is missing, or can't be read.
-        ValueError: damage, or nothing that can be verified.
-    """
-    for kind in KINDS:
-        if kind.is_at(path):
-            return kind.verify(path)
-    raise ValueError(f"{path}: --verify checks {', '.join(kind.name for kind in KINDS)}")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from hf_kvret.integration.sampled_tensors import plain_parts, sampled_bytes
 
 # Under these names PEFT keeps the module that it wraps.
 _WRAPPED = ("base_layer", "original_module")
@@ -23,23 +25,39 @@ class AdapterHash:
     Attributes:
         name: as it is called in the model; the same weights may have another name elsewhere.
         sha256: hex digest of its weights in all layers, with their scaling.
+        merged: it was added to the weights of the model, in a layer at least.
     """
 
     name: str
     sha256: str
+    merged: bool = False
+
+    @property
+    def content(self) -> tuple[str, bool]:
+        """What must agree."""
+        return self.sha256, self.merged
+
+    def __str__(self) -> str:
+        return f"{self.name} (merged)" if self.merged else self.name
 
 
-# Hashes of a decoder's adapters, with the stamps of the weights that they were made of.
-_hashes: weakref.WeakKeyDictionary[nn.Module, tuple[Any, tuple[AdapterHash, ...]]] = (
+# Hashes of a decoder's adapters, with stamps and numbers of the weights that they were made of.
+_hashes: weakref.WeakKeyDictionary[nn.Module, tuple[Any, bytes, tuple[AdapterHash, ...]]] = (
     weakref.WeakKeyDictionary()
 )
+# Of so many of them numbers are read.
+_SAMPLED = 32
 
 
-def active_adapters(decoder: nn.Module) -> tuple[AdapterHash, ...]:
-    """Active adapters in the layers of ``decoder``, in the order in which these name them.
+def active_adapters(decoder: nn.Module, read: bool = True) -> tuple[AdapterHash, ...]:
+    """Adapters that the layers of ``decoder`` compute with, in the order in which these name them.
 
-    Weights are read and hashed when they have changed since the last call. Empty where PEFT was
-    never imported.
+    Weights are hashed when they have changed since the last call. Empty where PEFT was never
+    imported.
+
+    Args:
+        decoder: the text model.
+        read: read a sample of the weights, so that writing through ``data`` is seen.
     """
     layers = adapter_layers(decoder)
     if not layers:
@@ -50,23 +68,31 @@ def active_adapters(decoder: nn.Module) -> tuple[AdapterHash, ...]:
         for adapter in _active_in(layer)
         if any(_weights(layer, adapter))
     ]
-    stamps = tuple(
-        (path, adapter, _scaling(layer, adapter), name, stamp(tensor))
+    tensors = [
+        (path, adapter, _scaling(layer, adapter), adapter in _merged(layer), name, tensor)
         for path, layer, adapter in parts
         for name, tensor in _weights(layer, adapter)
-    )
+    ]
+    stamps = tuple((*facts, stamp(tensor)) for *facts, tensor in tensors)
+    numbers = sampled_bytes(_some(tensor for *_, tensor in tensors)) if read else b""
     known = _hashes.get(decoder)
-    if known is None or known[0] != stamps:
-        digests = {adapter: hashlib.sha256() for _, _, adapter in parts}
-        for path, layer, adapter in parts:
-            digest = digests[adapter]
-            digest.update(f"{_plain_name(path)} {_scaling(layer, adapter)}".encode())
-            for name, tensor in _weights(layer, adapter):
-                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                digest.update(tensor_bytes(tensor))
-        found = tuple(AdapterHash(name, digest.hexdigest()) for name, digest in digests.items())
-        known = _hashes[decoder] = stamps, found
-    return known[1]
+    if known is None or known[0] != stamps or (read and known[1] != numbers):
+        known = _hashes[decoder] = stamps, numbers, _hashed(parts)
+    return known[2]
+
+
+def _hashed(parts: list[tuple[str, nn.Module, str]]) -> tuple[AdapterHash, ...]:
+    digests = {adapter: hashlib.sha256() for _, _, adapter in parts}
+    merged = {adapter for _, layer, adapter in parts if adapter in _merged(layer)}
+    for path, layer, adapter in parts:
+        digest = digests[adapter]
+        digest.update(f"{_plain_name(path)} {_scaling(layer, adapter)}".encode())
+        for name, tensor in _weights(layer, adapter):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor_bytes(tensor))
+    return tuple(
+        AdapterHash(name, digest.hexdigest(), name in merged) for name, digest in digests.items()
+    )
 
 
 def adapter_layers(module: nn.Module) -> dict[str, nn.Module]:
@@ -80,21 +106,30 @@ def adapter_layers(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+def base_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters of ``module`` without those of adapters, by the names they have without these."""
-    parameters = dict(module.named_parameters())
-    layers = adapter_layers(module)
-    if not layers:
-        return parameters
+    return _of_base(module, dict(module.named_parameters()))
+
+
+def base_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Saved buffers of ``module``, as ``base_parameters``."""
+    transient = {
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    }
+    saved = {name: one for name, one in module.named_buffers() if name not in transient}
+    return _of_base(module, saved)
+
+
+def _of_base(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     own = tuple(
         f"{path}.{attribute}." if path else f"{attribute}."
-        for path, layer in layers.items()
+        for path, layer in adapter_layers(module).items()
         for attribute in _attributes(layer)
     )
     return {
-        _plain_name(name): parameter
-        for name, parameter in parameters.items()
-        if not name.startswith(own)
+        _plain_name(name): tensor for name, tensor in tensors.items() if not name.startswith(own)
     }
 
 
@@ -114,11 +149,23 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
+def _some(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Up to 32 of the plain tensors in ``tensors``, evenly spread."""
+    plain = [one for tensor in tensors for one in plain_parts(tensor).values() if one.numel()]
+    return [plain[number * len(plain) // _SAMPLED] for number in range(_SAMPLED)] if plain else []
+
+
 def _active_in(layer: Any) -> list[str]:
+    """Adapters that a layer computes with: where some are merged, it does with these alone."""
     if getattr(layer, "disable_adapters", False):
         return []
+    merged = _merged(layer)
     active = layer.active_adapters
-    return [active] if isinstance(active, str) else list(active)
+    return merged or ([active] if isinstance(active, str) else list(active))
+
+
+def _merged(layer: Any) -> list[str]:
+    return list(getattr(layer, "merged_adapters", ()))
 
 
 def _attributes(layer: Any) -> tuple[str, ...]:

@@ -5,19 +5,35 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from hf_kvret.integration.adapters import AdapterHash, active_adapters, base_parameters, stamp
+from hf_kvret.integration.adapters import (
+    AdapterHash,
+    active_adapters,
+    base_buffers,
+    base_parameters,
+    stamp,
+)
 from hf_kvret.integration.model_facts import in_words, model_facts
+from hf_kvret.integration.sampled_tensors import plain_parts, sampled_bytes
+from hf_kvret.integration.stored_weights import stored_tensors
 from hf_kvret.integration.weights import (
+    SAMPLED_PARAMETERS,
     WeightSample,
+    chosen,
+    compare_samples,
     compare_weights,
     decoder_of,
+    sample_bytes,
+    sample_numbers,
     sample_weights,
+    tower_parameters,
 )
 
 if TYPE_CHECKING:
@@ -42,13 +58,18 @@ class CacheIdentity:
         facts: facts that must agree, by name: type, counts and widths, kinds of layers, RoPE,
             ``dtype`` and ``quantization.<setting>``. Plain JSON.
         adapters: active ones.
-        weights: sampled numbers of the base model.
+        weights: sampled numbers of the base model, and bytes of what it keeps in another form.
+        towers: the same of what makes hidden states of pictures and sounds, names seen from the
+            model; empty for a text model.
+        left_out: reasons why weights of the base model could not be read, by name of some.
     """
 
     name: str
     facts: Mapping[str, Any]
     adapters: tuple[AdapterHash, ...] = ()
     weights: tuple[WeightSample, ...] = ()
+    towers: tuple[WeightSample, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain JSON."""
@@ -57,6 +78,8 @@ class CacheIdentity:
             "facts": dict(self.facts),
             "adapters": [asdict(adapter) for adapter in self.adapters],
             "weights": [sample.as_json() for sample in self.weights],
+            **({"towers": [sample.as_json() for sample in self.towers]} if self.towers else {}),
+            **({"left_out": dict(self.left_out)} if self.left_out else {}),
         }
 
     @classmethod
@@ -64,11 +87,19 @@ class CacheIdentity:
         """The inverse of ``to_json``; KeyError, TypeError or ValueError for anything else."""
         facts = {str(name): value for name, value in dict(plain["facts"]).items()}
         adapters = tuple(
-            AdapterHash(str(adapter["name"]), str(adapter["sha256"]))
+            AdapterHash(
+                str(adapter["name"]), str(adapter["sha256"]), bool(adapter.get("merged", False))
+            )
             for adapter in plain["adapters"]
         )
-        weights = tuple(WeightSample.from_json(sample) for sample in plain["weights"])
-        return cls(str(plain["name"]), facts, adapters, weights)
+        weights, towers = (
+            tuple(WeightSample.from_json(sample) for sample in samples)
+            for samples in (plain["weights"], plain.get("towers", ()))
+        )
+        left_out = {
+            str(name): str(reason) for name, reason in dict(plain.get("left_out", {})).items()
+        }
+        return cls(str(plain["name"]), facts, adapters, weights, towers, left_out)
 
     def difference(self, other: CacheIdentity) -> str:
         """In words, what ``other`` has otherwise but for weights; empty if nothing."""
@@ -76,7 +107,7 @@ class CacheIdentity:
             theirs, ours = self.facts.get(name), other.facts.get(name)
             if theirs != ours:
                 return in_words(name, theirs, ours)
-        hashes = [sorted(one.sha256 for one in part) for part in (self.adapters, other.adapters)]
+        hashes = [sorted(one.content for one in part) for part in (self.adapters, other.adapters)]
         if hashes[0] == hashes[1]:
             return ""
         theirs, ours = _adapters_in_words(self), _adapters_in_words(other)
@@ -85,30 +116,61 @@ class CacheIdentity:
         )
 
 
+class Meeting:
+    """The model that a cache last met, not kept alive; a copy of another process met none."""
+
+    def __init__(self, model: PreTrainedModel | None = None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self._decoder = None if model is None else weakref.ref(decoder_of(model))
+
+    def whole(self, module: Any) -> Any:
+        """The model that was met, if ``module`` is that or its text model; else None."""
+        if self._model is None or self._decoder is None:
+            return None
+        model = self._model()
+        return model if model is module or self._decoder() is module else None
+
+    def __reduce__(self) -> tuple[type[Meeting], tuple[()]]:
+        return Meeting, ()
+
+
 @dataclass(frozen=True)
 class _Known:
     """Identity of a decoder, and what tells that it is still the same."""
 
     identity: CacheIdentity
-    # The sampled parameters: their modules, and their names in these.
-    watched: tuple[tuple[weakref.ref[nn.Module], str], ...]
+    # The sampled tensors: their modules, their names in these, and of which of their parts.
+    watched: tuple[tuple[weakref.ref[nn.Module], str, str], ...]
     stamps: tuple[Any, ...]
+    numbers: bytes
+    # Whether the model around the decoder was looked at.
+    is_whole: bool
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
-def identity_of(model: PreTrainedModel) -> CacheIdentity:
+def identity_of(model: PreTrainedModel, read: bool = True) -> CacheIdentity:
     """The identity of ``model`` as it is now; the same object as long as nothing changes.
 
     The first call for a model reads a few hundred numbers of its weights and all weights of active
-    adapters. Later calls look at the version counters of these, so weights written through
-    ``parameter.data`` go unseen.
+    adapters. Later calls look at the version counters of these.
+
+    Args:
+        model: to look at.
+        read: read these numbers, and some of the adapters', again: only so it is seen that weights
+            were written through ``parameter.data``.
     """
     decoder = decoder_of(model)
-    adapters = active_adapters(decoder)
+    adapters = active_adapters(decoder, read)
     known = _known.get(decoder)
-    if known is None or known.stamps != _stamps(known.watched):
+    is_whole = model is not decoder
+    if (
+        known is None
+        or (is_whole and not known.is_whole)
+        or known.stamps != _stamps(known.watched)
+        or (read and known.numbers != _numbers(known.watched))
+    ):
         known = _known[decoder] = _examine(model, decoder, adapters)
     elif known.identity.adapters != adapters:
         identity = replace(known.identity, adapters=adapters)
@@ -116,7 +178,9 @@ def identity_of(model: PreTrainedModel) -> CacheIdentity:
     return known.identity
 
 
-def check_identity(identity: CacheIdentity, model: PreTrainedModel, owner: str) -> CacheIdentity:
+def check_identity(
+    identity: CacheIdentity, model: PreTrainedModel, owner: str, read: bool = True
+) -> CacheIdentity:
     """The identity of ``model``, which must be the one that filled a cache.
 
     Logs a warning of what can't be compared.
@@ -125,34 +189,47 @@ def check_identity(identity: CacheIdentity, model: PreTrainedModel, owner: str) 
         identity: of the model that filled it.
         model: that is to use it.
         owner: the cache, in messages.
+        read: as of ``identity_of``.
 
     Raises:
         ValueError: another model, other adapters or other weights.
     """
-    current = identity_of(model)
+    current = identity_of(model, read)
     if current is identity:
         return current
     report = compare_weights(identity.weights, model)
+    # A text model alone goes on with a cache that one with a vision tower filled.
+    towers = compare_samples(identity.towers if current.towers else (), model)
     why = identity.difference(current)
-    if not why and report.differing:
-        why = (
-            f"filled by other weights: {len(report.differing)} of {report.compared} sampled "
-            f"parameters differ, {report.example}"
-        )
+    for part, kind in ((report, "weights"), (towers, "weights of its vision or audio tower")):
+        if not why and part.differing:
+            why = (
+                f"filled by other {kind}: {len(part.differing)} of {part.compared} sampled "
+                f"parameters differ, {part.example}"
+            )
     if why:
         raise ValueError(
             f"{owner} was {why}. Use the model that filled it ({identity.name}), or fill a new "
             "cache; cache.forget_origin() makes it go on with any model of this shape, whose "
             "tokens may then be wrong"
         )
-    if report.skipped or not report.compared:
-        reasons = dict.fromkeys(report.skipped.values())
+    skipped = {**report.skipped, **towers.skipped}
+    if skipped or not report.compared:
+        reasons = dict.fromkeys(skipped.values())
         _log.warning(
             "%s: %d of %d sampled parameters of the model could not be compared%s",
             owner,
-            len(report.skipped),
-            len(identity.weights),
+            len(skipped),
+            len(identity.weights) + len(identity.towers),
             f" ({', '.join(reasons)})" if reasons else "; check yourself that it filled the cache",
+        )
+    if identity.left_out:
+        _log.warning(
+            "%s: parameters of the model that filled it could not be read, so they are not "
+            "compared: %s (%s). Check yourself that this model has the same",
+            owner,
+            ", ".join(list(identity.left_out)[:3]) + (", ..." * (len(identity.left_out) > 3)),
+            ", ".join(dict.fromkeys(identity.left_out.values())),
         )
     return current
 
@@ -163,28 +240,70 @@ def _examine(
     facts = {name: fact for name, fact in model_facts(model.config).items() if name != "vocab_size"}
     facts["dtype"] = str(model.dtype).removeprefix("torch.")
     facts |= _quantization(model)
+    packed, reasons = stored_tensors(decoder)
     try:
         weights = sample_weights(model)
     except ValueError:
         # They hold NaN: `generate` says so by itself, and a sample of it compares with nothing.
         weights = ()
+    weights += sample_bytes(packed, SAMPLED_PARAMETERS)
+    outer = tower_parameters(model, decoder)
+    towers: tuple[WeightSample, ...] = ()
+    with suppress(ValueError):
+        towers = sample_numbers(outer, SAMPLED_PARAMETERS // 2)
+    left_out = {name: reasons[name] for name in chosen(reasons, SAMPLED_PARAMETERS)}
     name = getattr(model.config, "_name_or_path", "") or model.config.model_type
     if Path(name).exists():
         name = Path(name).resolve().name
-    parameters = base_parameters(decoder)
-    sampled = {id(parameters[sample.name]) for sample in weights}
-    watched = tuple(
-        (weakref.ref(module), name)
-        for module in decoder.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if id(parameter) in sampled
+    base = {**base_parameters(decoder), **base_buffers(decoder)}
+    sampled = [_source(sample, base) for sample in weights]
+    sampled += [(outer[sample.name], "") for sample in towers]
+    places = {
+        id(tensor): (weakref.ref(module), name)
+        for module in model.modules()
+        for name, tensor in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        )
+    }
+    watched = tuple((*places[id(tensor)], part) for tensor, part in sampled)
+    return _Known(
+        CacheIdentity(name, facts, adapters, weights, towers, left_out),
+        watched,
+        _stamps(watched),
+        _numbers(watched),
+        model is not decoder,
     )
-    return _Known(CacheIdentity(name, facts, adapters, weights), watched, _stamps(watched))
 
 
-def _stamps(watched: tuple[tuple[weakref.ref[nn.Module], str], ...]) -> tuple[Any, ...]:
-    parameters = (getattr(module(), name, None) for module, name in watched)
-    return tuple(None if parameter is None else stamp(parameter) for parameter in parameters)
+def _source(sample: WeightSample, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, str]:
+    """The tensor of ``tensors`` that a sample was read from, and of which of its parts."""
+    name, part = sample.name, ""
+    while name not in tensors:
+        name, _, inner = name.rpartition(".")
+        part = f"{inner}.{part}" if part else inner
+    return tensors[name], part
+
+
+def _current(watched: tuple[weakref.ref[nn.Module], str, str]) -> torch.Tensor | None:
+    module, name, _ = watched
+    return getattr(module(), name, None)
+
+
+def _stamps(watched: tuple[tuple[weakref.ref[nn.Module], str, str], ...]) -> tuple[Any, ...]:
+    tensors = (_current(one) for one in watched)
+    return tuple(None if tensor is None else stamp(tensor) for tensor in tensors)
+
+
+def _numbers(watched: tuple[tuple[weakref.ref[nn.Module], str, str], ...]) -> bytes:
+    """Bytes of the sampled tensors, read from their devices."""
+    parts = []
+    for one in watched:
+        tensor = _current(one)
+        plain = {} if tensor is None else plain_parts(tensor)
+        if one[-1] in plain:
+            parts.append(plain[one[-1]])
+    return sampled_bytes(parts)
 
 
 def _quantization(model: PreTrainedModel) -> dict[str, Any]:
@@ -202,7 +321,7 @@ def _quantization(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _adapters_in_words(identity: CacheIdentity) -> str:
-    names = [adapter.name for adapter in identity.adapters]
+    names = [str(adapter) for adapter in identity.adapters]
     if not names:
         return "no adapter"
     return ("the adapter " if len(names) == 1 else "the adapters ") + ", ".join(names)

@@ -49,10 +49,13 @@ def _before_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     start = cache.tokens.start = cache.get_seq_length()
     cache.tokens.crop(start)
-    ids = _ids(args, kwargs)
-    # Steps of one token are not checked again: that would cost more than to note them.
-    if ids is not None and (ids.shape[1] > 1 or not start) and not is_using(cache):
+    # Steps of one token with the model that is known are not checked: that would cost more than to
+    # note them.
+    model = cache.met.whole(module)
+    if model is None:
         cache.meet(module)
+    elif (_count(args, kwargs) > 1 or not start) and not is_using(cache):
+        cache.meet(model, read=False)
 
 
 @torch.compiler.disable
@@ -74,6 +77,14 @@ def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
             mask = kwargs.get("attention_mask")
             mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
             cache.tokens.inputs.note(inputs, (len(ids), count), start, count, mask)
+
+
+def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many tokens a row of a pass has."""
+    given = kwargs.get("inputs_embeds")
+    if given is None:
+        given = kwargs.get("input_ids", args[0] if args else None)
+    return given.shape[1] if isinstance(given, torch.Tensor) and given.ndim > 1 else 1
 
 
 def _ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

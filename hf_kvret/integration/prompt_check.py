@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.core.token_record import PADDING
 from hf_kvret.integration.requests import Request
 
 _log = logging.getLogger(__name__)
@@ -28,17 +28,18 @@ _MARKS = tuple(
     for end in ("id", "index")
 )
 
-# Caches of which it was said that not all their tokens can be compared.
-_told: weakref.WeakSet[RetrievalCache] = weakref.WeakSet()
 
-
-def check_origin(call: Request, cache: RetrievalCache, outlives: bool) -> None:
+def check_origin(
+    call: Request, cache: RetrievalCache, outlives: bool, prepared: torch.Tensor | None = None
+) -> None:
     """Compare model and prompt of ``call`` with those that filled ``cache``, and note what is new.
 
     Args:
         call: of ``generate``.
         cache: that it uses.
         outlives: the caller keeps the cache, so other inputs than ids are worth hashing.
+        prepared: the attention mask as ``generate`` prepared it, for a call without one: it masks
+            padding tokens.
 
     Raises:
         ValueError: another model, or a prompt that does not begin with the tokens, pictures and
@@ -47,10 +48,16 @@ def check_origin(call: Request, cache: RetrievalCache, outlives: bool) -> None:
     cache.meet(call.model)
     cache_len = cache.get_seq_length()
     cache.tokens.crop(cache_len)
-    ids, mask = _prompt(call), call.arguments.get("attention_mask")
+    ids = _prompt(call)
     if ids is None:
+        if cache_len and cache.tokens.warn_once("embeddings"):
+            _log.warning(
+                "the prompt comes as embeddings, which can't be compared with the %d tokens in "
+                "past_key_values: if it does not begin with them, the answer is wrong",
+                cache_len,
+            )
         return
-    mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+    mask = _mask(call, ids, prepared)
     length = ids.shape[1]
     # As `generate` itself finds that only the new tokens were given.
     whole = mask is None or mask.shape[1] == length
@@ -76,6 +83,13 @@ def _check_ids(
     cache: RetrievalCache, ids: torch.Tensor, mask: torch.Tensor | None, cache_len: int
 ) -> None:
     difference = cache.tokens.difference(ids, mask, cache_len)
+    if difference is not None and difference.cache_id == PADDING:
+        raise ValueError(
+            f"the prompt differs from the tokens in past_key_values: in row {difference.row} at "
+            f"position {difference.slot} it has id {difference.prompt_id}, the cache holds padding "
+            "that its tokens have not seen. Pass an attention_mask of the whole conversation that "
+            "is 0 there, or begin anew with cache.reset()"
+        )
     if difference is not None:
         row, slot, prompt_id, cache_id = difference
         raise ValueError(
@@ -84,16 +98,23 @@ def _check_ids(
             f"the cache holds and the new tokens behind it, or cut the cache to what they share "
             f"with cache.crop({slot - cache_len}), or begin anew with cache.reset()"
         )
-    if cache not in _told:
-        _told.add(cache)
-        unknown = cache.tokens.unknown(cache_len)
-        if unknown:
-            _log.info(
-                "%d of the %d tokens in past_key_values came as embeddings, by hand or from a file "
-                "without them: the prompt can't be compared with these",
-                unknown,
-                cache_len,
-            )
+    hidden = None if mask is None else cache.tokens.hidden(ids, mask, cache_len)
+    if hidden is not None and cache.tokens.warn_once("hidden"):
+        _log.warning(
+            "the attention mask hides the token in row %d at position %d, which later tokens in "
+            "past_key_values have seen: they stay as they are. Pass attention_mask with 1 there, "
+            "or begin anew with cache.reset()",
+            *hidden,
+        )
+    unknown = cache.tokens.unknown(cache_len)
+    if unknown and cache.tokens.warn_once("unknown"):
+        _log.warning(
+            "%d of the %d tokens in past_key_values came as embeddings, by hand or from a file "
+            "without them: the prompt can't be compared with these. If it has others there, the "
+            "answer is wrong",
+            unknown,
+            cache_len,
+        )
 
 
 def _check_inputs(
@@ -123,6 +144,17 @@ def _has_marks(call: Request, new: torch.Tensor) -> bool:
     marks = [getattr(config, name, None) for name in _MARKS]
     known = [mark for mark in marks if isinstance(mark, int)]
     return not known or bool(torch.isin(new, torch.tensor(known, device=new.device)).any())
+
+
+def _mask(call: Request, ids: torch.Tensor, prepared: torch.Tensor | None) -> torch.Tensor | None:
+    """``[B, T]`` mask that the call uses, 0 is padding; None for masks of another kind."""
+    mask = call.arguments.get("attention_mask")
+    if mask is None and isinstance(prepared, torch.Tensor) and prepared.ndim == 2:
+        # Rows were repeated for beams.
+        mask = prepared[:: max(1, len(prepared) // len(ids))]
+    if mask is None:
+        return torch.ones_like(ids)
+    return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
 
 
 def _prompt(call: Request) -> torch.Tensor | None:

@@ -7,19 +7,25 @@ another class is compared too. With adapters of PEFT they are those of the base 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_kvret.integration.adapters import base_parameters
+from hf_kvret.integration.sampled_tensors import (
+    SAMPLED_NUMBERS,
+    some_bytes,
+    some_numbers,
+    unreadable,
+)
+from hf_kvret.integration.stored_weights import stored_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SAMPLED_PARAMETERS = 32
-SAMPLED_NUMBERS = 16
 
 # Two casts of the same number differ by at most one step of the coarser dtype, bfloat16: 2^-7 of
 # the number. Below 6e-5 float16 has absolute steps of 2^-24. A tune that moves the weights by a
@@ -27,28 +33,27 @@ SAMPLED_NUMBERS = 16
 # weights are much smaller than the spread; a lighter one leaves the keys nearly what they were.
 _RELATIVE, _ABSOLUTE = 2.0**-7, 2.0**-24
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# Prime of Knuth's multiplicative hash: its multiples modulo the size are spread evenly.
-_STRIDE = 2_654_435_761
-
 
 @dataclass(frozen=True)
 class WeightSample:
-    """Some numbers of one parameter.
+    """Some numbers of one parameter, or some bytes of one in another form.
 
     Attributes:
         name: of the parameter, seen from the decoder.
         shape: of the parameter.
-        values: 16 numbers at fixed places, with six digits.
+        values: 16 numbers at fixed places, with six digits; or 16 bytes.
+        dtype: in which the tensor is stored that has these bytes; empty for numbers.
     """
 
     name: str
     shape: tuple[int, ...]
     values: tuple[float, ...]
+    dtype: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain JSON."""
-        return {"name": self.name, "shape": list(self.shape), "values": list(self.values)}
+        plain = {"name": self.name, "shape": list(self.shape), "values": list(self.values)}
+        return {**plain, "dtype": self.dtype} if self.dtype else plain
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> WeightSample:
@@ -57,7 +62,7 @@ class WeightSample:
         values = tuple(float(value) for value in plain["values"])
         if not shape or min(shape) < 1 or len(values) != SAMPLED_NUMBERS:
             raise ValueError(f"weights sample of {plain['name']!r}: {len(values)} values, {shape}")
-        return cls(str(plain["name"]), shape, values)
+        return cls(str(plain["name"]), shape, values, str(plain.get("dtype", "")))
 
 
 @dataclass(frozen=True)
@@ -86,16 +91,19 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
     Raises:
         ValueError: the weights hold NaN or infinity.
     """
+    return sample_numbers(base_parameters(decoder_of(model)), SAMPLED_PARAMETERS)
+
+
+def sample_numbers(parameters: Mapping[str, torch.Tensor], count: int) -> tuple[WeightSample, ...]:
+    """Numbers of up to ``count`` of ``parameters``, as ``sample_weights``."""
     parameters = {
         name: parameter
-        for name, parameter in base_parameters(decoder_of(model)).items()
-        if not _unreadable(parameter) and parameter.numel() >= SAMPLED_NUMBERS
+        for name, parameter in parameters.items()
+        if not unreadable(parameter) and parameter.numel() >= SAMPLED_NUMBERS
     }
-    # Ordered by the hash of the name: 32 of some hundred then cover all kinds of layers.
-    names = sorted(parameters, key=lambda name: hashlib.sha256(name.encode()).digest())
     samples = []
-    for name in sorted(names[:SAMPLED_PARAMETERS]):
-        numbers = _numbers(parameters[name])
+    for name in chosen(parameters, count):
+        numbers = some_numbers(parameters[name])
         if not bool(numbers.isfinite().all()):
             raise ValueError(
                 f"{name} of the model holds NaN or infinity: load the model anew, in a dtype that "
@@ -106,28 +114,52 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
     return tuple(samples)
 
 
+def sample_bytes(tensors: Mapping[str, torch.Tensor], count: int) -> tuple[WeightSample, ...]:
+    """Bytes of up to ``count`` of ``tensors``, which are plain: see ``stored_tensors``."""
+    return tuple(
+        WeightSample(
+            name, tuple(tensor.shape), tuple(some_bytes(tensor).tolist()), _dtype_of(tensor)
+        )
+        for name, tensor in ((name, tensors[name]) for name in chosen(tensors, count))
+    )
+
+
+def chosen(names: Iterable[str], count: int) -> list[str]:
+    """Up to ``count`` of ``names``, sorted; the same ones at every call."""
+    # Ordered by the hash of the name: 32 of some hundred then cover all kinds of layers.
+    by_hash = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return sorted(by_hash[:count])
+
+
 def compare_weights(samples: tuple[WeightSample, ...], model: PreTrainedModel) -> WeightsReport:
     """Compare ``samples`` with ``model``, in fp32, tolerating casts to bf16 and fp16."""
-    parameters = base_parameters(decoder_of(model))
+    return compare_samples(samples, decoder_of(model))
+
+
+def compare_samples(samples: tuple[WeightSample, ...], module: torch.nn.Module) -> WeightsReport:
+    """As ``compare_weights``, with names seen from ``module``; bytes must be the same."""
+    parameters: dict[str, torch.Tensor] = base_parameters(module)
+    packed = stored_tensors(module)[0] if any(sample.dtype for sample in samples) else {}
     count, differences, reasons, example = 0, [], {}, ""
     for sample in samples:
-        parameter = parameters.get(sample.name)
-        reason = "not in this model" if parameter is None else _unreadable(parameter)
-        if not reason and parameter is not None and tuple(parameter.shape) != sample.shape:
-            reason = f"of shape {list(parameter.shape)}, sampled with {list(sample.shape)}"
-        if reason or parameter is None:
+        tensor = (packed if sample.dtype else parameters).get(sample.name)
+        reason = _obstacle(sample, tensor)
+        if reason or tensor is None:
             reasons[sample.name] = reason
             continue
         count += 1
-        expected_values, values = torch.tensor(sample.values), _numbers(parameter)
-        scale = torch.maximum(expected_values.abs(), values.abs())
+        expected = torch.tensor(sample.values)
+        values = some_bytes(tensor).float() if sample.dtype else some_numbers(tensor)
+        scale = torch.maximum(expected.abs(), values.abs())
+        tolerance = 0.0 if sample.dtype else _RELATIVE * scale + _ABSOLUTE
         # Not `>`: a NaN in the model counts as a difference.
-        wrong = ~((expected_values - values).abs() <= _RELATIVE * scale + _ABSOLUTE)
+        wrong = ~((expected - values).abs() <= tolerance)
         if wrong.any():
             differences.append(sample.name)
             place = int(wrong.nonzero()[0])
+            kind = "byte " if sample.dtype else ""
             example = example or (
-                f"{sample.name} has {values[place]:.4g} where {expected_values[place]:.4g} was "
+                f"{sample.name} has {kind}{values[place]:.4g} where {expected[place]:.4g} was "
                 "sampled"
             )
     return WeightsReport(count, tuple(differences), reasons, example)
@@ -138,18 +170,34 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
-def _unreadable(parameter: torch.Tensor) -> str:
-    """Why single numbers of a parameter can't be read; empty if they can."""
-    if type(parameter) not in (torch.nn.Parameter, torch.Tensor):
-        return f"kept as {type(parameter).__name__}"
-    if parameter.dtype not in _FLOATS:
-        return f"quantized ({str(parameter.dtype).removeprefix('torch.')})"
-    if parameter.device.type == "meta":
-        return "offloaded"
+def tower_parameters(model: PreTrainedModel, decoder: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters of a composite model beside its text model, by the names they have in the model.
+
+    Empty for a text model. The head is left out: nothing of it is in a cache.
+    """
+    if model is decoder or model.config is model.config.get_text_config(decoder=True):
+        return {}
+    head = model.get_output_embeddings()
+    own = {id(one) for part in (decoder, head) if part is not None for one in part.parameters()}
+    return {
+        name: parameter
+        for name, parameter in base_parameters(model).items()
+        if id(parameter) not in own
+    }
+
+
+def _obstacle(sample: WeightSample, tensor: torch.Tensor | None) -> str:
+    """Why a sample can't be compared with a tensor; empty if it can."""
+    if tensor is None:
+        return "not in this model" + (f" as {sample.dtype}" if sample.dtype else "")
+    if sample.dtype and sample.dtype != _dtype_of(tensor):
+        return f"stored as {_dtype_of(tensor)}, sampled as {sample.dtype}"
+    if not sample.dtype and (reason := unreadable(tensor)):
+        return reason
+    if tuple(tensor.shape) != sample.shape:
+        return f"of shape {list(tensor.shape)}, sampled with {list(sample.shape)}"
     return ""
 
 
-def _numbers(parameter: torch.Tensor) -> torch.Tensor:
-    """``[16]`` numbers of a parameter, fp32, on the CPU."""
-    places = torch.arange(1, SAMPLED_NUMBERS + 1) * _STRIDE % parameter.numel()
-    return parameter.detach().take(places.to(parameter.device)).float().cpu()
+def _dtype_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

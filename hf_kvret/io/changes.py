@@ -19,9 +19,11 @@ FORK_OPTIONS = frozenset(_FREE_OPTIONS - _STORE_OPTIONS)
 _MOVABLE_OPTIONS = {"artifact", "revision", "artifact_sha256"}
 
 
-def check_fork(changes: dict[str, Any]) -> None:
-    """ValueError unless all ``changes`` are options that may differ in a fork."""
+def forked(options: Any, changes: dict[str, Any]) -> Any:
+    """``options`` with ``changes``, also by old names; ValueError unless a fork may have them."""
+    changes = type(options).current_names(changes)
     _check(changes, set(FORK_OPTIONS))
+    return options.replace(**with_companions(changes))
 
 
 def check_load(changes: dict[str, Any], has_artifact: bool) -> None:

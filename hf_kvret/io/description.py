@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -14,6 +15,7 @@ from typing import Any, Self
 import torch
 import transformers
 
+from hf_kvret.io import strict_json
 from hf_kvret.io.folder import VERSION_LEN
 from hf_kvret.io.tensor_file import TensorEntry
 from hf_kvret.version import __version__
@@ -171,32 +173,55 @@ def digest_of(directory: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def is_of_a_cache(directory: Path) -> bool:
-    """Whether ``cache.json`` in ``directory`` is of a saved cache, of whatever format."""
+def format_of(directory: Path) -> int | None:
+    """The format version that ``cache.json`` in ``directory`` says, known or not.
+
+    None where there is none, or it is not of a saved cache.
+    """
     try:
         content, _ = read_json(directory / DESCRIPTION)
-    except ValueError:
-        return False
-    return isinstance(content, dict) and {"format_version", "method", "layers"} <= content.keys()
+    except (FileNotFoundError, ValueError):
+        return None
+    if isinstance(content, dict) and {"format_version", "method", "layers"} <= content.keys():
+        return content["format_version"] if type(content["format_version"]) is int else None
+    return None
 
 
 def read_json(path: Path) -> tuple[Any, bytes]:
-    """The content of a JSON file, and its bytes; ValueError for what is not (plain) JSON."""
+    """The content of a JSON file, and its bytes; ValueError for what is not (plain) JSON.
+
+    Infinities, which are no JSON, may stand below ``options``, of which some are infinite.
+    """
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{path} is corrupt (of more than {_MOST_BYTES >> 20} MiB): {_AGAIN}")
     content = path.read_bytes()
     try:
-        return json.loads(content.decode("utf-8"), parse_constant=_constant), content
-    except (ValueError, RecursionError) as error:
+        value = strict_json.read_json(content.decode("utf-8"), allow_nan=True)
+        if b"NaN" in content or b"Infinity" in content:
+            _check_numbers(value)
+        return value, content
+    except ValueError as error:
         # A message may have all of the file's content.
         raise ValueError(f"{path} is corrupt ({str(error)[:200]}): {_AGAIN}") from error
 
 
-def _constant(name: str) -> float:
-    # Some options are infinite.
-    if name.endswith("Infinity"):
-        return float(name)
-    raise ValueError(f"{name} is no number")
+def _check_numbers(value: Any) -> None:
+    """ValueError for NaN, and for infinities that are not below ``options``."""
+    rest = value
+    if isinstance(value, dict):
+        rest = {name: each for name, each in value.items() if name != "options"}
+        if any(math.isnan(number) for number in _floats(value.get("options"))):
+            raise ValueError("NaN is no number")
+    if not all(map(math.isfinite, _floats(rest))):
+        raise ValueError("NaN and Infinity are no numbers")
+
+
+def _floats(value: Any) -> Iterator[float]:
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _floats(each)
 
 
 def _layer(layer: Any, version: int) -> LayerValues:

@@ -10,7 +10,8 @@ replaces the naming file in one step; only then are older files removed::
         name = save.keep(file, version, ".safetensors")
         save.commit(json.dumps({"files": {"tensors": name}}).encode())
 
-Nothing is written through a symbolic link, and nothing is removed but files of our own names.
+No file is written through a symbolic link (a folder that is one is followed), and nothing is
+removed but files of our own names.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -39,13 +40,19 @@ _RIGHTS = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class Replacement:
-    """New files of a folder, not in place before ``commit``. Made by ``replacing``."""
+    """New files of a folder, not in place before ``commit``. Made by ``replacing``.
+
+    Attributes:
+        in_place: whether the naming file was replaced, so that the new files count.
+    """
 
     def __init__(self, directory: Path, naming: str, stem: str) -> None:
+        self.in_place = False
         self._directory, self._naming, self._stem = directory, naming, stem
         # Files to remove where the save fails: not named by anything yet.
         self._loose: set[Path] = set()
         self._named: set[str] = set()
+        self._suffixes: set[str] = set()
         self._beside: dict[str, Path] = {}
 
     def new_file(self) -> IO[bytes]:
@@ -74,6 +81,7 @@ class Replacement:
         if is_new:
             self._loose.add(target)
         self._named.add(name)
+        self._suffixes.add(suffix)
         return name
 
     def put_beside(self, name: str, content: bytes) -> None:
@@ -87,6 +95,9 @@ class Replacement:
     def commit(self, content: bytes, obsolete: Iterable[str] = ()) -> None:
         """Replace the naming file; what it names counts from here on, older files are removed.
 
+        They stay where the new names can't be brought to the disk: a power cut may bring the older
+        naming file back, and the next save removes them.
+
         Args:
             content: of the naming file.
             obsolete: names of files, other than versioned ones, that only the older naming file
@@ -98,9 +109,11 @@ class Replacement:
         # The data files are there before the file that names them, also after a power cut.
         _sync_folder(self._directory)
         os.replace(file.name, self._directory / self._naming)
-        self._loose.clear()
+        self.in_place = True
+        self._loose = set(self._beside.values())
         for name, path in self._beside.items():
             os.replace(path, self._directory / name)
+            self._loose.discard(path)
         _sync_folder(self._directory)
         self._remove_older(obsolete)
 
@@ -110,11 +123,14 @@ class Replacement:
             _remove(path)
 
     def _remove_older(self, obsolete: Iterable[str]) -> None:
-        versioned = re.compile(rf"{re.escape(self._stem)}-[0-9a-f]{{{VERSION_LEN}}}\.\w+")
+        versioned = re.compile(rf"{re.escape(self._stem)}-[0-9a-f]{{{VERSION_LEN}}}(\..+)")
         unfinished = _unfinished_names(self._stem)
         for path in list(self._directory.iterdir()):
             name = path.name
-            older = versioned.fullmatch(name) or unfinished.fullmatch(name) or name in obsolete
+            match = versioned.fullmatch(name)
+            # One with another suffix is not ours: cache-202411250228.zip, of a date.
+            older = match is not None and match[1] in self._suffixes
+            older = older or unfinished.fullmatch(name) is not None or name in obsolete
             if older and name not in self._named:
                 _remove(path)
 
@@ -135,11 +151,11 @@ def replacing(directory: Path, naming: str, stem: str) -> Iterator[Replacement]:
         OSError: as the system says, a full disk for instance, with what to do about it.
         ValueError: what would be replaced is a symbolic link, or no file.
     """
-    with _with_remedy(directory):
+    replacement = Replacement(directory, naming, stem)
+    with _with_remedy(directory, lambda: replacement.in_place):
         make_folder(directory)
         with _locked(directory):
             check_replaceable(directory / naming)
-            replacement = Replacement(directory, naming, stem)
             try:
                 yield replacement
             except BaseException:
@@ -153,7 +169,8 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises:
         OSError, ValueError: as ``replacing``.
     """
-    with _with_remedy(path):
+    in_place = False
+    with _with_remedy(path, lambda: in_place):
         make_folder(path.parent)
         with _locked(path.parent):
             check_replaceable(path)
@@ -166,6 +183,7 @@ def replace_file(path: Path, content: bytes) -> None:
                     file.write(content)
                     _finish(file)
                 os.replace(file.name, path)
+                in_place = True
             except BaseException:
                 _remove(Path(file.name))
                 raise
@@ -259,8 +277,8 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _with_remedy(place: Path) -> Iterator[None]:
-    """OSErrors say what is left and what to do."""
+def _with_remedy(place: Path, in_place: Callable[[], bool]) -> Iterator[None]:
+    """OSErrors say what is left and what to do; ``in_place``: whether what is new is there."""
     try:
         yield
     except OSError as error:
@@ -274,9 +292,15 @@ def _with_remedy(place: Path) -> Iterator[None]:
             remedy = "make the folder writable"
         else:
             remedy = "look after the disk"
+        why = error.strerror or error
+        message = (
+            f"{place} could not be written ({why}), what was there before is as it was: {remedy}, "
+            "or give another place"
+        )
+        if in_place():
+            message = (
+                f"{place} was written, and the new content is in place, but may not survive a "
+                f"power cut ({why}): {remedy}, and save again"
+            )
         # OSError(number, ...) is of the class for that number, as FileExistsError.
-        raise OSError(
-            number,
-            f"{place} could not be written ({error.strerror or error}), what was there before is "
-            f"as it was: {remedy}, or give another place",
-        ) from error
+        raise OSError(number, message) from error

@@ -50,7 +50,7 @@ def restore_origin(
         if tokens is not None:
             parts = {name: tensors[f"tokens.{name}"] for name in ("ids", "chain")}
             cache.tokens = TokenRecord.from_json(tokens, parts)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
             f"what the saved cache was filled by and with is damaged ({error}): save it again"
         ) from error
@@ -62,7 +62,11 @@ def restore_origin(
                 "is damaged; save it again"
             )
     if length:
-        _tell(identity is None, cache.tokens.unknown(length), length)
+        unknown = cache.tokens.unknown(length)
+        _tell(identity is None, unknown, length)
+        if unknown:
+            # `generate` need not say it again.
+            cache.tokens.warn_once("unknown")
 
 
 def _tell(no_model: bool, unknown: int, length: int) -> None:

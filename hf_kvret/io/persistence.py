@@ -8,7 +8,9 @@ is checked before it is used, and nothing that a file says becomes code or the n
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +21,6 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.core.layer import RetrievalLayer
 from hf_kvret.io import foreign_layers
-from hf_kvret.io.changes import check_load, with_companions
 from hf_kvret.io.description import (
     DESCRIPTION,
     OLD_TENSORS,
@@ -28,11 +29,12 @@ from hf_kvret.io.description import (
     Description,
     LayerValues,
     digest_of,
-    is_of_a_cache,
+    format_of,
     written,
 )
 from hf_kvret.io.folder import replacing
 from hf_kvret.io.origin import restore_origin, saved_origin
+from hf_kvret.io.saved_options import options_to_load
 from hf_kvret.io.tensor_file import DTYPES, TensorFile, version_of, write_tensors
 
 if TYPE_CHECKING:
@@ -40,23 +42,24 @@ if TYPE_CHECKING:
 
     CacheType = TypeVar("CacheType", bound=RetrievalCache)
 
-_MOST_NUMBER = 2**63 - 1
+ORIGIN_TENSORS = ("tokens.ids", "tokens.chain")
+"""Tensors of ``saved_origin``, where it has ``tokens``."""
+# No other spelling of a number.
+_OF_A_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,8})\..")
+_AGAIN = "save the cache again"
 
 
-def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> str:
-    """Write ``cache`` to ``directory``, which is made if needed.
+def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None:
+    """Write ``cache`` to ``directory``, which is made if needed, and note that it lies there.
 
     Args:
         cache: to be saved.
         directory: where to.
         overwrite: as in ``save_pretrained``.
 
-    Returns:
-        A digest of what was written, see ``digest_of``.
-
     Raises:
         FileExistsError: a cache is there that may not be replaced.
-        OSError: the disk is full, for instance; what was there before is as it was.
+        OSError: the disk is full, for instance; says whether what was there before is as it was.
         TypeError: a cache layer of transformers that is not known.
         ValueError: what would be replaced is not of a cache.
     """
@@ -78,10 +81,14 @@ def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> str:
         name = replacement.keep(file, version_of(entries), SUFFIX)
         options = dataclasses.asdict(cache.options_to_load())
         form = cache.name, cache.model_shape, options, layers
-        # The tensors of format 1 are those of the description that is replaced.
-        obsolete = [OLD_TENSORS] if (directory / DESCRIPTION).exists() else []
-        replacement.commit(written(*form, entries, name, origin), obsolete)
-    return digest_of(directory) or ""
+        # Of format 1 only: another file of that name is not ours.
+        obsolete = [OLD_TENSORS] if format_of(directory) == 1 else []
+        content = written(*form, entries, name, origin)
+        try:
+            replacement.commit(content, obsolete)
+        finally:
+            if replacement.in_place:
+                note_saved(cache, directory, hashlib.sha256(content).hexdigest())
 
 
 def load(
@@ -113,7 +120,7 @@ def _load(
     device: torch.device,
     changes: dict[str, Any],
 ) -> CacheType:
-    cache = _empty_cache(cls, directory, description, config, changes)
+    cache, hint = _empty_cache(cls, directory, description, config, changes)
     parts = read_parts(directory, description)
     layers = zip(cache.layers, description.layers, strict=True)
     for number, (layer, saved) in enumerate(layers):
@@ -129,7 +136,8 @@ def _load(
                 "file is damaged or from another version; save the cache again"
             ) from missing
         except ValueError as error:
-            raise ValueError(f"{directory}: layer {number}: {error}") from error
+            more = f"; {hint}" if hint else ""
+            raise ValueError(f"{directory}: layer {number}: {error}{more}") from error
     check_agreement(directory, cache)
     restore_origin(cache, dict(description.origin), next(parts))
     return cache
@@ -141,35 +149,24 @@ def _empty_cache(
     description: Description,
     config: PreTrainedConfig,
     changes: dict[str, Any],
-) -> CacheType:
-    """A new cache with the saved options and ``changes``, for the saved model."""
+) -> tuple[CacheType, str]:
+    """A new cache with the saved options and ``changes``, and the hint of ``options_to_load``."""
     if description.method != cls.name:
         raise ValueError(
             f"{directory} holds a {description.method[:80]!r} cache, not {cls.name!r}: load it "
             "with the class of that method"
         )
-    changes = cls.config_class.current_names(changes)
-    check_load(changes, cls.needs_artifact)
-    changes = with_companions(changes)
-    if changes.get("store", "split") not in ("auto", "split"):
-        # The saved budget belongs to the saved store.
-        changes = {"device_budget": None, **changes}
+    given = cls.config_class, cls.needs_artifact, description.options, changes
+    options, hint = options_to_load(directory, *given)
     try:
-        saved_options = cls.config_class.from_saved(description.options)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{directory} has options that no save writes: {error}") from error
-    most = max(filter(_is_whole, description.options.values()), key=abs, default=0)
-    if abs(most) > _MOST_NUMBER:
-        raise ValueError(f"{directory} has options that no save writes: {most:.0e} is too large")
-    options = saved_options.replace(**changes)
-    cache = cls(config, options)
+        cache = cls(config, options)
+    except (OSError, ValueError) as error:
+        if not hint:
+            raise
+        raise ValueError(f"{hint} (without it: {error})") from error
     types = [layer.type for layer in description.layers]
     _check_model(directory, cache, dict(description.model), types)
-    return cache
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int
+    return cache, hint
 
 
 def read_parts(
@@ -189,12 +186,14 @@ def read_parts(
     path = directory / description.file
     if not path.is_file():
         raise FileNotFoundError(f"no saved cache in {directory}: {description.file} is missing")
+    is_old = description.format_version == 1
+    everything = _read_old(path, description) if is_old else {}
     groups: list[list[str]] = [[] for _ in range(len(description.layers) + 1)]
+    origin = ORIGIN_TENSORS if description.origin["tokens"] is not None else ()
     for name in description.shapes:
-        groups[_layer_of(name, len(description.layers))].append(name)
+        groups[-1 if name in origin else _layer_of(name, len(description.layers))].append(name)
     prefixes = [f"layers.{number}." for number in range(len(description.layers))] + [""]
-    if description.format_version == 1:
-        everything = _read_old(path, description)
+    if is_old:
         every = ({name: everything[name] for name in names} for names in groups)
         yield from _named(every, prefixes)
         return
@@ -210,18 +209,11 @@ def _named(
 
 
 def _layer_of(name: str, layers: int) -> int:
-    """Number of the layer that a tensor is of; ``layers`` for what is of none.
-
-    ValueError for a name that no save gives.
-    """
-    first, _, rest = name.partition(".")
-    number, _, part = rest.partition(".")
-    if first in ("identity", "tokens") and rest:
-        return layers
-    # No other spelling of a number.
-    if first == "layers" and part and number in {str(i) for i in range(layers)}:
-        return int(number)
-    raise ValueError(f"there is a tensor {name[:80]!r}, which is of no layer: save the cache again")
+    """Number of the layer, of so many, that a tensor is of; ValueError for a name of none."""
+    match = _OF_A_LAYER.match(name)
+    if match is None or int(match[1]) >= layers:
+        raise ValueError(f"there is a tensor {name[:80]!r}, which no save writes: {_AGAIN}")
+    return int(match[1])
 
 
 def check_agreement(directory: Path, cache: RetrievalCache) -> None:
@@ -236,7 +228,7 @@ def _check_overwrite(cache: RetrievalCache, directory: Path, overwrite: bool | N
     there = digest_of(directory)
     if there is None:
         return
-    if not is_of_a_cache(directory):
+    if format_of(directory) is None:
         raise ValueError(
             f"{directory / DESCRIPTION} is not of a saved cache, or damaged, and would be "
             "replaced: give another folder, or remove it"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +97,8 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
     """
     counters = layer.counters
     selected = 0 if counters.selected is None else int(counters.selected)
-    rows = selected + counters.exact_rows
+    reads = 2 if layer.config.rest_kind.again else 1
+    rows = reads * selected + counters.exact_rows
     stats: dict[str, Any] = {
         "steps": counters.steps,
         "queries": counters.queries,
@@ -138,43 +138,6 @@ def dense_reason(layers: list[RetrievalLayer], options: RetrievalConfig, name: s
         f"{name} retrieved nothing: its {length} tokens fit into the window "
         f"(sink={options.sink}, recent={options.recent}, flush={options.flush})"
     )
-
-
-class LostMassWarning:
-    """Warns once of a cache that leaves out more of the attention than its options allow."""
-
-    def __init__(self) -> None:
-        self._given = False
-
-    def at_a_flush(self, layers: list[Any], options: RetrievalConfig) -> None:
-        """As ``give``, where the next step flushes, and may wait for the device."""
-        if options.warn_lost_mass is None or self._given:
-            return
-        regions = next(layer.regions for layer in layers if hasattr(layer, "counters"))
-        if regions is not None and regions.step_flushes():
-            self.give(layers, options)
-
-    def give(self, layers: list[Any], options: RetrievalConfig) -> None:
-        """Warn if the mean share that a layer lost is above ``options.warn_lost_mass``."""
-        if options.warn_lost_mass is None or self._given:
-            return
-        shares = {
-            number: layer.counters.lost_mass() or 0.0
-            for number, layer in enumerate(layers)
-            if hasattr(layer, "counters")
-        }
-        worst = max(shares, key=lambda number: shares[number])
-        if shares[worst] <= options.warn_lost_mass:
-            return
-        self._given = True
-        more = "" if options.rest else ", or let rest='index' stand for what is left out"
-        above = sum(share > options.warn_lost_mass for share in shares.values())
-        warnings.warn(
-            f"layer {worst} leaves out {shares[worst]:.0%} of its attention, as its index "
-            f"estimates it: more than warn_lost_mass={options.warn_lost_mass}, and so do {above} "
-            f"of {len(shares)} layers; raise top_k={options.top_k}{more}",
-            stacklevel=4,
-        )
 
 
 def _row_bytes(layer: RetrievalLayer) -> int:

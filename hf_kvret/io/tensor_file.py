@@ -47,6 +47,9 @@ _THREADS = min(4, os.cpu_count() or 1)
 # Blocks that a thread takes at a time.
 _RUN = 8
 _AGAIN = "save the cache again"
+# Of a tensor; no machine has as many bytes.
+_MOST_BYTES = 1 << 50
+_HEXADECIMAL = re.compile("[0-9a-f]*")
 _CPU = torch.device("cpu")
 
 
@@ -85,9 +88,16 @@ class TensorEntry:
             raise ValueError(f"shape {str(shape)[:80]} is no list of at most 8 sizes")
         if not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
             raise ValueError(f"shape {str(shape)[:80]} is not of sizes of at least 0")
+        # An empty tensor has strides, which count as if there were no zero.
+        if math.prod(max(size, 1) for size in shape) * DTYPES[dtype].itemsize > _MOST_BYTES:
+            raise ValueError(f"shape {shape} is of more bytes than any machine has")
         made = cls(dtype, tuple(shape), checksums)
         digits = 8 * -(-made.nbytes // BLOCK_BYTES)
-        if not isinstance(checksums, str) or not re.fullmatch(f"[0-9a-f]{{{digits}}}", checksums):
+        if (
+            not isinstance(checksums, str)
+            or len(checksums) != digits
+            or not _HEXADECIMAL.fullmatch(checksums)
+        ):
             raise ValueError(f"crc32 is not {digits} hexadecimal digits")
         return made
 
@@ -202,6 +212,7 @@ class TensorFile:
         """The tensors of each list of names, read and checked while the ones before are in use.
 
         Raises:
+            MemoryError: there is too little for a tensor.
             ValueError: damaged content.
         """
         ahead: list[tuple[dict[str, torch.Tensor], list[Future[None]]]] = []
@@ -213,20 +224,29 @@ class TensorFile:
             yield self._finished(*one)
 
     def read(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """The tensors of these names; ValueError for damaged content."""
+        """The tensors of these names; errors as of ``groups``."""
         return self._finished(*self._start(names))
 
     def _start(self, names: list[str]) -> tuple[dict[str, torch.Tensor], list[Future[None]]]:
         tensors, runs = {}, []
         for name in names:
             entry = self._entries[name]
-            memory = empty((entry.nbytes,), torch.uint8, _CPU)
+            memory = self._memory(name, entry.nbytes)
             tensors[name] = memory.view(DTYPES[entry.dtype]).view(entry.shape)
             content, first = _bytes(memory), 0
             for run in _runs(content):
                 runs.append(self._pool.submit(self._take, name, first, run))
                 first += len(run)
         return tensors, runs
+
+    def _memory(self, name: str, nbytes: int) -> torch.Tensor:
+        try:
+            return empty((nbytes,), torch.uint8, _CPU)
+        except MemoryError as error:
+            raise MemoryError(
+                f"no {nbytes / 2**30:.2f} GiB of memory for {name} of {self._path}: free memory; "
+                f"if no save wrote so much, the file is damaged or crafted, {_AGAIN}"
+            ) from error
 
     @staticmethod
     def _finished(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from hf_kvret.io.description import DESCRIPTION, Description
@@ -13,12 +14,21 @@ def holds_cache(path: Path) -> bool:
     return (path / DESCRIPTION).exists()
 
 
+def files_of_cache(path: Path) -> set[str]:
+    """Names of what ``verify_cache`` reads of a cache that is whole."""
+    with warnings.catch_warnings():
+        # Of format 1, as the check has said already.
+        warnings.simplefilter("ignore")
+        return {DESCRIPTION, Description.read(path).file}
+
+
 def verify_cache(directory: Path) -> list[str]:
     """Lines that say what was checked: every byte, by its checksum, and the form of all.
 
     Whether tensors fit one another and the model shows when the cache is loaded.
 
     Raises:
+        MemoryError: there is too little for a tensor.
         OSError: a file is missing, or can't be read.
         ValueError: damage, with its place.
     """

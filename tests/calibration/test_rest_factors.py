@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache
-from hf_kvret.calibration import CalibrationArtifact
+from hf_kvret.calibration import CalibrationArtifact, hub
 from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.rest import RestCalibration, _studied
 from hf_kvret.calibration.runner import calibrate
@@ -21,6 +22,7 @@ from hf_kvret.evaluation.caches import choose_cache
 from hf_kvret.evaluation.results import Results
 from hf_kvret.evaluation.subject import Subject
 from hf_kvret.evaluation.task import artifact_sha256, check_artifacts
+from hf_kvret.testing.saved import read_saved, write_saved
 from hf_kvret.testing.tiny import spread_weights
 
 CONFIG = LlamaConfig(
@@ -102,6 +104,31 @@ def test_forks_and_loads_take_them_up(model: PreTrainedModel, folder: str, tmp_p
         assert torch.equal(logits[0], logits[1])
         assert not torch.equal(logits[0], without)
     assert all(one.options.rest_artifact == folder for one in caches)
+
+
+def test_factors_that_a_saved_cache_names_are_not_followed(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FlatKVCache(CONFIG, **SIZES).save_pretrained(tmp_path)
+    description, _ = read_saved(tmp_path)
+    for name in (folder, "stranger/evil"):
+        options = description["options"] | {"rest": "index", "rest_artifact": name}
+        write_saved(tmp_path, {**description, "options": options})
+        with monkeypatch.context() as patch:
+            refuse = Mock(side_effect=AssertionError("it was followed"))
+            patch.setattr(hub, "snapshot_download", refuse)
+            patch.setattr(CalibrationArtifact, "from_pretrained", refuse)
+            asks = (
+                rf"rest_artifact='{name}'.*is not followed: pass rest_artifact=.*or rest_artifact=N"
+            )
+            with pytest.raises(ValueError, match=asks):
+                FlatKVCache.from_pretrained(tmp_path, CONFIG)
+            for changes in ({"rest_artifact": None}, {"rest": "mean"}, {"rest": None}):
+                loaded = FlatKVCache.from_pretrained(tmp_path, CONFIG, **changes)
+                assert loaded.options.rest_artifact is None
+                assert loaded.options.rest == changes.get("rest", "index")
+        loaded = FlatKVCache.from_pretrained(tmp_path, CONFIG, rest_artifact=folder)
+        assert loaded.options.rest_artifact == folder
 
 
 def test_artifacts_of_others_are_refused(folder: str) -> None:

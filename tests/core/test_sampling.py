@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from hf_kvret.core import sampling
 from hf_kvret.core.call import AttentionCall
 from hf_kvret.core.sampling import priority_sample, uniforms
 from hf_kvret.core.scoring import Scoring
@@ -108,3 +109,9 @@ def test_weighted_attention_is_the_definition() -> None:
     sums = logits.logsumexp(-1).transpose(2, 3).flatten(1, 2)
     torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=1e-5)
     assert (lse[0, :3, 1] == float("-inf")).all() and (out[0, :3, 1] == 0).all()
+
+
+@pytest.mark.parametrize("state", [0, 2**32 - 1])
+def test_the_ends_of_the_hash_are_inside(state: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_mixed", lambda each: torch.full_like(each, state))
+    assert 0.0 < float(uniforms(0, torch.arange(1))) < 1.0

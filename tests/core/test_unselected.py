@@ -16,12 +16,13 @@ from hf_kvret import (
     LRQKCache,
     RetrievalCache,
 )
-from hf_kvret.core.index import Index
-from hf_kvret.core.unselected import LayerOfModel, Lost
+from hf_kvret.core.index import ColdTokens, Index
+from hf_kvret.core.stand_ins import LayerOfModel
+from hf_kvret.core.unselected import MEASURED_STEPS, Lost
 from hf_kvret.integration.compatibility import AttentionShape
 from hf_kvret.methods.flat import FlatConfig, FlatIndex
 
-from .test_rest import CONFIG, Driver
+from .test_rest import CONFIG, GROUP, HEADS, Driver
 from .watched import RESTS
 
 
@@ -87,6 +88,52 @@ def test_a_warning_comes_once_at_a_flush_or_with_the_stats() -> None:
         quiet.cache.stats()
 
 
+def test_for_a_warning_one_step_in_sixteen_is_measured() -> None:
+    driver = Driver(warn_lost_mass=0.98, flush=64)
+    driver.forward(90)
+    for _ in range(2 * MEASURED_STEPS + 1):
+        driver.forward(1)
+    (layer,) = driver.cache.retrieval_layers
+    assert layer.counters.lost is not None
+    # Shares of all query heads, in three steps of a batch of two.
+    assert layer.counters.lost[1] == 3 * 2 * HEADS * GROUP
+    # Estimates for the attention itself are of every step.
+    driver = Driver(warn_lost_mass=0.98, rest="index", flush=64)
+    driver.forward(90)
+    for _ in range(3):
+        driver.forward(1)
+    (layer,) = driver.cache.retrieval_layers
+    assert layer.counters.lost is not None
+    assert layer.counters.lost[1] == 3 * 2 * HEADS * GROUP
+
+
+def test_a_warning_comes_before_the_next_prompt_and_again_after_a_reset() -> None:
+    driver = Driver(warn_lost_mass=0.05, flush=64)
+    for _ in range(2):
+        driver.mask = driver.mask[:, :0]
+        driver.forward(90)
+        driver.forward(1)
+        with pytest.warns(UserWarning, match=r"1 of 1 layers leave out more than.*rest='mean'"):
+            driver.forward(5)
+        driver.cache.reset()
+
+
+def test_an_index_may_have_no_estimates_this_time() -> None:
+    driver = Driver(SilentKVCache, track_recall=True)
+    driver.forward(90)
+    driver.forward(1)
+    (stats,) = driver.cache.stats()["layers"]
+    assert stats["lost_mass"] is None and stats["recall_mass"] > 0.0
+
+
+@pytest.mark.parametrize("options", [{"rest": "index"}, {"warn_lost_mass": 0.3}])
+def test_a_fork_refuses_what_its_index_can_not_estimate(options: dict[str, Any]) -> None:
+    driver = Driver(BlindKVCache)
+    driver.forward(90)
+    with pytest.raises(ValueError, match="has no method estimate"):
+        driver.cache.fork(**options)
+
+
 def test_saved_loaded_and_forked_options(tmp_path: Any) -> None:
     driver = Driver()
     driver.forward(90, padded=11)
@@ -139,6 +186,20 @@ def test_the_heads_of_a_process_take_their_part(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
     assert layer.first_head(2) == 2
     assert layer.factors(2, 4, factors.device).tolist() == [4, 5, 6, 7]  # type: ignore[union-attr]
+
+
+class SilentKVCache(FlatKVCache):
+    """Its index could estimate, and does not."""
+
+    name = "silent"
+
+    @classmethod
+    def make_index(cls, options: Any, layer: int) -> FlatIndex:
+        class Silent(FlatIndex):
+            def estimate(self, query: torch.Tensor, cold: ColdTokens) -> None:
+                return None
+
+        return Silent()
 
 
 class BlindKVCache(RetrievalCache):

@@ -14,7 +14,7 @@ import pytest
 from hf_kvret.cli import main
 from hf_kvret.evaluation.outputs import write_table
 from hf_kvret.evaluation.report import write_report
-from hf_kvret.evaluation.results import Results
+from hf_kvret.evaluation.results import Results, _checksum
 from hf_kvret.evaluation.tasks import TASKS
 
 MEASUREMENTS = {f"eval {name}": task for name, task in TASKS.items()}
@@ -178,12 +178,18 @@ def test_a_reader_that_is_gone_is_no_error(tmp_path: Path) -> None:
     assert done.returncode == 0 and "rror" not in done.stderr, done.stderr
 
 
-def test_checksums_are_added_to_what_has_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("version", [1, 2])
+def test_checksums_are_added_to_what_has_none_or_old_ones(
+    version: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = _ruler(tmp_path)
     whole = path.read_bytes()
-    path.write_text(json.dumps(_format_1(json.loads(whole)), indent=1) + "\n")
+    content = _format_1(json.loads(whole))
+    if version == 2:
+        above = {name: content[name] for name in ("name", "setup", "environments")} | {"format": 2}
+        cells = [entry | {"checksum": _checksum(entry)} for entry in content["cells"]]
+        content = above | {"checksum": _checksum(above), "cells": cells}
+    path.write_text(json.dumps(content, indent=1) + "\n")
     assert main(["report", "--add-checksums", str(tmp_path)]) == 0
     assert f"added checksums to {path}\n" in capsys.readouterr().out
     assert path.read_bytes() == whole

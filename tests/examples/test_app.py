@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,7 +20,10 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import app  # noqa: E402
+import app_parts.languages as languages_module  # noqa: E402
+import app_parts.reading as reading_module  # noqa: E402
 from app_parts.answers import Answer, Part, highlights  # noqa: E402
+from app_parts.environment import close_environment  # noqa: E402
 from app_parts.languages import NeedleWords, Tokens, language_of  # noqa: E402
 from app_parts.reading import CACHES, Document, Limits, Reading  # noqa: E402
 from app_parts.session import Choices, Desk, Session, budget_of  # noqa: E402
@@ -30,7 +35,7 @@ from app_parts.showing import (  # noqa: E402
     numbers_html,
     shown_slots,
 )
-from app_parts.uploads import check_size, checked, text_of, visible  # noqa: E402
+from app_parts.uploads import check_size, checked, size_text, text_of, visible  # noqa: E402
 
 KEYS, VALUE = "k5 k9", "v7 v8"
 NOISE = " ".join(f"n{number % 90}" for number in range(220))
@@ -134,7 +139,8 @@ def test_every_cache_that_is_offered_answers(subject: Subject, method: str) -> N
 
 def test_questions_leave_the_document_as_it_was(session: Session) -> None:
     assert session.reading is not None
-    again = [list(session.reading.ask(QUESTION, 8))[-1].ids for _ in range(2)]
+    prompt = session.reading.prompt(QUESTION)
+    again = [list(session.reading.ask(prompt, 8))[-1].ids for _ in range(2)]
     assert again[0] == again[1] == answer_of(session).ids
 
 
@@ -142,8 +148,108 @@ def test_another_cache_reads_the_document_again(subject: Subject) -> None:
     session = Session(desk_of(subject))
     list(session.read(session.desk.of_text(TEXT), "flat"))
     events = list(session.ask(QUESTION, "lrqk", "8"))
-    assert "tokens read into lrqk" in str([one for one in events if isinstance(one, str)][-1])
+    messages = [one for one in events if isinstance(one, str)]
+    assert "tokens read into lrqk" in messages[-2]
+    assert messages[-1] == "the text: answering ..."
     assert session.reading is not None and session.reading.method == "lrqk"
+
+
+def test_while_an_answer_grows_there_is_none_to_look_at(subject: Subject) -> None:
+    session = Session(desk_of(subject))
+    list(session.read(session.desk.of_text(TEXT), "flat"))
+    list(session.ask(QUESTION, "flat", "8"))
+    events = session.ask(QUESTION, "flat", "8")
+    assert next(events) == "the text: answering ..."
+    assert session.answer is None
+    first = next(events)
+    assert isinstance(first, Answer) and first.whole == Part(range(1))
+    assert session.answer is None
+    # The visitor leaves in the middle of it.
+    events.close()
+    assert session.answer is None and session.reading is not None
+    list(session.ask(QUESTION, "flat", "8"))
+    assert answer_of(session).text.split() == VALUE.split()
+
+
+def test_visitors_do_not_disturb_each_other(subject: Subject) -> None:
+    """A document is read and an answer given between two tokens of another answer."""
+    desk = desk_of(subject)
+    first, second = Session(desk), Session(desk)
+    list(first.read(desk.of_text(TEXT), "flat"))
+    for _ in first.ask(QUESTION, "flat", "8"):
+        list(second.read(desk.of_text(TEXT.replace(VALUE, "v3 v4")), "paris"))
+        list(second.ask(QUESTION, "paris", "8"))
+    assert answer_of(first).text.split() == VALUE.split()
+    assert answer_of(second).text.split() == ["v3", "v4"]
+
+
+def no_memory(*_: object, **__: object) -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def no_memory_for_python(*_: object, **__: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("failure", [no_memory, no_memory_for_python])
+def test_out_of_memory_names_the_way_out_and_leaves_the_document(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, failure: Callable[..., None]
+) -> None:
+    session = Session(desk_of(subject))
+    list(session.read(session.desk.of_text(TEXT), "flat"))
+    list(session.ask(QUESTION, "flat", "8"))
+    reading, answer = session.reading, session.answer
+    with monkeypatch.context() as patched:
+        patched.setattr(reading_module.Reader, "feed", failure)
+        with pytest.raises(MemoryError, match=r"tokens into paris: out of memory.*--max-tokens"):
+            list(session.read(session.desk.of_text("n1 n2"), "paris"))
+        with pytest.raises(MemoryError, match="tokens into lrqk: out of memory"):
+            list(session.ask(QUESTION, "lrqk", "8"))
+        assert session.reading is reading and session.answer is answer
+        with pytest.raises(MemoryError, match=r"answer: out of memory.*smaller --model"):
+            list(session.ask(QUESTION, "flat", "8"))
+    list(session.ask(QUESTION, "flat", "8"))
+    assert answer_of(session).text.split() == VALUE.split()
+
+
+def test_other_failures_are_not_taken_for_want_of_memory(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def feed(*_: object) -> None:
+        raise RuntimeError("shapes differ")
+
+    session = Session(desk_of(subject))
+    monkeypatch.setattr(reading_module.Reader, "feed", feed)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        list(session.read(session.desk.of_text(TEXT), "flat"))
+
+
+def test_without_the_file_of_the_example_there_is_none(
+    english: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert Desk(english, Choices()).example is not None
+    monkeypatch.setattr(languages_module, "_LICENSE", tmp_path / "LICENSE")
+    assert Desk(english, Choices()).example is None
+
+
+def test_the_environment_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Set here too, so that they are restored.
+    for name in ("ALLOWED_PATHS", "LOCAL_DEV_MODE", "TEMP_DIR", "ANALYTICS_ENABLED"):
+        monkeypatch.setenv(f"GRADIO_{name}", "/")
+    close_environment()
+    left = {name: value for name, value in os.environ.items() if name.startswith("GRADIO_")}
+    assert left == {"GRADIO_TEMP_DIR": "/", "GRADIO_ANALYTICS_ENABLED": "False"}
+
+
+def test_the_page_of_the_docs_has_the_limits() -> None:
+    text, limits = (ROOT / "docs" / "app.md").read_text(), Limits()
+    for limit in (
+        size_text(limits.upload),
+        f"{limits.tokens:,} tokens of a document",
+        f"{limits.answer} tokens of an answer",
+        f"{limits.question:,} characters",
+    ):
+        assert limit in text
 
 
 def test_a_short_document_says_that_nothing_was_retrieved(subject: Subject) -> None:

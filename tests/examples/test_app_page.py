@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -60,19 +61,27 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class Server:
-    """The app in a process of its own. ``log`` is what it printed."""
+    """The app in a process of its own. ``log`` is what it printed.
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    ``secret`` is a file that the environment tells Gradio to serve.
+    """
+
+    def __init__(self, folder: Path, *options: str, examples: Path = ROOT / "examples") -> None:
+        (folder / "secrets").mkdir()
+        self.secret = folder / "secrets" / "secret.txt"
+        self.secret.write_text("nobody's business")
         (folder / "guard.py").write_text(GUARD)
         self._log = folder / "log"
-        command = [sys.executable, str(folder / "guard.py"), str(ROOT / "examples" / "app.py")]
+        command = [sys.executable, str(folder / "guard.py"), str(examples / "app.py")]
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT / "examples"),
-            "GRADIO_TEMP_DIR": str(folder),
+            "PYTHONPATH": str(examples),
+            "GRADIO_TEMP_DIR": str(folder / "uploads"),
             # Whoever set these would open the page to others.
             "GRADIO_SHARE": "True",
             "GRADIO_SERVER_NAME": "0.0.0.0",
+            "GRADIO_ALLOWED_PATHS": str(self.secret.parent),
+            "GRADIO_LOCAL_DEV_MODE": "1",
         }
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
@@ -93,6 +102,18 @@ class Server:
             time.sleep(0.1)
         raise AssertionError(f"the app does not serve: {self.log}")
 
+    def status(self, path: str, method: str = "GET", body: bytes = b"", **headers: str) -> int:
+        """Of the answer to a request."""
+        address = urlsplit(self.address())
+        connection = HTTPConnection(str(address.hostname), address.port)
+        connection.request(method, path, body, {k.replace("_", "-"): v for k, v in headers.items()})
+        return connection.getresponse().status
+
+    def stop(self) -> None:
+        """And wait until it has ended."""
+        self.process.terminate()
+        self.process.wait(timeout=30)
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -101,8 +122,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
         yield server
     finally:
-        server.process.terminate()
-        server.process.wait(timeout=30)
+        server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +135,11 @@ def tab() -> Iterator[Any]:
 def page(server: Server, tab: Any) -> Iterator[Any]:
     """The page, open; afterwards no other host was asked for anything, and nothing went wrong."""
     address = server.address()
+    # A page that is left while it listens to the server complains of that.
+    tab.go("about:blank")
+    tab.wait("location.href === 'about:blank' && document.readyState === 'complete'")
     tab.requests.clear()
+    tab.errors.clear()
     tab.go(address)
     tab.wait(f"document.readyState === 'complete' && {button('Ask')}")
     yield tab
@@ -246,11 +270,62 @@ def test_the_page_is_served_to_this_machine_alone(server: Server) -> None:
 
 def test_uploads_beyond_the_limit_are_not_taken(server: Server) -> None:
     """By the server itself, whatever sends them."""
-    address = urlsplit(server.address())
-    line = '--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\n'
     for count, status in ((1_000, 200), (500_000, 413)):
-        connection = HTTPConnection(str(address.hostname), address.port)
-        body = line.encode() + b"n" * count + b"\r\n--x--\r\n"
-        headers = {"Content-Type": "multipart/form-data; boundary=x"}
-        connection.request("POST", "/gradio_api/upload", body, headers)
-        assert connection.getresponse().status == status
+        assert upload(server, count) == status
+
+
+def test_other_names_and_pages_of_other_sites_are_refused(server: Server) -> None:
+    """A page whose name was made to lead here (DNS rebinding), or one that posts here."""
+    address = urlsplit(server.address())
+    for host, status in (
+        (address.netloc, 200),
+        (f"localhost:{address.port}", 200),
+        (f"evil.example:{address.port}", 400),
+        ("127.0.0.1.evil.example", 400),
+        ("localhost.evil.example", 400),
+        ("", 400),
+    ):
+        assert server.status("/config", Host=host) == status, host
+        assert upload(server, 100, Host=host) == status, host
+    for origin, status in (
+        (f"http://{address.netloc}", 200),
+        (f"http://localhost:{address.port}", 200),
+        ("http://evil.example", 403),
+        ("http://127.0.0.1.evil.example", 403),
+        ("http://evil.example:80@evil.example/localhost", 403),
+        ("null", 403),
+    ):
+        assert server.status("/config", Origin=origin) == status, origin
+        assert upload(server, 100, Origin=origin) == status, origin
+
+
+def test_files_of_this_machine_are_not_served(server: Server) -> None:
+    """Whatever the environment says."""
+    for file in (server.secret, ROOT / "LICENSE", ROOT / "examples" / "app.py"):
+        assert file.is_file()
+        assert server.status(f"/gradio_api/file={file}") == 403
+
+
+def test_without_the_file_of_the_example_the_page_has_none(tab: Any, tmp_path: Path) -> None:
+    """As where the app alone was copied."""
+    examples = tmp_path / "copied" / "examples"
+    shutil.copytree(ROOT / "examples" / "app_parts", examples / "app_parts")
+    shutil.copy(ROOT / "examples" / "app.py", examples)
+    model = ROOT / "examples" / "reference_llama"
+    server = Server(tmp_path, "--model", str(model), examples=examples)
+    try:
+        tab.go(server.address())
+        tab.wait(f"document.readyState === 'complete' && {button('Ask')}")
+        assert tab.run(shows("Choose a file, or paste a text and press Read."))
+        assert not tab.run(f"Boolean({button('Example')})")
+        assert not tab.run(shows("Questions about the example"))
+    finally:
+        server.stop()
+
+
+def upload(server: Server, count: int, **headers: str) -> int:
+    """The status of an upload of so many bytes."""
+    line = '--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\n'
+    body = line.encode() + b"n" * count + b"\r\n--x--\r\n"
+    headers["Content-Type"] = "multipart/form-data; boundary=x"
+    return server.status("/gradio_api/upload", "POST", body, **headers)

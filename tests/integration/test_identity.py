@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import logging
 import sys
@@ -19,6 +20,7 @@ from transformers import AutoConfig, PreTrainedModel, Qwen2VLForConditionalGener
 import hf_kvret
 from hf_kvret import RetrievalCache
 from hf_kvret.integration import identity as identities
+from hf_kvret.integration.adapters import AdapterHash
 from hf_kvret.integration.identity import CacheIdentity, identity_of
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
@@ -122,7 +124,7 @@ def test_weights_that_change_between_two_turns_are_refused(llama: Any) -> None:
 
 def test_an_identity_is_taken_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, ids = filled(llama)
-    for name in ("sample_weights", "compare_weights", "model_facts"):
+    for name in ("sample_weights", "compare_weights", "model_facts", "stored_tensors"):
         monkeypatch.setattr(identities, name, pytest.fail)
     for _ in range(2):
         llama.generate(ids, past_key_values=cache.fork(), **RUN)
@@ -161,7 +163,8 @@ def test_a_cache_filled_by_hand_has_no_identity_and_says_so(
         hf_kvret.attach(llama)
         embeds = llama.get_input_embeddings()(prompt(1, 50))
         llama.model(inputs_embeds=embeds, past_key_values=cache)
-    assert cache.identity is None
+    assert cache.identity == identity_of(llama)
+    cache.forget_origin()
     cache.save_pretrained(tmp_path)
     loaded = type(cache).from_pretrained(tmp_path, llama.config, model=llama)
     assert "does not say which model filled it" in caplog.text
@@ -184,6 +187,13 @@ def test_a_text_model_goes_on_inside_a_composite_one(tmp_path: Path) -> None:
 
 def test_the_written_identity_reads_back(llama: Any) -> None:
     identity = identity_of(llama)
+    other = dataclasses.replace(
+        identity,
+        adapters=(AdapterHash("a", "00", merged=True),),
+        towers=(dataclasses.replace(identity.weights[0], dtype="uint8"),),
+        left_out={"layers.0.up_proj.weight": "offloaded"},
+    )
+    assert CacheIdentity.from_json(json.loads(json.dumps(other.to_json()))) == other
     plain = json.loads(json.dumps(identity.to_json()))
     assert CacheIdentity.from_json(plain) == identity
     for name in plain:
@@ -277,8 +287,22 @@ def removed(model: Any) -> None:
         layer.self_attn.v_proj = layer.self_attn.v_proj.base_layer
 
 
+def written(model: Any) -> None:
+    """As ``trained``, unseen by autograd."""
+    for layer in adapters(model):
+        layer.lora_B["default"].weight.data += 0.1
+
+
+def merged(model: Any) -> None:
+    """As PEFT does it."""
+    for layer in adapters(model):
+        a, b = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
+        layer.base_layer.weight.data += (b @ a).detach() * layer.scaling["default"]
+        layer.merged_adapters = ["default"]
+
+
 @pytest.mark.usefixtures("peft")
-@pytest.mark.parametrize("change", [disabled, scaled, trained, removed])
+@pytest.mark.parametrize("change", [disabled, scaled, trained, removed, written, merged])
 def test_an_adapter_that_changes_between_two_turns_is_refused(
     llama: Any, change: Callable[[Any], None]
 ) -> None:
@@ -318,4 +342,12 @@ def test_adapters_of_peft_itself_are_seen(llama: Any) -> None:
     with torch.no_grad():
         twin = cache.fork()
         model(answer[:, 53:], past_key_values=twin)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"adapter default, this model has .* default \(merged\)"):
+        model.generate(input_ids=answer, past_key_values=cache.fork(), **RUN)
+    again = hf_kvret.FlatKVCache(llama.config, **COVERING_OPTIONS)
+    longer = model.generate(input_ids=answer, past_key_values=again, **RUN)
+    model.unmerge_adapter()
+    with pytest.raises(ValueError, match=r"adapter default \(merged\), this model has the adapter"):
+        model.generate(input_ids=longer, past_key_values=again, **RUN)
     assert twin.tokens.ids(54).tolist() == answer.tolist()

@@ -170,9 +170,10 @@ def test_where_rows_live_is_decided_by_the_rows_of_all_layers(
 )
 def test_every_method_serves_layers_that_differ(method: str, tmp_path: Path) -> None:
     model = unlike()
-    options: dict[str, Any] = dict(COVERING_OPTIONS)
+    place = {}
     if method in ("a2ats", "aqua"):
-        options["artifact"] = tiny_artifact(model, method, tmp_path / "artifact")
+        place["artifact"] = tiny_artifact(model, method, tmp_path / "artifact")
+    options: dict[str, Any] = {**COVERING_OPTIONS, **place}
     ids, mask = ragged((61, 40))
     run = {**RUN, "attention_mask": mask, "return_dict_in_generate": True, "output_logits": True}
     expected = model.generate(ids, **run)
@@ -184,5 +185,5 @@ def test_every_method_serves_layers_that_differ(method: str, tmp_path: Path) -> 
     assert all(layer["selected"] for layer in cache.stats()["layers"])
     assert [keys.shape[1::2] for keys, _, _ in cache] == [(2, 16), (1, 24), (2, 16)]
     cache.save_pretrained(tmp_path / "saved")
-    again = type(cache).from_pretrained(tmp_path / "saved", model.config)
+    again = type(cache).from_pretrained(tmp_path / "saved", model.config, **place)
     assert again.get_seq_length() == cache.get_seq_length()

@@ -43,6 +43,15 @@ def held_ids(cache: RetrievalCache) -> list[list[int]]:
     return ids.tolist()
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the library warned of, each up to the first verb."""
+    return [
+        record.getMessage().partition(" came ")[0]
+        for record in caplog.records
+        if record.levelno == logging.WARNING and record.name.startswith("hf_kvret")
+    ]
+
+
 def saved(cache: RetrievalCache, directory: Path, model: PreTrainedModel) -> RetrievalCache:
     cache.save_pretrained(directory)
     return type(cache).from_pretrained(directory, model.config)
@@ -172,9 +181,12 @@ def test_tokens_by_hand_are_unknown_and_never_refused(
         llama(inputs_embeds=llama.get_input_embeddings()(ids[:, 20:30]), past_key_values=cache)
         llama(ids[:, 30:40], past_key_values=cache)
     assert held_ids(cache)[0] == [*ids[0, :20], *[UNKNOWN] * 10, *ids[0, 30:40]]
-    with caplog.at_level(logging.INFO, logger="hf_kvret"):
-        llama.generate(ids, past_key_values=cache.fork(), **RUN)
-    assert "10 of the 40 tokens in past_key_values" in caplog.text
+    twin = cache.fork()
+    answer = llama.generate(ids, past_key_values=twin, **RUN)
+    assert warnings_of(caplog) == ["10 of the 40 tokens in past_key_values"]
+    again = torch.cat([answer, prompt(1, 20, salt=1)], dim=1)
+    llama.generate(again, past_key_values=twin.fork(), **RUN)
+    assert len(warnings_of(caplog)) == 1
     wrong = ids.clone()
     wrong[0, 25] = wrong[0, 39] = 9
     with pytest.raises(ValueError, match="at position 39"):
@@ -204,6 +216,85 @@ def test_padding_is_neither_compared_nor_saved(llama: Any, tmp_path: Path) -> No
     answer[1, :10] = 77
     mask = torch.cat([mask, torch.ones(2, 4).long()], dim=1)
     llama.generate(answer, attention_mask=mask, past_key_values=cache, **RUN)
+
+
+@pytest.mark.parametrize("go_on", [as_it_is, forked, saved])
+@pytest.mark.parametrize("masked", [True, False])
+def test_tokens_in_place_of_padding_are_refused(
+    llama: Any, tmp_path: Path, go_on: Callable[..., RetrievalCache], masked: bool
+) -> None:
+    ids, mask = ragged((40, 30))
+    cache = new_cache(llama)
+    answer = llama.generate(ids, attention_mask=mask, past_key_values=cache, **RUN)
+    cache = go_on(cache, tmp_path, llama)
+    other = torch.cat([answer, prompt(2, 9, salt=1)], dim=1)
+    other[1, :10] = 77
+    given = {"attention_mask": torch.ones_like(other)} if masked else {}
+    with pytest.raises(ValueError, match="row 1 at position 0 it has id 77, the cache holds pad"):
+        llama.generate(other, past_key_values=cache, **given, **RUN)
+    # The remedy: with the mask of the conversation, what stands there does not matter.
+    mask = torch.cat([mask, torch.ones(2, 13).long()], dim=1)
+    expected = llama.generate(other, attention_mask=mask, **RUN)
+    result = llama.generate(other, attention_mask=mask, past_key_values=cache, **RUN)
+    assert torch.equal(result, expected)
+
+
+def test_padding_that_generate_finds_by_itself_is_padding(llama: Any) -> None:
+    """Without a mask, ``generate`` masks padding tokens."""
+    ids, mask = ragged((40, 30))
+    pad = llama.generation_config.pad_token_id
+    ids = ids.masked_fill(mask == 0, pad)
+    cache = new_cache(llama)
+    answer = llama.generate(ids, past_key_values=cache, **RUN)
+    again = torch.cat([answer, prompt(2, 9, salt=1)], dim=1)
+    twin = cache.fork()
+    twin.batch_repeat_interleave(2)
+    llama.generate(again, past_key_values=twin, num_beams=2, **RUN)
+    again[1, 3] = 77
+    with pytest.raises(ValueError, match="row 1 at position 3 it has id 77, the cache holds pad"):
+        llama.generate(again, past_key_values=cache, **RUN)
+
+
+def test_a_row_that_ended_is_masked_at_its_end(
+    llama: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The padding that ``generate`` gives to it was noted as tokens, which nothing has seen."""
+    cache, ids = new_cache(llama), prompt(2, 50)
+    answer = llama.generate(ids, past_key_values=cache, **RUN)
+    mask = torch.ones(2, 74).long()
+    mask[1, 50:54] = 0
+    again = torch.cat([answer, prompt(2, 20, salt=1)], dim=1)
+    answer = llama.generate(again, attention_mask=mask, past_key_values=cache, **RUN)
+    assert held_ids(cache)[1][50:54] == [PADDING] * 4
+    assert not warnings_of(caplog)
+    shown = torch.cat([answer, prompt(2, 9, salt=2)], dim=1)
+    with pytest.raises(ValueError, match=r"row 1 at position 50 .*, the cache holds padding"):
+        llama.generate(shown, past_key_values=cache, **RUN)
+
+
+def test_a_mask_that_hides_what_later_tokens_saw_is_a_warning(
+    llama: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, ids = new_cache(llama), prompt(2, 70)
+    llama.generate(ids[:, :50], past_key_values=cache, **RUN)
+    cache.crop(-3)
+    mask = torch.ones(2, 70).long()
+    mask[1, 30:33] = 0
+    llama.generate(ids, attention_mask=mask, past_key_values=cache, **RUN)
+    (text,) = warnings_of(caplog)
+    assert "hides the token in row 1 at position 30, which later tokens" in text
+
+
+def test_a_prompt_of_embeddings_says_that_it_is_not_compared(
+    llama: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, embed = new_cache(llama), llama.get_input_embeddings()
+    llama.generate(inputs_embeds=embed(prompt(1, 50)), past_key_values=cache, **RUN)
+    assert not warnings_of(caplog)
+    llama.generate(inputs_embeds=embed(prompt(1, 70)), past_key_values=cache, **RUN)
+    llama.generate(inputs_embeds=embed(prompt(1, 90)), past_key_values=cache, **RUN)
+    (text,) = warnings_of(caplog)
+    assert "the prompt comes as embeddings" in text
 
 
 def test_only_the_new_tokens_are_compared_with_nothing(llama: Any) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -58,6 +59,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     others = ["notes.txt", "it.bin", f"it-{OLD}", f"it-{OLD[1:]}.bin", f"It-{OLD}.bin", ".it-x"]
+    others += ["it-202411250228.zip", f"it-{OLD}.tar", f"it-{OLD}.bin.zip"]
     for name in others:
         (place / name).write_text("mine")
     (place / f"it-{'c' * 12}.bin").mkdir()
@@ -150,14 +152,19 @@ def test_an_error_at_any_step_leaves_the_old_or_the_new(tmp_path: Path) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             _counting(patch, fail)
-            with pytest.raises(OSError, match="free space on this disk"):
+            with pytest.raises(OSError, match="free space on this disk") as raised:
                 save(place, NEW)
         if load(place) == OLD.encode():
             assert files(place) == whole(OLD)
+            assert "what was there before is as it was" in str(raised.value)
         else:
-            # The last step only: the names may not have reached the disk.
+            # The last steps only: the names may not have reached the disk, and a power cut may
+            # bring back the older ones, whose file is still there.
             assert load(place) == NEW.encode()
             assert number >= count - 3
+            assert files(place) == whole(OLD) | whole(NEW)
+            assert "in place, but may not survive a power cut" in str(raised.value)
+            assert "as it was" not in str(raised.value)
         save(place, "c" * 12)
         assert files(place) == whole("c" * 12)
 
@@ -290,6 +297,12 @@ def test_one_file_is_replaced(tmp_path: Path) -> None:
                 replace_file(path, b"newer")
         assert path.read_bytes() == b"new"
         assert files(path.parent) == {"results.json"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "_sync_folder", Mock(side_effect=OSError(errno.EIO, "I/O error")))
+        with pytest.raises(OSError, match="in place, but may not survive a power cut"):
+            replace_file(path, b"newer")
+    assert path.read_bytes() == b"newer"
+    replace_file(path, b"new")
     link = tmp_path / "link.json"
     link.symlink_to(path)
     with pytest.raises(ValueError, match="symbolic link"):

@@ -90,7 +90,8 @@ def test_every_method_is_saved_in_every_state(
     model = llama if name != "latent" else LATENT_MODELS["deepseek_v3"].build()
     attach(model)
     kind = registered_methods()[name]
-    options = {**COVERING_OPTIONS, "top_k": 4, **artifact_options(name, "llama")}
+    place = artifact_options(name, "llama")
+    options = {**COVERING_OPTIONS, "top_k": 4, **place}
     takes = kind.config_class.takes
     cache = kind(
         model.config, **{one: value for one, value in options.items() if takes(one, value)}
@@ -100,7 +101,7 @@ def test_every_method_is_saved_in_every_state(
         for count in PASSES[state]:
             model(torch.randint(3, 128, (2, count), generator=generator), past_key_values=cache)
         cache.save_pretrained(tmp_path)
-        twin = type(cache).from_pretrained(tmp_path, model.config)
+        twin = type(cache).from_pretrained(tmp_path, model.config, **place)
         for _ in range(4):
             ids = torch.randint(3, 128, (2, 1), generator=generator)
             logits = [model(ids, past_key_values=one).logits for one in (cache, twin)]

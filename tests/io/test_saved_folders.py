@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvret import FlatKVCache, RetrievalCache, attach
 from hf_kvret.cli import main
+from hf_kvret.io import folder as files_of
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.saved import read_saved, saved_file, write_saved
 from hf_kvret.testing.scenario import prompt
@@ -105,6 +107,45 @@ def test_other_files_stay_and_those_of_format_1_go(llama: PreTrainedModel, tmp_p
     _filled(llama).save_pretrained(tmp_path, overwrite=True)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"notes.txt", "cache.json", saved_file(tmp_path).name}
+
+
+def test_names_that_are_nearly_ours_stay(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Also where an older cache is replaced, which is not of format 1."""
+    cache, names = _filled(llama), ("cache.safetensors", "cache-202411250228.zip", "cache.zip")
+    cache.save_pretrained(tmp_path)
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    cache.save_pretrained(tmp_path)
+    with torch.no_grad():
+        llama(prompt(2, 3, salt=2), past_key_values=cache)
+    cache.save_pretrained(tmp_path)
+    assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 3
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_save_whose_last_sync_fails_is_there_and_goes_on(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = _filled(llama)
+    cache.save_pretrained(tmp_path)
+    with torch.no_grad():
+        llama(prompt(2, 3, salt=2), past_key_values=cache)
+    real, calls = files_of._sync_folder, []
+
+    def failing(directory: Path) -> None:
+        calls.append(directory)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        real(directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files_of, "_sync_folder", failing)
+        with pytest.raises(OSError, match="the new content is in place, but may not survive"):
+            cache.save_pretrained(tmp_path)
+    loaded = FlatKVCache.from_pretrained(tmp_path, llama.config)
+    assert loaded.get_seq_length() == cache.get_seq_length()
+    cache.save_pretrained(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_folder_without_a_cache_may_have_such_a_file(

@@ -10,17 +10,19 @@ import shutil
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_kvret.calibration import CalibrationArtifact
+from hf_kvret.calibration import CalibrationArtifact, hub
 from hf_kvret.calibration.corpus import Corpus
 from hf_kvret.calibration.runner import calibrate
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig, A2ATSIndex
 from hf_kvret.methods.a2ats.calibrator import A2ATSCalibration
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.saved import read_saved, write_saved
 from hf_kvret.testing.scenario import prompt
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 6}
@@ -187,7 +189,7 @@ def test_a_folder_that_was_written_anew_is_read_anew(
     assert not torch.equal(after.words, before.words)
     assert old.retrieval_layers[0].regions.index._quantizer is before
     with pytest.raises(ValueError, match="saved with another artifact than"):
-        A2ATSCache.from_pretrained(tmp_path / "saved", model.config)
+        A2ATSCache.from_pretrained(tmp_path / "saved", model.config, artifact=artifact)
 
 
 def test_a_saved_cache_asks_for_its_artifact(
@@ -199,7 +201,10 @@ def test_a_saved_cache_asks_for_its_artifact(
     saved = json.loads((tmp_path / "saved" / "cache.json").read_text())
     assert saved["options"]["artifact"] == str(artifact)
     moved = artifact.rename(tmp_path / "moved")
-    with pytest.raises(FileNotFoundError, match=str(artifact)):
+    asks = (
+        rf"saved with artifact='{artifact}', and what a file names is not followed: pass artifact="
+    )
+    with pytest.raises(ValueError, match=asks):
         A2ATSCache.from_pretrained(tmp_path / "saved", model.config)
     loaded = A2ATSCache.from_pretrained(tmp_path / "saved", model.config, artifact=moved)
     assert loaded.options.artifact == str(moved)
@@ -327,6 +332,55 @@ def test_a_saved_cache_moves_from_the_hub_to_a_folder(
         cache.save_pretrained(tmp_path / "saved")
     loaded = A2ATSCache.from_pretrained(tmp_path / "saved", model.config, artifact=artifact)
     assert loaded.options.revision is None and loaded.get_seq_length() == cache.get_seq_length()
+
+
+def test_an_artifact_that_a_saved_cache_names_is_not_followed(
+    model: PreTrainedModel, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a folder that is there, nor a repository of the hub, with whatever revision."""
+    cache = A2ATSCache(model.config, artifact=artifact, **SMALL)
+    _fill(model, cache)
+    cache.save_pretrained(tmp_path / "saved")
+    description, _ = read_saved(tmp_path / "saved")
+    refuse = Mock(side_effect=AssertionError("it was followed"))
+    for changes in (
+        {},
+        {"artifact": str(artifact.parent)},
+        {"artifact": "stranger/evil", "revision": "v1"},
+        {"artifact": "~/evil", "artifact_sha256": "0" * 64},
+    ):
+        options = description["options"] | changes
+        write_saved(tmp_path / "saved", {**description, "options": options})
+        with monkeypatch.context() as patch:
+            patch.setattr(hub, "snapshot_download", refuse)
+            patch.setattr(CalibrationArtifact, "from_pretrained", refuse)
+            with pytest.raises(ValueError, match="is not followed: pass artifact=") as raised:
+                A2ATSCache.from_pretrained(tmp_path / "saved", model.config)
+        assert repr(options["artifact"]) in str(raised.value)
+        if "artifact_sha256" in changes:
+            with pytest.raises(ValueError, match="and artifact_sha256 asks for 0000"):
+                A2ATSCache.from_pretrained(tmp_path / "saved", model.config, artifact=artifact)
+        else:
+            named = A2ATSCache.from_pretrained(tmp_path / "saved", model.config, artifact=artifact)
+            assert named.options == cache.options
+
+
+def test_a_saved_cache_takes_the_artifact_beside_the_model(
+    model: PreTrainedModel, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it is the one that the cache was saved with."""
+    cache = A2ATSCache(model.config, artifact=artifact, **SMALL)
+    _fill(model, cache)
+    cache.save_pretrained(tmp_path / "saved")
+    monkeypatch.setattr(model.config, "_name_or_path", str(tmp_path))
+    shutil.copytree(artifact, tmp_path / "a2ats")
+    loaded = A2ATSCache.from_pretrained(tmp_path / "saved", model.config)
+    assert loaded.options.artifact == str(tmp_path / "a2ats")
+    assert loaded.get_seq_length() == cache.get_seq_length()
+    _calibrate(model, tmp_path / "a2ats", seed=1)
+    message = "saved with another artifact than.*is not followed: pass artifact="
+    with pytest.raises(ValueError, match=message):
+        A2ATSCache.from_pretrained(tmp_path / "saved", model.config)
 
 
 def test_what_no_cache_uses_any_more_is_let_go(

@@ -244,7 +244,7 @@ def test_a_saved_cache_has_the_codes_of_its_window_too(
     for token in prompt(2, 3, salt=1).split(1, dim=1):
         _read(llama, cache, token)
     cache.save_pretrained(tmp_path)
-    loaded = A2ATSCache.from_pretrained(tmp_path, llama.config)
+    loaded = A2ATSCache.from_pretrained(tmp_path, llama.config, artifact=artifact_of("llama"))
     assert loaded.options == cache.options
     assert torch.equal(_codes(loaded), _codes(cache)) and _codes(cache).shape[-1] == 63
     for token in prompt(2, 20, salt=2).split(1, dim=1):

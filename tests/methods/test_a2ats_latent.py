@@ -183,7 +183,9 @@ def test_a_saved_cache_goes_on_and_holds_two_bytes_a_token(store: str, tmp_path:
     greedy = {"max_new_tokens": 6, "do_sample": False}
     answer = model.generate(ids, past_key_values=cache, **greedy)
     cache.save_pretrained(tmp_path / "saved")
-    twin = A2ATSCache.from_pretrained(tmp_path / "saved", model.config)
+    twin = A2ATSCache.from_pretrained(
+        tmp_path / "saved", model.config, artifact=str(tmp_path / "made")
+    )
     more = torch.cat([answer, prompt(3, 5, salt=2)], dim=1)
     fork = cache.fork()
     answers = [model.generate(more, past_key_values=one, **greedy) for one in (cache, fork, twin)]

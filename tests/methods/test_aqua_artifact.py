@@ -288,6 +288,8 @@ def test_a_saved_cache_goes_on_with_its_own_artifact_only(
     cache.save_pretrained(tmp_path)
     moved = tmp_path / "moved"
     load(artifact_of("llama"), None).save_pretrained(moved)
+    with pytest.raises(ValueError, match="is not followed: pass artifact="):
+        AquaKVCache.from_pretrained(tmp_path, model.config)
     loaded = AquaKVCache.from_pretrained(tmp_path, model.config, artifact=str(moved))
     token = prompt(1, 1, salt=1)
     assert torch.equal(_read(model, loaded, token), _read(model, cache, token))

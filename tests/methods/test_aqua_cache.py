@@ -247,7 +247,7 @@ def test_reconstructions_are_those_of_the_codes_decoded_layer_by_layer(
     token = prompt(rows, 1, salt=9)
     twin = cache.fork()
     cache.save_pretrained(tmp_path)
-    loaded = AquaKVCache.from_pretrained(tmp_path, model.config)
+    loaded = AquaKVCache.from_pretrained(tmp_path, model.config, artifact=artifact)
     for other in (twin, loaded):
         _assert_as_reference(other, artifact)
     answers = [_read(model, each, token) for each in (cache, twin, loaded)]

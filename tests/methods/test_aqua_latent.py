@@ -141,7 +141,9 @@ def test_a_saved_cache_and_a_fork_go_on(
     cache.crop(-20)
     cache.batch_select_indices(torch.tensor([1, 0]))
     cache.save_pretrained(tmp_path / "saved")
-    twin = AquaKVCache.from_pretrained(tmp_path / "saved", model.config)
+    twin = AquaKVCache.from_pretrained(
+        tmp_path / "saved", model.config, artifact=cache.options.artifact
+    )
     fork = cache.fork()
     more = torch.cat([answer.flip(0)[:, : cache.get_seq_length()], prompt(2, 30, salt=3)], dim=1)
     answers = [model.generate(more, past_key_values=one, **GREEDY) for one in (cache, twin, fork)]

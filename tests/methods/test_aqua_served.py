@@ -120,7 +120,7 @@ def test_a_cache_that_was_saved_keeps_its_bits(
     cache.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "cache.json").read_text())["options"]
     assert (saved["bits"], saved["backbone"]) == (2, "higgs")
-    loaded = AquaKVCache.from_pretrained(tmp_path, model.config)
+    loaded = AquaKVCache.from_pretrained(tmp_path, model.config, artifact=artifact_of(bits=16))
     assert loaded.options == cache.options
     assert loaded.stats()["layers"][1]["bits"] == 2
     with torch.no_grad():
