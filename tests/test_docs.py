@@ -213,6 +213,34 @@ def test_nobody_is_sent_to_pypi_where_the_package_is_not() -> None:
     assert not sent
 
 
+PLACEHOLDER = re.compile(
+    r"^[A-Z][A-Z_]{2,}$"  # a word in capitals alone on a line
+    r"|\b(?:TODO|TBD|FIXME|XXX|PLACEHOLDER)\b(?! without)"
+    r"|(?<=\|) *(?:[A-Z?]|TK|N/N) *(?=\|)",  # a capital alone in a cell
+    flags=re.MULTILINE,
+)
+
+
+def placeholders(text: str) -> list[str]:
+    """What a page waits to have filled in; the first row of a table may have letters alone."""
+    body = re.sub(r"^\|.*\n(?=\|[-:| ]+\|$)", "", text, flags=re.MULTILINE)
+    return [one[0].strip() for one in PLACEHOLDER.finditer(body)]
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *(ROOT / f"{one}.md" for one in ("CHANGELOG", "CONTRIBUTING"))], ids=name
+)
+def test_no_page_has_a_placeholder(page: Path) -> None:
+    assert not placeholders(prose(page))
+
+
+def test_placeholders_are_noticed() -> None:
+    table_of = "| W | L |\n|---|---|\n| {} | 1 |\n"
+    assert placeholders("Text.\nEXTRAS\n\n" + table_of.format("S")) == ["EXTRAS", "S"]
+    assert placeholders("It takes TBD seconds.") == ["TBD"]
+    assert placeholders("H2O is a README word.\n" + table_of.format("no")) == []
+
+
 def test_the_commands_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["demo", "--help"])

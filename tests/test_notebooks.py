@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import base64
+import contextlib
 import dataclasses
+import hashlib
 import importlib
 import importlib.util
 import re
@@ -117,6 +119,52 @@ def test_its_first_cell_says_what_is_asked_and_what_is_installed(path: Path) -> 
     first = next(one for one in notebooks.read(path)["cells"] if one["cell_type"] == "code")
     assert {"MODEL", "SOURCE"} <= set(settings(ast.parse(code({"cells": [first]}))))
     assert re.search(r"%pip install .*\{SOURCE\}", notebooks.source(first))
+
+
+def test_the_first_cell_can_run_again(path: Path, tmp_path: Path) -> None:
+    """From the notebooks' folder it goes to the checkout, and stays there."""
+    first = next(one for one in notebooks.read(path)["cells"] if one["cell_type"] == "code")
+    folder = tmp_path / "hf_kvret" / "examples" / "notebooks"
+    folder.mkdir(parents=True)
+    (tmp_path / "hf_kvret" / "pyproject.toml").touch()
+    for start, end in ((folder, folder.parents[1]), (tmp_path, tmp_path)):
+        with contextlib.chdir(start):
+            for _ in range(2):
+                exec(code({"cells": [first]}), {})
+            assert Path.cwd() == end
+
+
+def test_its_text_is_the_one_that_its_outputs_are_of(path: Path) -> None:
+    """The hash that the run printed is that of the text that lies here now."""
+    notebook = notebooks.read(path)
+    given = settings(ast.parse(code(notebook)))
+    name = given.get("TEXT", given.get("BOOK"))
+    printed = [one for cell in notebook["cells"] for one in notebooks.texts(cell)]
+    hashes = re.findall(r"sha256 (\w+)", "\n".join(printed))
+    if name is None:
+        assert not hashes
+        return
+    text = (ROOT / name).read_text(encoding="utf-8")
+    told = f"{len(text):,} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    again = "run python docs/site/notebooks.py --write"
+    assert hashes and told in "\n".join(printed), again
+
+
+def test_a_text_that_is_missing_or_empty_is_named(path: Path, tmp_path: Path) -> None:
+    """Where a notebook reads a text, it says which variable to change."""
+    text = code(notebooks.read(path))
+    for name in {"TEXT", "BOOK"} & set(settings(ast.parse(text))):
+        check = re.search(rf"^if not Path\({name}\).*\n +raise .*$", text, flags=re.MULTILINE)
+        assert check is not None
+        with pytest.raises(FileNotFoundError, match=f"{name}='gone.txt' is no file: name a text"):
+            exec(check[0], {"Path": Path, name: "gone.txt"})
+
+
+def test_page_and_notebooks_say_the_same_of_how_long_they_take(path: Path) -> None:
+    first = notebooks.source(notebooks.read(path)["cells"][0])
+    page = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")
+    told = re.findall(r"akes? (at most \w+ minutes on two idle cores)", f"{first}\n{page}")
+    assert len(told) == 2 and len(set(told)) == 1
 
 
 def test_what_it_names_is_there(path: Path) -> None:
