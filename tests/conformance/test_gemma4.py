@@ -130,15 +130,12 @@ def talk(model: PreTrainedModel, cache: Any, folder: Path | None) -> list[torch.
 
     ids, mask = turn(ids, mask, cache)
     ids, mask = turn(*asked(ids, mask, 4), cache)
-    place = {
-        name: getattr(cache.options, name)
-        for name in ("store", "artifact")
-        if hasattr(cache.options, name)
-    }
     if folder is None:
         again = copy.deepcopy(cache)
     else:
         cache.save_pretrained(folder)
+        names = [name for name in ("store", "artifact") if hasattr(cache.options, name)]
+        place = {name: getattr(cache.options, name) for name in names}
         again = type(cache).from_pretrained(folder, model.config, **place)
         cache = cache.fork()
     for one in (cache, again):
