@@ -1,4 +1,4 @@
-"""The app's logic: what is read, refused and shown; its page is tested in ``test_app_page.py``."""
+"""The app's logic; texts in ``test_app_texts.py``, the page in ``test_app_page.py``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import app  # noqa: E402
-import app_parts.languages as languages_module  # noqa: E402
 import app_parts.reading as reading_module  # noqa: E402
 from app_parts.answers import Answer, Part, highlights  # noqa: E402
 from app_parts.environment import close_environment  # noqa: E402
-from app_parts.languages import NeedleWords, Tokens, language_of  # noqa: E402
+from app_parts.languages import NeedleWords, Tokens  # noqa: E402
 from app_parts.reading import CACHES, Document, Limits, Reading  # noqa: E402
-from app_parts.session import Choices, Desk, Session, budget_of  # noqa: E402
+from app_parts.session import Choices, Desk, Session  # noqa: E402
 from app_parts.showing import (  # noqa: E402
     answer_html,
     document_html,
@@ -35,7 +34,7 @@ from app_parts.showing import (  # noqa: E402
     numbers_html,
     shown_slots,
 )
-from app_parts.uploads import check_size, checked, size_text, text_of, visible  # noqa: E402
+from app_parts.uploads import size_text, visible  # noqa: E402
 
 KEYS, VALUE = "k5 k9", "v7 v8"
 NOISE = " ".join(f"n{number % 90}" for number in range(220))
@@ -48,11 +47,6 @@ HOSTILE = f"{SCRIPT}<img src=x onerror=alert(1)> & \"'` ${{1}} {{{{this}}}} \u20
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     return load_subject("needle")
-
-
-@pytest.fixture(scope="module")
-def english() -> Subject:
-    return load_subject("reference")
 
 
 def desk_of(subject: Subject, **limits: int) -> Desk:
@@ -224,14 +218,6 @@ def test_other_failures_are_not_taken_for_want_of_memory(
         list(session.read(session.desk.of_text(TEXT), "flat"))
 
 
-def test_without_the_file_of_the_example_there_is_none(
-    english: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert Desk(english, Choices()).example is not None
-    monkeypatch.setattr(languages_module, "_LICENSE", tmp_path / "LICENSE")
-    assert Desk(english, Choices()).example is None
-
-
 def test_the_environment_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # Set here too, so that they are restored.
     for name in ("ALLOWED_PATHS", "LOCAL_DEV_MODE", "TEMP_DIR", "ANALYTICS_ENABLED"):
@@ -335,29 +321,6 @@ def test_a_part_that_is_not_there_stands_for_all(session: Session) -> None:
     assert session.part(None, None, 1) == Part(range(2), None, 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b" \n ", "a.txt is empty: choose a file"),
-        ("a.pdf", b"%PDF-1.7", r"a.pdf is a .pdf file, .* save it as text"),
-        ("a.txt", b"caf\xe9", r"not UTF-8 text: byte 3 is 0xe9. Save it as UTF-8, .*iconv"),
-        ("a", b"a\0b", "null characters"),
-    ],
-)
-def test_a_file_that_is_no_text_is_refused_with_the_way_out(
-    name: str, content: bytes, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        text_of(content, name)
-
-
-def test_text_is_taken_as_it_is_but_for_line_ends() -> None:
-    assert text_of(b"\xef\xbb\xbfa\r\nb\rc\n", "a.md") == "a\nb\nc\n"
-    assert checked("a\ud800", "x") == "a?"
-    with pytest.raises(ValueError, match=r"is 5.0 MB, and at most 1.0 MB .* --max-upload"):
-        check_size(5_000_000, 1_000_000, "x")
-
-
 def test_what_is_too_long_is_refused_with_the_way_out(subject: Subject, tmp_path: Path) -> None:
     desk = desk_of(subject, tokens=100, upload=2_000, question=50)
     session = Session(desk)
@@ -387,41 +350,6 @@ def test_a_document_that_the_model_has_no_positions_for_is_refused(subject: Subj
     document = Document("x", Tokens([9] * count, ["n1"] * count))
     with pytest.raises(ValueError, match=r"the model knows 131,072 \(max_position_embeddings\)"):
         Reading(subject, language, document, "flat", Limits(tokens=10**6))
-
-
-@pytest.mark.parametrize("text", ["", "0", "-3", "1.5", "many"])
-def test_a_bad_top_k_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match="top_k: "):
-        budget_of(text)
-
-
-def test_pieces_of_a_tokenizer_are_the_text(english: Subject) -> None:
-    """Also where a character takes several tokens; special names in a document are text."""
-    subject = english
-    language = language_of(subject, plain=False)
-    text = "The naïve 🦉 says </s> twice:\n</s>"
-    tokens = language.document(text)
-    assert tokens.ids[0] == subject.model.config.bos_token_id
-    assert "".join(tokens.pieces[1:]) == text
-    assert "" in tokens.pieces
-    assert subject.model.config.eos_token_id not in tokens.ids
-    assert subject.model.config.eos_token_id in language.stop
-    assert "".join(language.answer(tokens.ids[1:])) == text
-    assert language.answer(tokens.ids[1:6])[:1] == ["The"]
-
-
-def test_a_chat_template_goes_around_document_and_question(english: Subject) -> None:
-    subject = english
-    assert subject.tokenizer is not None
-    subject.tokenizer.chat_template = (
-        "{% for one in messages %}<s>user: {{ one.content }}</s>{% endfor %}"
-        "{% if add_generation_prompt %}bot:{% endif %}"
-    )
-    chat, plain = (language_of(subject, plain=plain) for plain in (False, True))
-    tokens = chat.document("A text.") + chat.question("Why?")
-    assert "".join(tokens.pieces) == "<s>user: A text.\n\nWhy?</s>bot:"
-    assert subject.model.config.eos_token_id in tokens.ids
-    assert "".join(plain.question("Why?").pieces) == "\n\nWhy?"
 
 
 def test_the_command_line_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
