@@ -97,7 +97,7 @@ def test_a_cache_goes_on_like_one_that_always_had_the_options(
             _read(llama, cache, part)
     made[0].save_pretrained(tmp_path)
     fork = made[0].fork(**changes)
-    loaded = type(made[0]).from_pretrained(tmp_path, llama.config, **changes)
+    loaded = type(made[0]).from_pretrained(tmp_path, llama.config, **changes, **artifact)
     want = _go_on(llama, made[1], len(ids[0]))
     for cache in (fork, loaded):
         got = _go_on(llama, cache, len(ids[0]))

@@ -38,8 +38,8 @@ FAULTS = (
     Fault(
         "unfinished-files-of-broken-saves-stay",
         "hf_kvret/io/folder.py",
-        "older = versioned.fullmatch(name) or unfinished.fullmatch(name) or name in obsolete",
-        "older = versioned.fullmatch(name) or name in obsolete",
+        "older = older or unfinished.fullmatch(name) is not None or name in obsolete",
+        "older = older or name in obsolete",
     ),
     Fault(
         "ids-behind-the-last-token",
