@@ -1,4 +1,4 @@
-"""Latent attention on two ranks: each has a part of the heads and all latents, and one's tokens."""
+"""Two ranks, each with a part of the heads: the tokens of one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.testing import LATENT_MODELS
+from hf_kvret.testing import LATENT_MODELS, MODELS
 
 RANK = Path(__file__).with_name("tensor_parallel_rank.py")
 RANKS = 2
@@ -70,3 +70,16 @@ def test_each_rank_gives_what_one_process_gives(family: str, tmp_path: Path) -> 
         assert found.pop("weight") == ("DTensor", shape, (heads // RANKS, width, rank))
         assert found.keys() == expected.keys()
         assert [method for method in found if not torch.equal(found[method], text)] == []
+
+
+@pytest.mark.slow
+def test_each_rank_selects_and_samples_as_one_process_does(tmp_path: Path) -> None:
+    """By head: with small budgets, and with what stands for the rest, seeded by head too."""
+    pytest.importorskip("accelerate", reason="transformers spreads a model with accelerate")
+    MODELS["llama"].build().save_pretrained(tmp_path / "model")
+    (expected,) = results(tmp_path / "model", tmp_path / "out", 1)
+    kinds = {found.numpy().tobytes() for found in expected.values()}
+    assert len(kinds) > 2, "all variants say the same, so that none of them is told apart"
+    for found in results(tmp_path / "model", tmp_path / "out", RANKS):
+        assert found.keys() == expected.keys()
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
