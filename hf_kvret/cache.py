@@ -215,12 +215,13 @@ class RetrievalCache(Cache):
             owner: the cache, in messages.
             read: read a sample of the weights; False trusts their version counters.
         """
+        current = identity_of(model, read)
         if not self.get_seq_length():
             self.forget_origin()
-            self.identity = identity_of(model, read)
-        elif self.identity is not None:
-            self.identity = check_identity(self.identity, model, owner, read)
-        self.met = Meeting(model)
+            self.identity = current
+        elif self.identity is not None and current is not self.met.identity:
+            check_identity(self.identity, model, owner, read)
+        self.met = Meeting(model, current)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""
@@ -260,9 +261,7 @@ class RetrievalCache(Cache):
             RuntimeError: in the middle of a forward pass.
         """
         self.stack.check_pass()
-        # From the top: a store may compute rows from those of the layer below.
-        for layer in reversed(self.layers):
-            layer.crop(int(tokens_to_remove))
+        self.stack.crop(int(tokens_to_remove))
         self.tokens.crop(self.get_seq_length())
 
     def memory(self) -> MemoryReport:
@@ -361,7 +360,8 @@ class RetrievalCache(Cache):
         """
         self.stack.check_pass()
         if model is not None:
-            self.identity = check_identity(self.identity or identity_of(model), model, "the cache")
+            self.identity = self.identity or identity_of(model)
+            self.meet(model, "the cache")
         persistence.save(self, Path(directory), overwrite)
 
     @classmethod
@@ -394,6 +394,6 @@ class RetrievalCache(Cache):
         place = Path(directory)
         cache, digest = persistence.load(cls, place, config, torch.device(device), changes)
         if model is not None and cache.identity is not None:
-            cache.identity = check_identity(cache.identity, model, f"the cache in {directory}")
+            cache.meet(model, f"the cache in {directory}")
         persistence.note_saved(cache, place, digest)
         return cache

@@ -21,7 +21,7 @@ from hf_kvret.integration.compatibility import check_model, model_layers, text_k
 from hf_kvret.integration.masks import retrieval_mask
 from hf_kvret.integration.noting import unwatch, watch
 from hf_kvret.integration.prompt_check import check_origin
-from hf_kvret.integration.prompt_chunks import chunk_prompt, forget_chunk
+from hf_kvret.integration.prompt_chunks import chunk_prompt, drafts, forget_chunk
 from hf_kvret.integration.requests import (
     Request,
     check_length,
@@ -241,6 +241,14 @@ def _serve(
     cache.check_model(model)
     caller_cache = call.arguments.get("past_key_values") is cache
     outlives = caller_cache or generation_config.return_dict_in_generate
+    drafting = drafts(generation_config) or call.arguments.get("assistant_model") is not None
+    if cache.get_seq_length() and drafting:
+        raise ValueError(
+            "assisted decoding of transformers reads the whole prompt again, also the "
+            f"{cache.get_seq_length()} tokens that past_key_values holds: leave out "
+            "assistant_model and prompt_lookup_num_tokens for this call, or begin anew with "
+            "cache.reset()"
+        )
     check_origin(call, cache, outlives, model_kwargs.get("attention_mask"))
     warn_of_top_k(call, cache.name, generation_config.do_sample is True)
     text = model.config.get_text_config(decoder=True)

@@ -27,7 +27,8 @@ TOP_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 SOURCES = "source"
 ASSETS = (".md", ".png", ".svg", ".css", ".js", ".json", ".txt")
 FENCE = re.compile(r"^( *)(`{3,})(\w*)")
-LINK = re.compile(r"(?<!`)(\[[^\]]*\]\()([^)\s#]+)([^)\s]*\))")
+# Its text may have begun on the line before.
+LINK = re.compile(r"((?:(?<!`)\[|^)[^\[\]]*\]\()([^)\s#]+)([^)\s]*\))")
 FORMULA = re.compile(r"^\$\$(.+?)\$\$$", flags=re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json", ".cpp": "cpp"}
 

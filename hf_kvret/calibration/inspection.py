@@ -10,6 +10,7 @@ from typing import Any
 from hf_kvret.calibration.artifact import CalibrationArtifact
 from hf_kvret.evaluation.plots import plot_lines
 from hf_kvret.evaluation.tables import markdown_table
+from hf_kvret.integration.model_facts import printable
 
 
 def describe(artifact: CalibrationArtifact, *, as_json: bool = False) -> str:
@@ -72,11 +73,6 @@ def plot_quality(path: Path, artifact: CalibrationArtifact) -> None:
         raise ValueError("--plot: this artifact has no figures of quality; leave the option out")
     title = f"{artifact.method} of {artifact.model.name}"
     plot_lines(path, lines, title=title, x="layer", y="share", whole_x=True, low=0.0)
-
-
-def printable(text: str) -> str:
-    """``text`` with what could command a terminal, or end the line, spelled out."""
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def _list(values: Mapping[str, Any]) -> str:

@@ -45,6 +45,16 @@ class LayerStack:
             self.check_pass()
         self._thread = threading.get_ident()
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the newest tokens of every layer, of none where one refuses."""
+        # A state refuses, or a sliding window that is full: they come first.
+        others = [layer for layer in self._layers if not isinstance(layer, RetrievalLayer)]
+        others.sort(key=lambda layer: type(layer) is DynamicLayer)
+        # From the top: a store may compute rows from those of the layer below.
+        ours = [layer for layer in reversed(self._layers) if isinstance(layer, RetrievalLayer)]
+        for layer in (*others, *ours):
+            layer.crop(tokens_to_remove)
+
     def note_tokens(self, layer: Any) -> None:
         """Note the layer that gets tokens."""
         if isinstance(layer, RetrievalLayer):

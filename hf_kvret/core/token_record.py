@@ -214,7 +214,9 @@ class TokenRecord(State):
         if not torch.equal(links, chain(ids)):
             raise ValueError("the token ids are not those that the chain of hashes was made of")
         record = cls()
-        record._ids.append(ids[:, None])
+        # As in `note`.
+        with torch.inference_mode(False):
+            record._ids.append(ids[:, None])
         record.inputs = InputRecord.from_json(plain["inputs"])
         return record
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hf_kvret.calibration import verification as artifacts
-from hf_kvret.calibration.inspection import printable
 from hf_kvret.evaluation.results import read_results, why_no_results
+from hf_kvret.integration.model_facts import printable
 from hf_kvret.io import verification as caches
 
 KINDS = ("saved caches", "artifacts", "result files")
@@ -41,7 +41,7 @@ def verify(path: Path) -> list[str]:
     faults: list[OSError | ValueError] = []
     for part in _parts(path):
         try:
-            lines += part.verify()
+            lines += map(printable, part.verify())
             files |= part.files()
         except (OSError, ValueError) as error:
             faults.append(error)

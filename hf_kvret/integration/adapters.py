@@ -24,7 +24,8 @@ class AdapterHash:
 
     Attributes:
         name: as it is called in the model; the same weights may have another name elsewhere.
-        sha256: hex digest of its weights in all layers, with their scaling.
+        sha256: hex digest of its weights in all layers, with their scaling; empty where some can't
+            be read, as they are offloaded or in shards.
         merged: it was added to the weights of the model, in a layer at least.
     """
 
@@ -84,14 +85,19 @@ def active_adapters(decoder: nn.Module, read: bool = True) -> tuple[AdapterHash,
 def _hashed(parts: list[tuple[str, nn.Module, str]]) -> tuple[AdapterHash, ...]:
     digests = {adapter: hashlib.sha256() for _, _, adapter in parts}
     merged = {adapter for _, layer, adapter in parts if adapter in _merged(layer)}
+    unread: set[str] = set()
     for path, layer, adapter in parts:
         digest = digests[adapter]
         digest.update(f"{_plain_name(path)} {_scaling(layer, adapter)}".encode())
         for name, tensor in _weights(layer, adapter):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor_bytes(tensor))
+            if plain_parts(tensor):
+                digest.update(tensor_bytes(tensor))
+            else:
+                unread.add(adapter)
     return tuple(
-        AdapterHash(name, digest.hexdigest(), name in merged) for name, digest in digests.items()
+        AdapterHash(name, "" if name in unread else digest.hexdigest(), name in merged)
+        for name, digest in digests.items()
     )
 
 
@@ -159,6 +165,10 @@ def _active_in(layer: Any) -> list[str]:
     """Adapters that a layer computes with: where some are merged, it does with these alone."""
     if getattr(layer, "disable_adapters", False):
         return []
+    # Of a call that names an adapter for each row of the batch.
+    for hook in layer._forward_pre_hooks.values():
+        if by_row := getattr(hook, "keywords", {}).get("adapter_names"):
+            return sorted(set(by_row))
     merged = _merged(layer)
     active = layer.active_adapters
     return merged or ([active] if isinstance(active, str) else list(active))

@@ -20,7 +20,7 @@ from hf_kvret.integration.adapters import (
     base_parameters,
     stamp,
 )
-from hf_kvret.integration.model_facts import in_words, model_facts
+from hf_kvret.integration.model_facts import in_words, model_facts, printable
 from hf_kvret.integration.sampled_tensors import plain_parts, sampled_bytes
 from hf_kvret.integration.stored_weights import stored_tensors
 from hf_kvret.integration.weights import (
@@ -34,6 +34,7 @@ from hf_kvret.integration.weights import (
     sample_numbers,
     sample_weights,
     tower_parameters,
+    without_wrapper,
 )
 
 if TYPE_CHECKING:
@@ -107,8 +108,11 @@ class CacheIdentity:
             theirs, ours = self.facts.get(name), other.facts.get(name)
             if theirs != ours:
                 return in_words(name, theirs, ours)
-        hashes = [sorted(one.content for one in part) for part in (self.adapters, other.adapters)]
-        if hashes[0] == hashes[1]:
+        both = self.adapters, other.adapters
+        # Where some could not be read, only their number is compared.
+        unread = any(not one.sha256 for part in both for one in part)
+        contents = [len(part) if unread else sorted(one.content for one in part) for part in both]
+        if contents[0] == contents[1]:
             return ""
         theirs, ours = _adapters_in_words(self), _adapters_in_words(other)
         return f"filled with {theirs}, this model has {ours}" + (
@@ -117,18 +121,29 @@ class CacheIdentity:
 
 
 class Meeting:
-    """The model that a cache last met, not kept alive; a copy of another process met none."""
+    """The model that a cache last met, not kept alive; a copy of another process met none.
 
-    def __init__(self, model: PreTrainedModel | None = None) -> None:
+    Attributes:
+        identity: of the model, as it went through.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel | None = None, identity: CacheIdentity | None = None
+    ) -> None:
+        self.identity = identity
         self._model = None if model is None else weakref.ref(model)
         self._decoder = None if model is None else weakref.ref(decoder_of(model))
 
     def whole(self, module: Any) -> Any:
-        """The model that was met, if ``module`` is that or its text model; else None."""
+        """The model that was met, if ``module`` is that, or has the same text model; else None."""
         if self._model is None or self._decoder is None:
             return None
-        model = self._model()
-        return model if model is module or self._decoder() is module else None
+        model, decoder = self._model(), self._decoder()
+        if module in (model, decoder):
+            return model
+        # PEFT's model around the one that was met, or that in it.
+        is_same = decoder is not None and model is not decoder and decoder_of(module) is decoder
+        return model if is_same else None
 
     def __reduce__(self) -> tuple[type[Meeting], tuple[()]]:
         return Meeting, ()
@@ -161,6 +176,7 @@ def identity_of(model: PreTrainedModel, read: bool = True) -> CacheIdentity:
         read: read these numbers, and some of the adapters', again: only so it is seen that weights
             were written through ``parameter.data``.
     """
+    model = without_wrapper(model)
     decoder = decoder_of(model)
     adapters = active_adapters(decoder, read)
     known = _known.get(decoder)
@@ -194,12 +210,14 @@ def check_identity(
     Raises:
         ValueError: another model, other adapters or other weights.
     """
+    model = without_wrapper(model)
     current = identity_of(model, read)
     if current is identity:
         return current
     report = compare_weights(identity.weights, model)
     # A text model alone goes on with a cache that one with a vision tower filled.
-    towers = compare_samples(identity.towers if current.towers else (), model)
+    is_composite = bool(tower_parameters(model, decoder_of(model)))
+    towers = compare_samples(identity.towers if is_composite else (), model)
     why = identity.difference(current)
     for part, kind in ((report, "weights"), (towers, "weights of its vision or audio tower")):
         if not why and part.differing:
@@ -209,9 +227,9 @@ def check_identity(
             )
     if why:
         raise ValueError(
-            f"{owner} was {why}. Use the model that filled it ({identity.name}), or fill a new "
-            "cache; cache.forget_origin() makes it go on with any model of this shape, whose "
-            "tokens may then be wrong"
+            f"{owner} was {why}. Use the model that filled it ({printable(identity.name)}), or "
+            "fill a new cache; cache.forget_origin(), of one loaded without model=, makes it go on "
+            "with any model of this shape and dtype, whose tokens may then be wrong"
         )
     skipped = {**report.skipped, **towers.skipped}
     if skipped or not report.compared:
@@ -223,13 +241,22 @@ def check_identity(
             len(identity.weights) + len(identity.towers),
             f" ({', '.join(reasons)})" if reasons else "; check yourself that it filled the cache",
         )
+    unread = {one.name for one in (*identity.adapters, *current.adapters) if not one.sha256}
+    if unread:
+        _log.warning(
+            "%s: weights of the adapters %s could not be read (offloaded or in shards), so they "
+            "are not compared. Check yourself that they are those that filled it",
+            owner,
+            ", ".join(sorted(unread)),
+        )
     if identity.left_out:
         _log.warning(
             "%s: parameters of the model that filled it could not be read, so they are not "
             "compared: %s (%s). Check yourself that this model has the same",
             owner,
-            ", ".join(list(identity.left_out)[:3]) + (", ..." * (len(identity.left_out) > 3)),
-            ", ".join(dict.fromkeys(identity.left_out.values())),
+            printable(", ".join(list(identity.left_out)[:3]))
+            + (", ..." * (len(identity.left_out) > 3)),
+            printable(", ".join(dict.fromkeys(identity.left_out.values()))),
         )
     return current
 
@@ -238,7 +265,7 @@ def _examine(
     model: PreTrainedModel, decoder: nn.Module, adapters: tuple[AdapterHash, ...]
 ) -> _Known:
     facts = {name: fact for name, fact in model_facts(model.config).items() if name != "vocab_size"}
-    facts["dtype"] = str(model.dtype).removeprefix("torch.")
+    facts["dtype"] = str(decoder.dtype).removeprefix("torch.")
     facts |= _quantization(model)
     packed, reasons = stored_tensors(decoder)
     try:
@@ -324,4 +351,4 @@ def _adapters_in_words(identity: CacheIdentity) -> str:
     names = [str(adapter) for adapter in identity.adapters]
     if not names:
         return "no adapter"
-    return ("the adapter " if len(names) == 1 else "the adapters ") + ", ".join(names)
+    return ("the adapter " if len(names) == 1 else "the adapters ") + printable(", ".join(names))

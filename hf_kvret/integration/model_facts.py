@@ -86,11 +86,19 @@ def _plain(value: Any) -> Any:
 def in_words(name: str, theirs: Any, ours: Any) -> str:
     """What a fact was where something was made, and what it is in this model."""
     if name == "model_type":
-        return f"made for a {theirs} model, this one is {ours}"
+        return f"made for a {_shown(theirs)} model, this one is {ours}"
     if isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
         place = next(i for i in range(len(ours)) if theirs[i] != ours[i])
-        return f"made for {name}[{place}]={theirs[place]}, this model has {ours[place]}"
+        name, theirs, ours = f"{name}[{place}]", theirs[place], ours[place]
     if name in _COUNTS:
-        return f"made for {theirs} {_COUNTS[name]}, this model has {ours}"
-    theirs, ours = ("none" if value is None else value for value in (theirs, ours))
-    return f"made for {name}={theirs}, this model has {ours}"
+        return f"made for {_shown(theirs)} {_COUNTS[name]}, this model has {ours}"
+    return f"made for {_shown(name)}={_shown(theirs)}, this model has {_shown(ours)}"
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else printable(str(value)[:80])
+
+
+def printable(text: str) -> str:
+    """``text`` with what could command a terminal, or end the line, spelled out."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)

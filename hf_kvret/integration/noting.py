@@ -68,13 +68,15 @@ def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     # The decoder has noted them before the model. Other counts: the model adds tokens of its own.
     if ids is None or len(cache.tokens) == end or end - start != ids.shape[1]:
         return
-    count = end - start
-    cache.tokens.note(ids, start, kwargs.get("attention_mask"))
+    count, mask = end - start, kwargs.get("attention_mask")
+    # `generate` makes a new one for each pass; a loop of one's own may write to one for all.
+    if isinstance(mask, torch.Tensor) and not is_using(cache):
+        mask = mask.clone()
+    cache.tokens.note(ids, start, mask)
     # `generate` was told all of them at once.
     if count > 1 and not is_using(cache):
         inputs = other_inputs(kwargs)
         if inputs:
-            mask = kwargs.get("attention_mask")
             mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
             places = picture_places(module, ids, start)
             cache.tokens.inputs.note(inputs, (len(ids), count), start, count, mask, places)

@@ -47,6 +47,8 @@ def check_origin(
     cache.meet(call.model)
     cache_len = cache.get_seq_length()
     cache.tokens.crop(cache_len)
+    # A call that failed before its first pass noted inputs of tokens that never came.
+    cache.tokens.inputs.crop(cache_len)
     ids = _prompt(call)
     if ids is None:
         if cache_len and cache.tokens.warn_once("embeddings"):
@@ -61,6 +63,8 @@ def check_origin(
     # As `generate` itself finds that only the new tokens were given.
     whole = mask is None or mask.shape[1] == length
     inputs = other_inputs(call.arguments) if outlives or len(cache.tokens.inputs.entries) else {}
+    own = vars(call.model.generation_config)
+    inputs = {name: value for name, value in inputs.items() if name not in own}
     if cache_len and whole:
         _check_ids(cache, ids, mask, cache_len)
         _check_inputs(call, cache, ids, mask, inputs)
@@ -92,18 +96,21 @@ def _check_ids(
         )
     if difference is not None:
         row, slot, prompt_id, cache_id = difference
+        # Layers with a sliding window or a state can't be cut.
+        can_cut = len(cache.retrieval_layers) == len(cache.layers)
+        cut = f"cut the cache to what they share with cache.crop({slot - cache_len}), or "
         raise ValueError(
             f"the prompt differs from the tokens in past_key_values: in row {row} at position "
             f"{slot} it has id {prompt_id}, the cache holds {cache_id}. Pass the conversation that "
-            f"the cache holds and the new tokens behind it, or cut the cache to what they share "
-            f"with cache.crop({slot - cache_len}), or begin anew with cache.reset()"
+            f"the cache holds and the new tokens behind it, or {cut if can_cut else ''}begin anew "
+            "with cache.reset()"
         )
     hidden = None if mask is None else cache.tokens.hidden(ids, mask, cache_len)
     if hidden is not None and cache.tokens.warn_once("hidden"):
         _log.warning(
             "the attention mask hides the token in row %d at position %d, which later tokens in "
-            "past_key_values have seen: they stay as they are. Pass attention_mask with 1 there, "
-            "or begin anew with cache.reset()",
+            "past_key_values have seen: they stay as they are. If they should not have seen it, "
+            "begin anew with cache.reset()",
             *hidden,
         )
     unknown = cache.tokens.unknown(cache_len)

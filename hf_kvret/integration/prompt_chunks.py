@@ -192,7 +192,7 @@ def chunk_prompt(
     """
     size, caller_chunk = None, generation_config.prefill_chunk_size
     length, batch = _new_tokens(cache, generation_config, model_kwargs)
-    if _drafts(generation_config):
+    if drafts(generation_config):
         caller_chunk = None
     elif caller_chunk is not None:
         _check_chunk(caller_chunk, length, cache.options.max_draft)
@@ -205,7 +205,7 @@ def chunk_prompt(
     )
 
 
-def _drafts(generation_config: Any) -> bool:
+def drafts(generation_config: Any) -> bool:
     """Whether this call uses assisted decoding, which reads a prompt in one pass."""
     settings = (getattr(generation_config, name, None) for name in _DRAFTS)
     return any(one is not None and one is not False for one in settings)

@@ -148,12 +148,13 @@ def compare_samples(samples: tuple[WeightSample, ...], module: torch.nn.Module) 
             reasons[sample.name] = reason
             continue
         count += 1
-        expected = torch.tensor(sample.values)
+        expected = torch.tensor(sample.values, device="cpu")
         values = some_bytes(tensor).float() if sample.dtype else some_numbers(tensor)
         scale = torch.maximum(expected.abs(), values.abs())
         tolerance = 0.0 if sample.dtype else _RELATIVE * scale + _ABSOLUTE
-        # Not `>`: a NaN in the model counts as a difference.
-        wrong = ~((expected - values).abs() <= tolerance)
+        # Not `>`: a NaN in the model counts as a difference, and so does infinity, which is near
+        # everything.
+        wrong = ~((expected - values).abs() <= tolerance) | ~scale.isfinite()
         if wrong.any():
             differences.append(sample.name)
             place = int(wrong.nonzero()[0])
@@ -168,6 +169,11 @@ def compare_samples(samples: tuple[WeightSample, ...], module: torch.nn.Module) 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     """The text model in ``model``, which may be that itself."""
     return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def without_wrapper(model: Any) -> Any:
+    """The model of transformers in a PeftModel, whose names begin otherwise; others as they are."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def tower_parameters(model: PreTrainedModel, decoder: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -95,7 +95,7 @@ class Description:
             warnings.warn(
                 f"{directory} holds a cache of format 1, which can't be checked for damage, nor "
                 "for the model and the tokens that it was filled with: save it again",
-                stacklevel=5,
+                stacklevel=4,
             )
         elif content["checksum"] != checksum(content):
             raise ValueError(f"{path} is damaged: its checksum is another one; {_AGAIN}")

@@ -108,7 +108,15 @@ class Replacement:
             _finish(file)
         # The data files are there before the file that names them, also after a power cut.
         _sync_folder(self._directory)
-        os.replace(file.name, self._directory / self._naming)
+        unnamed = self._loose
+        try:
+            # A Ctrl-C may come when it has happened: what is named then must stay.
+            self._loose = {Path(file.name), *self._beside.values()}
+            os.replace(file.name, self._directory / self._naming)
+        except BaseException:
+            if os.path.lexists(file.name):
+                self._loose = unnamed
+            raise
         self.in_place = True
         self._loose = set(self._beside.values())
         for name, path in self._beside.items():

@@ -64,7 +64,8 @@ def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None
         TypeError: a cache layer of transformers that is not known.
         ValueError: what would be replaced is not of a cache.
     """
-    with replacing(directory, DESCRIPTION, STEM) as replacement:
+    # Numbers are on the CPU also where another default device was set; as in `load`.
+    with torch.device("cpu"), replacing(directory, DESCRIPTION, STEM) as replacement:
         _check_overwrite(cache, directory, overwrite)
         tensors: dict[str, torch.Tensor] = {}
         layers = []
@@ -85,11 +86,12 @@ def save(cache: RetrievalCache, directory: Path, overwrite: bool | None) -> None
         # Of format 1 only: another file of that name is not ours.
         obsolete = [OLD_TENSORS] if format_of(directory) == 1 else []
         content = written(*form, entries, name, origin)
+        digest = hashlib.sha256(content).hexdigest()
         try:
             replacement.commit(content, obsolete)
         finally:
-            if replacement.in_place:
-                note_saved(cache, directory, hashlib.sha256(content).hexdigest())
+            if digest_of(directory) == digest:
+                note_saved(cache, directory, digest)
 
 
 def load(
@@ -106,7 +108,9 @@ def load(
     while True:
         description = Description.read(directory)
         try:
-            return _load(cls, directory, description, config, device, changes), description.digest
+            with torch.device("cpu"):
+                cache = _load(cls, directory, description, config, device, changes)
+            return cache, description.digest
         except FileNotFoundError:
             # Another process may have replaced the cache in the meantime.
             if digest_of(directory) == description.digest:
@@ -172,15 +176,12 @@ def _empty_cache(
     return cache, hint
 
 
-def read_parts(
-    directory: Path, description: Description, check: bool = True
-) -> Iterator[dict[str, torch.Tensor]]:
+def read_parts(directory: Path, description: Description) -> Iterator[dict[str, torch.Tensor]]:
     """The tensors of each layer, without their prefix, and at last those that are of no layer.
 
     Args:
         directory: of the cache.
         description: of it.
-        check: whether checksums are compared, where there are any.
 
     Raises:
         FileNotFoundError: the file of tensors is missing.
@@ -200,7 +201,7 @@ def read_parts(
         every = ({name: everything[name] for name in names} for names in groups)
         yield from _named(every, prefixes)
         return
-    with TensorFile(path, description.tensors, check) as file:
+    with TensorFile(path, description.tensors) as file:
         yield from _named(file.groups(groups), prefixes)
 
 

@@ -315,6 +315,22 @@ def test_an_adapter_that_changes_between_two_turns_is_refused(
 
 
 @pytest.mark.usefixtures("peft")
+def test_an_adapter_that_can_not_be_read_is_a_warning(
+    llama: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapted = with_adapter(llama, seed=1)
+    offloaded = copy.deepcopy(adapted)
+    layer = adapters(offloaded)[0]
+    layer.lora_B["default"].weight = nn.Parameter(layer.lora_B["default"].weight.to("meta"))
+    cache, ids = filled(adapted)
+    cache.save_pretrained(tmp_path, model=offloaded)
+    assert "weights of the adapters default could not be read" in caplog.text
+    with pytest.raises(ValueError, match="this model has no adapter"):
+        llama.generate(ids, past_key_values=cache.fork(), **RUN)
+    adapted.generate(ids, past_key_values=cache, **RUN)
+
+
+@pytest.mark.usefixtures("peft")
 def test_the_base_model_is_compared_below_adapters(llama: Any) -> None:
     adapted = with_adapter(llama, seed=1)
     disabled(adapted)
@@ -351,3 +367,10 @@ def test_adapters_of_peft_itself_are_seen(llama: Any) -> None:
     with pytest.raises(ValueError, match=r"adapter default \(merged\), this model has the adapter"):
         model.generate(input_ids=longer, past_key_values=again, **RUN)
     assert twin.tokens.ids(54).tolist() == answer.tolist()
+    model.add_adapter("b", config)
+    model.eval()
+    more = torch.cat([answer, prompt(1, 1)], dim=1)
+    model.generate(input_ids=more, past_key_values=twin, adapter_names=["default"], **RUN)
+    # Last: after an error PEFT leaves the hooks of such a call in place.
+    with pytest.raises(ValueError, match="adapter default, this model has the adapter b"):
+        model.generate(input_ids=answer, past_key_values=cache, adapter_names=["b"], **RUN)

@@ -77,6 +77,32 @@ def test_other_positions_are_refused(llama: Any) -> None:
         llama.generate(answer, position_ids=again, past_key_values=cache, **RUN)
 
 
+def test_inputs_of_a_call_that_failed_at_once_are_forgotten(llama: Any) -> None:
+    def fail(*_: Any) -> None:
+        handle.remove()
+        raise torch.OutOfMemoryError("no room")
+
+    cache, positions = new_cache(llama), torch.arange(60)[None]
+    answer = llama.generate(
+        prompt(1, 50), position_ids=positions[:, :50], past_key_values=cache, **RUN
+    )
+    ids = torch.cat([answer, prompt(1, 6)], dim=1)
+    wrong = positions.clone()
+    wrong[:, 54:] += 100
+    handle = llama.model.embed_tokens.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no room"):
+        llama.generate(ids, position_ids=wrong, past_key_values=cache, **RUN)
+    llama.generate(ids, position_ids=positions, past_key_values=cache, **RUN)
+
+
+def test_tensors_of_generates_own_options_are_no_inputs(qwen2_vl: Any) -> None:
+    cache, ends = new_cache(qwen2_vl), torch.tensor([126])
+    answer = qwen2_vl.generate(prompt(1, 50), past_key_values=cache, eos_token_id=ends, **RUN)
+    ids = torch.cat([answer, prompt(1, 6)], dim=1)
+    qwen2_vl.generate(ids, past_key_values=cache, eos_token_id=ends - 1, **RUN)
+    assert not cache.tokens.inputs.entries
+
+
 def picture(model: Any, seed: int) -> dict[str, torch.Tensor]:
     """A picture of four patches, which one token stands for."""
     vision = model.config.vision_config

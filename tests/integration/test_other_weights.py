@@ -229,3 +229,75 @@ def test_another_vision_tower_is_refused(tmp_path: Path, caplog: pytest.LogCaptu
         twin.lm_head.weight.mul_(2)
     twin.generate(ids, past_key_values=loaded, **RUN)
     assert not caplog.text
+
+
+def test_a_text_model_between_leaves_the_tower_that_filled_it() -> None:
+    model = MODELS["qwen2_vl"].build()
+    cache, ids = filled(model)
+    other = copy.deepcopy(model)
+    cache.meet(copy.deepcopy(model.model.language_model))
+    with torch.no_grad():
+        for parameter in other.model.visual.parameters():
+            parameter.mul_(1.5)
+    with pytest.raises(ValueError, match="other weights of its vision or audio tower"):
+        other.generate(ids, past_key_values=cache, **RUN)
+
+
+def test_a_tower_that_can_not_be_read_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = MODELS["qwen2_vl"].build()
+    cache, _ = filled(model)
+    other = copy.deepcopy(model)
+    other.model.visual.to("meta")
+    cache.meet(other)
+    assert "16 of 42 sampled parameters of the model could not be compared" in caplog.text
+
+
+def test_many_small_changes_are_compared_with_what_filled_it(llama: Any) -> None:
+    cache, _ = filled(llama)
+    llama.requires_grad_(False)
+    with pytest.raises(ValueError, match=OTHER):
+        for _ in range(20):
+            for parameter in llama.parameters():
+                parameter.mul_(1.005)
+            cache.meet(llama)
+
+
+def test_a_default_device_is_not_that_of_comparisons(llama: Any, tmp_path: Path) -> None:
+    cache, ids = filled(llama)
+    expected = llama.generate(ids, past_key_values=cache.fork(), **RUN)
+    with torch.device("meta"):
+        cache.save_pretrained(tmp_path)
+        loaded = type(cache).from_pretrained(tmp_path, llama.config, model=copy.deepcopy(llama))
+    assert torch.equal(llama.generate(ids, past_key_values=loaded, **RUN), expected)
+
+
+def test_a_model_of_infinite_weights_is_another(llama: Any) -> None:
+    cache, ids = filled(llama)
+    with torch.no_grad():
+        for parameter in llama.parameters():
+            parameter.fill_(torch.inf)
+    with pytest.raises(ValueError, match=OTHER):
+        llama.generate(ids, past_key_values=cache, **RUN)
+
+
+def test_the_dtype_is_that_of_the_text_model(tmp_path: Path) -> None:
+    model = MODELS["qwen2_vl"].build()
+    model.model.language_model.to(torch.bfloat16)
+    model.lm_head.to(torch.bfloat16)
+    cache, ids = filled(model)
+    loaded = saved(cache, tmp_path, model)
+    model.generate(ids, past_key_values=loaded, **RUN)
+    assert loaded.identity is not None and loaded.identity.facts["dtype"] == "bfloat16"
+
+
+def test_a_step_inside_peft_compares_nothing(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
+    config = peft.LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama, config).eval()
+    cache = hf_kvret.FlatKVCache(llama.config, **COVERING_OPTIONS)
+    hf_kvret.attach(model)
+    answer = model.generate(input_ids=prompt(1, 50), past_key_values=cache, **RUN)
+    monkeypatch.setattr(RetrievalCache, "meet", pytest.fail)
+    with torch.no_grad():
+        for slot in range(cache.get_seq_length(), answer.shape[1]):
+            model(answer[:, slot : slot + 1], past_key_values=cache)

@@ -156,6 +156,45 @@ def test_ids_are_noted_inside_inference_mode_and_outside(llama: Any) -> None:
     assert held_ids(twin) == ids.repeat(2, 1).tolist()
 
 
+def test_a_cache_loaded_inside_inference_mode_goes_on_in_it_and_outside(
+    llama: Any, tmp_path: Path
+) -> None:
+    cache = new_cache(llama)
+    ids = llama.generate(prompt(1, 50), past_key_values=cache, **RUN)
+    cache.save_pretrained(tmp_path)
+    expected = held_ids(cache)[0]
+    for inside in (True, False):
+        with torch.inference_mode():
+            loaded = type(cache).from_pretrained(tmp_path, llama.config)
+        with torch.inference_mode(inside), torch.no_grad():
+            llama(ids[:, -1:], past_key_values=loaded)
+        assert held_ids(loaded)[0] == [*expected, int(ids[0, -1])]
+
+
+def test_a_mask_that_is_written_to_again_is_noted_as_it_was(llama: Any) -> None:
+    cache, mask = new_cache(llama), torch.ones(1, 64, dtype=torch.long)
+    hf_kvret.attach(llama)
+    ids = prompt(1, 40)
+    with torch.no_grad():
+        llama(ids, attention_mask=mask[:, :40], past_key_values=cache)
+    mask.zero_()
+    assert held_ids(cache) == ids.tolist()
+    assert cache.tokens.difference(ids, torch.ones_like(ids), 40) is None
+
+
+@pytest.mark.parametrize("way", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_drafts_over_a_filled_cache_are_refused(llama: Any, way: str) -> None:
+    """transformers would read the tokens that the cache holds again."""
+    cache = new_cache(llama)
+    drafts: dict[str, Any] = {way: copy.copy(llama) if way == "assistant_model" else 3}
+    answer = llama.generate(prompt(1, 50), past_key_values=cache, **drafts, **RUN)
+    ids, held = torch.cat([answer, prompt(1, 9)], dim=1), cache.get_seq_length()
+    with pytest.raises(ValueError, match=rf"again, also the {held} tokens .*leave out assistant"):
+        llama.generate(ids, past_key_values=cache, **drafts, **RUN)
+    expected = llama.generate(ids, **RUN)
+    assert torch.equal(llama.generate(ids, past_key_values=cache, **RUN), expected)
+
+
 def test_a_pass_of_the_decoder_alone_is_noted(llama: Any) -> None:
     """Adapters of PEFT call past the hooks of the whole model."""
     hf_kvret.attach(llama)

@@ -257,6 +257,27 @@ def test_an_interrupted_save_leaves_the_old(tmp_path: Path) -> None:
     assert load(tmp_path) == OLD.encode()
 
 
+def test_an_interruption_once_the_new_is_named_leaves_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C is noticed when the replacement returns."""
+    save(tmp_path, OLD)
+    replace = os.replace
+
+    def interrupted(source: str, goal: Path) -> None:
+        replace(source, goal)
+        if goal.name == "it.json":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, NEW)
+    assert load(tmp_path) == NEW.encode()
+    save(tmp_path, OLD)
+    assert files(tmp_path) == whole(OLD)
+
+
 def _save_many(directory: Path, digit: str) -> None:
     for _ in range(8):
         save(directory, digit * 12)
